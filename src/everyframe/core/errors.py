@@ -1,0 +1,81 @@
+"""Every error that a user can meet, and the exit code that the command line gives it.
+
+The text of an error is for the person who asked: what was given, what is allowed, what to do.
+Our own broken invariants are `assert`s and never one of these. Read next: `everyframe.cli.main`,
+which turns an error into one line and an exit code.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """The one table of exit codes (``128 + signal`` is left to the shell)."""
+
+    DONE = 0
+    TROUBLE = 1
+    WRONG_INPUT = 2
+    CANNOT_RUN_HERE = 3
+    NUMERICS = 4
+    WORKER_DIED = 5
+    INTERRUPTED = 130
+
+
+class EveryframeError(Exception):
+    """Root of the tree: something went wrong that a person should read about."""
+
+    exit_code = ExitCode.TROUBLE
+
+
+class InputError(EveryframeError, ValueError):
+    """What was asked can't be done by anybody: a bad size, an unknown option, an empty prompt."""
+
+    exit_code = ExitCode.WRONG_INPUT
+
+
+class CheckpointError(InputError):
+    """A folder or file that is no checkpoint, is broken, or lacks a tensor. Names the culprit."""
+
+
+class MediaError(InputError):
+    """A picture or video that can't be read, or a place that can't be written."""
+
+
+class MissingPackageError(EveryframeError):
+    """An optional package is not installed; the text holds the command that installs it."""
+
+    exit_code = ExitCode.WRONG_INPUT
+
+
+class CannotRunError(EveryframeError):
+    """The plan says that this machine can't do it, and what it could do instead."""
+
+    exit_code = ExitCode.CANNOT_RUN_HERE
+
+
+class NumericsError(EveryframeError):
+    """Values went bad beyond repair; the text names step, module and operation."""
+
+    exit_code = ExitCode.NUMERICS
+
+
+class WorkerDiedError(EveryframeError):
+    """A worker process ended by itself or by a signal."""
+
+    exit_code = ExitCode.WORKER_DIED
+
+
+def nearest(given: str, allowed: Iterable[str], count: int = 1) -> list[str]:
+    """The names in `allowed` that `given` was most likely meant to be, best first, maybe none."""
+    by_folded: dict[str, str] = {name.casefold(): name for name in allowed}
+    close = difflib.get_close_matches(given.casefold(), list(by_folded), n=count, cutoff=0.5)
+    return [by_folded[name] for name in close]
+
+
+def did_you_mean(given: str, allowed: Iterable[str]) -> str:
+    """A clause to append to an error, such as ``"; did you mean 'shapes'?"``, or nothing."""
+    close = nearest(given, allowed)
+    return f"; did you mean {close[0]!r}?" if close else ""
