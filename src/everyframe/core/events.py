@@ -1,0 +1,112 @@
+"""What happens while a plan runs, one frozen value an event, in the order in which it happens.
+
+`everyframe.stream` yields them; the command line draws its bar from them and, with ``--json``,
+prints each as one line. Arrays never go into the JSON.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
+
+from everyframe.core.plan import Plan
+
+
+@dataclass(frozen=True)
+class Event:
+    """Base of all events."""
+
+    type: ClassVar[str] = "event"
+
+    def to_json(self) -> dict[str, Any]:
+        """The event as plain data: its type, and every field that is not marked as bulky."""
+        shown = [part.name for part in fields(self) if not part.metadata.get("bulky")]
+        values = {name: getattr(self, name) for name in shown}
+        plain = {k: v.to_json() if hasattr(v, "to_json") else v for k, v in values.items()}
+        return {"type": self.type, **plain}
+
+
+@dataclass(frozen=True)
+class Planned(Event):
+    """The plan is settled; nothing was loaded yet."""
+
+    type: ClassVar[str] = "planned"
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class StageStarted(Event):
+    """A stage begins, for clip `clip` of `num_clips`; it has `num_steps` steps to do."""
+
+    type: ClassVar[str] = "stage_started"
+    stage: str
+    num_steps: int
+    clip: int = 0
+    num_clips: int = 1
+
+
+@dataclass(frozen=True)
+class Loaded(Event):
+    """A component's weights are in memory, `seconds` after the stage asked for them."""
+
+    type: ClassVar[str] = "loaded"
+    component: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Step(Event):
+    """Step `step` (from 1) of `num_steps` of a stage is done, for the video with this seed."""
+
+    type: ClassVar[str] = "step"
+    stage: str
+    step: int
+    num_steps: int
+    seed: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class StageDone(Event):
+    """A stage is over and what it had loaded is freed."""
+
+    type: ClassVar[str] = "stage_done"
+    stage: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Note(Event):
+    """Something that the person should read, though the run goes on."""
+
+    type: ClassVar[str] = "note"
+    text: str
+
+
+@dataclass(frozen=True)
+class Frames(Event):
+    """Finished frames of the video with this seed, float32 in 0..1, (T, H, W, 3), in order."""
+
+    type: ClassVar[str] = "frames"
+    seed: int
+    num_frames: int
+    frames: Any = field(repr=False, metadata={"bulky": True})
+
+
+@dataclass(frozen=True)
+class VideoDone(Event):
+    """All frames of the video with this seed came; `record` is what it takes to make it again."""
+
+    type: ClassVar[str] = "video_done"
+    seed: int
+    num_frames: int
+    record: dict[str, Any] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Written(Event):
+    """A file or folder is on disk, whole."""
+
+    type: ClassVar[str] = "written"
+    path: str
+    seed: int

@@ -1,0 +1,108 @@
+"""How an option is written down: once, as an annotated pydantic field with unit, limits and help.
+
+`Request` holds the options that every family shares; each family adds its own in its `options.py`
+by subclassing `FamilyOptions`. Command line, schema and reference page are composed from both.
+Not here: which option a model understands (`families/*/options.py`) and what it then means.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from everyframe.core.errors import InputError
+
+#: The headings under which options stand in help and reference, in order.
+GROUPS = ("What", "Size and length", "Sampling", "Given frames", "Machine", "Family")
+
+
+def option(
+    help_text: str,
+    *,
+    group: str,
+    default: Any = None,
+    unit: str | None = None,
+    aliases: tuple[str, ...] = (),
+    python_only: bool = False,
+    **limits: Any,
+) -> Any:
+    """A pydantic field that is also an option.
+
+    `help_text` is one sentence; `unit` is printed after the value; `aliases` are further flag names
+    (``"--steps"``); `python_only` keeps it off the command line; `limits` are pydantic's ``ge``,
+    ``gt``, ``le``, ``lt``, ``max_length``.
+    """
+    assert group in GROUPS, group
+    extra: dict[str, Any] = {"group": group, "unit": unit, "aliases": list(aliases), "python_only": python_only}
+    return Field(default=default, description=help_text, json_schema_extra=extra, **limits)
+
+
+class Options(BaseModel):
+    """Base of everything that is made of options: frozen, strict about names, errors for people."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        arbitrary_types_allowed=True,
+        allow_inf_nan=False,
+        validate_default=False,
+    )
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise InputError(explain(error)) from None
+
+    def given(self) -> dict[str, Any]:
+        """The options that were set explicitly, in the order of the fields."""
+        return {
+            name: getattr(self, name)
+            for name in type(self).model_fields
+            if name in self.model_fields_set
+        }
+
+
+class FamilyOptions(Options):
+    """A model family's own options. Subclass it in the family's `options.py`."""
+
+
+def facts_of(model: type[Options], name: str) -> Mapping[str, Any]:
+    """The group, unit, aliases and ``python_only`` mark that `option` stored for a field."""
+    extra = model.model_fields[name].json_schema_extra
+    return extra if isinstance(extra, Mapping) else {}
+
+
+_WORDS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "greater_than": lambda ctx: f"must be more than {ctx['gt']}",
+    "greater_than_equal": lambda ctx: f"must be at least {ctx['ge']}",
+    "less_than": lambda ctx: f"must be less than {ctx['lt']}",
+    "less_than_equal": lambda ctx: f"must be at most {ctx['le']}",
+    "finite_number": lambda ctx: "must be a finite number",
+    "int_parsing": lambda ctx: "must be a whole number",
+    "int_type": lambda ctx: "must be a whole number",
+    "int_from_float": lambda ctx: "must be a whole number",
+    "float_parsing": lambda ctx: "must be a number",
+    "float_type": lambda ctx: "must be a number",
+    "string_type": lambda ctx: "must be text",
+    "extra_forbidden": lambda ctx: "is no option",
+    "literal_error": lambda ctx: f"must be {ctx['expected']}",
+}
+
+
+def explain(error: ValidationError) -> str:
+    """One line for a person out of a pydantic error: each option, what is allowed, what was given."""
+    sentences = []
+    for problem in error.errors():
+        place = ".".join(str(part) for part in problem["loc"] if isinstance(part, str))
+        ctx: Mapping[str, Any] = typing.cast("Mapping[str, Any]", problem.get("ctx", {}))
+        if problem["type"] == "value_error":
+            sentences.append(str(ctx.get("error", problem["msg"])))
+            continue
+        say = _WORDS.get(problem["type"])
+        words = say(ctx) if say else problem["msg"][:1].lower() + problem["msg"][1:]
+        sentences.append(f"{place} {words}, got {problem['input']!r}")
+    return "; ".join(dict.fromkeys(sentences))

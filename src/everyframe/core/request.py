@@ -1,0 +1,208 @@
+"""What was asked: the options that every family shares, as one frozen value.
+
+A `Request` says nothing of the machine or of defaults; `everyframe.planning.resolve` turns it into
+a `Plan`, in which every value is settled. Read next: `plan.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+from pydantic import model_validator
+
+from everyframe.core.errors import InputError
+from everyframe.core.options import Options, option
+
+#: Spellings of each precision. `auto` leaves the choice to the plan.
+DTYPES = {
+    "auto": "auto",
+    "fp32": "float32",
+    "float32": "float32",
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+    "fp16": "float16",
+    "float16": "float16",
+}
+
+#: Seeds must survive being written in JSON and added to.
+MAX_SEED = 2**53 - 1
+
+_SIZE = re.compile(r"(\d+)\s*[xX×]\s*(\d+)")
+_ASPECT = re.compile(r"(\d+)\s*:\s*(\d+)")
+
+
+class Request(Options):
+    """A video that somebody wants. Sizes in pixels, lengths in frames or seconds.
+
+    Options of one family (``aesthetic``, ``motion_score``, …) are given like any other and are kept
+    in `family_options` until the model, and with it the family, is known. Raises `InputError` for
+    whatever no model could make sense of.
+    """
+
+    prompt: str | None = option("What the video shows.", group="What")
+    model: str | None = option(
+        "Name, folder or hub id of the model; without it the embedded model draws what it can.",
+        group="What",
+        aliases=("-m",),
+    )
+    negative_prompt: str | None = option("What it should not show.", group="What")
+
+    size: str | None = option("WIDTHxHEIGHT.", group="Size and length", unit="pixels")
+    height: int | None = option("Height.", group="Size and length", unit="pixels", gt=0, le=16384)
+    width: int | None = option("Width.", group="Size and length", unit="pixels", gt=0, le=16384)
+    resolution: str | None = option(
+        "A named size such as 360p, shaped by --aspect.", group="Size and length"
+    )
+    aspect: str | None = option(
+        "Width to height, such as 16:9 or 9:16; needs --resolution.", group="Size and length"
+    )
+    num_frames: int | None = option(
+        "Length.", group="Size and length", unit="frames", aliases=("--frames",), gt=0, le=100_000
+    )
+    seconds: float | None = option("Length.", group="Size and length", unit="seconds", gt=0)
+    fps: float | None = option(
+        "Frames per second of the video.", group="Size and length", gt=0, le=1000
+    )
+
+    num_inference_steps: int | None = option(
+        "Steps of the sampler.", group="Sampling", aliases=("--steps",), gt=0, le=10_000
+    )
+    guidance_scale: float | None = option(
+        "How strongly the prompt steers; 1 is off.",
+        group="Sampling",
+        aliases=("--cfg",),
+        ge=0,
+        le=1000,
+    )
+    seed: int | None = option(
+        "Seed of the noise; without it a random one is drawn, printed and recorded.",
+        group="Sampling",
+        ge=0,
+        le=MAX_SEED,
+    )
+    num_videos: int = option(
+        "So many videos, with seed, seed + 1, and so on.",
+        group="Sampling",
+        default=1,
+        gt=0,
+        le=10_000,
+    )
+    latents: Any = option(
+        "Start noise of unit variance, (1, C, T, H, W).", group="Sampling", python_only=True
+    )
+
+    image: Any = option("Picture that is the first frame.", group="Given frames")
+    last_image: Any = option("Picture that is the last frame.", group="Given frames")
+    extend: Any = option("Video to go on from.", group="Given frames")
+    chain: int = option(
+        "So many clips, each going on from the one before.",
+        group="Given frames",
+        default=1,
+        gt=0,
+        le=1000,
+    )
+    edit_strength: float | None = option(
+        "How far given frames may change: 0 keeps them, 1 ignores them.",
+        group="Given frames",
+        ge=0,
+        le=1,
+    )
+
+    dtype: str = option("Precision: auto, fp32, bf16 or fp16.", group="Machine", default="auto")
+    device: str = option("Device: auto, cpu, cuda, cuda:1 or mps.", group="Machine", default="auto")
+
+    family_options: dict[str, Any] = option(
+        "Options of one family, collected.", group="Family", default={}, python_only=True
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _collect_family_options(cls, values: Any) -> Any:
+        """Whatever is no common option may be a family's; the resolver refuses it otherwise."""
+        own = {name: value for name, value in values.items() if name in cls.model_fields}
+        rest = {name: value for name, value in values.items() if name not in cls.model_fields}
+        if rest:
+            own["family_options"] = {**own.get("family_options", {}), **rest}
+        return own
+
+    @model_validator(mode="after")
+    def _check(self) -> Request:
+        if self.prompt is not None and not self.prompt.strip():
+            raise InputError(
+                "the prompt is empty; say what the video shows, "
+                'for example "a red circle moves to the right on a blue background"'
+            )
+        if self.dtype not in DTYPES:
+            raise InputError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        self._check_size()
+        if self.seconds is not None and self.num_frames is not None:
+            raise InputError(
+                f"num_frames={self.num_frames} and seconds={self.seconds:g} both set the length; "
+                "give one of them"
+            )
+        if self.seed is not None and self.seed + self.num_videos - 1 > MAX_SEED:
+            raise InputError(f"seed + num_videos must stay under {MAX_SEED + 1}, got {self.seed}")
+        if self.latents is not None and (self.num_videos > 1 or self.chain > 1):
+            raise InputError(
+                "latents are the start noise of one clip; they can't be given with "
+                f"num_videos={self.num_videos} and chain={self.chain}"
+            )
+        if self.image is not None and self.extend is not None:
+            raise InputError("image and extend both give the first frames; give one of them")
+        return self
+
+    def _check_size(self) -> None:
+        ways = {
+            "size": self.size is not None,
+            "height and width": self.height is not None or self.width is not None,
+            "resolution": self.resolution is not None,
+        }
+        used = [name for name, is_used in ways.items() if is_used]
+        if len(used) > 1:
+            raise InputError(f"{' and '.join(used)} both set the size; give one of them")
+        if self.size is not None and not _SIZE.fullmatch(self.size.strip()):
+            raise InputError(f"size must be WIDTHxHEIGHT, for example 640x360, got {self.size!r}")
+        if (self.height is None) != (self.width is None):
+            lone = "height" if self.width is None else "width"
+            other = "width" if lone == "height" else "height"
+            raise InputError(f"{lone} was given without {other}; give both, or size WIDTHxHEIGHT")
+        if self.aspect is not None:
+            if self.resolution is None:
+                raise InputError("aspect needs a resolution, for example --resolution 360p")
+            match = _ASPECT.fullmatch(self.aspect.strip())
+            if not match or 0 in map(int, match.groups()):
+                raise InputError(
+                    f"aspect must be width:height, for example 16:9, got {self.aspect!r}"
+                )
+
+    def asked_size(self) -> tuple[int, int] | None:
+        """(height, width) in pixels if they were given as numbers."""
+        if self.size is not None:
+            match = _SIZE.fullmatch(self.size.strip())
+            assert match is not None
+            return int(match[2]), int(match[1])
+        if self.height is not None and self.width is not None:
+            return self.height, self.width
+        return None
+
+    def asked_aspect(self) -> tuple[int, int] | None:
+        """(width, height) of the aspect ratio, if one was given."""
+        if self.aspect is None:
+            return None
+        width, height = self.aspect.split(":")
+        return int(width), int(height)
+
+    def with_seed(self, seed: int) -> Request:
+        """The same request for one video with this very seed."""
+        return type(self)(**{**self.given(), "seed": seed, "num_videos": 1})
+
+    def has_given_frames(self) -> bool:
+        """Whether some frames are given: a first or last picture, or a video to go on from."""
+        return any(given is not None for given in (self.image, self.last_image, self.extend))
+
+
+def random_seed() -> int:
+    """A seed for whoever gave none: 31 bits from the operating system."""
+    return int.from_bytes(os.urandom(4), "little") >> 1
