@@ -1,0 +1,187 @@
+"""Open-Sora's autoencoders between pixels and latents: `ImageVAE` (1.0) and `VideoVAE` (1.2).
+
+Both have one interface: `encode`, `decode`, `decode_pieces`, `decode_piece`, `pieces`,
+`latent_size`. Sizes and pieces are data in `vae_config`, the temporal stage is in `vae_temporal`,
+the spatial stage is diffusers' `AutoencoderKL`. Not here: loading, devices, precision, and writing
+frames. Gradients flow through everything; who does not want them says so outside.
+
+Parameter names are upstream's: ``spatial_vae.module.*`` (diffusers' names), ``temporal_vae.*``,
+``shift``, ``scale``. In `ImageVAE` they are ``module.*``, and a diffusers checkpoint of 1.0's
+autoencoder loads into ``.module`` as it is.
+
+Shapes: B batch, C channels, T frames, H and W rows and columns. Pixels are -1..1.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from einops import rearrange
+from torch import Tensor, nn
+
+from everyframe.core.errors import CheckpointError, InputError, did_you_mean
+from everyframe.families.opensora.vae_config import (
+    ImageVAEConfig,
+    LatentSize,
+    Piece,
+    TemporalVAEConfig,
+    VideoVAEConfig,
+)
+from everyframe.families.opensora.vae_temporal import TemporalVAE
+
+__all__ = [
+    "ImageVAE",
+    "ImageVAEConfig",
+    "LatentSize",
+    "Piece",
+    "TemporalVAE",
+    "TemporalVAEConfig",
+    "VideoVAE",
+    "VideoVAEConfig",
+]
+
+
+class ImageVAE(nn.Module):
+    """diffusers' `AutoencoderKL`, frame by frame: 1.0's autoencoder, and 1.2's spatial stage."""
+
+    def __init__(self, config: ImageVAEConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.module = _autoencoder(config.autoencoder)
+
+    def latent_size(self, num_frames: int, height: int, width: int) -> LatentSize:
+        """Latent frames, rows and columns of a video in pixels."""
+        return self.config.latent_size(num_frames, height, width)
+
+    def pieces(self, num_frames: int) -> tuple[Piece, ...]:
+        """The pieces that `decode_pieces` gives."""
+        return self.config.pieces(num_frames)
+
+    def encode(
+        self,
+        video_BCTHW: Tensor,
+        *,
+        sample_posterior: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Pixels (B, 3, T, H, W) -> latents (B, C, T, H // factor, W // factor), scaled."""
+        batch = video_BCTHW.shape[0]
+        rows = rearrange(video_BCTHW, "b c t h w -> (b t) c h w")
+        latents = []
+        for group in torch.split(rows, self.config.micro_batch_size):
+            posterior = self.module.encode(group).latent_dist
+            latents.append(posterior.sample(generator) if sample_posterior else posterior.mode())
+        z = torch.cat(latents) * self.config.scaling_factor
+        return rearrange(z, "(b t) c h w -> b c t h w", b=batch)
+
+    def decode(self, latents_BCTHW: Tensor, num_frames: int | None = None) -> Tensor:
+        """Scaled latents (B, C, T, h, w) -> pixels (B, 3, T, h * factor, w * factor)."""
+        frames = latents_BCTHW.shape[2] if num_frames is None else num_frames
+        return torch.cat(list(self.decode_pieces(latents_BCTHW, frames)), dim=2)
+
+    def decode_pieces(self, latents_BCTHW: Tensor, num_frames: int) -> Iterator[Tensor]:
+        """The pixels of each of `pieces` in turn; concatenated in time they are `decode`'s."""
+        _check_frames(self.config, latents_BCTHW, num_frames)
+        return (self.decode_piece(latents_BCTHW, piece) for piece in self.pieces(num_frames))
+
+    def decode_piece(self, latents_BCTHW: Tensor, piece: Piece) -> Tensor:
+        """The pixels of one piece of a video whose latents these are."""
+        return self.decode_frames(latents_BCTHW[:, :, piece.latent_start : piece.latent_stop])
+
+    def decode_frames(self, latents_BCTHW: Tensor) -> Tensor:
+        """All frames of these latents, `micro_batch_size` in a call."""
+        batch = latents_BCTHW.shape[0]
+        rows = rearrange(latents_BCTHW, "b c t h w -> (b t) c h w") / self.config.scaling_factor
+        frames = [
+            self.module.decode(group).sample
+            for group in torch.split(rows, self.config.micro_batch_size)
+        ]
+        return rearrange(torch.cat(frames), "(b t) c h w -> b c t h w", b=batch)
+
+
+class VideoVAE(nn.Module):
+    """Open-Sora 1.2's autoencoder: `ImageVAE`, then `TemporalVAE` piece by piece, normalised.
+
+    Pieces (17 frames, 5 latent frames) know nothing of each other, as upstream trained it.
+    """
+
+    shift: Tensor
+    scale: Tensor
+
+    def __init__(self, config: VideoVAEConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.spatial_vae = ImageVAE(config.spatial)
+        self.temporal_vae = TemporalVAE(config.temporal)
+        self.register_buffer("shift", torch.tensor(config.shift).view(1, -1, 1, 1, 1))
+        self.register_buffer("scale", torch.tensor(config.scale).view(1, -1, 1, 1, 1))
+
+    def latent_size(self, num_frames: int, height: int, width: int) -> LatentSize:
+        """Latent frames, rows and columns of a video in pixels."""
+        return self.config.latent_size(num_frames, height, width)
+
+    def pieces(self, num_frames: int) -> tuple[Piece, ...]:
+        """The pieces that `decode_pieces` gives."""
+        return self.config.pieces(num_frames)
+
+    def encode(
+        self,
+        video_BCTHW: Tensor,
+        *,
+        sample_posterior: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Pixels (B, 3, T, H, W) -> normalised latents (B, C, latent frames, h, w).
+
+        The posteriors' means, or draws from both stages (spatial first) for training.
+        """
+        draws: dict[str, Any] = {"sample_posterior": sample_posterior, "generator": generator}
+        spatial = self.spatial_vae.encode(video_BCTHW, **draws)
+        pieces = self.pieces(video_BCTHW.shape[2])
+        latents = [
+            self.temporal_vae.encode(spatial[:, :, piece.frame_start : piece.frame_stop], **draws)
+            for piece in pieces
+        ]
+        return (torch.cat(latents, dim=2) - self.shift) / self.scale
+
+    def decode(self, latents_BCTHW: Tensor, num_frames: int) -> Tensor:
+        """Normalised latents (B, C, latent frames, h, w) -> pixels (B, 3, num_frames, H, W)."""
+        return torch.cat(list(self.decode_pieces(latents_BCTHW, num_frames)), dim=2)
+
+    def decode_pieces(self, latents_BCTHW: Tensor, num_frames: int) -> Iterator[Tensor]:
+        """The pixels of each of `pieces` in turn; concatenated in time they are `decode`'s.
+
+        Raises `InputError` at once if that many frames don't have these latent frames.
+        """
+        _check_frames(self.config, latents_BCTHW, num_frames)
+        return (self.decode_piece(latents_BCTHW, piece) for piece in self.pieces(num_frames))
+
+    def decode_piece(self, latents_BCTHW: Tensor, piece: Piece) -> Tensor:
+        """The pixels of one piece of a video whose latents these are."""
+        latents = latents_BCTHW[:, :, piece.latent_start : piece.latent_stop]
+        spatial = self.temporal_vae.decode(latents * self.scale + self.shift, piece.num_frames)
+        return self.spatial_vae.decode_frames(spatial)
+
+
+def _autoencoder(sizes: Mapping[str, Any]) -> Any:
+    known = set(inspect.signature(AutoencoderKL.__init__).parameters) - {"self"}
+    for name in sizes:
+        if name not in known:
+            raise CheckpointError(
+                f"diffusers' AutoencoderKL has no size named {name!r}{did_you_mean(name, known)}"
+            )
+    return AutoencoderKL(**sizes)
+
+
+def _check_frames(
+    config: ImageVAEConfig | VideoVAEConfig, latents_BCTHW: Tensor, num_frames: int
+) -> None:
+    expected, given = config.latent_frames(num_frames), latents_BCTHW.shape[2]
+    if expected != given:
+        raise InputError(
+            f"a video of {num_frames} frames has {expected} latent frames, but {given} were given"
+        )
