@@ -1,0 +1,160 @@
+"""H.264 in mp4: the encoder, the check of what was written, and the reader of any video.
+
+Pictures (gif, webp, png) are `everyframe.media.pictures`; who decides which and where is
+`everyframe.media.write`. Colours: BT.709 matrix, limited range, and tagged so. FFmpeg's own default
+is the BT.601 matrix without a tag, which players then guess from the size, and colours shift.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import deque
+from fractions import Fraction
+from pathlib import Path
+
+import av
+import numpy as np
+from av.video.reformatter import ColorRange, Colorspace, Interpolation
+
+from everyframe.core.errors import MediaError
+from everyframe.media.pixels import Frames
+
+_BT709 = 1  # the number of BT.709 in each of H.264's three colour fields (ITU-T H.273)
+# A fixed number of threads, whatever the machine: x264 gives the same bytes for the same number.
+_X264 = {"crf": "17", "preset": "medium", "threads": "4"}
+# Bit-exact, so that the processor's instruction set does not choose the colours' last bit.
+_SCALING = (
+    Interpolation.BICUBIC
+    | Interpolation.ACCURATE_RND
+    | Interpolation.FULL_CHR_H_INP
+    | Interpolation.FULL_CHR_H_INT
+    | Interpolation.BITEXACT
+)
+
+
+class Mp4Encoder:
+    """Encodes frames as they come to `path`; `finish` gives the file its record and faststart.
+
+    The record may be known only at the end, and mp4 keeps it in the header that is written first.
+    So frames go to a file of their own beside `path`, and `finish` copies its packets, unchanged,
+    behind the final header.
+    """
+
+    def __init__(self, path: Path, width: int, height: int, fps: Fraction) -> None:
+        self._path = path
+        self._encoded = path.with_name("encoded")  # no ending: never the target's name
+        self._size = (width, height)
+        self._fps = fps
+        self.num_frames = 0
+        self._container = av.open(str(self._encoded), "w", format="mp4")
+        stream = self._container.add_stream("libx264", rate=fps, options=_X264)
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        context = stream.codec_context
+        context.color_primaries = context.color_trc = context.colorspace = _BT709
+        context.color_range = ColorRange.MPEG
+        self._stream = stream
+
+    def add(self, frame: Frames) -> None:
+        """Encode one frame (H, W, 3)."""
+        rgb = av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24")
+        picture = rgb.reformat(
+            format="yuv420p",
+            src_color_range=ColorRange.JPEG,
+            dst_colorspace=Colorspace.ITU709,
+            dst_color_range=ColorRange.MPEG,
+            interpolation=_SCALING,
+        )
+        picture.pts, picture.time_base = self.num_frames, 1 / self._fps
+        self._container.mux(self._stream.encode(picture))
+        self.num_frames += 1
+
+    def finish(self, comment: str) -> None:
+        """Write the last packets, then `path` with `comment`, and check it by reading it."""
+        self._container.mux(self._stream.encode())
+        self._container.close()
+        _copy_with_comment(self._encoded, self._path, comment)
+        os.unlink(self._encoded)
+        _verify(self._path, self.num_frames, *self._size)
+
+    def abort(self) -> None:
+        """Let go of the file; what it holds is of no use and is removed by the caller."""
+        # Closing writes a trailer, which fails again where writing failed: the first error counts.
+        with contextlib.suppress(av.FFmpegError, OSError):
+            self._container.close()
+
+
+def _copy_with_comment(source: Path, target: Path, comment: str) -> None:
+    flags = {"movflags": "faststart"}
+    with (
+        av.open(str(source)) as old,
+        av.open(str(target), "w", format="mp4", options=flags) as new,
+    ):
+        new.metadata["comment"] = comment
+        old_stream = old.streams.video[0]
+        stream = new.add_stream_from_template(old_stream)
+        for packet in old.demux(old_stream):
+            if packet.dts is not None:  # the last one is empty and only says "end"
+                packet.stream = stream
+                new.mux(packet)
+
+
+def _verify(path: Path, num_frames: int, width: int, height: int) -> None:
+    with av.open(str(path)) as container:
+        stream = container.streams.video[0]
+        found = sum(1 for packet in container.demux(stream) if packet.size)
+        size = (stream.width, stream.height)
+    if (found, *size) != (num_frames, width, height):
+        raise MediaError(
+            f"the video that was written holds {found} frames of {size[0]}x{size[1]} and not "
+            f"{num_frames} of {width}x{height}; it was removed"
+        )
+
+
+def read_frames(path: Path, last: int | None = None) -> tuple[Frames, Fraction]:
+    """All frames (T, H, W, 3), or the `last` ones, and the frame rate of a video file.
+
+    Colours follow the file's own tags; a file without tags is taken as BT.601, as FFmpeg does. A
+    phone's rotation is applied. Raises `MediaError` if it can't be read to its end.
+    """
+    name = str(path)
+    kept: deque[Frames] = deque(maxlen=last)
+    end = 0.0
+    try:
+        with av.open(name) as container:
+            if not container.streams.video:
+                raise MediaError(f"{name!r} holds no video stream")
+            stream = container.streams.video[0]
+            fps = stream.average_rate or stream.guessed_rate
+            for frame in container.decode(stream):
+                kept.append(_to_rgb(frame))
+                end = frame.time + float(1 / fps) if fps and frame.time is not None else end
+            duration = float(stream.duration * stream.time_base) if stream.duration else 0.0
+            start = float((stream.start_time or 0) * stream.time_base) if stream.time_base else 0.0
+    except (av.FFmpegError, OSError) as error:
+        raise MediaError(f"{name!r} can't be read as a video: {_reason(error)}") from error
+    if not kept or not fps:
+        raise MediaError(f"{name!r} can't be read as a video: no frames in it")
+    # Two frames of grace: containers round their durations.
+    if duration and end - start < duration - 2 / float(fps):
+        raise MediaError(
+            f"{name!r} is cut off: it should last {duration:.2f} s, and ends after "
+            f"{end - start:.2f} s; get the whole file"
+        )
+    return np.stack(list(kept)), fps
+
+
+def _reason(error: Exception) -> str:
+    return str(getattr(error, "strerror", None) or error)
+
+
+def _to_rgb(frame: av.VideoFrame) -> Frames:
+    rgb = frame.reformat(
+        format="rgb24",
+        src_colorspace=frame.colorspace,
+        src_color_range=frame.color_range,
+        dst_color_range=ColorRange.JPEG,
+        interpolation=_SCALING,
+    ).to_ndarray()
+    turned = np.rot90(rgb, k=round(frame.rotation / 90) % 4)
+    return np.ascontiguousarray(turned, dtype=np.uint8)

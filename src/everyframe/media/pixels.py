@@ -1,0 +1,85 @@
+"""Numbers to 8-bit colours, and pictures to another size.
+
+No files here. Arrays are ``(..., H, W, 3)``, RGB. Read next: `everyframe.media.read`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from everyframe.core.errors import InputError, NumericsError, did_you_mean
+
+Frames = npt.NDArray[np.uint8]
+
+_WAYS = ("crop", "pad", "stretch")
+
+
+def to_uint8(frames: npt.NDArray[Any], *, first_index: int = 0) -> Frames:
+    """``round(255 x)`` of frames with values in 0..1; what lies outside is clipped.
+
+    The first axis is time for frames ``(T, H, W, 3)``; anything with fewer axes is one frame. uint8
+    frames come back as they are. Raises `NumericsError` that names the first frame, counted from
+    `first_index`, with a value that is not finite: such frames are never written, because a cast
+    would turn them black without a word. Raises `InputError` for other integers.
+    """
+    if frames.dtype == np.uint8:
+        return frames
+    if not np.issubdtype(frames.dtype, np.floating):
+        raise InputError(f"frames must be uint8 or floats in 0..1, got {frames.dtype}")
+    finite = np.isfinite(frames)
+    if not finite.all():
+        per_frame = finite.reshape(len(frames) if frames.ndim > 3 else 1, -1)
+        bad = np.flatnonzero(~per_frame.all(axis=1))
+        count = int(per_frame[bad[0]].size - per_frame[bad[0]].sum())
+        raise NumericsError(
+            f"frame {first_index + int(bad[0])} has {count} values that are not finite"
+            f" ({len(bad)} of {len(per_frame)} frames do); nothing of it is written"
+        )
+    # float16 and float32 go through float32: 255 x is then right to far less than half a level.
+    wide = frames.astype(np.promote_types(frames.dtype, np.float32), copy=False)
+    pixels: Frames = np.rint(np.clip(wide, 0, 1) * 255).astype(np.uint8)
+    return pixels
+
+
+def fit_image(image: Frames, height: int, width: int, how: str = "crop") -> Frames:
+    """`image` ``(..., H, W, 3)`` as ``(..., height, width, 3)``, by Lanczos resampling.
+
+    ``crop`` scales until the target is covered and cuts off evenly what sticks out; ``pad`` scales
+    until it fits inside and adds black bars; ``stretch`` changes the proportions. An image of the
+    right size comes back unchanged.
+    """
+    if how not in _WAYS:
+        hint = did_you_mean(how, _WAYS)
+        raise InputError(f"unknown way to fit {how!r}; allowed: {', '.join(_WAYS)}{hint}")
+    if image.shape[-3:-1] == (height, width):
+        return image
+    flat = image.reshape(-1, *image.shape[-3:])
+    fitted = np.stack([_fit_one(one, height, width, how) for one in flat])
+    return fitted.reshape(*image.shape[:-3], height, width, 3)
+
+
+def _fit_one(image: Frames, height: int, width: int, how: str) -> Frames:
+    from PIL import Image
+
+    picture = Image.fromarray(image)
+    lanczos = Image.Resampling.LANCZOS
+    old_height, old_width = image.shape[:2]
+    if how == "stretch":
+        return np.asarray(picture.resize((width, height), lanczos))
+    if how == "crop":
+        # The largest box of the target's proportions, in the middle; its edges need not fall on
+        # pixels, so that the centre stays the centre.
+        scale = min(old_width / width, old_height / height)
+        left, top = (old_width - scale * width) / 2, (old_height - scale * height) / 2
+        box = (left, top, old_width - left, old_height - top)
+        return np.asarray(picture.resize((width, height), lanczos, box=box))
+    scale = min(width / old_width, height / old_height)
+    inner = (max(1, round(old_width * scale)), max(1, round(old_height * scale)))
+    padded = Image.new("RGB", (width, height))
+    padded.paste(
+        picture.resize(inner, lanczos), ((width - inner[0]) // 2, (height - inner[1]) // 2)
+    )
+    return np.asarray(padded)

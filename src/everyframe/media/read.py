@@ -1,0 +1,124 @@
+"""Reading pictures and videos that somebody gives us, as 8-bit RGB.
+
+Colour profiles are not applied; values are taken as sRGB. Writing is `everyframe.media.write`;
+bringing a picture to a model's size is `everyframe.media.pixels.fit_image`.
+"""
+
+from __future__ import annotations
+
+import os
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from everyframe.core.errors import InputError, MediaError
+from everyframe.media.paths import PathLike, exact_fps
+from everyframe.media.pixels import Frames, to_uint8
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_ANIMATED = {".gif", ".webp", ".png", ".apng"}
+
+
+def read_image(source: PathLike | Image | npt.NDArray[Any]) -> Frames:
+    """A picture as uint8 RGB (H, W, 3): from a file, a Pillow image or an array.
+
+    A camera's orientation is applied, palettes and grey become RGB, transparency is laid over
+    white, 16 bits are rounded to 8; of an animation the first frame is taken. Arrays are (H, W),
+    or (H, W, C) with 1, 3 or 4 channels, uint8, uint16 or floats in 0..1. Raises `MediaError` for
+    what is missing, no picture or cut off.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    if isinstance(source, np.ndarray):
+        return _from_array(source)
+    if isinstance(source, Image.Image):
+        return _from_pillow(source, "the image")
+    name = os.fspath(source)
+    if not os.path.isfile(name):
+        what = "is a folder" if os.path.isdir(name) else "does not exist"
+        raise MediaError(f"image {name!r} {what}")
+    try:
+        with Image.open(name) as picture:
+            return _from_pillow(picture, repr(name))
+    except UnidentifiedImageError:
+        raise MediaError(
+            f"{name!r} is no picture that can be read; give a png, jpeg, webp, tiff, bmp or gif"
+        ) from None
+    except Image.DecompressionBombError as error:
+        raise MediaError(f"image {name!r} is too large: {error}") from error
+    except (OSError, SyntaxError, ValueError, EOFError) as error:
+        if isinstance(error, MediaError):
+            raise
+        raise MediaError(f"image {name!r} can't be read to its end: {error}") from error
+
+
+def _from_pillow(picture: Image, name: str) -> Frames:
+    from PIL import Image, ImageOps
+
+    upright = ImageOps.exif_transpose(picture)
+    if upright.mode == "F":
+        raise MediaError(f"{name} holds bare floats without a range; save it with 8 or 16 bits")
+    if upright.mode.startswith("I"):  # 16-bit grey, in whichever of Pillow's integer modes
+        grey = np.asarray(upright)
+        if grey.min() < 0 or grey.max() > 65535:
+            raise MediaError(f"{name} has 32-bit values; save it with 8 or 16 bits")
+        return _from_array(grey.astype(np.uint16))
+    if upright.has_transparency_data:
+        clear = upright.convert("RGBA")
+        white = Image.new("RGBA", clear.size, "white")
+        upright = Image.alpha_composite(white, clear)
+    return np.array(upright.convert("RGB"))
+
+
+def _from_array(array: npt.NDArray[Any]) -> Frames:
+    shaped = array[..., None] if array.ndim == 2 else array
+    if shaped.ndim != 3 or shaped.shape[-1] not in (1, 3, 4) or 0 in shaped.shape:
+        raise MediaError(f"an image array must be (H, W) or (H, W, 1, 3 or 4), got {array.shape}")
+    if shaped.dtype == np.uint16:
+        pixels = ((shaped.astype(np.uint32) * 255 + 32767) // 65535).astype(np.uint8)
+    elif shaped.dtype == np.uint8 or np.issubdtype(shaped.dtype, np.floating):
+        pixels = to_uint8(shaped)
+    else:
+        raise MediaError(
+            f"an image array must be uint8, uint16 or floats in 0..1, got {array.dtype}"
+        )
+    if pixels.shape[-1] == 4:
+        # White under what is transparent, rounded: (c a + 255 (255 - a)) / 255.
+        alpha = pixels[..., 3:].astype(np.uint32)
+        over = pixels[..., :3] * alpha + 255 * (255 - alpha)
+        return ((over + 127) // 255).astype(np.uint8)
+    return np.array(np.broadcast_to(pixels, (*pixels.shape[:2], 3)))
+
+
+def read_video(
+    path: PathLike, *, fps: Fraction | float | str | None = None, last: int | None = None
+) -> tuple[Frames, Fraction]:
+    """Frames, uint8 (T, H, W, 3), and frame rate of a video, gif, webp or folder of png files.
+
+    `last` keeps only so many frames from the end. `fps` is for what has none, a folder of pictures
+    without our ``record.json``, and sets the rate at which a gif or webp is sampled; a video file
+    has its own and refuses another. Raises `MediaError` for what is missing, no video or cut off.
+    """
+    place = Path(path)
+    if last is not None and last < 1:
+        raise InputError(f"last must be at least 1 frame, got {last}")
+    if not place.exists():
+        raise MediaError(f"video {os.fspath(path)!r} does not exist")
+    rate = None if fps is None else exact_fps(fps)
+    # Loaded here: pictures need no FFmpeg, and videos no Pillow.
+    if place.is_dir() or place.suffix.lower() in _ANIMATED:
+        from everyframe.media.pictures import read_animation, read_folder
+
+        frames, found = (read_folder if place.is_dir() else read_animation)(place, rate)
+        return frames[-last:] if last else frames, found
+    from everyframe.media.mp4 import read_frames
+
+    frames, found = read_frames(place, last)
+    if rate is not None and rate != found:
+        raise InputError(f"{os.fspath(path)!r} has {found} frames a second; fps={fps} can't hold")
+    return frames, found

@@ -1,0 +1,95 @@
+"""`Video`: frames, their rate and the record of what made them, as one value.
+
+It is what generating gives back and what `save` writes. Read next: `everyframe.media.write`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from everyframe.core.errors import InputError
+from everyframe.media.paths import PathLike, exact_fps
+from everyframe.media.pixels import Frames, to_uint8
+from everyframe.media.record import read_record
+
+# Frames turned to 8 bits and encoded at a time, so that a long float video is not held twice.
+_PIECE = 16
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Video:
+    """A video in memory.
+
+    frames: (T, H, W, 3) RGB, uint8, or float32 with values in 0..1.
+    fps: frames a second; floats are made exact fractions.
+    record: what made it, or nothing.
+    Raises `InputError` for frames of another shape or type.
+    """
+
+    frames: npt.NDArray[Any]
+    fps: Fraction
+    record: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        frames = self.frames
+        known = frames.dtype == np.uint8 or frames.dtype == np.float32
+        if frames.ndim != 4 or frames.shape[-1] != 3 or not frames.size or not known:
+            raise InputError(
+                "frames must be uint8 or float32 (T, H, W, 3) with at least one frame, "
+                f"got {frames.dtype} {frames.shape}"
+            )
+        object.__setattr__(self, "fps", exact_fps(self.fps))
+
+    @property
+    def num_frames(self) -> int:
+        return int(self.frames.shape[0])
+
+    @property
+    def height(self) -> int:
+        return int(self.frames.shape[1])
+
+    @property
+    def width(self) -> int:
+        return int(self.frames.shape[2])
+
+    @property
+    def seconds(self) -> float:
+        return float(self.num_frames / self.fps)
+
+    def pieces(self) -> Iterator[Frames]:
+        """The frames as uint8 (t, H, W, 3), a few at a time. Raises `NumericsError` as told by
+        `everyframe.media.pixels.to_uint8`."""
+        for start in range(0, self.num_frames, _PIECE):
+            yield to_uint8(self.frames[start : start + _PIECE], first_index=start)
+
+    def save(self, path: PathLike, *, sidecar: bool = True) -> Path:
+        """Write the video, the kind told by the ending; see `everyframe.media.write.write`."""
+        from everyframe.media.write import write
+
+        return write(path, self.pieces(), self.fps, self.record or None, sidecar=sidecar)
+
+    @classmethod
+    def load(cls, path: PathLike) -> Video:
+        """The video in a file or folder, with its record if `read_record` finds one."""
+        from everyframe.core.errors import MediaError
+        from everyframe.media.read import read_video
+
+        frames, fps = read_video(path)
+        try:
+            record = read_record(path)
+        except MediaError:  # a video from elsewhere: readable, as we just saw, but not ours
+            record = {}
+        return cls(frames, fps, record)
+
+    def __repr__(self) -> str:
+        return (
+            f"<Video: {self.num_frames} frames of {self.width}x{self.height}, {self.fps} fps, "
+            f"{self.seconds:.2f} s, {self.frames.dtype}>"
+        )

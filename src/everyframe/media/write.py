@@ -1,0 +1,206 @@
+"""Writing a video, as its frames come, so that there is a whole file at the end or none.
+
+Everything is written into a hidden folder beside the target and renamed when it is complete and
+was read back. On any error, Ctrl-C included, the hidden folder is removed and an older file of the
+same name stays as it was. (A killed process leaves ``.everyframe-….partial``; it can be deleted.)
+The encoders are `everyframe.media.mp4` and `everyframe.media.pictures`. Read next: `mp4`.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from fractions import Fraction
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import av
+import numpy as np
+import numpy.typing as npt
+
+from everyframe.core.errors import InputError, MediaError
+from everyframe.media.mp4 import Mp4Encoder
+from everyframe.media.paths import Kind, PathLike, check_output, exact_fps, sidecar_of
+from everyframe.media.pictures import AnimationWriter, PngWriter
+from everyframe.media.pixels import Frames
+from everyframe.media.record import compact, complete, readable
+
+Record = Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+class _Encoder(Protocol):
+    @property
+    def num_frames(self) -> int: ...
+    def add(self, frame: Frames) -> None: ...
+    def finish(self, comment: str) -> None: ...
+    def abort(self) -> None: ...
+
+
+class VideoWriter:
+    """Writes pieces of a video to `path` as they come; a context manager.
+
+    ``with VideoWriter("clip.mp4", 24, record) as writer: writer.add(piece)``. The file appears when
+    the block ends well. `record` may be a function: it is called after the last frame, when all is
+    known that belongs into it. ``sidecar=False`` leaves out ``clip.json`` (a folder of frames keeps
+    its ``record.json``, which holds its frame rate).
+    """
+
+    def __init__(
+        self,
+        path: PathLike,
+        fps: Fraction | float | str,
+        record: Record = None,
+        *,
+        sidecar: bool = True,
+    ) -> None:
+        self._fps = exact_fps(fps)
+        self._kind = check_output(path, fps=self._fps)
+        self._given = path
+        self.path = Path(path)
+        self._record = record
+        if not callable(record):
+            compact(record or {})  # what JSON can't hold should fail now and not after the run
+        self._sidecar = sidecar and record is not None and self._kind is not Kind.FRAMES
+        self._work: Path | None = None
+        self._encoder: _Encoder | None = None
+        self._shape: tuple[int, ...] = ()
+
+    def __enter__(self) -> VideoWriter:
+        return self
+
+    def add(self, piece: npt.NDArray[Any]) -> None:
+        """Append frames (t, H, W, 3), uint8, of the same H and W as all before.
+
+        Raises `MediaError` for a size that the file can't have or when the disk is full, and
+        `InputError` for another type or shape.
+        """
+        if piece.dtype != np.uint8 or piece.ndim != 4 or piece.shape[-1] != 3:
+            raise InputError(
+                f"frames must be uint8 (t, H, W, 3), got {piece.dtype} {piece.shape}; "
+                "everyframe.media.pixels.to_uint8 makes them of floats"
+            )
+        if self._shape and piece.shape[1:] != self._shape:
+            raise InputError(f"frames must all be {self._shape}, got {piece.shape[1:]}")
+        try:
+            if self._encoder is None:
+                self._encoder = self._open(piece.shape[2], piece.shape[1])
+                self._shape = piece.shape[1:]
+            for frame in piece:
+                self._encoder.add(frame)
+        except (OSError, av.FFmpegError) as error:
+            raise _explained(error, self.path) from error
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if error is None:
+                self._finish()
+            elif self._encoder is not None:
+                self._encoder.abort()
+        finally:
+            if self._work is not None:
+                # Nothing in it is wanted; an error here must not hide the one that brought us.
+                shutil.rmtree(self._work, ignore_errors=True)
+
+    def _open(self, width: int, height: int) -> _Encoder:
+        check_output(self._given, width, height)
+        target = Path(os.path.abspath(self.path))
+        self._work = Path(
+            tempfile.mkdtemp(prefix=".everyframe-", suffix=".partial", dir=target.parent)
+        )
+        place = self._work / target.name
+        if self._kind is Kind.MP4:
+            return Mp4Encoder(place, width, height, self._fps)
+        if self._kind in (Kind.PNG, Kind.FRAMES):
+            return PngWriter(place, self._kind)
+        return AnimationWriter(place, self._kind, self._fps)
+
+    def _finish(self) -> None:
+        if self._encoder is None or self._work is None or not self._encoder.num_frames:
+            raise MediaError(f"no frames came for {str(self.path)!r}; nothing was written")
+        target = Path(os.path.abspath(self.path))
+        given = self._record() if callable(self._record) else self._record
+        record = complete(given, self._fps, self._encoder.num_frames)
+        done = False
+        try:
+            self._encoder.finish(compact(record))
+            place = self._work / target.name
+            sidecar = sidecar_of(self._given).name
+            if self._kind is Kind.FRAMES:
+                (place / sidecar).write_bytes(readable(record))
+            elif self._sidecar:
+                (self._work / sidecar).write_bytes(readable(record))
+            _to_disk(place)
+            _replace(place, target)
+            if self._sidecar:
+                # Second, because the record inside the video is the one that is believed.
+                os.replace(self._work / sidecar, target.with_name(sidecar))
+            done = True
+        except (OSError, av.FFmpegError) as error:
+            raise _explained(error, self.path) from error
+        finally:
+            if not done:
+                self._encoder.abort()
+
+
+def write(
+    path: PathLike,
+    pieces: Iterable[npt.NDArray[Any]],
+    fps: Fraction | float | str,
+    record: Record = None,
+    *,
+    sidecar: bool = True,
+) -> Path:
+    """Write `pieces`, uint8 arrays (t, H, W, 3), to `path` as they come; see `VideoWriter`.
+
+    The ending tells the kind: ``.mp4`` (H.264, yuv420p, crf 17, faststart), ``.gif``, ``.webp``,
+    ``.png`` (one frame), or none or ``/`` for a folder of ``frame_00000.png``, …. The same frames
+    give the same bytes again. Raises `MediaError` in one line when it can't be written; then, and
+    when `pieces` raises, nothing new is left on the disk.
+    """
+    with VideoWriter(path, fps, record, sidecar=sidecar) as writer:
+        for piece in pieces:
+            writer.add(piece)
+    return writer.path
+
+
+def _to_disk(place: Path) -> None:
+    """Wait until the file's bytes are on the disk, so that a power cut can't leave an empty one."""
+    if place.is_file():
+        with place.open("rb") as file:
+            os.fsync(file.fileno())
+
+
+def _replace(new: Path, target: Path) -> None:
+    """Put `new` in the place of `target`. A full folder can't be renamed over: it steps aside."""
+    if not (new.is_dir() and target.exists()):
+        os.replace(new, target)
+        return
+    old = new.with_name("replaced")
+    os.rename(target, old)
+    try:
+        os.rename(new, target)
+    except BaseException:
+        os.rename(old, target)
+        raise
+
+
+def _explained(error: Exception, path: Path) -> MediaError:
+    number = getattr(error, "errno", None)
+    if number in _FULL:
+        return MediaError(
+            f"can't write {str(path)!r}: the disk is full; the unfinished file was removed; "
+            "free some space, or choose another output"
+        )
+    reason = getattr(error, "strerror", None) or error
+    return MediaError(f"can't write {str(path)!r}: {reason}; the unfinished file was removed")
