@@ -1,0 +1,91 @@
+"""The hash of a checkpoint for the provenance record: sha256, remembered between runs.
+
+A file's sha256 is remembered by (path, size, modification time in ns) in `places.cache_folder`,
+since hashing 19 GB takes a minute and planning must not. Not a defence against somebody who sets
+modification times. Read next: `places`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from everyframe.checkpoints.places import cache_folder
+from everyframe.core.errors import CheckpointError
+
+_log = logging.getLogger(__name__)
+_CHUNK_BYTES = 1 << 22
+_FILE = "digests.json"
+
+
+def digest(files: Sequence[str | Path]) -> str:
+    """sha256 in hex of one file; of several, the sha256 of their sha256s in the order given.
+
+    Paths do not enter, so the same weights have the same digest wherever they lie.
+
+    Raises:
+        CheckpointError: a file can't be read. ValueError: `files` is empty.
+    """
+    if not files:
+        raise ValueError("digest needs at least one file")
+    each = [file_digest(path) for path in files]
+    if len(each) == 1:
+        return each[0]
+    return hashlib.sha256("\n".join(each).encode("ascii")).hexdigest()
+
+
+def file_digest(path: str | Path) -> str:
+    """sha256 in hex of one file's bytes, from memory where the file has not changed since."""
+    path = Path(path)
+    try:
+        real = path.resolve(strict=True)
+        stat = real.stat()
+        key = [stat.st_size, stat.st_mtime_ns]
+        known = _remembered().get(str(real))
+        if isinstance(known, list) and known[:2] == key and len(known) == 3:
+            return str(known[2])
+        hasher = hashlib.sha256()
+        with real.open("rb") as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                hasher.update(chunk)
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be read: {error.strerror or error}") from error
+    value = hasher.hexdigest()
+    _remember(str(real), [*key, value])
+    return value
+
+
+def _remembered() -> dict[str, object]:
+    """What earlier runs hashed; an absent or broken file means nothing, it is only a memory."""
+    try:
+        table = json.loads((cache_folder() / _FILE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        _log.warning("%s can't be used, hashing again: %s", cache_folder() / _FILE, error)
+        return {}
+    return table if isinstance(table, dict) else {}
+
+
+def _remember(path: str, entry: list[object]) -> None:
+    """Written beside and renamed, so that a reader never sees half a file."""
+    folder = cache_folder()
+    table = _remembered()
+    table[path] = entry
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=folder, prefix=_FILE, suffix=".tmp")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump(table, file)
+            os.replace(name, folder / _FILE)
+        except BaseException:
+            os.unlink(name)
+            raise
+    except OSError as error:
+        _log.warning("the digest of %s is not remembered, %s: %s", path, folder, error)

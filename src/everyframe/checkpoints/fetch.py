@@ -1,0 +1,214 @@
+"""Fetching from the Hugging Face hub: the only module here that uses the network.
+
+Asks the hub once, with a short limit, before any download starts, so that a machine without a
+route gets its answer within seconds; then `huggingface_hub` downloads, resumes and verifies.
+Read next: `find`, which says what is missing.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from everyframe.checkpoints.find import Location, PartLocation, find_part, names_on_disk
+from everyframe.checkpoints.folder import listing
+from everyframe.core.errors import InputError
+
+_Answer = TypeVar("_Answer")
+
+ETAG_TIMEOUT_S = 3.0
+FIRST_ANSWER_TIMEOUT_S = 4.0  # all of it: name lookup, connection, answer
+
+
+def fetch(
+    repo_id: str,
+    patterns: Sequence[str],
+    revision: str | None = None,
+    *,
+    hub_cache: Path | None = None,
+    hint: str = "",
+) -> Path:
+    """Download the files of `repo_id` that match `patterns`; what is there is not fetched again.
+
+    Args:
+        repo_id: hub id, ``owner/name``.
+        patterns: shell patterns of file names, such as ``*.safetensors``.
+        revision: branch, tag or commit; by default the main branch.
+        hub_cache: the hub's cache folder; by default the user's own.
+        hint: a clause for the error text, see `find.Location.hint`.
+
+    Returns:
+        The snapshot's folder.
+
+    Raises:
+        InputError: offline (within 5 s), no such repository, gated, or the disk is full. One line
+            that says what is missing, the command that gets it, and what is on disk.
+    """
+    from huggingface_hub import snapshot_download
+
+    commit = _ask(repo_id, patterns, revision, hub_cache, hint)
+    try:
+        # The branch is passed on, not its commit: only so does the cache record what `main` is.
+        folder = snapshot_download(
+            repo_id,
+            revision=revision,
+            allow_patterns=list(patterns),
+            cache_dir=hub_cache,
+            etag_timeout=ETAG_TIMEOUT_S,
+        )
+    except _transport_errors() as error:
+        what = getattr(error, "strerror", None) or _first_line(error)
+        raise InputError(
+            f"fetching {repo_id} (commit {commit[:12]}) broke off: {what}; "
+            "run the same command again, it goes on where it stopped"
+        ) from error
+    return Path(folder)
+
+
+def fetch_missing(location: Location, *, hub_cache: Path | None = None) -> Location:
+    """Fetch whatever `location` lacks and say where it lies now; nothing to do is no network.
+
+    Raises:
+        InputError: see `fetch`; also for a local or embedded model that lacks files.
+    """
+    if location.complete:
+        return location
+    if location.path is not None:
+        raise InputError(
+            f"model {location.name!r} lacks {listing(location.missing)} in {location.path}; "
+            "install the package again"
+        )
+    parts = tuple(_fetch_part(part, hub_cache, location.hint) for part in location.parts)
+    return Location(location.asked, location.kind, known=location.known, parts=parts)
+
+
+def _fetch_part(place: PartLocation, hub_cache: Path | None, hint: str) -> PartLocation:
+    if place.complete:
+        return place
+    part = place.part
+    fetch(part.repo_id, part.patterns, hub_cache=hub_cache, hint=hint)
+    fetched = find_part(part, hub_cache=hub_cache)
+    if not fetched.complete:
+        raise InputError(
+            f"{part.repo_id} holds no {listing(fetched.missing)}; it is not the {part.role} "
+            f"that was expected{hint}"
+        )
+    return fetched
+
+
+def download_command(repo_id: str, patterns: Sequence[str], revision: str | None = None) -> str:
+    """The shell command that gets the same files with the hub's own tool."""
+    words = ["hf", "download", repo_id]
+    for pattern in patterns:
+        words += ["--include", pattern]
+    if revision is not None:
+        words += ["--revision", revision]
+    return shlex.join(words)
+
+
+def _ask(
+    repo_id: str,
+    patterns: Sequence[str],
+    revision: str | None,
+    hub_cache: Path | None,
+    hint: str,
+) -> str:
+    """The commit that `revision` stands for, or an error for the person who asked."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    def ask() -> str:
+        info = HfApi().model_info(repo_id, revision=revision, timeout=ETAG_TIMEOUT_S)
+        return info.sha or ""
+
+    try:
+        return _within(FIRST_ANSWER_TIMEOUT_S, ask)
+    except HFValidationError as error:
+        raise InputError(f"{repo_id!r} is not a hub id: {_first_line(error)}") from error
+    except GatedRepoError as error:
+        raise InputError(
+            f"{repo_id} asks you to accept its terms on the hub's page first; "
+            "then log in with `hf auth login`"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise InputError(f"{repo_id} has no revision {revision!r} on the hub") from error
+    except RepositoryNotFoundError as error:
+        raise InputError(
+            f"the hub knows no model {repo_id!r} "
+            f"(a private one needs `hf auth login`); {_on_disk(hub_cache)}{hint}"
+        ) from error
+    except OfflineModeIsEnabled as error:
+        reason = "HF_HUB_OFFLINE forbids asking the hub"
+        raise InputError(_offline(repo_id, patterns, revision, reason, hub_cache, hint)) from error
+    except _transport_errors() as error:
+        reason = f"the hub does not answer ({_first_line(error)})"
+        raise InputError(_offline(repo_id, patterns, revision, reason, hub_cache, hint)) from error
+
+
+def _offline(
+    repo_id: str,
+    patterns: Sequence[str],
+    revision: str | None,
+    reason: str,
+    hub_cache: Path | None,
+    hint: str,
+) -> str:
+    return (
+        f"{repo_id} ({listing(patterns)}) is not on this disk and {reason}; get it where "
+        f"there is a network with `{download_command(repo_id, patterns, revision)}`; "
+        f"{_on_disk(hub_cache)}{hint}"
+    )
+
+
+def _on_disk(hub_cache: Path | None) -> str:
+    names = names_on_disk(hub_cache=hub_cache)
+    return f"models on this disk: {', '.join(names)}" if names else "no known model is on this disk"
+
+
+def _transport_errors() -> tuple[type[Exception], ...]:
+    """What a broken or absent connection, or a full disk, raises out of the hub's client."""
+    from huggingface_hub import errors
+
+    # The root of whichever HTTP client this version of the hub's library uses.
+    client_root: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]
+    return (OSError, client_root, errors.XetDownloadError)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _within(seconds: float, ask: Callable[[], _Answer]) -> _Answer:
+    """`ask()` in a thread that is left behind when it takes longer.
+
+    A thread, because a name lookup takes no timeout and can hang for half a minute.
+    """
+    answers: list[_Answer] = []
+    errors: list[Exception] = []
+
+    def work() -> None:
+        try:
+            answers.append(ask())
+        except Exception as error:  # noqa: BLE001 - raised again in the caller's thread, below
+            errors.append(error)
+
+    thread = threading.Thread(target=work, name="everyframe-hub", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        host = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+        raise TimeoutError(f"{host} gave no answer in {seconds:g} s")
+    if errors:
+        raise errors[0]
+    return answers[0]

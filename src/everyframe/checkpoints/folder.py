@@ -1,0 +1,76 @@
+"""What lies in a folder, in words for a person; JSON files with errors that name them.
+
+Read next: `find`, `tensors`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from everyframe.core.errors import CheckpointError
+
+WEIGHT_SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt")
+
+
+def read_json(path: str | Path) -> dict[str, Any]:
+    """The JSON object in `path`.
+
+    Raises:
+        CheckpointError: there is no such file, it is not UTF-8 JSON, or it is not an object.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise CheckpointError(describe_missing(path.parent, [path.name])) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} can't be read as text: {error}") from error
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise CheckpointError(
+            f"{path} is not JSON: line {error.lineno}, column {error.colno}: {error.msg}"
+        ) from error
+    except RecursionError:
+        raise CheckpointError(f"{path} is not usable JSON: it is nested too deeply") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds a JSON {type(value).__name__}, expected an object")
+    return value
+
+
+def describe_missing(folder: str | Path, expected: Sequence[str]) -> str:
+    """One line: what was looked for in `folder`, and what lies there instead.
+
+    Args:
+        folder: the folder that was given; it need not exist.
+        expected: file names or patterns that a checkpoint of the kind would hold.
+    """
+    folder = Path(folder)
+    wanted = listing(expected)
+    if not folder.exists():
+        return f"there is no folder {folder} (looked there for {wanted})"
+    if not folder.is_dir():
+        return f"{folder} is a file, expected a folder with {wanted}"
+    try:
+        found = sorted(p.name + ("/" if p.is_dir() else "") for p in folder.iterdir())
+    except OSError as error:
+        return f"folder {folder} can't be listed: {error.strerror or error}"
+    holds = f"it holds {listing(found, limit=6)}" if found else "it is empty"
+    return f"{folder} is no checkpoint: looked for {wanted}, but {holds}"
+
+
+def listing(names: Sequence[str], limit: int = 4) -> str:
+    """``"a, b, c, d and 3 more"``."""
+    shown = ", ".join(names[:limit])
+    rest = len(names) - limit
+    return f"{shown} and {rest} more" if rest > 0 else shown
+
+
+def weight_files(folder: str | Path) -> list[Path]:
+    """Every weight file in `folder` and one level below, in the order of their names."""
+    folder = Path(folder)
+    found = [p for depth in ("*", "*/*") for p in folder.glob(depth)]
+    return sorted(p for p in found if p.suffix in WEIGHT_SUFFIXES and p.is_file())

@@ -1,0 +1,171 @@
+"""The models that have a short name: where their parts come from, how large they are. Data only.
+
+A model that is not listed here can still be given as a folder, a file or a hub id; this table is
+what `everyframe models` lists and what misspelt names are compared with. Read next: `find`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_FLOAT32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Part:
+    """One piece of a model in one hub repository.
+
+    Attributes:
+        role: ``denoiser``, ``vae`` or ``text_encoder``.
+        repo_id: hub id, ``owner/name``.
+        needs: groups of file patterns; a file of each group must be there, any one of its
+            alternatives will do. All patterns together are what is fetched.
+        num_parameters: None where it is not known (a hub id that nobody listed).
+    """
+
+    role: str
+    repo_id: str
+    needs: tuple[tuple[str, ...], ...]
+    extras: tuple[str, ...] = ()
+    num_parameters: int | None = None
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """Every file pattern to fetch."""
+        return tuple(pattern for group in self.needs for pattern in group) + self.extras
+
+    @property
+    def num_bytes(self) -> int | None:
+        """About what the files take: four bytes a parameter. Nothing was asked of the hub."""
+        return None if self.num_parameters is None else self.num_parameters * _FLOAT32_BYTES
+
+
+@dataclass(frozen=True)
+class KnownModel:
+    """A model with a short name.
+
+    Attributes:
+        embedded: folder inside this package that holds the whole model, else None and `parts`.
+        licence: of the weights, as far as we know; each repository's own card decides.
+    """
+
+    name: str
+    family: str
+    title: str
+    licence: str
+    parts: tuple[Part, ...] = ()
+    embedded: str | None = None
+    aliases: tuple[str, ...] = ()
+    note: str = ""
+
+    @property
+    def num_parameters(self) -> int | None:
+        """Of all parts together; None where one is not known or the model is embedded."""
+        return _sum(tuple(part.num_parameters for part in self.parts))
+
+    @property
+    def num_bytes(self) -> int | None:
+        """About what all parts take on disk; None where one is not known."""
+        return _sum(tuple(part.num_bytes for part in self.parts))
+
+
+def _sum(values: tuple[int | None, ...]) -> int | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known and len(known) == len(values) else None
+
+
+_CONFIG = ("config.json",)
+
+# The repository holds the encoder half only, as two pickled shards in float32.
+T5_XXL = Part(
+    role="text_encoder",
+    repo_id="DeepFloyd/t5-v1_1-xxl",
+    needs=(_CONFIG, ("pytorch_model*.bin",), ("spiece.model",)),
+    extras=("pytorch_model.bin.index.json", "tokenizer_config.json", "special_tokens_map.json"),
+    num_parameters=4_762_310_656,
+)
+SD_VAE_EMA = Part(
+    role="vae",
+    repo_id="stabilityai/sd-vae-ft-ema",
+    needs=(_CONFIG, ("diffusion_pytorch_model.safetensors",)),
+    num_parameters=83_653_863,
+)
+
+
+def _opensora_1_0(size: str) -> KnownModel:
+    return KnownModel(
+        name=f"opensora-1.0-16x{size}",
+        family="opensora",
+        title=f"Open-Sora 1.0, 16 frames of {size.replace('x', ' x ')}",
+        licence="Apache-2.0 (denoiser), MIT (autoencoder), Apache-2.0 (text encoder)",
+        parts=(
+            Part(
+                role="denoiser",
+                repo_id="hpcai-tech/Open-Sora",
+                needs=((f"OpenSora-v1-HQ-16x{size}.pth",),),
+                num_parameters=759_600_000,  # to four digits; the report gives no more
+            ),
+            SD_VAE_EMA,
+            T5_XXL,
+        ),
+        aliases=(f"16x{size}", f"OpenSora-v1-HQ-16x{size}.pth"),
+        note="a pickle, read as tensors only; text of at most 120 tokens",
+    )
+
+
+KNOWN: tuple[KnownModel, ...] = (
+    KnownModel(
+        name="shapes",
+        family="opensora",
+        title="the embedded model: coloured shapes that move",
+        licence="Apache-2.0",
+        embedded="checkpoints/shapes",
+        note="ships with this package; nothing is fetched",
+    ),
+    KnownModel(
+        name="opensora-1.2",
+        family="opensora",
+        title="Open-Sora 1.2, 144p to 720p, 2 s to 16 s",
+        licence="Apache-2.0",
+        parts=(
+            Part(
+                role="denoiser",
+                repo_id="hpcai-tech/OpenSora-STDiT-v3",
+                needs=(_CONFIG, ("*.safetensors",)),
+                extras=("*.safetensors.index.json",),
+                num_parameters=1_207_643_972,
+            ),
+            # 309,687,144 temporal and 83,653,863 spatial parameters; upstream's README says 384M,
+            # and its other numbers are in units of 2**20.
+            Part(
+                role="vae",
+                repo_id="hpcai-tech/OpenSora-VAE-v1.2",
+                needs=(_CONFIG, ("*.safetensors",)),
+                extras=("*.safetensors.index.json",),
+                num_parameters=393_341_007,
+            ),
+            T5_XXL,
+        ),
+        aliases=("opensora", "open-sora", "open-sora-1.2", "opensora-v1.2"),
+        note="text of at most 300 tokens",
+    ),
+    _opensora_1_0("256x256"),
+    _opensora_1_0("512x512"),
+)
+
+# Models that people will try and that this version can't run: hub id or name -> what it is.
+REFUSED: Mapping[str, str] = {
+    "hpcai-tech/OpenSora-STDiT-v2-stage2": "Open-Sora 1.1",
+    "hpcai-tech/OpenSora-STDiT-v2-stage3": "Open-Sora 1.1",
+    "opensora-1.1": "Open-Sora 1.1",
+    "hpcai-tech/OpenSora-STDiT-v4": "Open-Sora 1.3",
+    "hpcai-tech/OpenSora-STDiT-v4-360p": "Open-Sora 1.3",
+    "hpcai-tech/OpenSora-STDiT-v3-i2v": "Open-Sora 1.3",
+    "hpcai-tech/OpenSora-VAE-v1.3": "Open-Sora 1.3",
+    "opensora-1.3": "Open-Sora 1.3",
+    "hpcai-tech/Open-Sora-v2": "Open-Sora 2.0",
+    "hpcai-tech/Open-Sora-v2-Video-DC-AE": "Open-Sora 2.0",
+    "opensora-2.0": "Open-Sora 2.0",
+}
+SUPPORTED_VERSIONS = "1.0, 1.2"
