@@ -1,9 +1,9 @@
 """The record of what made a video: kept inside the file, and beside it.
 
 A record is a plain mapping that JSON can hold; the engine decides what is in it. This module adds
-three keys, ``schema``, ``fps`` and ``num_frames``, and knows where each kind of file has room for text: the comment
-of an mp4 and of a gif, the EXIF user comment of a webp, a text chunk of a png. The same record lies
-beside the file as ``clip.json`` (in a folder of frames as ``record.json``).
+three keys, ``schema``, ``fps`` and ``num_frames``, and knows where each kind of file has room for
+text: the comment of an mp4 and of a gif, the EXIF user comment of a webp, a text chunk of a png.
+The same record lies beside the file as ``clip.json`` (in a folder of frames as ``record.json``).
 
 When the two disagree, the one inside the file is believed: it cannot be parted from its frames,
 while a sidecar can be edited, left behind, or shared by a ``clip.mp4`` and a ``clip.gif``.
@@ -97,7 +97,11 @@ def read_record(path: PathLike) -> dict[str, Any]:
         sidecar = place.with_suffix(".json")
     found = parse(sidecar.read_bytes()) if sidecar.is_file() else None
     if found is None:
-        places = "it holds no" if sidecar == place else f"neither it nor {sidecar.name!r} holds a"
+        places = (
+            "it holds no"
+            if sidecar == place or place.is_dir()
+            else f"neither it nor {sidecar.name!r} holds a"
+        )
         raise MediaError(f"{name!r} does not say what made it: {places} record of Everyframe")
     return found
 

@@ -1,0 +1,164 @@
+"""Pictures and videos of others."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+from PIL import Image
+
+from everyframe.core.errors import InputError, MediaError
+from everyframe.media.read import read_image, read_video
+from everyframe.media.write import write
+
+CORNERS = np.array([[[255, 0, 0], [0, 255, 0], [9, 9, 9]], [[0, 0, 255], [255, 255, 0], [8, 8, 8]]],
+                   np.uint8)  # fmt: skip
+
+
+def test_plain_files_and_values_agree(tmp_path: Path) -> None:
+    Image.fromarray(CORNERS).save(tmp_path / "a.png")
+    for source in (tmp_path / "a.png", str(tmp_path / "a.png"), Image.fromarray(CORNERS), CORNERS,
+                   (CORNERS / 255).astype(np.float32), CORNERS.astype(np.uint16) * 257):  # fmt: skip
+        read = read_image(source)
+        assert read.dtype == np.uint8
+        assert np.array_equal(read, CORNERS)
+
+
+@pytest.mark.parametrize(
+    ("orientation", "turned"),
+    [(1, CORNERS), (2, CORNERS[:, ::-1]), (3, CORNERS[::-1, ::-1]), (4, CORNERS[::-1]),
+     (6, np.rot90(CORNERS, -1)), (8, np.rot90(CORNERS))],
+)  # fmt: skip
+def test_camera_orientation_is_applied(
+    tmp_path: Path, orientation: int, turned: np.ndarray
+) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    Image.fromarray(CORNERS).save(tmp_path / "a.png", exif=exif)
+    assert np.array_equal(read_image(tmp_path / "a.png"), turned)
+
+
+def test_modes(tmp_path: Path) -> None:
+    grey = CORNERS[..., 1]
+    grey_rgb = np.repeat(grey[..., None], 3, axis=-1)
+    Image.fromarray(grey).save(tmp_path / "grey.png")
+    Image.fromarray(grey.astype(np.uint16) * 257).save(tmp_path / "grey16.png")
+    Image.fromarray(CORNERS).quantize(8).save(tmp_path / "palette.png")
+    for name, wanted in (("grey", grey_rgb), ("grey16", grey_rgb), ("palette", CORNERS)):
+        assert np.array_equal(read_image(tmp_path / f"{name}.png"), wanted), name
+    assert np.array_equal(read_image(grey), grey_rgb)
+
+
+def test_transparency_is_laid_over_white(tmp_path: Path) -> None:
+    rgba = np.zeros((1, 3, 4), np.uint8)
+    rgba[0, :, 0] = 255  # red: hidden, half and full
+    rgba[0, :, 3] = (0, 128, 255)
+    Image.fromarray(rgba).save(tmp_path / "a.png")
+    for source in (tmp_path / "a.png", rgba):
+        assert read_image(source)[0].tolist() == [[255] * 3, [255, 127, 127], [255, 0, 0]]
+
+
+def test_broken_pictures_are_one_clear_line(tmp_path: Path) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    for ending in ("png", "jpg", "webp", "gif"):
+        path = tmp_path / f"cut.{ending}"
+        Image.fromarray(noise).save(path)
+        assert read_image(path).shape == noise.shape
+        path.write_bytes(path.read_bytes()[:-1000])
+    (tmp_path / "text.png").write_text("hello")
+    (tmp_path / "empty.png").touch()
+    Image.fromarray(np.zeros((2, 2), np.float32)).save(tmp_path / "float.tiff")
+    for name, message in {
+        "cut.png": "to its end", "cut.jpg": "to its end", "cut.gif": "to its end",
+        "cut.webp": "no picture|to its end", "text.png": "no picture", "empty.png": "no picture",
+        "missing.png": "does not exist", ".": "is a folder", "float.tiff": "8 or 16 bits",
+    }.items():  # fmt: skip
+        with pytest.raises(MediaError, match=message) as caught:
+            read_image(tmp_path / name)
+        assert "\n" not in str(caught.value)
+    for bad in (np.zeros((2, 2, 2)), np.zeros(3), np.zeros((0, 2, 3)), np.zeros((2, 2), np.int64)):
+        with pytest.raises(MediaError, match="an image array must be"):
+            read_image(bad)
+
+
+def moving(num_frames: int = 30) -> np.ndarray:
+    """Noise, so that packets are large and a cut falls among them."""
+    shape = (num_frames, 64, 64, 3)
+    return np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+
+
+def test_the_last_frames_only(tmp_path: Path) -> None:
+    for name in ("clip.mp4", "clip.gif"):
+        whole, _ = read_video(write(tmp_path / name, [moving()], 24))
+        part, fps = read_video(tmp_path / name, last=7)
+        assert fps == 24
+        assert np.array_equal(part, whole[-7:])
+    with pytest.raises(InputError, match="at least 1"):
+        read_video(tmp_path / "clip.mp4", last=0)
+
+
+def test_a_cut_video_is_refused(tmp_path: Path) -> None:
+    for name in ("clip.mp4", "clip.gif", "clip.webp"):
+        whole = write(tmp_path / name, [moving()], 24).read_bytes()
+        for part in (0.02, 0.3, 0.6, 0.95):
+            (tmp_path / f"cut-{name}").write_bytes(whole[: int(len(whole) * part)])
+            with pytest.raises(MediaError, match="cut-") as caught:
+                read_video(tmp_path / f"cut-{name}")
+            assert "\n" not in str(caught.value)
+
+
+def test_missing_and_foreign_files(tmp_path: Path) -> None:
+    (tmp_path / "text.mp4").write_text("hello")
+    (tmp_path / "text.gif").write_text("hello")
+    (tmp_path / "empty").mkdir()
+    for name in ("missing.mp4", "text.mp4", "text.gif", "empty"):
+        with pytest.raises(MediaError, match=name):
+            read_video(tmp_path / name)
+
+
+def test_a_phones_rotation_is_applied(tmp_path: Path) -> None:
+    frame = np.zeros((32, 64, 3), np.uint8)
+    frame[:, :32, 0] = 255  # left half red
+    for degrees in (90, -90, 180):
+        path = tmp_path / f"turned{degrees}.mp4"
+        with av.open(str(path), "w") as container:
+            stream = container.add_stream("libx264", rate=24)
+            stream.width, stream.height = 64, 32
+            stream.set_display_rotation(degrees)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame)))
+            container.mux(stream.encode())
+        read = read_video(path)[0][0].astype(int)
+        wanted = np.rot90(frame, degrees // 90)
+        assert read.shape == wanted.shape
+        assert np.abs(read - wanted)[4:-4, 4:-4].mean() < 8  # blurred only where the halves meet
+
+
+def test_folders_of_pictures(tmp_path: Path) -> None:
+    for index in range(3):
+        Image.fromarray(CORNERS + index).save(tmp_path / f"{index}.png")
+    with pytest.raises(MediaError, match="give fps"):
+        read_video(tmp_path)
+    frames, fps = read_video(tmp_path, fps=12.5)
+    assert fps == Fraction(25, 2)
+    assert np.array_equal(frames, np.stack([CORNERS, CORNERS + 1, CORNERS + 2]))
+    Image.fromarray(CORNERS[:1]).save(tmp_path / "9.png")
+    with pytest.raises(MediaError, match="'9.png' is 3x1"):
+        read_video(tmp_path, fps=24)
+
+
+def test_a_video_keeps_its_own_rate(tmp_path: Path) -> None:
+    write(tmp_path / "clip.mp4", [moving(3)], 24)
+    with pytest.raises(InputError, match="24 frames a second"):
+        read_video(tmp_path / "clip.mp4", fps=12)
+
+
+def test_a_foreign_gif_is_sampled_evenly(tmp_path: Path) -> None:
+    images = [Image.new("RGB", (4, 4), colour) for colour in ("red", "lime", "blue")]
+    images[0].save(tmp_path / "a.gif", save_all=True, append_images=images[1:],
+                   duration=[100, 200, 100])  # fmt: skip
+    frames, fps = read_video(tmp_path / "a.gif")
+    assert fps == 10
+    assert frames[:, 0, 0].argmax(axis=-1).tolist() == [0, 1, 1, 2]
