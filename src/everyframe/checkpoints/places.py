@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """Our own cache: ``EVERYFRAME_CACHE``, else ``XDG_CACHE_HOME/everyframe``, else ``~/.cache``."""
+    """``EVERYFRAME_CACHE``, else ``XDG_CACHE_HOME/everyframe``, else in ``~/.cache``."""
     own = os.environ.get("EVERYFRAME_CACHE")
     if own:
         return Path(own).expanduser()

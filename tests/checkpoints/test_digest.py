@@ -1,0 +1,84 @@
+"""The digest: sha256 of the bytes, whatever the path, and not computed twice."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import pytest
+
+from everyframe.checkpoints.digest import digest, file_digest
+from everyframe.checkpoints.places import cache_folder
+from everyframe.core.errors import CheckpointError
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("EVERYFRAME_CACHE", str(folder))
+    return folder
+
+
+def test_one_file_is_its_sha256(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(b"weights")
+    assert digest([path]) == hashlib.sha256(b"weights").hexdigest()
+
+
+def test_several_depend_on_bytes_and_order_alone(tmp_path: Path) -> None:
+    for folder, names in (("one", "ab"), ("two", "xy")):
+        (tmp_path / folder).mkdir()
+        for name, data in zip(names, (b"1", b"2"), strict=True):
+            (tmp_path / folder / name).write_bytes(data)
+    first = digest([tmp_path / "one" / "a", tmp_path / "one" / "b"])
+    assert first == digest([tmp_path / "two" / "x", tmp_path / "two" / "y"])
+    assert first != digest([tmp_path / "one" / "b", tmp_path / "one" / "a"])
+
+
+def test_remembered_until_the_file_changes(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(b"old")
+    os.utime(path, ns=(1, 1))
+    old = file_digest(path)
+    # Same size and time: answered from memory, which shows that the bytes were not read again.
+    path.write_bytes(b"new")
+    os.utime(path, ns=(1, 1))
+    assert file_digest(path) == old
+    os.utime(path, ns=(2, 2))
+    assert file_digest(path) == hashlib.sha256(b"new").hexdigest()
+
+
+def test_a_broken_memory_is_no_trouble(tmp_path: Path, own_cache: Path) -> None:
+    own_cache.mkdir()
+    (own_cache / "digests.json").write_text("{")
+    (tmp_path / "a").write_bytes(b"x")
+    assert file_digest(tmp_path / "a") == hashlib.sha256(b"x").hexdigest()
+    assert [path.name for path in own_cache.iterdir()] == ["digests.json"]
+
+
+def test_an_unwritable_memory_is_said_and_no_trouble(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path / "file" / "below"))
+    (tmp_path / "a").write_bytes(b"x")
+    assert file_digest(tmp_path / "a") == hashlib.sha256(b"x").hexdigest()
+    assert "not remembered" in caplog.text
+
+
+def test_faults(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"No such file"):
+        digest([tmp_path / "none"])
+    with pytest.raises(ValueError, match=r"at least one"):
+        digest([])
+
+
+def test_where_the_cache_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cache_folder() == tmp_path / "cache"
+    monkeypatch.delenv("EVERYFRAME_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_folder() == tmp_path / "xdg" / "everyframe"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / ".cache" / "everyframe"

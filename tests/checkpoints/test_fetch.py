@@ -1,0 +1,123 @@
+"""Fetching: no network means a quick, useful line; with one, the hub's client does the work."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from huggingface_hub import constants
+
+from everyframe.checkpoints import fetch as fetching
+from everyframe.checkpoints.fetch import download_command, fetch, fetch_missing
+from everyframe.checkpoints.find import locate
+from everyframe.core.errors import InputError
+
+
+def forbid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What HF_HUB_OFFLINE=1 does, which the library reads once at import."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+
+
+def test_offline_says_what_is_missing_and_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forbid(monkeypatch)
+    start = time.monotonic()
+    with pytest.raises(InputError) as caught:
+        fetch_missing(locate("opensora-1.2", hub_cache=tmp_path), hub_cache=tmp_path)
+    assert time.monotonic() - start < 5
+    text = str(caught.value)
+    assert "hpcai-tech/OpenSora-STDiT-v3" in text
+    assert "hf download hpcai-tech/OpenSora-STDiT-v3 --include config.json" in text
+    assert "HF_HUB_OFFLINE" in text
+    assert "on this disk" in text
+    assert "\n" not in text
+
+
+def test_an_unknown_hub_id_offline_names_the_nearest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forbid(monkeypatch)
+    place = locate("hpcai-tech/OpenSora-STDiT-v33", hub_cache=tmp_path)
+    with pytest.raises(InputError, match=r"did you mean 'hpcai-tech/OpenSora-STDiT-v3'"):
+        fetch_missing(place, hub_cache=tmp_path)
+
+
+def test_a_network_that_swallows_everything_is_given_up_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name lookup that hangs takes no timeout; the limit is ours."""
+
+    def hang(*_: Any, **__: Any) -> None:
+        time.sleep(30)
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", hang)
+    monkeypatch.setattr(fetching, "FIRST_ANSWER_TIMEOUT_S", 0.2)
+    start = time.monotonic()
+    with pytest.raises(InputError, match=r"gave no answer in 0.2 s"):
+        fetch("o/n", ["*.json"], hub_cache=tmp_path)
+    assert time.monotonic() - start < 3
+
+
+def test_a_refused_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real connection, to a port of this machine where nobody listens."""
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    api = huggingface_hub.HfApi
+    monkeypatch.setattr(
+        huggingface_hub, "HfApi", lambda: api(endpoint="http://127.0.0.1:9", token=False)
+    )
+    with pytest.raises(InputError, match=r"the hub does not answer"):
+        fetch("o/n", ["*.json"], hub_cache=tmp_path)
+
+
+def test_a_complete_model_needs_no_network(tmp_path: Path) -> None:
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"")
+    place = locate(str(weights))
+    assert fetch_missing(place) is place
+
+
+def test_patterns_and_limits_reach_the_hubs_client(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {}
+
+    class Info:
+        sha = "0" * 40
+
+    def download(repo_id: str, **options: Any) -> str:
+        asked.update(options, repo_id=repo_id)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: Info())
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert fetch("o/n", ["*.json"], "v1", hub_cache=tmp_path) == tmp_path
+    assert asked["repo_id"] == "o/n"
+    assert asked["allow_patterns"] == ["*.json"]
+    assert asked["revision"] == "v1"
+    assert asked["etag_timeout"] <= 3
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Info:
+        sha = "0" * 40
+
+    def download(*_: Any, **__: Any) -> str:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: Info())
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(InputError, match=r"No space left on device.*goes on where it stopped"):
+        fetch("o/n", ["*.json"], hub_cache=tmp_path)
+
+
+def test_the_command_can_be_pasted_into_a_shell() -> None:
+    command = download_command("o/n", ["config.json", "*.safetensors"], "v1")
+    assert (
+        command == "hf download o/n --include config.json --include '*.safetensors' --revision v1"
+    )

@@ -1,0 +1,190 @@
+"""What a name means, without a network, without torch, within milliseconds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from everyframe.checkpoints.find import find_part, locate, names_on_disk, overview
+from everyframe.checkpoints.known import KNOWN, KnownModel, Part
+from everyframe.core.errors import CheckpointError, InputError
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def plant(cache: Path, repo_id: str, files: dict[str, bytes]) -> Path:
+    """A repository in the hub cache's own layout."""
+    repo = cache / f"models--{repo_id.replace('/', '--')}"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text(COMMIT)
+    (repo / "blobs").mkdir()
+    snapshot = repo / "snapshots" / COMMIT
+    for number, (name, data) in enumerate(files.items()):
+        blob = repo / "blobs" / str(number)
+        blob.write_bytes(data)
+        link = snapshot / name
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(blob)
+    return snapshot
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("shapes", "shapes"),
+        ("SHAPES", "shapes"),
+        ("opensora-1.2", "opensora-1.2"),
+        ("hpcai-tech/OpenSora-STDiT-v3", "opensora-1.2"),
+        ("16x256x256", "opensora-1.0-16x256x256"),
+        ("opensora-1.0-16x512x512", "opensora-1.0-16x512x512"),
+    ],
+)
+def test_known_names(tmp_path: Path, given: str, meant: str) -> None:
+    place = locate(given, hub_cache=tmp_path)
+    assert place.name == meant
+    assert place.asked == given
+    assert (place.path is None) != (place.parts == ())
+
+
+def test_nothing_on_disk_says_what_must_be_fetched(tmp_path: Path) -> None:
+    place = locate("opensora-1.2", hub_cache=tmp_path)
+    assert not place.complete
+    assert [part.part.role for part in place.parts] == ["denoiser", "vae", "text_encoder"]
+    assert place.bytes_to_fetch == 4 * (1_207_643_972 + 393_341_007 + 4_762_310_656)
+    assert place.bytes_on_disk == 0
+    assert "config.json" in place.part("denoiser").missing
+
+
+def test_names_and_aliases_are_unique() -> None:
+    names = [name.casefold() for model in KNOWN for name in (model.name, *model.aliases)]
+    assert len(names) == len(set(names))
+    for model in KNOWN:
+        assert (model.embedded is None) != (model.parts == ())
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ("shapez", "did you mean 'shapes'"),
+        ("opensora-1.3x", "did you mean 'opensora-1.2'"),
+        ("qqqq", "known models: shapes"),
+        ("", "is empty"),
+        ("opensora-1.1", "this is Open-Sora 1.1; supported: 1.0, 1.2"),
+        ("hpcai-tech/Open-Sora-v2", "this is Open-Sora 2.0"),
+        ("hpcai-tech/Open-Sora", "opensora-1.0-16x256x256 or opensora-1.0-16x512x512"),
+        ("hpcai-tech/OpenSora-VAE-v1.2", "ask for the model: opensora-1.2"),
+        ("./nowhere", "no folder or file ./nowhere"),
+        ("nowhere/model.safetensors", "nowhere does not exist either"),
+    ],
+)
+def test_names_that_mean_nothing(tmp_path: Path, given: str, text: str) -> None:
+    with pytest.raises(InputError) as caught:
+        locate(given, hub_cache=tmp_path)
+    assert text in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_hub_id_that_nobody_listed(tmp_path: Path) -> None:
+    place = locate("hpcai-tech/OpenSora-STDiT-v33", hub_cache=tmp_path)
+    assert place.kind == "hub"
+    assert not place.complete
+    assert place.bytes_to_fetch is None
+    assert "did you mean 'hpcai-tech/OpenSora-STDiT-v3'" in place.hint
+    plant(tmp_path, "some/model", {"config.json": b"{}", "model.safetensors": b"1234"})
+    place = locate("some/model", hub_cache=tmp_path)
+    assert place.complete
+    assert place.hint == ""
+    assert place.bytes_to_fetch == 0
+    assert place.bytes_on_disk == 6
+
+
+PART = Part("denoiser", "o/n", (("config.json",), ("*.safetensors",)), num_parameters=10)
+
+
+def test_a_part_is_complete_when_each_group_has_a_file(tmp_path: Path) -> None:
+    snapshot = plant(tmp_path, "o/n", {"config.json": b"{}", "notes.md": b"mine not"})
+    place = find_part(PART, hub_cache=tmp_path)
+    assert place.folder == snapshot
+    assert place.missing == ("*.safetensors",)
+    assert place.bytes_to_fetch == 40 - 2
+    (snapshot / "model.safetensors").write_bytes(bytes(38))
+    place = find_part(PART, hub_cache=tmp_path)
+    assert place.complete
+    assert [path.name for path in place.files] == ["config.json", "model.safetensors"]
+
+
+def test_a_missing_shard_and_a_dangling_link_are_not_complete(tmp_path: Path) -> None:
+    index = {"weight_map": {"a": "m-1.safetensors", "b": "m-2.safetensors"}}
+    files = {
+        "config.json": b"{}",
+        "model.safetensors.index.json": json.dumps(index).encode(),
+        "m-1.safetensors": b"1",
+        "m-2.safetensors": b"2",
+    }
+    part = Part("denoiser", "o/n", PART.needs, ("*.index.json",))
+    snapshot = plant(tmp_path, "o/n", files)
+    assert find_part(part, hub_cache=tmp_path).complete
+    (snapshot / "m-2.safetensors").resolve().unlink()
+    assert find_part(part, hub_cache=tmp_path).missing == ("m-2.safetensors",)
+
+
+def test_folders_and_files(tmp_path: Path) -> None:
+    model = tmp_path / "mine"
+    model.mkdir()
+    with pytest.raises(CheckpointError, match=r"looked for config.json.*it is empty"):
+        locate(str(model))
+    (model / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"it holds config.json"):
+        locate(str(model))
+    weights = model / "model.safetensors"
+    weights.write_bytes(bytes(5))
+    assert locate(str(model)).kind == "folder"
+    assert locate(str(model)).bytes_on_disk == 5
+    assert locate(str(weights)).kind == "file"
+    assert locate(str(weights)).complete
+    (tmp_path / "clip.mp4").write_bytes(b"x")
+    with pytest.raises(CheckpointError, match=r"ends in '\.mp4'"):
+        locate(str(tmp_path / "clip.mp4"))
+
+
+def test_an_existing_folder_goes_before_a_hub_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "owner" / "name").mkdir(parents=True)
+    (tmp_path / "owner" / "name" / "a.safetensors").write_bytes(b"")
+    assert locate("owner/name").kind == "folder"
+
+
+def test_overview_and_a_registry_of_ones_own(tmp_path: Path) -> None:
+    plant(tmp_path, "o/n", {"config.json": b"{}", "model.safetensors": b"1"})
+    mine = KnownModel("mine", "opensora", "t", "MIT", parts=(PART,))
+    other = KnownModel("other", "opensora", "t", "MIT", parts=(Part("vae", "x/y", (("a",),)),))
+    registry = (mine, other)
+    assert [place.name for place in overview(registry=registry, hub_cache=tmp_path)] == [
+        "mine",
+        "other",
+    ]
+    assert names_on_disk(registry=registry, hub_cache=tmp_path) == ("mine",)
+    assert locate("mine", registry=registry, hub_cache=tmp_path).complete
+    assert other.num_bytes is None
+
+
+def test_an_embedded_model_that_was_not_installed_is_incomplete(tmp_path: Path) -> None:
+    gone = KnownModel("gone", "opensora", "t", "MIT", embedded=str(tmp_path / "gone"))
+    assert not locate("gone", registry=(gone,)).complete
+
+
+def test_listing_imports_no_torch() -> None:
+    code = (
+        "import sys\n"
+        "from everyframe.checkpoints import digest, fetch, find, folder, headers, known, places\n"
+        "find.overview(); find.locate('opensora-1.2')\n"
+        "print('torch' in sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "False"

@@ -1,0 +1,57 @@
+"""JSON and folders that are not what they should be, in one line each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from everyframe.checkpoints.folder import describe_missing, listing, read_json, weight_files
+from everyframe.core.errors import CheckpointError
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (b"{", "line 1, column 2"),
+        (b"[1]", "holds a JSON list"),
+        (b"\xff\xfe", "can't be read as text"),
+        (b"[" * 100_000, "nested too deeply"),
+    ],
+)
+def test_broken_json(tmp_path: Path, data: bytes, text: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError) as caught:
+        read_json(path)
+    assert text in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+def test_json_that_is_there_and_that_is_not(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"depth": 2}')
+    assert read_json(tmp_path / "config.json") == {"depth": 2}
+    with pytest.raises(CheckpointError, match=r"looked for other.json, but it holds config.json"):
+        read_json(tmp_path / "other.json")
+
+
+def test_describe_missing(tmp_path: Path) -> None:
+    assert "there is no folder" in describe_missing(tmp_path / "none", ["config.json"])
+    assert "it is empty" in describe_missing(tmp_path, ["config.json"])
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "a.txt").write_text("")
+    text = describe_missing(tmp_path, ["config.json", "*.safetensors"])
+    assert "looked for config.json, *.safetensors, but it holds a.txt, sub/" in text
+    assert "is a file" in describe_missing(tmp_path / "a.txt", ["x"])
+
+
+def test_listing_is_cut() -> None:
+    assert listing(list("abcdef"), limit=2) == "a, b and 4 more"
+    assert listing(["a"]) == "a"
+
+
+def test_weight_files_one_level_down(tmp_path: Path) -> None:
+    (tmp_path / "vae").mkdir()
+    for name in ("b.safetensors", "vae/a.pth", "readme.md"):
+        (tmp_path / name).write_text("")
+    assert weight_files(tmp_path) == [tmp_path / "b.safetensors", tmp_path / "vae" / "a.pth"]

@@ -1,0 +1,111 @@
+"""Each way in which a safetensors file can be broken is told by name, before a tensor is read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from everyframe.checkpoints.headers import read_header
+from everyframe.core.errors import CheckpointError
+
+Table = dict[str, object]
+
+
+def write(path: Path, table: Table, data: bytes) -> Path:
+    header = json.dumps(table).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + data)
+    return path
+
+
+def entry(begin: int, end: int, shape: list[int], dtype: str = "F32") -> Table:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+def test_facts_equal_those_of_the_formats_own_library(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    tensors = {
+        "w": torch.randn(3, 4),
+        "half": torch.randn(5).to(torch.bfloat16),
+        "step": torch.tensor(7),
+        "none": torch.empty(0, 2),
+        "mask": torch.tensor([True, False, True]),
+    }
+    save_file(tensors, path, metadata={"format": "pt"})
+    header = read_header(path)
+    with safe_open(path, framework="pt") as reference:
+        assert list(header.tensors) == list(reference.offset_keys())
+        assert header.metadata == reference.metadata()
+        for name, fact in header.tensors.items():
+            piece = reference.get_slice(name)
+            assert fact.shape == tuple(piece.get_shape())
+            assert fact.dtype == piece.get_dtype()
+    assert header.num_parameters == 12 + 5 + 1 + 0 + 3
+    assert header.num_bytes == 48 + 10 + 8 + 0 + 3
+
+
+BROKEN: dict[str, tuple[Table, bytes, str]] = {
+    "overlap": ({"a": entry(0, 8, [2]), "b": entry(4, 12, [2])}, bytes(12), "'b' overlaps 'a'"),
+    "gap": ({"a": entry(0, 8, [2]), "b": entry(12, 20, [2])}, bytes(20), "'b' leaves a gap"),
+    "late start": ({"a": entry(4, 12, [2])}, bytes(12), "leaves a gap after the header"),
+    "wrong length": ({"a": entry(0, 8, [3])}, bytes(8), "needs 12 bytes"),
+    "dtype": ({"a": entry(0, 8, [2], "F4")}, bytes(8), "dtype 'F4'"),
+    "shape": ({"a": entry(0, 8, [-2])}, bytes(8), "shape [-2]"),
+    "offsets": ({"a": {"dtype": "F32", "shape": [2]}}, bytes(8), "data_offsets None"),
+    "trailing": ({"a": entry(0, 8, [2])}, bytes(10), "2 bytes more"),
+    "truncated data": ({"a": entry(0, 8, [2])}, bytes(7), "is truncated"),
+    "entry": ({"a": 3}, b"", "'a' is not an object"),
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_contradictory_header(tmp_path: Path, fault: str) -> None:
+    table, data, text = BROKEN[fault]
+    path = write(tmp_path / "bad.safetensors", table, data)
+    with pytest.raises(CheckpointError) as caught:
+        read_header(path)
+    assert text in str(caught.value)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+FOREIGN: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "0 bytes"),
+    "zip": (b"PK\x03\x04" + bytes(60), "zip archive"),
+    "pickle": (b"\x80\x02}q\x00." + bytes(60), "pickle"),
+    "page": (b"<!DOCTYPE html><html></html>", "web page"),
+    "pointer": (b"version https://git-lfs.github.com/spec/v1\noid", "git-lfs pointer"),
+    "noise": (bytes(range(200, 255)), "not a safetensors file"),
+    "no json": ((20).to_bytes(8, "little") + b"{" + b"x" * 30, "header is broken"),
+    "cut header": ((500).to_bytes(8, "little") + b'{"a":', "is truncated"),
+    "twice": ((13).to_bytes(8, "little") + b'{"a":1,"a":2}', "'a' stands there twice"),
+}
+
+
+@pytest.mark.parametrize("fault", FOREIGN)
+def test_foreign_file(tmp_path: Path, fault: str) -> None:
+    data, text = FOREIGN[fault]
+    path = tmp_path / "bad.safetensors"
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=text):
+        read_header(path)
+
+
+def test_every_cut_of_a_real_file_is_noticed(tmp_path: Path) -> None:
+    whole = tmp_path / "whole.safetensors"
+    save_file({"a": torch.randn(7), "b": torch.randn(2, 2)}, whole)
+    data = whole.read_bytes()
+    cut = tmp_path / "cut.safetensors"
+    for size in range(len(data)):
+        cut.write_bytes(data[:size])
+        with pytest.raises(CheckpointError):
+            read_header(cut)
+
+
+def test_no_such_file(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"No such file"):
+        read_header(tmp_path / "none.safetensors")
