@@ -1,0 +1,61 @@
+# Needs make and Python 3.10 or newer; everything else goes into .venv.
+#   make run PYTHON=python3.12      another Python
+#   make test ARGS="tests/core -x"  further arguments for pytest
+#   make test JOBS=1                so many tests at once
+
+PYTHON ?= python3
+JOBS ?= 2
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/ready
+
+FIRST := outputs/first.mp4
+PROMPT := a red circle moves to the right on a blue background
+
+# One thread for each of the tests that run at once: more would only get in each other's way.
+TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+
+MAKEFLAGS += --no-print-directory
+.DEFAULT_GOAL := help
+.PHONY: help install run test lint types format clean
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(READY)  ## set up .venv (once, and again when what it is made of changes)
+
+# torch goes first and by its exact version, so that nothing else has a say in which build comes.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+		echo "$(PYTHON) is missing or older than Python 3.10;" \
+			"name a newer one: make PYTHON=python3.12" >&2; exit 1; }
+	@echo "Setting up $(VENV) (a few minutes the first time) ..."
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+run: $(READY)  ## make a first video; the last line is its path
+	@mkdir -p $(dir $(FIRST))
+	@$(BIN)/everyframe generate "$(PROMPT)" -o $(FIRST) --seed 7
+	@echo $(FIRST)
+
+test: $(READY)  ## run the tests
+	@$(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+
+lint: $(READY)  ## check style and likely mistakes
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+types: $(READY)  ## check types
+	@$(BIN)/mypy
+
+format: $(READY)  ## put the code in form
+	@$(BIN)/ruff check --fix-only --quiet .
+	@$(BIN)/ruff format .
+
+clean:  ## remove what the above has made
+	rm -rf $(VENV) outputs build dist .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,54 @@
+"""What holds for every test: one thread, no network, no cache of this machine, honest skips."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# These must be set before anything imports torch or the hub's client. Child processes inherit them.
+_CACHE = tempfile.TemporaryDirectory(prefix="everyframe-tests-")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_HOME"] = str(Path(_CACHE.name, "hub"))
+os.environ["EVERYFRAME_CACHE"] = str(Path(_CACHE.name, "everyframe"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--slow`` runs the tests marked slow as well."""
+    parser.addoption("--slow", action="store_true", help="run tests marked slow as well")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out slow tests unless they were asked for; skip GPU tests where there is no GPU."""
+    if not (config.getoption("--slow") or "slow" in config.getoption("-m")):
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        if slow:
+            config.hook.pytest_deselected(items=slow)
+            items[:] = [item for item in items if item not in slow]
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if on_gpu and not _has_gpu():
+        for item in on_gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU; torch sees none here"))
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available() or torch.backends.mps.is_available()
+
+
+@pytest.fixture(autouse=True)
+def _same_surroundings() -> Iterator[None]:
+    """No test may leave another environment or working folder behind."""
+    environment, folder = dict(os.environ), os.getcwd()
+    yield
+    os.chdir(folder)
+    ours = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    environment.pop("PYTEST_CURRENT_TEST", None)
+    for name in ours.keys() - environment.keys():
+        del os.environ[name]
+    os.environ.update(environment)
