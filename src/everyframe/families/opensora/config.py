@@ -1,0 +1,159 @@
+"""Sizes of Open-Sora's denoisers, read from a checkpoint's config.json. No torch here.
+
+`STDiTConfig` is Open-Sora 1.0, `STDiT3Config` is 1.2; the defaults are the released models. Not
+here: the modules (`stdit`, `stdit3`), the autoencoders' sizes (`vae_config`), and which requests
+a model can serve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from everyframe.core.errors import CheckpointError, did_you_mean
+
+TRAINING_KEYS = frozenset({
+    "architectures", "model_type", "_name_or_path", "torch_dtype", "dtype", "transformers_version",
+    "auto_map", "type", "from_pretrained",
+    "enable_flash_attn", "enable_flashattn", "enable_layernorm_kernel",
+    "enable_sequence_parallelism",
+    "class_dropout_prob", "drop_path", "freeze", "freeze_y_embedder", "only_train_temporal",
+})  # fmt: skip
+"""Keys of upstream's config.json that say how it was trained or executed, not what it computes."""
+
+MUST_BE_OFF = ("qk_norm_legacy", "skip_y_embedder", "no_temporal_pos_emb")
+"""Upstream's switches to another function, off in every released checkpoint of 1.0 and 1.2."""
+
+
+@dataclass(frozen=True)
+class STDiTConfig:
+    """Sizes of `STDiT`, Open-Sora 1.0 (the 16x256x256 model is the default).
+
+    `input_size` is the latent (frames, rows, columns) that it was trained on; it runs others as
+    well. `space_scale` and `time_scale` divide positions: 0.5 at 256 pixels, 1.0 at 512 pixels.
+    """
+
+    input_size: tuple[int, int, int] = (16, 32, 32)
+    in_channels: int = 4
+    patch_size: tuple[int, int, int] = (1, 2, 2)
+    hidden_size: int = 1152
+    depth: int = 28
+    num_heads: int = 16
+    mlp_ratio: float = 4.0
+    caption_channels: int = 4096
+    model_max_length: int = 120
+    space_scale: float = 0.5
+    time_scale: float = 1.0
+    pred_sigma: bool = True
+
+    def __post_init__(self) -> None:
+        _check_sizes(self)
+
+    @property
+    def out_channels(self) -> int:
+        """Channels of the output: noise, then what the variance is made of if `pred_sigma`."""
+        return self.in_channels * (2 if self.pred_sigma else 1)
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> STDiTConfig:
+        """From config.json as parsed; raises `CheckpointError` naming what is wrong in it."""
+        return cls(**_read(data, cls))
+
+
+@dataclass(frozen=True)
+class STDiT3Config:
+    """Sizes of `STDiT3`, Open-Sora 1.2; `depth` counts pairs of a spatial and a temporal block.
+
+    `input_sq_size` is the side in pixels of a square video whose positions are not scaled.
+    """
+
+    input_sq_size: int = 512
+    in_channels: int = 4
+    patch_size: tuple[int, int, int] = (1, 2, 2)
+    hidden_size: int = 1152
+    depth: int = 28
+    num_heads: int = 16
+    mlp_ratio: float = 4.0
+    caption_channels: int = 4096
+    model_max_length: int = 300
+    qk_norm: bool = True
+    pred_sigma: bool = True
+
+    def __post_init__(self) -> None:
+        _check_sizes(self)
+        if self.head_size % 2:
+            raise CheckpointError(
+                f"hidden_size {self.hidden_size} over num_heads {self.num_heads} must be even, as "
+                f"channels are rotated in pairs; it is {self.head_size}"
+            )
+
+    @property
+    def out_channels(self) -> int:
+        """Channels of the output: velocity, then as many without use if `pred_sigma`."""
+        return self.in_channels * (2 if self.pred_sigma else 1)
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> STDiT3Config:
+        """From config.json as parsed; raises `CheckpointError` naming what is wrong in it."""
+        # Upstream writes input_size here too, as three nulls: this model has no size of its own.
+        return cls(**_read({k: v for k, v in data.items() if k != "input_size"}, cls))
+
+
+def _read(data: Mapping[str, Any], cls: type[STDiTConfig] | type[STDiT3Config]) -> dict[str, Any]:
+    """Keyword arguments for `cls` out of upstream's config.json."""
+    known = {field.name for field in fields(cls)}
+    sizes: dict[str, Any] = {}
+    for name, value in data.items():
+        if name in known:
+            sizes[name] = tuple(value) if isinstance(value, list) else value
+        elif name in MUST_BE_OFF:
+            if value:
+                raise CheckpointError(
+                    f"the denoiser's config.json sets {name} to {value!r}; supported: false"
+                )
+        elif name not in TRAINING_KEYS:
+            raise CheckpointError(
+                f"the denoiser's config.json has an unknown key: {name!r}"
+                f"{did_you_mean(name, known)}"
+            )
+    return sizes
+
+
+def _check_sizes(config: STDiTConfig | STDiT3Config) -> None:
+    """Every field is of its kind and above zero, and the sizes fit each other."""
+    for field in fields(config):
+        value, default = getattr(config, field.name), field.default
+        if isinstance(default, tuple):
+            right = isinstance(value, tuple) and len(value) == 3 and all(map(_is_count, value))
+            wanted = "three whole numbers above 0"
+        elif isinstance(default, bool):
+            right, wanted = isinstance(value, bool), "true or false"
+        elif isinstance(default, float):
+            right = _is_count(value) or (isinstance(value, float) and 0 < value < float("inf"))
+            wanted = "a number above 0"
+        else:
+            right, wanted = _is_count(value), "a whole number above 0"
+        if not right:
+            raise CheckpointError(f"{field.name} must be {wanted}, got {value!r}")
+    if config.hidden_size % 4:
+        raise CheckpointError(
+            f"hidden_size must be a multiple of 4 (sine and cosine of rows and columns), "
+            f"got {config.hidden_size}"
+        )
+    if config.hidden_size % config.num_heads:
+        raise CheckpointError(
+            f"num_heads must divide hidden_size, got {config.num_heads} and {config.hidden_size}"
+        )
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0

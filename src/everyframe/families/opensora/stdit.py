@@ -1,0 +1,146 @@
+"""`STDiT`, the denoiser of Open-Sora 1.0: each block attends in space, then in time, then to text.
+
+It runs any number of frames and any latent size: positions follow from the configuration's
+scales, so upstream's ``pos_embed`` and ``pos_embed_temporal`` are no parameters here. Source:
+hpcaitech/Open-Sora v1.0.0 and PixArt-alpha (arXiv 2310.00426). Read next: `blocks`, `stdit3`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from everyframe.families.opensora.blocks import (
+    MLP,
+    Axis,
+    CaptionEmbedder,
+    CrossAttention,
+    FinalLayer,
+    PatchEmbed,
+    ScalarEmbedder,
+    SelfAttention,
+    token_grid,
+    unpatchify,
+)
+from everyframe.families.opensora.config import STDiTConfig
+from everyframe.families.opensora.context import (
+    KeysValues,
+    TextContext,
+    build_context,
+    cut_to_longest,
+)
+from everyframe.families.opensora.initialise import initialise_stdit
+from everyframe.families.opensora.inputs import check_latents, per_sample
+from everyframe.ops.dtypes import at_least_float32
+from everyframe.ops.modulation import Add, GatedAdd, Modulate, ModulationTables
+from everyframe.ops.norm import LayerNorm
+from everyframe.ops.positions import sincos_1d, sincos_2d
+
+
+class STDiTBlock(nn.Module):
+    """Attention in space, in time and to the text, and an MLP, all added to the stream."""
+
+    def __init__(self, config: STDiTConfig) -> None:
+        super().__init__()
+        size, heads = config.hidden_size, config.num_heads
+        self.scale_shift_table = nn.Parameter(torch.zeros(6, size))
+        self.modulation = ModulationTables()
+        self.norm1, self.norm2 = LayerNorm(), LayerNorm()
+        self.modulate1, self.modulate2 = Modulate(), Modulate()
+        self.attn = SelfAttention(size, heads, Axis.SPACE, qk_norm=False)
+        self.attn_temp = SelfAttention(size, heads, Axis.TIME, qk_norm=False)
+        self.cross_attn = CrossAttention(size, heads)
+        self.mlp = MLP(size, int(size * config.mlp_ratio), size)
+        self.add_space, self.add_time, self.add_mlp = GatedAdd(), GatedAdd(), GatedAdd()
+        self.add_text = Add()
+
+    def forward(
+        self,
+        x_BTSC: Tensor,
+        t_B16C: Tensor,
+        text: KeysValues,
+        text_mask: Tensor | None,
+        time_positions_TC: Tensor | None = None,
+    ) -> Tensor:
+        """The stream after this block; `t_B16C` are the timestep's six tables."""
+        shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = self.modulation(
+            self.scale_shift_table, t_B16C
+        )
+        branch = self.attn(self.modulate1(self.norm1(x_BTSC), shift, scale))
+        x_BTSC = self.add_space(x_BTSC, branch, gate)
+        # Upstream's weights were trained so: what goes into the attention in time is neither
+        # normalised nor modulated, and its gate is the one of the attention in space.
+        branch = x_BTSC if time_positions_TC is None else x_BTSC + time_positions_TC[:, None]
+        x_BTSC = self.add_time(x_BTSC, self.attn_temp(branch), gate)
+        x_BTSC = self.add_text(x_BTSC, self.cross_attn(x_BTSC, text, text_mask))
+        branch = self.mlp(self.modulate2(self.norm2(x_BTSC), shift_mlp, scale_mlp))
+        out: Tensor = self.add_mlp(x_BTSC, branch, gate_mlp)
+        return out
+
+
+class STDiT(nn.Module):
+    """Open-Sora 1.0's denoiser; its values mean nothing until weights are loaded or initialised."""
+
+    def __init__(self, config: STDiTConfig) -> None:
+        super().__init__()
+        self.config = config
+        size = config.hidden_size
+        volume = config.patch_size[0] * config.patch_size[1] * config.patch_size[2]
+        self.x_embedder = PatchEmbed(config.in_channels, size, config.patch_size)
+        self.t_embedder = ScalarEmbedder(size)
+        self.t_block = nn.Sequential(nn.SiLU(), nn.Linear(size, 6 * size))
+        self.y_embedder = CaptionEmbedder(config.caption_channels, size, config.model_max_length)
+        self.blocks = nn.ModuleList([STDiTBlock(config) for _ in range(config.depth)])
+        self.final_layer = FinalLayer(size, volume * config.out_channels)
+
+    def initialise(self, generator: torch.Generator | None = None) -> None:
+        """Draw the parameters anew, to train from the start."""
+        initialise_stdit(self, generator)
+
+    def null_text(self) -> Tensor:
+        """(L, caption_channels): what stands in for the text encoder's states without a text."""
+        return self.y_embedder.y_embedding
+
+    def context(self, text_BLD: Tensor, mask_BL: Tensor | None = None) -> TextContext:
+        """What the blocks need of texts, once a prompt; see `context.cut_to_longest` for shapes."""
+        tokens = cut_to_longest(text_BLD, mask_BL, self.config.caption_channels)
+        y_BLC = self.y_embedder(tokens.text)
+        return build_context(tokens, [b.cross_attn.keys_values(y_BLC) for b in self._blocks()])
+
+    def forward(self, x: Tensor, t: Tensor, context: TextContext) -> Tensor:
+        """Noise and, as the second half of the channels, the variance's interpolation.
+
+        Args:
+            x: latents (B, in_channels, T, H, W).
+            t: (B,) timesteps, 0..1000.
+            context: of B texts, from `context`.
+
+        Returns:
+            (B, out_channels, T, H, W) in float32 at least.
+        """
+        latent_size = check_latents(x, self.config.in_channels, context)
+        grid = token_grid(latent_size, self.config.patch_size)
+        x_BTSC = at_least_float32(self.x_embedder(x))
+        dtype, device = x_BTSC.dtype, x.device
+        x_BTSC = x_BTSC + self._space_positions(grid, dtype, device)
+
+        t_BC = self.t_embedder(per_sample(t, "t", x))
+        t_B16C = self.t_block(t_BC).unflatten(-1, (6, -1))[:, None]
+        # Trained so: places in time are told to the first block only.
+        times = [frame / self.config.time_scale for frame in range(grid[0])]
+        time_positions = sincos_1d(times, self.config.hidden_size, dtype=dtype, device=device)
+        for block, text in zip(self.blocks, context.blocks, strict=True):
+            x_BTSC = block(x_BTSC, t_B16C, text, context.mask, time_positions)
+            time_positions = None
+        out = self.final_layer(x_BTSC, t_BC)
+        return at_least_float32(unpatchify(out, grid, self.config.patch_size, latent_size))
+
+    def _space_positions(
+        self, grid: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        scale = self.config.space_scale
+        rows, columns = ([i / scale for i in range(n)] for n in grid[1:])
+        return sincos_2d(rows, columns, self.config.hidden_size, dtype=dtype, device=device)
+
+    def _blocks(self) -> list[STDiTBlock]:
+        return [block for block in self.blocks if isinstance(block, STDiTBlock)]

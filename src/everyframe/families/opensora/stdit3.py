@@ -1,0 +1,191 @@
+"""`STDiT3`, the denoiser of Open-Sora 1.2: blocks that attend in space and in time, by turns.
+
+Any number of frames and any latent size; positions in space are scaled to the video's size in
+pixels, those in time are rotations. Frames that are given (an image to start from) are modulated
+as if at timestep 0. Source: hpcaitech/Open-Sora v1.2.0. Read next: `blocks`, `stdit`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from everyframe.families.opensora.blocks import (
+    MLP,
+    Axis,
+    CaptionEmbedder,
+    CrossAttention,
+    FinalLayer,
+    PatchEmbed,
+    ScalarEmbedder,
+    SelfAttention,
+    token_grid,
+    unpatchify,
+)
+from everyframe.families.opensora.config import STDiT3Config
+from everyframe.families.opensora.context import (
+    KeysValues,
+    TextContext,
+    build_context,
+    cut_to_longest,
+)
+from everyframe.families.opensora.initialise import initialise_stdit3
+from everyframe.families.opensora.inputs import check_latents, frames_mask, numbers, per_sample
+from everyframe.ops.dtypes import at_least_float32
+from everyframe.ops.modulation import Add, GatedAdd, Modulate, ModulationTables
+from everyframe.ops.norm import LayerNorm
+from everyframe.ops.positions import sincos_2d
+from everyframe.ops.rope import RotaryEmbedding, RotaryTable
+
+
+class STDiT3Block(nn.Module):
+    """Attention along one axis and to the text, and an MLP, all added to the stream."""
+
+    def __init__(self, config: STDiT3Config, axis: Axis) -> None:
+        super().__init__()
+        size, heads = config.hidden_size, config.num_heads
+        self.scale_shift_table = nn.Parameter(torch.zeros(6, size))
+        self.modulation = ModulationTables()
+        self.norm1, self.norm2 = LayerNorm(), LayerNorm()
+        self.modulate1, self.modulate2 = Modulate(), Modulate()
+        self.attn = SelfAttention(size, heads, axis, config.qk_norm)
+        self.cross_attn = CrossAttention(size, heads)
+        self.mlp = MLP(size, int(size * config.mlp_ratio), size)
+        self.add_attn, self.add_text, self.add_mlp = GatedAdd(), Add(), GatedAdd()
+
+    def forward(
+        self,
+        x_BTSC: Tensor,
+        t_BF6C: Tensor,
+        text: KeysValues,
+        text_mask: Tensor | None,
+        table: RotaryTable | None = None,
+    ) -> Tensor:
+        """The stream after this block.
+
+        `t_BF6C` are the timestep's six tables, for each frame or (F = 1) for all of them alike;
+        `table` holds the rotations of an attention in time.
+        """
+        shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = self.modulation(
+            self.scale_shift_table, t_BF6C
+        )
+        branch = self.attn(self.modulate1(self.norm1(x_BTSC), shift, scale), table)
+        x_BTSC = self.add_attn(x_BTSC, branch, gate)
+        x_BTSC = self.add_text(x_BTSC, self.cross_attn(x_BTSC, text, text_mask))
+        branch = self.mlp(self.modulate2(self.norm2(x_BTSC), shift_mlp, scale_mlp))
+        out: Tensor = self.add_mlp(x_BTSC, branch, gate_mlp)
+        return out
+
+
+class STDiT3(nn.Module):
+    """Open-Sora 1.2's denoiser; its values mean nothing until weights are loaded or initialised."""
+
+    def __init__(self, config: STDiT3Config) -> None:
+        super().__init__()
+        self.config = config
+        size = config.hidden_size
+        volume = config.patch_size[0] * config.patch_size[1] * config.patch_size[2]
+        self.rope = RotaryEmbedding(config.head_size)
+        self.x_embedder = PatchEmbed(config.in_channels, size, config.patch_size)
+        self.t_embedder = ScalarEmbedder(size)
+        self.fps_embedder = ScalarEmbedder(size)
+        self.t_block = nn.Sequential(nn.SiLU(), nn.Linear(size, 6 * size))
+        self.y_embedder = CaptionEmbedder(config.caption_channels, size, config.model_max_length)
+        self.spatial_blocks = nn.ModuleList(
+            [STDiT3Block(config, Axis.SPACE) for _ in range(config.depth)]
+        )
+        self.temporal_blocks = nn.ModuleList(
+            [STDiT3Block(config, Axis.TIME) for _ in range(config.depth)]
+        )
+        self.final_layer = FinalLayer(size, volume * config.out_channels)
+
+    def initialise(self, generator: torch.Generator | None = None) -> None:
+        """Draw the parameters anew, to train from the start."""
+        initialise_stdit3(self, generator)
+
+    def null_text(self) -> Tensor:
+        """(L, caption_channels): what stands in for the text encoder's states without a text."""
+        return self.y_embedder.y_embedding
+
+    def context(self, text_BLD: Tensor, mask_BL: Tensor | None = None) -> TextContext:
+        """What the blocks need of texts, once a prompt; see `context.cut_to_longest` for shapes."""
+        tokens = cut_to_longest(text_BLD, mask_BL, self.config.caption_channels)
+        y_BLC = self.y_embedder(tokens.text)
+        return build_context(
+            tokens, [b.cross_attn.keys_values(y_BLC) for b in self.blocks_in_order()]
+        )
+
+    def blocks_in_order(self) -> list[STDiT3Block]:
+        """The blocks as they run: spatial 0, temporal 0, spatial 1 and so on."""
+        pairs = zip(self.spatial_blocks, self.temporal_blocks, strict=True)
+        return [block for pair in pairs for block in pair if isinstance(block, STDiT3Block)]
+
+    def forward(
+        self,
+        x: Tensor,
+        t: Tensor,
+        context: TextContext,
+        *,
+        fps: Tensor | float,
+        height: Tensor | float,
+        width: Tensor | float,
+        x_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Velocity, and as many channels without use behind it if the model has them.
+
+        Args:
+            x: latents (B, in_channels, T, H, W).
+            t: (B,) timesteps, 0..1000, fractions allowed.
+            context: of B texts, from `context`.
+            fps: frames per second of the video, one number or (B,).
+            height, width: pixels of the video, one number or (B,).
+            x_mask: (B, T) True where a frame is to be denoised, False where it is given (T in
+                patches of time, if a patch is longer than one frame); None means True everywhere.
+
+        Returns:
+            (B, out_channels, T, H, W) in float32 at least.
+        """
+        latent_size = check_latents(x, self.config.in_channels, context)
+        grid = token_grid(latent_size, self.config.patch_size)
+        x_mask = frames_mask(x_mask, grid[0], x)
+        x_BTSC = at_least_float32(self.x_embedder(x))
+        dtype, device = x_BTSC.dtype, x.device
+        pixels = numbers(height, "height", x), numbers(width, "width", x)
+        x_BTSC = x_BTSC + self._positions(grid, list(zip(*pixels, strict=True)), dtype, device)
+
+        t = per_sample(t, "t", x)
+        fps_BC = self.fps_embedder(per_sample(fps, "fps", x))
+        t_BC, t0_BC = self.t_embedder(t) + fps_BC, None
+        t_BF6C = self.t_block(t_BC).unflatten(-1, (6, -1))[:, None]
+        if x_mask is not None:
+            t0_BC = self.t_embedder(torch.zeros_like(t)) + fps_BC
+            t0_BF6C = self.t_block(t0_BC).unflatten(-1, (6, -1))[:, None]
+            t_BF6C = torch.where(x_mask[:, :, None, None], t_BF6C, t0_BF6C)
+
+        table = self.rope(grid[0], dtype, device)
+        for block, text in zip(self.blocks_in_order(), context.blocks, strict=True):
+            in_time = block.attn.axis is Axis.TIME
+            x_BTSC = block(x_BTSC, t_BF6C, text, context.mask, table if in_time else None)
+        out = self.final_layer(x_BTSC, t_BC, t0_BC, x_mask)
+        return at_least_float32(unpatchify(out, grid, self.config.patch_size, latent_size))
+
+    def _positions(
+        self,
+        grid: tuple[int, int, int],
+        sizes: list[tuple[float, float]],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Tensor:
+        """(1 or B, 1, S, C). Upstream takes the first sample's size in pixels for all of them."""
+        num_rows, num_columns = grid[1:]
+        base_size = round(math.sqrt(num_rows * num_columns))
+        tables = []
+        for height, width in sizes if len(set(sizes)) > 1 else sizes[:1]:
+            scale = math.sqrt(height * width) / self.config.input_sq_size
+            rows = [i / scale * base_size / num_rows for i in range(num_rows)]
+            columns = [j / scale * base_size / num_columns for j in range(num_columns)]
+            size = self.config.hidden_size
+            tables.append(sincos_2d(rows, columns, size, dtype=dtype, device=device))
+        return torch.stack(tables)[:, None]

@@ -1,0 +1,1 @@
+"""Operations that every model family shares: the one place where a kernel is chosen."""

@@ -1,0 +1,59 @@
+"""Modulation by the timestep: scale and shift after a norm, and a gate on what a branch adds.
+
+One rounded number here multiplies all tokens alike, an error that does not average out, so the
+tables are float32 at least. Source: adaLN-single of PixArt-alpha (arXiv 2310.00426). Each step is
+also a module without parameters, to be watched, hooked or swapped from outside.
+
+Shapes: B batch, F frames or 1 for all of them, K tables, C channels; tokens are (B, T, S, C).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from everyframe.ops.dtypes import at_least_float32
+
+
+def modulation_tables(table_KC: Tensor, t_BFKC: Tensor) -> tuple[Tensor, ...]:
+    """The K tables ``table + t``, each (B, F, 1, C) and float32 at least."""
+    tables = at_least_float32(table_KC) + at_least_float32(t_BFKC)
+    return tuple(table.unsqueeze(2) for table in tables.unbind(2))
+
+
+def modulate(x_BTSC: Tensor, shift_BF1C: Tensor, scale_BF1C: Tensor) -> Tensor:
+    """``x (1 + scale) + shift``, in the widest dtype of the three."""
+    return torch.addcmul(shift_BF1C, x_BTSC, 1 + scale_BF1C)
+
+
+def gated_add(x_BTSC: Tensor, branch_BTSC: Tensor, gate_BF1C: Tensor) -> Tensor:
+    """``x + gate * branch``: a float32 residual stream stays so under bfloat16 branches."""
+    return torch.addcmul(x_BTSC, branch_BTSC, gate_BF1C)
+
+
+class ModulationTables(nn.Module):
+    """`modulation_tables` as a module."""
+
+    def forward(self, table_KC: Tensor, t_BFKC: Tensor) -> tuple[Tensor, ...]:
+        return modulation_tables(table_KC, t_BFKC)
+
+
+class Modulate(nn.Module):
+    """`modulate` as a module."""
+
+    def forward(self, x_BTSC: Tensor, shift_BF1C: Tensor, scale_BF1C: Tensor) -> Tensor:
+        return modulate(x_BTSC, shift_BF1C, scale_BF1C)
+
+
+class GatedAdd(nn.Module):
+    """`gated_add` as a module."""
+
+    def forward(self, x_BTSC: Tensor, branch_BTSC: Tensor, gate_BF1C: Tensor) -> Tensor:
+        return gated_add(x_BTSC, branch_BTSC, gate_BF1C)
+
+
+class Add(nn.Module):
+    """``x + branch`` as a module, for a branch without a gate."""
+
+    def forward(self, x_BTSC: Tensor, branch_BTSC: Tensor) -> Tensor:
+        return x_BTSC + branch_BTSC

@@ -1,0 +1,73 @@
+"""Rotary position embedding with interleaved pairs: channels 2i and 2i+1 turn together.
+
+Angles are large numbers whose last digits matter, so tables are made in float64 and kept in
+float32 at least, the rotation is done in that precision, and the result is cast at the end.
+Source: Su et al., "RoFormer" (arXiv 2104.09864). Read next: `everyframe.ops.positions` for
+positions that are added instead.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from everyframe.ops.dtypes import float32_or_wider
+
+
+class RotaryTable(NamedTuple):
+    """What a rotation needs of the positions; both (N, D) and in float32 or float64.
+
+    ``cos`` holds the cosine of each pair's angle twice, ``sin`` its sine as (-sin, +sin), so that
+    a pair (a, b) becomes (a cos - b sin, b cos + a sin).
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+
+def rotary_table(
+    positions: Tensor | int,
+    dim: int,
+    *,
+    theta: float = 10000.0,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+) -> RotaryTable:
+    """Table for `positions` (N,), or for 0..N-1 given as a number; pair i turns by p theta^(-2i/D).
+
+    `dtype` below float32 is widened to it. Made on the CPU, as some devices have no float64.
+    """
+    if isinstance(positions, int):
+        positions = torch.arange(positions)
+    pairs = torch.arange(0, dim, 2, dtype=torch.float64) / dim
+    angles = torch.outer(positions.cpu().to(torch.float64), theta**-pairs)
+    sine = angles.sin()
+    cos, sin = angles.cos().repeat_interleave(2, dim=-1), torch.stack((-sine, sine), -1).flatten(-2)
+    dtype = float32_or_wider(dtype)
+    return RotaryTable(cos.to(device, dtype), sin.to(device, dtype))
+
+
+def rotate(x: Tensor, table: RotaryTable) -> Tensor:
+    """Turn `x` (..., N, D) by the table's angles; computed in its precision, in `x`'s dtype."""
+    swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    return torch.addcmul(x * table.cos, swapped, table.sin).to(x.dtype)
+
+
+class RotaryEmbedding(nn.Module):
+    """Makes the table that a forward pass shares between its blocks. No parameters."""
+
+    def __init__(self, dim: int, theta: float = 10000.0) -> None:
+        super().__init__()
+        self.dim, self.theta = dim, theta
+
+    def forward(self, length: int, dtype: torch.dtype, device: torch.device) -> RotaryTable:
+        return rotary_table(length, self.dim, theta=self.theta, dtype=dtype, device=device)
+
+
+class Rotate(nn.Module):
+    """`rotate` as a child module of an attention."""
+
+    def forward(self, x: Tensor, table: RotaryTable) -> Tensor:
+        return rotate(x, table)

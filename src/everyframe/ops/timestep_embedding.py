@@ -1,0 +1,39 @@
+"""Sinusoidal embedding of timesteps and of other single numbers, such as frames per second.
+
+One number that is rounded here steers every block (bfloat16 turns timestep 999.4 into 1000), so
+this is float32 at least whatever the dtype of the parameters. Not here: the learned layers after
+it, see the models in `everyframe.families`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from everyframe.ops.dtypes import at_least_float32
+
+
+def timestep_embedding(t_B: Tensor, dim: int, max_period: float = 10000.0) -> Tensor:
+    """(B,) numbers to (B, dim): ``[cos(t f) | sin(t f)]`` with f from 1 down to 1/max_period.
+
+    The result is float64 when `t_B` is, else float32. The order cosine first is that of DiT
+    (Peebles and Xie, arXiv 2212.09748); `dim` is even.
+    """
+    half = dim // 2
+    t_B = at_least_float32(t_B)
+    exponents = torch.arange(half, dtype=t_B.dtype, device=t_B.device) / half
+    angles = t_B[:, None] * torch.exp(-math.log(max_period) * exponents)
+    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+
+class TimestepEmbedding(nn.Module):
+    """`timestep_embedding` as a child module. No parameters."""
+
+    def __init__(self, dim: int = 256, max_period: float = 10000.0) -> None:
+        super().__init__()
+        self.dim, self.max_period = dim, max_period
+
+    def forward(self, t_B: Tensor) -> Tensor:
+        return timestep_embedding(t_B, self.dim, self.max_period)
