@@ -1,0 +1,56 @@
+"""Islands: the parts of a component that stay in float32 at least, by their dotted names.
+
+A pattern is a name with shell wildcards. It matches a module or a parameter by the full dotted
+name, and everything inside of what it matches: ``t_embedder`` holds ``t_embedder.mlp.0.weight``,
+``*.wo`` holds ``encoder.block.3.layer.1.DenseReluDense.wo.weight``. Works on names alone, so that a
+plan can tell the bytes of weights that nobody has read. Read next: `everyframe.precision.edges`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+
+from everyframe.core.errors import InputError
+from everyframe.core.plan import Precision
+from everyframe.precision.dtypes import at_least_float32, num_bytes
+
+
+def in_island(name: str, islands: Iterable[str]) -> bool:
+    """Whether the module or parameter of that dotted name lies in one of the islands."""
+    parts = name.split(".")
+    within = [".".join(parts[: length + 1]) for length in range(len(parts))]
+    return any(fnmatchcase(part, pattern) for pattern in islands for part in within)
+
+
+def parameter_dtype(name: str, precision: Precision) -> str:
+    """The dtype that the parameter of that dotted name has in that precision."""
+    if in_island(name, precision.islands):
+        return at_least_float32(precision.parameters)
+    return precision.parameters
+
+
+def weight_bytes(num_elements: Mapping[str, int], precision: Precision) -> int:
+    """Bytes of all parameters, from the number of elements of each by name."""
+    return sum(
+        count * num_bytes(parameter_dtype(name, precision)) for name, count in num_elements.items()
+    )
+
+
+def check_islands(islands: Iterable[str], names: Iterable[str]) -> None:
+    """Refuse a pattern that holds none of those names: an island that isn't there protects nothing.
+
+    Raises:
+        InputError: names the pattern.
+    """
+    every_name = list(names)
+    for pattern in islands:
+        if not any(in_island(name, (pattern,)) for name in every_name):
+            raise InputError(
+                f"float32 island {pattern!r} matches no part of this module; a pattern is a dotted "
+                f"name with wildcards, such as {_example(every_name)!r}"
+            )
+
+
+def _example(names: list[str]) -> str:
+    return names[0].rpartition(".")[0] or names[0] if names else "*.norm"

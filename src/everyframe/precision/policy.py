@@ -1,0 +1,123 @@
+"""Which precision a component runs in on a device, and why: one function, exact rules.
+
+It decides by facts alone, so it answers for made-up devices too, and never imports torch.
+Measured numbers behind the rules stand beside them. Not here: how a choice is put on a module
+(`edges`), and whether a fast path may be used (`everyframe.optimize`).
+Read next: `everyframe.precision.islands`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from everyframe.core.errors import InputError
+from everyframe.core.facts import DeviceFacts
+from everyframe.core.plan import Precision
+
+#: What a request may ask for.
+ASKABLE = ("auto", "float32", "bfloat16", "float16")
+
+#: On a CPU, components with fewer parameters stay in float32: casts and small operators cost more
+#: there than bf16 matrix products save. Measured: see `benchmarks/README.md`.
+CPU_BF16_PARAMETERS = 50_000_000
+
+
+@dataclass(frozen=True)
+class ComponentNeeds:
+    """What a family knows about the numerics of one of its components.
+
+    `islands` are the parts that stay in float32 at least (patterns of `precision.islands`).
+    `prefers` is the dtype in which upstream runs it or in which its weights were made; ``float32``
+    keeps `auto` from going lower. `force_upcast` is a checkpoint's word that fp16 overflows in it.
+    """
+
+    name: str
+    num_parameters: int
+    islands: tuple[str, ...] = ()
+    prefers: str = "bfloat16"
+    force_upcast: bool = False
+
+
+def choose(
+    device: DeviceFacts, asked: str, needs: ComponentNeeds
+) -> tuple[Precision, tuple[str, ...]]:
+    """The precision of a component, and what the plan should say about it.
+
+    `asked` is ``auto`` or a dtype that overrules it. A note is a whole sentence; without one the
+    choice needs no word.
+
+    Raises:
+        InputError: `asked` is none of `ASKABLE`.
+    """
+    if asked not in ASKABLE:
+        raise InputError(f"dtype must be one of {', '.join(ASKABLE)}, got {asked!r}")
+    dtype, notes = _auto(device, needs) if asked == "auto" else _as_asked(device, asked, needs)
+    islands = () if dtype == "float32" else needs.islands
+    return Precision(parameters=dtype, compute=dtype, islands=islands), notes
+
+
+def _auto(device: DeviceFacts, needs: ComponentNeeds) -> tuple[str, tuple[str, ...]]:
+    if needs.prefers == "float32" or needs.force_upcast:
+        return "float32", ()
+    if device.kind == "cpu":
+        return _auto_on_cpu(device, needs), ()
+    if device.has_fast_bf16:
+        return "bfloat16", ()
+    if device.kind in ("cuda", "mps"):
+        return "float16", _notes_of_fp16(device, needs)
+    return "float32", ()
+
+
+def _auto_on_cpu(device: DeviceFacts, needs: ComponentNeeds) -> str:
+    pays = device.has_fast_bf16 and needs.num_parameters >= CPU_BF16_PARAMETERS
+    return "bfloat16" if pays else "float32"
+
+
+def _as_asked(
+    device: DeviceFacts, asked: str, needs: ComponentNeeds
+) -> tuple[str, tuple[str, ...]]:
+    if asked == "float16" and needs.force_upcast:
+        return "float32", (
+            f"{needs.name}: float32 although fp16 was asked; its checkpoint says that fp16 "
+            "overflows in it, which gives black frames.",
+        )
+    if asked == "float16":
+        return asked, _notes_of_fp16(device, needs)
+    if asked == "bfloat16":
+        return asked, _notes_of_bf16(device, needs)
+    return asked, ()
+
+
+def _notes_of_fp16(device: DeviceFacts, needs: ComponentNeeds) -> tuple[str, ...]:
+    notes = []
+    if device.kind == "cpu":
+        notes.append(
+            f"{needs.name}: fp16 on a CPU; its matrix products were measured 200 to 500 times "
+            "slower than float32. Use bf16 or fp32."
+        )
+    elif not device.has_fast_fp16:
+        notes.append(
+            f"{needs.name}: fp16 saves memory on {device.name} but no time, for lack of fast fp16 "
+            "arithmetic."
+        )
+    if needs.prefers != "float16":
+        notes.append(
+            f"{needs.name}: fp16 ends at 65504 and upstream runs this part in {needs.prefers}; "
+            "values beyond that become infinite. --dtype fp32 is safe and takes twice the memory."
+        )
+    return tuple(notes)
+
+
+def _notes_of_bf16(device: DeviceFacts, needs: ComponentNeeds) -> tuple[str, ...]:
+    notes = []
+    if not device.has_fast_bf16:
+        notes.append(
+            f"{needs.name}: {device.name} has no bf16 matrix instructions and emulates them, which "
+            "is slower than fp32."
+        )
+    if needs.prefers == "float32" or needs.force_upcast:
+        notes.append(
+            f"{needs.name}: bf16 keeps 8 bits of a number and this part was made for float32; "
+            "the picture may change visibly."
+        )
+    return tuple(notes)

@@ -1,0 +1,101 @@
+"""The policy on made-up devices: each rule, and each note that a choice deserves."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from everyframe.core.errors import InputError
+from everyframe.core.facts import DeviceFacts
+from everyframe.precision.policy import CPU_BF16_PARAMETERS, ComponentNeeds, choose
+
+GIB = 1 << 30
+
+
+def device(kind: str, bf16: bool, fp16: bool, capability: tuple[int, int] | None) -> DeviceFacts:
+    index = 0 if kind == "cuda" else None
+    return DeviceFacts(f"a {kind}", kind, index, 8 * GIB, 8 * GIB, capability, bf16, fp16)
+
+
+OLD_CPU = device("cpu", False, False, None)
+NEW_CPU = device("cpu", True, False, None)
+PASCAL = device("cuda", False, False, (6, 1))
+V100 = device("cuda", False, True, (7, 0))
+A100 = device("cuda", True, True, (8, 0))
+MPS = device("mps", False, True, None)
+
+LARGE = ComponentNeeds("denoiser", 1_207_643_972, islands=("t_embedder", "final_layer"))
+SMALL = ComponentNeeds("denoiser", CPU_BF16_PARAMETERS - 1, islands=("t_embedder",))
+WANTS_FLOAT32 = ComponentNeeds("denoiser", 10**9, prefers="float32")
+UPCAST = ComponentNeeds("vae", 83_653_863, force_upcast=True)
+
+
+@pytest.mark.parametrize(
+    ("where", "needs", "dtype"),
+    [
+        (OLD_CPU, LARGE, "float32"),
+        (NEW_CPU, LARGE, "bfloat16"),
+        (NEW_CPU, SMALL, "float32"),
+        (A100, LARGE, "bfloat16"),
+        (A100, SMALL, "bfloat16"),
+        (V100, LARGE, "float16"),
+        (PASCAL, LARGE, "float16"),
+        (MPS, LARGE, "float16"),
+        *[(where, WANTS_FLOAT32, "float32") for where in (OLD_CPU, NEW_CPU, V100, A100, MPS)],
+        *[(where, UPCAST, "float32") for where in (OLD_CPU, NEW_CPU, V100, A100, MPS)],
+    ],
+)
+def test_auto(where: DeviceFacts, needs: ComponentNeeds, dtype: str) -> None:
+    precision, _ = choose(where, "auto", needs)
+    assert (precision.parameters, precision.compute) == (dtype, dtype)
+    assert precision.islands == (() if dtype == "float32" else needs.islands)
+
+
+@pytest.mark.parametrize("asked", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("where", [OLD_CPU, V100, A100, MPS])
+def test_a_dtype_that_was_asked_for_is_given(where: DeviceFacts, asked: str) -> None:
+    assert choose(where, asked, LARGE)[0].parameters == asked
+
+
+def test_auto_without_risk_says_nothing() -> None:
+    for where in (OLD_CPU, NEW_CPU, A100):
+        assert choose(where, "auto", LARGE)[1] == ()
+
+
+@pytest.mark.parametrize(
+    ("where", "asked", "needs", "said"),
+    [
+        (OLD_CPU, "float16", LARGE, "200 to 500 times slower"),
+        (V100, "auto", LARGE, "65504"),
+        (PASCAL, "auto", LARGE, "saves memory"),
+        (V100, "bfloat16", LARGE, "emulates"),
+        (A100, "bfloat16", UPCAST, "made for float32"),
+        (A100, "bfloat16", WANTS_FLOAT32, "made for float32"),
+        (A100, "float16", UPCAST, "black frames"),
+    ],
+)
+def test_what_is_risky_is_said(
+    where: DeviceFacts, asked: str, needs: ComponentNeeds, said: str
+) -> None:
+    notes = choose(where, asked, needs)[1]
+    assert any(said in note and note.startswith(needs.name) for note in notes)
+
+
+def test_an_autoencoder_that_overflows_is_never_run_in_fp16() -> None:
+    for where in (V100, A100, MPS):
+        assert choose(where, "float16", UPCAST)[0].parameters == "float32"
+
+
+def test_another_dtype_is_refused() -> None:
+    with pytest.raises(InputError, match=r"auto, float32.*got 'int8'"):
+        choose(A100, "int8", LARGE)
+
+
+def test_planning_needs_no_torch() -> None:
+    code = (
+        "import sys, everyframe.precision.policy, everyframe.precision.islands;"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
