@@ -117,8 +117,8 @@ class VideoVAE(nn.Module):
         self.config = config
         self.spatial_vae = ImageVAE(config.spatial)
         self.temporal_vae = TemporalVAE(config.temporal)
-        self.register_buffer("shift", torch.tensor(config.shift).view(1, -1, 1, 1, 1))
-        self.register_buffer("scale", torch.tensor(config.scale).view(1, -1, 1, 1, 1))
+        self.register_buffer("shift", _per_channel(config.shift))
+        self.register_buffer("scale", _per_channel(config.scale))
 
     def latent_size(self, num_frames: int, height: int, width: int) -> LatentSize:
         """Latent frames, rows and columns of a video in pixels."""
@@ -165,6 +165,10 @@ class VideoVAE(nn.Module):
         latents = latents_BCTHW[:, :, piece.latent_start : piece.latent_stop]
         spatial = self.temporal_vae.decode(latents * self.scale + self.shift, piece.num_frames)
         return self.spatial_vae.decode_frames(spatial)
+
+
+def _per_channel(values: tuple[float, ...]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32).view(1, -1, 1, 1, 1)
 
 
 def _autoencoder(sizes: Mapping[str, Any]) -> Any:

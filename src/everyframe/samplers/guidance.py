@@ -1,0 +1,24 @@
+"""Classifier-free guidance: one answer from a model's conditional and unconditional answers.
+
+Ho and Salimans 2022 (arXiv 2207.12598). It sits inside the denoiser that a sampler is given.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def guide(cond: Tensor, uncond: Tensor, scale: float, channels: int | None = None) -> Tensor:
+    """``uncond + scale (cond - uncond)`` for (B, C, ...), in float32 at least.
+
+    With `channels` only that many first channels are guided and the others are `cond`'s: Open-Sora
+    1.0 guides 3 of its 4 noise channels, and its published samples were made so. None guides all.
+    """
+    dtype = torch.promote_types(cond.dtype, torch.float32)
+    cond, uncond = cond.to(dtype), uncond.to(dtype)
+    if channels is None:
+        return uncond + scale * (cond - uncond)
+    head, unguided = cond[:, :channels], cond[:, channels:]
+    base = uncond[:, :channels]
+    return torch.cat([base + scale * (head - base), unguided], dim=1)

@@ -1,0 +1,130 @@
+"""Improved DDPM with a learned variance, ancestral sampling, as Open-Sora 1.0 samples.
+
+Nichol and Dhariwal 2021 (arXiv 2102.09672): linear betas over 1000 steps, respaced to fewer; the
+model answers noise and, per element, where between two bounds the variance lies. Coefficients are
+float64. Predicted x0 is not clipped, as upstream's is not. Not here: guidance (upstream guides
+three of four channels, see `guidance`), where noise comes from (`noise`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from everyframe.core.errors import InputError
+from everyframe.samplers.step import Denoise, Noise, Step, as_state, check_start
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """Respaced betas (N,) float64 and the original timestep (N,) int64 of each, low to high."""
+
+    betas: Tensor
+    timestep_map: Tensor
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.betas)
+
+
+def schedule(
+    num_steps: int,
+    *,
+    num_timesteps: int = 1000,
+    beta_start: float = 1e-4,
+    beta_end: float = 2e-2,
+) -> Schedule:
+    """`num_steps` of `num_timesteps`, evenly spaced with both ends among them."""
+    if not 1 <= num_steps <= num_timesteps:
+        raise InputError(f"IDDPM needs 1 to {num_timesteps} steps, got {num_steps}")
+    # Betas are defined for 1000 steps; fewer, larger ones cover the same noise.
+    stretch = 1000 / num_timesteps
+    betas = torch.linspace(
+        stretch * beta_start,
+        stretch * beta_end,
+        num_timesteps,
+        dtype=torch.float64,
+        device="cpu",
+    )
+    stride = (num_timesteps - 1) / (num_steps - 1) if num_steps > 1 else 0.0
+    timestep_map = torch.tensor([round(k * stride) for k in range(num_steps)], device="cpu")
+    kept = torch.cumprod(1.0 - betas, dim=0)[timestep_map]
+    return Schedule(betas=1.0 - kept / _before(kept), timestep_map=timestep_map)
+
+
+def _before(kept: Tensor) -> Tensor:
+    """The share of signal kept one level lower; all of it below the lowest."""
+    return torch.cat([torch.ones_like(kept[:1]), kept[:-1]])
+
+
+@dataclass(frozen=True)
+class _Coefficients:
+    """Of one step: x0 from x and noise, the posterior's mean from x0 and x, variance bounds."""
+
+    x0_of_x: float
+    x0_of_eps: float
+    mean_of_x0: float
+    mean_of_x: float
+    log_variance_low: float
+    log_variance_high: float
+
+
+def _coefficients(plan: Schedule) -> list[_Coefficients]:
+    kept = torch.cumprod(1.0 - plan.betas, dim=0)
+    previous = _before(kept)
+    variance = plan.betas * (1.0 - previous) / (1.0 - kept)
+    # The first is 0, whose logarithm is not used: no noise is added in the last step.
+    variance[0] = variance[1] if len(variance) > 1 else plan.betas[0]
+    columns = (
+        torch.sqrt(1.0 / kept),
+        torch.sqrt(1.0 / kept - 1.0),
+        plan.betas * torch.sqrt(previous) / (1.0 - kept),
+        (1.0 - previous) * torch.sqrt(1.0 - plan.betas) / (1.0 - kept),
+        torch.log(variance),
+        torch.log(plan.betas),
+    )
+    return [_Coefficients(*row) for row in torch.stack(columns, dim=1).tolist()]
+
+
+def sample(
+    denoise: Denoise,
+    x: Tensor,
+    plan: Schedule,
+    noise: Noise,
+    *,
+    start: int = 0,
+) -> Iterator[Step]:
+    """From noise x (B, C, ...) to a sample, one `Step` a step, the highest timestep first.
+
+    ``denoise(x, t)`` gets original timesteps (B,) and answers (B, 2C, ...): guided noise, then the
+    variance's place between its bounds (-1 low, 1 high). ``noise(step)`` counts steps as they are
+    taken, and is not asked for the last one.
+    """
+    num_steps = plan.num_steps
+    check_start(start, num_steps)
+    coefficients = _coefficients(plan)
+    timestep_map = plan.timestep_map.tolist()
+    x = as_state(x)
+    for index in range(start, num_steps):
+        level = num_steps - 1 - index
+        t = torch.full((x.shape[0],), timestep_map[level], dtype=x.dtype, device=x.device)
+        answer = denoise(x, t).to(x.dtype)
+        if answer.shape[1] != 2 * x.shape[1]:
+            raise InputError(
+                f"IDDPM needs a model with {2 * x.shape[1]} output channels (noise and variance "
+                f"of {x.shape[1]}), got {answer.shape[1]}"
+            )
+        c = coefficients[level]
+        eps, place = answer.chunk(2, dim=1)
+        x0 = c.x0_of_x * x - c.x0_of_eps * eps
+        mean = c.mean_of_x0 * x0 + c.mean_of_x * x
+        x = mean if level == 0 else mean + _deviation(place, c) * noise(index).to(x.device, x.dtype)
+        yield Step(index, num_steps, t, x)
+
+
+def _deviation(place: Tensor, c: _Coefficients) -> Tensor:
+    high = (place + 1.0) / 2.0
+    return torch.exp(0.5 * (high * c.log_variance_high + (1.0 - high) * c.log_variance_low))

@@ -1,0 +1,44 @@
+"""Noise that depends on the seed alone: the same whatever the device, their number or the batch.
+
+Every draw has a generator of its own, seeded with a hash of (seed, label, step), so nothing depends
+on what was drawn before it: a resumed run draws what the unbroken one would have drawn. Numbers are
+drawn on the CPU, one sample at a time, in float64 and then rounded to float32: PyTorch's float32
+normals come from vector code that differs in the last bits between kinds of CPU.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def start_noise(seed: int, shape: Sequence[int]) -> Tensor:
+    """What one sample begins with: unit variance, float32, on the CPU.
+
+    `shape` is one sample's, without the batch: stack those of several seeds.
+    """
+    return _normal(generator(seed, "start"), shape)
+
+
+def step_noise(seed: int, step: int, shape: Sequence[int]) -> Tensor:
+    """What one sample is given at step `step` (counted from 0), as `start_noise` gives it."""
+    return _normal(generator(seed, "step", step), shape)
+
+
+def generator(seed: int, label: str, step: int = 0) -> torch.Generator:
+    """A CPU generator for one purpose: blake2b of ``"seed/label/step"``, its first 8 bytes.
+
+    Bytes are read as a big-endian number, and the top bit is dropped.
+    """
+    digest = hashlib.blake2b(f"{seed}/{label}/{step}".encode(), digest_size=8).digest()
+    made = torch.Generator(device="cpu")
+    made.manual_seed(int.from_bytes(digest, "big") & (2**63 - 1))
+    return made
+
+
+def _normal(source: torch.Generator, shape: Sequence[int]) -> Tensor:
+    numbers = torch.randn(tuple(shape), generator=source, dtype=torch.float64, device="cpu")
+    return numbers.to(torch.float32)

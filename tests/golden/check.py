@@ -1,0 +1,262 @@
+"""Hold the product's parts against golden folders: ``python tests/golden/check.py FOLDER...``
+
+A golden folder holds ``config.json``, ``io.safetensors`` (inputs and outputs) and, for models,
+``weights.safetensors``; its README says how they came about. Its name begins with the part's kind
+(`KINDS`; the longest that fits), whatever the sizes in it. The part is built by the product's code,
+loaded strictly and run on the inputs; the largest absolute and relative error of each output is
+printed. Exit status: 0 all within the limit, 1 some are not, 2 something can't be checked.
+
+No arithmetic of its own but comparing, and the analytic fields that the samplers' READMEs give.
+To add a kind: a function from `Golden` to named outputs, and a line in `KINDS`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from everyframe.checkpoints.strict import KeyMap, load_strictly
+from everyframe.checkpoints.tensors import open_checkpoint
+from everyframe.core.errors import EveryframeError, InputError
+from everyframe.numerics.compare import Difference, largest_error
+from everyframe.samplers import iddpm, rflow
+from everyframe.samplers.guidance import guide
+
+
+class Golden:
+    """One folder's content; what is missing or broken raises `InputError` naming it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        if not folder.is_dir():
+            raise InputError(f"{folder} is not a folder")
+        try:
+            self.config: dict[str, Any] = json.loads(self._file("config.json").read_text("utf-8"))
+        except ValueError as error:
+            raise InputError(f"{folder / 'config.json'} is not JSON: {error}") from error
+        try:
+            self.tensors: dict[str, Tensor] = load_file(self._file("io.safetensors"))
+        except SafetensorError as error:
+            raise InputError(f"{folder / 'io.safetensors'} can't be read: {error}") from error
+
+    def _file(self, name: str) -> Path:
+        path = self.folder / name
+        if not path.is_file():
+            raise InputError(f"{self.folder} has no file {name}")
+        return path
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.tensors:
+            raise InputError(f"{self.folder / 'io.safetensors'} has no tensor {name!r}")
+        return self.tensors[name]
+
+    def setting(self, name: str) -> Any:
+        if name not in self.config:
+            raise InputError(f"{self.folder / 'config.json'} has no setting {name!r}")
+        return self.config[name]
+
+    def load(self, module: nn.Module, keys: KeyMap | None = None) -> None:
+        """Fill `module` with the folder's weights: none missing, left over or misshapen."""
+        load_strictly(module, open_checkpoint(self._file("weights.safetensors")), keys=keys)
+        module.eval()
+
+
+Outputs = Iterator[tuple[str, Tensor]]
+
+
+def opensora_stdit_v1_0(golden: Golden) -> Outputs:
+    """One forward call of `STDiT`, with and without a text mask."""
+    from everyframe.families.opensora.config import STDiTConfig
+    from everyframe.families.opensora.stdit import STDiT
+    from everyframe.families.opensora.weights import STDIT_KEYS
+
+    model = STDiT(STDiTConfig.from_json(golden.config))
+    golden.load(model, STDIT_KEYS)
+    for name, mask in (("output", "mask"), ("output_without_mask", None)):
+        if name in golden:
+            context = model.context(golden["y"], golden[mask] if mask else None)
+            yield name, model(golden["x"], golden["timestep"], context)
+
+
+def opensora_stdit3_v1_2(golden: Golden) -> Outputs:
+    """One forward call of `STDiT3`, with and without a frame mask."""
+    from everyframe.families.opensora.config import STDiT3Config
+    from everyframe.families.opensora.stdit3 import STDiT3
+    from everyframe.families.opensora.weights import STDIT3_KEYS
+
+    model = STDiT3(STDiT3Config.from_json(golden.config))
+    golden.load(model, STDIT3_KEYS)
+    sizes = {name: golden[name] for name in ("fps", "height", "width")}
+    outputs = (
+        ("output", True, False),
+        ("output_with_x_mask", True, True),
+        ("output_without_mask", False, False),
+    )
+    for name, text_mask, frame_mask in outputs:
+        if name in golden:
+            context = model.context(golden["y"], golden["mask"] if text_mask else None)
+            x_mask = golden["x_mask"].bool() if frame_mask else None
+            yield name, model(golden["x"], golden["timestep"], context, x_mask=x_mask, **sizes)
+
+
+def opensora_vae_temporal_v1_2(golden: Golden) -> Outputs:
+    """Both directions of the temporal autoencoder."""
+    from everyframe.families.opensora.vae import TemporalVAE, TemporalVAEConfig
+
+    vae = TemporalVAE(TemporalVAEConfig.from_json(golden.config))
+    golden.load(vae)
+    yield "moments", torch.cat(vae.moments(golden["x"]), dim=1)
+    yield "z", vae.encode(golden["x"])
+    yield "reconstruction", vae.decode(golden["z"], num_frames=golden["x"].shape[2])
+
+
+def opensora_iddpm(golden: Golden) -> Outputs:
+    """A whole run of 1.0's sampler on the analytic model of its README."""
+    for name, supported in (("noise_schedule", "linear"), ("learn_sigma", True)):
+        if golden.config.get(name, supported) != supported:
+            raise InputError(f"{golden.folder}: {name} must be {supported!r}")
+    plan = iddpm.schedule(
+        golden.setting("num_sampling_steps"),
+        num_timesteps=golden.config.get("diffusion_steps", 1000),
+    )
+    scale = golden.setting("cfg_scale")
+
+    def model(x: Tensor, t: Tensor, c: float) -> Tensor:
+        tt = (t / 1000).view(-1, 1, 1, 1, 1)
+        return torch.cat([torch.tanh(x * (0.7 + 0.2 * tt) + 0.1 * c), 0.5 * torch.sin(x)], dim=1)
+
+    def denoise(x: Tensor, t: Tensor) -> Tensor:
+        return guide(model(x, t, 1.0), model(x, t, -1.0), scale, channels=3)
+
+    z0, noise = golden["z0"], golden["noise"]
+    # The golden's batch is doubled; its second half is the unconditional one and is thrown away.
+    *_, last = iddpm.sample(denoise, z0, plan, lambda step: noise[step, : len(z0)])
+    yield "timestep_map", plan.timestep_map
+    yield "betas", plan.betas
+    yield "sample", last.x
+
+
+def opensora_rflow(golden: Golden) -> Outputs:
+    """A whole run of 1.2's sampler on the analytic velocity of its README."""
+    num_timesteps = golden.config.get("num_timesteps", 1000)
+    sizes: dict[str, Any] = {}
+    if golden.setting("use_timestep_transform"):
+        sizes["resolution"] = (golden["height"], golden["width"])
+        sizes["num_frames"] = golden["num_frames"]
+    timesteps = rflow.schedule(
+        golden.setting("num_sampling_steps"), num_timesteps=num_timesteps, **sizes
+    )
+    scale = golden.setting("cfg_scale")
+
+    def model(x: Tensor, t: Tensor, c: float) -> Tensor:
+        q = (t / 1000).view(-1, 1, 1, 1, 1)
+        return torch.sin(x) * (1 - q) + 0.2 * c * torch.cos(x + q)
+
+    def denoise(x: Tensor, t: Tensor, x_mask: Tensor | None = None) -> Tensor:
+        return guide(model(x, t, 1.0), model(x, t, -1.0), scale)
+
+    z0 = golden["z0"]
+    if "mask" in golden:
+        *_, last = rflow.sample_masked(
+            denoise,
+            z0,
+            timesteps,
+            golden["mask"],
+            lambda step: golden["noise"][step],
+            num_timesteps=num_timesteps,
+        )
+    else:
+        *_, last = rflow.sample(denoise, z0, timesteps, num_timesteps=num_timesteps)
+    yield "sample", last.x
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How a part is run, and how far off it may be: one limit is finite."""
+
+    run: Callable[[Golden], Outputs]
+    absolute: float = math.inf
+    relative: float = math.inf
+
+    def accepts(self, error: Difference) -> bool:
+        return error.absolute <= self.absolute and error.relative <= self.relative
+
+
+# One forward call differs by float32 rounding in another order: 2e-4 is far above that and far
+# below a wrong formula. A sampler multiplies such differences over its steps, and its values may
+# grow to hundreds under guidance, so it is held against the largest value.
+KINDS = {
+    "opensora_stdit_v1_0": Kind(opensora_stdit_v1_0, absolute=2e-4),
+    "opensora_stdit3_v1_2": Kind(opensora_stdit3_v1_2, absolute=2e-4),
+    "opensora_vae_temporal_v1_2": Kind(opensora_vae_temporal_v1_2, absolute=2e-4),
+    "opensora_iddpm": Kind(opensora_iddpm, relative=1e-3),
+    "opensora_rflow": Kind(opensora_rflow, relative=1e-3),
+}
+
+
+def kind_of(folder: Path) -> Kind:
+    """The kind with the longest name that the folder's name begins with."""
+    name = folder.resolve().name
+    fitting = [kind for kind in KINDS if name.startswith(kind)]
+    if not fitting:
+        raise InputError(f"{folder}: the name must begin with one of {', '.join(KINDS)}")
+    return KINDS[max(fitting, key=len)]
+
+
+def check(folder: Path) -> bool:
+    """Run one folder and print a line an output; false if one is beyond its limit.
+
+    A folder may hold fewer outputs than its kind can give, but not none.
+    """
+    kind, golden = kind_of(folder), Golden(folder)
+    within, checked = True, set[str]()
+    print(f"{folder.resolve().name}")
+    with torch.inference_mode():
+        for name, got in kind.run(golden):
+            if name not in golden:
+                continue
+            want = golden[name]
+            checked.add(name)
+            if got.shape != want.shape:
+                print(f"  {name}: shape {tuple(got.shape)}, expected {tuple(want.shape)}  WRONG")
+                within = False
+                continue
+            error = largest_error(got, want)
+            accepted = kind.accepts(error)
+            print(f"  {name}: {error}{'' if accepted else '  TOO FAR'}")
+            within &= accepted
+    if not checked:
+        raise InputError(f"{folder / 'io.safetensors'} has none of the outputs of its kind")
+    return within
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Check every folder, also after one that failed; the exit status is the worst of them."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER")
+    status = 0
+    for folder in parser.parse_args(arguments).folders:
+        try:
+            status = max(status, 0 if check(folder) else 1)
+        except (EveryframeError, OSError) as error:
+            print(f"{folder.name}: {error}", file=sys.stderr)
+            status = 2
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
