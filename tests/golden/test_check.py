@@ -20,7 +20,8 @@ HERE = Path(__file__).parent
 
 def _load() -> ModuleType:
     spec = importlib.util.spec_from_file_location("golden_check", HERE / "check.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
@@ -56,7 +57,8 @@ def test_golden(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert check.main([str(folder)]) == 0, capsys.readouterr()
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == folder.name
-    assert all("absolute" in line and "relative" in line for line in lines[1:]) and lines[1:]
+    assert all("absolute" in line and "relative" in line for line in lines[1:])
+    assert lines[1:]
 
 
 def test_as_a_command() -> None:

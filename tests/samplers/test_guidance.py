@@ -25,5 +25,6 @@ def test_scale_one_is_the_conditional_answer() -> None:
 def test_half_precision_is_guided_in_float32() -> None:
     # In float16 7 * 10000 is infinite.
     got = guide(torch.tensor([[1e4]]).half(), torch.tensor([[0.0]]).half(), 7.0)
-    assert got.dtype == torch.float32 and got.item() == 7e4
+    assert got.dtype == torch.float32
+    assert got.item() == 7e4
     assert guide(COND.double(), UNCOND.double(), 2.0).dtype == torch.float64

@@ -85,8 +85,10 @@ def test_size_ratio(height: int, width: int, frames: int, ratio: float) -> None:
 def test_schedule_ends_are_exact_for_any_size() -> None:
     for height in range(64, 1100, 37):
         timesteps = rflow.schedule(30, resolution=(height, 96), num_frames=51)
-        assert timesteps.dtype == torch.float64 and timesteps.shape == (31, 1)
-        assert timesteps[0] == 1000 and timesteps[-1] == 0
+        assert timesteps.dtype == torch.float64
+        assert timesteps.shape == (31, 1)
+        assert timesteps[0] == 1000
+        assert timesteps[-1] == 0
         assert (timesteps.diff(dim=0) < 0).all()
 
 
@@ -166,8 +168,8 @@ def test_refusals() -> None:
         rflow.schedule(0)
     with pytest.raises(InputError, match="both resolution and num_frames"):
         rflow.schedule(3, num_frames=17)
+    mask = torch.ones(1, 3)
     with pytest.raises(InputError, match=r"= \(1, 2\), got \(1, 3\)"):
-        mask = torch.ones(1, 3)
         next(rflow.sample_masked(guided(1.0), x, rflow.schedule(3), mask, lambda i: x))
     with pytest.raises(InputError, match="start must be 0 to 3"):
         next(rflow.sample(guided(1.0), x, rflow.schedule(3), start=4))

@@ -136,7 +136,8 @@ def test_pieces_make_up_the_whole(vae: VideoVAE, image_vae: ImageVAE, num_frames
         pieces = model.pieces(num_frames)
         frames = list(model.decode_pieces(latents, num_frames))
         assert [part.shape[2] for part in frames] == [piece.num_frames for piece in pieces]
-        assert pieces[0].frame_start == 0 and pieces[-1].frame_stop == num_frames
+        assert pieces[0].frame_start == 0
+        assert pieces[-1].frame_stop == num_frames
         assert torch.equal(torch.cat(frames, dim=2), model.decode(latents, num_frames))
         last = model.decode_piece(latents, pieces[-1])
         assert torch.equal(last, frames[-1])
@@ -192,7 +193,8 @@ def test_gradients_flow() -> None:
     model = VideoVAE(VideoVAEConfig.from_json(PIPELINE))
     video = clip(5, batch=1).requires_grad_()
     model.decode(model.encode(video, sample_posterior=True), 5).square().mean().backward()
-    assert video.grad is not None and video.grad.abs().max() > 0
+    assert video.grad is not None
+    assert video.grad.abs().max() > 0
     without = [name for name, p in model.named_parameters() if p.grad is None]
     assert without == []
 
@@ -213,8 +215,10 @@ def test_config_reads_upstreams_file() -> None:
     released["vae_temporal"] = {"type": "VAE_Temporal_SD", "from_pretrained": None}
     assert VideoVAEConfig.from_json(released) == VideoVAEConfig()
     small = VideoVAEConfig.from_json(PIPELINE)
-    assert small.spatial.scaling_factor == 0.18215 and small.spatial_factor == 4
-    assert math.isclose(small.scale[3], 0.5) and small.latent_channels == 5
+    assert small.spatial.scaling_factor == 0.18215
+    assert small.spatial_factor == 4
+    assert math.isclose(small.scale[3], 0.5)
+    assert small.latent_channels == 5
 
 
 @pytest.mark.parametrize(
