@@ -32,6 +32,8 @@ def test_offline_says_what_is_missing_and_how_to_get_it(
     text = str(caught.value)
     assert "hpcai-tech/OpenSora-STDiT-v3" in text
     assert "hf download hpcai-tech/OpenSora-STDiT-v3 --include config.json" in text
+    # All that the model needs, not only what would have come first.
+    assert "&& hf download DeepFloyd/t5-v1_1-xxl" in text
     assert "HF_HUB_OFFLINE" in text
     assert "on this disk" in text
     assert "\n" not in text
@@ -64,7 +66,7 @@ def test_a_network_that_swallows_everything_is_given_up_in_time(
 
 def test_a_refused_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A real connection, to a port of this machine where nobody listens."""
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
     api = huggingface_hub.HfApi

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -287,6 +288,7 @@ def test_peak_memory_is_the_module_once(tmp_path: Path, suffix: str) -> None:
         save_file(state, path)
     run = subprocess.run(
         [sys.executable, "-c", MEASURE, str(path), str(tmp_path / "tiny.pth")],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
         check=False,

@@ -11,6 +11,7 @@ import os
 import shlex
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,6 +23,20 @@ _Answer = TypeVar("_Answer")
 
 ETAG_TIMEOUT_S = 3.0
 FIRST_ANSWER_TIMEOUT_S = 4.0  # all of it: name lookup, connection, answer
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Files of one hub repository: shell patterns of their names, at a branch, tag or commit."""
+
+    repo_id: str
+    patterns: tuple[str, ...]
+    revision: str | None = None
+
+    @property
+    def command(self) -> str:
+        """The shell command that gets the same files with the hub's own tool."""
+        return download_command(self.repo_id, self.patterns, self.revision)
 
 
 def fetch(
@@ -48,25 +63,7 @@ def fetch(
         InputError: offline (within 5 s), no such repository, gated, or the disk is full. One line
             that says what is missing, the command that gets it, and what is on disk.
     """
-    from huggingface_hub import snapshot_download
-
-    commit = _ask(repo_id, patterns, revision, hub_cache, hint)
-    try:
-        # The branch is passed on, not its commit: only so does the cache record what `main` is.
-        folder = snapshot_download(
-            repo_id,
-            revision=revision,
-            allow_patterns=list(patterns),
-            cache_dir=hub_cache,
-            etag_timeout=ETAG_TIMEOUT_S,
-        )
-    except _transport_errors() as error:
-        what = getattr(error, "strerror", None) or _first_line(error)
-        raise InputError(
-            f"fetching {repo_id} (commit {commit[:12]}) broke off: {what}; "
-            "run the same command again, it goes on where it stopped"
-        ) from error
-    return Path(folder)
+    return _fetch((Wanted(repo_id, tuple(patterns), revision),), hub_cache, hint)
 
 
 def fetch_missing(location: Location, *, hub_cache: Path | None = None) -> Location:
@@ -82,20 +79,45 @@ def fetch_missing(location: Location, *, hub_cache: Path | None = None) -> Locat
             f"model {location.name!r} lacks {listing(location.missing)} in {location.path}; "
             "install the package again"
         )
-    parts = tuple(_fetch_part(part, hub_cache, location.hint) for part in location.parts)
-    return Location(location.asked, location.kind, known=location.known, parts=parts)
+    parts = list(location.parts)
+    lacking = [number for number, place in enumerate(parts) if not place.complete]
+    wanted = [Wanted(parts[n].part.repo_id, parts[n].part.patterns) for n in lacking]
+    for done, number in enumerate(lacking):
+        _fetch(tuple(wanted[done:]), hub_cache, location.hint)
+        parts[number] = _fetched(parts[number], hub_cache, location.hint)
+    return Location(location.asked, location.kind, known=location.known, parts=tuple(parts))
 
 
-def _fetch_part(place: PartLocation, hub_cache: Path | None, hint: str) -> PartLocation:
-    if place.complete:
-        return place
-    part = place.part
-    fetch(part.repo_id, part.patterns, hub_cache=hub_cache, hint=hint)
-    fetched = find_part(part, hub_cache=hub_cache)
+def _fetch(wanted: tuple[Wanted, ...], hub_cache: Path | None, hint: str) -> Path:
+    """Fetch the first of `wanted`; the others are told of when there is no network."""
+    from huggingface_hub import snapshot_download
+
+    first = wanted[0]
+    commit = _ask(wanted, hub_cache, hint)
+    try:
+        # The branch is passed on, not its commit: only so does the cache record what `main` is.
+        folder = snapshot_download(
+            first.repo_id,
+            revision=first.revision,
+            allow_patterns=list(first.patterns),
+            cache_dir=hub_cache,
+            etag_timeout=ETAG_TIMEOUT_S,
+        )
+    except _transport_errors() as error:
+        what = getattr(error, "strerror", None) or _first_line(error)
+        raise InputError(
+            f"fetching {first.repo_id} (commit {commit[:12]}) broke off: {what}; "
+            "run the same command again, it goes on where it stopped"
+        ) from error
+    return Path(folder)
+
+
+def _fetched(place: PartLocation, hub_cache: Path | None, hint: str) -> PartLocation:
+    fetched = find_part(place.part, hub_cache=hub_cache)
     if not fetched.complete:
         raise InputError(
-            f"{part.repo_id} holds no {listing(fetched.missing)}; it is not the {part.role} "
-            f"that was expected{hint}"
+            f"{place.part.repo_id} holds no {listing(fetched.missing)}; it is not the "
+            f"{place.part.role} that was expected{hint}"
         )
     return fetched
 
@@ -110,14 +132,8 @@ def download_command(repo_id: str, patterns: Sequence[str], revision: str | None
     return shlex.join(words)
 
 
-def _ask(
-    repo_id: str,
-    patterns: Sequence[str],
-    revision: str | None,
-    hub_cache: Path | None,
-    hint: str,
-) -> str:
-    """The commit that `revision` stands for, or an error for the person who asked."""
+def _ask(wanted: tuple[Wanted, ...], hub_cache: Path | None, hint: str) -> str:
+    """The commit that the first's revision stands for, or an error for the person who asked."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -126,6 +142,8 @@ def _ask(
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
+
+    repo_id, revision = wanted[0].repo_id, wanted[0].revision
 
     def ask() -> str:
         info = HfApi().model_info(repo_id, revision=revision, timeout=ETAG_TIMEOUT_S)
@@ -149,24 +167,18 @@ def _ask(
         ) from error
     except OfflineModeIsEnabled as error:
         reason = "HF_HUB_OFFLINE forbids asking the hub"
-        raise InputError(_offline(repo_id, patterns, revision, reason, hub_cache, hint)) from error
+        raise InputError(_offline(wanted, reason, hub_cache, hint)) from error
     except _transport_errors() as error:
         reason = f"the hub does not answer ({_first_line(error)})"
-        raise InputError(_offline(repo_id, patterns, revision, reason, hub_cache, hint)) from error
+        raise InputError(_offline(wanted, reason, hub_cache, hint)) from error
 
 
-def _offline(
-    repo_id: str,
-    patterns: Sequence[str],
-    revision: str | None,
-    reason: str,
-    hub_cache: Path | None,
-    hint: str,
-) -> str:
+def _offline(wanted: tuple[Wanted, ...], reason: str, hub_cache: Path | None, hint: str) -> str:
+    what = "; ".join(f"{each.repo_id} ({listing(each.patterns)})" for each in wanted)
+    commands = " && ".join(each.command for each in wanted)
     return (
-        f"{repo_id} ({listing(patterns)}) is not on this disk and {reason}; get it where "
-        f"there is a network with `{download_command(repo_id, patterns, revision)}`; "
-        f"{_on_disk(hub_cache)}{hint}"
+        f"not on this disk: {what}; and {reason}; get it where there is a network with "
+        f"`{commands}`; {_on_disk(hub_cache)}{hint}"
     )
 
 
@@ -179,9 +191,9 @@ def _transport_errors() -> tuple[type[Exception], ...]:
     """What a broken or absent connection, or a full disk, raises out of the hub's client."""
     from huggingface_hub import errors
 
-    # The root of whichever HTTP client this version of the hub's library uses.
-    client_root: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]
-    return (OSError, client_root, errors.XetDownloadError)
+    # `HTTPError` is the root of whichever HTTP client this version of the hub's library uses.
+    found = [getattr(errors, name, None) for name in ("HTTPError", "XetDownloadError")]
+    return (OSError, *(error for error in found if error is not None))
 
 
 def _first_line(error: BaseException) -> str:
