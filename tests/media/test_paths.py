@@ -18,6 +18,7 @@ from everyframe.media.paths import (
     default_output,
     exact_fps,
     kind_of,
+    numbered,
     sidecar_of,
     slug,
 )
@@ -115,6 +116,12 @@ def test_fps_is_exact() -> None:
 def test_sidecar_names() -> None:
     assert sidecar_of("a/clip.mp4") == Path("a/clip.json")
     assert sidecar_of("a/clip/") == Path("a/clip/record.json")
+
+
+def test_names_of_several_videos() -> None:
+    assert numbered("a/clip.mp4", 7) == "a/clip-7.mp4"
+    assert numbered("a.b/clip/", 7) == "a.b/clip-7/"
+    assert numbered("clip", 7) == "clip-7"
 
 
 def test_slug_is_short_plain_ascii() -> None:

@@ -20,8 +20,8 @@ CORNERS = np.array([[[255, 0, 0], [0, 255, 0], [9, 9, 9]], [[0, 0, 255], [255, 2
 
 def test_plain_files_and_values_agree(tmp_path: Path) -> None:
     Image.fromarray(CORNERS).save(tmp_path / "a.png")
-    for source in (tmp_path / "a.png", str(tmp_path / "a.png"), Image.fromarray(CORNERS), CORNERS,
-                   (CORNERS / 255).astype(np.float32), CORNERS.astype(np.uint16) * 257):  # fmt: skip
+    arrays = (CORNERS, (CORNERS / 255).astype(np.float32), CORNERS.astype(np.uint16) * 257)
+    for source in (tmp_path / "a.png", str(tmp_path / "a.png"), Image.fromarray(CORNERS), *arrays):
         read = read_image(source)
         assert read.dtype == np.uint8
         assert np.array_equal(read, CORNERS)
@@ -119,6 +119,9 @@ def test_missing_and_foreign_files(tmp_path: Path) -> None:
             read_video(tmp_path / name)
 
 
+@pytest.mark.skipif(
+    int(av.__version__.split(".")[0]) < 18, reason="PyAV before 18 can't write a turned video"
+)
 def test_a_phones_rotation_is_applied(tmp_path: Path) -> None:
     frame = np.zeros((32, 64, 3), np.uint8)
     frame[:, :32, 0] = 255  # left half red
@@ -145,7 +148,7 @@ def test_folders_of_pictures(tmp_path: Path) -> None:
     assert fps == Fraction(25, 2)
     assert np.array_equal(frames, np.stack([CORNERS, CORNERS + 1, CORNERS + 2]))
     Image.fromarray(CORNERS[:1]).save(tmp_path / "9.png")
-    with pytest.raises(MediaError, match="'9.png' is 3x1"):
+    with pytest.raises(MediaError, match=r"'9\.png' is 3x1"):
         read_video(tmp_path, fps=24)
 
 

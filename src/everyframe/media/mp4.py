@@ -15,7 +15,7 @@ from pathlib import Path
 
 import av
 import numpy as np
-from av.video.reformatter import ColorRange, Colorspace, Interpolation
+from av.video.reformatter import ColorRange, Colorspace
 
 from everyframe.core.errors import MediaError
 from everyframe.media.pixels import Frames
@@ -23,14 +23,10 @@ from everyframe.media.pixels import Frames
 _BT709 = 1  # the number of BT.709 in each of H.264's three colour fields (ITU-T H.273)
 # A fixed number of threads, whatever the machine: x264 gives the same bytes for the same number.
 _X264 = {"crf": "17", "preset": "medium", "threads": "4"}
-# Bit-exact, so that the processor's instruction set does not choose the colours' last bit.
-_SCALING = (
-    Interpolation.BICUBIC
-    | Interpolation.ACCURATE_RND
-    | Interpolation.FULL_CHR_H_INP
-    | Interpolation.FULL_CHR_H_INT
-    | Interpolation.BITEXACT
-)
+# FFmpeg's SWS_BICUBIC, FULL_CHR_H_INT, FULL_CHR_H_INP, ACCURATE_RND and BITEXACT: exact, so that
+# the processor's instruction set does not choose the colours' last bit. Numbers, because PyAV has
+# names for the last four since 18, and 18 needs Python 3.11.
+_SCALING = 4 | 0x2000 | 0x4000 | 0x40000 | 0x80000
 
 
 class Mp4Encoder:

@@ -95,6 +95,19 @@ def sidecar_of(path: PathLike) -> Path:
     return place.with_suffix(".json")
 
 
+def numbered(path: PathLike, number: int) -> str:
+    """`path` for one video of several: ``clip-7.mp4`` for ``clip.mp4``, ``clip-7/`` for ``clip/``.
+
+    Let `number` be the seed, so that a name stays right however many videos are asked for.
+    """
+    text = os.fspath(path)
+    if kind_of(path) is Kind.FRAMES:
+        bare = text.rstrip("/" + os.sep)
+        return f"{bare}-{number}{text[len(bare) :]}"
+    stem, ending = os.path.splitext(text)
+    return f"{stem}-{number}{ending}"
+
+
 def is_our_record(path: Path) -> bool:
     """Whether the file holds a record that Everyframe wrote."""
     try:

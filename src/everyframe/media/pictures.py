@@ -8,6 +8,7 @@ in memory until the end, a gif's with one byte a pixel. Read next: `everyframe.m
 
 from __future__ import annotations
 
+import itertools
 import os
 from fractions import Fraction
 from pathlib import Path
@@ -46,7 +47,7 @@ class AnimationWriter:
         first, rest = self._images[0], self._images[1:]
         tick = 10 if self._kind is Kind.GIF else 1
         ends = [round(Fraction(1000 * i, tick) / self._fps) for i in range(len(rest) + 2)]
-        durations = [tick * (b - a) for a, b in zip(ends[:-1], ends[1:], strict=True)]
+        durations = [tick * (b - a) for a, b in itertools.pairwise(ends)]
         if self._kind is Kind.GIF:
             first.save(
                 self._path, save_all=True, append_images=rest, duration=durations, loop=0,

@@ -59,7 +59,7 @@ def exif_of(text: str) -> bytes:
     from PIL import Image
 
     exif = Image.Exif()
-    exif.get_ifd(_EXIF_IFD)[_USER_COMMENT] = _ASCII_MARK + text.encode("ascii")
+    exif[_EXIF_IFD] = {_USER_COMMENT: _ASCII_MARK + text.encode("ascii")}
     return exif.tobytes()
 
 
