@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,16 +38,3 @@ def _has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available() or torch.backends.mps.is_available()
-
-
-@pytest.fixture(autouse=True)
-def _same_surroundings() -> Iterator[None]:
-    """No test may leave another environment or working folder behind."""
-    environment, folder = dict(os.environ), os.getcwd()
-    yield
-    os.chdir(folder)
-    ours = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
-    environment.pop("PYTEST_CURRENT_TEST", None)
-    for name in ours.keys() - environment.keys():
-        del os.environ[name]
-    os.environ.update(environment)

@@ -1,0 +1,158 @@
+"""The house's rules hold for every file of the package, and each of them can fail."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import everyframe
+import house_rules
+from house_rules import PACKAGE, ROOMS, RULES, Module, Rule
+
+SOURCE = Path(everyframe.__file__).parent
+
+#: What `import everyframe` offers. A name is added here and in CHANGELOG.md, and then kept.
+PUBLIC_NAMES = {"Request", "Video", "__version__", "generate", "plan", "stream"}
+
+#: Imports that take long; the package's own import and `--help` must do without them.
+SLOW_IMPORTS = ("torch", "transformers", "diffusers", "av", "PIL", "huggingface_hub")
+
+
+def name_of(path: Path) -> str:
+    """The dotted name of a file of the package."""
+    parts = (PACKAGE, *path.relative_to(SOURCE).with_suffix("").parts)
+    return ".".join(parts)
+
+
+MODULES = [
+    Module.parse(name_of(path), path.read_text(encoding="utf-8"))
+    for path in sorted(SOURCE.rglob("*.py"))
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_rule_holds(rule: Rule) -> None:
+    found = [f"{module.name}:{problem}" for module in MODULES for problem in rule(module)]
+    assert not found, f"{rule.__doc__}\n" + "\n".join(found)
+
+
+def test_every_folder_is_a_room() -> None:
+    folders = {path.parent.relative_to(SOURCE).parts[0] for path in SOURCE.glob("*/*.py")}
+    assert folders <= set(ROOMS), f"unknown rooms: {folders - set(ROOMS)}"
+
+
+def test_exceptions_are_still_needed() -> None:
+    names = {module.name for module in MODULES}
+    gone = {entry for entry in house_rules.LONG_MODULES if entry not in names}
+    gone |= {e for e in house_rules.LONG_FUNCTIONS if e.split(":")[0] not in names}
+    assert not gone, f"exceptions for what is not there any more: {gone}"
+
+
+VIOLATIONS = [
+    ("imports_go_down", "samplers.x", "from everyframe.engine import run"),
+    ("imports_go_down", "media.x", "def f():\n    import everyframe.families.opensora.vae"),
+    ("imports_go_down", "ops.x", "where = 'everyframe.planning.resolve'"),
+    ("imports_go_down", "engine.x", "from everyframe import generate"),
+    ("imports_go_down", "core.x", "from . import errors"),
+    ("families_stand_alone", "families.svd.vae", "from everyframe.families.opensora.vae import V"),
+    ("core_is_plain_data", "core.x", "def f():\n    import torch.nn"),
+    ("core_is_plain_data", "core.x", "@dataclass\nclass Plan: ..."),
+    ("core_is_plain_data", "core.x", "@dataclasses.dataclass(slots=True)\nclass Plan: ..."),
+    ("modules_are_short", "ops.x", "\n" * 401),
+    ("functions_are_short", "ops.x", "def f():\n" + "    x = 1\n" * 60),
+    ("modules_say_what_they_are", "ops.x", "x = 1"),
+    ("modules_say_what_they_are", "ops.x", '"""Text."""\n\nimport os'),
+    ("public_things_have_docstrings", "ops.x", "def f(): return 1"),
+    ("public_things_have_docstrings", "ops.x", "class Attention: pass"),
+    ("the_library_is_silent", "engine.x", "def f(): print('step')"),
+    ("the_library_is_silent", "engine.x", "sys.stderr.write('step')"),
+    ("the_library_is_silent", "engine.x", "import os\nos._exit(1)"),
+    ("the_library_is_silent", "engine.x", "raise SystemExit(2)"),
+    ("no_error_is_swallowed", "engine.x", "try: f()\nexcept: raise"),
+    ("no_error_is_swallowed", "engine.x", "try: f()\nexcept Exception: pass"),
+    ("no_error_is_swallowed", "engine.x", "try: f()\nexcept (ValueError, Exception): ..."),
+    ("no_error_is_swallowed", "engine.x", "try: f()\nexcept OSError: pass"),
+    ("no_error_is_swallowed", "engine.x", "with contextlib.suppress(Exception): f()"),
+    ("nothing_is_unpickled", "checkpoints.x", "torch.load(path)"),
+    ("nothing_is_unpickled", "checkpoints.x", "torch.load(path, weights_only=False)"),
+    ("nothing_is_unpickled", "checkpoints.x", "pickle.loads(data)"),
+    ("nothing_is_unpickled", "checkpoints.x", "np.load(path, allow_pickle=True)"),
+    ("precision_is_by_construction", "ops.x", "with torch.autocast('cuda'): f()"),
+    ("precision_is_by_construction", "ops.x", "from torch.amp import autocast"),
+    ("precision_is_by_construction", "ops.x", "torch.is_autocast_enabled()"),
+    ("methods_are_not_assigned", "parallel.x", "model.block.forward = split"),
+    ("methods_are_not_assigned", "parallel.x", "setattr(model, 'forward', split)"),
+]
+
+
+@pytest.mark.parametrize(("rule", "name", "source"), VIOLATIONS)
+def test_rule_can_fail(rule: str, name: str, source: str) -> None:
+    planted = Module.parse(f"{PACKAGE}.{name}", source)
+    assert list(getattr(house_rules, rule)(planted)), "the planted violation was not found"
+
+
+def test_every_rule_has_a_planted_violation() -> None:
+    assert {rule for rule, _, _ in VIOLATIONS} == {rule.__name__ for rule in RULES}
+
+
+GOOD = [
+    ("families.opensora.family", "from everyframe.families.family import Family"),
+    ("families.registry", "where = 'everyframe.families.opensora.options'"),
+    ("cli.main", "def main() -> None:\n    '''Run.'''\n    print('done'); sys.exit(0)"),
+    ("media.record", "from everyframe import __version__"),
+    ("ops.x", "'''No autocast here; we never print.'''"),
+    ("engine.x", "try: f()\nexcept OSError as error: raise InputError('x') from error"),
+    ("checkpoints.x", "torch.load(path, map_location='cpu', weights_only=True)"),
+]
+
+
+@pytest.mark.parametrize(("name", "source"), GOOD)
+def test_rules_leave_good_code_alone(name: str, source: str) -> None:
+    whole = source if source.startswith("'''") else f"'''Text.'''\n{source}"
+    if "def " in source or "import" in source:
+        whole = whole.replace("'''Text.'''\n", "'''Text.'''\nfrom __future__ import annotations\n")
+    module = Module.parse(f"{PACKAGE}.{name}", whole)
+    assert not [problem for rule in RULES for problem in rule(module)]
+
+
+def slow_imports_after(program: str) -> set[str]:
+    """Which of `SLOW_IMPORTS` a fresh interpreter has imported after running `program`."""
+    ask = f"import sys\n{program}\nprint('loaded:', *(set(sys.modules) & set({SLOW_IMPORTS!r})))"
+    result = subprocess.run(
+        [sys.executable, "-c", ask],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(SOURCE.parent)},
+    )
+    assert result.returncode == 0, result.stderr
+    return set(result.stdout.rsplit("loaded:", 1)[1].split())
+
+
+def test_importing_the_package_imports_nothing_slow() -> None:
+    assert slow_imports_after(f"import {PACKAGE}") == set()
+
+
+def test_a_slow_import_would_be_seen() -> None:
+    assert slow_imports_after("import PIL") == {"PIL"}
+
+
+def test_help_imports_nothing_slow() -> None:
+    program = "from everyframe.cli.main import main\ntry: main(['--help'])\nexcept SystemExit: ..."
+    assert slow_imports_after(program) == set()
+
+
+def test_public_names() -> None:
+    assert set(everyframe.__all__) == PUBLIC_NAMES
+    assert list(everyframe.__all__) == sorted(everyframe.__all__)
+    for name in PUBLIC_NAMES:
+        assert getattr(everyframe, name) is not None
+
+
+def test_version_is_a_version() -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev\d+|rc\d+)?", everyframe.__version__)
