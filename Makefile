@@ -19,7 +19,7 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help install run test lint types format clean
+.PHONY: help install run test lint types format docs clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,6 +55,9 @@ types: $(READY)  ## check types
 format: $(READY)  ## put the code in form
 	@$(BIN)/ruff check --fix-only --quiet .
 	@$(BIN)/ruff format .
+
+docs: $(READY)  ## write the reference pages that are made from the code
+	@$(BIN)/python docs/generate.py
 
 clean:  ## remove what the above has made
 	rm -rf $(VENV) outputs build dist .mypy_cache .pytest_cache .ruff_cache
