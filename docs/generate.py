@@ -32,8 +32,8 @@ def options_page() -> str:
         _NOTE,
         "",
         "The same options on the command line (`--num-frames 17`), from Python",
-        "(`everyframe.generate(..., num_frames=17)`) and in a `Request`. What has no default here is",
-        "settled by the model; `everyframe plan` shows what each one comes to.",
+        "(`everyframe.generate(..., num_frames=17)`) and in a `Request`. What has no default here",
+        "is settled by the model; `everyframe plan` shows what each one comes to.",
     ]
     families: list[tuple[str, type[Options]]] = [("", Request), *all_options().items()]
     for group in GROUPS:
