@@ -28,10 +28,11 @@ class Event:
 
 @dataclass(frozen=True)
 class Planned(Event):
-    """The plan is settled; nothing was loaded yet."""
+    """The plan is settled; nothing was loaded yet. `record` is what it takes to make it again."""
 
     type: ClassVar[str] = "planned"
     plan: Plan
+    record: dict[str, Any] = field(repr=False, metadata={"bulky": True})
 
 
 @dataclass(frozen=True)

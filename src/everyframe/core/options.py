@@ -36,7 +36,12 @@ def option(
     ``gt``, ``le``, ``lt``, ``max_length``.
     """
     assert group in GROUPS, group
-    extra: dict[str, Any] = {"group": group, "unit": unit, "aliases": list(aliases), "python_only": python_only}
+    extra: dict[str, Any] = {
+        "group": group,
+        "unit": unit,
+        "aliases": list(aliases),
+        "python_only": python_only,
+    }
     return Field(default=default, description=help_text, json_schema_extra=extra, **limits)
 
 
@@ -94,7 +99,7 @@ _WORDS: dict[str, Callable[[Mapping[str, Any]], str]] = {
 
 
 def explain(error: ValidationError) -> str:
-    """One line for a person out of a pydantic error: each option, what is allowed, what was given."""
+    """One line for a person out of a pydantic error: option, what is allowed, what was given."""
     sentences = []
     for problem in error.errors():
         place = ".".join(str(part) for part in problem["loc"] if isinstance(part, str))

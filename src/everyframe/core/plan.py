@@ -14,7 +14,7 @@ from everyframe.core.facts import DeviceFacts
 
 @dataclass(frozen=True)
 class Settings:
-    """The request, settled. Sizes in pixels, `num_frames` per clip, options by their flag's name."""
+    """The request, settled: sizes in pixels, `num_frames` per clip, options by flag name."""
 
     prompt: str
     negative_prompt: str | None

@@ -33,10 +33,15 @@ def generator(seed: int, label: str, step: int = 0) -> torch.Generator:
 
     Bytes are read as a big-endian number, and the top bit is dropped.
     """
-    digest = hashlib.blake2b(f"{seed}/{label}/{step}".encode(), digest_size=8).digest()
     made = torch.Generator(device="cpu")
-    made.manual_seed(int.from_bytes(digest, "big") & (2**63 - 1))
+    made.manual_seed(derived_seed(seed, label, step))
     return made
+
+
+def derived_seed(seed: int, label: str, number: int = 0) -> int:
+    """Another seed for a purpose of its own, such as each clip of a chain; see `generator`."""
+    digest = hashlib.blake2b(f"{seed}/{label}/{number}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") & (2**63 - 1)
 
 
 def _normal(source: torch.Generator, shape: Sequence[int]) -> Tensor:

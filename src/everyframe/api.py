@@ -1,0 +1,88 @@
+"""The Python surface: `generate`, `stream`, `plan`. Every flag is a keyword with underscores.
+
+Read next: `core/request.py` for the options, `engine/run.py` for what happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from everyframe.core.errors import InputError
+from everyframe.core.events import Event, Frames, Planned, VideoDone
+from everyframe.core.plan import Plan
+from everyframe.core.request import Request
+from everyframe.engine import run
+from everyframe.engine.record import recorded_threads, request_from
+from everyframe.media.paths import exact_fps
+from everyframe.media.pixels import to_uint8
+from everyframe.media.record import read_record
+from everyframe.media.video import Video
+from everyframe.planning.resolve import resolve
+
+Output = Literal["uint8", "float"]
+
+
+def generate(
+    prompt: str | None = None,
+    *,
+    output: Output = "uint8",
+    from_record: str | Path | Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Video | list[Video]:
+    """Make a video; a list of them if ``num_videos`` is more than 1.
+
+    Args:
+        prompt: what it shows.
+        output: ``"uint8"`` gives frames (T, H, W, 3) as ``round(255 x)``, ``"float"`` the float32
+            in 0..1 before rounding.
+        from_record: a video, sidecar or record to make again; other options overrule it.
+        options: every option of `Request` and of the model's family.
+
+    Raises:
+        InputError: something can't be asked for. CannotRunError: this machine is too small for it.
+    """
+    if output not in ("uint8", "float"):
+        raise InputError(f'output must be "uint8" or "float", got {output!r}')
+    given = options if prompt is None else {"prompt": prompt, **options}
+    request, num_threads = _request(given, from_record)
+    videos = list(_videos(run.stream(request, num_threads=num_threads), output))
+    return videos if request.num_videos > 1 else videos[0]
+
+
+def stream(request: Request) -> Iterator[Event]:
+    """Stages and steps as they happen; frames come as they are decoded. See `core.events`."""
+    return run.stream(request)
+
+
+def plan(request: Request | None = None, **options: Any) -> Plan:
+    """What would run, in which precision, with how much memory; nothing is loaded or fetched."""
+    return resolve(Request(**options) if request is None else request)
+
+
+def _request(
+    given: Mapping[str, Any], from_record: str | Path | Mapping[str, Any] | None
+) -> tuple[Request, int | None]:
+    if from_record is None:
+        return Request(**given), None
+    record = from_record if isinstance(from_record, Mapping) else read_record(from_record)
+    return request_from(record, given), recorded_threads(record)
+
+
+def _videos(events: Iterator[Event], output: Output) -> Iterator[Video]:
+    frames: dict[int, list[np.ndarray[Any, Any]]] = {}
+    fps = 0.0
+    for event in events:
+        if isinstance(event, Planned):
+            fps = event.plan.settings.fps
+        elif isinstance(event, Frames):
+            pieces = frames.setdefault(event.seed, [])
+            first = sum(len(piece) for piece in pieces)
+            # Checked for non-finite values before any rounding, whichever form is wanted.
+            whole = to_uint8(event.frames, first_index=first)
+            pieces.append(whole if output == "uint8" else event.frames)
+        elif isinstance(event, VideoDone):
+            yield Video(np.concatenate(frames.pop(event.seed)), exact_fps(fps), event.record)

@@ -1,0 +1,138 @@
+"""What it takes to make a video again: written beside every video and into it, read by ``--from``.
+
+A record holds no path of this machine and no name of its user: models by name and by the hash of
+their weights, given pictures by file name and hash. Read next: `media/record.py`, which puts it
+into files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from everyframe import __version__
+from everyframe.checkpoints.digest import digest
+from everyframe.core.errors import InputError
+from everyframe.core.plan import Plan
+from everyframe.core.request import Request
+from everyframe.hardware.facts import machine_facts
+from everyframe.media.paths import RECORD_SCHEMA
+
+_GIVEN = ("image", "last_image", "extend")
+#: What a picture generator has to say of its output (IPTC digital source type).
+_SOURCE_TYPE = "http://cv.iptc.org/newscodes/digitalsourcetype/trainedAlgorithmicMedia"
+
+
+def make_record(plan: Plan, request: Request, weight_files: Sequence[str]) -> dict[str, Any]:
+    """The record of a run; complete before the run begins, so it can go into the file's head."""
+    shown = plan.to_json()
+    settings = shown.pop("settings")
+    for transient in ("notes", "to_fetch", "obstacle"):
+        shown.pop(transient)
+    shown["device"] = {key: value for key, value in shown["device"].items() if key != "free_memory"}
+    return {
+        "schema": RECORD_SCHEMA,
+        "everyframe": __version__,
+        "model": {"name": _public_name(plan.model), "sha256": digest(weight_files)},
+        "request": _asked(request, plan),
+        "settings": settings,
+        "plan": shown,
+        "versions": machine_facts(request.device).versions,
+        "provenance": {"ai_generated": True, "digital_source_type": _SOURCE_TYPE},
+    }
+
+
+def _public_name(model: str) -> str:
+    """A model's name without the folders above it."""
+    return Path(model).name if Path(model).exists() else model
+
+
+def _asked(request: Request, plan: Plan) -> dict[str, Any]:
+    asked = {
+        name: value
+        for name, value in request.given().items()
+        if name not in (*_GIVEN, "latents", "family_options", "model")
+    }
+    asked |= request.family_options
+    asked["seed"] = plan.settings.seed
+    if request.model is not None:
+        asked["model"] = _public_name(request.model)
+    for name in _GIVEN:
+        source = getattr(request, name)
+        if source is not None:
+            asked[name] = _identity(source)
+    if request.latents is not None:
+        asked["latents"] = {"sha256": hashlib.sha256(_as_bytes(request.latents)).hexdigest()}
+    return asked
+
+
+def _identity(source: Any) -> dict[str, str]:
+    if isinstance(source, (str, Path)):
+        path = Path(source)
+        content = path.read_bytes() if path.is_file() else b""
+        return {"file": path.name, "sha256": hashlib.sha256(content).hexdigest()}
+    return {"sha256": hashlib.sha256(_as_bytes(source)).hexdigest()}
+
+
+def _as_bytes(value: Any) -> bytes:
+    return np.ascontiguousarray(np.asarray(value)).tobytes()
+
+
+def request_from(record: Mapping[str, Any], overrides: Mapping[str, Any]) -> Request:
+    """The request that a record was made from, with `overrides` in place of what it says.
+
+    A given picture is looked for under its file name in the working folder and must have the
+    recorded hash, unless it is given again. Raises `InputError` if the record is no such thing.
+    """
+    if record.get("schema") != RECORD_SCHEMA or not isinstance(record.get("request"), dict):
+        raise InputError(
+            f"this record is of schema {record.get('schema')!r}, expected {RECORD_SCHEMA!r}; "
+            "it was not made by everyframe, or by another version of it"
+        )
+    asked = {**record["request"], **{k: v for k, v in overrides.items() if v is not None}}
+    for name in (*_GIVEN, "latents"):
+        if isinstance(asked.get(name), dict):
+            asked[name] = _find_given(name, asked[name])
+    return Request(**asked)
+
+
+def _find_given(name: str, identity: Mapping[str, str]) -> str:
+    file = identity.get("file")
+    flag = f"--{name.replace('_', '-')}"
+    if file is None:
+        raise InputError(f"the video was made from {name} given in Python; give it again ({name}=)")
+    # The name comes from a file that anybody may have made: no folders, only this one.
+    path = Path(Path(file).name)
+    if not path.is_file():
+        raise InputError(f"the video was made from the file {file!r}; give it again by {flag} FILE")
+    if hashlib.sha256(path.read_bytes()).hexdigest() != identity.get("sha256"):
+        raise InputError(
+            f"{file!r} in this folder is not the file that the video was made from "
+            f"(its hash differs); give the right one by {flag} FILE"
+        )
+    return str(path)
+
+
+def recorded_threads(record: Mapping[str, Any]) -> int | None:
+    """The number of CPU threads of the recorded run: other numbers give other last bits."""
+    threads = record.get("plan", {}).get("num_threads")
+    return threads if isinstance(threads, int) and threads > 0 else None
+
+
+def differences(record: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, ...]:
+    """What differs between two records so that the same bits can't be promised, a line each."""
+    found = []
+    if record.get("model", {}).get("sha256") != other["model"]["sha256"]:
+        found.append("the model's weights are not those that made the video")
+    for name, version in record.get("versions", {}).items():
+        now = other["versions"].get(name)
+        if now != version:
+            found.append(f"{name} was {version}, is {now}")
+    device = record.get("plan", {}).get("device", {}).get("name")
+    if device != other["plan"]["device"]["name"]:
+        found.append(f"the device was {device}, is {other['plan']['device']['name']}")
+    return tuple(found)

@@ -1,0 +1,147 @@
+"""Runs a request: plan, then stages one after the other, each thing that happens an event.
+
+Stages are the family's; here is their order, what they share, and how given frames come in. Memory
+peaks at the largest stage: a component lives as long as its stage's generator. Several videos of
+one request go through each stage together, each with its own seed, one after the other, so each is
+bit for bit what that seed alone gives. Read next: `families/family.py`, `record.py`.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from everyframe.core.errors import InputError
+from everyframe.core.events import (
+    Event,
+    Frames,
+    Note,
+    Planned,
+    StageDone,
+    StageStarted,
+    VideoDone,
+)
+from everyframe.core.plan import Plan, Settings
+from everyframe.core.request import Request
+from everyframe.engine.record import make_record
+from everyframe.families.family import GivenFrames, Model, Stage, Take
+from everyframe.media.pixels import fit_image
+from everyframe.media.read import read_image, read_video
+from everyframe.planning.resolve import check_feasible, prepare
+
+#: A video to go on from is kept whole in the result; this bounds what is read of it.
+_MAX_SOURCE_FRAMES = 20_000
+
+
+def stream(request: Request, *, num_threads: int | None = None) -> Iterator[Event]:
+    """What happens, as it happens: `Planned` first, `VideoDone` last for each video.
+
+    Raises an `EveryframeError` for anything that a person should know; nothing was written then.
+    `num_threads` overrules the number of CPU threads, which a record asks for to get its bits back.
+    """
+    prepared = prepare(request, may_fetch=True, num_threads=num_threads)
+    plan, model = prepared.plan, prepared.model
+    check_feasible(plan)
+    given = read_given(request, plan.settings)
+    noise = _start_noise(request)
+    record = make_record(plan, request, model.weight_files())
+    yield Planned(plan, record)
+    for note in plan.notes:
+        yield Note(note)
+    seeds = range(plan.settings.seed, plan.settings.seed + plan.settings.num_videos)
+    takes = [Take(seed, given, noise) for seed in seeds]
+    if given.source is not None:
+        for take in takes:
+            take.tail = torch.from_numpy(given.source).to(torch.float32) / 255
+    with _Threads(plan.num_threads), torch.inference_mode():
+        yield from _run(plan, model, takes, record)
+
+
+def _run(
+    plan: Plan, model: Model, takes: Sequence[Take], record: dict[str, Any]
+) -> Iterator[Event]:
+    num_clips = plan.settings.chain
+    num_frames = {take.seed: 0 for take in takes}
+    for clip in range(num_clips):
+        for stage in model.stages(plan, clip):
+            for event in _run_stage(stage, takes, clip, num_clips):
+                if isinstance(event, Frames):
+                    num_frames[event.seed] += event.num_frames
+                yield event
+    for take in takes:
+        yield VideoDone(take.seed, num_frames[take.seed], for_seed(record, take.seed))
+
+
+def _run_stage(stage: Stage, takes: Sequence[Take], clip: int, num_clips: int) -> Iterator[Event]:
+    began = time.perf_counter()
+    yield StageStarted(stage.name, stage.num_steps(len(takes)), clip, num_clips)
+    yield from stage.run(takes)
+    # The generator is over, and with it the component that it held.
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    yield StageDone(stage.name, time.perf_counter() - began)
+
+
+def for_seed(record: dict[str, Any], seed: int) -> dict[str, Any]:
+    """The record of one video out of several: as if its seed alone had been asked for."""
+    request = {key: value for key, value in record["request"].items() if key != "num_videos"}
+    settings = {**record["settings"], "seed": seed, "num_videos": 1}
+    return {**record, "request": {**request, "seed": seed}, "settings": settings}
+
+
+def read_given(request: Request, settings: Settings) -> GivenFrames:
+    """The pictures and videos of a request, read and fitted to the video's size.
+
+    Raises `MediaError` for a file that is none.
+    """
+
+    def picture(source: Any) -> np.ndarray[Any, Any]:
+        return fit_image(read_image(source), settings.height, settings.width)[None]
+
+    source = None
+    if request.extend is not None:
+        source = _source(request.extend, settings)
+    return GivenFrames(
+        first=None if request.image is None else picture(request.image),
+        last=None if request.last_image is None else picture(request.last_image),
+        source=source,
+    )
+
+
+def _source(extend: Any, settings: Settings) -> np.ndarray[Any, Any]:
+    frames = extend if isinstance(extend, np.ndarray) else read_video(extend)[0]
+    if len(frames) > _MAX_SOURCE_FRAMES:
+        raise InputError(
+            f"the video to go on from has {len(frames)} frames, "
+            f"at most {_MAX_SOURCE_FRAMES} are read"
+        )
+    return fit_image(frames, settings.height, settings.width)
+
+
+def _start_noise(request: Request) -> torch.Tensor | None:
+    if request.latents is None:
+        return None
+    noise = torch.as_tensor(request.latents).to("cpu", torch.float32)
+    if not torch.isfinite(noise).all():
+        raise InputError("latents hold values that are not finite")
+    return noise
+
+
+class _Threads:
+    """CPU threads for the time of a run: results depend on their number, so the plan fixes it."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._wanted = num_threads
+        self._before = torch.get_num_threads()
+
+    def __enter__(self) -> None:
+        torch.set_num_threads(self._wanted)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_num_threads(self._before)

@@ -1,0 +1,147 @@
+"""What the engine and the resolver ask of a model family: protocols and plain values, no torch.
+
+A family recognises its checkpoints by their configs, settles a request against one, names its
+components, and gives the stages that run them. It is told device and precision by the plan and
+chooses neither. One folder a family; the same files in each: `options.py`, `config.py`, `model.py`,
+`vae.py`, `text.py`, `weights.py`, `family.py`. Read next: `registry.py`, `opensora/family.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from everyframe.core.events import Event
+from everyframe.core.options import FamilyOptions
+from everyframe.core.plan import Plan, Settings
+from everyframe.core.request import Request
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from everyframe.checkpoints.find import Location
+    from everyframe.precision.policy import ComponentNeeds
+
+
+@dataclass(frozen=True)
+class Component:
+    """One part of a model before a device is chosen for it.
+
+    `num_elements` counts each tensor of its weights by name;
+    `working_bytes(bytes_per_element)` forecasts the peak memory beside them while it runs.
+    """
+
+    name: str
+    title: str
+    stage: str
+    source: str
+    num_elements: Mapping[str, int]
+    needs: ComponentNeeds
+    working_bytes: Callable[[int], int]
+
+
+@dataclass(frozen=True)
+class GivenFrames:
+    """Pictures and videos that came with the request, read and fitted: uint8 (T, H, W, 3).
+
+    `first` are frames that the video begins with (one for a picture), `last` the one it ends with.
+    `names` tells what they were, for plan and record.
+    """
+
+    first: np.ndarray[Any, Any] | None = None
+    last: np.ndarray[Any, Any] | None = None
+    source: np.ndarray[Any, Any] | None = None
+
+
+@dataclass
+class Take:
+    """One video in the making: what its stages hand on to each other.
+
+    `latents` after denoising, `frames` the decoded frames of the clip before (float32 0..1,
+    (T, H, W, 3)) that a chained clip goes on from.
+    """
+
+    seed: int
+    given: GivenFrames = field(default_factory=GivenFrames)
+    start_noise: Any = None
+    text: Any = None
+    known: Any = None
+    latents: Any = None
+    tail: Any = None
+
+
+class Stage(Protocol):
+    """One stretch of a run: loads its component, works on every take, frees it on return."""
+
+    @property
+    def name(self) -> str:
+        """What the stage does, in a word or two."""
+        ...
+
+    @property
+    def component(self) -> str:
+        """The component that it loads."""
+        ...
+
+    def num_steps(self, num_takes: int) -> int:
+        """How many `Step` events it will yield."""
+        ...
+
+    def run(self, takes: Sequence[Take]) -> Iterator[Event]:
+        """Do it. The component lives only as long as this generator."""
+        ...
+
+
+class Model(Protocol):
+    """A checkpoint whose configs were read. Its weights were not."""
+
+    @property
+    def name(self) -> str:
+        """Short name, folder or hub id."""
+        ...
+
+    @property
+    def title(self) -> str:
+        """What it is, for a person."""
+        ...
+
+    def settle(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
+        """Every value of the request settled, and notes; `InputError` for what it can't do."""
+        ...
+
+    def components(self, settings: Settings) -> tuple[Component, ...]:
+        """The parts that run, in the order of their stages."""
+        ...
+
+    def missing(self) -> tuple[str, ...]:
+        """What must be fetched first, a line each."""
+        ...
+
+    def fetch(self) -> Model:
+        """Fetch what is missing; the model as it then is. Called by the engine only."""
+        ...
+
+    def weight_files(self) -> tuple[str, ...]:
+        """The files whose digest identifies the model."""
+        ...
+
+    def smaller(self, settings: Settings) -> Iterator[Settings]:
+        """Settings like these that need less memory, largest first."""
+        ...
+
+    def stages(self, plan: Plan, clip: int) -> Sequence[Stage]:
+        """The stages of one clip of a chain, in order."""
+        ...
+
+
+class Family(Protocol):
+    """One model family."""
+
+    name: str
+    title: str
+    options: type[FamilyOptions]
+
+    def recognise(self, location: Location, options: FamilyOptions) -> Model | None:
+        """The model at that place if it is one of this family's, by its configs alone."""
+        ...

@@ -1,0 +1,62 @@
+"""Building one component of a plan: empty on meta, filled strictly, in the plan's precision.
+
+The same few lines for every family, so that every component is loaded in the same way. Peak memory
+is the component once, in the precision that it runs in. Read next: `checkpoints/strict.py`,
+`precision/edges.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from everyframe.checkpoints.strict import KeyMap, load_strictly
+from everyframe.checkpoints.tensors import open_checkpoint
+from everyframe.core.plan import ComponentPlan
+from everyframe.precision import edges
+from everyframe.precision.dtypes import torch_dtype
+from everyframe.precision.islands import parameter_dtype
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+def load_component(
+    part: ComponentPlan,
+    build: Callable[[], ModuleT],
+    path: Path,
+    keys: KeyMap,
+    outputs: tuple[str, ...] = ("",),
+) -> ModuleT:
+    """The component's module with the weights at `path`, on its device, ready to be called.
+
+    `build` makes it without weights; `outputs` are the submodules whose results leave for the
+    engine (see `edges.apply`). Raises `CheckpointError` for anything missing, extra or misshapen.
+    """
+    with torch.device("meta"):
+        module = build()
+    persistent = set(module.state_dict())
+    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+
+    def dtype_of(name: str, own: torch.dtype) -> torch.dtype:
+        # Buffers are tables and statistics: they stay as wide as they were made.
+        if name not in parameters or name not in persistent:
+            return own
+        return torch_dtype(parameter_dtype(name, part.precision))
+
+    load_strictly(
+        module, open_checkpoint(path), keys=keys, dtype=dtype_of, device=torch.device(part.device)
+    )
+    module.eval().requires_grad_(False)
+    edges.apply(module, part.precision, outputs)
+    return module
+
+
+def count_parameters(build: Callable[[], nn.Module]) -> dict[str, int]:
+    """Elements of each parameter and persistent buffer by name; nothing is allocated."""
+    with torch.device("meta"):
+        module = build()
+    return {name: tensor.numel() for name, tensor in module.state_dict().items()}

@@ -1,0 +1,219 @@
+"""Which Open-Sora a checkpoint is and where its three parts lie, by names and configs alone.
+
+Upstream spreads a model over several hub repositories: denoiser, autoencoder, T5. A local folder
+may hold them together (``vae/``, ``text_encoder/``, ``tokenizer/`` beside the denoiser's
+``config.json``), which is also how the embedded model is laid out. Weights are not read here.
+Read next: `family.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from everyframe.checkpoints.fetch import fetch
+from everyframe.checkpoints.find import Location, PartLocation, find_part
+from everyframe.checkpoints.folder import WEIGHT_SUFFIXES, read_json
+from everyframe.checkpoints.known import KNOWN, SUPPORTED_VERSIONS, T5_XXL, Part
+from everyframe.core.errors import CheckpointError, InputError
+from everyframe.families.opensora.options import OpenSoraOptions
+
+_VERSION_OF_CLASS = {"STDiT": "1.0", "STDiT-XL/2": "1.0", "STDiT2": "1.1", "STDiT3": "1.2"}
+_VERSION_OF_KNOWN = {
+    "opensora-1.2": "1.2",
+    "opensora-1.0-16x256x256": "1.0",
+    "opensora-1.0-16x512x512": "1.0",
+}
+#: Keys of a denoiser's config.json that 1.3 added to the class that it shares with 1.2.
+_KEYS_OF_1_3 = ("use_spatial_rope", "kernel_size", "force_pad_h_for_sp_size")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where one part of a model is read from: a place on this disk, or a hub repository.
+
+    `path` is None until the part is fetched. `where` is for people and for records.
+    """
+
+    where: str
+    path: Path | None
+    part: PartLocation | None = None
+
+    def missing(self) -> tuple[str, ...]:
+        """What must be fetched, a line each."""
+        if self.part is None or self.part.complete:
+            return ()
+        size = self.part.bytes_to_fetch
+        about = f", about {size / 1e9:.1f} GB" if size else ""
+        return (f"{self.part.part.repo_id}: {', '.join(self.part.missing)}{about}",)
+
+    def fetched(self) -> Source:
+        """The same source with its files on this disk."""
+        if self.part is None or self.part.complete:
+            return self
+        wanted = self.part.part
+        fetch(wanted.repo_id, wanted.patterns)
+        return of_part(wanted)
+
+    def config(self, name: str = "config.json") -> dict[str, Any] | None:
+        """The JSON file of that name beside the weights, None if it is not there."""
+        if self.path is None:
+            return None
+        folder = self.path if self.path.is_dir() else self.path.parent
+        return read_json(folder / name) if (folder / name).is_file() else None
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The sources of one model, its version, and what its own everyframe.json says."""
+
+    version: str
+    denoiser: Source
+    vae: Source
+    text_encoder: Source
+    tokenizer: Source
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    def sources(self) -> tuple[Source, ...]:
+        """All of them, each once."""
+        return (self.text_encoder, self.denoiser, self.vae)
+
+    def fetched(self) -> Parts:
+        """The same parts with all files on this disk."""
+        text = self.text_encoder.fetched()
+        shared = self.tokenizer == self.text_encoder
+        return replace(
+            self,
+            denoiser=self.denoiser.fetched(),
+            vae=self.vae.fetched(),
+            text_encoder=text,
+            tokenizer=text if shared else self.tokenizer,
+        )
+
+
+def of_part(part: Part) -> Source:
+    """The source of a hub part, as far as it is on this disk."""
+    found = find_part(part)
+    if not found.complete:
+        return Source(part.repo_id, None, found)
+    assert found.folder is not None
+    weights = [file for file in found.files if file.suffix in WEIGHT_SUFFIXES]
+    # A repository such as 1.0's holds several models; the part's pattern picks one file.
+    alone = part.role == "denoiser" and len(weights) == 1
+    return Source(part.repo_id, weights[0] if alone else found.folder, found)
+
+
+def find_parts(location: Location, options: OpenSoraOptions) -> Parts | None:
+    """The parts of an Open-Sora model at that place; None if it is another family's.
+
+    Raises:
+        InputError: an Open-Sora version that can't be run here, by its name.
+        CheckpointError: a folder with several models in it, or a part that is none.
+    """
+    if location.known is not None and location.parts:
+        version = _VERSION_OF_KNOWN.get(location.known.name)
+        if version is None:
+            return None
+        roles = {place.part.role: of_part(place.part) for place in location.parts}
+        return _completed(version, roles["denoiser"], options, roles)
+    if location.path is None:
+        return _from_hub_id(location, options)
+    return _from_disk(location.asked, location.path, options)
+
+
+def _from_hub_id(location: Location, options: OpenSoraOptions) -> Parts | None:
+    place = location.parts[0]
+    if place.folder is None or not place.complete:
+        return None
+    found = _from_disk(location.asked, place.folder, options)
+    if found is None:
+        return None
+    return replace(found, denoiser=replace(found.denoiser, where=location.asked))
+
+
+def _from_disk(asked: str, path: Path, options: OpenSoraOptions) -> Parts | None:
+    source = Source(path.name or asked, _weights_at(path))
+    version = _version(asked, source)
+    if version is None:
+        return None
+    if version not in SUPPORTED_VERSIONS.split(", "):
+        raise InputError(f"{asked}: this is Open-Sora {version}; supported: {SUPPORTED_VERSIONS}")
+    folder = path if path.is_dir() else path.parent
+    beside = {
+        role: Source(f"{folder.name}/{role}", folder / role)
+        for role in ("vae", "text_encoder", "tokenizer")
+        if (folder / role).is_dir()
+    }
+    defaults = source.config("everyframe.json") or {}
+    return replace(_completed(version, source, options, beside), defaults=defaults)
+
+
+def _completed(
+    version: str, denoiser: Source, options: OpenSoraOptions, known: Mapping[str, Source]
+) -> Parts:
+    """Every part: as the options say, else as it was found, else as upstream uses it."""
+    standard = next(model for model in KNOWN if _VERSION_OF_KNOWN.get(model.name) == version)
+    standard_vae = next(part for part in standard.parts if part.role == "vae")
+    vae = _asked(options.vae, "vae") or known.get("vae") or of_part(standard_vae)
+    text = _asked(options.text_encoder, "text_encoder") or known.get("text_encoder")
+    text = text or of_part(T5_XXL)
+    return Parts(version, denoiser, vae, text, _tokenizer(text, options, known))
+
+
+def _tokenizer(text: Source, options: OpenSoraOptions, known: Mapping[str, Source]) -> Source:
+    """In T5's own folder (as upstream has it), or in a folder of its own beside it."""
+    if options.text_encoder is None and "tokenizer" in known:
+        return known["tokenizer"]
+    return text
+
+
+def _asked(name: str | None, role: str) -> Source | None:
+    """A part that an option names: a folder, a file or a hub id."""
+    if name is None:
+        return None
+    path = Path(name).expanduser()
+    if path.exists():
+        return Source(path.name, path)
+    if name.count("/") != 1:
+        raise InputError(f"{role} must be a folder, a file or a hub id OWNER/NAME, got {name!r}")
+    weights = tuple(f"*{suffix}" for suffix in WEIGHT_SUFFIXES)
+    extras = ("*.json", "spiece.model")
+    return of_part(Part(role=role, repo_id=name, needs=(("config.json",), weights), extras=extras))
+
+
+def _weights_at(path: Path) -> Path:
+    """The denoiser's weights: the folder if it has a config.json, else the one file in it."""
+    if path.is_file() or (path / "config.json").is_file():
+        return path
+    files = sorted(file for file in path.iterdir() if file.suffix in WEIGHT_SUFFIXES)
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files)
+        raise CheckpointError(f"{path} holds several checkpoints ({names}); give one of the files")
+    return files[0] if files else path
+
+
+def _version(asked: str, denoiser: Source) -> str | None:
+    config = denoiser.config()
+    if config is not None:
+        classes = [config.get("model_type"), *config.get("architectures", [])]
+        names = [_VERSION_OF_CLASS[name] for name in classes if name in _VERSION_OF_CLASS]
+        if names and names[0] == "1.2" and any(key in config for key in _KEYS_OF_1_3):
+            return "1.3"
+        if names:
+            return names[0]
+        if "MMDiTModel" in classes or config.get("type") == "flux":
+            return "2.0"
+        return None
+    if denoiser.path is None or not denoiser.path.is_file():
+        return None
+    return _version_of_file(denoiser.path)
+
+
+def _version_of_file(path: Path) -> str | None:
+    # Imports torch, which a pickle's names can't be read without.
+    from everyframe.checkpoints.tensors import open_checkpoint
+    from everyframe.families.opensora.weights import version_of
+
+    return version_of(open_checkpoint(path).names())

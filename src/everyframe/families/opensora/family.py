@@ -1,0 +1,203 @@
+"""The Open-Sora family: versions 1.0 (`STDiT`, IDDPM) and 1.2 (`STDiT3`, rectified flow).
+
+Upstream: hpcaitech/Open-Sora, tags v1.0.0 and v1.2.0. 1.1, 1.3 and 2.0 are recognised and refused
+by name. Read next: `checkpoint.py` (what lies where), `settle.py` (request to settings),
+`components.py` (parts and memory), `stages.py` (the run).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+from everyframe.checkpoints.find import Location
+from everyframe.core.errors import CheckpointError
+from everyframe.core.options import FamilyOptions
+from everyframe.core.plan import Plan, Settings
+from everyframe.core.request import Request
+from everyframe.families.family import Component, Stage
+from everyframe.families.opensora import settle
+from everyframe.families.opensora.checkpoint import Parts, Source, find_parts
+from everyframe.families.opensora.components import Sizes, components
+from everyframe.families.opensora.config import STDiT3Config, STDiTConfig
+from everyframe.families.opensora.options import OpenSoraOptions
+from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConfig
+
+#: T5 v1.1 XXL's encoder, for plans made before it is fetched.
+_T5_XXL: Mapping[str, Any] = {
+    "model_type": "t5", "d_model": 4096, "d_ff": 10240, "d_kv": 64, "num_heads": 64,
+    "num_layers": 24, "vocab_size": 32128, "feed_forward_proj": "gated-gelu",
+    "tie_word_embeddings": False,
+}  # fmt: skip
+#: 1.0's released sizes by the side of the square in pixels: (input_size, space_scale).
+_RELEASED_1_0 = {256: ((16, 32, 32), 0.5), 512: ((16, 64, 64), 1.0)}
+
+
+@dataclass(frozen=True)
+class OpenSoraModel:
+    """One checkpoint of this family, its configs read and its weights not."""
+
+    name: str
+    options: OpenSoraOptions
+    parts: Parts
+    sizes: Sizes
+    facts: settle.Facts
+
+    @property
+    def title(self) -> str:
+        """What it is, for a person."""
+        return self.facts.title
+
+    def settle(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
+        """Every value of the request settled, and notes."""
+        return settle.settle(self.facts, request, self.options, seed)
+
+    def smaller(self, settings: Settings) -> Iterator[Settings]:
+        """Settings like these that need less memory."""
+        return settle.smaller(self.facts, settings)
+
+    def components(self, settings: Settings) -> tuple[Component, ...]:
+        """Text encoder, denoiser, autoencoder."""
+        parts = self.parts
+        sources = {
+            "text_encoder": parts.text_encoder.where,
+            "denoiser": parts.denoiser.where,
+            "vae": parts.vae.where,
+        }
+        prefers = str(self.facts.defaults.get("dtype", "bfloat16"))
+        return components(self.sizes, settings, sources, prefers)
+
+    def missing(self) -> tuple[str, ...]:
+        """What must be fetched first."""
+        return tuple(line for source in self.parts.sources() for line in source.missing())
+
+    def fetch(self) -> OpenSoraModel:
+        """The same model with all of its files on this disk."""
+        if not self.missing():
+            return self
+        parts = self.parts.fetched()
+        return _model(self.name, parts, self.options)
+
+    def weight_files(self) -> tuple[str, ...]:
+        """Every file that holds weights."""
+        from everyframe.checkpoints.tensors import open_checkpoint
+
+        files: list[str] = []
+        for source in self.parts.sources():
+            assert source.path is not None
+            files += [str(file) for file in open_checkpoint(source.path).files]
+        return tuple(files)
+
+    def stages(self, plan: Plan, clip: int) -> Sequence[Stage]:
+        """Text once, then for each clip: given frames if there are any, denoise, decode."""
+        from everyframe.families.opensora.stages import (
+            DecodeStage,
+            DenoiseStage,
+            GivenStage,
+            Job,
+            TextStage,
+        )
+
+        job = Job(plan, self.sizes, self.parts, self.facts, clip)
+        stages: list[Stage] = [TextStage(job)] if clip == 0 else []
+        given = plan.settings.given_frames
+        if job.goes_on() or "image" in given or (
+            "last_image" in given and clip == plan.settings.chain - 1
+        ):  # fmt: skip
+            stages.append(GivenStage(job))
+        return [*stages, DenoiseStage(job), DecodeStage(job)]
+
+
+class OpenSora:
+    """The family object of the registry."""
+
+    name = "opensora"
+    title = "Open-Sora 1.0 and 1.2"
+    options: type[FamilyOptions] = OpenSoraOptions
+
+    def recognise(self, location: Location, options: FamilyOptions) -> OpenSoraModel | None:
+        """The model at that place if it is an Open-Sora, by names and configs alone."""
+        assert isinstance(options, OpenSoraOptions)
+        parts = find_parts(location, options)
+        if parts is None:
+            return None
+        title = location.known.title if location.known is not None else None
+        return _model(location.name, parts, options, title)
+
+
+def _model(
+    name: str, parts: Parts, options: OpenSoraOptions, title: str | None = None
+) -> OpenSoraModel:
+    denoiser, side = _denoiser_config(parts, name)
+    vae = _vae_config(parts)
+    sizes = Sizes(denoiser, vae, parts.text_encoder.config() or _T5_XXL)
+    _check_fit(sizes)
+    facts = settle.Facts(
+        version=parts.version,
+        title=title or f"Open-Sora {parts.version} ({PurePath(name).name})",
+        vae=vae,
+        patch=denoiser.patch_size,
+        defaults=parts.defaults,
+        has_scores=parts.version == "1.2"
+        and bool(parts.defaults.get("has_scores", not parts.defaults)),
+        square=side,
+    )
+    return OpenSoraModel(name, options, parts, sizes, facts)
+
+
+def _denoiser_config(parts: Parts, name: str) -> tuple[STDiTConfig | STDiT3Config, int | None]:
+    config = parts.denoiser.config()
+    if parts.version == "1.2":
+        return (STDiT3Config.from_json(config) if config else STDiT3Config()), None
+    if config is not None:
+        found = STDiTConfig.from_json(config)
+        return found, found.input_size[1] * 8
+    side = _side(parts.denoiser, name)
+    input_size, space_scale = _RELEASED_1_0[side]
+    return STDiTConfig(input_size=input_size, space_scale=space_scale), side
+
+
+def _side(denoiser: Source, name: str) -> int:
+    """1.0's square by its name, else by the length of the position table in the file."""
+    for side in _RELEASED_1_0:
+        if f"{side}x{side}" in f"{name} {denoiser.where}":
+            return side
+    if denoiser.path is not None:
+        from everyframe.checkpoints.tensors import open_checkpoint
+
+        tensors = open_checkpoint(denoiser.path)
+        if "pos_embed" in tensors:
+            side = math.isqrt(tensors.shape("pos_embed")[1]) * 16
+            if side in _RELEASED_1_0:
+                return side
+    raise CheckpointError(
+        f"{denoiser.where}: which Open-Sora 1.0 this is can't be told; put 256x256 or 512x512 "
+        "into the file's name, or a config.json with the model's sizes beside it"
+    )
+
+
+def _vae_config(parts: Parts) -> ImageVAEConfig | VideoVAEConfig:
+    config = parts.vae.config()
+    if parts.version == "1.0":
+        return ImageVAEConfig.from_json(config) if config else ImageVAEConfig()
+    return VideoVAEConfig.from_json(config) if config else VideoVAEConfig()
+
+
+def _check_fit(sizes: Sizes) -> None:
+    """Parts of different models, put together by options, are told before anything is loaded."""
+    pairs = (
+        ("latent channels", "autoencoder", sizes.vae.latent_channels, sizes.denoiser.in_channels),
+        ("text channels", "text encoder", sizes.text["d_model"], sizes.denoiser.caption_channels),
+    )
+    for what, part, gives, takes in pairs:
+        if gives != takes:
+            raise CheckpointError(
+                f"the {part} has {gives} {what}, but the denoiser takes {takes}; "
+                "these parts belong to different models"
+            )
+
+
+OPEN_SORA = OpenSora()

@@ -1,0 +1,38 @@
+"""Options that only Open-Sora models know. No torch here.
+
+Read next: `family.py`, which says which version takes which.
+"""
+
+from __future__ import annotations
+
+from everyframe.core.options import FamilyOptions, option
+
+
+class OpenSoraOptions(FamilyOptions):
+    """What 1.2 appends to the prompt, and where parts lie that are not beside the denoiser."""
+
+    aesthetic: float | None = option(
+        "How good it should look, 1.2 only: about 4 (plain) to 7 (polished).",
+        group="Family",
+        ge=0,
+        le=10,
+    )
+    motion_score: float | None = option(
+        "How much should move, 1.2 only: about 0 (still) to 30 (a lot).",
+        group="Family",
+        ge=0,
+        le=1000,
+    )
+    camera_motion: str | None = option(
+        'How the camera moves, 1.2 only, such as "pan left".', group="Family", max_length=100
+    )
+    truncate_prompt: bool = option(
+        "Go on with the beginning of a prompt that is too long.", group="Family", default=False
+    )
+    vae: str | None = option(
+        "Folder or hub id of the autoencoder, if it is not beside the denoiser.", group="Family"
+    )
+    text_encoder: str | None = option(
+        "Folder or hub id of T5 and its tokenizer, if it is not beside the denoiser.",
+        group="Family",
+    )

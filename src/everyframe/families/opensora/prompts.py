@@ -1,0 +1,45 @@
+"""What happens to a prompt before T5 reads it: upstream's affixes and cleaning.
+
+Cleaning is part of the model, because its captions were cleaned the same way in training: lower
+case, no addresses, no CJK, no markup, few kinds of punctuation. Upstream took it from DeepFloyd IF
+and runs it twice (`opensora/models/text_encoder/t5.py`, `text_preprocessing`); diffusers holds the
+same function for its Latte pipeline, which is what is called here. Read next: `text.py`.
+"""
+
+from __future__ import annotations
+
+from everyframe.core.plan import Settings
+
+#: The cleaning leaves nothing of a prompt that is all in these scripts.
+_CJK_RANGES = ((0x31C0, 0x4DFF), (0x4E00, 0x9FFF))
+
+
+def with_affixes(prompt: str, settings: Settings) -> str:
+    """The prompt and 1.2's scores behind it, unless the prompt already holds them."""
+    aesthetic = settings.option("aesthetic")
+    motion = settings.option("motion_score")
+    camera = settings.option("camera_motion")
+    if aesthetic is not None and "aesthetic score:" not in prompt:
+        prompt += f" aesthetic score: {aesthetic:.1f}."
+    if motion is not None and "motion score:" not in prompt:
+        prompt += f" motion score: {motion:.1f}."
+    if camera is not None and "camera motion:" not in prompt:
+        prompt += f" camera motion: {camera}."
+    return prompt
+
+
+def clean(prompt: str) -> str:
+    """The prompt as T5 gets it: cleaned twice, as upstream does (once is not always enough)."""
+    from diffusers.pipelines.latte.pipeline_latte import LattePipeline
+
+    # The method reads one class attribute of its pipeline, so the class itself serves as `self`.
+    once = LattePipeline._clean_caption(LattePipeline, prompt)
+    return str(LattePipeline._clean_caption(LattePipeline, once))
+
+
+def loses_all(prompt: str) -> bool:
+    """Whether the prompt is in scripts that cleaning removes (Chinese characters, above all)."""
+    letters = [ord(char) for char in prompt if char.isalpha()]
+    return bool(letters) and all(
+        any(low <= letter <= high for low, high in _CJK_RANGES) for letter in letters
+    )

@@ -1,0 +1,262 @@
+"""A request settled against one Open-Sora model: sizes, length, steps, its own options.
+
+Pure functions of the request and the model's sizes; no torch, no files. What can't be had is an
+`InputError` that says what can. Read next: `family.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from everyframe.core.errors import InputError
+from everyframe.core.plan import Settings
+from everyframe.core.request import Request
+from everyframe.families.opensora.options import OpenSoraOptions
+from everyframe.families.opensora.sizes import named_size
+from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConfig
+
+#: Frames of one piece of 1.2's autoencoder; its weights were trained on multiples of it.
+PIECE = 17
+#: What 1.2 was trained on, beyond which quality is nobody's promise (upstream #641, #696).
+_TRAINED_FRAMES = (51, 408)
+#: The fps that 1.2 is told for a single picture (upstream `IMG_FPS`).
+PICTURE_FPS = 120.0
+
+_UPSTREAM_DEFAULTS: dict[str, dict[str, Any]] = {
+    "1.0": {
+        "num_frames": 16,
+        "fps": 8.0,
+        "num_inference_steps": 100,
+        "guidance_scale": 7.0,
+    },
+    "1.2": {
+        "num_frames": 51,
+        "fps": 24.0,
+        "num_inference_steps": 30,
+        "guidance_scale": 7.0,
+        "resolution": "240p",
+        "aesthetic": 6.5,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What settling needs to know of a model.
+
+    `defaults` come from the checkpoint's own `everyframe.json`, if it has one; `has_scores` says
+    whether aesthetic and motion scores were in its training captions; `square` is the side in
+    pixels that 1.0 was trained at.
+    """
+
+    version: str
+    title: str
+    vae: ImageVAEConfig | VideoVAEConfig
+    patch: tuple[int, int, int]
+    defaults: Mapping[str, Any]
+    has_scores: bool
+    square: int | None = None
+
+    @property
+    def size_step(self) -> int:
+        """Pixels that height and width must be a multiple of.
+
+        1.2 pads its latents to the patch and crops them again; 1.0 can't.
+        """
+        patch = self.patch[1] if self.version == "1.0" else 1
+        return self.vae.spatial_factor * patch
+
+    def default(self, name: str) -> Any:
+        """The checkpoint's own default, else upstream's for the version."""
+        fallback = {} if self.defaults else _UPSTREAM_DEFAULTS[self.version]
+        return self.defaults.get(name, fallback.get(name))
+
+
+def settle(
+    facts: Facts, request: Request, options: OpenSoraOptions, seed: int
+) -> tuple[Settings, tuple[str, ...]]:
+    """Every value of the request settled, and notes for the person who asked."""
+    if request.prompt is None:
+        raise InputError(f"{facts.title} draws what a prompt says; give one")
+    notes: list[str] = []
+    _check_given_frames(facts, request)
+    nominal = _nominal_size(facts, request)
+    height, width = _fitted_size(facts, request, nominal, notes)
+    fps = request.fps if request.fps is not None else float(facts.default("fps"))
+    num_frames = _num_frames(facts, request, fps, notes)
+    guidance = _or_default(request.guidance_scale, facts.default("guidance_scale"))
+    if request.negative_prompt is not None and guidance == 1:
+        raise InputError("negative_prompt has no effect with guidance_scale 1; raise the scale")
+    steps = _or_default(request.num_inference_steps, facts.default("num_inference_steps"))
+    if facts.version == "1.0" and steps > 1000:
+        raise InputError(f"num_inference_steps must be at most 1000 for Open-Sora 1.0, got {steps}")
+    settings = Settings(
+        prompt=request.prompt.strip(),
+        negative_prompt=request.negative_prompt,
+        height=height,
+        width=width,
+        num_frames=num_frames,
+        fps=fps,
+        num_inference_steps=int(steps),
+        guidance_scale=float(guidance),
+        seed=seed,
+        num_videos=request.num_videos,
+        chain=request.chain,
+        edit_strength=request.edit_strength or 0.0,
+        given_frames=tuple(
+            name for name in ("image", "last_image", "extend") if getattr(request, name) is not None
+        ),
+        options=_family_settings(facts, options, nominal),
+    )
+    _check_room(facts, settings)
+    return settings, tuple(notes)
+
+
+def _or_default(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def _check_given_frames(facts: Facts, request: Request) -> None:
+    if facts.version == "1.0":
+        for name in ("image", "last_image", "extend"):
+            if getattr(request, name) is not None:
+                raise InputError(
+                    f"{facts.title} can't take given frames ({name}); Open-Sora 1.2 can"
+                )
+        if request.chain > 1:
+            raise InputError(f"{facts.title} can't go on from a clip (chain); Open-Sora 1.2 can")
+    if request.edit_strength is not None and not request.has_given_frames() and request.chain == 1:
+        raise InputError(
+            "edit_strength has no effect without given frames; "
+            "give image, last_image, extend or chain"
+        )
+
+
+def _nominal_size(facts: Facts, request: Request) -> tuple[int, int]:
+    asked = request.asked_size()
+    if asked is not None:
+        return asked
+    if request.resolution is not None:
+        if facts.version == "1.0":
+            raise InputError(
+                f"{facts.title} has no named resolutions, got {request.resolution!r}; "
+                f"it was trained at {facts.square}x{facts.square}"
+            )
+        return named_size(request.resolution, request.asked_aspect())
+    if facts.default("resolution"):
+        return named_size(facts.default("resolution"), None)
+    side = facts.square or 256
+    return int(facts.default("height") or side), int(facts.default("width") or side)
+
+
+def _fitted_size(
+    facts: Facts, request: Request, nominal: tuple[int, int], notes: list[str]
+) -> tuple[int, int]:
+    """The size in whole latents: an error for a size in numbers, a note for a named one."""
+    step = facts.size_step
+    fitted = (nominal[0] // step * step, nominal[1] // step * step)
+    if fitted == nominal and min(fitted) > 0:
+        return fitted
+    if request.asked_size() is None:
+        notes.append(
+            f"{nominal[1]}x{nominal[0]} becomes {fitted[1]}x{fitted[0]}: "
+            f"the autoencoder works in steps of {step} pixels"
+        )
+        return fitted
+    for name, given in zip(("height", "width"), nominal, strict=True):
+        if given % step or given < step:
+            low = max(given // step * step, step)
+            near = str(low) if low > given else f"{low} or {low + step}"
+            raise InputError(f"{name} must be a multiple of {step}, got {given}; try {near}")
+    raise AssertionError("a size that does not fit has a side that does not")
+
+
+def _num_frames(facts: Facts, request: Request, fps: float, notes: list[str]) -> int:
+    if request.num_frames is not None:
+        frames = request.num_frames
+    elif request.seconds is not None:
+        frames = max(1, round(request.seconds * fps))
+        if isinstance(facts.vae, VideoVAEConfig):
+            whole = max(1, round(frames / PIECE)) * PIECE
+            if whole != frames:
+                notes.append(
+                    f"{request.seconds:g} s become {whole} frames ({whole / fps:.2f} s): "
+                    f"the autoencoder works in pieces of {PIECE} frames"
+                )
+            frames = whole
+    else:
+        frames = int(facts.default("num_frames"))
+    low, high = _TRAINED_FRAMES
+    if facts.version == "1.2" and not facts.defaults and frames != 1 and not low <= frames <= high:
+        notes.append(
+            f"Open-Sora 1.2 was trained on 1 frame and on {low} to {high}, not on {frames}"
+        )
+    return frames
+
+
+def _family_settings(
+    facts: Facts, options: OpenSoraOptions, nominal: tuple[int, int]
+) -> tuple[tuple[str, Any], ...]:
+    scores = {
+        "aesthetic": options.aesthetic,
+        "motion_score": options.motion_score,
+        "camera_motion": options.camera_motion,
+    }
+    if not facts.has_scores:
+        for name, value in scores.items():
+            if value is not None:
+                raise InputError(
+                    f"{name} has no effect on {facts.title}; it is for Open-Sora 1.2's weights"
+                )
+    elif "aesthetic" not in options.model_fields_set:
+        scores["aesthetic"] = facts.default("aesthetic")
+    return (
+        *scores.items(),
+        ("truncate_prompt", options.truncate_prompt),
+        ("nominal_height", nominal[0]),
+        ("nominal_width", nominal[1]),
+    )
+
+
+def known_frames(facts: Facts, settings: Settings) -> tuple[int, int]:
+    """How many frames a clip goes on from, and how many latent frames those are.
+
+    A whole piece where the clip is longer than one, as upstream does; else one picture.
+    """
+    if facts.vae.latent_frames(settings.num_frames) > facts.vae.latent_frames(PIECE):
+        return PIECE, facts.vae.latent_frames(PIECE)
+    return 1, 1
+
+
+def _check_room(facts: Facts, settings: Settings) -> None:
+    """Given frames must leave some to make."""
+    if not settings.given_frames and settings.chain == 1:
+        return
+    latent_frames = facts.vae.latent_frames(settings.num_frames)
+    known = known_frames(facts, settings)[1] if "extend" in settings.given_frames else 1
+    taken = known * ("image" in settings.given_frames or "extend" in settings.given_frames)
+    taken += "last_image" in settings.given_frames
+    if latent_frames <= max(taken, 1) and settings.edit_strength == 0:
+        raise InputError(
+            f"{settings.num_frames} frames are {latent_frames} latent frames, and the given ones "
+            f"take {max(taken, 1)} of them; ask for more frames, at least {PIECE}"
+        )
+
+
+def smaller(facts: Facts, settings: Settings) -> Iterator[Settings]:
+    """The same video shorter, then smaller, in steps that the model was made for."""
+    frames = settings.num_frames
+    while frames > PIECE:
+        frames = max(frames // 2 // PIECE, 1) * PIECE
+        settings = replace(settings, num_frames=frames)
+        yield settings
+    step = facts.size_step
+    while min(settings.height, settings.width) > 16 * step:
+        height, width = (
+            max(int(side * 0.75) // step * step, step) for side in (settings.height, settings.width)
+        )
+        options = {**dict(settings.options), "nominal_height": height, "nominal_width": width}
+        settings = replace(settings, height=height, width=width, options=tuple(options.items()))
+        yield settings

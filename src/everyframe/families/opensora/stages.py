@@ -1,0 +1,376 @@
+"""The stages of an Open-Sora run: text, given frames, denoising, decoding.
+
+Each loads one component, works on every take with it and lets go of it when its generator ends, so
+that memory peaks at the largest stage and not at the sum. Upstream's loop is `scripts/inference.py`
+of 1.2; what differs on purpose is written where it differs. Read next: `components.py`, `text.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from everyframe.core.events import Event, Frames, Loaded, Note, Step
+from everyframe.core.plan import Plan, Settings
+from everyframe.families.family import Take
+from everyframe.families.loading import load_component
+from everyframe.families.opensora.checkpoint import Parts
+from everyframe.families.opensora.components import Sizes
+from everyframe.families.opensora.model import STDiT, STDiT3
+from everyframe.families.opensora.prompts import clean, with_affixes
+from everyframe.families.opensora.settle import PICTURE_FPS, PIECE, Facts, known_frames
+from everyframe.families.opensora.text import (
+    TextEmbedding,
+    build_encoder,
+    embed,
+    load_tokenizer,
+    tokenize,
+)
+from everyframe.families.opensora.vae import ImageVAE, VideoVAE
+from everyframe.families.opensora.vae_config import ImageVAEConfig
+from everyframe.families.opensora.weights import (
+    IMAGE_VAE_KEYS,
+    STDIT3_KEYS,
+    STDIT_KEYS,
+    T5_KEYS,
+    VIDEO_VAE_KEYS,
+)
+from everyframe.samplers import iddpm, noise, rflow
+from everyframe.samplers.guidance import guide
+from everyframe.samplers.step import Step as SamplerStep
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all stages of one clip share: the plan, the model's sizes and places, which clip."""
+
+    plan: Plan
+    sizes: Sizes
+    parts: Parts
+    facts: Facts
+    clip: int
+
+    @property
+    def settings(self) -> Settings:
+        """The plan's settings."""
+        return self.plan.settings
+
+    def goes_on(self) -> bool:
+        """Whether this clip begins with frames of the clip before it or of a given video."""
+        return self.clip > 0 or "extend" in self.settings.given_frames
+
+    def latent_shape(self) -> tuple[int, int, int, int]:
+        """(C, T, h, w) of one clip's latents."""
+        settings = self.settings
+        size = self.sizes.vae.latent_size(settings.num_frames, settings.height, settings.width)
+        return (self.sizes.vae.latent_channels, *size)
+
+    def load_vae(self) -> ImageVAE | VideoVAE:
+        """The autoencoder with its weights."""
+        image = isinstance(self.sizes.vae, ImageVAEConfig)
+        path = self.parts.vae.path
+        assert path is not None
+        spatial = "module" if image else "spatial_vae.module"
+        return load_component(
+            self.plan.component("vae"),
+            self.sizes.build_vae,
+            path,
+            IMAGE_VAE_KEYS if image else VIDEO_VAE_KEYS,
+            outputs=(f"{spatial}.decoder", f"{spatial}.encoder"),
+        )
+
+
+@dataclass(frozen=True)
+class Text:
+    """The prompts of a take, as T5 hidden states; `negative` None stands for the null text."""
+
+    prompt: TextEmbedding
+    negative: TextEmbedding | None
+
+
+@dataclass(frozen=True)
+class TextStage:
+    """Prompt and negative prompt through T5, once for all takes."""
+
+    job: Job
+    name: str = "text"
+    component: str = "text_encoder"
+
+    def num_steps(self, num_takes: int) -> int:
+        """One a prompt."""
+        return 1 + (self.job.settings.negative_prompt is not None)
+
+    def run(self, takes: Sequence[Take]) -> Iterator[Event]:
+        """Fill each take's `text`."""
+        job, began = self.job, time.perf_counter()
+        tokenizer_path, path = job.parts.tokenizer.path, job.parts.text_encoder.path
+        assert tokenizer_path is not None
+        assert path is not None
+        tokenizer = load_tokenizer(tokenizer_path)
+        prompts = [job.settings.prompt]
+        if job.settings.negative_prompt is not None:
+            prompts.append(job.settings.negative_prompt)
+        tokens = []
+        # Tokens first: a prompt that is too long is told before gigabytes are read.
+        for prompt in prompts:
+            ids, mask, cut = tokenize(
+                tokenizer,
+                clean(with_affixes(prompt, job.settings)),
+                job.sizes.denoiser.model_max_length,
+                truncate=job.settings.option("truncate_prompt"),
+            )
+            if cut:
+                yield Note(f"the prompt is too long for the model; its end was cut: {cut!r}")
+            tokens.append((ids, mask))
+        encoder = load_component(
+            job.plan.component("text_encoder"),
+            lambda: build_encoder(job.sizes.text),
+            path,
+            T5_KEYS,
+        )
+        yield Loaded("text_encoder", time.perf_counter() - began)
+        texts: list[TextEmbedding] = []
+        for ids, mask in tokens:
+            begun = time.perf_counter()
+            texts.append(embed(encoder, ids, mask))
+            seconds = time.perf_counter() - begun
+            yield Step("text", len(texts), len(tokens), takes[0].seed, seconds)
+        text = Text(texts[0], texts[1] if len(texts) > 1 else None)
+        for take in takes:
+            take.text = text
+
+
+@dataclass(frozen=True)
+class Known:
+    """Given frames as latents (1, C, T, h, w), and mask (1, T): 1 make, 0 keep, between edit."""
+
+    latents: Tensor
+    mask: Tensor
+
+
+@dataclass(frozen=True)
+class GivenStage:
+    """Given pictures, and the end of the clip before, through the autoencoder's encoder."""
+
+    job: Job
+    name: str = "given frames"
+    component: str = "vae"
+
+    def num_steps(self, num_takes: int) -> int:
+        """One a take."""
+        return num_takes
+
+    def run(self, takes: Sequence[Take]) -> Iterator[Event]:
+        """Fill each take's `known`."""
+        began = time.perf_counter()
+        vae = self.job.load_vae()
+        yield Loaded("vae", time.perf_counter() - began)
+        for number, take in enumerate(takes, start=1):
+            begun = time.perf_counter()
+            take.known = self._known(vae, take)
+            seconds = time.perf_counter() - begun
+            yield Step(self.name, number, len(takes), take.seed, seconds)
+
+    def _known(self, vae: ImageVAE | VideoVAE, take: Take) -> Known:
+        job = self.job
+        shape = job.latent_shape()
+        latents = torch.zeros((1, *shape))
+        mask = torch.ones((1, shape[1]))
+        if job.goes_on():
+            num_frames, num_latents = known_frames(job.facts, job.settings)
+            before = take.tail[-num_frames:]
+            latents[:, :, :num_latents] = self._encode(vae, before)
+            mask[:, :num_latents] = job.settings.edit_strength
+        elif take.given.first is not None:
+            latents[:, :, :1] = self._encode(vae, _as_float(take.given.first))
+            mask[:, :1] = job.settings.edit_strength
+        if take.given.last is not None and job.clip == job.settings.chain - 1:
+            # The last latent frame holds the last four frames of a piece and what came before
+            # them. Upstream snaps a lone picture to the beginning of a piece, where it is not the
+            # last frame; a piece that stands still ends in one that is.
+            last_piece = job.sizes.vae.pieces(job.settings.num_frames)[-1].num_frames
+            still = _as_float(take.given.last).expand(last_piece, -1, -1, -1)
+            latents[:, :, -1:] = self._encode(vae, still)[:, :, -1:]
+            mask[:, -1:] = job.settings.edit_strength
+        return Known(latents, mask)
+
+    def _encode(self, vae: ImageVAE | VideoVAE, frames_THWC: Tensor) -> Tensor:
+        """Frames in 0..1 to latents (1, C, T, h, w), float32 on the CPU."""
+        video = rearrange(frames_THWC, "t h w c -> 1 c t h w") * 2 - 1
+        device = self.job.plan.component("vae").device
+        return vae.encode(video.to(device)).to("cpu", torch.float32)
+
+
+def _as_float(frames: object) -> Tensor:
+    return torch.from_numpy(frames).to(torch.float32) / 255
+
+
+@dataclass(frozen=True)
+class DenoiseStage:
+    """Noise becomes latents: the sampler, guidance and the denoiser."""
+
+    job: Job
+    name: str = "denoise"
+    component: str = "denoiser"
+
+    def num_steps(self, num_takes: int) -> int:
+        """The sampler's steps for each take."""
+        return num_takes * self.job.settings.num_inference_steps
+
+    def run(self, takes: Sequence[Take]) -> Iterator[Event]:
+        """Fill each take's `latents`."""
+        job, began = self.job, time.perf_counter()
+        path = job.parts.denoiser.path
+        assert path is not None
+        model = load_component(
+            job.plan.component("denoiser"),
+            job.sizes.build_denoiser,
+            path,
+            STDIT_KEYS if job.facts.version == "1.0" else STDIT3_KEYS,
+        )
+        yield Loaded("denoiser", time.perf_counter() - began)
+        total, done = self.num_steps(len(takes)), 0
+        for take in takes:
+            begun = time.perf_counter()
+            for step in self._sample(model, take):
+                now = time.perf_counter()
+                done += 1
+                take.latents = step.x
+                yield Step(self.name, done, total, take.seed, now - begun)
+                begun = now
+            take.latents = take.latents.to("cpu")
+
+    def _sample(self, model: STDiT | STDiT3, take: Take) -> Iterator[SamplerStep]:
+        job, settings = self.job, self.job.settings
+        device = job.plan.component("denoiser").device
+        shape = job.latent_shape()
+        label = take.seed if job.clip == 0 else noise.derived_seed(take.seed, "clip", job.clip)
+
+        def fresh(step: int) -> Tensor:
+            return noise.step_noise(label, step, shape)[None]
+
+        start = take.start_noise
+        x = (noise.start_noise(label, shape)[None] if start is None else start).to(device)
+        denoise = Denoiser(model, take.text, settings, job.facts, device)
+        if job.facts.version == "1.0":
+            plan = iddpm.schedule(settings.num_inference_steps)
+            yield from iddpm.sample(denoise, x, plan, fresh)
+            return
+        timesteps = _timesteps(settings, job.facts)
+        if take.known is None:
+            yield from rflow.sample(denoise, x, timesteps)
+            return
+        mask = take.known.mask.to(device)
+        x = torch.where(mask[:, None, :, None, None] == 1, x, take.known.latents.to(device))
+        yield from rflow.sample_masked(denoise, x, timesteps, mask, fresh)
+
+
+def _timesteps(settings: Settings, facts: Facts) -> Tensor:
+    if not facts.default("use_timestep_transform") and facts.defaults:
+        return rflow.schedule(settings.num_inference_steps)
+    return rflow.schedule(
+        settings.num_inference_steps,
+        resolution=(settings.option("nominal_height"), settings.option("nominal_width")),
+        num_frames=settings.num_frames,
+    )
+
+
+class Denoiser:
+    """``denoise(x, t)`` for the samplers: the model with the text and guidance inside.
+
+    The unconditional branch reads the model's learned null text with the *prompt's own mask*, as
+    upstream does and as the weights were sampled; a negative prompt brings a mask of its own.
+    """
+
+    def __init__(
+        self, model: STDiT | STDiT3, text: Text, settings: Settings, facts: Facts, device: str
+    ) -> None:
+        self._model = model
+        self._version = facts.version
+        self._scale = settings.guidance_scale
+        self._conditions: dict[str, Any] = {}
+        if facts.version != "1.0":
+            self._conditions = {
+                "fps": settings.fps if settings.num_frames > 1 else PICTURE_FPS,
+                "height": float(settings.option("nominal_height")),
+                "width": float(settings.option("nominal_width")),
+            }
+        hidden, mask = text.prompt.hidden.to(device), text.prompt.mask.to(device)
+        if self._scale != 1:
+            null = model.null_text()[None].to(hidden)
+            negative_mask = mask
+            if text.negative is not None:
+                null = text.negative.hidden.to(device)
+                negative_mask = text.negative.mask.to(device)
+            hidden, mask = torch.cat([hidden, null]), torch.cat([mask, negative_mask])
+        self._context = model.context(hidden, mask)
+
+    def __call__(self, x: Tensor, t: Tensor, x_mask: Tensor | None = None) -> Tensor:
+        """The guided answer for x (1, C, T, h, w): velocity, or for 1.0 noise and variance."""
+        branches = 1 if self._scale == 1 else 2
+        extra = dict(self._conditions)
+        if x_mask is not None:
+            extra["x_mask"] = x_mask.expand(branches, -1)
+        answer: Tensor = self._model(
+            x.expand(branches, *x.shape[1:]), t.expand(branches), self._context, **extra
+        )
+        if self._version != "1.0":
+            # The second half of the channels was never trained.
+            answer = answer[:, : x.shape[1]]
+        if branches == 1:
+            return answer
+        cond, uncond = answer.chunk(2)
+        # 1.0 was sampled with guidance on three of its four channels, a legacy of DiT.
+        return guide(cond, uncond, self._scale, channels=3 if self._version == "1.0" else None)
+
+
+@dataclass(frozen=True)
+class DecodeStage:
+    """Latents become frames, in the pieces that the autoencoder was trained on."""
+
+    job: Job
+    name: str = "decode"
+    component: str = "vae"
+
+    def num_steps(self, num_takes: int) -> int:
+        """One a piece."""
+        return num_takes * len(self.job.sizes.vae.pieces(self.job.settings.num_frames))
+
+    def run(self, takes: Sequence[Take]) -> Iterator[Event]:
+        """Yield the frames of each take that are new, and keep the end for the clip after."""
+        job, began = self.job, time.perf_counter()
+        vae = job.load_vae()
+        yield Loaded("vae", time.perf_counter() - began)
+        total, done = self.num_steps(len(takes)), 0
+        for take in takes:
+            skip = known_frames(job.facts, job.settings)[0] if job.goes_on() else 0
+            if job.clip == 0 and take.given.source is not None:
+                source = _as_float(take.given.source)
+                yield Frames(take.seed, len(source), source.numpy())
+            begun = time.perf_counter()
+            tail: list[Tensor] = []
+            for frames in self._pieces(vae, take):
+                tail = [*tail, frames][-2:]
+                now = time.perf_counter()
+                done += 1
+                yield Step(self.name, done, total, take.seed, now - begun)
+                new = frames[min(skip, len(frames)) :]
+                skip -= len(frames) - len(new)
+                if len(new):
+                    yield Frames(take.seed, len(new), new.numpy())
+                begun = time.perf_counter()
+            take.latents = None
+            take.tail = torch.cat(tail)[-PIECE:]
+
+    def _pieces(self, vae: ImageVAE | VideoVAE, take: Take) -> Iterator[Tensor]:
+        """Frames (T, H, W, 3) in 0..1, piece by piece."""
+        latents = take.latents.to(self.job.plan.component("vae").device)
+        for piece in vae.decode_pieces(latents, self.job.settings.num_frames):
+            frames = rearrange(piece[0], "c t h w -> t h w c").to("cpu", torch.float32)
+            yield (frames / 2 + 0.5).clamp(0, 1)

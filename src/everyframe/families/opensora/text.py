@@ -1,0 +1,93 @@
+"""T5 and its tokenizer: a prompt becomes hidden states and a mask.
+
+Upstream: `opensora/models/text_encoder/t5.py` (`DeepFloyd/t5-v1_1-xxl`, padded to the model's
+length, attention mask given). The classes come from transformers. Read next: `prompts.py` for what
+happens to the words before, `stages.py` for who calls this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from everyframe.core.errors import CheckpointError, InputError
+
+
+@dataclass(frozen=True)
+class TextEmbedding:
+    """Hidden states (1, L, D) of T5 and which of the L tokens are real (1, L), bool."""
+
+    hidden: Tensor
+    mask: Tensor
+
+
+def t5_config(data: Mapping[str, Any]) -> Any:
+    """transformers' `T5Config` from a checkpoint's config.json."""
+    from transformers import T5Config
+
+    kind = data.get("model_type", "t5")
+    if kind != "t5":
+        raise CheckpointError(f"the text encoder's config.json is of a {kind!r} model, expected t5")
+    return T5Config.from_dict(dict(data))
+
+
+def build_encoder(data: Mapping[str, Any]) -> nn.Module:
+    """An untrained `T5EncoderModel` of those sizes; build it under ``torch.device("meta")``."""
+    from transformers import T5EncoderModel
+
+    encoder: nn.Module = T5EncoderModel(t5_config(data))
+    return encoder
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer that lies in `folder` (`tokenizer.json` or `spiece.model`); never fetches."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise CheckpointError(f"{folder} holds no usable tokenizer: {first}") from error
+
+
+def tokenize(
+    tokenizer: Any, prompt: str, max_length: int, *, truncate: bool
+) -> tuple[Tensor, Tensor, str]:
+    """Token ids and mask, (1, max_length) each, and the words that were cut ("" if none).
+
+    Raises `InputError` for a prompt that is too long unless `truncate`; it says what would be cut.
+    """
+    ids = tokenizer(prompt, add_special_tokens=True)["input_ids"]
+    cut = ""
+    if len(ids) > max_length:
+        kept = tokenizer(prompt, add_special_tokens=True, truncation=True, max_length=max_length)
+        # The last kept token is the end mark, which the cut prompt needs too.
+        cut = tokenizer.decode(ids[max_length - 1 : -1], skip_special_tokens=True).strip()
+        if not truncate:
+            raise InputError(
+                f"the prompt has {len(ids)} tokens, this model reads {max_length}; shorten it, or "
+                f"go on without its end by --truncate-prompt, which cuts: {_shortened(cut)!r}"
+            )
+        ids = kept["input_ids"]
+    padding = max_length - len(ids)
+    pad_id = tokenizer.pad_token_id or 0
+    row = torch.tensor([list(ids) + [pad_id] * padding])
+    mask = torch.tensor([[True] * len(ids) + [False] * padding])
+    return row, mask, cut
+
+
+def _shortened(text: str, limit: int = 200) -> str:
+    return text if len(text) <= limit else f"{text[:limit]}…"
+
+
+def embed(encoder: nn.Module, ids: Tensor, mask: Tensor) -> TextEmbedding:
+    """T5's last hidden states for token ids (1, L) and mask (1, L); float32, on the CPU."""
+    device = next(encoder.parameters()).device
+    answer = encoder(input_ids=ids.to(device), attention_mask=mask.to(device, torch.long))
+    hidden = answer.last_hidden_state
+    return TextEmbedding(hidden.to("cpu", torch.float32), mask)

@@ -1,0 +1,67 @@
+"""The families there are. Importing this imports none of them, nor torch.
+
+Read next: `family.py` for what a family is.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from everyframe.core.errors import InputError, did_you_mean
+from everyframe.core.options import FamilyOptions
+from everyframe.core.request import Request
+from everyframe.families.family import Family
+
+#: Family name -> (module and class of its options, module and name of the family object).
+_FAMILIES = {
+    "opensora": (
+        ("everyframe.families.opensora.options", "OpenSoraOptions"),
+        ("everyframe.families.opensora.family", "OPEN_SORA"),
+    ),
+}
+
+
+def family_names() -> tuple[str, ...]:
+    """Every family's name."""
+    return tuple(_FAMILIES)
+
+
+def options_of(name: str) -> type[FamilyOptions]:
+    """A family's own options, without importing the family."""
+    module, attribute = _FAMILIES[name][0]
+    options: type[FamilyOptions] = getattr(import_module(module), attribute)
+    return options
+
+
+def all_options() -> dict[str, type[FamilyOptions]]:
+    """Every family's own options by the family's name."""
+    return {name: options_of(name) for name in _FAMILIES}
+
+
+def family(name: str) -> Family:
+    """A family by its name."""
+    module, attribute = _FAMILIES[name][1]
+    found: Family = getattr(import_module(module), attribute)
+    return found
+
+
+def check_option_names(request: Request) -> None:
+    """Raise `InputError` for an option that no family knows, naming the nearest that one does."""
+    known = set(Request.model_fields) - {"family_options"}
+    for options in all_options().values():
+        known |= set(options.model_fields)
+    for name in request.family_options:
+        if name not in known:
+            raise InputError(f"there is no option {name!r}{did_you_mean(name, known)}")
+
+
+def family_options(name: str, request: Request) -> FamilyOptions:
+    """The request's family options as that family's; another family's option is an error."""
+    own = options_of(name)
+    for given in request.family_options:
+        if given not in own.model_fields:
+            owner = next(
+                other for other, options in all_options().items() if given in options.model_fields
+            )
+            raise InputError(f"{given} is an option of {owner} models; this is a model of {name}")
+    return own(**request.family_options)

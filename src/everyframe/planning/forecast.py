@@ -1,0 +1,25 @@
+"""Whether something fits into a device's memory, and how amounts of memory are written.
+
+What each component needs is counted by its family (`families/*/components.py`).
+"""
+
+from __future__ import annotations
+
+from everyframe.core.facts import DeviceFacts
+
+#: Share of the free memory that a plan may count on: allocators keep some, forecasts err a little.
+USABLE_SHARE = 0.92
+
+
+def fits(num_bytes: int, device: DeviceFacts) -> bool:
+    """Whether so many bytes can be had on the device now."""
+    return num_bytes <= device.free_memory * USABLE_SHARE
+
+
+def describe_bytes(num_bytes: int) -> str:
+    """``"18.4 GB"``, ``"52 MB"``: decimal units, as disks and cards are sold."""
+    if num_bytes >= 1e9:
+        return f"{num_bytes / 1e9:.1f} GB"
+    if num_bytes >= 1e6:
+        return f"{num_bytes / 1e6:.0f} MB"
+    return f"{num_bytes / 1e3:.0f} kB"

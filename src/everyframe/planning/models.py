@@ -1,0 +1,86 @@
+"""What models are known, what is on this disk, what each needs: for lists and for refusals.
+
+Read next: `checkpoints/known.py` (the data), `resolve.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from everyframe.checkpoints import shapes_prompts
+from everyframe.checkpoints.find import Location, overview
+from everyframe.core.errors import InputError
+from everyframe.core.request import Request
+from everyframe.hardware.facts import machine_facts, pick_device
+from everyframe.planning.forecast import describe_bytes, fits
+
+#: A model's largest part in the precision of a plan takes about this share of its bytes on disk:
+#: parts are stored in float32 and loaded one at a time.
+_BYTES_PER_PARAMETER = {True: 2, False: 4}
+
+
+@dataclass(frozen=True)
+class ModelRow:
+    """One known model: `needs_bytes` is the memory of its largest part, `download_bytes` what is
+    still to be fetched (None: not known, 0: nothing)."""
+
+    name: str
+    family: str
+    title: str
+    on_disk: bool
+    download_bytes: int | None
+    needs_bytes: int
+    fits: bool
+    note: str
+
+
+def list_models() -> tuple[ModelRow, ...]:
+    """Every known model as it stands on this machine; nothing is loaded or fetched."""
+    device = pick_device(machine_facts(), "auto")
+    element = _BYTES_PER_PARAMETER[device.has_fast_bf16]
+    rows = []
+    for place in overview():
+        assert place.known is not None
+        needs = _needs_bytes(place, element)
+        rows.append(
+            ModelRow(
+                name=place.known.name,
+                family=place.known.family,
+                title=place.known.title,
+                on_disk=place.complete,
+                download_bytes=place.bytes_to_fetch,
+                needs_bytes=needs,
+                fits=fits(needs, device),
+                note=place.known.note,
+            )
+        )
+    return tuple(rows)
+
+
+def _needs_bytes(place: Location, element: int) -> int:
+    assert place.known is not None
+    largest = max((part.num_parameters or 0 for part in place.known.parts), default=0)
+    return largest * element if largest else place.bytes_on_disk
+
+
+def _in_words(row: ModelRow) -> str:
+    where = "on this disk" if row.on_disk else f"{describe_bytes(row.download_bytes or 0)} to fetch"
+    return f"{row.name} ({describe_bytes(row.needs_bytes)} of memory, {where})"
+
+
+def refuse_if_not_drawable(request: Request) -> None:
+    """Without a model's name the embedded one draws, and only what it was trained on.
+
+    Raises `InputError` that says what it can draw and which models would fit this machine.
+    """
+    if request.prompt is None:
+        raise InputError("give a prompt, or a model that needs none")
+    reason = shapes_prompts.read_prompt(request.prompt)
+    if not isinstance(reason, str):
+        return
+    fitting = [_in_words(row) for row in list_models() if row.fits and row.name != "shapes"]
+    others = ", ".join(fitting) if fitting else "none of the known ones"
+    raise InputError(
+        f"the embedded model can't draw this: {reason}. It draws {shapes_prompts.describe_world()}. "
+        f"Models that fit this machine: {others} (--model NAME); --model shapes tries anyway"
+    )

@@ -1,0 +1,177 @@
+"""Tiny random checkpoints in upstream's own layouts, written to disk for tests.
+
+They go through the same finding, loading and running code as real ones; only their sizes differ.
+Layouts: hpcaitech/Open-Sora v1.0.0 (a flat pickle) and v1.2.0 (config.json and safetensors),
+diffusers' autoencoder folder, DeepFloyd's T5 folder.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from everyframe.families.opensora.config import STDiT3Config, STDiTConfig
+from everyframe.families.opensora.model import build_model
+from everyframe.families.opensora.vae import ImageVAE, VideoVAE
+from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConfig
+
+CAPTION_CHANNELS = 16
+MAX_LENGTH = 24
+WORDS = "a the red blue circle square moves to right left on background and aesthetic score".split()
+
+AUTOENCODER = {
+    "in_channels": 3,
+    "out_channels": 3,
+    "down_block_types": ["DownEncoderBlock2D"] * 4,
+    "up_block_types": ["UpDecoderBlock2D"] * 4,
+    "block_out_channels": [8, 8, 8, 8],
+    "layers_per_block": 1,
+    "latent_channels": 4,
+    "norm_num_groups": 4,
+    "sample_size": 32,
+}
+TEMPORAL = {"filters": 4, "num_res_blocks": 1, "channel_multipliers": [1, 1, 2, 2], "num_groups": 2}
+
+
+def opensora_1_2(folder: Path, *, seed: int = 0, **sizes: Any) -> Path:
+    """A folder with an Open-Sora 1.2 of tiny sizes: denoiser, vae/, text_encoder/."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": ["STDiT3"],
+        "model_type": "STDiT3",
+        "input_size": [None, None, None],
+        "input_sq_size": 512,
+        "in_channels": 4,
+        "patch_size": [1, 2, 2],
+        "hidden_size": 32,
+        "depth": 2,
+        "num_heads": 2,
+        "caption_channels": CAPTION_CHANNELS,
+        "model_max_length": MAX_LENGTH,
+        "qk_norm": True,
+        "enable_flash_attn": True,
+        "torch_dtype": "float32",
+        **sizes,
+    }
+    model = build_model(STDiT3Config.from_json(config))
+    tensors = randomised(model, seed)
+    tensors["rope.freqs"] = torch.zeros(config["hidden_size"] // config["num_heads"] // 2)
+    _write(folder, config, tensors)
+    video_vae(folder / "vae", seed=seed + 1)
+    text_encoder(folder / "text_encoder", seed=seed + 2)
+    return folder
+
+
+def opensora_1_0(folder: Path, *, seed: int = 0) -> Path:
+    """A pickle of tiny 1.0 weights with its sizes beside it, and its parts; the pickle's path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "model_type": "STDiT",
+        "input_size": [16, 4, 4],
+        "in_channels": 4,
+        "hidden_size": 32,
+        "depth": 2,
+        "num_heads": 2,
+        "caption_channels": CAPTION_CHANNELS,
+        "model_max_length": MAX_LENGTH,
+        "space_scale": 0.5,
+    }
+    tensors = randomised(build_model(STDiTConfig.from_json(config)), seed)
+    tensors["pos_embed"] = torch.zeros(1, 4, 32)
+    tensors["pos_embed_temporal"] = torch.zeros(1, 16, 32)
+    path = folder / "OpenSora-v1-HQ-16x256x256.pth"
+    torch.save(tensors, path)
+    (folder / "config.json").write_text(json.dumps(config))
+    image_vae(folder / "vae", seed=seed + 1)
+    text_encoder(folder / "text_encoder", seed=seed + 2)
+    return path
+
+
+def video_vae(folder: Path, *, seed: int = 1) -> Path:
+    """1.2's autoencoder in its own layout, with the spatial sizes written along."""
+    config = {
+        "architectures": ["VideoAutoencoderPipeline"],
+        "model_type": "VideoAutoencoderPipeline",
+        "micro_frame_size": 17,
+        "vae_2d": {
+            "type": "VideoAutoencoderKL",
+            "from_pretrained": "PixArt-alpha/pixart_sigma_sdxlvae_T5_diffusers",
+            "subfolder": "vae",
+            "micro_batch_size": 4,
+            "config": AUTOENCODER,
+        },
+        "vae_temporal": {"type": "VAE_Temporal_SD", "from_pretrained": None, **TEMPORAL},
+        "shift": [-0.10, 0.34, 0.27, 0.98],
+        "scale": [3.85, 2.32, 2.33, 3.06],
+    }
+    module = VideoVAE(VideoVAEConfig.from_json(config))
+    _write(folder, config, randomised(module, seed))
+    return folder
+
+
+def image_vae(folder: Path, *, seed: int = 1) -> Path:
+    """An autoencoder as diffusers saves it."""
+    config = {"_class_name": "AutoencoderKL", "_diffusers_version": "0.25.0", **AUTOENCODER}
+    tensors = randomised(ImageVAE(ImageVAEConfig.from_json(config)), seed)
+    plain = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
+    _write(folder, config, plain, "diffusion_pytorch_model.safetensors")
+    return folder
+
+
+def text_encoder(folder: Path, *, seed: int = 2) -> Path:
+    """T5 and its tokenizer in one folder, as transformers saves them."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
+
+    vocabulary = {word: index for index, word in enumerate(["<pad>", "</s>", "<unk>", *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", vocabulary["</s>"])]
+    )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
+    )
+    fast.save_pretrained(folder)
+    config = T5Config(
+        vocab_size=len(vocabulary), d_model=CAPTION_CHANNELS, d_kv=8, d_ff=32, num_layers=1,
+        num_heads=2, feed_forward_proj="gated-gelu", tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    T5EncoderModel(config).save_pretrained(folder)
+    return folder
+
+
+def randomised(module: nn.Module, seed: int) -> dict[str, torch.Tensor]:
+    """The module's state with every parameter drawn anew, small enough to stay finite.
+
+    Zero-initialised layers would hide whatever is wrong before them.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    state: dict[str, torch.Tensor] = {}
+    parameters = {name for name, _ in module.named_parameters()}
+    for name, tensor in module.state_dict().items():
+        if name not in parameters:
+            state[name] = tensor
+        elif tensor.ndim == 1 and name.endswith("weight"):
+            state[name] = 1 + 0.1 * torch.randn(tensor.shape, generator=generator)
+        else:
+            fan_in = max(tensor[0].numel(), 1) if tensor.ndim > 1 else 100
+            state[name] = torch.randn(tensor.shape, generator=generator) * fan_in**-0.5
+    return state
+
+
+def _write(
+    folder: Path,
+    config: dict[str, Any],
+    tensors: dict[str, torch.Tensor],
+    name: str = "model.safetensors",
+) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / name)
