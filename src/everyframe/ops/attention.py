@@ -43,7 +43,7 @@ class AttentionCore(nn.Module):
 
 def split_heads(x: Tensor, num_heads: int) -> Tensor:
     """(B, N, heads * D) seen as (B, heads, N, D); nothing is copied."""
-    return x.unflatten(-1, (num_heads, -1)).transpose(1, 2)
+    return torch.unflatten(x, -1, (num_heads, -1)).transpose(1, 2)
 
 
 def merge_heads(x_BHND: Tensor) -> Tensor:

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from everyframe.ops.dtypes import float32_or_wider
+
 
 def layer_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
     """``(x - mean) / sqrt(variance + eps)`` over the last dimension, in the dtype of `x`."""
@@ -19,7 +21,14 @@ def layer_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, in the dtype of `x`."""
-    return F.rms_norm(x, x.shape[-1:], weight.to(x.dtype), eps)
+    if x.is_cuda:
+        return F.rms_norm(x, x.shape[-1:], weight.to(x.dtype), eps)
+    # Elsewhere PyTorch's is this formula in twice as many passes over memory. The norm is taken
+    # over float32 numbers whatever `x` holds, so squares of large float16 numbers don't overflow.
+    wide = float32_or_wider(x.dtype)
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
+    inverse = torch.rsqrt(norm.square() / x.shape[-1] + eps)
+    return (x * inverse).mul_(weight).to(x.dtype)
 
 
 class LayerNorm(nn.Module):

@@ -26,7 +26,8 @@ def sincos_1d(
     frequencies = max_period ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     angles = torch.outer(torch.tensor(positions, dtype=torch.float64), frequencies)
     table = torch.cat((angles.sin(), angles.cos()), dim=-1)
-    return table.to(device, float32_or_wider(dtype))
+    # Cast first: a device without float64 can't be handed any.
+    return table.to(float32_or_wider(dtype)).to(device)
 
 
 def sincos_2d(

@@ -46,13 +46,15 @@ def rotary_table(
     sine = angles.sin()
     cos, sin = angles.cos().repeat_interleave(2, dim=-1), torch.stack((-sine, sine), -1).flatten(-2)
     dtype = float32_or_wider(dtype)
-    return RotaryTable(cos.to(device, dtype), sin.to(device, dtype))
+    # Cast first: a device without float64 can't be handed any.
+    return RotaryTable(cos.to(dtype).to(device), sin.to(dtype).to(device))
 
 
 def rotate(x: Tensor, table: RotaryTable) -> Tensor:
     """Turn `x` (..., N, D) by the table's angles; computed in its precision, in `x`'s dtype."""
-    swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-    return torch.addcmul(x * table.cos, swapped, table.sin).to(x.dtype)
+    wide = x.to(table.cos.dtype)
+    swapped = torch.unflatten(wide, -1, (-1, 2)).flip(-1).flatten(-2)
+    return (wide * table.cos).addcmul_(swapped, table.sin).to(x.dtype)
 
 
 class RotaryEmbedding(nn.Module):

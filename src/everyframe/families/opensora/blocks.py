@@ -14,6 +14,7 @@ from enum import Enum
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 
 from everyframe.families.opensora.context import KeysValues
@@ -58,19 +59,18 @@ class PatchEmbed(nn.Module):
         if any(padding):
             pad_t, pad_h, pad_w = padding
             x_BCTHW = F.pad(x_BCTHW, (0, pad_w, 0, pad_h, 0, pad_t))
-        for axis, patch in zip((2, 4, 6), self.patch_size, strict=True):
-            x_BCTHW = x_BCTHW.unflatten(axis, (-1, patch))
-        # (B, C, T, pt, H, ph, W, pw) to (B, T, H, W, C, pt, ph, pw)
-        patches = x_BCTHW.permute(0, 2, 4, 6, 1, 3, 5, 7).flatten(4).flatten(2, 3)
+        t, h, w = self.patch_size
+        pattern = "b c (t pt) (h ph) (w pw) -> b t (h w) (c pt ph pw)"
+        patches = rearrange(x_BCTHW, pattern, pt=t, ph=h, pw=w)
         tokens: Tensor = self.proj(patches)
         return tokens
 
 
 def unpatchify(x: Tensor, grid: Size3, patch_size: Size3, latent_size: Size3) -> Tensor:
     """(B, T', S, patch volume * C), channels last, to (B, C, T, H, W), the padding cut off."""
-    x = x.unflatten(2, grid[1:]).unflatten(-1, (*patch_size, -1))
-    # (B, T, H, W, pt, ph, pw, C) to (B, C, T, pt, H, ph, W, pw)
-    x = x.permute(0, 7, 1, 4, 2, 5, 3, 6).flatten(6, 7).flatten(4, 5).flatten(2, 3)
+    pattern = "b t (h w) (pt ph pw c) -> b c (t pt) (h ph) (w pw)"
+    t, h, w = patch_size
+    x = rearrange(x, pattern, h=grid[1], w=grid[2], pt=t, ph=h, pw=w)
     frames, rows, columns = latent_size
     return x[:, :, :frames, :rows, :columns]
 
@@ -163,10 +163,11 @@ class SelfAttention(nn.Module):
         q, k = self.q_norm(q), self.k_norm(k)
         if table is not None:
             q, k = self.rotate(q, table), self.rotate(k, table)
-        x = merge_heads(self.core(q, k, v)).unflatten(0, outer)
+        x = torch.unflatten(merge_heads(self.core(q, k, v)), 0, outer)
         if self.axis is Axis.TIME:
             x = x.transpose(1, 2)
-        out: Tensor = self.proj(x)
+        # A product of what does not lie in one piece is done row by row; one copy is cheaper.
+        out: Tensor = self.proj(x.contiguous())
         return out
 
 
@@ -189,7 +190,7 @@ class CrossAttention(nn.Module):
     def forward(self, x_BTSC: Tensor, text: KeysValues, mask: Tensor | None) -> Tensor:
         q = split_heads(self.q_linear(x_BTSC).flatten(1, 2), self.num_heads)
         x_BNC = merge_heads(self.core(q, text.keys, text.values, mask))
-        out: Tensor = self.proj(x_BNC.unflatten(1, x_BTSC.shape[1:3]))
+        out: Tensor = self.proj(torch.unflatten(x_BNC, 1, x_BTSC.shape[1:3]))
         return out
 
 

@@ -25,7 +25,7 @@ def check_latents(x: Tensor, in_channels: int, context: TextContext) -> tuple[in
 def per_sample(value: Tensor | float, name: str, x: Tensor) -> Tensor:
     """`value` as (B,) beside latents `x`, in their dtype but in float32 at least."""
     dtype = float32_or_wider(x.dtype)
-    numbers_B = torch.as_tensor(value, dtype=dtype, device=x.device)
+    numbers_B = torch.as_tensor(value).to(dtype).to(x.device)
     if numbers_B.ndim > 1 or numbers_B.numel() not in (1, len(x)):
         raise InputError(f"{name} must be one number or ({len(x)},), got {tuple(numbers_B.shape)}")
     return numbers_B.expand(len(x))

@@ -129,9 +129,9 @@ class STDiT(nn.Module):
         # Trained so: places in time are told to the first block only.
         times = [frame / self.config.time_scale for frame in range(grid[0])]
         time_positions = sincos_1d(times, self.config.hidden_size, dtype=dtype, device=device)
-        for block, text in zip(self.blocks, context.blocks, strict=True):
-            x_BTSC = block(x_BTSC, t_B16C, text, context.mask, time_positions)
-            time_positions = None
+        for i, (block, text) in enumerate(zip(self.blocks, context.blocks, strict=True)):
+            told = time_positions if i == 0 else None
+            x_BTSC = block(x_BTSC, t_B16C, text, context.mask, told)
         out = self.final_layer(x_BTSC, t_BC)
         return at_least_float32(unpatchify(out, grid, self.config.patch_size, latent_size))
 
