@@ -33,6 +33,7 @@ def make_record(plan: Plan, request: Request, weight_files: Sequence[str]) -> di
     settings = shown.pop("settings")
     for transient in ("notes", "to_fetch", "obstacle"):
         shown.pop(transient)
+    shown["model"] = _public_name(plan.model)
     shown["device"] = {key: value for key, value in shown["device"].items() if key != "free_memory"}
     return {
         "schema": RECORD_SCHEMA,

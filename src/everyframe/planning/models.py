@@ -81,6 +81,6 @@ def refuse_if_not_drawable(request: Request) -> None:
     fitting = [_in_words(row) for row in list_models() if row.fits and row.name != "shapes"]
     others = ", ".join(fitting) if fitting else "none of the known ones"
     raise InputError(
-        f"the embedded model can't draw this: {reason}. It draws {shapes_prompts.describe_world()}. "
-        f"Models that fit this machine: {others} (--model NAME); --model shapes tries anyway"
+        f"the embedded model can't draw this: {reason}. "
+        f"It draws {shapes_prompts.describe_world()}. Models that fit this machine: {others} (--model NAME); --model shapes tries anyway"
     )
