@@ -17,7 +17,17 @@ from house_rules import PACKAGE, ROOMS, RULES, Module, Rule
 SOURCE = Path(everyframe.__file__).parent
 
 #: What `import everyframe` offers. A name is added here and in CHANGELOG.md, and then kept.
-PUBLIC_NAMES = {"Request", "Video", "__version__", "generate", "plan", "stream"}
+PUBLIC_NAMES = {
+    "EveryframeError",
+    "InputError",
+    "Plan",
+    "Request",
+    "Video",
+    "__version__",
+    "generate",
+    "plan",
+    "stream",
+}
 
 #: Imports that take long; the package's own import and `--help` must do without them.
 SLOW_IMPORTS = ("torch", "transformers", "diffusers", "av", "PIL", "huggingface_hub")

@@ -1,3 +1,54 @@
-"""Everyframe: video diffusion that comes out right on every device, then fast."""
+"""Everyframe: video diffusion that comes out right on every device, then fast.
+
+Importing this imports neither torch nor anything else that takes long; names are fetched from their
+modules when they are first used. Read next: `api.py`, `core/request.py`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from everyframe.api import generate, plan, stream
+    from everyframe.core.errors import EveryframeError, InputError
+    from everyframe.core.plan import Plan
+    from everyframe.core.request import Request
+    from everyframe.media.video import Video
+
+__all__ = [
+    "EveryframeError",
+    "InputError",
+    "Plan",
+    "Request",
+    "Video",
+    "__version__",
+    "generate",
+    "plan",
+    "stream",
+]
+
+_HOMES = {
+    "EveryframeError": "everyframe.core.errors",
+    "InputError": "everyframe.core.errors",
+    "Plan": "everyframe.core.plan",
+    "Request": "everyframe.core.request",
+    "Video": "everyframe.media.video",
+    "generate": "everyframe.api",
+    "plan": "everyframe.api",
+    "stream": "everyframe.api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'everyframe' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

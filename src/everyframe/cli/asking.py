@@ -1,0 +1,71 @@
+"""What was asked for, out of what was written on the command line.
+
+Read next: `options.py` for the flags, `everyframe.core.request` for what they mean.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from everyframe.core.errors import InputError
+from everyframe.core.request import Request
+from everyframe.families.registry import all_options
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request, and the record that it repeats, if it does."""
+
+    request: Request
+    record: Mapping[str, Any] | None = None
+
+    @property
+    def num_threads(self) -> int | None:
+        """The number of CPU threads that the record asks for."""
+        if self.record is None:
+            return None
+        from everyframe.engine.record import recorded_threads
+
+        return recorded_threads(self.record)
+
+
+def asked(given: Mapping[str, Any], from_record: str | None) -> Asked:
+    """The request of these options, by name, on top of a file's own record if one is given.
+
+    A prompt of ``-`` is read from standard input. Raises `InputError`.
+    """
+    values = {name: _typed(name, value) for name, value in given.items()}
+    if "prompt" in values:
+        values["prompt"] = _prompt(values["prompt"])
+    if from_record is None:
+        return Asked(Request(**values))
+    from everyframe.engine.record import request_from
+    from everyframe.media.record import read_record
+
+    record = read_record(from_record)
+    return Asked(request_from(record, values), record)
+
+
+def _typed(name: str, value: Any) -> Any:
+    """A family's option checked by that family's field; a common one is checked by `Request`."""
+    if name in Request.model_fields:
+        return value
+    owner = next(options for options in all_options().values() if name in options.model_fields)
+    return getattr(owner(**{name: value}), name)
+
+
+def _prompt(written: str) -> str:
+    text = written
+    if written == "-":
+        try:
+            text = sys.stdin.read().strip()
+        except UnicodeDecodeError as error:
+            raise InputError(f"the prompt on standard input is not UTF-8 text: {error}") from None
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:  # Python keeps bytes that are no text as halves of surrogate pairs
+        raise InputError(f"the prompt is not UTF-8 text, got {text!r}") from None
+    return text

@@ -1,0 +1,37 @@
+"""``everyframe inspect``: what made a video, out of the video itself or its sidecar.
+
+Read next: `everyframe.media.record`.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from everyframe.cli.options import command, positional, run_flag
+from everyframe.cli.text import json_line
+from everyframe.core.errors import ExitCode
+
+
+def inspect(file: str, *, json: bool = False) -> int:
+    """Print the record of `file`; the exit code."""
+    from everyframe.media.record import read_record
+
+    record = read_record(file)
+    if json:
+        print(json_line(record))
+    else:
+        from everyframe.cli.tables import print_record
+
+        print_record(record, sys.stdout)
+    return int(ExitCode.DONE)
+
+
+COMMAND = command(
+    inspect,
+    (
+        positional("file", "A video, a folder of frames, or a sidecar."),
+        run_flag("json"),
+        run_flag("log_level"),
+    ),
+    "Say what made a video: model, prompt, settings, seed, versions, device.",
+)

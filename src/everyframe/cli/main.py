@@ -1,0 +1,183 @@
+"""Finds the command, runs it, and turns whatever comes of it into an exit code.
+
+Results go to standard output and everything else to standard error. With ``--json`` an error is the
+last line of standard output as well. Nothing that takes long to import is imported here.
+Read next: `generate.py`; `everyframe.core.errors` for the table of exit codes.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from everyframe import __version__
+from everyframe.core.errors import EveryframeError, ExitCode
+
+if TYPE_CHECKING:
+    from cyclopts import App
+
+#: Command -> (where it is, its line in the list of commands). Imported only when it is called.
+COMMANDS = {
+    "generate": ("everyframe.cli.generate:COMMAND", "Make a video of a prompt."),
+    "plan": ("everyframe.cli.plan:COMMAND", "Say what would run; nothing is loaded or fetched."),
+    "inspect": ("everyframe.cli.inspect:COMMAND", "Say what made a video."),
+    "models": ("everyframe.cli.models:COMMAND", "List known models and what they need."),
+}
+
+#: What a lone ``-`` is called while the words are parsed, which would take it for an option. No
+#: word of a real command line can hold a NUL.
+_DASH = "\0-"
+
+
+class _Terminated(BaseException):
+    """SIGTERM or SIGHUP came; raised so that unfinished files are removed on the way out."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (this process's own if None); the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    # Looked for before parsing, because parsing itself can fail.
+    as_json = "--json" in words
+    restore = _leave_orderly()
+    try:
+        code = _run(words)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        return _say("interrupted; nothing unfinished was left behind", 130, as_json)
+    except BrokenPipeError:
+        # Whoever read our output has gone. Point it nowhere, or Python complains on its way out.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return int(ExitCode.TROUBLE)
+    except _Terminated as stop:
+        number = int(stop.args[0])
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)  # now for good, so that the caller sees by which signal
+        return 128 + number
+    except EveryframeError as error:
+        _debug_traceback()
+        return _say(str(error), int(error.exit_code), as_json)
+    except MemoryError:
+        _debug_traceback()
+        text = "out of memory; try a smaller --size or --num-frames (`everyframe plan` forecasts)"
+        return _say(text, int(ExitCode.CANNOT_RUN_HERE), as_json)
+    except OSError as error:
+        _debug_traceback()
+        return _say(_of_the_system(error), int(ExitCode.WRONG_INPUT), as_json)
+    except Exception as error:  # noqa: BLE001 - the last line of defence, and it tells all
+        return _bug(error, as_json)
+    finally:
+        restore()
+
+
+def _run(words: list[str]) -> int:
+    from cyclopts import CycloptsError
+
+    from everyframe.cli import log, usage
+
+    log.set_up(None)
+    app = _app()
+    try:
+        command, bound, *_ = app.parse_args(
+            [_DASH if word == "-" else word for word in words],
+            print_error=False,
+            exit_on_error=False,
+        )
+    except CycloptsError as error:
+        usage.complain(error, words, tuple(COMMANDS))
+    values = {key: "-" if value == _DASH else value for key, value in bound.arguments.items()}
+    if "log_level" in values:
+        log.set_up(values.pop("log_level"))
+    if _is_own(command):
+        return int(command(**values))
+    command(*bound.args, **bound.kwargs)  # help or version
+    return int(ExitCode.DONE)
+
+
+def _app() -> App:
+    from cyclopts import App
+
+    app = App(
+        name="everyframe",
+        help="Video diffusion that comes out right on every device, then fast.",
+        version=f"everyframe {__version__}",
+        version_format="plaintext",
+        help_format="plaintext",
+        help_epilogue='everyframe generate "a red circle moves to the right" -o clip.mp4',
+    )
+    for name, (place, help_text) in COMMANDS.items():
+        app.command(place, name=name, help=help_text)
+    return app
+
+
+def _is_own(command: Callable[..., Any]) -> bool:
+    """Whether it is a command of ours, and not help or version."""
+    return getattr(command, "is_command", False)
+
+
+def _leave_orderly() -> Callable[[], None]:
+    """Make SIGTERM and SIGHUP unwind the stack as Ctrl-C does; gives what undoes it.
+
+    Signals that somebody ignores on purpose (``nohup``) stay ignored.
+    """
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise _Terminated(number)
+
+    changed = []
+    for name in ("SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)
+        if number is None or signal.getsignal(number) is not signal.SIG_DFL:
+            continue
+        try:
+            signal.signal(number, stop)
+        except ValueError:  # called from Python in another thread: there signals can't be set
+            return lambda: None
+        changed.append(number)
+
+    def restore() -> None:
+        for number in changed:
+            signal.signal(number, signal.SIG_DFL)
+
+    return restore
+
+
+def _say(text: str, code: int, as_json: bool) -> int:
+    """Print an error as one line; the exit code that it has."""
+    line = " ".join(text.split())
+    prefix = "" if code == ExitCode.INTERRUPTED else "error: "
+    print(f"{prefix}{line}", file=sys.stderr)
+    if as_json:
+        from everyframe.cli.text import json_line
+
+        try:
+            print(json_line({"type": "error", "code": code, "message": line}), flush=True)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return code
+
+
+def _of_the_system(error: OSError) -> str:
+    what = error.strerror or str(error) or type(error).__name__
+    return f"{what}: {error.filename!r}" if error.filename else what
+
+
+def _debug_traceback() -> None:
+    from everyframe.cli import log
+
+    if log.is_debug():
+        import traceback
+
+        traceback.print_exc()
+
+
+def _bug(error: Exception, as_json: bool) -> int:
+    import traceback
+
+    traceback.print_exc()
+    text = f"this is a bug in everyframe: {type(error).__name__}: {error}"
+    return _say(text, int(ExitCode.TROUBLE), as_json)

@@ -1,0 +1,35 @@
+"""``everyframe models``: what is known, what is on this disk, what it needs.
+
+Read next: `everyframe.planning.models`.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+
+from everyframe.cli.options import command, run_flag
+from everyframe.cli.text import json_line
+from everyframe.core.errors import ExitCode
+
+
+def models(*, json: bool = False) -> int:
+    """Print one row a model, in JSON one line a model; the exit code."""
+    from everyframe.planning.models import list_models
+
+    rows = list_models()
+    if json:
+        for row in rows:
+            print(json_line({"type": "model", **asdict(row)}))
+    else:
+        from everyframe.cli.tables import print_models
+
+        print_models(rows, sys.stdout)
+    return int(ExitCode.DONE)
+
+
+COMMAND = command(
+    models,
+    (run_flag("json"), run_flag("log_level")),
+    "List known models: what is on this disk, what is to be fetched, what fits here.",
+)

@@ -1,0 +1,146 @@
+"""Flags out of annotated fields: `Request`'s and every family's, none of them written here again.
+
+Flags of the command line alone (``--output``, ``--json``, …) stand here too, once. Values go
+through as text and are converted and checked by the fields, so that Python and command line say the
+same of a bad one. Read next: `asking.py`, `everyframe.core.options`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Group, Parameter
+
+from everyframe.core.options import GROUPS, Options, facts_of
+from everyframe.core.request import Request
+from everyframe.families.registry import all_options
+
+#: Flags that no video depends on: where it goes and what is told of it.
+RUN_FLAGS: Mapping[str, tuple[str, type, str]] = {
+    "output": (
+        "-o",
+        Path,
+        "Where to: .mp4, .gif, .webp, .png, or a folder of frames; without it a new name here.",
+    ),
+    "from_record": ("--from", Path, "Make it again from a video's or sidecar's own record."),
+    "json": ("", bool, "Events as lines of JSON on standard output."),
+    "dry_run": ("", bool, "Show the plan, and stop."),
+    "log_level": ("", str, "debug, info, warning or error; also EVERYFRAME_LOG."),
+}
+
+_RUN = Group("Output and run", sort_key=len(GROUPS) + 100)
+
+
+def composed(
+    function: Callable[..., int], flags: Sequence[str], help_text: str
+) -> Callable[..., int]:
+    """`function` as a command that takes every option of a request, and `flags` of `RUN_FLAGS`."""
+    parameters = list(_request_parameters())
+    parameters += [_run_parameter(name) for name in flags]
+    return command(function, parameters, help_text)
+
+
+def command(
+    function: Callable[..., int], parameters: Sequence[inspect.Parameter], help_text: str
+) -> Callable[..., int]:
+    """`function` as a command with these parameters; it gets those that were given, by name."""
+
+    def call(**given: Any) -> int:
+        return function(**given)
+
+    described: Any = call
+    described.__doc__ = help_text
+    described.__signature__ = inspect.Signature(list(parameters))
+    described.is_command = True
+    return call
+
+
+def flag(
+    name: str, kind: type, help_text: str, *, alias: str = "", group: Group | None = None
+) -> inspect.Parameter:
+    """A parameter of the command line alone. An `alias` with two dashes takes the name's place."""
+    is_name = alias.startswith("--")
+    aliases = (alias,) if alias and not is_name else ()
+    written = alias if is_name else None
+    return _parameter(name, kind, None, help_text, aliases, group or _RUN, written)
+
+
+def positional(name: str, help_text: str) -> inspect.Parameter:
+    """A required word without a flag."""
+    annotation = typing.cast(Any, Annotated)[str, Parameter(help=help_text)]
+    return inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY, annotation=annotation)
+
+
+def run_flag(name: str) -> inspect.Parameter:
+    """One of `RUN_FLAGS`, for commands that take no request."""
+    return _run_parameter(name)
+
+
+def _run_parameter(name: str) -> inspect.Parameter:
+    alias, kind, help_text = RUN_FLAGS[name]
+    return flag(name, kind, help_text, alias=alias)
+
+
+def _request_parameters() -> typing.Iterator[inspect.Parameter]:
+    groups = {name: Group(name, sort_key=place) for place, name in enumerate(GROUPS)}
+    for name in Request.model_fields:
+        if not facts_of(Request, name)["python_only"]:
+            yield _from_field(Request, name, groups[facts_of(Request, name)["group"]])
+    seen = set(Request.model_fields)
+    for place, (family, options) in enumerate(all_options().items()):
+        group = Group(f"Only {family} models", sort_key=len(GROUPS) + place)
+        for name in options.model_fields:
+            # Two families may know the same option; it is one flag.
+            if name not in seen and not facts_of(options, name)["python_only"]:
+                yield _from_field(options, name, group)
+            seen.add(name)
+
+
+def _from_field(options: type[Options], name: str, group: Group) -> inspect.Parameter:
+    field, facts = options.model_fields[name], facts_of(options, name)
+    text = (field.description or "").rstrip(".")
+    if facts["unit"]:
+        text += f", in {facts['unit']}"
+    kinds = [kind for kind in typing.get_args(field.annotation) if kind is not type(None)]
+    kind: Any = kinds[0] if kinds else field.annotation
+    # What Python takes as a path, an array or a picture is a file here.
+    kind = Path if kind is Any else kind
+    return _parameter(name, kind, field.default, f"{text}.", tuple(facts["aliases"]), group)
+
+
+def _parameter(
+    name: str,
+    kind: Any,
+    default: Any,
+    help_text: str,
+    aliases: tuple[str, ...],
+    group: Group,
+    written: str | None = None,
+) -> inspect.Parameter:
+    how = Parameter(
+        name=written,
+        help=help_text,
+        alias=aliases,
+        group=group,
+        show_default=default is not None and kind is not bool,
+        **({"negative": ()} if kind is bool else _taken_as(kind)),
+    )
+    # Text, whatever the option's type: its own field converts it and words the error.
+    taken = bool if kind is bool else str | None
+    is_prompt = name == "prompt"
+    place = inspect.Parameter.POSITIONAL_OR_KEYWORD if is_prompt else inspect.Parameter.KEYWORD_ONLY
+    annotation = typing.cast(Any, Annotated)[taken, how]
+    if default is not None or kind is bool:
+        default = bool(default) if kind is bool else str(default)
+    return inspect.Parameter(name, place, default=default, annotation=annotation)
+
+
+def _taken_as(kind: Any) -> dict[str, str]:
+    """What stands for the value in help, where cyclopts is new enough to be told."""
+    words = {int: "N", float: "X", Path: "FILE"}
+    known = "metavar" in inspect.signature(Parameter).parameters
+    return {"metavar": words.get(kind, "TEXT")} if known else {}

@@ -1,0 +1,65 @@
+"""``everyframe plan``: what would run, where and in which precision; nothing is loaded or fetched.
+
+It takes the same options as ``generate``. Read next: `everyframe.planning.resolve`.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import IO, Any
+
+from everyframe.cli.asking import asked
+from everyframe.cli.options import RUN_FLAGS, composed
+from everyframe.cli.text import json_line
+from everyframe.core.errors import CannotRunError, ExitCode
+from everyframe.core.events import Planned
+from everyframe.core.plan import Plan
+from everyframe.core.request import Request
+from everyframe.media.paths import check_output
+
+_HELP = """Say what would run, in which precision, with how much memory.
+
+Nothing is loaded or fetched. Exit code 3 if it can't be done on this machine.
+"""
+
+
+def plan(
+    *,
+    output: str | None = None,
+    from_record: str | None = None,
+    json: bool = False,
+    **given: Any,
+) -> int:
+    """Print the plan of these options; the exit code."""
+    wanted = asked(given, from_record)
+    if output is not None:
+        check_output(output)
+    return show(wanted.request, output, as_json=json)
+
+
+def show(request: Request, output: str | None, *, as_json: bool) -> int:
+    """Print the plan of a request on standard output. Raises `CannotRunError` if it can't run."""
+    # Not on top: this brings torch, and a wrong option should be told at once.
+    from everyframe.planning.resolve import resolve
+
+    settled = resolve(request)
+    if output is not None:
+        settings = settled.settings
+        check_output(output, settings.width, settings.height, fps=settings.fps)
+    print_it(settled, sys.stdout, as_json=as_json)
+    if settled.obstacle is not None:
+        raise CannotRunError(settled.obstacle)
+    return int(ExitCode.DONE)
+
+
+def print_it(settled: Plan, file: IO[str], *, as_json: bool) -> None:
+    """The plan as a table, or as the line of JSON that ``generate`` begins with."""
+    if as_json:
+        print(json_line(Planned(settled, {}).to_json()), file=file, flush=True)
+        return
+    from everyframe.cli.tables import print_plan
+
+    print_plan(settled, file)
+
+
+COMMAND = composed(plan, tuple(name for name in RUN_FLAGS if name != "dry_run"), _HELP)

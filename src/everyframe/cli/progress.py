@@ -1,0 +1,201 @@
+"""What happens, shown while it happens: a bar, plain lines, or lines of JSON.
+
+All but JSON goes to standard error. The bar is for terminals; without one there is a line every few
+seconds. Read next: `generate.py`; `everyframe.core.events` for what is shown.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from everyframe.cli.tables import headline
+from everyframe.cli.text import clock, duration, json_line
+from everyframe.core.events import Event, Loaded, Note, Planned, StageDone, StageStarted, Step
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+#: Seconds between two plain lines of one stage.
+_PAUSE = 5.0
+
+
+class Reporter(AbstractContextManager["Reporter"]):
+    """Shows events. The base shows nothing."""
+
+    def show(self, event: Event) -> None:
+        """Show one event; most are of no interest to most reporters."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Leave the terminal as it was."""
+
+
+def reporter(as_json: bool) -> Reporter:
+    """The reporter that fits what standard error is."""
+    if as_json:
+        return JsonLines()
+    from everyframe.cli.tables import console
+
+    screen = console(sys.stderr)
+    is_screen = sys.stderr.isatty() and screen.is_terminal and not screen.is_dumb_terminal
+    return Bar() if is_screen else Lines()
+
+
+class JsonLines(Reporter):
+    """Each event as one line on standard output, at once."""
+
+    def show(self, event: Event) -> None:
+        print(json_line(event.to_json()), flush=True)
+
+
+@dataclass
+class _Stage:
+    """How far a stage has come. Time left is the mean step's, loading not counted."""
+
+    label: str
+    num_steps: int
+    done: int = 0
+    seconds: float = 0.0
+
+    @classmethod
+    def started(cls, event: StageStarted) -> _Stage:
+        clip = f" {event.clip + 1}/{event.num_clips}" if event.num_clips > 1 else ""
+        return cls(f"{event.stage}{clip}", event.num_steps)
+
+    def step(self, event: Step) -> None:
+        self.done += 1
+        self.seconds += event.seconds
+
+    @property
+    def time_left(self) -> str:
+        if not self.done:
+            return ""
+        left = self.seconds / self.done * max(0, self.num_steps - self.done)
+        return f"{clock(left)} left"
+
+
+class Lines(Reporter):
+    """Plain lines on standard error, for logs: each stage's end, and a line every few seconds."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._last = now()
+        self._stage = _Stage("", 0)
+
+    def show(self, event: Event) -> None:
+        if isinstance(event, Planned):
+            self._print(*headline(event.plan))
+        elif isinstance(event, Note):
+            self._print(f"note: {event.text}")
+        elif isinstance(event, StageStarted):
+            self._stage = _Stage.started(event)
+        elif isinstance(event, StageDone):
+            self._print(f"{self._stage.label}: done in {duration(event.seconds)}")
+        elif isinstance(event, Step):
+            stage = self._stage
+            stage.step(event)
+            if self._now() - self._last >= _PAUSE and stage.done < stage.num_steps:
+                self._print(f"{stage.label} {stage.done}/{stage.num_steps}, {stage.time_left}")
+
+    def _print(self, *lines: str) -> None:
+        self._last = self._now()
+        for line in lines:
+            print(line, file=sys.stderr, flush=True)
+
+
+class Bar(Reporter):
+    """A row a stage on the terminal: bar, steps, time left; rows stay when they are done."""
+
+    def __init__(self) -> None:
+        self._progress = _rows()
+        self._row: TaskID | None = None
+        self._stage = _Stage("", 0)
+
+    def __enter__(self) -> Bar:
+        self._progress.start()
+        self._begin(_Stage("starting", 0), "")
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._row is not None and self._stage.label == "starting":
+            self._progress.remove_task(self._row)
+        elif self._row is not None and error is not None:
+            self._progress.update(self._row, tail="stopped")
+            self._progress.stop_task(self._row)
+        self._progress.stop()
+
+    def show(self, event: Event) -> None:
+        assert self._row is not None, "the bar is shown inside a with block"
+        if isinstance(event, Planned):
+            self._progress.remove_task(self._row)
+            self._row = None
+            for line in headline(event.plan):
+                self._progress.console.print(line)
+            self._begin(_Stage("loading", 0), "")
+        elif isinstance(event, Note):
+            self._progress.console.print(f"note: {event.text}", style="yellow")
+        elif isinstance(event, StageStarted):
+            if self._stage.label == "loading":
+                self._progress.remove_task(self._row)
+            self._begin(_Stage.started(event), "loading")
+        elif isinstance(event, Loaded):
+            self._progress.update(self._row, total=self._stage.num_steps or None, tail="")
+        elif isinstance(event, Step):
+            self._step(event)
+        elif isinstance(event, StageDone):
+            self._end(event)
+
+    def _begin(self, stage: _Stage, tail: str) -> None:
+        self._stage = stage
+        self._row = self._progress.add_task(stage.label, total=None, tail=tail)
+
+    def _step(self, event: Step) -> None:
+        assert self._row is not None
+        stage = self._stage
+        stage.step(event)
+        self._progress.update(
+            self._row, completed=stage.done, total=stage.num_steps, tail=stage.time_left
+        )
+
+    def _end(self, event: StageDone) -> None:
+        assert self._row is not None
+        total = max(1, self._stage.done)
+        self._progress.update(self._row, completed=total, total=total, tail=duration(event.seconds))
+
+
+def _rows() -> Progress:
+    from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+    from rich.text import Text
+
+    from everyframe.cli.tables import console
+
+    class Steps(ProgressColumn):
+        """``12/30``, or nothing while the number of steps is not known."""
+
+        def render(self, task: Task) -> Text:
+            return Text("" if task.total is None else f"{task.completed:.0f}/{task.total:.0f}")
+
+    return Progress(
+        TextColumn("{task.description:<10}", style="bold", markup=False),
+        BarColumn(bar_width=40),
+        Steps(),
+        TextColumn("{task.fields[tail]}", style="dim", markup=False),
+        console=console(sys.stderr),
+        # What is printed on standard output is the result and must not be drawn on the screen.
+        redirect_stdout=False,
+    )

@@ -1,0 +1,100 @@
+"""Frames into files as they come, one file a video; whole files or none.
+
+How a file is written is `everyframe.media.write`. Read next: `generate.py`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from everyframe.core.events import Frames, VideoDone
+from everyframe.core.plan import Plan, Settings
+from everyframe.media.paths import check_output, default_output
+from everyframe.media.pixels import to_uint8
+from everyframe.media.write import VideoWriter
+
+
+def paths_for(plan: Plan, output: str | None) -> dict[int, str]:
+    """Where the video of each seed goes, checked; ``clip-7.mp4``, ``clip-8.mp4`` for several.
+
+    Raises `MediaError` for a place or size that can't be written.
+    """
+    settings = plan.settings
+    seeds = range(settings.seed, settings.seed + settings.num_videos)
+    if output is None:
+        paths = {s: str(default_output(".", plan.model, settings.prompt, s)) for s in seeds}
+    elif settings.num_videos == 1:
+        paths = {settings.seed: output}
+    else:
+        paths = {seed: _numbered(output, seed) for seed in seeds}
+    for path in paths.values():
+        check(path, settings)
+    return paths
+
+
+def check(path: str, settings: Settings) -> None:
+    """Make sure that a video of these settings can be written to `path`."""
+    check_output(
+        path,
+        settings.width,
+        settings.height,
+        num_frames=settings.num_frames * settings.chain,
+        fps=settings.fps,
+    )
+
+
+def _numbered(output: str, seed: int) -> str:
+    if output.endswith(("/", os.sep)):
+        return f"{output.rstrip('/' + os.sep)}-{seed}/"
+    path = Path(output)
+    return str(path.with_name(f"{path.stem}-{seed}{path.suffix}"))
+
+
+class Sink:
+    """The open files of a run; a context manager that leaves no unfinished file behind."""
+
+    def __init__(self, paths: Mapping[int, str], fps: float) -> None:
+        self._paths = paths
+        self._fps = fps
+        self._open: dict[int, VideoWriter] = {}
+        self._num_frames = dict.fromkeys(paths, 0)
+        self._records: dict[int, Mapping[str, Any]] = {}
+
+    def __enter__(self) -> Sink:
+        return self
+
+    def add(self, event: Frames) -> None:
+        """Append finished frames to the video of their seed. Raises `NumericsError` for NaN."""
+        seed = event.seed
+        if seed not in self._open:
+            # The record is asked for after the last frame, when `finish` has brought it.
+            writer = VideoWriter(self._paths[seed], self._fps, lambda: self._records[seed])
+            self._open[seed] = writer.__enter__()
+        first = self._num_frames[seed]
+        self._open[seed].add(to_uint8(event.frames, first_index=first))
+        self._num_frames[seed] += event.num_frames
+
+    def finish(self, event: VideoDone) -> str:
+        """Put the video of this seed in its place with its record; its path, as it was given."""
+        self._records[event.seed] = event.record
+        self._open.pop(event.seed).__exit__(None, None, None)
+        return self._paths[event.seed]
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # A stream that ends without its last event is our fault: nothing of it may stay either.
+        broken = error or AssertionError("frames came without the end of their video")
+        unfinished = list(self._open.values())
+        self._open.clear()
+        for writer in unfinished:
+            writer.__exit__(type(broken), broken, trace)
+        if unfinished and error is None:
+            raise broken

@@ -1,0 +1,214 @@
+"""Plans, records and lists of models as a person reads them, on 80 columns.
+
+Read next: `plan.py`, `inspect.py`, `models.py`, which print them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import IO, TYPE_CHECKING, Any
+
+from everyframe.cli.text import counted
+from everyframe.core.plan import ComponentPlan, Plan
+from everyframe.planning.forecast import describe_bytes
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from everyframe.planning.models import ModelRow
+
+
+def console(file: IO[str]) -> Console:
+    """A console that prints text as it is: brackets in a prompt are no markup."""
+    from rich.console import Console
+
+    return Console(file=file, highlight=False, markup=False, emoji=False)
+
+
+def headline(plan: Plan) -> tuple[str, str]:
+    """Two lines of what is about to run."""
+    parts = dict(_settings_rows(plan.to_json()["settings"]))
+    parts.pop("prompt", None)
+    dtypes = "/".join(dict.fromkeys(part.precision.compute for part in plan.components))
+    memory = f"{describe_bytes(plan.peak_bytes)} of {describe_bytes(plan.device.free_memory)} free"
+    return (
+        f"{plan.model}: {parts['video']}; {parts['sampling']}",
+        f"{plan.device.torch_name}, {dtypes}, {counted(plan.num_threads, 'thread')}; "
+        f"needs about {memory}",
+    )
+
+
+def print_plan(plan: Plan, file: IO[str]) -> None:
+    """The whole plan: settings, components, what is to be fetched, notes, and the verdict."""
+    out = console(file)
+    out.print(f"{plan.model}: {plan.title}", style="bold")
+    out.print()
+    rows = _settings_rows(plan.to_json()["settings"])
+    out.print(_pairs([*rows, ("device", _device(plan.to_json()))]))
+    out.print()
+    out.print(_components(plan.components))
+    for part in plan.components:
+        if part.precision.islands and part.precision.compute != "float32":
+            islands = ", ".join(part.precision.islands)
+            out.print(f"{part.name} keeps in float32: {islands}", style="dim")
+    out.print()
+    for line in plan.to_fetch:
+        out.print(f"to fetch: {line}", style="cyan")
+    for note in plan.notes:
+        out.print(f"note: {note}", style="yellow")
+    if plan.obstacle is None:
+        largest = max(plan.components, key=lambda part: part.peak_bytes)
+        needs = f"the {largest.stage} stage needs the most memory, about"
+        have = f"of {describe_bytes(plan.device.free_memory)} free"
+        out.print(f"Fits: {needs} {describe_bytes(plan.peak_bytes)} {have}.", style="green")
+    else:
+        out.print("Can't be done here.", style="red")
+
+
+def print_record(record: Mapping[str, Any], file: IO[str]) -> None:
+    """What made a video. A record may come from anywhere: what is missing is left out."""
+    out = console(file)
+    model, plan = _mapping(record, "model"), _mapping(record, "plan")
+    rows = _settings_rows(_mapping(record, "settings"))
+    digest = str(model.get("sha256", ""))
+    rows += [("model", f"{model.get('name', '?')} (sha256 {digest[:16]})" if digest else "")]
+    rows += [("device", _device(plan)), ("precision", _precisions(plan))]
+    versions = _mapping(record, "versions")
+    rows += [("versions", ", ".join(f"{name} {text}" for name, text in versions.items()))]
+    made_by = f"everyframe {record['everyframe']}" if "everyframe" in record else ""
+    asked = _mapping(record, "request")
+    words = ", ".join(f"{name} {value}" for name, value in asked.items() if name != "prompt")
+    rows += [("asked for", words), ("made by", made_by)]
+    out.print(_pairs([(name, value) for name, value in rows if value]))
+
+
+def print_models(rows: Sequence[ModelRow], file: IO[str]) -> None:
+    """One row a model, and under it what it is."""
+    from rich.padding import Padding
+
+    out = console(file)
+    heads = ("model", "on disk", "memory", "here")
+    lines = [(row.name, _on_disk(row), describe_bytes(row.needs_bytes), _here(row)) for row in rows]
+    widths = [max(map(len, column)) for column in zip(heads, *lines, strict=True)]
+
+    def laid_out(cells: Sequence[str]) -> str:
+        return "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
+
+    out.print(laid_out(heads).rstrip(), style="bold")
+    for row, line in zip(rows, lines, strict=True):
+        out.print(laid_out(line).rstrip())
+        about = "; ".join(text for text in (row.title, row.note) if text)
+        out.print(Padding(about, (0, 0, 0, 2)), style="dim")
+
+
+def _on_disk(row: ModelRow) -> str:
+    if row.on_disk:
+        return "yes"
+    return "no" if not row.download_bytes else f"{describe_bytes(row.download_bytes)} to fetch"
+
+
+def _here(row: ModelRow) -> str:
+    return "fits" if row.fits else "too large"
+
+
+def _settings_rows(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
+    get = settings.get
+    video = [f"{get('width', '?')}x{get('height', '?')}"]
+    frames, fps, chain = get("num_frames"), get("fps"), get("chain", 1)
+    if isinstance(frames, int) and isinstance(fps, (int, float)) and fps > 0:
+        video += [f"{counted(frames, 'frame')} at {fps:g} fps ({frames / fps:.1f} s)"]
+    if chain != 1:
+        video += [f"{chain} clips, one after the other"]
+    sampling = [f"{get('num_inference_steps', '?')} steps"]
+    sampling += [f"guidance {get('guidance_scale'):g}"] if "guidance_scale" in settings else []
+    sampling += [_seeds(settings)]
+    options = [f"{name} {value}" for name, value in get("options", ()) if value is not None]
+    given = [str(name) for name in get("given_frames", ())]
+    if given and "edit_strength" in settings:
+        given += [f"edit strength {settings['edit_strength']:g}"]
+    rows = [
+        ("prompt", str(get("prompt", ""))),
+        ("not", str(get("negative_prompt") or "")),
+        ("video", ", ".join(video)),
+        ("sampling", ", ".join(sampling)),
+        ("options", ", ".join(options)),
+        ("given", ", ".join(given)),
+    ]
+    return [(name, value) for name, value in rows if value]
+
+
+def _seeds(settings: Mapping[str, Any]) -> str:
+    seed, count = settings.get("seed", "?"), settings.get("num_videos", 1)
+    if isinstance(seed, int) and isinstance(count, int) and count > 1:
+        return f"seeds {seed} to {seed + count - 1}"
+    return f"seed {seed}"
+
+
+def _device(plan: Mapping[str, Any]) -> str:
+    device = _mapping(plan, "device")
+    if not device:
+        return ""
+    words = [str(device.get("name", "?"))]
+    if "free_memory" in device and "memory" in device:
+        free, whole = describe_bytes(device["free_memory"]), describe_bytes(device["memory"])
+        words += [f"{free} of {whole} free"]
+    if isinstance(plan.get("num_threads"), int):
+        words += [counted(plan["num_threads"], "thread")]
+    return ", ".join(words)
+
+
+def _precisions(plan: Mapping[str, Any]) -> str:
+    parts = [part for part in plan.get("components", ()) if isinstance(part, Mapping)]
+    named = [(part.get("name", "?"), _mapping(part, "precision").get("compute")) for part in parts]
+    return ", ".join(f"{name} {dtype}" for name, dtype in named if dtype)
+
+
+def _components(parts: Sequence[ComponentPlan]) -> Table:
+    table = _table(
+        ("stage", "left"),
+        ("component", "left"),
+        ("device", "left"),
+        ("precision", "left"),
+        ("weights", "right"),
+        ("work", "right"),
+        ("peak", "right"),
+    )
+    for part in parts:
+        table.add_row(
+            part.stage,
+            part.title,
+            part.device,
+            part.precision.compute,
+            describe_bytes(part.weight_bytes),
+            describe_bytes(part.working_bytes),
+            describe_bytes(part.peak_bytes),
+        )
+    return table
+
+
+def _table(*columns: tuple[str, Any]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
+    for name, justify in columns:
+        wraps = name == "component"
+        table.add_column(name, justify=justify, no_wrap=not wraps, overflow="fold")
+    return table
+
+
+def _pairs(rows: Iterable[tuple[str, str]]) -> Table:
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(name, value)
+    return table
+
+
+def _mapping(value: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = value.get(name)
+    return found if isinstance(found, Mapping) else {}
