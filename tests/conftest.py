@@ -13,6 +13,9 @@ _CACHE = tempfile.TemporaryDirectory(prefix="everyframe-tests-")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HOME"] = str(Path(_CACHE.name, "hub"))
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [str(Path(__file__).parent.parent / "src"), os.environ.get("PYTHONPATH")])
+)
 os.environ["EVERYFRAME_CACHE"] = str(Path(_CACHE.name, "everyframe"))
 
 
