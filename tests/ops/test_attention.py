@@ -1,0 +1,65 @@
+"""Attention against the formula written out in float64, with masks and mixed dtypes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from everyframe.ops.attention import (
+    attention,
+    keys_with_a_place_to_look,
+    merge_heads,
+    split_heads,
+)
+
+
+def formula(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    scores = q.double() @ k.double().transpose(-1, -2) * scale
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    return scores.softmax(-1) @ v.double()
+
+
+def tensors(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    g = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 3, 7, 8, generator=g)
+    k, v = torch.randn(2, 2, 3, 5, 8, generator=g)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+@pytest.mark.parametrize("scale", [None, 0.2])
+@pytest.mark.parametrize("masked", [False, True])
+def test_equals_the_formula(scale: float | None, masked: bool) -> None:
+    q, k, v = tensors()
+    mask = (
+        torch.tensor([[1, 1, 1, 0, 0], [1, 0, 1, 1, 1]]).bool()[:, None, None] if masked else None
+    )
+    expected = formula(q, k, v, mask, scale or 8**-0.5)
+    # 8 products of about 1, rounded to 1e-7 of it each.
+    torch.testing.assert_close(
+        attention(q, k, v, mask, scale=scale).double(), expected, atol=2e-6, rtol=0
+    )
+
+
+def test_wider_queries_and_keys_follow_the_values() -> None:
+    q, k, v = tensors()
+    out = attention(q, k, v.bfloat16())
+    assert out.dtype == torch.bfloat16
+    # One rounding to bfloat16 (2^-9 of 1) in each of q, k, v and the result.
+    torch.testing.assert_close(out.double(), formula(q, k, v, None, 8**-0.5), atol=3e-2, rtol=0)
+
+
+def test_a_row_without_keys_gets_one_to_look_at() -> None:
+    mask = torch.tensor([[1, 0, 1], [0, 0, 0], [0, 1, 0]]).bool()
+    assert keys_with_a_place_to_look(mask).tolist() == [
+        [True, False, True], [True, False, False], [False, True, False],
+    ]  # fmt: skip
+
+
+def test_heads_come_apart_and_together() -> None:
+    x = torch.arange(2 * 3 * 8.0).view(2, 3, 8)
+    heads = split_heads(x, 4)
+    assert heads.shape == (2, 4, 3, 2)
+    assert heads[1, 3, 2].tolist() == x[1, 2, 6:].tolist()
+    assert merge_heads(heads).equal(x)
