@@ -7,6 +7,8 @@ hpcaitech/Open-Sora v1.0.0 and PixArt-alpha (arXiv 2310.00426). Read next: `bloc
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -105,7 +107,13 @@ class STDiT(nn.Module):
         """What the blocks need of texts, once a prompt; see `context.cut_to_longest` for shapes."""
         tokens = cut_to_longest(text_BLD, mask_BL, self.config.caption_channels)
         y_BLC = self.y_embedder(tokens.text)
-        return build_context(tokens, [b.cross_attn.keys_values(y_BLC) for b in self._blocks()])
+        return build_context(
+            tokens, [b.cross_attn.keys_values(y_BLC) for b in self.blocks_in_order()]
+        )
+
+    def blocks_in_order(self) -> list[STDiTBlock]:
+        """The blocks as they run."""
+        return cast(list[STDiTBlock], list(self.blocks))
 
     def forward(self, x: Tensor, t: Tensor, context: TextContext) -> Tensor:
         """Noise and, as the second half of the channels, the variance's interpolation.
@@ -129,7 +137,7 @@ class STDiT(nn.Module):
         # Trained so: places in time are told to the first block only.
         times = [frame / self.config.time_scale for frame in range(grid[0])]
         time_positions = sincos_1d(times, self.config.hidden_size, dtype=dtype, device=device)
-        for i, (block, text) in enumerate(zip(self.blocks, context.blocks, strict=True)):
+        for i, (block, text) in enumerate(zip(self.blocks_in_order(), context.blocks, strict=True)):
             told = time_positions if i == 0 else None
             x_BTSC = block(x_BTSC, t_B16C, text, context.mask, told)
         out = self.final_layer(x_BTSC, t_BC)
@@ -141,6 +149,3 @@ class STDiT(nn.Module):
         scale = self.config.space_scale
         rows, columns = ([i / scale for i in range(n)] for n in grid[1:])
         return sincos_2d(rows, columns, self.config.hidden_size, dtype=dtype, device=device)
-
-    def _blocks(self) -> list[STDiTBlock]:
-        return [block for block in self.blocks if isinstance(block, STDiTBlock)]

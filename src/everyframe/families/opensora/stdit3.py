@@ -8,6 +8,7 @@ as if at timestep 0. Source: hpcaitech/Open-Sora v1.2.0. Read next: `blocks`, `s
 from __future__ import annotations
 
 import math
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -120,7 +121,7 @@ class STDiT3(nn.Module):
     def blocks_in_order(self) -> list[STDiT3Block]:
         """The blocks as they run: spatial 0, temporal 0, spatial 1 and so on."""
         pairs = zip(self.spatial_blocks, self.temporal_blocks, strict=True)
-        return [block for pair in pairs for block in pair if isinstance(block, STDiT3Block)]
+        return cast(list[STDiT3Block], [block for pair in pairs for block in pair])
 
     def forward(
         self,
@@ -165,8 +166,8 @@ class STDiT3(nn.Module):
             t_BF6C = torch.where(x_mask[:, :, None, None], t_BF6C, t0_BF6C)
 
         table = self.rope(grid[0], dtype, device)
-        for block, text in zip(self.blocks_in_order(), context.blocks, strict=True):
-            in_time = block.attn.axis is Axis.TIME
+        for i, (block, text) in enumerate(zip(self.blocks_in_order(), context.blocks, strict=True)):
+            in_time = i % 2 == 1
             x_BTSC = block(x_BTSC, t_BF6C, text, context.mask, table if in_time else None)
         out = self.final_layer(x_BTSC, t_BC, t0_BC, x_mask)
         return at_least_float32(unpatchify(out, grid, self.config.patch_size, latent_size))
