@@ -37,10 +37,9 @@ $(READY): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	@touch $@
 
-run: $(READY)  ## make a first video; the last line is its path
+run: $(READY)  ## make a first video; the last line is its path (everyframe prints it)
 	@mkdir -p $(dir $(FIRST))
 	@$(BIN)/everyframe generate "$(PROMPT)" -o $(FIRST) --seed 7
-	@echo $(FIRST)
 
 test: $(READY)  ## run the tests
 	@$(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
