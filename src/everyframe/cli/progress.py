@@ -120,6 +120,7 @@ class Bar(Reporter):
         self._progress = _rows()
         self._row: TaskID | None = None
         self._stage = _Stage("", 0)
+        self._row_of: dict[str, TaskID] = {}
 
     def __enter__(self) -> Bar:
         self._progress.start()
@@ -152,7 +153,10 @@ class Bar(Reporter):
         elif isinstance(event, StageStarted):
             if self._stage.label == "loading":
                 self._progress.remove_task(self._row)
+            if event.stage in self._row_of:  # of the clip before; many clips would fill the screen
+                self._progress.remove_task(self._row_of[event.stage])
             self._begin(_Stage.started(event), "loading")
+            self._row_of[event.stage] = self._row
         elif isinstance(event, Loaded):
             self._progress.update(self._row, total=self._stage.num_steps or None, tail="")
         elif isinstance(event, Step):

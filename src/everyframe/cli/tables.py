@@ -5,7 +5,7 @@ Read next: `plan.py`, `inspect.py`, `models.py`, which print them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
 from everyframe.cli.text import counted
@@ -48,10 +48,8 @@ def print_plan(plan: Plan, file: IO[str]) -> None:
     out.print(_pairs([*rows, ("device", _device(plan.to_json()))]))
     out.print()
     out.print(_components(plan.components))
-    for part in plan.components:
-        if part.precision.islands and part.precision.compute != "float32":
-            islands = ", ".join(part.precision.islands)
-            out.print(f"{part.name} keeps in float32: {islands}", style="dim")
+    for line in _islands(plan.components):
+        out.print(line, style="dim")
     out.print()
     for line in plan.to_fetch:
         out.print(f"to fetch: {line}", style="cyan")
@@ -162,6 +160,16 @@ def _precisions(plan: Mapping[str, Any]) -> str:
     parts = [part for part in plan.get("components", ()) if isinstance(part, Mapping)]
     named = [(part.get("name", "?"), _mapping(part, "precision").get("compute")) for part in parts]
     return ", ".join(f"{name} {dtype}" for name, dtype in named if dtype)
+
+
+def _islands(parts: Sequence[ComponentPlan]) -> Iterator[str]:
+    """What stays in float32, one line for all components that keep the same."""
+    keepers: dict[tuple[str, ...], list[str]] = {}
+    for part in parts:
+        if part.precision.islands and part.precision.compute != "float32":
+            keepers.setdefault(part.precision.islands, []).append(part.name)
+    for islands, names in keepers.items():
+        yield f"in float32 in {', '.join(names)}: {', '.join(islands)}"
 
 
 def _components(parts: Sequence[ComponentPlan]) -> Table:

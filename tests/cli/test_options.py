@@ -1,0 +1,69 @@
+"""Every option of the library is a flag, none is written twice, and help shows them all."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+from everyframe.cli import generate, plan
+from everyframe.cli.main import COMMANDS, main
+from everyframe.cli.options import RUN_FLAGS
+from everyframe.core.options import FamilyOptions, facts_of, option
+from everyframe.core.request import Request
+from everyframe.families import registry
+
+
+def flags_of(command: object) -> set[str]:
+    return set(inspect.signature(command).parameters)  # type: ignore[arg-type]
+
+
+def fields() -> set[str]:
+    models = [Request, *registry.all_options().values()]
+    return {
+        name
+        for model in models
+        for name in model.model_fields
+        if not facts_of(model, name)["python_only"]
+    }
+
+
+def test_every_field_is_a_flag() -> None:
+    assert flags_of(generate.COMMAND) == fields() | set(RUN_FLAGS)
+    assert flags_of(plan.COMMAND) == fields() | set(RUN_FLAGS) - {"dry_run"}
+    assert "latents" not in flags_of(generate.COMMAND)
+
+
+def test_help_shows_every_flag_and_group(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--help"]) == 0
+    shown = capsys.readouterr().out
+    for name in fields() | set(RUN_FLAGS) - {"from_record"} | {"from", "steps", "frames", "cfg"}:
+        assert f"--{name.replace('_', '-')}" in shown, name
+    for group in ("Sampling", "Given frames", "Only opensora models"):
+        assert group in shown
+
+
+def test_a_new_family_brings_its_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OtherOptions(FamilyOptions):
+        wobble: float | None = option("How much it wobbles.", group="Family")
+
+    from everyframe.cli import options
+
+    monkeypatch.setattr(options, "all_options", lambda: {"other": OtherOptions})
+    command = options.composed(lambda **given: 0, (), "Help.")
+    assert "wobble" in flags_of(command)
+    assert "aesthetic" not in flags_of(command)
+
+
+def test_the_list_of_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ([], ["--help"], ["-h"]):
+        assert main(words) == 0
+        shown = capsys.readouterr().out
+        assert all(name in shown for name in COMMANDS)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    from everyframe import __version__
+
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"everyframe {__version__}\n"

@@ -1,0 +1,150 @@
+"""What can only be seen from outside: signals, pipes, imports, the time that help takes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from everyframe import __file__ as package
+
+SOURCE = Path(package).parents[1]
+FAKE = Path(__file__).with_name("fake.py")
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(SOURCE)}
+
+#: What help may not import; each takes as long as all of help may.
+SLOW = {"torch", "numpy", "av", "PIL", "diffusers", "transformers", "huggingface_hub"}
+
+
+def started(folder: Path, *words: str, pause: float) -> subprocess.Popen[str]:
+    """The command line in a process of its own, with a made-up engine."""
+    return subprocess.Popen(
+        [sys.executable, str(FAKE), str(pause), *words],
+        cwd=folder,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_no_half_written_file(number: signal.Signals, tmp_path: Path) -> None:
+    words = ("generate", "x", "-o", "clip.mp4", "--json", "--chain", "100")
+    process = started(tmp_path, *words, pause=0.02)
+    assert process.stdout is not None
+    while '"frames"' not in process.stdout.readline():
+        assert process.poll() is None
+    assert list(tmp_path.glob(".everyframe-*")), "it was stopped too early to prove anything"
+    process.send_signal(number)
+    _, err = process.communicate(timeout=20)
+    assert list(tmp_path.iterdir()) == []
+    if number == signal.SIGINT:
+        assert process.returncode == 130
+        assert err.count("\n") == 1
+    else:
+        assert process.returncode == -number  # died of it, as its parent expects
+
+
+def test_a_reader_that_goes_away(tmp_path: Path) -> None:
+    words = ("generate", "x", "-o", "clip.mp4", "--json", "--chain", "100")
+    process = started(tmp_path, *words, pause=0.01)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(timeout=20) == 1
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_plain_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
+    process = started(tmp_path, "generate", "x", "-o", "clip.mp4", pause=0.001)
+    out, err = process.communicate(timeout=20)
+    assert (process.returncode, out) == (0, "clip.mp4\n")
+    assert "\x1b" not in err
+    assert "\r" not in err
+    assert len(err.splitlines()) < 10
+
+
+def on_a_terminal(folder: Path, **environment: str) -> str:
+    """What a run shows on a terminal of 80 columns."""
+    import pty
+
+    leader, follower = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, str(FAKE), "0.01", "generate", "x", "-o", "clip.mp4"],
+        cwd=folder,
+        env={**ENVIRONMENT, "TERM": "xterm-256color", "COLUMNS": "80", **environment},
+        stdin=follower,
+        stdout=subprocess.PIPE,
+        stderr=follower,
+    )
+    os.close(follower)
+    shown = b""
+    while True:
+        try:
+            piece = os.read(leader, 65536)
+        except OSError:  # Linux says so that the other end is closed
+            break
+        if not piece:
+            break
+        shown += piece
+    os.close(leader)
+    out, _ = process.communicate(timeout=20)
+    assert (process.returncode, out) == (0, b"clip.mp4\n")
+    return shown.decode()
+
+
+def test_the_bar_on_a_terminal(tmp_path: Path) -> None:
+    shown = on_a_terminal(tmp_path)
+    assert "denoise" in shown
+    assert "12/12" in shown
+    assert "━" in shown
+    assert "\x1b[1m" in shown
+
+
+def test_no_color_is_honoured(tmp_path: Path) -> None:
+    shown = on_a_terminal(tmp_path, NO_COLOR="1")
+    assert "12/12" in shown
+    assert "\x1b[38;5" not in shown
+    assert "\x1b[33m" not in shown
+
+
+def test_a_dumb_terminal_gets_plain_lines(tmp_path: Path) -> None:
+    shown = on_a_terminal(tmp_path, TERM="dumb")
+    assert "denoise: done" in shown
+    assert "━" not in shown
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["generate", "--hight", "3"]])
+def test_little_is_imported_before_it_must(words: list[str]) -> None:
+    program = (
+        "import sys\nfrom everyframe.cli.main import main\n"
+        f"main({words!r})\nprint('loaded:', *({SLOW!r} & set(sys.modules)))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program], env=ENVIRONMENT, capture_output=True, text=True, timeout=60
+    )
+    assert run.stdout.splitlines()[-1].split() == ["loaded:"], run.stdout + run.stderr
+
+
+def test_help_is_quick() -> None:
+    """Under 0.5 s of processor time; the wall clock would measure whoever else is at work."""
+    command = [sys.executable, "-m", "everyframe", "--help"]
+    best = 9.0
+    for _ in range(3):
+        before = os.times()
+        began = time.perf_counter()
+        subprocess.run(command, env=ENVIRONMENT, check=True, stdout=subprocess.DEVNULL)
+        after = os.times()
+        spent = after.children_user + after.children_system
+        spent -= before.children_user + before.children_system
+        best = min(best, spent, time.perf_counter() - began)
+    assert best < 0.5

@@ -1,0 +1,104 @@
+"""A command line that asks for what can't be: one clear line, exit 2, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from everyframe.cli.main import main
+
+BAD = [
+    # (words, what the line must hold)
+    ("generate x --hight 64", "did you mean '--height'"),
+    ("generate --hight 64 x", "did you mean '--height'"),
+    ("generate x --num-frame 3", "did you mean '--num-frames'"),
+    ("plan x --sed 3", "did you mean '--seed'"),
+    ("plan x --dry-run", "unknown option '--dry-run'"),
+    ("genrate x", "did you mean 'generate'"),
+    ("--verion", "did you mean '--version'"),
+    ("generate x --seed", "--seed needs a value"),
+    ("generate x --seed --steps 3", "--seed needs a value"),
+    ("generate x --seed 1 --seed 2", "given more than once"),
+    ("generate a red circle", "put a prompt of several words into quotes"),
+    ("inspect", "FILE is missing"),
+    ("generate x --seed nan", "seed must be a whole number, got 'nan'"),
+    ("generate x --seed -1", "seed must be at least 0, got '-1'"),
+    ("generate x --seed 1.5", "seed must be a whole number"),
+    ("generate x --seed 99999999999999999999", "seed must be at most"),
+    ("generate x --steps -3", "num_inference_steps must be more than 0, got '-3'"),
+    ("generate x --num-frames 0", "num_frames must be more than 0"),
+    ("generate x --fps inf", "fps must be a finite number"),
+    ("generate x --fps nan", "fps must be a finite number"),
+    ("generate x --guidance-scale lots", "guidance_scale must be a number, got 'lots'"),
+    ("generate x --size 64", "size must be WIDTHxHEIGHT, for example 640x360, got '64'"),
+    ("generate x --height 64", "height was given without width"),
+    ("generate x --aspect 16:9", "aspect needs a resolution"),
+    ("generate x --size 64x64 --resolution 360p", "both set the size"),
+    ("generate x --num-frames 4 --seconds 1", "both set the length"),
+    ("generate x --image a.png --extend b.mp4", "both give the first frames"),
+    ("generate x --edit-strength 2", "edit_strength must be at most 1"),
+    ("generate x --dtype fp9", "dtype must be one of auto"),
+    ("generate x --aesthetic pretty", "aesthetic must be a number, got 'pretty'"),
+    ("generate x --log-level loud", "--log-level must be one of debug"),
+    ("generate x -o nowhere/clip.mp4", "does not exist"),
+    ("generate x -o clip.mpx", "unknown ending '.mpx'"),
+    ("inspect nothing.mp4", "no such file: 'nothing.mp4'"),
+    ("generate --from nothing.mp4", "no such file: 'nothing.mp4'"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("EVERYFRAME_LOG", raising=False)
+
+
+@pytest.mark.parametrize(("words", "said"), BAD, ids=[words for words, _ in BAD])
+def test_bad_input_is_one_line(
+    words: str, said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code = main(words.split())
+    out, err = capsys.readouterr()
+    assert code == 2
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert said in err
+    assert not list(tmp_path.iterdir()), "something was written"
+
+
+@pytest.mark.parametrize("prompt", ["", "   ", "\n"])
+def test_an_empty_prompt(prompt: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", prompt]) == 2
+    assert "the prompt is empty" in capsys.readouterr().err
+
+
+def test_a_prompt_that_is_no_text(capsys: pytest.CaptureFixture[str]) -> None:
+    # Python hands on bytes that are no UTF-8 so.
+    assert main(["generate", "a \udcff circle"]) == 2
+    assert "is not UTF-8 text" in capsys.readouterr().err
+
+
+def test_with_json_the_error_is_the_last_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["generate", "x", "--seed", "nan", "--json"], ["generate", "--json", "--sed"]):
+        assert main(words) == 2
+        out, err = capsys.readouterr()
+        line = json.loads(out.splitlines()[-1])
+        assert (line["type"], line["code"]) == ("error", 2)
+        assert line["message"] in err
+
+
+def test_level_of_the_environment(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EVERYFRAME_LOG", "loud")
+    assert main(["inspect", "x.mp4"]) == 2
+    assert "EVERYFRAME_LOG must be one of debug" in capsys.readouterr().err
+    monkeypatch.setenv("EVERYFRAME_LOG", "debug")
+    assert main(["inspect", "x.mp4"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+    monkeypatch.delenv("EVERYFRAME_LOG")
+    assert main(["inspect", "x.mp4", "--log-level", "debug"]) == 2
+    assert "Traceback" in capsys.readouterr().err
