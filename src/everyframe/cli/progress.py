@@ -122,51 +122,37 @@ class Bar(Reporter):
         self._stage = _Stage("", 0)
         self._row_of: dict[str, TaskID] = {}
 
-    def __enter__(self) -> Bar:
-        self._progress.start()
-        self._begin(_Stage("starting", 0), "")
-        return self
-
     def __exit__(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._row is not None and self._stage.label == "starting":
-            self._progress.remove_task(self._row)
-        elif self._row is not None and error is not None:
+        if self._row is not None and error is not None:
             self._progress.update(self._row, tail="stopped")
             self._progress.stop_task(self._row)
         self._progress.stop()
 
     def show(self, event: Event) -> None:
-        assert self._row is not None, "the bar is shown inside a with block"
         if isinstance(event, Planned):
-            self._progress.remove_task(self._row)
-            self._row = None
             for line in headline(event.plan):
                 self._progress.console.print(line)
-            self._begin(_Stage("loading", 0), "")
+            # Not before: what has to be fetched shows a bar of its own.
+            self._progress.start()
         elif isinstance(event, Note):
             self._progress.console.print(f"note: {event.text}", style="yellow")
         elif isinstance(event, StageStarted):
-            if self._stage.label == "loading":
-                self._progress.remove_task(self._row)
             if event.stage in self._row_of:  # of the clip before; many clips would fill the screen
                 self._progress.remove_task(self._row_of[event.stage])
-            self._begin(_Stage.started(event), "loading")
+            self._stage = _Stage.started(event)
+            self._row = self._progress.add_task(self._stage.label, total=None, tail="loading")
             self._row_of[event.stage] = self._row
-        elif isinstance(event, Loaded):
+        elif isinstance(event, Loaded) and self._row is not None:
             self._progress.update(self._row, total=self._stage.num_steps or None, tail="")
         elif isinstance(event, Step):
             self._step(event)
         elif isinstance(event, StageDone):
             self._end(event)
-
-    def _begin(self, stage: _Stage, tail: str) -> None:
-        self._stage = stage
-        self._row = self._progress.add_task(stage.label, total=None, tail=tail)
 
     def _step(self, event: Step) -> None:
         assert self._row is not None
