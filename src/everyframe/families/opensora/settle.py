@@ -6,6 +6,7 @@ Pure functions of the request and the model's sizes; no torch, no files. What ca
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,11 +15,14 @@ from everyframe.core.errors import InputError
 from everyframe.core.plan import Settings
 from everyframe.core.request import Request
 from everyframe.families.opensora.options import OpenSoraOptions
+from everyframe.families.opensora.prompts import loses_all, lost
 from everyframe.families.opensora.sizes import named_size
 from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConfig
 
 #: Frames of one piece of 1.2's autoencoder; its weights were trained on multiples of it.
 PIECE = 17
+#: As many as `num_frames` may be.
+MAX_FRAMES = 100_000
 #: What 1.2 was trained on, beyond which quality is nobody's promise (upstream #641, #696).
 _TRAINED_FRAMES = (51, 408)
 #: The fps that 1.2 is told for a single picture (upstream `IMG_FPS`).
@@ -40,6 +44,9 @@ _UPSTREAM_DEFAULTS: dict[str, dict[str, Any]] = {
         "aesthetic": 6.5,
     },
 }
+
+
+_RELEASED_ONLY = ("resolution", "aesthetic", "use_timestep_transform")
 
 
 @dataclass(frozen=True)
@@ -70,8 +77,11 @@ class Facts:
 
     def default(self, name: str) -> Any:
         """The checkpoint's own default, else upstream's for the version."""
-        fallback = {} if self.defaults else _UPSTREAM_DEFAULTS[self.version]
-        return self.defaults.get(name, fallback.get(name))
+        # A checkpoint that states its own defaults is none of upstream's: what upstream's sizes
+        # and captions were says nothing of it.
+        if self.defaults and name in _RELEASED_ONLY:
+            return self.defaults.get(name)
+        return self.defaults.get(name, _UPSTREAM_DEFAULTS[self.version].get(name))
 
 
 def settle(
@@ -80,6 +90,9 @@ def settle(
     """Every value of the request settled, and notes for the person who asked."""
     if request.prompt is None:
         raise InputError(f"{facts.title} draws what a prompt says; give one")
+    for prompt in (request.prompt, request.negative_prompt):
+        if prompt is not None and loses_all(prompt):
+            raise InputError(lost(prompt))
     notes: list[str] = []
     _check_given_frames(facts, request)
     nominal = _nominal_size(facts, request)
@@ -111,6 +124,7 @@ def settle(
         options=_family_settings(facts, options, nominal),
     )
     _check_room(facts, settings)
+    _check_latents(facts, request, settings)
     return settings, tuple(notes)
 
 
@@ -178,6 +192,11 @@ def _num_frames(facts: Facts, request: Request, fps: float, notes: list[str]) ->
         frames = request.num_frames
     elif request.seconds is not None:
         frames = max(1, round(request.seconds * fps))
+        if frames > MAX_FRAMES:
+            raise InputError(
+                f"{request.seconds:g} s at {fps:g} fps are {frames} frames; "
+                f"at most {MAX_FRAMES} can be asked for"
+            )
         if isinstance(facts.vae, VideoVAEConfig):
             whole = max(1, round(frames / PIECE)) * PIECE
             if whole != frames:
@@ -235,28 +254,44 @@ def _check_room(facts: Facts, settings: Settings) -> None:
     if not settings.given_frames and settings.chain == 1:
         return
     latent_frames = facts.vae.latent_frames(settings.num_frames)
-    known = known_frames(facts, settings)[1] if "extend" in settings.given_frames else 1
-    taken = known * ("image" in settings.given_frames or "extend" in settings.given_frames)
+    goes_on = "extend" in settings.given_frames or settings.chain > 1
+    taken = known_frames(facts, settings)[1] if goes_on else "image" in settings.given_frames
     taken += "last_image" in settings.given_frames
-    if latent_frames <= max(taken, 1) and settings.edit_strength == 0:
+    if latent_frames <= taken and settings.edit_strength == 0:
+        enough = PIECE if settings.num_frames < PIECE else 2 * PIECE
         raise InputError(
             f"{settings.num_frames} frames are {latent_frames} latent frames, and the given ones "
-            f"take {max(taken, 1)} of them; ask for more frames, at least {PIECE}"
+            f"take {taken} of them; ask for more frames, for example {enough}"
+        )
+
+
+def _check_latents(facts: Facts, request: Request, settings: Settings) -> None:
+    """Start noise has the shape of the video's latents."""
+    if request.latents is None:
+        return
+    size = facts.vae.latent_size(settings.num_frames, settings.height, settings.width)
+    expected = (1, facts.vae.latent_channels, *size)
+    given = tuple(getattr(request.latents, "shape", ()))
+    if given != expected:
+        raise InputError(
+            f"latents must be an array or tensor of shape {expected} for {settings.num_frames} "
+            f"frames of {settings.width}x{settings.height}, got "
+            f"{given or type(request.latents).__name__}"
         )
 
 
 def smaller(facts: Facts, settings: Settings) -> Iterator[Settings]:
-    """The same video shorter, then smaller, in steps that the model was made for."""
-    frames = settings.num_frames
-    while frames > PIECE:
-        frames = max(frames // 2 // PIECE, 1) * PIECE
-        settings = replace(settings, num_frames=frames)
-        yield settings
+    """The same video shorter, smaller or both, the one with most pixels first."""
     step = facts.size_step
-    while min(settings.height, settings.width) > 16 * step:
-        height, width = (
-            max(int(side * 0.75) // step * step, step) for side in (settings.height, settings.width)
-        )
-        options = {**dict(settings.options), "nominal_height": height, "nominal_width": width}
-        settings = replace(settings, height=height, width=width, options=tuple(options.items()))
-        yield settings
+    lengths = [settings.num_frames]
+    while lengths[-1] > PIECE:
+        lengths.append(max(lengths[-1] // 2 // PIECE, 1) * PIECE)
+    sides = [(settings.height, settings.width)]
+    while min(sides[-1]) * 3 // 4 >= 8 * step:
+        height, width = (side * 3 // 4 // step * step for side in sides[-1])
+        sides.append((height, width))
+    choices = [(height, width, frames) for height, width in sides for frames in lengths]
+    for height, width, frames in sorted(choices[1:], key=math.prod, reverse=True):
+        sizes = {"nominal_height": height, "nominal_width": width}
+        options = tuple({**dict(settings.options), **sizes}.items())
+        yield replace(settings, height=height, width=width, num_frames=frames, options=options)
