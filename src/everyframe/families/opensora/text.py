@@ -7,7 +7,7 @@ happens to the words before, `stages.py` for who calls this.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,14 +44,39 @@ def build_encoder(data: Mapping[str, Any]) -> nn.Module:
     return encoder
 
 
+class PieceTokenizer:
+    """T5's tokenizer from its ``spiece.model`` alone, called like one of transformers.
+
+    DeepFloyd's repository holds nothing else, and transformers reads such a file only with a
+    protobuf package beside it. The pieces of the text, then the end mark.
+    """
+
+    def __init__(self, path: Path) -> None:
+        from sentencepiece import SentencePieceProcessor
+
+        self._pieces = SentencePieceProcessor(model_file=str(path))
+        self.pad_token_id = max(self._pieces.pad_id(), 0)
+
+    def __call__(self, text: str, *, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        ids = [int(index) for index in self._pieces.encode(text)]
+        return {"input_ids": [*ids, self._pieces.eos_id()] if add_special_tokens else ids}
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of these pieces."""
+        special = {self._pieces.eos_id(), self.pad_token_id} if skip_special_tokens else set()
+        return str(self._pieces.decode([index for index in ids if index not in special]))
+
+
 def load_tokenizer(folder: Path) -> Any:
     """The tokenizer that lies in `folder` (`tokenizer.json` or `spiece.model`); never fetches."""
-    from transformers import AutoTokenizer
-
     try:
+        if not (folder / "tokenizer.json").is_file() and (folder / "spiece.model").is_file():
+            return PieceTokenizer(folder / "spiece.model")
+        from transformers import AutoTokenizer
+
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        first = str(error).strip().splitlines()[0]
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{folder} holds no usable tokenizer: {first}") from error
 
 
@@ -65,15 +90,14 @@ def tokenize(
     ids = tokenizer(prompt, add_special_tokens=True)["input_ids"]
     cut = ""
     if len(ids) > max_length:
-        kept = tokenizer(prompt, add_special_tokens=True, truncation=True, max_length=max_length)
-        # The last kept token is the end mark, which the cut prompt needs too.
+        # The last token is the end mark, which the cut prompt needs too.
         cut = tokenizer.decode(ids[max_length - 1 : -1], skip_special_tokens=True).strip()
         if not truncate:
             raise InputError(
                 f"the prompt has {len(ids)} tokens, this model reads {max_length}; shorten it, or "
                 f"go on without its end by --truncate-prompt, which cuts: {_shortened(cut)!r}"
             )
-        ids = kept["input_ids"]
+        ids = [*ids[: max_length - 1], ids[-1]]
     padding = max_length - len(ids)
     pad_id = tokenizer.pad_token_id or 0
     row = torch.tensor([list(ids) + [pad_id] * padding])
