@@ -56,7 +56,13 @@ def load_component(
 
 
 def count_parameters(build: Callable[[], nn.Module]) -> dict[str, int]:
-    """Elements of each parameter and persistent buffer by name; nothing is allocated."""
+    """Elements of each parameter and persistent buffer by name; nothing is allocated.
+
+    What one parameter has several names for (T5's embedding) is counted once.
+    """
     with torch.device("meta"):
         module = build()
-    return {name: tensor.numel() for name, tensor in module.state_dict().items()}
+    once: dict[int, tuple[str, int]] = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        once.setdefault(id(tensor), (name, tensor.numel()))
+    return dict(once.values())
