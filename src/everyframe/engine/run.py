@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -55,16 +56,27 @@ def stream(request: Request, *, num_threads: int | None = None) -> Iterator[Even
         yield Note(note)
     seeds = range(plan.settings.seed, plan.settings.seed + plan.settings.num_videos)
     takes = [Take(seed, given, noise) for seed in seeds]
-    if given.source is not None:
-        for take in takes:
-            take.tail = torch.from_numpy(given.source).to(torch.float32) / 255
-    with _Threads(plan.num_threads), torch.inference_mode():
-        yield from _run(plan, model, takes, record)
+    yield from _apart(_run(plan, model, takes, record), plan.num_threads)
+
+
+def _apart(events: Generator[Event, None, None], num_threads: int) -> Iterator[Event]:
+    """The same events, made with that many threads and without gradients.
+
+    Both are entered for each event anew: whoever reads the stream runs between two events, and
+    nothing of theirs may change by it.
+    """
+    with closing(events):
+        while True:
+            with _Threads(num_threads), torch.inference_mode():
+                event = next(events, None)
+            if event is None:
+                return
+            yield event
 
 
 def _run(
     plan: Plan, model: Model, takes: Sequence[Take], record: dict[str, Any]
-) -> Iterator[Event]:
+) -> Generator[Event, None, None]:
     num_clips = plan.settings.chain
     num_frames = {take.seed: 0 for take in takes}
     for clip in range(num_clips):

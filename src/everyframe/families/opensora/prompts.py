@@ -8,6 +8,7 @@ same function for its Latte pipeline, which is what is called here. Read next: `
 
 from __future__ import annotations
 
+from everyframe.core.errors import InputError
 from everyframe.core.plan import Settings
 
 #: The cleaning leaves nothing of a prompt that is all in these scripts.
@@ -35,6 +36,24 @@ def clean(prompt: str) -> str:
     # The method reads one class attribute of its pipeline, so the class itself serves as `self`.
     once = LattePipeline._clean_caption(LattePipeline, prompt)
     return str(LattePipeline._clean_caption(LattePipeline, once))
+
+
+def check_not_lost(prompt: str) -> None:
+    """Raise `InputError` if cleaning leaves nothing of a prompt that says something.
+
+    An empty negative prompt is what it was meant to be.
+    """
+    if prompt.strip() and not clean(prompt):
+        raise InputError(lost(prompt))
+
+
+def lost(prompt: str) -> str:
+    """Why nothing is left of that prompt, and what to do."""
+    script = "Chinese characters" if loses_all(prompt) else "what stands in it"
+    return (
+        f"nothing is left of the prompt {prompt!r}: this model was trained on captions without "
+        f"{script}; say it in English words"
+    )
 
 
 def loses_all(prompt: str) -> bool:

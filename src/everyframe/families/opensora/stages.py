@@ -23,7 +23,7 @@ from everyframe.families.loading import load_component
 from everyframe.families.opensora.checkpoint import Parts
 from everyframe.families.opensora.components import Sizes
 from everyframe.families.opensora.model import STDiT, STDiT3
-from everyframe.families.opensora.prompts import clean, with_affixes
+from everyframe.families.opensora.prompts import check_not_lost, clean, with_affixes
 from everyframe.families.opensora.settle import PICTURE_FPS, PIECE, Facts, known_frames
 from everyframe.families.opensora.text import (
     TextEmbedding,
@@ -64,6 +64,21 @@ class Job:
     def goes_on(self) -> bool:
         """Whether this clip begins with frames of the clip before it or of a given video."""
         return self.clip > 0 or "extend" in self.settings.given_frames
+
+    def before(self, take: Take) -> Tensor | None:
+        """The frames (T, H, W, 3) in 0..1 that this clip goes on from, if it goes on from any.
+
+        One frame where there are fewer than `known_frames` wants: a given video may be short.
+        """
+        if not self.goes_on():
+            return None
+        frames = take.tail
+        if self.clip == 0:
+            assert take.given.source is not None
+            frames = _as_float(take.given.source[-PIECE:])
+        wanted = known_frames(self.facts, self.settings)[0]
+        tail: Tensor = frames[-wanted:] if len(frames) >= wanted else frames[-1:]
+        return tail
 
     def latent_shape(self) -> tuple[int, int, int, int]:
         """(C, T, h, w) of one clip's latents."""
@@ -119,6 +134,7 @@ class TextStage:
         tokens = []
         # Tokens first: a prompt that is too long is told before gigabytes are read.
         for prompt in prompts:
+            check_not_lost(prompt)
             ids, mask, cut = tokenize(
                 tokenizer,
                 clean(with_affixes(prompt, job.settings)),
@@ -182,11 +198,11 @@ class GivenStage:
         shape = job.latent_shape()
         latents = torch.zeros((1, *shape))
         mask = torch.ones((1, shape[1]))
-        if job.goes_on():
-            num_frames, num_latents = known_frames(job.facts, job.settings)
-            before = take.tail[-num_frames:]
-            latents[:, :, :num_latents] = self._encode(vae, before)
-            mask[:, :num_latents] = job.settings.edit_strength
+        before = job.before(take)
+        if before is not None:
+            encoded = self._encode(vae, before)
+            latents[:, :, : encoded.shape[2]] = encoded
+            mask[:, : encoded.shape[2]] = job.settings.edit_strength
         elif take.given.first is not None:
             latents[:, :, :1] = self._encode(vae, _as_float(take.given.first))
             mask[:, :1] = job.settings.edit_strength
@@ -349,10 +365,13 @@ class DecodeStage:
         yield Loaded("vae", time.perf_counter() - began)
         total, done = self.num_steps(len(takes)), 0
         for take in takes:
-            skip = known_frames(job.facts, job.settings)[0] if job.goes_on() else 0
+            before = job.before(take)
+            skip = 0 if before is None else len(before)
             if job.clip == 0 and take.given.source is not None:
-                source = _as_float(take.given.source)
-                yield Frames(take.seed, len(source), source.numpy())
+                # Piece by piece: a long source as floats would be larger than any stage.
+                for start in range(0, len(take.given.source), PIECE):
+                    source = _as_float(take.given.source[start : start + PIECE])
+                    yield Frames(take.seed, len(source), source.numpy())
             begun = time.perf_counter()
             tail: list[Tensor] = []
             for frames in self._pieces(vae, take):
