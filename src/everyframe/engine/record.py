@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from everyframe import __version__
 from everyframe.checkpoints.digest import digest
@@ -23,6 +24,12 @@ from everyframe.hardware.facts import machine_facts
 from everyframe.media.paths import RECORD_SCHEMA
 
 _GIVEN = ("image", "last_image", "extend")
+#: Options of which only one, or one set, can be given.
+_ALIKE = (
+    {"size", "height", "width", "resolution"},
+    {"num_frames", "seconds"},
+    {"image", "extend"},
+)
 #: What a picture generator has to say of its output (IPTC digital source type).
 _SOURCE_TYPE = "http://cv.iptc.org/newscodes/digitalsourcetype/trainedAlgorithmicMedia"
 
@@ -49,7 +56,8 @@ def make_record(plan: Plan, request: Request, weight_files: Sequence[str]) -> di
 
 def _public_name(model: str) -> str:
     """A model's name without the folders above it."""
-    return Path(model).name if Path(model).exists() else model
+    path = Path(model).expanduser()
+    return path.resolve().name if path.exists() else model
 
 
 def _asked(request: Request, plan: Plan) -> dict[str, Any]:
@@ -58,7 +66,9 @@ def _asked(request: Request, plan: Plan) -> dict[str, Any]:
         for name, value in request.given().items()
         if name not in (*_GIVEN, "latents", "family_options", "model")
     }
-    asked |= request.family_options
+    for name, value in request.family_options.items():
+        # Some name a folder, of a part of the model.
+        asked[name] = _public_name(value) if isinstance(value, str) else value
     asked["seed"] = plan.settings.seed
     if request.model is not None:
         asked["model"] = _public_name(request.model)
@@ -80,6 +90,9 @@ def _identity(source: Any) -> dict[str, str]:
 
 
 def _as_bytes(value: Any) -> bytes:
+    if isinstance(value, torch.Tensor):
+        # NumPy has no bfloat16 and sees no other device's memory.
+        value = value.detach().to("cpu", torch.float32)
     return np.ascontiguousarray(np.asarray(value)).tobytes()
 
 
@@ -94,7 +107,11 @@ def request_from(record: Mapping[str, Any], overrides: Mapping[str, Any]) -> Req
             f"this record is of schema {record.get('schema')!r}, expected {RECORD_SCHEMA!r}; "
             "it was not made by everyframe, or by another version of it"
         )
-    asked = {**record["request"], **{k: v for k, v in overrides.items() if v is not None}}
+    wanted = {name: value for name, value in overrides.items() if value is not None}
+    # What says the same in other words gives way as well: seconds to num_frames, for one.
+    replaced = {name for group in _ALIKE if wanted.keys() & group for name in group}
+    asked = {name: value for name, value in record["request"].items() if name not in replaced}
+    asked |= wanted
     for name in (*_GIVEN, "latents"):
         if isinstance(asked.get(name), dict):
             asked[name] = _find_given(name, asked[name])
