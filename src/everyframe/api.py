@@ -58,9 +58,16 @@ def stream(request: Request) -> Iterator[Event]:
     return run.stream(request)
 
 
-def plan(request: Request | None = None, **options: Any) -> Plan:
-    """What would run, in which precision, with how much memory; nothing is loaded or fetched."""
-    return resolve(Request(**options) if request is None else request)
+def plan(request: Request | str | None = None, **options: Any) -> Plan:
+    """What would run, in which precision, with how much memory; nothing is loaded or fetched.
+
+    Takes a request, or what `generate` takes: a prompt and options.
+    """
+    if isinstance(request, Request):
+        if options:
+            raise InputError(f"a request and options ({', '.join(options)}); give one of them")
+        return resolve(request)
+    return resolve(Request(**options if request is None else {"prompt": request, **options}))
 
 
 def _request(
