@@ -75,12 +75,12 @@ def refuse_if_not_drawable(request: Request) -> None:
     """
     if request.prompt is None:
         raise InputError("give a prompt, or a model that needs none")
-    reason = shapes_prompts.read_prompt(request.prompt)
-    if not isinstance(reason, str):
+    read = shapes_prompts.read_prompt(request.prompt)
+    if not isinstance(read, shapes_prompts.Refusal):
         return
     fitting = [_in_words(row) for row in list_models() if row.fits and row.name != "shapes"]
     others = ", ".join(fitting) if fitting else "none of the known ones"
     raise InputError(
-        f"the embedded model can't draw this: {reason}. "
-        f"It draws {shapes_prompts.describe_world()}. Models that fit this machine: {others} (--model NAME); --model shapes tries anyway"
+        f"the embedded model can't draw this: {read.reason}. It draws {shapes_prompts.CAN_DRAW}. "
+        f"Models that fit this machine: {others} (--model NAME); --model shapes tries anyway"
     )
