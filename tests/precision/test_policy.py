@@ -99,3 +99,11 @@ def test_planning_needs_no_torch() -> None:
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_islands_that_want_range_alone_are_left_to_bfloat16() -> None:
+    needs = ComponentNeeds("t5", 10**9, islands=("*.norm",), range_islands=("*.wo",))
+    device = DeviceFacts("made up", "cuda", 0, 10**10, 10**10, (8, 0), has_fast_bf16=True)
+    assert choose(device, "bfloat16", needs)[0].islands == ("*.norm",)
+    assert choose(device, "float16", needs)[0].islands == ("*.norm", "*.wo")
+    assert choose(device, "float32", needs)[0].islands == ()

@@ -26,7 +26,8 @@ CPU_BF16_PARAMETERS = 50_000_000
 class ComponentNeeds:
     """What a family knows about the numerics of one of its components.
 
-    `islands` are the parts that stay in float32 at least (patterns of `precision.islands`).
+    `islands` are the parts that stay in float32 at least (patterns of `precision.islands`), because
+    they want its resolution; `range_islands` want its range only, which bfloat16 has as well.
     `prefers` is the dtype in which upstream runs it or in which its weights were made; ``float32``
     keeps `auto` from going lower. `force_upcast` is a checkpoint's word that fp16 overflows in it.
     """
@@ -34,6 +35,7 @@ class ComponentNeeds:
     name: str
     num_parameters: int
     islands: tuple[str, ...] = ()
+    range_islands: tuple[str, ...] = ()
     prefers: str = "bfloat16"
     force_upcast: bool = False
 
@@ -53,6 +55,8 @@ def choose(
         raise InputError(f"dtype must be one of {', '.join(ASKABLE)}, got {asked!r}")
     dtype, notes = _auto(device, needs) if asked == "auto" else _as_asked(device, asked, needs)
     islands = () if dtype == "float32" else needs.islands
+    if dtype == "float16":
+        islands += needs.range_islands
     return Precision(parameters=dtype, compute=dtype, islands=islands), notes
 
 

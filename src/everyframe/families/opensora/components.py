@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 #: What steers every block or sums over all of them stays in float32 (research on precision:
 #: timestep embedding, modulation, norms, the layer that the residual stream starts and ends in).
 DENOISER_ISLANDS = ("x_embedder", "t_embedder", "t_block", "*scale_shift_table", "final_layer")
+T5_ISLANDS = ("*layer_norm",)
 #: T5's `wo` overflows fp16, and transformers keeps it wide for that reason.
-T5_ISLANDS = ("*.wo", "*layer_norm")
+T5_RANGE_ISLANDS = ("*.wo",)
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,8 @@ def components(
     return (
         _component(
             "text_encoder", "T5 text encoder", "text", sizes.build_text, sources, prefers,
-            islands=T5_ISLANDS, working=lambda element: _text_bytes(sizes, element),
+            islands=T5_ISLANDS, range_islands=T5_RANGE_ISLANDS,
+            working=lambda element: _text_bytes(sizes, element),
         ),
         _component(
             "denoiser", "STDiT denoiser", "denoise", sizes.build_denoiser, sources, prefers,
@@ -89,11 +91,14 @@ def _component(
     prefers: str,
     *,
     islands: tuple[str, ...],
+    range_islands: tuple[str, ...] = (),
     working: Callable[[int], int],
 ) -> Component:
     elements = count_parameters(build)
     total = sum(elements.values())
-    needs = ComponentNeeds(name, total, islands=islands, prefers=prefers)
+    needs = ComponentNeeds(
+        name, total, islands=islands, range_islands=range_islands, prefers=prefers
+    )
     return Component(name, title, stage, sources[name], elements, needs, working)
 
 
