@@ -121,7 +121,9 @@ def _settings_rows(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
     sampling = [f"{get('num_inference_steps', '?')} steps"]
     sampling += [f"guidance {get('guidance_scale'):g}"] if "guidance_scale" in settings else []
     sampling += [_seeds(settings)]
-    options = [f"{name} {value}" for name, value in get("options", ()) if value is not None]
+    options = [
+        f"{name} {value}" for name, value in get("options", ()) if value not in (None, False)
+    ]
     given = [str(name) for name in get("given_frames", ())]
     if given and "edit_strength" in settings:
         given += [f"edit strength {settings['edit_strength']:g}"]
