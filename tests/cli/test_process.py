@@ -42,7 +42,7 @@ def test_a_signal_leaves_no_half_written_file(number: signal.Signals, tmp_path: 
         assert process.poll() is None
     assert list(tmp_path.glob(".everyframe-*")), "it was stopped too early to prove anything"
     process.send_signal(number)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=120)
     assert list(tmp_path.iterdir()) == []
     if number == signal.SIGINT:
         assert process.returncode == 130
@@ -58,7 +58,7 @@ def test_a_reader_that_goes_away(tmp_path: Path) -> None:
     assert process.stderr is not None
     process.stdout.readline()
     process.stdout.close()
-    assert process.wait(timeout=20) == 1
+    assert process.wait(timeout=120) == 1
     assert process.stderr.read() == ""
     process.stderr.close()
     assert list(tmp_path.iterdir()) == []
@@ -66,7 +66,7 @@ def test_a_reader_that_goes_away(tmp_path: Path) -> None:
 
 def test_plain_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
     process = started(tmp_path, "generate", "x", "-o", "clip.mp4", pause=0.001)
-    out, err = process.communicate(timeout=20)
+    out, err = process.communicate(timeout=120)
     assert (process.returncode, out) == (0, "clip.mp4\n")
     assert "\x1b" not in err
     assert "\r" not in err
@@ -97,7 +97,7 @@ def on_a_terminal(folder: Path, **environment: str) -> str:
             break
         shown += piece
     os.close(leader)
-    out, _ = process.communicate(timeout=20)
+    out, _ = process.communicate(timeout=120)
     assert (process.returncode, out) == (0, b"clip.mp4\n")
     return shown.decode()
 
@@ -130,7 +130,7 @@ def test_little_is_imported_before_it_must(words: list[str]) -> None:
         f"main({words!r})\nprint('loaded:', *({SLOW!r} & set(sys.modules)))"
     )
     run = subprocess.run(
-        [sys.executable, "-c", program], env=ENVIRONMENT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program], env=ENVIRONMENT, capture_output=True, text=True, timeout=120
     )
     assert run.stdout.splitlines()[-1].split() == ["loaded:"], run.stdout + run.stderr
 
