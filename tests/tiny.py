@@ -7,12 +7,14 @@ diffusers' autoencoder folder, DeepFloyd's T5 folder.
 
 from __future__ import annotations
 
+import io
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from everyframe.families.opensora.config import STDiT3Config, STDiTConfig
@@ -22,6 +24,7 @@ from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConf
 
 CAPTION_CHANNELS = 16
 MAX_LENGTH = 24
+SENTENCE_PIECES = 60
 WORDS = "a the red blue circle square moves to right left on background and aesthetic score".split()
 
 AUTOENCODER = {
@@ -145,6 +148,76 @@ def text_encoder(folder: Path, *, seed: int = 2) -> Path:
     torch.manual_seed(seed)
     T5EncoderModel(config).save_pretrained(folder)
     return folder
+
+
+def deepfloyd_t5(folder: Path, *, seed: int = 2) -> Path:
+    """T5 as DeepFloyd/t5-v1_1-xxl has it: two pickled shards of the encoder, and spiece.model."""
+    text_encoder(folder, seed=seed)
+    for file in folder.iterdir():
+        if "token" in file.name:
+            file.unlink()
+    sentence_pieces(folder / "spiece.model")
+    config = json.loads((folder / "config.json").read_text())
+    encoder = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(SENTENCE_PIECES, CAPTION_CHANNELS, generator=generator)
+    encoder["shared.weight"] = encoder["encoder.embed_tokens.weight"] = rows
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": len(rows)}))
+    (folder / "model.safetensors").unlink()
+    _shards(folder, encoder, "pytorch_model", "bin")
+    return folder
+
+
+def sentence_pieces(path: Path) -> None:
+    """A small sentencepiece model with T5's special tokens, trained on `WORDS`."""
+    import sentencepiece
+
+    shuffled = random.Random(0)
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=(" ".join(shuffled.choices(WORDS, k=8)) for _ in range(300)),
+        model_writer=model, vocab_size=SENTENCE_PIECES, hard_vocab_limit=False,
+        pad_id=0, eos_id=1, unk_id=2, bos_id=-1, minloglevel=2,
+    )  # fmt: skip
+    path.write_bytes(model.getvalue())
+
+
+def shard(folder: Path) -> None:
+    """Turns ``model.safetensors`` into two shards and their index."""
+    whole = folder / "model.safetensors"
+    tensors = load_file(whole)
+    whole.unlink()
+    _shards(folder, tensors, "model", "safetensors")
+
+
+def _shards(folder: Path, tensors: dict[str, torch.Tensor], stem: str, suffix: str) -> None:
+    names = list(tensors)
+    half = len(names) // 2
+    table: dict[str, str] = {}
+    for number, part in enumerate((names[:half], names[half:]), start=1):
+        file = f"{stem}-{number:05}-of-00002.{suffix}"
+        table |= dict.fromkeys(part, file)
+        chosen = {name: tensors[name].clone() for name in part}
+        if suffix == "bin":
+            torch.save(chosen, folder / file)
+        else:
+            save_file(chosen, folder / file)
+    index = folder / f"{stem}.{suffix}.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": table}))
+
+
+def old_attention_names(file: Path) -> None:
+    """Renames the attention of a diffusers autoencoder to what it was called before 0.18."""
+    new = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
+    tensors = load_file(file)
+    renamed = {}
+    for name, tensor in tensors.items():
+        for now, before in new.items():
+            if ".attentions." in name:
+                name = name.replace(f".{now}.", f".{before}.")
+        renamed[name] = tensor
+    assert renamed.keys() != tensors.keys()
+    save_file(renamed, file)
 
 
 def randomised(module: nn.Module, seed: int) -> dict[str, torch.Tensor]:

@@ -1,0 +1,345 @@
+"""Whole runs against the same formulas written out here, with the modules as plain modules.
+
+Text through transformers directly, guidance as one doubled batch, the samplers' loops from the
+papers, frames by `VideoVAE.decode`: nothing of the engine, the stages or the samplers is used, but
+the definition of the noise.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoTokenizer, T5EncoderModel
+
+import everyframe
+from everyframe.core.errors import InputError
+from everyframe.core.events import Loaded, Note, StageDone
+from everyframe.families.opensora import stages
+from everyframe.families.opensora.config import STDiT3Config, STDiTConfig
+from everyframe.families.opensora.model import STDiT3, build_model
+from everyframe.families.opensora.vae import ImageVAE, VideoVAE
+from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConfig
+from everyframe.samplers import noise
+
+PROMPT = "a red circle moves to the right"
+#: What is left of it and of the score that 1.2 appends; see `test_prompts`.
+CLEANED_1_2 = "a red circle moves to the right aesthetic score: 6. 5."
+#: Two pieces, and latents (6, 3, 5) that the patch of 2 does not divide.
+SIZES: dict[str, Any] = {"height": 24, "width": 40, "num_frames": 20, "num_inference_steps": 4}
+LATENTS = (1, 4, 6, 3, 5)
+#: Float32 sums in another order (one batch or two, fused or not) over 4 steps; 2e-6 measured.
+CLOSE = 2e-5
+
+
+@pytest.fixture(scope="module")
+def model_1_2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.opensora_1_2(tmp_path_factory.mktemp("models") / "tiny-1.2")
+
+
+@pytest.fixture(scope="module")
+def model_1_0(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.opensora_1_0(tmp_path_factory.mktemp("models") / "tiny-1.0")
+
+
+def run(model: Path, prompt: str = PROMPT, **options: Any) -> np.ndarray[Any, Any]:
+    """Float frames (T, H, W, 3) of one video."""
+    given = {**SIZES, "seed": 5, **options}
+    video = everyframe.generate(prompt, model=str(model), output="float", **given)
+    assert isinstance(video, everyframe.Video)
+    return video.frames
+
+
+def text_by_hand(folder: Path, prompt: str) -> tuple[Tensor, Tensor]:
+    """T5's states (1, L, D) of a cleaned prompt, padded, and the mask of its tokens."""
+    ids = AutoTokenizer.from_pretrained(folder)(prompt)["input_ids"]
+    padding = tiny.MAX_LENGTH - len(ids)
+    mask = torch.tensor([[1] * len(ids) + [0] * padding])
+    encoder = T5EncoderModel.from_pretrained(folder).eval()
+    with torch.no_grad():
+        states = encoder(torch.tensor([ids + [0] * padding]), attention_mask=mask)
+    return states.last_hidden_state, mask.bool()
+
+
+def denoiser_by_hand(weights: Path, config: STDiTConfig | STDiT3Config) -> nn.Module:
+    module = build_model(config)
+    state = load_file(weights) if weights.suffix == ".safetensors" else torch.load(weights)
+    own = module.state_dict()
+    module.load_state_dict({name: state[name] for name in own})
+    return module.eval().requires_grad_(False)
+
+
+def video_vae_by_hand(folder: Path) -> VideoVAE:
+    vae = VideoVAE(VideoVAEConfig.from_json(json.loads((folder / "config.json").read_text())))
+    vae.load_state_dict(load_file(folder / "model.safetensors"))
+    return vae.eval().requires_grad_(False)
+
+
+def by_hand_1_2(
+    folder: Path,
+    start: Tensor,
+    *,
+    negative: str | None = None,
+    known: Tensor | None = None,
+    mask: Tensor | None = None,
+    guidance: float = 7.0,
+) -> tuple[Tensor, np.ndarray[Any, Any]]:
+    """Latents and float frames of one clip of 1.2; `mask` (1, T) is True where to make frames."""
+    config = STDiT3Config.from_json(json.loads((folder / "config.json").read_text()))
+    model = denoiser_by_hand(folder / "model.safetensors", config)
+    states, tokens = text_by_hand(folder / "text_encoder", CLEANED_1_2)
+    null, null_tokens = model.y_embedder.y_embedding[None], tokens
+    if negative is not None:
+        null, null_tokens = text_by_hand(folder / "text_encoder", negative)
+    context = model.context(torch.cat([states, null]), torch.cat([tokens, null_tokens]))
+    height, width, frames, steps = (SIZES[name] for name in ("height", "width", "num_frames", "num_inference_steps"))  # fmt: skip
+    ratio = math.sqrt(height * width / 512**2) * math.sqrt(frames // 17 * 5)
+    grid = [1 - i / steps for i in range(steps + 1)]
+    t = [1000 * ratio * s / (1 + (ratio - 1) * s) for s in grid]
+    make = torch.ones(1, start.shape[2], dtype=torch.bool) if mask is None else mask
+    wide = make[:, None, :, None, None]
+    z = start if known is None else torch.where(wide, start, known)
+    for now, after in zip(t, t[1:], strict=False):
+        answer = model(
+            torch.cat([z, z]), torch.tensor([now, now]), context,
+            fps=24.0, height=float(height), width=float(width), x_mask=make.expand(2, -1),
+        )[:, :4]  # fmt: skip
+        velocity = answer[1:] + guidance * (answer[:1] - answer[1:])
+        z = torch.where(wide, z + velocity * (now - after) / 1000, z)
+    pixels = video_vae_by_hand(folder / "vae").decode(z, frames)[0]
+    return z, (pixels.permute(1, 2, 3, 0) / 2 + 0.5).clamp(0, 1).numpy()
+
+
+def start_noise(seed: int = 3) -> Tensor:
+    return torch.randn(LATENTS, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def seen_latents(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The latents of each clip as they are decoded."""
+    found: list[Tensor] = []
+    decode_pieces = VideoVAE.decode_pieces
+
+    def spy(self: VideoVAE, latents: Tensor, num_frames: int) -> Any:
+        found.append(latents.clone())
+        return decode_pieces(self, latents, num_frames)
+
+    monkeypatch.setattr(VideoVAE, "decode_pieces", spy)
+    return found
+
+
+def test_text_to_video_equals_the_formulas(model_1_2: Path) -> None:
+    start = start_noise()
+    _, expected = by_hand_1_2(model_1_2, start)
+    frames = run(model_1_2, latents=start)
+    assert frames.shape == (20, 24, 40, 3)
+    assert frames.dtype == np.float32
+    assert frames.std() > 0.01
+    assert np.abs(frames - expected).max() < CLOSE
+
+
+def test_a_negative_prompt_stands_in_for_the_null_text_with_its_own_mask(model_1_2: Path) -> None:
+    start = start_noise()
+    negative = "blue square aesthetic score: 6. 5."
+    _, expected = by_hand_1_2(model_1_2, start, negative=negative)
+    frames = run(model_1_2, latents=start, negative_prompt="blue square")
+    assert np.abs(frames - expected).max() < CLOSE
+    assert np.abs(frames - run(model_1_2, latents=start)).max() > 100 * CLOSE
+
+
+@pytest.mark.parametrize(("scale", "branches"), [(1.0, 1), (3.0, 2)])
+def test_without_guidance_one_branch_is_computed(
+    model_1_2: Path, monkeypatch: pytest.MonkeyPatch, scale: float, branches: int
+) -> None:
+    batches = []
+    forward = STDiT3.forward
+
+    def spy(self: STDiT3, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        batches.append(len(x))
+        return forward(self, x, *args, **kwargs)
+
+    monkeypatch.setattr(STDiT3, "forward", spy)
+    run(model_1_2, guidance_scale=scale)
+    assert batches == [branches] * SIZES["num_inference_steps"]
+
+
+def test_image_to_video_keeps_the_image_and_equals_the_formulas(
+    model_1_2: Path, seen_latents: list[Tensor]
+) -> None:
+    image = np.random.default_rng(0).integers(0, 256, (24, 40, 3), dtype=np.uint8)
+    frames = run(model_1_2, latents=start_noise(), image=image)
+    vae = video_vae_by_hand(model_1_2 / "vae")
+    pixels = torch.from_numpy(image).float().permute(2, 0, 1)[None, :, None] / 255 * 2 - 1
+    first = vae.encode(pixels)
+    known, mask = torch.zeros(LATENTS), torch.ones(1, 6, dtype=torch.bool)
+    known[:, :, :1], mask[:, 0] = first, False
+    latents, expected = by_hand_1_2(model_1_2, start_noise(), known=known, mask=mask)
+    # Bit for bit: no step touches a frame that is given.
+    assert torch.equal(seen_latents[0][:, :, :1], first)
+    assert (seen_latents[0] - latents).abs().max() < CLOSE
+    assert np.abs(frames - expected).max() < CLOSE
+
+
+def test_last_image_is_the_last_latent_frame(model_1_2: Path, seen_latents: list[Tensor]) -> None:
+    image = np.random.default_rng(1).integers(0, 256, (24, 40, 3), dtype=np.uint8)
+    run(model_1_2, last_image=image)
+    vae = video_vae_by_hand(model_1_2 / "vae")
+    # The last piece of 20 frames has 3; standing still, it ends in one latent frame of them all.
+    still = torch.from_numpy(image).float().permute(2, 0, 1)[None, :, None] / 255 * 2 - 1
+    expected = vae.encode(still.expand(-1, -1, 3, -1, -1))
+    assert torch.equal(seen_latents[0][:, :, -1:], expected)
+    assert not torch.equal(seen_latents[0][:, :, -2:-1], expected)
+
+
+@pytest.mark.parametrize(("length", "num_frames", "overlap"), [(30, 20, 17), (5, 20, 1), (30, 17, 1)])
+def test_extend_begins_with_the_source_and_drops_the_overlap(
+    model_1_2: Path, seen_latents: list[Tensor], length: int, num_frames: int, overlap: int
+) -> None:
+    source = np.random.default_rng(2).integers(0, 256, (length, 24, 40, 3), dtype=np.uint8)
+    options = {**SIZES, "num_frames": num_frames}
+    video = everyframe.generate(PROMPT, model=str(model_1_2), seed=5, extend=source, **options)
+    assert isinstance(video, everyframe.Video)
+    assert video.num_frames == length + num_frames - overlap
+    np.testing.assert_array_equal(video.frames[:length], source)
+    vae = video_vae_by_hand(model_1_2 / "vae")
+    pixels = torch.from_numpy(source[-overlap:]).float() / 255
+    expected = vae.encode(pixels.permute(3, 0, 1, 2)[None] * 2 - 1)
+    assert torch.equal(seen_latents[0][:, :, : expected.shape[2]], expected)
+
+
+def test_a_chain_goes_on_from_the_clip_before(model_1_2: Path, seen_latents: list[Tensor]) -> None:
+    frames = run(model_1_2, chain=2)
+    assert len(frames) == 20 + 20 - 17
+    np.testing.assert_array_equal(frames[:20], run(model_1_2))
+    vae = video_vae_by_hand(model_1_2 / "vae")
+    tail = torch.from_numpy(frames[3:20]).permute(3, 0, 1, 2)[None] * 2 - 1
+    assert torch.equal(seen_latents[1][:, :, :5], vae.encode(tail))
+    # The second clip has noise of its own.
+    assert not torch.allclose(seen_latents[1][:, :, 5], seen_latents[0][:, :, 5])
+
+
+def test_edit_strength_goes_from_keeping_to_ignoring(
+    model_1_2: Path, seen_latents: list[Tensor]
+) -> None:
+    image = np.random.default_rng(0).integers(0, 256, (24, 40, 3), dtype=np.uint8)
+    free = run(model_1_2)
+    ignored = run(model_1_2, image=image, edit_strength=1.0)
+    np.testing.assert_array_equal(ignored, free)
+    run(model_1_2, image=image)
+    run(model_1_2, image=image, edit_strength=0.6)
+    kept, edited = seen_latents[2][:, :, 0], seen_latents[3][:, :, 0]
+    assert (edited - kept).abs().max() > 0.01
+    assert (edited - seen_latents[0][:, :, 0]).abs().max() > 0.01
+
+
+def test_1_0_equals_the_formulas(model_1_0: Path) -> None:
+    """IDDPM from the paper, in float64 coefficients; three of four channels are guided."""
+    config = STDiTConfig.from_json(json.loads((model_1_0.parent / "config.json").read_text()))
+    model = denoiser_by_hand(model_1_0, config)
+    states, tokens = text_by_hand(model_1_0.parent / "text_encoder", PROMPT)
+    null = model.y_embedder.y_embedding[None]
+    context = model.context(torch.cat([states, null]), torch.cat([tokens, tokens]))
+    shape, steps, seed = (4, 3, 4, 6), 5, 11
+    x = noise.start_noise(seed, shape)[None]
+    beta = np.linspace(1e-4, 0.02, 1000)
+    kept = np.cumprod(1 - beta)
+    used = [round(k * 999 / (steps - 1)) for k in range(steps)]
+    for taken, level in enumerate(reversed(range(steps))):
+        bar, before = kept[used[level]], kept[used[level - 1]] if level else 1.0
+        step_beta = 1 - bar / before
+        answer = model(torch.cat([x, x]), torch.tensor([float(used[level])] * 2), context)
+        cond, uncond = answer[:1], answer[1:]
+        eps = cond[:, :4].clone()
+        eps[:, :3] = uncond[:, :3] + 7.0 * (cond[:, :3] - uncond[:, :3])
+        x0 = x / math.sqrt(bar) - math.sqrt(1 / bar - 1) * eps
+        x = (
+            step_beta * math.sqrt(before) / (1 - bar) * x0
+            + (1 - before) * math.sqrt(1 - step_beta) / (1 - bar) * x
+        )
+        if level:
+            low = math.log(step_beta * (1 - before) / (1 - bar))
+            share = (cond[:, 4:] + 1) / 2
+            log_variance = share * math.log(step_beta) + (1 - share) * low
+            x = x + torch.exp(log_variance / 2) * noise.step_noise(seed, taken, shape)
+    vae_folder = model_1_0.parent / "vae"
+    vae = ImageVAE(ImageVAEConfig.from_json(json.loads((vae_folder / "config.json").read_text())))
+    vae.module.load_state_dict(load_file(vae_folder / "diffusion_pytorch_model.safetensors"))
+    with torch.no_grad():
+        pixels = vae.eval().decode(x)[0].permute(1, 2, 3, 0)
+    expected = (pixels / 2 + 0.5).clamp(0, 1).numpy()
+    sizes = {"height": 32, "width": 48, "num_frames": 3, "num_inference_steps": steps}
+    frames = run(model_1_0, seed=seed, **sizes)
+    assert frames.shape == (3, 32, 48, 3)
+    assert frames.std() > 0.01
+    # x grows to hundreds with random weights, and the decoder's norms bring it back: relative
+    # rounding of float32 stays.
+    assert np.abs(frames - expected).max() < 1e-3
+
+
+def test_each_part_is_gone_before_the_next_one_is_loaded(
+    model_1_2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[weakref.ref[nn.Module]] = []
+    load = stages.load_component
+
+    def spy(*args: Any, **kwargs: Any) -> nn.Module:
+        alive = [ref for ref in loaded if ref() is not None]
+        assert not alive, f"{len(alive)} of {len(loaded)} parts still live"
+        module: nn.Module = load(*args, **kwargs)
+        loaded.append(weakref.ref(module))
+        return module
+
+    monkeypatch.setattr(stages, "load_component", spy)
+    image = np.zeros((24, 40, 3), dtype=np.uint8)
+    request = everyframe.Request(
+        prompt=PROMPT, model=str(model_1_2), seed=1, chain=2, image=image, **SIZES
+    )
+    gc.disable()  # nothing may hang on a cycle: only the engine's own collection helps
+    try:
+        events = list(everyframe.stream(request))
+    finally:
+        gc.enable()
+    parts = [event.component for event in events if isinstance(event, Loaded)]
+    once = ["vae", "denoiser", "vae"]
+    assert parts == ["text_encoder", *once, *once]
+    assert len([event for event in events if isinstance(event, StageDone)]) == len(parts)
+    assert all(ref() is None for ref in loaded)
+
+
+def test_a_prompt_that_is_too_long_is_told_before_anything_is_loaded(
+    model_1_2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("loaded")
+
+    monkeypatch.setattr(stages, "load_component", never)
+    with pytest.raises(InputError, match=r"has 46 tokens, this model reads 24;.*cuts: 'left"):
+        run(model_1_2, "a red circle " * 7 + "a " + "left " * 16)
+
+
+def test_a_prompt_is_cut_by_choice_with_a_note(model_1_2: Path) -> None:
+    words = "a red circle " * 7 + "a " + "left " * 16
+    request = everyframe.Request(
+        prompt=words, model=str(model_1_2), seed=1, truncate_prompt=True, **SIZES
+    )
+    notes = [e.text for e in everyframe.stream(request) if isinstance(e, Note)]
+    assert any("its end was cut: 'left" in note for note in notes), notes
+
+
+def test_a_prompt_of_which_nothing_is_left_is_refused(model_1_2: Path) -> None:
+    with pytest.raises(InputError, match="Chinese characters"):
+        run(model_1_2, "一个红色的圆圈")
+    with pytest.raises(InputError, match="nothing is left of the prompt"):
+        run(model_1_2, "https://example.org/film")
+    with pytest.raises(InputError, match="nothing is left of the prompt '圆'"):
+        run(model_1_2, negative_prompt="圆")
