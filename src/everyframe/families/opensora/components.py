@@ -123,10 +123,12 @@ def _denoiser_bytes(sizes: Sizes, settings: Settings, element: int) -> int:
     stream = batch * tokens * config.hidden_size
     # Float32: the stream, its normed and modulated copies. Narrow: queries, keys and values with
     # their reordered copies, or the two halves of the MLP.
-    block = stream * (4 * 4 + element * 10)
+    block = stream * (4 * 8 + element * 6)
     num_blocks = config.depth * (1 if isinstance(config, STDiTConfig) else 2)
     text = num_blocks * 2 * batch * config.model_max_length * config.hidden_size * element
-    return block + text
+    # The text itself comes in float32.
+    given = batch * config.model_max_length * config.caption_channels * 4
+    return block + text + given
 
 
 def _vae_bytes(sizes: Sizes, settings: Settings, element: int) -> int:
