@@ -1,0 +1,1 @@
+"""How what is shipped with the package was made. Not installed with it."""

@@ -1,0 +1,196 @@
+"""Which prompts the embedded model `shapes` can draw, and the words it knows. No torch here.
+
+The model's whole world is here as data: four shapes, eight colours, five backgrounds, eight motions,
+and the words for them. `recipes/shapes` writes its training captions with these tables.
+`read_prompt` says whether a prompt lies inside that world; it does not guess: one unknown word, and
+the answer is no. Not here: drawing (`recipes/shapes/world.py`) and the weights (`shapes/`, beside
+this file).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+SHAPES: dict[str, tuple[str, ...]] = {
+    "circle": ("circle", "disc", "disk", "ball", "dot"),
+    "square": ("square", "box"),
+    "triangle": ("triangle",),
+    "star": ("star",),
+}
+COLOURS: dict[str, tuple[str, ...]] = {
+    "red": ("red",),
+    "green": ("green",),
+    "blue": ("blue",),
+    "yellow": ("yellow",),
+    "purple": ("purple", "violet"),
+    "orange": ("orange",),
+    "white": ("white",),
+    "cyan": ("cyan", "turquoise"),
+}
+BACKGROUNDS: dict[str, tuple[str, ...]] = {
+    "black": ("black",),
+    "grey": ("grey", "gray"),
+    "navy": ("navy", "navy blue", "dark blue"),
+    "brown": ("brown",),
+    "blue": ("blue",),
+}
+"""Each name's own words, the name first."""
+
+MOTIONS: dict[str, tuple[str, ...]] = {
+    "right": (
+        "moves right", "moves to the right", "moving right", "moving to the right",
+        "goes right", "going to the right", "slides to the right", "sliding right",
+        "travels right", "drifts to the right", "from left to right",
+        "moves from left to right", "moving from left to right", "move right",
+    ),
+    "left": (
+        "moves left", "moves to the left", "moving left", "moving to the left",
+        "goes left", "going to the left", "slides to the left", "sliding left",
+        "travels left", "drifts to the left", "from right to left",
+        "moves from right to left", "moving from right to left", "move left",
+    ),
+    "up": (
+        "moves up", "moves upwards", "moving up", "moving upward", "goes up", "going up",
+        "rises", "rising", "slides up", "sliding up", "drifts upward", "from bottom to top",
+        "moves from bottom to top", "moving to the top", "move up", "climbs",
+    ),
+    "down": (
+        "moves down", "moves downwards", "moving down", "moving downward", "goes down",
+        "going down", "falls", "falling", "slides down", "sliding down", "drifts downward",
+        "from top to bottom", "moves from top to bottom", "moving to the bottom", "move down",
+        "sinks",
+    ),
+    "still": (
+        "stays still", "stands still", "is still", "does not move", "not moving", "stays in place",
+        "resting", "rests", "standing still", "without moving", "static", "motionless",
+        "stay still",
+    ),
+    "growing": (
+        "grows", "growing", "gets bigger", "getting bigger", "gets larger", "getting larger",
+        "becomes bigger", "grows larger", "expands", "expanding", "becoming larger", "grow",
+    ),
+    "shrinking": (
+        "shrinks", "shrinking", "gets smaller", "getting smaller", "becomes smaller",
+        "grows smaller", "contracts", "contracting", "becoming smaller", "shrink",
+    ),
+    "turning": (
+        "turns", "turning", "rotates", "rotating", "spins", "spinning", "turns around",
+        "turns in place", "rotates in place", "spinning in place", "rotates clockwise", "rotate",
+    ),
+}  # fmt: skip
+"""Each motion's phrases. Turning is clockwise."""
+
+BACKGROUND_NOUNS = ("background", "backdrop", "ground", "field", "screen")
+PREPOSITIONS = ("on", "over", "against", "across", "in front of", "upon")
+FILLERS = (
+    "a", "an", "the", "is", "and", "which", "that", "it", "with", "one", "single", "there", "of",
+    "show", "draw", "video", "clip", "animation", "slowly", "steadily", "plain", "simple", "while",
+    "in", "small", "little", "bright", "flat", "shape", "coloured", "colored", "to", "its", "then",
+)  # fmt: skip
+"""Words that may stand anywhere and change nothing (what they say is not drawn)."""
+
+DEFAULT_BACKGROUND = "black"
+DEFAULT_MOTION = "still"
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a prompt asks for; each word a key of the table of the same name."""
+
+    shape: str
+    colour: str
+    background: str
+    motion: str
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why `shapes` can't draw a prompt: a clause for a person, without a full stop."""
+
+    reason: str
+
+
+CAN_DRAW = (
+    "one shape (circle, square, triangle, star) in one colour (red, green, blue, yellow, purple, "
+    "orange, white, cyan) on a plain background (black, grey, navy, brown, blue) that moves right, "
+    "left, up or down, stays still, grows, shrinks or turns; for example 'a red circle moves to "
+    "the right on a blue background'"
+)
+
+
+def read_prompt(prompt: str) -> Scene | Refusal:
+    """The scene that a prompt describes, or why it lies outside of the world of `shapes`.
+
+    A background that is not named is black and a motion that is not named is none, as in the
+    training captions.
+    """
+    # Two stars hold a place, so that words which stood apart never come to stand together.
+    text = " " + " ".join(re.findall(r"[\w'-]+", prompt.casefold())) + " "
+    motions, text = _take(text, MOTIONS)
+    backgrounds, text = _take_backgrounds(text)
+    colours, text = _take(text, COLOURS)
+    shapes, text = _take(text, SHAPES)
+    allowed = {"*", *FILLERS, *" ".join(PREPOSITIONS).split()}
+    unknown = [word for word in text.split() if word not in allowed]
+    if unknown:
+        return Refusal(f"it does not know the word {unknown[0]!r}")
+    wanted = (
+        ("shape", "shapes", shapes, None),
+        ("colour", "colours", colours, None),
+        ("background", "backgrounds", backgrounds, DEFAULT_BACKGROUND),
+        ("motion", "motions", motions, DEFAULT_MOTION),
+    )
+    found: dict[str, str] = {}
+    for name, names, words, default in wanted:
+        if len(words) > 1 and (name in ("shape", "colour") or len(set(words)) > 1):
+            return Refusal(f"it draws one {name}, and the prompt has {len(words)} {names}")
+        if not words and default is None:
+            return Refusal(f"the prompt names no {name} that it knows")
+        found[name] = words[0] if words else str(default)
+    scene = Scene(**found)
+    impossible = why_not(scene)
+    return scene if impossible is None else Refusal(impossible)
+
+
+def why_not(scene: Scene) -> str | None:
+    """Why a scene of known words is no scene of this world, or None."""
+    if scene.shape == "circle" and scene.motion == "turning":
+        return "a turning circle looks like one that does not turn"
+    if scene.colour == scene.background:
+        return f"a {scene.colour} object can't be seen on a {scene.background} background"
+    return None
+
+
+def _take(text: str, table: dict[str, tuple[str, ...]]) -> tuple[list[str], str]:
+    """The names in `table` that the text says, and the text without them; long phrases first."""
+    names = {phrase: name for name, phrases in table.items() for phrase in phrases}
+    found: list[str] = []
+    for phrase in sorted(names, key=len, reverse=True):
+        count = text.count(f" {phrase} ")
+        found += [names[phrase]] * count
+        text = text.replace(f" {phrase} ", " * ")
+    return found, text
+
+
+def _take_backgrounds(text: str) -> tuple[list[str], str]:
+    """Colours that a preposition or a noun such as "background" says are the ground's."""
+    phrases = {phrase: name for name, words in BACKGROUNDS.items() for phrase in words}
+    colour = "|".join(sorted(phrases, key=len, reverse=True))
+    noun = "|".join(BACKGROUND_NOUNS)
+    before = "|".join(PREPOSITIONS)
+    filler = r"(?:(?:a|an|the|plain|flat|simple|dark) )*?"
+    shape = "|".join(word for words in SHAPES.values() for word in words)
+    found: list[str] = []
+
+    def take(match: re.Match[str]) -> str:
+        found.append(phrases[match["colour"]])
+        return " * "
+
+    for pattern in (
+        rf" (?:(?:{before}) )?{filler}(?P<colour>{colour}) (?:coloured |colored )?(?:{noun}) ",
+        rf" (?:the )?(?:{noun}) (?:is )?(?P<colour>{colour}) ",
+        rf" (?:{before}) {filler}(?P<colour>{colour}) (?!(?:{shape}) )",
+    ):
+        text = re.sub(pattern, take, text)
+    return found, text
