@@ -9,6 +9,7 @@ bit for bit what that seed alone gives. Read next: `families/family.py`, `record
 from __future__ import annotations
 
 import gc
+import logging
 import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
@@ -35,6 +36,8 @@ from everyframe.media.pixels import fit_image
 from everyframe.media.read import read_image, read_video
 from everyframe.planning.resolve import check_feasible, prepare
 
+_log = logging.getLogger(__name__)
+
 #: A video to go on from is kept whole in the result; this bounds what is read of it.
 _MAX_SOURCE_FRAMES = 20_000
 
@@ -51,6 +54,7 @@ def stream(request: Request, *, num_threads: int | None = None) -> Iterator[Even
     given = read_given(request, plan.settings)
     noise = _start_noise(request)
     record = make_record(plan, request, model.weight_files())
+    _log.debug("plan: %s", plan)
     yield Planned(plan, record)
     for note in plan.notes:
         yield Note(note)
@@ -97,7 +101,9 @@ def _run_stage(stage: Stage, takes: Sequence[Take], clip: int, num_clips: int) -
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    yield StageDone(stage.name, time.perf_counter() - began)
+    seconds = time.perf_counter() - began
+    _log.info("clip %d of %d: %s took %.2f s", clip + 1, num_clips, stage.name, seconds)
+    yield StageDone(stage.name, seconds)
 
 
 def for_seed(record: dict[str, Any], seed: int) -> dict[str, Any]:

@@ -7,6 +7,7 @@ is the component once, in the precision that it runs in. Read next: `checkpoints
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -20,6 +21,8 @@ from everyframe.core.plan import ComponentPlan
 from everyframe.precision import edges
 from everyframe.precision.dtypes import torch_dtype
 from everyframe.precision.islands import parameter_dtype
+
+_log = logging.getLogger(__name__)
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -51,7 +54,12 @@ def load_component(
         module, open_checkpoint(path), keys=keys, dtype=dtype_of, device=torch.device(part.device)
     )
     module.eval().requires_grad_(False)
-    edges.apply(module, part.precision, outputs)
+    put_on = edges.apply(module, part.precision, outputs)
+    _log.debug(
+        "%s: %d parameters from %s on %s in %s, %d casts at module edges",
+        part.name, part.num_parameters, path, part.device, part.precision.parameters,
+        put_on.num_hooks,
+    )  # fmt: skip
     return module
 
 
