@@ -130,7 +130,11 @@ def test_little_is_imported_before_it_must(words: list[str]) -> None:
         f"main({words!r})\nprint('loaded:', *({SLOW!r} & set(sys.modules)))"
     )
     run = subprocess.run(
-        [sys.executable, "-c", program], env=ENVIRONMENT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", program],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert run.stdout.splitlines()[-1].split() == ["loaded:"], run.stdout + run.stderr
 

@@ -57,8 +57,9 @@ def generate(
 def _make(wanted: Asked, output: str | None, shown: Reporter, finished: list[str]) -> None:
     """Run the request and write its videos; the path of each goes into `finished`."""
     # Not on top: these bring torch and FFmpeg, and a wrong option should be told at once.
-    from everyframe.cli.sink import Sink, paths_for
-    from everyframe.engine.run import stream
+    with shown.starting():
+        from everyframe.cli.sink import Sink, paths_for
+        from everyframe.engine.run import stream
 
     events = stream(wanted.request, num_threads=wanted.num_threads)
     planned = next(events)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -27,6 +27,10 @@ _PAUSE = 5.0
 
 class Reporter(AbstractContextManager["Reporter"]):
     """Shows events. The base shows nothing."""
+
+    def starting(self) -> AbstractContextManager[object]:
+        """While the engine is imported, which takes seconds on a slow disk."""
+        return nullcontext()
 
     def show(self, event: Event) -> None:
         """Show one event; most are of no interest to most reporters."""
@@ -78,10 +82,9 @@ class _Stage:
 
     @property
     def time_left(self) -> str:
-        if not self.done:
+        if not 0 < self.done < self.num_steps:
             return ""
-        left = self.seconds / self.done * max(0, self.num_steps - self.done)
-        return f"{clock(left)} left"
+        return f"{clock(self.seconds / self.done * (self.num_steps - self.done))} left"
 
 
 class Lines(Reporter):
@@ -132,6 +135,9 @@ class Bar(Reporter):
             self._progress.update(self._row, tail="stopped")
             self._progress.stop_task(self._row)
         self._progress.stop()
+
+    def starting(self) -> AbstractContextManager[object]:
+        return self._progress.console.status("starting")
 
     def show(self, event: Event) -> None:
         if isinstance(event, Planned):
