@@ -8,6 +8,8 @@ same function for its Latte pipeline, which is what is called here. Read next: `
 
 from __future__ import annotations
 
+import warnings
+
 from everyframe.core.errors import InputError
 from everyframe.core.plan import Settings
 
@@ -31,11 +33,15 @@ def with_affixes(prompt: str, settings: Settings) -> str:
 
 def clean(prompt: str) -> str:
     """The prompt as T5 gets it: cleaned twice, as upstream does (once is not always enough)."""
+    from bs4 import MarkupResemblesLocatorWarning
     from diffusers.pipelines.latte.pipeline_latte import LattePipeline
 
-    # The method reads one class attribute of its pipeline, so the class itself serves as `self`.
-    once = LattePipeline._clean_caption(LattePipeline, prompt)
-    return str(LattePipeline._clean_caption(LattePipeline, once))
+    with warnings.catch_warnings():
+        # A prompt with an address in it is a prompt all the same.
+        warnings.simplefilter("ignore", MarkupResemblesLocatorWarning)
+        # The method reads one class attribute of its pipeline: the class itself serves as `self`.
+        once = LattePipeline._clean_caption(LattePipeline, prompt)
+        return str(LattePipeline._clean_caption(LattePipeline, once))
 
 
 def check_not_lost(prompt: str) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from everyframe.checkpoints.folder import describe_missing
 from everyframe.core.errors import CheckpointError, InputError
 
 
@@ -69,11 +70,16 @@ class PieceTokenizer:
 
 def load_tokenizer(folder: Path) -> Any:
     """The tokenizer that lies in `folder` (`tokenizer.json` or `spiece.model`); never fetches."""
-    try:
-        if not (folder / "tokenizer.json").is_file() and (folder / "spiece.model").is_file():
-            return PieceTokenizer(folder / "spiece.model")
-        from transformers import AutoTokenizer
+    from transformers import AutoTokenizer
 
+    files = ["tokenizer.json", "spiece.model"]
+    there = [name for name in files if (folder / name).is_file()]
+    # Of a folder with neither, transformers makes a tokenizer that knows no word, without a word.
+    if not there:
+        raise CheckpointError(f"no tokenizer: {describe_missing(folder, files)}")
+    try:
+        if there == ["spiece.model"]:
+            return PieceTokenizer(folder / "spiece.model")
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
