@@ -25,7 +25,10 @@ from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConf
 CAPTION_CHANNELS = 16
 MAX_LENGTH = 24
 SENTENCE_PIECES = 60
-WORDS = "a the red blue circle square moves to right left on background and aesthetic score".split()
+WORDS = [
+    "a", "the", "red", "blue", "circle", "square", "moves", "to", "right", "left", "on",
+    "background", "and", "aesthetic", "score",
+]  # fmt: skip
 
 AUTOENCODER = {
     "in_channels": 3,

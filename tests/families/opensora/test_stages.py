@@ -11,18 +11,19 @@ import gc
 import json
 import math
 import weakref
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import tiny
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoTokenizer, T5EncoderModel
 
 import everyframe
+import tiny
 from everyframe.core.errors import InputError
 from everyframe.core.events import Loaded, Note, StageDone
 from everyframe.families.opensora import stages
@@ -34,7 +35,7 @@ from everyframe.samplers import noise
 
 PROMPT = "a red circle moves to the right"
 #: What is left of it and of the score that 1.2 appends; see `test_prompts`.
-CLEANED_1_2 = "a red circle moves to the right aesthetic score: 6. 5."
+CLEANED_1_2 = "a red circle moves to the right aesthetic score: 6.5."
 #: Two pieces, and latents (6, 3, 5) that the patch of 2 does not divide.
 SIZES: dict[str, Any] = {"height": 24, "width": 40, "num_frames": 20, "num_inference_steps": 4}
 LATENTS = (1, 4, 6, 3, 5)
@@ -102,14 +103,14 @@ def by_hand_1_2(
     if negative is not None:
         null, null_tokens = text_by_hand(folder / "text_encoder", negative)
     context = model.context(torch.cat([states, null]), torch.cat([tokens, null_tokens]))
-    height, width, frames, steps = (SIZES[name] for name in ("height", "width", "num_frames", "num_inference_steps"))  # fmt: skip
+    height, width, frames, steps = SIZES.values()
     ratio = math.sqrt(height * width / 512**2) * math.sqrt(frames // 17 * 5)
     grid = [1 - i / steps for i in range(steps + 1)]
     t = [1000 * ratio * s / (1 + (ratio - 1) * s) for s in grid]
     make = torch.ones(1, start.shape[2], dtype=torch.bool) if mask is None else mask
     wide = make[:, None, :, None, None]
     z = start if known is None else torch.where(wide, start, known)
-    for now, after in zip(t, t[1:], strict=False):
+    for now, after in pairwise(t):
         answer = model(
             torch.cat([z, z]), torch.tensor([now, now]), context,
             fps=24.0, height=float(height), width=float(width), x_mask=make.expand(2, -1),
@@ -150,7 +151,7 @@ def test_text_to_video_equals_the_formulas(model_1_2: Path) -> None:
 
 def test_a_negative_prompt_stands_in_for_the_null_text_with_its_own_mask(model_1_2: Path) -> None:
     start = start_noise()
-    negative = "blue square aesthetic score: 6. 5."
+    negative = "blue square aesthetic score: 6.5."
     _, expected = by_hand_1_2(model_1_2, start, negative=negative)
     frames = run(model_1_2, latents=start, negative_prompt="blue square")
     assert np.abs(frames - expected).max() < CLOSE
@@ -201,7 +202,9 @@ def test_last_image_is_the_last_latent_frame(model_1_2: Path, seen_latents: list
     assert not torch.equal(seen_latents[0][:, :, -2:-1], expected)
 
 
-@pytest.mark.parametrize(("length", "num_frames", "overlap"), [(30, 20, 17), (5, 20, 1), (30, 17, 1)])
+@pytest.mark.parametrize(
+    ("length", "num_frames", "overlap"), [(30, 20, 17), (5, 20, 1), (30, 17, 1)]
+)
 def test_extend_begins_with_the_source_and_drops_the_overlap(
     model_1_2: Path, seen_latents: list[Tensor], length: int, num_frames: int, overlap: int
 ) -> None:

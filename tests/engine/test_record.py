@@ -1,0 +1,146 @@
+"""What a record says, what it keeps to itself, and the request that it turns into again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import everyframe
+import tiny
+from everyframe.core.errors import InputError
+from everyframe.engine.record import differences, make_record, recorded_threads, request_from
+
+SIZES: dict[str, Any] = {"size": "16x16", "num_frames": 17, "num_inference_steps": 2, "seed": 5}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.opensora_1_2(tmp_path_factory.mktemp("secret-folder") / "tiny")
+
+
+def record_of(model: Path, **options: Any) -> dict[str, Any]:
+    request = everyframe.Request(**{"prompt": "a", "model": str(model), **SIZES, **options})
+    plan = everyframe.plan(request)
+    return make_record(plan, request, [str(model / "model.safetensors")])
+
+
+def test_it_says_what_it_takes_and_survives_json(model: Path) -> None:
+    record = record_of(model, aesthetic=5.0, guidance_scale=3)
+    assert json.loads(json.dumps(record)) is not None
+    assert record["request"] == {
+        "prompt": "a", "model": "tiny", **SIZES, "guidance_scale": 3.0, "aesthetic": 5.0,
+    }  # fmt: skip
+    assert record["settings"]["height"] == 16
+    assert record["plan"]["num_threads"] >= 1
+    assert record["plan"]["device"]["name"]
+    assert {"torch", "diffusers", "transformers", "python"} <= record["versions"].keys()
+    assert len(record["model"]["sha256"]) == 64
+    assert record["provenance"]["ai_generated"] is True
+
+
+def test_it_names_no_folder_of_this_machine(model: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "first.png"
+    Image.fromarray(np.zeros((16, 16, 3), np.uint8)).save(picture)
+    text = json.dumps(
+        record_of(
+            model, image=str(picture), vae=str(model / "vae"),
+            text_encoder=str(model / "text_encoder"),
+        )
+    )  # fmt: skip
+    assert "secret-folder" not in text
+    assert str(tmp_path) not in text
+    assert '"first.png"' in text
+
+
+def test_a_model_in_the_home_folder_is_named_without_it(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(model.parent))
+    request = everyframe.Request(prompt="a", model="~/tiny", **SIZES)
+    record = make_record(everyframe.plan(request), request, [str(model / "model.safetensors")])
+    assert "~" not in json.dumps(record)
+    assert record["request"]["model"] == "tiny"
+
+
+@pytest.mark.parametrize(
+    "latents",
+    [np.ones((1, 4, 5, 2, 2), np.float32), torch.ones(1, 4, 5, 2, 2),
+     torch.ones(1, 4, 5, 2, 2, dtype=torch.bfloat16, requires_grad=True)],
+)  # fmt: skip
+def test_start_noise_is_known_by_its_hash(model: Path, latents: Any) -> None:
+    expected = record_of(model, latents=np.ones((1, 4, 5, 2, 2), np.float32))
+    assert record_of(model, latents=latents)["request"] == expected["request"]
+    with pytest.raises(InputError, match=r"made from latents given in Python; give it again"):
+        request_from(expected, {})
+
+
+def test_it_becomes_the_same_request(model: Path) -> None:
+    record = record_of(model, aesthetic=5.0)
+    again = request_from(record, {"model": str(model)})
+    assert again == everyframe.Request(prompt="a", model=str(model), aesthetic=5.0, **SIZES)
+
+
+@pytest.mark.parametrize(
+    ("override", "gone"),
+    [
+        ({"seconds": 2.0}, "num_frames"),
+        ({"height": 24, "width": 24}, "size"),
+        ({"resolution": "144p"}, "size"),
+    ],
+)
+def test_an_override_displaces_what_says_the_same(
+    model: Path, override: dict[str, Any], gone: str
+) -> None:
+    again = request_from(record_of(model), override)
+    assert getattr(again, gone) is None
+    assert again.seed == 5
+    assert request_from(record_of(model), {"seed": 6, "fps": None}).seed == 6
+
+
+def test_a_given_picture_must_be_the_same_file(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    picture = tmp_path / "first.png"
+    Image.fromarray(np.zeros((16, 16, 3), np.uint8)).save(picture)
+    record = record_of(model, image=str(picture))
+    assert request_from(record, {}).image == "first.png"
+    Image.fromarray(np.ones((16, 16, 3), np.uint8)).save(picture)
+    with pytest.raises(InputError, match=r"its hash differs.*--image FILE"):
+        request_from(record, {})
+    picture.unlink()
+    with pytest.raises(InputError, match=r"made from the file 'first.png'; .*--image FILE"):
+        request_from(record, {})
+    record["request"]["image"]["file"] = "../../etc/first.png"
+    with pytest.raises(InputError, match="made from the file"):
+        request_from(record, {})
+
+
+@pytest.mark.parametrize("record", [{}, {"schema": "everyframe.record/99", "request": {}}])
+def test_what_is_no_record(record: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match="this record is of schema"):
+        request_from(record, {})
+
+
+@pytest.mark.parametrize(("threads", "found"), [(3, 3), (0, None), ("3", None), (None, None)])
+def test_recorded_threads(threads: Any, found: int | None) -> None:
+    assert recorded_threads({"plan": {"num_threads": threads}}) == found
+    assert recorded_threads({}) is None
+
+
+def test_differences_are_told(model: Path) -> None:
+    record = record_of(model)
+    assert differences(record, record) == ()
+    other = json.loads(json.dumps(record))
+    other["model"]["sha256"] = "0"
+    other["versions"]["torch"] = "1.0"
+    other["plan"]["device"]["name"] = "abacus"
+    lines = differences(other, record)
+    assert len(lines) == 3
+    assert "torch was 1.0" in lines[1]

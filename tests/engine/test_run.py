@@ -1,0 +1,158 @@
+"""Runs: the order of events, the same bits for the same seed, and nothing left behind outside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import everyframe
+import tiny
+from everyframe.core.errors import InputError, MediaError
+from everyframe.core.events import Event, Frames, Planned, StageDone, StageStarted, Step, VideoDone
+from everyframe.engine import run
+from everyframe.families.opensora import stages
+
+SIZES: dict[str, Any] = {"size": "16x16", "num_frames": 3, "num_inference_steps": 2}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny.opensora_1_2(tmp_path_factory.mktemp("models") / "tiny"))
+
+
+@pytest.fixture(scope="module")
+def model_1_0(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny.opensora_1_0(tmp_path_factory.mktemp("models") / "tiny"))
+
+
+def request(model: str, **options: Any) -> everyframe.Request:
+    return everyframe.Request(**{"prompt": "a red circle", "model": model, **SIZES, **options})
+
+
+def frames_of(events: list[Event], seed: int) -> np.ndarray[Any, Any]:
+    return np.concatenate([e.frames for e in events if isinstance(e, Frames) and e.seed == seed])
+
+
+def test_events_come_in_order_and_count_right(model: str) -> None:
+    events = list(run.stream(request(model, seed=8, num_videos=2)))
+    assert isinstance(events[0], Planned)
+    done = [e for e in events if isinstance(e, VideoDone)]
+    assert [(e.seed, e.num_frames) for e in done] == [(8, 3), (9, 3)]
+    assert events[-2:] == done
+    began = [e for e in events if isinstance(e, StageStarted)]
+    assert [e.stage for e in began] == ["text", "denoise", "decode"]
+    assert [e.stage for e in events if isinstance(e, StageDone)] == ["text", "denoise", "decode"]
+    for start in began:
+        steps = [e.step for e in events if isinstance(e, Step) and e.stage == start.stage]
+        assert steps == list(range(1, start.num_steps + 1)), start.stage
+
+
+@pytest.mark.parametrize("which", ["model", "model_1_0"])
+def test_each_of_several_videos_is_what_its_seed_alone_gives(
+    which: str, request: pytest.FixtureRequest
+) -> None:
+    options = {"prompt": "a", "model": request.getfixturevalue(which), **SIZES}
+    together = list(run.stream(everyframe.Request(seed=8, num_videos=3, **options)))
+    seen = []
+    for seed in (8, 9, 10):
+        alone = frames_of(list(run.stream(everyframe.Request(seed=seed, **options))), seed)
+        np.testing.assert_array_equal(frames_of(together, seed), alone)
+        seen.append(alone)
+    assert not np.array_equal(seen[0], seen[1])
+
+
+def test_the_record_of_each_video_is_that_of_its_seed_alone(model: str) -> None:
+    several = list(run.stream(request(model, seed=8, num_videos=2)))
+    alone = list(run.stream(request(model, seed=9)))
+    first, second = (e.record for e in several if isinstance(e, VideoDone))
+    assert first["request"]["seed"] == first["settings"]["seed"] == 8
+    assert second == next(e.record for e in alone if isinstance(e, VideoDone))
+
+
+def test_the_number_of_threads_is_the_plans_while_it_runs(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = set()
+    load = stages.load_component
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        used.add(torch.get_num_threads())
+        return load(*args, **kwargs)
+
+    monkeypatch.setattr(stages, "load_component", spy)
+    before = torch.get_num_threads()
+    for event in run.stream(request(model, seed=1), num_threads=before + 1):
+        # Whoever reads the events runs in their own surroundings.
+        assert torch.get_num_threads() == before
+        assert not torch.is_inference_mode_enabled()
+        assert torch.is_grad_enabled()
+        if isinstance(event, Planned):
+            assert event.plan.num_threads == before + 1
+            assert event.record["plan"]["num_threads"] == before + 1
+    assert used == {before + 1}
+    assert torch.get_num_threads() == before
+
+
+def test_a_run_that_is_left_gives_back_what_it_held(model: str) -> None:
+    before = torch.get_num_threads()
+    events = run.stream(request(model, seed=1), num_threads=before + 1)
+    for event in events:
+        if isinstance(event, Step):
+            break
+    events.close()  # type: ignore[attr-defined]
+    assert torch.get_num_threads() == before
+    assert not torch.is_inference_mode_enabled()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_start_noise_that_is_not_finite_is_refused(model: str, bad: float) -> None:
+    latents = np.zeros((1, 4, 1, 2, 2), np.float32)
+    latents[0, 0, 0, 1, 1] = bad
+    with pytest.raises(InputError, match="latents hold values that are not finite"):
+        next(iter(run.stream(request(model, latents=latents))))
+
+
+def test_start_noise_replaces_the_seeds(model: str) -> None:
+    latents = torch.ones(1, 4, 1, 2, 2)
+    one = frames_of(list(run.stream(request(model, seed=1, latents=latents))), 1)
+    two = frames_of(list(run.stream(request(model, seed=2, latents=latents.numpy()))), 2)
+    np.testing.assert_array_equal(one, two)
+    other = frames_of(list(run.stream(request(model, seed=1))), 1)
+    assert not np.array_equal(one, other)
+
+
+def test_given_pictures_are_read_before_anything_is_loaded(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("loaded")
+
+    monkeypatch.setattr(stages, "load_component", never)
+    (tmp_path / "no.png").write_text("no picture")
+    options = {"num_frames": 17, "image": str(tmp_path / "no.png")}
+    with pytest.raises(MediaError, match=r"no\.png' is no picture"):
+        list(run.stream(request(model, **options)))
+
+
+def test_given_frames_are_fitted_to_the_size(model: str) -> None:
+    asked = request(model, num_frames=17, last_image=np.zeros((50, 80, 3), np.uint8))
+    settings = everyframe.plan(asked).settings
+    given = run.read_given(asked, settings)
+    assert given.last is not None
+    assert given.last.shape == (1, 16, 16, 3)
+    source = np.zeros((4, 50, 80, 3), np.uint8)
+    asked = request(model, num_frames=17, extend=source)
+    given = run.read_given(asked, everyframe.plan(asked).settings)
+    assert given.source is not None
+    assert given.source.shape == (4, 16, 16, 3)
+
+
+def test_a_source_without_end_is_refused(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "_MAX_SOURCE_FRAMES", 3)
+    asked = request(model, num_frames=17, extend=np.zeros((4, 16, 16, 3), np.uint8))
+    with pytest.raises(InputError, match="has 4 frames, at most 3 are read"):
+        list(run.stream(asked))

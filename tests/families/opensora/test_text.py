@@ -1,0 +1,80 @@
+"""The tokenizer from either kind of file against sentencepiece itself; cutting; padding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import sentencepiece
+import torch
+from transformers import T5EncoderModel
+
+import tiny
+from everyframe.core.errors import CheckpointError, InputError
+from everyframe.families.opensora.text import build_encoder, embed, load_tokenizer, tokenize
+
+
+@pytest.fixture(scope="module")
+def pieces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pieces")
+    tiny.sentence_pieces(folder / "spiece.model")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.text_encoder(tmp_path_factory.mktemp("words") / "t5")
+
+
+def test_spiece_model_alone_is_a_tokenizer(pieces: Path) -> None:
+    prompt = "a red  circle moves to the right, zebra"
+    reference = sentencepiece.SentencePieceProcessor(model_file=str(pieces / "spiece.model"))
+    expected = [*reference.encode(prompt), 1]  # 1 is T5's end mark
+    ids, mask, cut = tokenize(load_tokenizer(pieces), prompt, 40, truncate=False)
+    assert ids[0, : len(expected)].tolist() == expected
+    assert ids[0, len(expected) :].eq(0).all()
+    assert mask.tolist() == [[True] * len(expected) + [False] * (40 - len(expected))]
+    assert cut == ""
+
+
+@pytest.mark.parametrize("kind", ["pieces", "words"])
+def test_a_long_prompt_is_refused_or_cut(kind: str, request: pytest.FixtureRequest) -> None:
+    tokenizer = load_tokenizer(request.getfixturevalue(kind))
+    prompt = "a red circle moves to the right on the blue background"
+    with pytest.raises(InputError, match=r"this model reads 6; shorten it.*--truncate-prompt"):
+        tokenize(tokenizer, prompt, 6, truncate=False)
+    ids, mask, cut = tokenize(tokenizer, prompt, 6, truncate=True)
+    whole, _, _ = tokenize(tokenizer, prompt, 60, truncate=False)
+    assert ids[0, :5].tolist() == whole[0, :5].tolist()
+    assert ids[0, 5] == 1  # the end mark stays
+    assert mask.all()
+    assert prompt.endswith(cut)
+    assert cut
+
+
+def test_no_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "t5"}')
+    with pytest.raises(
+        CheckpointError, match=r"no tokenizer: .* looked for tokenizer.json"
+    ):
+        load_tokenizer(tmp_path)
+    (tmp_path / "spiece.model").write_bytes(b"no model")
+    with pytest.raises(CheckpointError, match="holds no usable tokenizer"):
+        load_tokenizer(tmp_path)
+
+
+def test_states_are_transformers_own_and_padding_is_masked(words: Path) -> None:
+    tokenizer = load_tokenizer(words)
+    encoder = T5EncoderModel.from_pretrained(words).eval().requires_grad_(False)
+    ids, mask, _ = tokenize(tokenizer, "a red circle", 24, truncate=False)
+    found = embed(encoder, ids, mask)
+    assert found.hidden.shape == (1, 24, tiny.CAPTION_CHANNELS)
+    assert found.hidden.dtype == torch.float32
+    alone = encoder(ids[:, :4], attention_mask=torch.ones(1, 4)).last_hidden_state
+    # Sums over masked zeros in another order.
+    torch.testing.assert_close(found.hidden[:, :4], alone, rtol=1e-4, atol=1e-5)
+
+
+def test_an_encoder_of_another_kind_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="'bert' model, expected t5"):
+        build_encoder({"model_type": "bert"})

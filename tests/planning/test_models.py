@@ -1,0 +1,73 @@
+"""The list of known models, and the refusal of prompts that the embedded one can't draw."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from everyframe.core.errors import InputError
+from everyframe.core.facts import DeviceFacts, MachineFacts
+from everyframe.core.request import Request
+from everyframe.planning import models
+
+CPU = DeviceFacts("made-up processor", "cpu", None, 64 * 10**9, 64 * 10**9)
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, CPU)
+
+
+def machine(monkeypatch: pytest.MonkeyPatch, device: DeviceFacts) -> None:
+    monkeypatch.setattr(models, "machine_facts", lambda: MachineFacts((device,), 2, {}))
+
+
+@pytest.mark.usefixtures("free")
+def test_every_known_model_is_listed() -> None:
+    rows = {row.name: row for row in models.list_models()}
+    assert list(rows) == [
+        "shapes", "opensora-1.2", "opensora-1.0-16x256x256", "opensora-1.0-16x512x512"
+    ]  # fmt: skip
+    big = rows["opensora-1.2"]
+    assert not big.on_disk
+    assert big.needs_bytes == 4_762_310_656 * 4  # T5 alone, in float32
+    assert big.download_bytes == 4 * (4_762_310_656 + 1_207_643_972 + 393_341_007)
+    assert big.fits
+
+
+def test_fast_bf16_halves_the_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, replace(CPU, has_fast_bf16=True, free_memory=10 * 10**9))
+    rows = {row.name: row for row in models.list_models()}
+    assert rows["opensora-1.2"].needs_bytes == 4_762_310_656 * 2
+    assert not rows["opensora-1.2"].fits
+
+
+@pytest.mark.usefixtures("free")
+def test_what_the_embedded_model_draws() -> None:
+    models.refuse_if_not_drawable(
+        Request(prompt="a red circle moves to the right on a blue background")
+    )
+
+
+@pytest.mark.usefixtures("free")
+@pytest.mark.parametrize("prompt", ["a cat on a sofa", "a red hexagon on a blue background"])
+def test_what_it_does_not_draw_is_refused_with_what_would(prompt: str) -> None:
+    with pytest.raises(InputError) as error:
+        models.refuse_if_not_drawable(Request(prompt=prompt))
+    text = str(error.value)
+    assert "can't draw this" in text
+    assert "circle, square, triangle, star" in text
+    assert "opensora-1.2 (19.0 GB of memory, 25.5 GB to fetch)" in text
+    assert "--model shapes tries anyway" in text
+
+
+def test_models_that_do_not_fit_are_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, replace(CPU, free_memory=10**9))
+    with pytest.raises(InputError, match="fit this machine: none of the known ones"):
+        models.refuse_if_not_drawable(Request(prompt="a cat"))
+
+
+def test_no_prompt_at_all() -> None:
+    with pytest.raises(InputError, match="give a prompt"):
+        models.refuse_if_not_drawable(Request())
