@@ -28,7 +28,7 @@ from everyframe.families.opensora.vae_config import SDXL_VAE_SIZES, ImageVAEConf
 from everyframe.planning.forecast import describe_bytes, fits
 from everyframe.precision import edges
 
-BELOW, ABOVE = 0.95, 2.2
+BELOW, ABOVE = 0.95, 3.0
 T5 = {
     "model_type": "t5", "d_model": 512, "d_ff": 1280, "d_kv": 64, "num_heads": 8, "num_layers": 2,
     "vocab_size": 100, "feed_forward_proj": "gated-gelu",

@@ -127,14 +127,14 @@ def test_where_nothing_fits_another_device_or_model_is_named(
 
 def test_what_is_asked_wrongly(model: str) -> None:
     for options, text in (
-        ({"stepz": 3}, "there is no option 'stepz'; did you mean 'steps"),
+        ({"num_stepz": 3}, "there is no option 'num_stepz'; did you mean 'num_"),
         ({"asthetic": 3}, "there is no option 'asthetic'; did you mean 'aesthetic'"),
         ({"device": "cuda:7"}, "device 'cuda:7'"),
         ({"model": "opensora-1.3"}, "this is Open-Sora 1.3; supported: 1.0, 1.2"),
         ({"model": "opensora-12"}, "did you mean 'opensora-1.2'"),
         ({"model": "somebody/something"}, "is not on this disk"),
     ):
-        with pytest.raises(InputError, match=re.escape(text).replace("steps", "")):
+        with pytest.raises(InputError, match=re.escape(text)):
             everyframe.plan("a", **{"model": model, **SIZES, **options})
 
 

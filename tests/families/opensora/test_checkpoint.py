@@ -56,7 +56,7 @@ def copy(plain: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def old_copy(old: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(old.parent, tmp_path / "copy")) / old.name
+    return Path(shutil.copytree(old.parent, tmp_path / "old-copy")) / old.name
 
 
 def frames(model: Path, **options: Any) -> np.ndarray[Any, Any]:

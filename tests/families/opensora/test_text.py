@@ -54,9 +54,7 @@ def test_a_long_prompt_is_refused_or_cut(kind: str, request: pytest.FixtureReque
 
 def test_no_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "t5"}')
-    with pytest.raises(
-        CheckpointError, match=r"no tokenizer: .* looked for tokenizer.json"
-    ):
+    with pytest.raises(CheckpointError, match=r"no tokenizer: .* looked for tokenizer.json"):
         load_tokenizer(tmp_path)
     (tmp_path / "spiece.model").write_bytes(b"no model")
     with pytest.raises(CheckpointError, match="holds no usable tokenizer"):

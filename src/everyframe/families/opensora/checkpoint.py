@@ -197,7 +197,7 @@ def _weights_at(path: Path) -> Path:
 def _version(asked: str, denoiser: Source) -> str | None:
     config = denoiser.config()
     if config is not None:
-        classes = [config.get("model_type"), *config.get("architectures", [])]
+        classes = [config.get("model_type"), *(config.get("architectures") or ())]
         names = [_VERSION_OF_CLASS[name] for name in classes if name in _VERSION_OF_CLASS]
         if names and names[0] == "1.2" and any(key in config for key in _KEYS_OF_1_3):
             return "1.3"
