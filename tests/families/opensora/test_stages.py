@@ -151,8 +151,8 @@ def test_text_to_video_equals_the_formulas(model_1_2: Path) -> None:
 
 def test_a_negative_prompt_stands_in_for_the_null_text_with_its_own_mask(model_1_2: Path) -> None:
     start = start_noise()
-    negative = "blue square aesthetic score: 6.5."
-    _, expected = by_hand_1_2(model_1_2, start, negative=negative)
+    # Without the score that the prompt gets: on both sides guidance would cancel it.
+    _, expected = by_hand_1_2(model_1_2, start, negative="blue square")
     frames = run(model_1_2, latents=start, negative_prompt="blue square")
     assert np.abs(frames - expected).max() < CLOSE
     assert np.abs(frames - run(model_1_2, latents=start)).max() > 100 * CLOSE

@@ -128,16 +128,17 @@ class TextStage:
         assert tokenizer_path is not None
         assert path is not None
         tokenizer = load_tokenizer(tokenizer_path)
-        prompts = [job.settings.prompt]
+        # Scores say how the video should be; on both sides guidance would cancel them.
+        prompts = [(job.settings.prompt, with_affixes(job.settings.prompt, job.settings))]
         if job.settings.negative_prompt is not None:
-            prompts.append(job.settings.negative_prompt)
+            prompts.append((job.settings.negative_prompt, job.settings.negative_prompt))
         tokens = []
         # Tokens first: a prompt that is too long is told before gigabytes are read.
-        for prompt in prompts:
+        for prompt, whole in prompts:
             check_not_lost(prompt)
             ids, mask, cut = tokenize(
                 tokenizer,
-                clean(with_affixes(prompt, job.settings)),
+                clean(whole),
                 job.sizes.denoiser.model_max_length,
                 truncate=job.settings.option("truncate_prompt"),
             )
