@@ -25,9 +25,9 @@ from everyframe.families.opensora.text import build_encoder
 from everyframe.families.opensora.vae import VideoVAE
 from everyframe.families.opensora.vae_config import VideoVAEConfig
 
-WIDTH = 1344
-VOCABULARY = 5_000_000
-CHANNELS = 720
+WIDTH = 1376
+VOCABULARY = 5_200_000
+CHANNELS = 768
 
 SCRIPT = """
 import json, os, sys, threading, time
