@@ -22,6 +22,7 @@ from everyframe.core.events import (
     Loaded,
     Note,
     Planned,
+    Ready,
     StageDone,
     StageStarted,
     Step,
@@ -89,7 +90,8 @@ class FakeEngine:
         plan = plan_of(request, self.obstacle)
         if plan.obstacle:
             raise CannotRunError(plan.obstacle)
-        yield Planned(plan, {})
+        yield Planned(plan)
+        yield Ready({})
         yield from (Note(note) for note in plan.notes)
         for clip in range(plan.settings.chain):
             yield from self._clip(plan, clip)

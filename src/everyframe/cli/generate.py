@@ -15,7 +15,7 @@ from everyframe.cli.asking import Asked, asked
 from everyframe.cli.options import RUN_FLAGS, composed
 from everyframe.cli.progress import Reporter, reporter
 from everyframe.core.errors import CannotRunError, ExitCode
-from everyframe.core.events import Frames, Note, Planned, VideoDone, Written
+from everyframe.core.events import Frames, Note, Planned, Ready, VideoDone, Written
 from everyframe.core.request import Request
 from everyframe.media.paths import check_output
 
@@ -66,25 +66,26 @@ def _make(wanted: Asked, output: str | None, shown: Reporter, finished: list[str
     assert isinstance(planned, Planned), "the plan comes first"
     paths = paths_for(planned.plan, output)
     shown.show(planned)
-    _show_differences(wanted, planned, shown)
     with Sink(paths, planned.plan.settings.fps) as sink:
         for event in events:
             if isinstance(event, Frames):
                 sink.add(event)
             shown.show(event)
+            if isinstance(event, Ready):
+                _show_differences(wanted, event, shown)
             if isinstance(event, VideoDone):
                 path = sink.finish(event)
                 finished.append(path)
                 shown.show(Written(path, event.seed))
 
 
-def _show_differences(wanted: Asked, planned: Planned, shown: Reporter) -> None:
+def _show_differences(wanted: Asked, ready: Ready, shown: Reporter) -> None:
     """Say why the frames may differ from those of the record that is repeated."""
     if wanted.record is None:
         return
     from everyframe.engine.record import differences
 
-    for line in differences(wanted.record, planned.record):
+    for line in differences(wanted.record, ready.record):
         shown.show(Note(f"the frames may differ from the recorded ones: {line}"))
 
 

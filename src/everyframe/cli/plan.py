@@ -55,7 +55,7 @@ def show(request: Request, output: str | None, *, as_json: bool) -> int:
 def print_it(settled: Plan, file: IO[str], *, as_json: bool) -> None:
     """The plan as a table, or as the line of JSON that ``generate`` begins with."""
     if as_json:
-        print(json_line(Planned(settled, {}).to_json()), file=file, flush=True)
+        print(json_line(Planned(settled).to_json()), file=file, flush=True)
         return
     from everyframe.cli.tables import print_plan
 

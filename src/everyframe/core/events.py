@@ -28,10 +28,17 @@ class Event:
 
 @dataclass(frozen=True)
 class Planned(Event):
-    """The plan is settled; nothing was loaded yet. `record` is what it takes to make it again."""
+    """The plan is settled; nothing was fetched or loaded yet."""
 
     type: ClassVar[str] = "planned"
     plan: Plan
+
+
+@dataclass(frozen=True)
+class Ready(Event):
+    """All files are on this disk and known by their hash: `record` is what makes it again."""
+
+    type: ClassVar[str] = "ready"
     record: dict[str, Any] = field(repr=False, metadata={"bulky": True})
 
 

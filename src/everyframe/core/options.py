@@ -82,10 +82,10 @@ def facts_of(model: type[Options], name: str) -> Mapping[str, Any]:
 
 
 _WORDS: dict[str, Callable[[Mapping[str, Any]], str]] = {
-    "greater_than": lambda ctx: f"must be more than {ctx['gt']}",
-    "greater_than_equal": lambda ctx: f"must be at least {ctx['ge']}",
-    "less_than": lambda ctx: f"must be less than {ctx['lt']}",
-    "less_than_equal": lambda ctx: f"must be at most {ctx['le']}",
+    "greater_than": lambda ctx: f"must be more than {ctx['gt']:g}",
+    "greater_than_equal": lambda ctx: f"must be at least {ctx['ge']:g}",
+    "less_than": lambda ctx: f"must be less than {ctx['lt']:g}",
+    "less_than_equal": lambda ctx: f"must be at most {ctx['le']:.16g}",
     "finite_number": lambda ctx: "must be a finite number",
     "int_parsing": lambda ctx: "must be a whole number",
     "int_type": lambda ctx: "must be a whole number",

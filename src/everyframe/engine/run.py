@@ -11,19 +11,20 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
 import numpy as np
 import torch
 
-from everyframe.core.errors import InputError
+from everyframe.core.errors import CannotRunError, InputError
 from everyframe.core.events import (
     Event,
     Frames,
     Note,
     Planned,
+    Ready,
     StageDone,
     StageStarted,
     VideoDone,
@@ -53,11 +54,13 @@ def stream(request: Request, *, num_threads: int | None = None) -> Iterator[Even
     check_feasible(plan)
     given = read_given(request, plan.settings)
     noise = _start_noise(request)
-    record = make_record(plan, request, model.weight_files())
     _log.debug("plan: %s", plan)
-    yield Planned(plan, record)
-    for note in plan.notes:
+    yield Planned(plan)
+    for note in (*plan.notes, *(f"fetching {missing}" for missing in plan.to_fetch)):
         yield Note(note)
+    model = model.fetch()
+    record = make_record(plan, request, model.weight_files())
+    yield Ready(record)
     seeds = range(plan.settings.seed, plan.settings.seed + plan.settings.num_videos)
     takes = [Take(seed, given, noise) for seed in seeds]
     yield from _apart(_run(plan, model, takes, record), plan.num_threads)
@@ -72,10 +75,24 @@ def _apart(events: Generator[Event, None, None], num_threads: int) -> Iterator[E
     with closing(events):
         while True:
             with _Threads(num_threads), torch.inference_mode():
-                event = next(events, None)
+                event = _next(events)
             if event is None:
                 return
             yield event
+
+
+def _next(events: Iterator[Event]) -> Event | None:
+    """The next event; torch running out of memory is told as what it is."""
+    try:
+        return next(events, None)
+    except RuntimeError as error:
+        # torch has a class for accelerators only; its CPU allocator says so in words.
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+            raise CannotRunError(
+                "out of memory while it ran; a smaller size or num_frames takes less, and another "
+                f"program may hold what the plan counted on ({str(error).splitlines()[0]})"
+            ) from error
+        raise
 
 
 def _run(
@@ -83,14 +100,25 @@ def _run(
 ) -> Generator[Event, None, None]:
     num_clips = plan.settings.chain
     num_frames = {take.seed: 0 for take in takes}
+    unfinished: list[int] = []
     for clip in range(num_clips):
         for stage in model.stages(plan, clip):
             for event in _run_stage(stage, takes, clip, num_clips):
                 if isinstance(event, Frames):
                     num_frames[event.seed] += event.num_frames
+                    if clip == num_clips - 1 and event.seed not in unfinished:
+                        # Takes come one after the other: where one begins, those before are whole.
+                        yield from _done(unfinished, num_frames, record)
+                        unfinished = [event.seed]
                 yield event
-    for take in takes:
-        yield VideoDone(take.seed, num_frames[take.seed], for_seed(record, take.seed))
+    yield from _done(unfinished, num_frames, record)
+
+
+def _done(
+    seeds: Sequence[int], num_frames: Mapping[int, int], record: dict[str, Any]
+) -> Iterator[Event]:
+    for seed in seeds:
+        yield VideoDone(seed, num_frames[seed], for_seed(record, seed))
 
 
 def _run_stage(stage: Stage, takes: Sequence[Take], clip: int, num_clips: int) -> Iterator[Event]:

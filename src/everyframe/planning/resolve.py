@@ -55,7 +55,7 @@ def resolve(request: Request) -> Plan:
 def prepare(
     request: Request, *, may_fetch: bool = False, num_threads: int | None = None
 ) -> Prepared:
-    """The plan with its model; with `may_fetch` whatever is missing is on this disk afterwards.
+    """The plan with its model; with `may_fetch` a hub model's configs may be fetched for it.
 
     `num_threads` (of the CPU) is the number of usable cores unless a record asks for another.
     """
@@ -80,8 +80,6 @@ def prepare(
         notes=(*notes, *precision_notes),
     )
     plan = replace(plan, obstacle=_obstacle(plan, model, facts, request))
-    if may_fetch and plan.obstacle is None:
-        model = model.fetch()
     return Prepared(plan, model)
 
 

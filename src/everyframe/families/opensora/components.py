@@ -6,8 +6,9 @@ against what is measured. Read next: `stages.py`, which runs the parts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property, partial
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 #: What steers every block or sums over all of them stays in float32 (research on precision:
 #: timestep embedding, modulation, norms, the layer that the residual stream starts and ends in).
 DENOISER_ISLANDS = ("x_embedder", "t_embedder", "t_block", "*scale_shift_table", "final_layer")
+#: 1.2's, whose frame rate is added to the timestep.
+DENOISER_ISLANDS_1_2 = (*DENOISER_ISLANDS, "fps_embedder")
 T5_ISLANDS = ("*layer_norm",)
 #: T5's `wo` overflows fp16, and transformers keeps it wide for that reason.
 T5_RANGE_ISLANDS = ("*.wo",)
@@ -39,6 +42,16 @@ class Sizes:
     denoiser: STDiTConfig | STDiT3Config
     vae: ImageVAEConfig | VideoVAEConfig
     text: Mapping[str, Any]
+
+    @cached_property
+    def num_elements(self) -> Mapping[str, Mapping[str, int]]:
+        """Elements of each tensor of each component; counted once, for building takes a while."""
+        builders = {
+            "text_encoder": self.build_text,
+            "denoiser": self.build_denoiser,
+            "vae": self.build_vae,
+        }
+        return {name: count_parameters(build) for name, build in builders.items()}
 
     def build_denoiser(self) -> STDiT | STDiT3:
         """An empty denoiser."""
@@ -63,43 +76,25 @@ def components(
     sizes: Sizes, settings: Settings, sources: Mapping[str, str], prefers: str
 ) -> tuple[Component, ...]:
     """Text encoder, denoiser and autoencoder, in the order in which they run."""
-    return (
-        _component(
-            "text_encoder", "T5 text encoder", "text", sizes.build_text, sources, prefers,
-            islands=T5_ISLANDS, range_islands=T5_RANGE_ISLANDS,
-            working=lambda element: _text_bytes(sizes, element),
-        ),
-        _component(
-            "denoiser", "STDiT denoiser", "denoise", sizes.build_denoiser, sources, prefers,
-            islands=DENOISER_ISLANDS,
-            working=lambda element: _denoiser_bytes(sizes, settings, element),
-        ),
-        # Decoded pixels are the product: float32 unless asked otherwise.
-        _component(
-            "vae", "video autoencoder", "decode", sizes.build_vae, sources, "float32",
-            islands=(), working=lambda element: _vae_bytes(sizes, settings, element),
-        ),
-    )  # fmt: skip
+    count = sizes.num_elements
 
-
-def _component(
-    name: str,
-    title: str,
-    stage: str,
-    build: Callable[[], nn.Module],
-    sources: Mapping[str, str],
-    prefers: str,
-    *,
-    islands: tuple[str, ...],
-    range_islands: tuple[str, ...] = (),
-    working: Callable[[int], int],
-) -> Component:
-    elements = count_parameters(build)
-    total = sum(elements.values())
-    needs = ComponentNeeds(
-        name, total, islands=islands, range_islands=range_islands, prefers=prefers
+    total = {name: sum(elements.values()) for name, elements in count.items()}
+    text = ComponentNeeds(
+        "text_encoder", total["text_encoder"], T5_ISLANDS, T5_RANGE_ISLANDS, prefers
     )
-    return Component(name, title, stage, sources[name], elements, needs, working)
+    islands = DENOISER_ISLANDS if isinstance(sizes.denoiser, STDiTConfig) else DENOISER_ISLANDS_1_2
+    denoiser = ComponentNeeds("denoiser", total["denoiser"], islands, prefers=prefers)
+    # Decoded pixels are the product: float32 unless asked otherwise.
+    vae = ComponentNeeds("vae", total["vae"], prefers="float32")
+    parts = (
+        (text, "T5 text encoder", "text", partial(_text_bytes, sizes)),
+        (denoiser, "STDiT denoiser", "denoise", partial(_denoiser_bytes, sizes, settings)),
+        (vae, "video autoencoder", "decode", partial(_vae_bytes, sizes, settings)),
+    )
+    return tuple(
+        Component(need.name, title, stage, sources[need.name], count[need.name], need, working)
+        for need, title, stage, working in parts
+    )
 
 
 def _text_bytes(sizes: Sizes, element: int) -> int:
