@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from everyframe.ops.dtypes import float32_or_wider
+from everyframe.ops.dtypes import at_least_float32
 
 
 def layer_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
@@ -25,10 +25,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], weight.to(x.dtype), eps)
     # Elsewhere PyTorch's is this formula in twice as many passes over memory. The norm is taken
     # over float32 numbers whatever `x` holds, so squares of large float16 numbers don't overflow.
-    wide = float32_or_wider(x.dtype)
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
+    wide = at_least_float32(x)
+    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     inverse = torch.rsqrt(norm.square() / x.shape[-1] + eps)
-    return (x * inverse).mul_(weight).to(x.dtype)
+    return (wide * inverse).mul_(weight).to(x.dtype)
 
 
 class LayerNorm(nn.Module):

@@ -1,0 +1,290 @@
+"""How much of this CPU's matrix-product peak does one forward of STDiT3 reach?
+
+    python benchmarks/denoiser.py              # the sizes of the result pages; about two minutes
+    python benchmarks/denoiser.py --busy       # on a machine that does other things as well
+    python benchmarks/denoiser.py --profile    # where the time goes, operator by operator
+
+In float32 and in bfloat16: the time of one denoiser call, as a share of what the best matrix
+product reaches in the same minute, and against the same model with plain attention that writes its
+scores out. Products and models run by turns, round after round, so that a busy machine slows both;
+a share is the median over rounds. The text's keys and values are made before, once, as in a real
+run. `--busy` takes one thread and its processor time, which waiting for others doesn't add to; its
+shares are those of one core. Writes a dated page into `benchmarks/results/` unless told not to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import date
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from everyframe.core.plan import Precision
+from everyframe.families.opensora.components import DENOISER_ISLANDS
+from everyframe.families.opensora.config import STDiT3Config
+from everyframe.families.opensora.context import TextContext
+from everyframe.families.opensora.stdit3 import STDiT3
+from everyframe.hardware import machine_facts
+from everyframe.ops.attention import AttentionCore
+from everyframe.precision import edges
+
+RESULTS = Path(__file__).parent / "results"
+DTYPES = ("float32", "bfloat16")
+
+#: Sides of the square products that the peak is the best of.
+SQUARES = (1024, 2048, 4096)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is run. `side` is the latents' height and width; a patch is 2 x 2 of them."""
+
+    hidden: int
+    heads: int
+    depth: int
+    frames: int
+    side: int
+    text: int
+
+    @property
+    def config(self) -> STDiT3Config:
+        return STDiT3Config(
+            hidden_size=self.hidden,
+            num_heads=self.heads,
+            depth=self.depth,
+            model_max_length=self.text,
+            caption_channels=self.hidden,
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"hidden {self.hidden}, {self.heads} heads, {self.depth}+{self.depth} blocks, "
+            f"{self.frames} latent frames x {(self.side // 2) ** 2} tokens, "
+            f"{self.text} text tokens, batch 1"
+        )
+
+
+@dataclass
+class Times:
+    """Seconds by round of one dtype; the peak in FLOP a second of the best product by round."""
+
+    ours: list[float] = field(default_factory=list)
+    plain: list[float] = field(default_factory=list)
+    peak: list[float] = field(default_factory=list)
+
+    def share(self, flops: int) -> float:
+        pairs = zip(self.ours, self.peak, strict=True)
+        return statistics.median(flops / seconds / peak for seconds, peak in pairs)
+
+    def speedup(self) -> float:
+        return statistics.median(b / a for a, b in zip(self.ours, self.plain, strict=True))
+
+
+class PlainCore(nn.Module):
+    """Attention that writes its scores out: what there is without a fused kernel."""
+
+    def forward(
+        self, q_BHQD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
+        q_BHQD, k_BHLD = q_BHQD.to(v_BHLD.dtype), k_BHLD.to(v_BHLD.dtype)
+        scores = q_BHQD @ k_BHLD.transpose(-2, -1) * q_BHQD.shape[-1] ** -0.5
+        if mask is not None:
+            scores = scores.masked_fill(~mask, float("-inf"))
+        return scores.softmax(dim=-1) @ v_BHLD
+
+
+def with_plain_attention(model: STDiT3) -> STDiT3:
+    """The same model, with every attention core inside swapped for a plain one."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, AttentionCore):
+                setattr(parent, name, PlainCore())
+    return model
+
+
+def build(sizes: Sizes, dtype: str, plain: bool) -> STDiT3:
+    """The model with the same random parameters for every dtype and attention."""
+    torch.manual_seed(0)
+    model = STDiT3(sizes.config).eval().requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        if not name.endswith("norm.weight"):
+            parameter.normal_(std=0.02)
+    if plain:
+        with_plain_attention(model)
+    islands = () if dtype == "float32" else DENOISER_ISLANDS
+    edges.apply(model, Precision(dtype, dtype, islands))
+    return model
+
+
+def inputs(sizes: Sizes, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
+    """Latents, timestep and text states in float32."""
+    generator = torch.Generator().manual_seed(1)
+    latents = torch.randn(1, 4, sizes.frames, sizes.side, sizes.side, generator=generator)
+    text = torch.randn(1, sizes.text, sizes.hidden, generator=generator)
+    return latents.to(device), torch.tensor([637.5], device=device), text.to(device)
+
+
+def call(model: STDiT3, latents: Tensor, t: Tensor, context: TextContext) -> Tensor:
+    pixels = latents.shape[-1] * 8
+    out: Tensor = model(latents, t, context, fps=24.0, height=pixels, width=pixels)
+    return out
+
+
+def count_flops(sizes: Sizes) -> int:
+    """Two for each multiply-add of the matrix products, attention's included; nothing else."""
+    with torch.device("meta"):
+        model = with_plain_attention(STDiT3(sizes.config)).requires_grad_(False)
+    latents, t, text = inputs(sizes, "meta")
+    context = model.context(text)
+    with FlopCounterMode(display=False) as counter:
+        call(model, latents, t, context)
+    return int(counter.get_total_flops())
+
+
+def seconds(run: Callable[[], object]) -> float:
+    """Wall time; with one thread, that thread's processor time."""
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    start = clock()
+    run()
+    return clock() - start
+
+
+def peak(dtype: str) -> float:
+    """FLOP a second of the best square product, each size tried for about the same time."""
+    best = 0.0
+    for side in SQUARES:
+        a, b = (torch.randn(side, side).to(getattr(torch, dtype)) for _ in range(2))
+        torch.mm(a, b)
+        repeats = max(2, (2048 // side) ** 2 * 4)
+        took = statistics.median(seconds(lambda: torch.mm(a, b)) for _ in range(repeats))
+        best = max(best, 2 * side**3 / took)
+    return best
+
+
+def measure(sizes: Sizes, rounds: int) -> tuple[dict[str, Times], float]:
+    """Times by dtype, and bfloat16's error against float32 (norm of difference over norm)."""
+    models = {(d, plain): build(sizes, d, plain) for d in DTYPES for plain in (False, True)}
+    latents, t, text = inputs(sizes)
+    contexts = {key: model.context(text) for key, model in models.items()}
+    runs = {key: partial(call, model, latents, t, contexts[key]) for key, model in models.items()}
+    outputs = {key: run() for key, run in runs.items()}  # which warms up as well
+    check_same_function(outputs)
+    times = {dtype: Times() for dtype in DTYPES}
+    for _ in range(rounds):
+        for dtype in DTYPES:
+            before = peak(dtype)
+            times[dtype].ours.append(seconds(runs[dtype, False]))
+            times[dtype].peak.append(max(before, peak(dtype)))
+            times[dtype].plain.append(seconds(runs[dtype, True]))
+    return times, relative(outputs["bfloat16", False], outputs["float32", False])
+
+
+def check_same_function(outputs: dict[tuple[str, bool], Tensor]) -> None:
+    """A fast model that computes something else is not fast: 1e-4 is rounding, and not more."""
+    error = relative(outputs["float32", True], outputs["float32", False])
+    if not error < 1e-4:
+        raise RuntimeError(f"plain and fused attention differ by {error:.1e}")
+
+
+def relative(got: Tensor, true: Tensor) -> float:
+    return ((got.double() - true.double()).norm() / true.double().norm()).item()
+
+
+def page(sizes: Sizes, flops: int, times: dict[str, Times], error: float, rounds: int) -> str:
+    """The result as Markdown."""
+    facts = machine_facts("cpu")
+    versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
+    command = shlex.join(["python", "benchmarks/denoiser.py", *sys.argv[1:]])
+    rows = []
+    for dtype, of in times.items():
+        ours, peak_ = statistics.median(of.ours), statistics.median(of.peak)
+        rows.append(
+            f"| {dtype} | {ours:.2f} s | {flops / ours / 1e9:.0f} | {peak_ / 1e9:.0f} | "
+            f"**{of.share(flops):.0%}** | {statistics.median(of.plain):.2f} s | "
+            f"{of.speedup():.2f} |"
+        )
+    by_round = "\n".join(
+        f"- {dtype}: "
+        + ", ".join(f"{flops / s / p:.0%}" for s, p in zip(of.ours, of.peak, strict=True))
+        for dtype, of in times.items()
+    )
+    return f"""# One STDiT3 forward on a CPU, {date.today().isoformat()}
+
+{sizes}. Matrix products alone: {flops / 1e12:.3f} TFLOP.
+
+| dtype | one call | GFLOP/s | peak GFLOP/s | share of peak | plain attention | plain / ours |
+| --- | --- | --- | --- | --- | --- | --- |
+{chr(10).join(rows)}
+
+bfloat16 differs from float32 by {error:.2%} of the prediction's norm (random parameters).
+
+Peak is the best of square products of {", ".join(map(str, SQUARES))}, measured before and after
+each call in the same run. Times are medians of {rounds} rounds, shares medians of the rounds' own
+shares:
+
+{by_round}
+
+Hardware: {facts.cpu.name}, {torch.get_num_threads()} of {facts.num_cores} cores
+({"processor" if torch.get_num_threads() == 1 else "wall"} time); load at the end
+{os.getloadavg()[0]:.1f}. Versions: {versions}.
+
+Command: `{command}`
+"""
+
+
+def profile(sizes: Sizes) -> str:
+    """The operators by their own time, for each dtype."""
+    latents, t, text = inputs(sizes)
+    tables = []
+    for dtype in DTYPES:
+        model = build(sizes, dtype, plain=False)
+        context = model.context(text)
+        call(model, latents, t, context)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as result:
+            call(model, latents, t, context)
+        averages = result.key_averages()
+        tables.append(f"{dtype}\n{averages.table(sort_by='self_cpu_time_total', row_limit=16)}")
+    return "\n".join(tables)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    for name, default in (
+        ("hidden", 1152), ("heads", 16), ("depth", 2), ("frames", 16), ("side", 32),
+        ("text", 120), ("rounds", 5),
+    ):  # fmt: skip
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
+    parser.add_argument("--busy", action="store_true", help="one thread, processor time")
+    parser.add_argument("--profile", action="store_true", help="operators by time, and stop")
+    parser.add_argument("--no-page", action="store_true", help="print only")
+    return parser.parse_args()
+
+
+@torch.inference_mode()
+def main() -> None:
+    asked = arguments()
+    torch.set_num_threads(1 if asked.busy else machine_facts("cpu").num_cores)
+    sizes = Sizes(asked.hidden, asked.heads, asked.depth, asked.frames, asked.side, asked.text)
+    if asked.profile:
+        print(profile(sizes))
+        return
+    text = page(sizes, count_flops(sizes), *measure(sizes, asked.rounds), asked.rounds)
+    print(text)
+    if not asked.no_page:
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / f"denoiser-{date.today().isoformat()}.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()
