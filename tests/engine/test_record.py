@@ -15,6 +15,7 @@ import everyframe
 import tiny
 from everyframe.core.errors import InputError
 from everyframe.engine.record import differences, make_record, recorded_threads, request_from
+from everyframe.media.paths import RECORD_SCHEMA
 
 SIZES: dict[str, Any] = {"size": "16x16", "num_frames": 17, "num_inference_steps": 2, "seed": 5}
 
@@ -144,3 +145,19 @@ def test_differences_are_told(model: Path) -> None:
     lines = differences(other, record)
     assert len(lines) == 3
     assert "torch was 1.0" in lines[1]
+
+
+def test_a_model_of_ones_own_disk_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = {
+        "schema": RECORD_SCHEMA,
+        "request": {"prompt": "a", "model": "mine", "seed": 1},
+        "model": {"name": "mine", "is_local": True},
+    }
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=r"'mine'.*--model FOLDER"):
+        request_from(record, {})
+    assert request_from(record, {"model": "elsewhere"}).model == "elsewhere"
+    (tmp_path / "mine").mkdir()
+    assert request_from(record, {}).model == "mine"

@@ -45,7 +45,11 @@ def make_record(plan: Plan, request: Request, weight_files: Sequence[str]) -> di
     return {
         "schema": RECORD_SCHEMA,
         "everyframe": __version__,
-        "model": {"name": _public_name(plan.model), "sha256": digest(weight_files)},
+        "model": {
+            "name": _public_name(plan.model),
+            "is_local": Path(plan.model).expanduser().exists(),
+            "sha256": digest(weight_files),
+        },
         "request": _asked(request, plan),
         "settings": settings,
         "plan": shown,
@@ -112,10 +116,23 @@ def request_from(record: Mapping[str, Any], overrides: Mapping[str, Any]) -> Req
     replaced = {name for group in _ALIKE if wanted.keys() & group for name in group}
     asked = {name: value for name, value in record["request"].items() if name not in replaced}
     asked |= wanted
+    if "model" not in wanted:
+        _check_local_model(record)
     for name in (*_GIVEN, "latents"):
         if isinstance(asked.get(name), dict):
             asked[name] = _find_given(name, asked[name])
     return Request(**asked)
+
+
+def _check_local_model(record: Mapping[str, Any]) -> None:
+    """A model that lay in a folder is recorded without it, and has to be shown again."""
+    model = record.get("model", {})
+    name = str(model.get("name"))
+    if model.get("is_local") and not Path(name).exists():
+        raise InputError(
+            f"the video was made with a model on the maker's own disk, {name!r}, which is not in "
+            "this folder; say where it lies: --model FOLDER"
+        )
 
 
 def _find_given(name: str, identity: Mapping[str, str]) -> str:
