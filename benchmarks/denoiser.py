@@ -101,7 +101,8 @@ class PlainCore(nn.Module):
         scores = q_BHQD @ k_BHLD.transpose(-2, -1) * q_BHQD.shape[-1] ** -0.5
         if mask is not None:
             scores = scores.masked_fill(~mask, float("-inf"))
-        return scores.softmax(dim=-1) @ v_BHLD
+        out: Tensor = scores.softmax(dim=-1) @ v_BHLD
+        return out
 
 
 def with_plain_attention(model: STDiT3) -> STDiT3:
@@ -167,7 +168,7 @@ def peak(dtype: str) -> float:
         a, b = (torch.randn(side, side).to(getattr(torch, dtype)) for _ in range(2))
         torch.mm(a, b)
         repeats = max(2, (2048 // side) ** 2 * 4)
-        took = statistics.median(seconds(lambda: torch.mm(a, b)) for _ in range(repeats))
+        took = statistics.median(seconds(partial(torch.mm, a, b)) for _ in range(repeats))
         best = max(best, 2 * side**3 / took)
     return best
 
@@ -198,7 +199,7 @@ def check_same_function(outputs: dict[tuple[str, bool], Tensor]) -> None:
 
 
 def relative(got: Tensor, true: Tensor) -> float:
-    return ((got.double() - true.double()).norm() / true.double().norm()).item()
+    return float((got.double() - true.double()).norm() / true.double().norm())
 
 
 def page(sizes: Sizes, flops: int, times: dict[str, Times], error: float, rounds: int) -> str:
