@@ -19,7 +19,9 @@ from everyframe.checkpoints.shapes_prompts import (
     Scene,
 )
 
-_OBJECTS = ("a {c} {s}", "the {c} {s}", "one {c} {s}", "{c} {s}", "a single {c} {s}", "a bright {c} {s}")
+_OBJECTS = (
+    "a {c} {s}", "the {c} {s}", "one {c} {s}", "{c} {s}", "a single {c} {s}", "a bright {c} {s}",
+)  # fmt: skip
 _GROUNDS = (
     "{p} a {b} background", "{p} a {b} backdrop", "{p} {b}", "with a {b} background",
     "{p} a plain {b} background", "{p} the {b} background", "{p} a {b} screen",
@@ -29,6 +31,7 @@ _ORDERS = (
     "{m}: {o} {g}", "show {o} that {m} {g}", "a video of {o} {m} {g}", "{o} {m}; {b} background",
     "{c} {s}, {b} background, {m}", "draw {o} {g} and it {m}", "an animation of {o} which {m} {g}",
 )  # fmt: skip
+TEMPLATES = (*_OBJECTS, *_GROUNDS, *_ORDERS)
 
 
 def plain_caption(scene: Scene) -> str:

@@ -1,8 +1,8 @@
 """The training loop that all three stages share: steps, one line a while, log, resume, best so far.
 
 A stage brings a `Task` (its modules, its loss on a batch, its validation measure); the loop knows
-nothing else of it. A run lives in a folder: ``state.pt`` to go on from, ``best.pt`` with the weights
-of the best validation, ``log.csv`` for the loss curve.
+nothing else of it. A run lives in a folder: ``state.pt`` to go on from, ``best.pt`` with the
+weights of the best validation, ``log.csv`` for the loss curve.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ decoder is trained along, on pixels of a few frames; the spatial encoder is left
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ TEMPORAL = TemporalVAEConfig(
     num_groups=8,
 )
 NOISE = 0.05  # of latents that the decoder learns to bear: a denoiser's are never exact
-NUM_CACHED = 3000
+NUM_CACHED = 2000
 
 
 def build(scaling_factor: float = 1.0) -> VideoVAE:
@@ -82,6 +83,8 @@ def task(work: Path, num_steps: int = 1500, batch: int = 16) -> Task:
     std = cached[:200].float().std(dim=(0, 2, 3, 4))[:, None, None, None]
     vae = _scaled(vae, 1 / float(std.mean()))
     factor = vae.config.spatial.scaling_factor
+    (work / "temporal").mkdir(exist_ok=True)
+    (work / "temporal" / "scaling.json").write_text(json.dumps({"scaling_factor": factor}))
     for parameter in vae.spatial_vae.module.encoder.parameters():
         parameter.requires_grad_(False)
     held_clips = world.random_clips(world.train_scenes(), 24, np.random.default_rng(12))

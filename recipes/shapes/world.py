@@ -122,9 +122,7 @@ def random_clip(scene: Scene, rng: np.random.Generator) -> Clip:
     return Clip(scene, (x, y), end, size, size_end, angle)
 
 
-def random_clips(
-    scenes: Sequence[Scene], count: int, rng: np.random.Generator
-) -> list[Clip]:
+def random_clips(scenes: Sequence[Scene], count: int, rng: np.random.Generator) -> list[Clip]:
     """`count` clips, each of a random one of `scenes`."""
     return [random_clip(scenes[i], rng) for i in rng.integers(len(scenes), size=count)]
 

@@ -1,10 +1,10 @@
 """Which prompts the embedded model `shapes` can draw, and the words it knows. No torch here.
 
-The model's whole world is here as data: four shapes, eight colours, five backgrounds, eight motions,
-and the words for them. `recipes/shapes` writes its training captions with these tables.
-`read_prompt` says whether a prompt lies inside that world; it does not guess: one unknown word, and
-the answer is no. Not here: drawing (`recipes/shapes/world.py`) and the weights (`shapes/`, beside
-this file).
+The model's whole world is here as data: four shapes, eight colours, five backgrounds, eight
+motions, and the words for them. `recipes/shapes` writes its training captions with these tables.
+`read_prompt` says whether a prompt lies inside that world; it does not guess: one unknown word,
+and the answer is no. Not here: drawing (`recipes/shapes/world.py`) and the weights (`shapes/`,
+beside this file).
 """
 
 from __future__ import annotations

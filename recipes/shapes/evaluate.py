@@ -1,0 +1,217 @@
+"""Measures every bar of the embedded model: ``python recipes/shapes/evaluate.py``.
+
+Clips are made by the product's own public function, `everyframe.generate`; the reader is plain
+image arithmetic (`reader.py`). Prompts and seeds are fixed: one try each. Prints a table and exits
+with 1 if a bar is missed. ``--validation`` takes other prompts and other seeds, to choose steps
+and guidance by; ``--count 20`` is a quick look that proves nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import everyframe
+from everyframe.checkpoints.shapes_prompts import Scene
+from recipes.shapes import captions, reader, world
+
+NAMES = ("colour", "background", "motion", "shape")
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: what was measured, the value, the bar, and whether it is met."""
+
+    name: str
+    value: float
+    bar: str
+    met: bool
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A prompt with its scene and its one seed."""
+
+    scene: Scene
+    prompt: str
+    seed: int
+
+
+def at_least(name: str, value: float, bar: float) -> Row:
+    return Row(name, value, f">= {bar:g}", value >= bar)
+
+
+def below(name: str, value: float, bar: float) -> Row:
+    return Row(name, value, f"< {bar:g}" if bar else "= 0", value < bar if bar else value == 0)
+
+
+def trials(count: int, validation: bool) -> list[Trial]:
+    """`count` prompts, every second one of a combination that was never trained on."""
+    rng = np.random.default_rng(2027 if validation else 2026)
+    first_seed = 500_000 if validation else 1000
+    never = rng.permutation(len(world.held_out_scenes()))
+    seen = rng.permutation(len(world.train_scenes()))
+    found = []
+    for i in range(count):
+        if i % 2 == 0:
+            scene = world.held_out_scenes()[never[i // 2 % len(never)]]
+        else:
+            scene = world.train_scenes()[seen[i // 2]]
+        found.append(Trial(scene, captions.caption(scene, rng), first_seed + i))
+    return found
+
+
+def measure_reader(count: int) -> list[Row]:
+    """The reader on true clips, on other clips' captions, on noise and on constant frames."""
+    rng = np.random.default_rng(31)
+    scenes = [world.all_scenes()[i] for i in rng.permutation(len(world.all_scenes()))[:count]]
+    read = []
+    for start in range(0, count, 50):
+        clips = [world.random_clip(scene, rng) for scene in scenes[start : start + 50]]
+        read += [reader.read(frames) for frames in world.draw(clips)]
+    others = [*scenes[1:], scenes[0]]
+    nothing = [rng.uniform(size=(17, 64, 64, 3)).astype(np.float32) for _ in range(20)]
+    nothing += [np.full((17, 64, 64, 3), value, np.float32) for value in np.linspace(0, 1, 20)]
+    for name in world.PALETTE:
+        flat = np.array(world.PALETTE[name], np.float32) / 255
+        nothing.append(np.broadcast_to(flat, (17, 64, 64, 3)).copy())
+    of_nothing = [reader.read(frames) for frames in nothing]
+    seen = [any(getattr(one, name) for name in NAMES) for one in of_nothing]
+    return [
+        at_least("reader: true clips", _all_right(read, scenes), 0.99),
+        below("reader: another clip's caption", _all_right(read, others), 0.15),
+        below("reader: anything in noise or constants", float(np.mean(seen)), 0),
+    ]
+
+
+def _all_right(read: list[reader.Reading], scenes: list[Scene]) -> float:
+    pairs = zip(read, scenes, strict=True)
+    return float(np.mean([all(one.right(scene).values()) for one, scene in pairs]))
+
+
+def measure_autoencoder(count: int) -> list[Row]:
+    """PSNR of drawn clips through the shipped autoencoder: whole frames, and the object alone."""
+    import torch
+
+    from recipes.shapes import shipped, temporal
+
+    vae = shipped.autoencoder()
+    clips = world.random_clips(world.all_scenes(), count, np.random.default_rng(32))
+    with torch.no_grad():
+        found = temporal.measure(vae, temporal.clip_frames(clips))
+    return [
+        at_least("autoencoder: PSNR, dB", found["psnr"], 30),
+        at_least("autoencoder: PSNR on the object, dB", found["psnr_object"], 30),
+    ]
+
+
+def measure_prompts(chosen: list[Trial], options: dict[str, Any], say: Say) -> list[Row]:
+    """Generated clips, read back: each attribute over all, never-trained and trained prompts."""
+    rights: list[dict[str, bool]] = []
+    begun = time.monotonic()
+    for number, trial in enumerate(chosen, start=1):
+        frames = _frames(trial, options)
+        found = reader.read(frames)
+        rights.append(found.right(trial.scene))
+        if not all(rights[-1].values()):
+            say(f"  missed: {trial.prompt!r} seed {trial.seed}: {found}")
+        if number % 20 == 0:
+            say(f"  {number}/{len(chosen)}, {(time.monotonic() - begun) / number:.2f} s a clip")
+    rows = []
+    for name in NAMES:
+        share = [float(right[name]) for right in rights]
+        bar = 0.90 if name == "shape" else 0.95
+        rows.append(at_least(f"generated: {name}", float(np.mean(share)), bar))
+        rows.append(Row(f"  of never-trained ones: {name}", float(np.mean(share[::2])), "", True))
+    every = [all(right.values()) for right in rights]
+    return [*rows, Row("generated: all four", float(np.mean(every)), "", True)]
+
+
+def measure_image(chosen: list[Trial], options: dict[str, Any], say: Say) -> list[Row]:
+    """Clips from a given first frame: how well it is kept, and whether the motion is as asked."""
+    kept: list[float] = []
+    moved: list[bool] = []
+    rng = np.random.default_rng(33)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "first.png"
+        for trial in chosen:
+            clip = world.random_clip(trial.scene, rng)
+            first = np.round(world.draw([clip])[0, 0] * 255).astype(np.uint8)
+            _save_png(path, first)
+            frames = _frames(trial, {**options, "image": str(path)})
+            error = (frames[0].astype(np.float64) - first) / 255
+            kept.append(float(-10 * np.log10(max(1e-10, np.square(error).mean()))))
+            found = reader.read(frames)
+            moved.append(found.motion == trial.scene.motion)
+            if not moved[-1]:
+                say(f"  missed with an image: {trial.prompt!r} seed {trial.seed}: {found}")
+    return [
+        at_least("first frame given: least PSNR of it, dB", min(kept), 25),
+        at_least("first frame given: motion", float(np.mean(moved)), 0.95),
+    ]
+
+
+def _frames(trial: Trial, options: dict[str, Any]) -> Any:
+    video = everyframe.generate(trial.prompt, model="shapes", seed=trial.seed, **options)
+    assert not isinstance(video, list)
+    return video.frames
+
+
+def _save_png(path: Path, frame: Any) -> None:
+    from PIL import Image
+
+    Image.fromarray(frame).save(path)
+
+
+def table(rows: list[Row]) -> str:
+    """The rows as Markdown."""
+    lines = ["| measured | value | bar | met |", "| --- | ---: | ---: | --- |"]
+    for row in rows:
+        met = ("yes" if row.met else "NO") if row.bar else ""
+        lines.append(f"| {row.name} | {row.value:.4g} | {row.bar} | {met} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=200, help="number of prompts")
+    parser.add_argument("--images", type=int, default=40, help="number of given first frames")
+    parser.add_argument("--validation", action="store_true", help="other prompts and seeds")
+    parser.add_argument("--steps", type=int, help="steps instead of the checkpoint's own")
+    parser.add_argument("--guidance", type=float, help="scale instead of the checkpoint's own")
+    parser.add_argument("--json", type=Path, help="write the rows to this file as well")
+    given = parser.parse_args()
+    options: dict[str, Any] = {}
+    if given.steps is not None:
+        options["num_inference_steps"] = given.steps
+    if given.guidance is not None:
+        options["guidance_scale"] = given.guidance
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+
+    chosen = trials(given.count, given.validation)
+    with_image = trials(given.images, given.validation)
+    rows = measure_reader(300) + measure_autoencoder(48)
+    rows += measure_prompts(chosen, options, say)
+    rows += measure_image(with_image, options, say) if given.images else []
+    say(table(rows))
+    if given.json is not None:
+        given.json.write_text(json.dumps([row.__dict__ for row in rows], indent=2) + "\n")
+    return 0 if all(row.met for row in rows) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

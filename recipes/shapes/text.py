@@ -1,0 +1,91 @@
+"""The tokenizer (whole words) and the small T5 of `shapes`, both in transformers' own layout.
+
+The vocabulary is what `shapes_prompts` and the caption templates can say; any other word is
+``<unk>``, upper case and punctuation are dropped.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from everyframe.checkpoints import shapes_prompts as words
+from recipes.shapes import captions
+
+PAD, END, UNKNOWN = "<pad>", "</s>", "<unk>"
+MAX_LENGTH = 40
+T5_SIZES: dict[str, Any] = {
+    "d_model": 128,
+    "d_kv": 32,
+    "d_ff": 256,
+    "num_layers": 2,
+    "num_heads": 4,
+    "feed_forward_proj": "gated-gelu",
+    "relative_attention_num_buckets": 16,
+    "relative_attention_max_distance": 32,
+    "dropout_rate": 0.0,
+    "is_encoder_decoder": False,
+    "use_cache": False,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "decoder_start_token_id": 0,
+    "tie_word_embeddings": False,
+}
+
+
+def vocabulary() -> list[str]:
+    """Special tokens, then every word in alphabetical order."""
+    phrases = [
+        *(p for table in (words.SHAPES, words.COLOURS, words.BACKGROUNDS, words.MOTIONS)
+          for known in table.values() for p in known),
+        *words.BACKGROUND_NOUNS, *words.PREPOSITIONS, *words.FILLERS, *captions.TEMPLATES,
+    ]  # fmt: skip
+    found = {word for phrase in phrases for word in re.findall(r"[\w'-]+", phrase.lower())}
+    return [PAD, END, UNKNOWN, *sorted(found - {"o", "m", "g", "c", "s", "b", "p"})]
+
+
+def tokenizer() -> Any:
+    """A fast tokenizer of whole words that ends each text with ``</s>``, as T5's does."""
+    from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    inner = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(vocabulary())}, unk_token=UNKNOWN)
+    )
+    inner.normalizer = normalizers.Sequence(
+        [normalizers.Lowercase(), normalizers.Replace(Regex(r"[^\w\s'-]"), " ")]
+    )
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    inner.post_processor = processors.TemplateProcessing(
+        single=f"$A {END}", special_tokens=[(END, 1)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token=PAD, eos_token=END, unk_token=UNKNOWN,
+        model_max_length=MAX_LENGTH, clean_up_tokenization_spaces=False,
+    )  # fmt: skip
+
+
+def save_tokenizer(folder: Path) -> None:
+    tokenizer().save_pretrained(str(folder))
+
+
+def encoder() -> Any:
+    """An untrained `T5EncoderModel`."""
+    from transformers import T5Config, T5EncoderModel
+
+    return T5EncoderModel(T5Config(vocab_size=len(vocabulary()), **T5_SIZES))
+
+
+def tokenize(texts: list[str], with_tokenizer: Any) -> tuple[Tensor, Tensor]:
+    """Ids and mask (B, L), padded to the longest of the batch."""
+    rows = [
+        with_tokenizer(text, truncation=True, max_length=MAX_LENGTH)["input_ids"] for text in texts
+    ]
+    length = max(len(row) for row in rows)
+    ids = torch.tensor([row + [0] * (length - len(row)) for row in rows])
+    mask = torch.tensor([[True] * len(row) + [False] * (length - len(row)) for row in rows])
+    return ids, mask
