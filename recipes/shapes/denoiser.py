@@ -70,11 +70,12 @@ def encode(vae: VideoVAE, clips: list[world.Clip], both_ways: bool = False) -> L
     scenes = [clip.scene for clip in clips]
     if both_ways:
         turned = [(i, reversed_scene(scene)) for i, scene in enumerate(scenes)]
-        more = [(i, scene) for i, scene in turned if scene in world.train_scenes()]
+        more = [(i, s) for i, s in turned if s is not None and s in world.train_scenes()]
         x = torch.cat([x, x[[i for i, _ in more]].flip(2)])
-        scenes += [scene for _, scene in more if scene is not None]
+        scenes += [scene for _, scene in more]
     parts = [vae.temporal_vae.encode(part) for part in (x, x[:, :, :1])]
-    return Latents(*((part - vae.shift) / vae.scale for part in parts), scenes)
+    z, first = ((part - vae.shift) / vae.scale for part in parts)
+    return Latents(z, first, scenes)
 
 
 def reversed_scene(scene: Scene) -> Scene | None:
@@ -175,7 +176,8 @@ def batch_loss(
         )  # fmt: skip
     error = (out[:, : temporal.CHANNELS].float() - (x0 - noise)).square()
     weight = mask[:, None, :, None, None].expand_as(error)
-    return (error * weight).sum() / weight.sum()
+    mean: Tensor = (error * weight).sum() / weight.sum()
+    return mean
 
 
 def task(work: Path, num_steps: int = 3200, batch: int = 32) -> Task:
@@ -242,7 +244,7 @@ def sample(
         with_text, without = out.chunk(2)
         velocity = without + guidance * (with_text - without)
         x = x + velocity / num_steps * x_mask[:, None, :, None, None]
-    frames = [vae.decode(part, world.NUM_FRAMES) for part in x.split(8)]
+    frames = [vae.decode(part, world.NUM_FRAMES) for part in torch.split(x, 8)]
     pixels = torch.cat(frames).clamp(-1, 1).permute(0, 2, 3, 4, 1) / 2 + 0.5
     return pixels.contiguous().numpy()
 

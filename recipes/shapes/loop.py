@@ -79,7 +79,7 @@ def train(task: Task, folder: Path, say: Callable[[str], None] = print) -> Path:
             group["lr"] = learning_rate_at(task, step)
         loss, figures = task.loss(step)
         optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(task.modules.parameters(), task.clip_norm)
         optimizer.step()
         step += 1

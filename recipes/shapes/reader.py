@@ -97,7 +97,8 @@ def _object_colour(frames: Floats, ground: Floats) -> Floats | None:
     for axis in (1, 2):
         inside &= np.roll(seen, 1, axis) & np.roll(seen, -1, axis)
     chosen = frames[inside] if inside.sum() > 8 * len(frames) else frames[seen]
-    return np.median(chosen, axis=0).astype(np.float32)
+    colour: Floats = np.median(chosen, axis=0).astype(np.float32)
+    return colour
 
 
 def _cover(frames: Floats, ground: Floats, colour: Floats) -> Floats | None:

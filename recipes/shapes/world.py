@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +29,8 @@ from everyframe.checkpoints.shapes_prompts import (
     why_not,
 )
 
-Floats = NDArray[np.float32]
+Floats = NDArray[Any]
+"""Float32 arrays; numpy's own types lose that at every step of arithmetic."""
 
 SIDE = 64
 NUM_FRAMES = 17
@@ -118,7 +120,7 @@ def random_clip(scene: Scene, rng: np.random.Generator) -> Clip:
             near, far = far, near
         sideways = scene.motion in ("right", "left")
         (x, y), end = ((near, y), (far, y)) if sideways else ((x, near), (x, far))
-    angle = float(rng.uniform(1.2, 2.2)) if scene.motion == "turning" else 0.0
+    angle = float(rng.uniform(0.9, 1.4)) if scene.motion == "turning" else 0.0
     return Clip(scene, (x, y), end, size, size_end, angle)
 
 
@@ -142,14 +144,16 @@ def draw(clips: Sequence[Clip], times: Floats | None = None, side: int = SIDE) -
             cover[rows] = _cover(shape, [clips[i] for i in rows], times[rows], side)
     colour = np.array([PALETTE[clip.scene.colour] for clip in clips], np.float32) / 255
     ground = np.array([PALETTE[clip.scene.background] for clip in clips], np.float32) / 255
-    ground = ground[:, None, None, None, :]
-    return ground + cover[..., None] * (colour[:, None, None, None, :] - ground)
+    colour, ground = colour[:, None, None, None, :], ground[:, None, None, None, :]
+    frames: Floats = ground + cover[..., None] * (colour - ground)
+    return frames
 
 
 def _cover(shape: str, clips: Sequence[Clip], times: Floats, side: int) -> Floats:
     def along(start: list[float], end: list[float]) -> Floats:
         first, last = np.array(start, np.float32)[:, None], np.array(end, np.float32)[:, None]
-        return (first + (last - first) * times)[..., None, None]
+        values: Floats = first + (last - first) * times
+        return values[..., None, None]
 
     unit = side / SIDE
     x = along([c.centre[0] for c in clips], [c.centre_end[0] for c in clips]) * unit
@@ -181,7 +185,8 @@ def shape_cover(
     dx, dy = grid - x, grid[:, None] - y
     radius = size * np.float32(_RADIUS[shape])
     if shape == "circle":
-        return np.clip(0.5 + radius - np.sqrt(dx * dx + dy * dy), 0, 1).astype(np.float32)
+        disc: Floats = np.clip(0.5 + radius - np.sqrt(dx * dx + dy * dy), 0, 1)
+        return disc.astype(np.float32)
     # Every other shape is made of lines: how far a pixel is beyond each of them.
     corners = {"square": 4, "triangle": 3, "star": 5}[shape]
     # A line's distance from the centre, in radii; a star's lines join every second corner.
@@ -198,4 +203,5 @@ def shape_cover(
             largest = np.maximum(largest, other)
     else:
         distance = np.max(np.stack(beyond), axis=0)
-    return np.clip(0.5 - distance, 0, 1).astype(np.float32)
+    cover: Floats = np.clip(0.5 - distance, 0, 1)
+    return cover.astype(np.float32)

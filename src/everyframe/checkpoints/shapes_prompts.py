@@ -129,6 +129,9 @@ def read_prompt(prompt: str) -> Scene | Refusal:
     text = " " + " ".join(re.findall(r"[\w'-]+", prompt.casefold())) + " "
     motions, text = _take(text, MOTIONS)
     backgrounds, text = _take_backgrounds(text)
+    ground = re.search(rf" ([\w'-]+) (?:{'|'.join(BACKGROUND_NOUNS)}) ", text)
+    if ground is not None and ground[1] not in FILLERS:
+        return Refusal(f"it knows no {ground[1]} background")
     colours, text = _take(text, COLOURS)
     shapes, text = _take(text, SHAPES)
     allowed = {"*", *FILLERS, *" ".join(PREPOSITIONS).split()}
