@@ -236,8 +236,8 @@ shares:
 
 {by_round}
 
-Hardware: {facts.cpu.name}, {torch.get_num_threads()} of {facts.num_cores} cores
-({"processor" if torch.get_num_threads() == 1 else "wall"} time); load at the end
+Hardware: {facts.cpu.name}, {torch.get_num_threads()} of {facts.num_cores} cores,
+{"processor" if torch.get_num_threads() == 1 else "wall"} time; load at the end
 {os.getloadavg()[0]:.1f}. Versions: {versions}.
 
 Command: `{command}`
