@@ -118,7 +118,7 @@ def _settings_rows(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
         video += [f"{counted(frames, 'frame')} at {fps:g} fps ({frames / fps:.1f} s)"]
     if chain != 1:
         video += [f"{chain} clips, one after the other"]
-    sampling = [f"{get('num_inference_steps', '?')} steps"]
+    sampling = [counted(get("num_inference_steps", "?"), "step")]
     sampling += [f"guidance {get('guidance_scale'):g}"] if "guidance_scale" in settings else []
     sampling += [_seeds(settings)]
     options = [

@@ -14,7 +14,11 @@ from everyframe.core.facts import DeviceFacts
 
 @dataclass(frozen=True)
 class Settings:
-    """The request, settled: sizes in pixels, `num_frames` per clip, options by flag name."""
+    """The request, settled: sizes in pixels, `num_frames` per clip, options by flag name.
+
+    `nominal_size` (height, width) is the size as it was named, where the model is told that one and
+    works in steps that do not hit it (240p is 240x426 to Open-Sora 1.2, which makes 240x424).
+    """
 
     prompt: str
     negative_prompt: str | None
@@ -29,7 +33,13 @@ class Settings:
     chain: int = 1
     edit_strength: float = 0.0
     given_frames: tuple[str, ...] = ()
+    nominal_size: tuple[int, int] | None = None
     options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def told_size(self) -> tuple[int, int]:
+        """(height, width) that the model is told: the nominal one where there is one."""
+        return self.nominal_size or (self.height, self.width)
 
     def option(self, name: str) -> Any:
         """The settled value of a family's own option."""

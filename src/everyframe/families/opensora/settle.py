@@ -121,7 +121,8 @@ def settle(
         given_frames=tuple(
             name for name in ("image", "last_image", "extend") if getattr(request, name) is not None
         ),
-        options=_family_settings(facts, options, nominal),
+        nominal_size=None if nominal == (height, width) else nominal,
+        options=_family_settings(facts, options),
     )
     _check_room(facts, settings)
     _check_latents(facts, request, settings)
@@ -215,9 +216,7 @@ def _num_frames(facts: Facts, request: Request, fps: float, notes: list[str]) ->
     return frames
 
 
-def _family_settings(
-    facts: Facts, options: OpenSoraOptions, nominal: tuple[int, int]
-) -> tuple[tuple[str, Any], ...]:
+def _family_settings(facts: Facts, options: OpenSoraOptions) -> tuple[tuple[str, Any], ...]:
     scores = {
         "aesthetic": options.aesthetic,
         "motion_score": options.motion_score,
@@ -234,8 +233,6 @@ def _family_settings(
     return (
         *scores.items(),
         ("truncate_prompt", options.truncate_prompt),
-        ("nominal_height", nominal[0]),
-        ("nominal_width", nominal[1]),
     )
 
 
@@ -292,6 +289,5 @@ def smaller(facts: Facts, settings: Settings) -> Iterator[Settings]:
         sides.append((height, width))
     choices = [(height, width, frames) for height, width in sides for frames in lengths]
     for height, width, frames in sorted(choices[1:], key=math.prod, reverse=True):
-        sizes = {"nominal_height": height, "nominal_width": width}
-        options = tuple({**dict(settings.options), **sizes}.items())
-        yield replace(settings, height=height, width=width, num_frames=frames, options=options)
+        nominal = settings.nominal_size if (height, width) == sides[0] else None
+        yield replace(settings, height=height, width=width, num_frames=frames, nominal_size=nominal)

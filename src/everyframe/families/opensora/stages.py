@@ -293,7 +293,7 @@ def _timesteps(settings: Settings, facts: Facts) -> Tensor:
         return rflow.schedule(settings.num_inference_steps)
     return rflow.schedule(
         settings.num_inference_steps,
-        resolution=(settings.option("nominal_height"), settings.option("nominal_width")),
+        resolution=settings.told_size,
         num_frames=settings.num_frames,
     )
 
@@ -315,8 +315,8 @@ class Denoiser:
         if facts.version != "1.0":
             self._conditions = {
                 "fps": settings.fps if settings.num_frames > 1 else PICTURE_FPS,
-                "height": float(settings.option("nominal_height")),
-                "width": float(settings.option("nominal_width")),
+                "height": float(settings.told_size[0]),
+                "width": float(settings.told_size[1]),
             }
         hidden, mask = text.prompt.hidden.to(device), text.prompt.mask.to(device)
         if self._scale != 1:
