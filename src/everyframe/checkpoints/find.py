@@ -177,10 +177,11 @@ def _by_name(given: str, registry: Sequence[KnownModel]) -> KnownModel | None:
     for model in registry:
         if folded in (each.casefold() for each in (model.name, *model.aliases)):
             return model
-    # A hub id stands for the model whose denoiser it alone holds.
+    # A hub id stands for the model whose denoiser it alone holds, with or without other parts.
     holders = _holders(folded, registry)
-    if len(holders) == 1 and holders[0][1].role == "denoiser":
-        return holders[0][0]
+    if len({model.name for model, _ in holders}) == 1:
+        if any(part.role == "denoiser" for _, part in holders):
+            return holders[0][0]
     return None
 
 

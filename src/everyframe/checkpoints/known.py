@@ -17,7 +17,7 @@ class Part:
     """One piece of a model in one hub repository.
 
     Attributes:
-        role: ``denoiser``, ``vae`` or ``text_encoder``.
+        role: ``denoiser``, ``vae``, ``text_encoder`` or ``image_encoder``.
         repo_id: hub id, ``owner/name``.
         needs: groups of file patterns; a file of each group must be there, any one of its
             alternatives will do. All patterns together are what is fetched.
@@ -93,6 +93,37 @@ SD_VAE_EMA = Part(
 )
 
 
+def _svd(name: str, repo: str, title: str, aliases: tuple[str, ...], note: str) -> KnownModel:
+    """A diffusers folder: the denoiser with the pipeline's own files, and its two encoders."""
+
+    def files(folder: str, weights: str) -> tuple[tuple[str, ...], ...]:
+        return ((f"{folder}/config.json",), (f"{folder}/{weights}.safetensors",))
+
+    repo_id = f"stabilityai/{repo}"
+    diffusers = "diffusion_pytorch_model"
+    index = (("model_index.json",), ("scheduler/scheduler_config.json",))
+    extractor = (("feature_extractor/preprocessor_config.json",),)
+    return KnownModel(
+        name=name,
+        family="svd",
+        title=title,
+        licence="Stability AI's own; see the model's card",
+        parts=(
+            Part("denoiser", repo_id, (*index, *files("unet", diffusers)), (), 1_524_623_082),
+            Part("vae", repo_id, files("vae", diffusers), (), 97_742_847),
+            Part(
+                "image_encoder",
+                repo_id,
+                (*extractor, *files("image_encoder", "model")),
+                (),
+                632_076_800,
+            ),
+        ),
+        aliases=aliases,
+        note=note,
+    )
+
+
 def _opensora_1_0(size: str) -> KnownModel:
     return KnownModel(
         name=f"opensora-1.0-16x{size}",
@@ -152,6 +183,27 @@ KNOWN: tuple[KnownModel, ...] = (
     ),
     _opensora_1_0("256x256"),
     _opensora_1_0("512x512"),
+    _svd(
+        "svd",
+        "stable-video-diffusion-img2vid",
+        "Stable Video Diffusion, 14 frames of a picture",
+        ("stable-video-diffusion", "svd-img2vid"),
+        "takes a picture and no prompt",
+    ),
+    _svd(
+        "svd-xt",
+        "stable-video-diffusion-img2vid-xt",
+        "Stable Video Diffusion XT, 25 frames of a picture",
+        ("stable-video-diffusion-xt", "svd-img2vid-xt"),
+        "takes a picture and no prompt",
+    ),
+    _svd(
+        "svd-xt-1.1",
+        "stable-video-diffusion-img2vid-xt-1-1",
+        "Stable Video Diffusion XT 1.1, 25 frames of a picture",
+        ("stable-video-diffusion-xt-1.1", "svd-xt-1-1"),
+        "takes a picture and no prompt; the hub asks you to accept its terms first",
+    ),
 )
 
 # Models that people will try and that this version can't run: hub id or name -> what it is.

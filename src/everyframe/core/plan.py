@@ -18,6 +18,8 @@ class Settings:
 
     `nominal_size` (height, width) is the size as it was named, where the model is told that one and
     works in steps that do not hit it (240p is 240x426 to Open-Sora 1.2, which makes 240x424).
+    `prompt` is empty for a model that takes none. `fit` is how given pictures are brought to the
+    size (``crop``, ``pad``, ``stretch``), None where the family wants them as they were given.
     """
 
     prompt: str
@@ -34,6 +36,7 @@ class Settings:
     edit_strength: float = 0.0
     given_frames: tuple[str, ...] = ()
     nominal_size: tuple[int, int] | None = None
+    fit: str | None = "crop"
     options: tuple[tuple[str, Any], ...] = ()
 
     @property

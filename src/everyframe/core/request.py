@@ -90,7 +90,9 @@ class Request(Options):
         le=10_000,
     )
     latents: Any = option(
-        "Start noise of unit variance, (1, C, T, H, W).", group="Sampling", python_only=True
+        "Start noise of unit variance, (1, C, T, H, W), or as the model has it.",
+        group="Sampling",
+        python_only=True,
     )
 
     image: Any = option("Picture that is the first frame.", group="Given frames")

@@ -142,13 +142,16 @@ def for_seed(record: dict[str, Any], seed: int) -> dict[str, Any]:
 
 
 def read_given(request: Request, settings: Settings) -> GivenFrames:
-    """The pictures and videos of a request, read and fitted to the video's size.
+    """The pictures and videos of a request, read and, unless the family does it, fitted.
 
     Raises `MediaError` for a file that is none.
     """
 
     def picture(source: Any) -> np.ndarray[Any, Any]:
-        return fit_image(read_image(source), settings.height, settings.width)[None]
+        read = read_image(source)
+        if settings.fit is None:
+            return read[None]
+        return fit_image(read, settings.height, settings.width, settings.fit)[None]
 
     source = None
     if request.extend is not None:

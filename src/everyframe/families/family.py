@@ -43,8 +43,9 @@ class Component:
 
 @dataclass(frozen=True)
 class GivenFrames:
-    """Pictures and videos that came with the request, read and fitted: uint8 (T, H, W, 3).
+    """Pictures and videos that came with the request, read: uint8 (T, H, W, 3).
 
+    Fitted to the video's size, but for pictures where ``Settings.fit`` is None.
     `first` are frames that the video begins with (one for a picture), `last` the one it ends with.
     `names` tells what they were, for plan and record.
     """
@@ -58,6 +59,7 @@ class GivenFrames:
 class Take:
     """One video in the making: what its stages hand on to each other.
 
+    `text` and `known` are the family's own: what it made of prompts and of given frames.
     `latents` after denoising, `frames` the decoded frames of the clip before (float32 0..1,
     (T, H, W, 3)) that a chained clip goes on from.
     """

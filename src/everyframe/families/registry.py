@@ -18,6 +18,10 @@ _FAMILIES = {
         ("everyframe.families.opensora.options", "OpenSoraOptions"),
         ("everyframe.families.opensora.family", "OPEN_SORA"),
     ),
+    "svd": (
+        ("everyframe.families.svd.options", "SVDOptions"),
+        ("everyframe.families.svd.family", "SVD"),
+    ),
 }
 
 

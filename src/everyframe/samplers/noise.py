@@ -28,6 +28,17 @@ def step_noise(seed: int, step: int, shape: Sequence[int]) -> Tensor:
     return _normal(generator(seed, "step", step), shape)
 
 
+def plain_noise(seed: int, shape: Sequence[int]) -> Tensor:
+    """What a CPU generator of that very seed draws first, float32: what a diffusers pipeline draws.
+
+    For small noise that has to be comparable with such a pipeline. PyTorch's float32 normals may
+    differ in the last bits between kinds of CPU; whatever is large is drawn by `start_noise`.
+    """
+    source = torch.Generator(device="cpu")
+    source.manual_seed(seed)
+    return torch.randn(tuple(shape), generator=source, dtype=torch.float32, device="cpu")
+
+
 def generator(seed: int, label: str, step: int = 0) -> torch.Generator:
     """A CPU generator for one purpose: blake2b of ``"seed/label/step"``, its first 8 bytes.
 

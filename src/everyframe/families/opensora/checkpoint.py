@@ -134,6 +134,8 @@ def _from_hub_id(location: Location, options: OpenSoraOptions) -> Parts | None:
 
 
 def _from_disk(asked: str, path: Path, options: OpenSoraOptions) -> Parts | None:
+    if (path / "model_index.json").is_file():
+        return None  # a diffusers pipeline; what else lies beside that is none of ours
     source = Source(path.name or asked, _weights_at(path))
     version = _version(asked, source)
     if version is None:

@@ -1,0 +1,1 @@
+"""Stable Video Diffusion: a picture becomes a video. Read next: `family.py`."""

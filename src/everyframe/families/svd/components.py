@@ -1,0 +1,145 @@
+"""The three parts of a Stable Video Diffusion: how they are built, and what they need.
+
+The modules are diffusers' and transformers' own. Forecasts count the tensors that are alive at the
+peak of each part. Read next: `stages.py`, which runs the parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+from everyframe.core.plan import Settings
+from everyframe.families.family import Component
+from everyframe.families.loading import count_parameters
+from everyframe.families.svd.config import SVDConfig
+from everyframe.precision.policy import ComponentNeeds
+
+if TYPE_CHECKING:
+    from torch import nn
+
+#: What steers every block, or starts and ends the residual stream, stays in float32: the embedding
+#: of timesteps and of frame rate and motion, norms, the weights by which time and space are mixed.
+UNET_ISLANDS = (
+    "time_embedding", "add_embedding", "conv_in", "conv_norm_out", "conv_out", "*norm*",
+    "*mix_factor",
+)  # fmt: skip
+IMAGE_ENCODER_ISLANDS = ("*layrnorm", "*layer_norm*", "*layernorm", "visual_projection")
+
+
+@dataclass(frozen=True)
+class Builders:
+    """Makes the empty modules from their configs."""
+
+    config: SVDConfig
+
+    @cached_property
+    def num_elements(self) -> Mapping[str, Mapping[str, int]]:
+        """Elements of each tensor of each component; counted once, for building takes a while."""
+        builders = {
+            "image_encoder": self.image_encoder,
+            "vae": self.vae,
+            "unet": self.unet,
+        }
+        return {name: count_parameters(build) for name, build in builders.items()}
+
+    def image_encoder(self) -> nn.Module:
+        """An empty `CLIPVisionModelWithProjection`."""
+        import torch
+        from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
+
+        model: nn.Module = CLIPVisionModelWithProjection(
+            CLIPVisionConfig(**_without_notes(self.config.image_encoder))
+        )
+        # A table that no checkpoint holds; made for real, as the rest is made on meta.
+        embeddings: Any = model.vision_model.embeddings
+        positions = torch.arange(embeddings.num_positions, device="cpu")[None]
+        embeddings.register_buffer("position_ids", positions, persistent=False)
+        return model
+
+    def unet(self) -> nn.Module:
+        """An empty `UNetSpatioTemporalConditionModel`."""
+        from diffusers import UNetSpatioTemporalConditionModel
+
+        model: nn.Module = UNetSpatioTemporalConditionModel(**_without_notes(self.config.unet))
+        return model
+
+    def vae(self) -> nn.Module:
+        """An empty `AutoencoderKLTemporalDecoder`, or the `AutoencoderKL` of single pictures."""
+        from diffusers import AutoencoderKL, AutoencoderKLTemporalDecoder
+
+        kind = AutoencoderKLTemporalDecoder if self.config.decodes_together else AutoencoderKL
+        model: nn.Module = kind(**_without_notes(self.config.vae))
+        return model
+
+
+def _without_notes(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The sizes alone: names with an underscore say who saved the file."""
+    return {name: value for name, value in config.items() if not name.startswith("_")}
+
+
+def components(builders: Builders, settings: Settings, where: str) -> tuple[Component, ...]:
+    """Image encoder, autoencoder and denoiser, in the order in which they first run."""
+    config, count = builders.config, builders.num_elements
+    total = {name: sum(elements.values()) for name, elements in count.items()}
+    encoder = ComponentNeeds(
+        "image_encoder",
+        total["image_encoder"],
+        _present(IMAGE_ENCODER_ISLANDS, count["image_encoder"]),
+        prefers="float16",
+    )
+    # Decoded pixels are the product: float32 unless asked otherwise.
+    vae = ComponentNeeds("vae", total["vae"], prefers="float32", force_upcast=config.force_upcast)
+    unet = ComponentNeeds("unet", total["unet"], UNET_ISLANDS, prefers="float16")
+    parts = (
+        (encoder, "CLIP image encoder", "image", partial(_encoder_bytes, config)),
+        (vae, "video autoencoder", "decode", partial(_vae_bytes, config, settings)),
+        (unet, "video UNet", "denoise", partial(_unet_bytes, config, settings)),
+    )
+    return tuple(
+        Component(need.name, title, stage, f"{where}/{need.name}", count[need.name], need, working)
+        for need, title, stage, working in parts
+    )
+
+
+def _present(islands: tuple[str, ...], elements: Mapping[str, int]) -> tuple[str, ...]:
+    """Those of the islands that this version of transformers has parameters for."""
+    from everyframe.precision.islands import in_island
+
+    return tuple(one for one in islands if any(in_island(name, (one,)) for name in elements))
+
+
+def _encoder_bytes(config: SVDConfig, element: int) -> int:
+    """The widest hidden layer of one block and one picture."""
+    sizes = config.image_encoder
+    tokens = (config.image_side // int(sizes.get("patch_size", 32))) ** 2 + 1
+    wide = 2 * int(sizes.get("intermediate_size", 3072)) + 6 * int(sizes.get("hidden_size", 768))
+    return tokens * wide * (element + 4) + 3 * config.image_side**2 * 4 * 4
+
+
+def _unet_bytes(config: SVDConfig, settings: Settings, element: int) -> int:
+    """One block at full resolution, for both guidance branches, and what skips wait with."""
+    channels = [int(c) for c in config.unet.get("block_out_channels", (320, 640, 1280, 1280))]
+    layers = config.unet.get("layers_per_block", 2)
+    layers = max(layers) if isinstance(layers, (list, tuple)) else int(layers)
+    factor = config.spatial_factor
+    pixels = (settings.height // factor) * (settings.width // factor)
+    batch = 1 if settings.guidance_scale <= 1 else 2
+    tokens = batch * settings.num_frames * pixels
+    skips = sum(tokens // 4**i * width * (layers + 1) for i, width in enumerate(channels))
+    # Float32: the stream, its normed copies, the skip that is joined to it. Narrow: the gated
+    # hidden layer of the feed-forward, eight times as wide, and its product.
+    block = tokens * channels[0] * (4 * 6 + element * 14)
+    return skips * 4 + block
+
+
+def _vae_bytes(config: SVDConfig, settings: Settings, element: int) -> int:
+    """The last level of the decoder for one chunk, and the frames that came out of it."""
+    channels = [int(c) for c in config.vae.get("block_out_channels", (64,))]
+    pixels = settings.height * settings.width
+    chunk = min(int(settings.option("decode_chunk_size")), settings.num_frames)
+    widest = max(channels[:2])
+    level = max(chunk, 1) * pixels * widest * element * 4
+    return level + chunk * pixels * 3 * 4 * 3

@@ -1,0 +1,198 @@
+"""What a Stable Video Diffusion checkpoint says of itself: the configs of its parts, as data.
+
+Read from the JSON files of a diffusers folder, or, for a released model that is not on this disk
+yet, from `RELEASED`. No torch here. Read next: `checkpoint.py`, `components.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from everyframe.core.errors import CheckpointError
+
+#: Classes of autoencoders that these pipelines are saved with: Stability's own, which decodes
+#: frames together, and the still picture's (its "image decoder" variants).
+TEMPORAL_VAE = "AutoencoderKLTemporalDecoder"
+IMAGE_VAE = "AutoencoderKL"
+
+_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+
+#: What the scheduler must be; `sigma_min` and `sigma_max` are read, and `timestep_spacing` says
+#: what the start noise is scaled by.
+_SCHEDULER = {
+    "prediction_type": "v_prediction",
+    "timestep_type": "continuous",
+    "use_karras_sigmas": True,
+    "final_sigmas_type": "zero",
+}
+_SCHEDULER_DEFAULTS: Mapping[str, Any] = {
+    "prediction_type": "epsilon",
+    "timestep_type": "discrete",
+    "use_karras_sigmas": False,
+    "final_sigmas_type": "zero",
+    "timestep_spacing": "linspace",
+}
+
+#: The released sizes, for plans made before anything is fetched; the configs of the files decide.
+RELEASED: Mapping[str, Mapping[str, Any]] = {
+    "unet": {
+        "_class_name": "UNetSpatioTemporalConditionModel",
+        "num_attention_heads": [5, 10, 20, 20],
+        "sample_size": 96,
+    },
+    "vae": {
+        "_class_name": TEMPORAL_VAE,
+        "block_out_channels": [128, 256, 512, 512],
+        "down_block_types": ["DownEncoderBlock2D"] * 4,
+        "layers_per_block": 2,
+        "latent_channels": 4,
+        "scaling_factor": 0.18215,
+        "force_upcast": True,
+    },
+    "image_encoder": {
+        "model_type": "clip_vision_model",
+        "hidden_size": 1280,
+        "intermediate_size": 5120,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 32,
+        "patch_size": 14,
+        "image_size": 224,
+        "projection_dim": 1024,
+        "hidden_act": "gelu",
+    },
+    "scheduler": {
+        "_class_name": "EulerDiscreteScheduler",
+        **_SCHEDULER,
+        "timestep_spacing": "leading",
+        "sigma_min": 0.002,
+        "sigma_max": 700.0,
+    },
+    "feature_extractor": {"image_mean": list(_CLIP_MEAN), "image_std": list(_CLIP_STD)},
+}
+
+
+@dataclass(frozen=True)
+class SVDConfig:
+    """The configs of the parts: three modules' as their libraries take them, and plain numbers.
+
+    `starts_scaled` is whether start noise is scaled by ``sqrt(sigma^2 + 1)`` and not by sigma.
+    """
+
+    unet: Mapping[str, Any]
+    vae: Mapping[str, Any]
+    image_encoder: Mapping[str, Any]
+    sigma_min: float
+    sigma_max: float
+    starts_scaled: bool
+    image_mean: tuple[float, ...]
+    image_std: tuple[float, ...]
+
+    @classmethod
+    def from_json(cls, source: str, configs: Mapping[str, Mapping[str, Any]]) -> SVDConfig:
+        """From the configs by the folder in which each lies.
+
+        Raises:
+            CheckpointError: a class, a scheduler or sizes that can't be run here; names `source`.
+        """
+        _check_classes(source, configs)
+        scheduler = {**_SCHEDULER_DEFAULTS, **configs["scheduler"]}
+        _check_scheduler(source, scheduler)
+        extractor = configs["feature_extractor"]
+        made = cls(
+            unet=configs["unet"],
+            vae=configs["vae"],
+            image_encoder=_vision(configs["image_encoder"]),
+            sigma_min=float(scheduler["sigma_min"]),
+            sigma_max=float(scheduler["sigma_max"]),
+            starts_scaled=scheduler["timestep_spacing"] == "leading",
+            image_mean=tuple(extractor.get("image_mean") or _CLIP_MEAN),
+            image_std=tuple(extractor.get("image_std") or _CLIP_STD),
+        )
+        made._check_fit(source)
+        return made
+
+    @property
+    def spatial_factor(self) -> int:
+        """Pixels of one latent, along each side."""
+        return int(2 ** (len(self.vae.get("block_out_channels", (64,))) - 1))
+
+    @property
+    def latent_channels(self) -> int:
+        """Channels of the latents that are made, half of what the denoiser is given."""
+        return int(self.vae.get("latent_channels", 4))
+
+    @property
+    def decodes_together(self) -> bool:
+        """Whether frames are decoded with a view of their neighbours."""
+        return bool(self.vae["_class_name"] == TEMPORAL_VAE)
+
+    @property
+    def scaling_factor(self) -> float:
+        """Latents of the denoiser over latents of the decoder."""
+        return float(self.vae.get("scaling_factor", 0.18215))
+
+    @property
+    def force_upcast(self) -> bool:
+        """Whether the autoencoder overflows half precision, by its own word."""
+        return bool(self.vae.get("force_upcast", True))
+
+    @property
+    def num_frames(self) -> int:
+        """Frames that the denoiser was trained on."""
+        return int(self.unet.get("num_frames", 25))
+
+    @property
+    def image_side(self) -> int:
+        """Side in pixels of the square picture that the image encoder reads."""
+        return int(self.image_encoder.get("image_size", 224))
+
+    def _check_fit(self, source: str) -> None:
+        channels = int(self.unet.get("in_channels", 8))
+        if channels != 2 * self.latent_channels:
+            raise CheckpointError(
+                f"{source}: the denoiser takes {channels} channels and the autoencoder gives "
+                f"{self.latent_channels}; it must be twice as many"
+            )
+        width = int(self.image_encoder.get("projection_dim", 512))
+        wanted = self.unet.get("cross_attention_dim", 1024)
+        wanted = [wanted] if isinstance(wanted, int) else list(wanted)
+        if any(width != each for each in wanted):
+            raise CheckpointError(
+                f"{source}: the image encoder gives {width} channels and the denoiser takes "
+                f"{', '.join(map(str, dict.fromkeys(wanted)))}"
+            )
+
+
+def _vision(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The vision half of a CLIP config, where both halves are written."""
+    nested = config.get("vision_config")
+    return nested if isinstance(nested, Mapping) else config
+
+
+def _check_classes(source: str, configs: Mapping[str, Mapping[str, Any]]) -> None:
+    allowed = {
+        "unet": ("UNetSpatioTemporalConditionModel",),
+        "vae": (TEMPORAL_VAE, IMAGE_VAE),
+        "scheduler": ("EulerDiscreteScheduler",),
+    }
+    for name, classes in allowed.items():
+        found = configs[name].get("_class_name")
+        if found not in classes:
+            raise CheckpointError(
+                f"{source}: the {name} is of class {found!r}, expected {' or '.join(classes)}"
+            )
+
+
+def _check_scheduler(source: str, scheduler: Mapping[str, Any]) -> None:
+    for name, wanted in _SCHEDULER.items():
+        if scheduler[name] != wanted:
+            raise CheckpointError(
+                f"{source}: its scheduler has {name} {scheduler[name]!r}; only {wanted!r}, which "
+                "Stable Video Diffusion was released with, can be sampled here"
+            )
+    for name in ("sigma_min", "sigma_max"):
+        if not isinstance(scheduler.get(name), (int, float)):
+            raise CheckpointError(f"{source}: its scheduler has no {name}")

@@ -1,0 +1,109 @@
+"""The Stable Video Diffusion family: a picture becomes a video, with diffusers' modules.
+
+Upstream: Stability-AI/generative-models, released as `stable-video-diffusion-img2vid`, `-xt` and
+`-xt-1-1`; diffusers' `StableVideoDiffusionPipeline` is what results are held against. Read next:
+`checkpoint.py` (what lies where), `settle.py` (request to settings), `components.py` (parts and
+memory), `stages.py` (the run).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from everyframe.checkpoints.find import Location
+from everyframe.core.options import FamilyOptions
+from everyframe.core.plan import Plan, Settings
+from everyframe.core.request import Request
+from everyframe.families.family import Component, Stage
+from everyframe.families.svd import settle
+from everyframe.families.svd.checkpoint import WEIGHTS, Files, find_files
+from everyframe.families.svd.components import Builders, components
+from everyframe.families.svd.config import SVDConfig
+from everyframe.families.svd.options import SVDOptions
+
+
+@dataclass(frozen=True)
+class SVDModel:
+    """One checkpoint of this family, its configs read and its weights not."""
+
+    name: str
+    title: str
+    options: SVDOptions
+    files: Files
+    builders: Builders
+
+    @property
+    def config(self) -> SVDConfig:
+        """The configs of the parts."""
+        return self.builders.config
+
+    def settle(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
+        """Every value of the request settled, and notes."""
+        return settle.settle(self.config, self.title, request, self.options, seed)
+
+    def smaller(self, settings: Settings) -> Iterator[Settings]:
+        """Settings like these that need less memory."""
+        return settle.smaller(self.config, settings)
+
+    def components(self, settings: Settings) -> tuple[Component, ...]:
+        """Image encoder, autoencoder, denoiser."""
+        return components(self.builders, settings, self.files.where)
+
+    def missing(self) -> tuple[str, ...]:
+        """What must be fetched first."""
+        return self.files.missing()
+
+    def fetch(self) -> SVDModel:
+        """The same model with all of its files on this disk."""
+        if not self.missing():
+            return self
+        return _model(self.name, self.title, self.files.fetched(), self.options)
+
+    def weight_files(self) -> tuple[str, ...]:
+        """Every file that holds weights."""
+        from everyframe.checkpoints.tensors import open_checkpoint
+
+        folders = [self.files.weights(component) for component in WEIGHTS]
+        return tuple(str(file) for folder in folders for file in open_checkpoint(folder).files)
+
+    def stages(self, plan: Plan, clip: int) -> Sequence[Stage]:
+        """Picture, its latents, denoise, decode."""
+        from everyframe.families.svd.stages import (
+            DecodeStage,
+            DenoiseStage,
+            EncodeStage,
+            ImageStage,
+            Job,
+        )
+
+        assert clip == 0, "a chain is refused when the request is settled"
+        job = Job(plan, self.builders, self.files)
+        return (ImageStage(job), EncodeStage(job), DenoiseStage(job), DecodeStage(job))
+
+
+class StableVideoDiffusion:
+    """The family object of the registry."""
+
+    name = "svd"
+    title = "Stable Video Diffusion"
+    options: type[FamilyOptions] = SVDOptions
+
+    def recognise(self, location: Location, options: FamilyOptions) -> SVDModel | None:
+        """The model at that place if it is a Stable Video Diffusion, by its configs alone."""
+        assert isinstance(options, SVDOptions)
+        files = find_files(location)
+        if files is None:
+            return None
+        known = location.known
+        title = known.title if known else f"{self.title} ({PurePath(location.name).name})"
+        return _model(location.name, title, files, options)
+
+
+def _model(name: str, title: str, files: Files, options: SVDOptions) -> SVDModel:
+    config = SVDConfig.from_json(files.where, files.configs())
+    return SVDModel(name, title, options, files, Builders(config))
+
+
+SVD = StableVideoDiffusion()

@@ -1,0 +1,49 @@
+"""Options that only Stable Video Diffusion knows. No torch here.
+
+Names and defaults are those of diffusers' `StableVideoDiffusionPipeline`. Read next: `settle.py`.
+"""
+
+from __future__ import annotations
+
+from everyframe.core.options import FamilyOptions, option
+
+
+class SVDOptions(FamilyOptions):
+    """How much moves, how close to the picture it stays, and how it is guided and decoded."""
+
+    motion_bucket_id: int = option(
+        "How much should move: about 1 (still) to 255 (a lot).",
+        group="Family",
+        default=127,
+        ge=0,
+        le=1000,
+    )
+    noise_aug_strength: float = option(
+        "Noise on the picture; more lets the video go further from it.",
+        group="Family",
+        default=0.02,
+        ge=0,
+        le=100,
+    )
+    min_guidance_scale: float = option(
+        "Guidance of the first frame.", group="Family", default=1.0, ge=0, le=1000
+    )
+    max_guidance_scale: float = option(
+        "Guidance of the last frame, to which it rises; 1 is off.",
+        group="Family",
+        default=3.0,
+        ge=0,
+        le=1000,
+    )
+    decode_chunk_size: int | None = option(
+        "Frames decoded at once, all of them if not given; fewer need less memory and change the "
+        "picture.",
+        group="Family",
+        gt=0,
+        le=100_000,
+    )
+    fit: str = option(
+        "What becomes of a picture of other proportions: crop, pad or stretch.",
+        group="Family",
+        default="crop",
+    )

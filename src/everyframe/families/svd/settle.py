@@ -1,0 +1,184 @@
+"""A request settled against one Stable Video Diffusion: size, length, guidance, fitting, notes.
+
+Pure functions of the request, its picture and the model's configs; no torch. Defaults are those of
+diffusers' pipeline. What can't be had is an `InputError` that says what can. Read next: `family.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from everyframe.core.errors import InputError, did_you_mean
+from everyframe.core.plan import Settings
+from everyframe.core.request import Request
+from everyframe.families.svd.config import SVDConfig
+from everyframe.families.svd.options import SVDOptions
+from everyframe.media.read import read_image
+
+#: What the released models were trained on: (height, width), frames a second, steps to sample.
+SIZE = (576, 1024)
+FPS = 7.0
+STEPS = 25
+MAX_FRAMES = 100_000
+
+_WAYS = {"crop": "cropped", "pad": "padded", "stretch": "stretched"}
+_NO_USE = {
+    "prompt": "it takes no text; leave the prompt out",
+    "negative_prompt": "it takes no text",
+    "guidance_scale": "give min_guidance_scale and max_guidance_scale",
+    "last_image": "it knows only a first picture (image)",
+    "extend": "it knows only a first picture (image)",
+    "edit_strength": "give noise_aug_strength",
+    "resolution": "it has no named sizes; give size WIDTHxHEIGHT",
+}
+
+
+def settle(
+    config: SVDConfig, title: str, request: Request, options: SVDOptions, seed: int
+) -> tuple[Settings, tuple[str, ...]]:
+    """Every value of the request settled, and notes for the person who asked."""
+    _check_request(title, request)
+    _check_options(options)
+    notes: list[str] = []
+    height, width = _size(config, request)
+    fps = FPS if request.fps is None else request.fps
+    num_frames = _num_frames(config, request, fps, notes)
+    chunk = min(options.decode_chunk_size or num_frames, num_frames)
+    if chunk < num_frames and config.decodes_together:
+        notes.append(
+            f"frames are decoded {chunk} at once (decode_chunk_size): the decoder sees a frame's "
+            f"neighbours only inside of these, so the picture differs from {num_frames} at once"
+        )
+    _note_fit(request, (height, width), options.fit, notes)
+    settings = Settings(
+        prompt="",
+        negative_prompt=None,
+        height=height,
+        width=width,
+        num_frames=num_frames,
+        fps=fps,
+        num_inference_steps=request.num_inference_steps or STEPS,
+        guidance_scale=options.max_guidance_scale,
+        seed=seed,
+        num_videos=request.num_videos,
+        given_frames=("image",),
+        fit=None,
+        options=(
+            ("motion_bucket_id", options.motion_bucket_id),
+            ("noise_aug_strength", options.noise_aug_strength),
+            ("min_guidance_scale", options.min_guidance_scale),
+            ("max_guidance_scale", options.max_guidance_scale),
+            ("decode_chunk_size", chunk),
+            ("fit", options.fit),
+        ),
+    )
+    _check_latents(config, request, settings)
+    return settings, tuple(notes)
+
+
+def _check_request(title: str, request: Request) -> None:
+    for name, instead in _NO_USE.items():
+        if getattr(request, name) is not None:
+            raise InputError(f"{name} has no effect on {title}: {instead}")
+    if request.chain > 1:
+        raise InputError(f"{title} can't go on from a clip (chain)")
+    if request.image is None:
+        raise InputError(f"{title} makes a video of a picture; give one (image)")
+
+
+def _check_options(options: SVDOptions) -> None:
+    if options.fit not in _WAYS:
+        hint = did_you_mean(options.fit, _WAYS)
+        raise InputError(f"fit must be one of {', '.join(_WAYS)}, got {options.fit!r}{hint}")
+    low, high = options.min_guidance_scale, options.max_guidance_scale
+    if high <= 1 < low:
+        raise InputError(
+            f"min_guidance_scale {low:g} has no effect with max_guidance_scale {high:g}, which "
+            "turns guidance off; raise the latter"
+        )
+
+
+def _size(config: SVDConfig, request: Request) -> tuple[int, int]:
+    asked = request.asked_size()
+    step = config.spatial_factor
+    for name, given in zip(("height", "width"), asked or (), strict=False):
+        if given % step:
+            low = max(given // step * step, step)
+            near = str(low) if low > given else f"{low} or {low + step}"
+            raise InputError(f"{name} must be a multiple of {step}, got {given}; try {near}")
+    return asked or SIZE
+
+
+def _num_frames(config: SVDConfig, request: Request, fps: float, notes: list[str]) -> int:
+    frames = request.num_frames
+    if frames is None and request.seconds is not None:
+        frames = max(1, round(request.seconds * fps))
+        if frames > MAX_FRAMES:
+            raise InputError(
+                f"{request.seconds:g} s at {fps:g} fps are {frames} frames; "
+                f"at most {MAX_FRAMES} can be asked for"
+            )
+    if frames is None:
+        return config.num_frames
+    if frames != config.num_frames:
+        notes.append(f"the model was trained on {config.num_frames} frames, not on {frames}")
+    return frames
+
+
+def _note_fit(request: Request, size: tuple[int, int], fit: str, notes: list[str]) -> None:
+    """Reads the picture, so that one that can't be read is told before anything is fetched."""
+    height, width = read_image(request.image).shape[:2]
+    if min(height, width) < 2:
+        raise InputError(f"the picture is {width}x{height}; each side must have 2 pixels or more")
+    if height * size[1] == width * size[0]:
+        return
+    others = " or ".join(way for way in _WAYS if way != fit)
+    notes.append(
+        f"the picture is {width}x{height} and is {_WAYS[fit]} to the proportions of "
+        f"{size[1]}x{size[0]} (fit: {others} would be another way)"
+    )
+
+
+def _check_latents(config: SVDConfig, request: Request, settings: Settings) -> None:
+    """Start noise has the shape of the video's latents, frames before channels."""
+    if request.latents is None:
+        return
+    expected = (1, *latent_shape(config, settings))
+    given = tuple(getattr(request.latents, "shape", ()))
+    if given != expected:
+        raise InputError(
+            f"latents must be an array or tensor of shape {expected} (1, frames, channels, rows, "
+            f"columns) for {settings.num_frames} frames of {settings.width}x{settings.height}, "
+            f"got {given or type(request.latents).__name__}"
+        )
+
+
+def latent_shape(config: SVDConfig, settings: Settings) -> tuple[int, int, int, int]:
+    """(T, C, h, w) of one video's latents."""
+    step = config.spatial_factor
+    rows, columns = settings.height // step, settings.width // step
+    return (settings.num_frames, config.latent_channels, rows, columns)
+
+
+def smaller(config: SVDConfig, settings: Settings) -> Iterator[Settings]:
+    """The same video with less memory: the same in smaller chunks, then shorter and smaller."""
+    chunk = int(settings.option("decode_chunk_size"))
+    lengths, sides = [settings.num_frames], [(settings.height, settings.width)]
+    while lengths[-1] > 2:
+        lengths.append(lengths[-1] // 2)
+    step = 8 * config.spatial_factor
+    while min(sides[-1]) * 3 // 4 >= 2 * step:
+        height, width = (side * 3 // 4 // step * step for side in sides[-1])
+        sides.append((height, width))
+    choices = [(height, width, frames) for height, width in sides for frames in lengths]
+    for height, width, frames in sorted(choices[1:], key=math.prod, reverse=True):
+        fewer = dict(settings.options) | {"decode_chunk_size": min(chunk, frames)}
+        yield replace(
+            settings,
+            height=height,
+            width=width,
+            num_frames=frames,
+            options=tuple(fewer.items()),
+        )

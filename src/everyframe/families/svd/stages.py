@@ -1,0 +1,289 @@
+"""The stages of a Stable Video Diffusion run: picture, its latents, denoising, decoding.
+
+Each loads one component, works on every take with it and lets go of it when its generator ends.
+What is computed is diffusers' `StableVideoDiffusionPipeline` step by step; what differs is that an
+autoencoder marked `force_upcast` decodes in float32 too, and where start noise comes from.
+Read next: `pictures.py`, `samplers/euler_karras.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+from everyframe.core.events import Event, Frames, Loaded, Step
+from everyframe.core.plan import Plan, Settings
+from everyframe.families.family import Take
+from everyframe.families.loading import load_component
+from everyframe.families.svd import pictures
+from everyframe.families.svd.checkpoint import Files
+from everyframe.families.svd.components import Builders
+from everyframe.families.svd.config import SVDConfig
+from everyframe.families.svd.settle import latent_shape
+from everyframe.families.svd.weights import IMAGE_ENCODER_KEYS, UNET_KEYS, VAE_KEYS
+from everyframe.samplers import euler_karras, noise
+from everyframe.samplers.step import Step as SamplerStep
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all stages share: the plan, the model's configs and files."""
+
+    plan: Plan
+    builders: Builders
+    files: Files
+
+    @property
+    def settings(self) -> Settings:
+        """The plan's settings."""
+        return self.plan.settings
+
+    @property
+    def config(self) -> SVDConfig:
+        """The model's configs."""
+        return self.builders.config
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(height, width) in pixels."""
+        return self.settings.height, self.settings.width
+
+    @property
+    def fit(self) -> str:
+        """How a picture of other proportions is fitted."""
+        return str(self.settings.option("fit"))
+
+    def device(self, component: str) -> str:
+        """Where a component runs."""
+        return self.plan.component(component).device
+
+    def load_vae(self) -> Any:
+        """The autoencoder with its weights."""
+        # `encode` and `decode` are no calls of the module itself: their last layers are named.
+        last = "decoder" if self.config.decodes_together else "decoder.conv_out"
+        return load_component(
+            self.plan.component("vae"),
+            self.builders.vae,
+            self.files.weights("vae"),
+            VAE_KEYS,
+            outputs=(last, "quant_conv"),
+        )
+
+
+@dataclass(frozen=True)
+class Picture:
+    """The given picture as the denoiser sees it: CLIP's embedding (1, 1, D), latents (1, C, h, w).
+
+    `latents` is None until the autoencoder has run. Both in float32 on the CPU.
+    """
+
+    embedding: Tensor
+    latents: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ImageStage:
+    """The picture through CLIP, once for all takes."""
+
+    job: Job
+    name: str = "image"
+    component: str = "image_encoder"
+
+    def num_steps(self, num_takes: int) -> int:
+        """One: the picture is everybody's."""
+        return 1
+
+    def run(self, takes: Sequence[Take]) -> Iterator[Event]:
+        """Begin each take's `known`."""
+        job, began = self.job, time.perf_counter()
+        encoder = load_component(
+            job.plan.component("image_encoder"),
+            job.builders.image_encoder,
+            job.files.weights("image_encoder"),
+            IMAGE_ENCODER_KEYS,
+        )
+        yield Loaded("image_encoder", time.perf_counter() - began)
+        begun = time.perf_counter()
+        shown = pictures.for_clip(_given(takes[0]), job.size, job.fit)
+        pixels = pictures.clip_input(shown, job.config).to(job.device("image_encoder"))
+        embedding = encoder(pixel_values=pixels).image_embeds[:, None].to("cpu", torch.float32)
+        for take in takes:
+            take.known = Picture(embedding)
+        yield Step(self.name, 1, 1, takes[0].seed, time.perf_counter() - begun)
+
+
+@dataclass(frozen=True)
+class EncodeStage:
+    """The picture, with a little noise on it, through the autoencoder's encoder."""
+
+    job: Job
+    name: str = "given frames"
+    component: str = "vae"
+
+    def num_steps(self, num_takes: int) -> int:
+        """One a take: each has noise of its own."""
+        return num_takes
+
+    def run(self, takes: Sequence[Take]) -> Iterator[Event]:
+        """Complete each take's `known`."""
+        job, began = self.job, time.perf_counter()
+        vae = job.load_vae()
+        yield Loaded("vae", time.perf_counter() - began)
+        strength = float(job.settings.option("noise_aug_strength"))
+        for number, take in enumerate(takes, start=1):
+            begun = time.perf_counter()
+            picture = pictures.for_vae(_given(take), job.size, job.fit)
+            if strength:
+                picture = picture + strength * noise.plain_noise(take.seed, picture.shape)
+            latents = vae.encode(picture.to(job.device("vae"))).latent_dist.mode()
+            # Not scaled: the denoiser was trained on the encoder's own values here.
+            take.known = Picture(take.known.embedding, latents.to("cpu", torch.float32))
+            yield Step(self.name, number, len(takes), take.seed, time.perf_counter() - begun)
+
+
+def _given(take: Take) -> Any:
+    assert take.given.first is not None, "settled without a picture"
+    return take.given.first
+
+
+@dataclass(frozen=True)
+class DenoiseStage:
+    """Noise becomes latents (1, T, C, h, w): the sampler, guidance and the UNet."""
+
+    job: Job
+    name: str = "denoise"
+    component: str = "unet"
+
+    def num_steps(self, num_takes: int) -> int:
+        """The sampler's steps for each take."""
+        return num_takes * self.job.settings.num_inference_steps
+
+    def run(self, takes: Sequence[Take]) -> Iterator[Event]:
+        """Fill each take's `latents`."""
+        job, began = self.job, time.perf_counter()
+        unet = load_component(
+            job.plan.component("unet"),
+            job.builders.unet,
+            job.files.weights("unet"),
+            UNET_KEYS,
+            # With a name of its own: the whole answers with a tuple, which is widened as well.
+            outputs=("conv_out",),
+        )
+        yield Loaded("unet", time.perf_counter() - began)
+        total, done = self.num_steps(len(takes)), 0
+        for take in takes:
+            begun = time.perf_counter()
+            for step in self._sample(unet, take):
+                now = time.perf_counter()
+                done += 1
+                take.latents = step.x
+                yield Step(self.name, done, total, take.seed, now - begun)
+                begun = now
+            take.latents = take.latents.to("cpu")
+            take.known = None
+
+    def _sample(self, unet: nn.Module, take: Take) -> Iterator[SamplerStep]:
+        job, config = self.job, self.job.config
+        device = job.device("unet")
+        steps = job.settings.num_inference_steps
+        sigmas = euler_karras.schedule(steps, config.sigma_min, config.sigma_max)
+        scale = euler_karras.start_scale(sigmas) if config.starts_scaled else float(sigmas[0])
+        start = take.start_noise
+        if start is None:
+            start = noise.start_noise(take.seed, latent_shape(config, job.settings))[None]
+        denoise = Denoiser(unet, take.known, job.settings, device)
+        return euler_karras.sample(denoise, start.to(device) * scale, sigmas)
+
+
+class Denoiser:
+    """``denoise(x, t)`` for the sampler: the UNet with the picture and guidance inside.
+
+    Guidance rises from frame to frame, from `min_guidance_scale` to `max_guidance_scale`. The
+    unconditional branch sees zeros in place of the picture, its embedding and its latents; frame
+    rate, motion and noise are told to both.
+    """
+
+    def __init__(self, unet: nn.Module, picture: Picture, settings: Settings, device: str) -> None:
+        assert picture.latents is not None, "the encoding stage comes before"
+        self._unet = unet
+        # Frame rates were counted from 0 in training.
+        told = (
+            settings.fps - 1,
+            settings.option("motion_bucket_id"),
+            settings.option("noise_aug_strength"),
+        )
+        told_BN = torch.tensor([told], dtype=torch.float32)
+        embedding, latents_BCHW = picture.embedding, picture.latents
+        self._guidance_TCHW: Tensor | None = None
+        if settings.guidance_scale > 1:
+            low, high = settings.option("min_guidance_scale"), settings.guidance_scale
+            rising = torch.linspace(low, high, settings.num_frames, dtype=torch.float32)
+            self._guidance_TCHW = rising[:, None, None, None].to(device)
+            embedding = torch.cat([torch.zeros_like(embedding), embedding])
+            latents_BCHW = torch.cat([torch.zeros_like(latents_BCHW), latents_BCHW])
+            told_BN = told_BN.expand(2, -1)
+        self._told = told_BN.to(device)
+        self._embedding = embedding.to(device)
+        still = latents_BCHW[:, None].expand(-1, settings.num_frames, -1, -1, -1)
+        self._picture_BTCHW = still.to(device)
+
+    def __call__(self, x: Tensor, t: Tensor) -> Tensor:
+        """The guided v for scaled x (1, T, C, h, w) and t (1,)."""
+        branches = len(self._embedding)
+        answer: Tensor = self._unet(
+            torch.cat([x.expand(branches, *x.shape[1:]), self._picture_BTCHW.to(x.dtype)], dim=2),
+            t.expand(branches),
+            encoder_hidden_states=self._embedding,
+            added_time_ids=self._told,
+            return_dict=False,
+        )[0]
+        if self._guidance_TCHW is None:
+            return answer
+        uncond, cond = answer.chunk(2)
+        return uncond + self._guidance_TCHW * (cond - uncond)
+
+
+@dataclass(frozen=True)
+class DecodeStage:
+    """Latents become frames, `decode_chunk_size` of them at once."""
+
+    job: Job
+    name: str = "decode"
+    component: str = "vae"
+
+    def num_steps(self, num_takes: int) -> int:
+        """One a chunk."""
+        chunk = int(self.job.settings.option("decode_chunk_size"))
+        return num_takes * -(-self.job.settings.num_frames // chunk)
+
+    def run(self, takes: Sequence[Take]) -> Iterator[Event]:
+        """Yield the frames of each take."""
+        job, began = self.job, time.perf_counter()
+        vae = job.load_vae()
+        yield Loaded("vae", time.perf_counter() - began)
+        total, done = self.num_steps(len(takes)), 0
+        chunk = int(job.settings.option("decode_chunk_size"))
+        for take in takes:
+            begun = time.perf_counter()
+            for latents_TCHW in take.latents[0].split(chunk):
+                frames = self._decode(vae, latents_TCHW)
+                now = time.perf_counter()
+                done += 1
+                yield Step(self.name, done, total, take.seed, now - begun)
+                yield Frames(take.seed, len(frames), frames.numpy())
+                begun = time.perf_counter()
+            take.latents = None
+
+    def _decode(self, vae: Any, latents_TCHW: Tensor) -> Tensor:
+        """Frames (T, H, W, 3) in 0..1 of one chunk."""
+        config = self.job.config
+        latents = (latents_TCHW / config.scaling_factor).to(self.job.device("vae"))
+        together = {"num_frames": len(latents)} if config.decodes_together else {}
+        pixels = vae.decode(latents, **together).sample.to("cpu", torch.float32)
+        return (rearrange(pixels, "t c h w -> t h w c") / 2 + 0.5).clamp(0, 1).contiguous()

@@ -1,0 +1,61 @@
+"""Euler steps along Karras' noise levels with v-prediction, as Stable Video Diffusion samples.
+
+The state at noise level sigma is ``x0 + sigma noise``. The model is given ``x / sqrt(sigma^2 + 1)``
+and the timestep ``log(sigma) / 4`` and answers v, from which ``x0 = x / (sigma^2 + 1) - v sigma /
+sqrt(sigma^2 + 1)``. Karras et al. 2022 (arXiv 2206.00364), equation 5 and algorithm 1 without
+churn; v-prediction is Salimans and Ho 2022 (arXiv 2202.00512), appendix D.
+
+Sigmas and all that is squared from them are float64 numbers: 700 squared is infinite in half
+precision. Not here: guidance, which the denoiser has inside. Read next: `step`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from everyframe.core.errors import InputError
+from everyframe.samplers.step import Denoise, Step, as_state, check_start
+
+#: Karras' exponent: how much of the steps goes to low noise.
+RHO = 7.0
+
+
+def schedule(num_steps: int, sigma_min: float, sigma_max: float, rho: float = RHO) -> Tensor:
+    """(num_steps + 1,) noise levels from `sigma_max` down to `sigma_min`, then 0; float64, CPU."""
+    if num_steps < 1:
+        raise InputError(f"a sampler needs 1 step or more, got {num_steps}")
+    if not 0 < sigma_min <= sigma_max:
+        raise InputError(f"sigmas must rise from above 0, got {sigma_min:g} to {sigma_max:g}")
+    ramp = torch.linspace(0, 1, num_steps, dtype=torch.float64, device="cpu")
+    low, high = sigma_min ** (1 / rho), sigma_max ** (1 / rho)
+    sigmas = (high + ramp * (low - high)) ** rho
+    return torch.cat([sigmas, torch.zeros(1, dtype=torch.float64, device="cpu")])
+
+
+def start_scale(sigmas: Tensor) -> float:
+    """What noise of unit variance is multiplied with to begin: ``sqrt(sigma^2 + 1)``.
+
+    Karras has plain sigma; diffusers' "leading" timesteps, which Stable Video Diffusion was
+    released with, count the variance of the data in.
+    """
+    return math.sqrt(float(sigmas[0]) ** 2 + 1)
+
+
+def sample(denoise: Denoise, x: Tensor, sigmas: Tensor, *, start: int = 0) -> Iterator[Step]:
+    """Euler from x (B, ...) at ``sigmas[start]`` along `sigmas` (see `schedule`)."""
+    num_steps = len(sigmas) - 1
+    check_start(start, num_steps)
+    x = as_state(x)
+    levels = [float(sigma) for sigma in sigmas]
+    for index in range(start, num_steps):
+        sigma, following = levels[index], levels[index + 1]
+        variance = sigma**2 + 1
+        t = torch.full((x.shape[0],), math.log(sigma) / 4, dtype=x.dtype, device=x.device)
+        v = denoise(x / math.sqrt(variance), t).to(x.dtype)
+        x0 = x / variance - v * (sigma / math.sqrt(variance))
+        x = x + (x - x0) * ((following - sigma) / sigma)
+        yield Step(index, num_steps, t, x)
