@@ -5,13 +5,14 @@ and the timestep ``log(sigma) / 4`` and answers v, from which ``x0 = x / (sigma^
 sqrt(sigma^2 + 1)``. Karras et al. 2022 (arXiv 2206.00364), equation 5 and algorithm 1 without
 churn; v-prediction is Salimans and Ho 2022 (arXiv 2202.00512), appendix D.
 
-Sigmas and all that is squared from them are float64 numbers: 700 squared is infinite in half
-precision. Not here: guidance, which the denoiser has inside. Read next: `step`.
+Sigmas and all that is squared from them are float32 at least: 700 squared is infinite in half
+precision. The order of operations is that of diffusers' `EulerDiscreteScheduler`, so that a float32
+run gives its bits and no difference is there for a network to enlarge.
+Not here: guidance, which the denoiser has inside. Read next: `step`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import torch
@@ -36,13 +37,13 @@ def schedule(num_steps: int, sigma_min: float, sigma_max: float, rho: float = RH
     return torch.cat([sigmas, torch.zeros(1, dtype=torch.float64, device="cpu")])
 
 
-def start_scale(sigmas: Tensor) -> float:
+def start_scale(sigmas: Tensor) -> Tensor:
     """What noise of unit variance is multiplied with to begin: ``sqrt(sigma^2 + 1)``.
 
     Karras has plain sigma; diffusers' "leading" timesteps, which Stable Video Diffusion was
     released with, count the variance of the data in.
     """
-    return math.sqrt(float(sigmas[0]) ** 2 + 1)
+    return (sigmas[0].to(torch.float32) ** 2 + 1) ** 0.5
 
 
 def sample(denoise: Denoise, x: Tensor, sigmas: Tensor, *, start: int = 0) -> Iterator[Step]:
@@ -50,12 +51,13 @@ def sample(denoise: Denoise, x: Tensor, sigmas: Tensor, *, start: int = 0) -> It
     num_steps = len(sigmas) - 1
     check_start(start, num_steps)
     x = as_state(x)
-    levels = [float(sigma) for sigma in sigmas]
+    # Numbers of the state's own precision, on the CPU, where they may meet tensors of any device.
+    levels = sigmas.to("cpu", x.dtype)
     for index in range(start, num_steps):
         sigma, following = levels[index], levels[index + 1]
         variance = sigma**2 + 1
-        t = torch.full((x.shape[0],), math.log(sigma) / 4, dtype=x.dtype, device=x.device)
-        v = denoise(x / math.sqrt(variance), t).to(x.dtype)
-        x0 = x / variance - v * (sigma / math.sqrt(variance))
-        x = x + (x - x0) * ((following - sigma) / sigma)
+        t = (0.25 * sigma.log()).expand(x.shape[0]).to(x.device)
+        v = denoise(x / variance**0.5, t).to(x.dtype)
+        x0 = v * (-sigma / variance**0.5) + x / variance
+        x = x + (x - x0) / sigma * (following - sigma)
         yield Step(index, num_steps, t, x)

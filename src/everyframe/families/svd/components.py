@@ -50,14 +50,15 @@ class Builders:
         import torch
         from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
 
-        model: nn.Module = CLIPVisionModelWithProjection(
+        model: Any = CLIPVisionModelWithProjection(
             CLIPVisionConfig(**_without_notes(self.config.image_encoder))
         )
         # A table that no checkpoint holds; made for real, as the rest is made on meta.
-        embeddings: Any = model.vision_model.embeddings
+        embeddings = model.vision_model.embeddings
         positions = torch.arange(embeddings.num_positions, device="cpu")[None]
         embeddings.register_buffer("position_ids", positions, persistent=False)
-        return model
+        made: nn.Module = model
+        return made
 
     def unet(self) -> nn.Module:
         """An empty `UNetSpatioTemporalConditionModel`."""
@@ -122,13 +123,13 @@ def _encoder_bytes(config: SVDConfig, element: int) -> int:
 def _unet_bytes(config: SVDConfig, settings: Settings, element: int) -> int:
     """One block at full resolution, for both guidance branches, and what skips wait with."""
     channels = [int(c) for c in config.unet.get("block_out_channels", (320, 640, 1280, 1280))]
-    layers = config.unet.get("layers_per_block", 2)
-    layers = max(layers) if isinstance(layers, (list, tuple)) else int(layers)
+    given = config.unet.get("layers_per_block", 2)
+    layers = int(max(given) if isinstance(given, (list, tuple)) else given)
     factor = config.spatial_factor
     pixels = (settings.height // factor) * (settings.width // factor)
     batch = 1 if settings.guidance_scale <= 1 else 2
     tokens = batch * settings.num_frames * pixels
-    skips = sum(tokens // 4**i * width * (layers + 1) for i, width in enumerate(channels))
+    skips: int = sum((tokens >> 2 * i) * width * (layers + 1) for i, width in enumerate(channels))
     # Float32: the stream, its normed copies, the skip that is joined to it. Narrow: the gated
     # hidden layer of the feed-forward, eight times as wide, and its product.
     block = tokens * channels[0] * (4 * 6 + element * 14)

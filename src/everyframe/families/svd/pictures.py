@@ -1,4 +1,4 @@
-"""The given picture as the two encoders want it: square and blurred for CLIP, full size for the VAE.
+"""The given picture as the two encoders want it: a small square for CLIP, whole for the VAE.
 
 Upstream shrank CLIP's picture by a Gaussian blur and bicubic interpolation between the corners'
 centres; the weights saw that, so it is done so here, in float32. Sources: skimage's `rescale`

@@ -1,7 +1,8 @@
 """A request settled against one Stable Video Diffusion: size, length, guidance, fitting, notes.
 
 Pure functions of the request, its picture and the model's configs; no torch. Defaults are those of
-diffusers' pipeline. What can't be had is an `InputError` that says what can. Read next: `family.py`.
+diffusers' pipeline. What can't be had is an `InputError` that says what can.
+Read next: `family.py`.
 """
 
 from __future__ import annotations

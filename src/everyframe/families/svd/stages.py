@@ -193,7 +193,7 @@ class DenoiseStage:
         device = job.device("unet")
         steps = job.settings.num_inference_steps
         sigmas = euler_karras.schedule(steps, config.sigma_min, config.sigma_max)
-        scale = euler_karras.start_scale(sigmas) if config.starts_scaled else float(sigmas[0])
+        scale = euler_karras.start_scale(sigmas) if config.starts_scaled else sigmas[0].float()
         start = take.start_noise
         if start is None:
             start = noise.start_noise(take.seed, latent_shape(config, job.settings))[None]
@@ -283,7 +283,8 @@ class DecodeStage:
     def _decode(self, vae: Any, latents_TCHW: Tensor) -> Tensor:
         """Frames (T, H, W, 3) in 0..1 of one chunk."""
         config = self.job.config
-        latents = (latents_TCHW / config.scaling_factor).to(self.job.device("vae"))
+        latents = (latents_TCHW * (1 / config.scaling_factor)).to(self.job.device("vae"))
         together = {"num_frames": len(latents)} if config.decodes_together else {}
         pixels = vae.decode(latents, **together).sample.to("cpu", torch.float32)
-        return (rearrange(pixels, "t c h w -> t h w c") / 2 + 0.5).clamp(0, 1).contiguous()
+        frames: Tensor = rearrange(pixels, "t c h w -> t h w c") / 2 + 0.5
+        return frames.clamp(0, 1).contiguous()
