@@ -42,7 +42,8 @@ def clip_input(picture_BCHW: Tensor, config: SVDConfig) -> Tensor:
         torch.tensor(values, dtype=square.dtype)[:, None, None]
         for values in (config.image_mean, config.image_std)
     )
-    return ((square + 1) / 2 - mean) / std
+    # Channels first in memory too: convolutions sum in another order otherwise.
+    return (((square + 1) / 2 - mean) / std).contiguous()
 
 
 def shrink(x_BCHW: Tensor, side: int) -> Tensor:
