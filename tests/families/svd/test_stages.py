@@ -17,8 +17,8 @@ from everyframe.core.events import Loaded, StageDone, Step
 from everyframe.core.request import Request
 from everyframe.media.pixels import fit_image
 
-#: Largest difference of a float frame; 1e-4 is what we promise. Sums are made in diffusers' order, so
-#: nearly all bits are the same; one step from sigma 700 to 0 enlarges a last bit by 700 (4e-5
+#: Largest difference of a float frame; 1e-4 is what we promise. Sums are made in diffusers' order,
+#: so nearly all bits are the same; one step from sigma 700 to 0 enlarges a last bit by 700 (4e-5
 #: measured; 5e-6 with more steps).
 CLOSE = 5e-5
 SIZES: dict[str, Any] = {"height": 32, "width": 48, "num_frames": 3, "num_inference_steps": 3}
