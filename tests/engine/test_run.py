@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import everyframe
 import tiny
@@ -162,6 +164,38 @@ def test_given_frames_are_fitted_to_the_size(model: str) -> None:
     given = run.read_given(asked, everyframe.plan(asked).settings)
     assert given.source is not None
     assert given.source.shape == (4, 16, 16, 3)
+
+
+def test_a_source_of_floats_is_rounded_and_other_shapes_are_refused(model: str) -> None:
+    source = np.full((4, 16, 16, 3), 0.5, np.float32)
+    asked = request(model, num_frames=17, extend=source)
+    settings = everyframe.plan(asked).settings
+    given = run.read_given(asked, settings)
+    assert given.source is not None
+    # round(127.5) to even; as floats they would have been divided by 255 once more: black.
+    np.testing.assert_array_equal(given.source, np.full((4, 16, 16, 3), 128, np.uint8))
+    with pytest.raises(InputError, match=r"extend must be frames \(T, H, W, 3\), got \(16, 16, 3\)"):
+        run.read_given(request(model, num_frames=17, extend=source[0]), settings)
+
+
+def test_a_source_of_another_rate_is_told(model: str, tmp_path: Path) -> None:
+    frames = np.zeros((4, 16, 16, 3), np.uint8)
+    everyframe.Video(frames, Fraction(12)).save(tmp_path / "clip.mp4")
+    asked = request(model, num_frames=17, extend=str(tmp_path / "clip.mp4"))
+    (note,) = run.read_given(asked, everyframe.plan(asked).settings).notes
+    assert "has 12 frames a second and the result 24" in note
+    asked = request(model, num_frames=17, fps=12, extend=str(tmp_path / "clip.mp4"))
+    assert run.read_given(asked, everyframe.plan(asked).settings).notes == ()
+
+
+def test_pictures_in_a_folder_have_the_rate_of_the_result(model: str, tmp_path: Path) -> None:
+    for number in range(3):
+        Image.new("RGB", (16, 16), (number, 0, 0)).save(tmp_path / f"{number}.png")
+    asked = request(model, num_frames=17, extend=tmp_path)
+    given = run.read_given(asked, everyframe.plan(asked).settings)
+    assert given.source is not None
+    assert given.source[:, 0, 0, 0].tolist() == [0, 1, 2]
+    assert given.notes == ()
 
 
 def test_a_source_without_end_is_refused(model: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,8 @@ from everyframe.core.plan import Plan, Settings
 from everyframe.core.request import Request
 from everyframe.engine.record import make_record
 from everyframe.families.family import GivenFrames, Model, Stage, Take
-from everyframe.media.pixels import fit_image
+from everyframe.media.paths import exact_fps, sidecar_of
+from everyframe.media.pixels import fit_image, to_uint8
 from everyframe.media.read import read_image, read_video
 from everyframe.planning.resolve import check_feasible, prepare
 
@@ -56,7 +58,7 @@ def stream(request: Request, *, num_threads: int | None = None) -> Iterator[Even
     noise = _start_noise(request)
     _log.debug("plan: %s", plan)
     yield Planned(plan)
-    for note in (*plan.notes, *(f"fetching {missing}" for missing in plan.to_fetch)):
+    for note in (*plan.notes, *given.notes, *(f"fetching {part}" for part in plan.to_fetch)):
         yield Note(note)
     model = model.fetch()
     record = make_record(plan, request, model.weight_files())
@@ -150,24 +152,42 @@ def read_given(request: Request, settings: Settings) -> GivenFrames:
     def picture(source: Any) -> np.ndarray[Any, Any]:
         return fit_image(read_image(source), settings.height, settings.width)[None]
 
-    source = None
+    source, notes = None, ()
     if request.extend is not None:
-        source = _source(request.extend, settings)
+        source, notes = _source(request.extend, settings)
     return GivenFrames(
+        notes=notes,
         first=None if request.image is None else picture(request.image),
         last=None if request.last_image is None else picture(request.last_image),
         source=source,
     )
 
 
-def _source(extend: Any, settings: Settings) -> np.ndarray[Any, Any]:
-    frames = extend if isinstance(extend, np.ndarray) else read_video(extend)[0]
+def _source(
+    extend: Any, settings: Settings
+) -> tuple[np.ndarray[Any, Any], tuple[str, ...]]:
+    """The video to go on from, fitted, and what is to be said of its frame rate."""
+    fps = rate = exact_fps(settings.fps)
+    if isinstance(extend, np.ndarray):
+        if extend.ndim != 4 or extend.shape[-1] != 3 or not len(extend):
+            raise InputError(f"extend must be frames (T, H, W, 3), got {extend.shape}")
+        frames = to_uint8(extend)
+    else:
+        # Pictures in a folder have no rate of their own; they are taken to have the result's.
+        bare = Path(extend).is_dir() and not sidecar_of(f"{extend}/").is_file()
+        frames, rate = read_video(extend, fps=fps if bare else None)
     if len(frames) > _MAX_SOURCE_FRAMES:
         raise InputError(
             f"the video to go on from has {len(frames)} frames, "
             f"at most {_MAX_SOURCE_FRAMES} are read"
         )
-    return fit_image(frames, settings.height, settings.width)
+    notes: tuple[str, ...] = ()
+    if rate != fps:
+        notes = (
+            f"the given video has {float(rate):g} frames a second and the result {float(fps):g}, "
+            f"so it will not play at its own speed; --fps {float(rate):g} keeps that",
+        )
+    return fit_image(frames, settings.height, settings.width), notes
 
 
 def _start_noise(request: Request) -> torch.Tensor | None:

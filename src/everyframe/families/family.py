@@ -46,20 +46,22 @@ class GivenFrames:
     """Pictures and videos that came with the request, read and fitted: uint8 (T, H, W, 3).
 
     `first` are frames that the video begins with (one for a picture), `last` the one it ends with.
-    `names` tells what they were, for plan and record.
+    `notes` is what the person should know of them.
     """
 
     first: np.ndarray[Any, Any] | None = None
     last: np.ndarray[Any, Any] | None = None
     source: np.ndarray[Any, Any] | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass
 class Take:
     """One video in the making: what its stages hand on to each other.
 
-    `latents` after denoising, `frames` the decoded frames of the clip before (float32 0..1,
-    (T, H, W, 3)) that a chained clip goes on from.
+    `text` is what the prompt became, `known` the given frames as latents, `latents` what came of
+    denoising, `tail` the last frames of the clip before (float32 0..1, (T, H, W, 3)) that a
+    chained clip goes on from.
     """
 
     seed: int
