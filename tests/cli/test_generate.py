@@ -148,8 +148,9 @@ def test_sizes_are_checked_before_anything_runs(
 
 
 def test_a_png_holds_one_frame(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", "x", "-o", "clip.png"]) == 2
-    assert "can hold one frame" in capsys.readouterr().err
+    for words in ("generate x", "generate x --dry-run", "plan x"):
+        assert main([*words.split(), "-o", "clip.png"]) == 2
+        assert "can hold one frame" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
