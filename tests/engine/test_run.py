@@ -174,7 +174,7 @@ def test_a_source_of_floats_is_rounded_and_other_shapes_are_refused(model: str) 
     assert given.source is not None
     # round(127.5) to even; as floats they would have been divided by 255 once more: black.
     np.testing.assert_array_equal(given.source, np.full((4, 16, 16, 3), 128, np.uint8))
-    with pytest.raises(InputError, match=r"extend must be frames \(T, H, W, 3\), got \(16, 16, 3\)"):
+    with pytest.raises(InputError, match=r"frames \(T, H, W, 3\), got \(16, 16, 3\)"):
         run.read_given(request(model, num_frames=17, extend=source[0]), settings)
 
 

@@ -44,7 +44,8 @@ def test_matches_upstream(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_steps", "place", "timestep"), [(21, 10, 499), (61, 10, 167), (93, 46, 500), (115, 95, 833)]
+    ("num_steps", "place", "timestep"),
+    [(21, 10, 499), (61, 10, 167), (93, 46, 500), (115, 95, 833)],
 )
 def test_halves_are_rounded_as_upstream_adds_them_up(
     num_steps: int, place: int, timestep: int
