@@ -95,6 +95,8 @@ def test_the_number_of_threads_is_the_plans_while_it_runs(
 
     def spy(*args: Any, **kwargs: Any) -> Any:
         used.add(torch.get_num_threads())
+        # A plan that says float32 means it: cuDNN's own default for convolutions is TF32.
+        assert torch.backends.cudnn.conv.fp32_precision == "ieee"
         return load(*args, **kwargs)
 
     monkeypatch.setattr(stages, "load_component", spy)

@@ -38,6 +38,7 @@ from everyframe.media.paths import exact_fps, sidecar_of
 from everyframe.media.pixels import fit_image, to_uint8
 from everyframe.media.read import read_image, read_video
 from everyframe.planning.resolve import check_feasible, prepare
+from everyframe.precision.full import full_float32
 
 _log = logging.getLogger(__name__)
 
@@ -69,14 +70,14 @@ def stream(request: Request, *, num_threads: int | None = None) -> Iterator[Even
 
 
 def _apart(events: Generator[Event, None, None], num_threads: int) -> Iterator[Event]:
-    """The same events, made with that many threads and without gradients.
+    """The same events, made with that many threads, in full float32 and without gradients.
 
-    Both are entered for each event anew: whoever reads the stream runs between two events, and
+    All are entered for each event anew: whoever reads the stream runs between two events, and
     nothing of theirs may change by it.
     """
     with closing(events):
         while True:
-            with _Threads(num_threads), torch.inference_mode():
+            with _Threads(num_threads), full_float32(), torch.inference_mode():
                 event = _next(events)
             if event is None:
                 return
@@ -152,7 +153,8 @@ def read_given(request: Request, settings: Settings) -> GivenFrames:
     def picture(source: Any) -> np.ndarray[Any, Any]:
         return fit_image(read_image(source), settings.height, settings.width)[None]
 
-    source, notes = None, ()
+    source: np.ndarray[Any, Any] | None = None
+    notes: tuple[str, ...] = ()
     if request.extend is not None:
         source, notes = _source(request.extend, settings)
     return GivenFrames(
@@ -163,9 +165,7 @@ def read_given(request: Request, settings: Settings) -> GivenFrames:
     )
 
 
-def _source(
-    extend: Any, settings: Settings
-) -> tuple[np.ndarray[Any, Any], tuple[str, ...]]:
+def _source(extend: Any, settings: Settings) -> tuple[np.ndarray[Any, Any], tuple[str, ...]]:
     """The video to go on from, fitted, and what is to be said of its frame rate."""
     fps = rate = exact_fps(settings.fps)
     if isinstance(extend, np.ndarray):
