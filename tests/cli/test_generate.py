@@ -190,6 +190,18 @@ def test_frames_that_are_not_finite_are_not_written(
     assert not names()
 
 
+def test_letters_that_the_terminal_lacks(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii", errors="strict"))
+    assert main(["generate", "un café", "-o", "café.mp4"]) == 0
+    assert main(["plan", "un café"]) == 0
+    printed = raw.getvalue().decode("ascii").splitlines()
+    assert printed[0] == r"caf\xe9.mp4"
+    assert any(r"un caf\xe9" in line for line in printed[1:])
+
+
 def test_inspect(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "x", "-o", "clip.mp4", "--seed", "7"]) == 0
     capsys.readouterr()
