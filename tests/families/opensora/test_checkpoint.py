@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 import everyframe
 import tiny
 from everyframe.core.errors import CheckpointError, InputError
+from everyframe.families.opensora import checkpoint
 
 SIZES: dict[str, Any] = {"size": "16x16", "num_frames": 3, "num_inference_steps": 2, "seed": 5}
 #: What hpcai-tech/OpenSora-STDiT-v3 and the configuration class of 1.2 say beside the sizes.
@@ -155,6 +156,14 @@ def test_a_missing_part_is_the_hubs(copy: Path) -> None:
     shutil.rmtree(copy / "vae")
     plan = everyframe.plan("a", model=str(copy), **SIZES)
     assert any(line.startswith("hpcai-tech/OpenSora-VAE-v1.2: ") for line in plan.to_fetch)
+
+
+def test_a_repository_without_what_a_part_needs(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "fetch", lambda repo_id, patterns: None)
+    with pytest.raises(CheckpointError, match=r"some/thing holds no config.json.*not the vae"):
+        frames(copy, vae="some/thing")
 
 
 # Versions that are recognised and refused.

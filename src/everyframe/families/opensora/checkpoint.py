@@ -54,12 +54,21 @@ class Source:
         return (f"{self.part.part.repo_id}: {', '.join(self.part.missing)}{about}",)
 
     def fetched(self) -> Source:
-        """The same source with its files on this disk."""
+        """The same source with its files on this disk.
+
+        Raises `CheckpointError` for a repository that does not hold what the part needs.
+        """
         if self.part is None or self.part.complete:
             return self
         wanted = self.part.part
         fetch(wanted.repo_id, wanted.patterns)
-        return of_part(wanted)
+        found = of_part(wanted)
+        if found.part is not None and not found.part.complete:
+            raise CheckpointError(
+                f"{wanted.repo_id} holds no {', '.join(found.part.missing)}; "
+                f"it is not the {wanted.role} that was expected"
+            )
+        return found
 
     def config(self, name: str = "config.json") -> dict[str, Any] | None:
         """The JSON file of that name beside the weights, None if it is not there."""
