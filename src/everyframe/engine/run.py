@@ -175,7 +175,8 @@ def _source(extend: Any, settings: Settings) -> tuple[np.ndarray[Any, Any], tupl
     else:
         # Pictures in a folder have no rate of their own; they are taken to have the result's.
         bare = Path(extend).is_dir() and not sidecar_of(f"{extend}/").is_file()
-        frames, rate = read_video(extend, fps=fps if bare else None)
+        size = (settings.height, settings.width)
+        frames, rate = read_video(extend, fps=fps if bare else None, size=size)
     if len(frames) > _MAX_SOURCE_FRAMES:
         raise InputError(
             f"the video to go on from has {len(frames)} frames, "
