@@ -122,7 +122,9 @@ def _without(module: nn.Module, prefix: str) -> dict[str, Tensor]:
 def _part(folder: Path, config: dict[str, Any], state: dict[str, Tensor]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    save_file(stored(state), folder / "model.safetensors", metadata={"format": "pt"})
+    file = folder / "model.safetensors"
+    save_file(stored(state), file, metadata={"format": "pt"})
+    file.chmod(0o644)
 
 
 def main() -> None:

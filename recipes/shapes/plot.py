@@ -1,4 +1,4 @@
-"""Draws the loss curves of the three stages: ``python -m recipes.shapes.plot`` (needs matplotlib).
+"""Draws the loss curves of the four stages: ``python -m recipes.shapes.plot`` (needs matplotlib).
 
 Reads each stage's log.csv in the folder of the runs and writes ``loss.png`` beside this file.
 """
@@ -16,6 +16,7 @@ from recipes.shapes.train import STAGES, WORK
 _CURVES = {
     "autoencoder": ("pixel", "psnr_object", "PSNR on the object, dB"),
     "temporal": ("pixel", "psnr_object", "PSNR on the object, dB"),
+    "polish": ("pixel", "psnr_object", "PSNR on the object, dB"),
     "denoiser": ("loss", "all", "clips read right in all four"),
 }
 
@@ -38,7 +39,7 @@ def draw(work: Path, target: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, places = pyplot.subplots(1, 3, figsize=(12, 3.4), constrained_layout=True)
+    figure, places = pyplot.subplots(1, 4, figsize=(15, 3.4), constrained_layout=True)
     for stage, place in zip(STAGES, places, strict=True):
         axis: Any = place
         trained, validated, name = _CURVES[stage]

@@ -12,7 +12,7 @@ import torch
 
 from recipes.shapes.loop import Task, train
 
-STAGES = ("autoencoder", "temporal", "denoiser")
+STAGES = ("autoencoder", "temporal", "denoiser", "polish")
 WORK = Path(__file__).parent / "work"
 
 
@@ -27,9 +27,13 @@ def build(stage: str, work: Path, num_steps: int | None) -> Task:
         from recipes.shapes import temporal
 
         return temporal.task(work, **steps)
-    from recipes.shapes import denoiser
+    if stage == "denoiser":
+        from recipes.shapes import denoiser
 
-    return denoiser.task(work, **steps)
+        return denoiser.task(work, **steps)
+    from recipes.shapes import polish
+
+    return polish.task(work, **steps)
 
 
 def main() -> None:

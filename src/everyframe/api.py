@@ -6,6 +6,7 @@ Read next: `core/request.py` for the options, `engine/run.py` for what happens.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
 
@@ -81,10 +82,11 @@ def _request(
 
 def _videos(events: Iterator[Event], output: Output) -> Iterator[Video]:
     frames: dict[int, list[np.ndarray[Any, Any]]] = {}
-    fps = 0.0
+    fps = Fraction(0)
     for event in events:
         if isinstance(event, Planned):
-            fps = event.plan.settings.fps
+            # Before hours of work: not every number is a frame rate that can be had.
+            fps = exact_fps(event.plan.settings.fps)
         elif isinstance(event, Frames):
             pieces = frames.setdefault(event.seed, [])
             first = sum(len(piece) for piece in pieces)
@@ -92,4 +94,4 @@ def _videos(events: Iterator[Event], output: Output) -> Iterator[Video]:
             whole = to_uint8(event.frames, first_index=first)
             pieces.append(whole if output == "uint8" else event.frames)
         elif isinstance(event, VideoDone):
-            yield Video(np.concatenate(frames.pop(event.seed)), exact_fps(fps), event.record)
+            yield Video(np.concatenate(frames.pop(event.seed)), fps, event.record)

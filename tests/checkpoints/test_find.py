@@ -133,6 +133,16 @@ def test_a_missing_shard_and_a_dangling_link_are_not_complete(tmp_path: Path) ->
     assert find_part(part, hub_cache=tmp_path).missing == ("m-2.safetensors",)
 
 
+def test_a_shard_tells_of_the_others_before_their_index_is_there(tmp_path: Path) -> None:
+    part = Part("text_encoder", "o/n", (("config.json",), ("pytorch_model*.bin",)))
+    files = {"config.json": b"{}", "pytorch_model-00001-of-00002.bin": b"1"}
+    snapshot = plant(tmp_path, "o/n", files)
+    place = find_part(part, hub_cache=tmp_path)
+    assert place.missing == ("pytorch_model-00002-of-00002.bin",)
+    (snapshot / "pytorch_model-00002-of-00002.bin").write_bytes(b"2")
+    assert find_part(part, hub_cache=tmp_path).complete
+
+
 def test_folders_and_files(tmp_path: Path) -> None:
     model = tmp_path / "mine"
     model.mkdir()

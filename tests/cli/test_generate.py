@@ -148,8 +148,9 @@ def test_sizes_are_checked_before_anything_runs(
 
 
 def test_a_png_holds_one_frame(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", "x", "-o", "clip.png"]) == 2
-    assert "can hold one frame" in capsys.readouterr().err
+    for words in ("generate x", "generate x --dry-run", "plan x"):
+        assert main([*words.split(), "-o", "clip.png"]) == 2
+        assert "can hold one frame" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -187,6 +188,18 @@ def test_frames_that_are_not_finite_are_not_written(
     engine.nan = True
     assert main(["generate", "x", "-o", "clip.mp4"]) == 4
     assert not names()
+
+
+def test_letters_that_the_terminal_lacks(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii", errors="strict"))
+    assert main(["generate", "un café", "-o", "café.mp4"]) == 0
+    assert main(["plan", "un café"]) == 0
+    printed = raw.getvalue().decode("ascii").splitlines()
+    assert printed[0] == r"caf\xe9.mp4"
+    assert any(r"un caf\xe9" in line for line in printed[1:])
 
 
 def test_inspect(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def test_start_noise_is_known_by_its_hash(model: Path, latents: Any) -> None:
     expected = record_of(model, latents=np.ones((1, 4, 5, 2, 2), np.float32))
     assert record_of(model, latents=latents)["request"] == expected["request"]
     with pytest.raises(InputError, match=r"made from latents given in Python; give it again"):
-        request_from(expected, {})
+        request_from(expected, {"model": str(model)})
 
 
 def test_it_becomes_the_same_request(model: Path) -> None:
@@ -98,10 +99,57 @@ def test_it_becomes_the_same_request(model: Path) -> None:
 def test_an_override_displaces_what_says_the_same(
     model: Path, override: dict[str, Any], gone: str
 ) -> None:
-    again = request_from(record_of(model), override)
+    here = {"model": str(model)}
+    again = request_from(record_of(model), override | here)
     assert getattr(again, gone) is None
     assert again.seed == 5
-    assert request_from(record_of(model), {"seed": 6, "fps": None}).seed == 6
+    assert request_from(record_of(model), {"seed": 6, "fps": None} | here).seed == 6
+
+
+@pytest.mark.parametrize(
+    ("override", "size"),
+    [({"size": "24x24"}, (24, 24)), ({"height": 32, "width": 24}, (32, 24))],
+)
+def test_a_size_displaces_a_named_one_with_its_aspect(
+    model: Path, override: dict[str, Any], size: tuple[int, int]
+) -> None:
+    record = record_of(model, size=None, resolution="144p", aspect="1:1")
+    record["request"].pop("size")
+    here = {"model": str(model)}
+    assert request_from(record, override | here).asked_size() == size
+    other = request_from(record, {"aspect": "4:3"} | here)
+    assert (other.resolution, other.aspect) == ("144p", "4:3")
+    other = request_from(record, {"resolution": "240p"} | here)
+    assert (other.resolution, other.aspect) == ("240p", "1:1")
+
+
+def test_a_folder_called_as_a_known_model_is_not_that_model(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "shapes").mkdir()
+    request = everyframe.Request(prompt="a", model=str(model), **SIZES)
+    plan = replace(everyframe.plan(request), model="shapes")
+    record = make_record(plan, request, [str(model / "model.safetensors")])
+    assert record["model"]["name"] == "shapes"
+    assert record["model"]["is_local"] is False
+    assert record_of(model)["model"]["is_local"] is True
+
+
+def test_a_given_folder_of_frames_must_hold_the_same_pictures(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "frames"
+    folder.mkdir()
+    for number in range(2):
+        Image.new("RGB", (16, 16), (number, 0, 0)).save(folder / f"frame_{number:05d}.png")
+    record = record_of(model, num_frames=34, extend=str(folder))
+    here = {"model": str(model)}
+    assert request_from(record, here).extend == "frames"
+    Image.new("RGB", (16, 16), (9, 0, 0)).save(folder / "frame_00001.png")
+    with pytest.raises(InputError, match=r"its hash differs.*--extend FILE"):
+        request_from(record, here)
 
 
 def test_a_given_picture_must_be_the_same_file(
@@ -111,16 +159,17 @@ def test_a_given_picture_must_be_the_same_file(
     picture = tmp_path / "first.png"
     Image.fromarray(np.zeros((16, 16, 3), np.uint8)).save(picture)
     record = record_of(model, image=str(picture))
-    assert request_from(record, {}).image == "first.png"
+    here = {"model": str(model)}
+    assert request_from(record, here).image == "first.png"
     Image.fromarray(np.ones((16, 16, 3), np.uint8)).save(picture)
     with pytest.raises(InputError, match=r"its hash differs.*--image FILE"):
-        request_from(record, {})
+        request_from(record, here)
     picture.unlink()
     with pytest.raises(InputError, match=r"made from the file 'first.png'; .*--image FILE"):
-        request_from(record, {})
+        request_from(record, here)
     record["request"]["image"]["file"] = "../../etc/first.png"
     with pytest.raises(InputError, match="made from the file"):
-        request_from(record, {})
+        request_from(record, here)
 
 
 @pytest.mark.parametrize("record", [{}, {"schema": "everyframe.record/99", "request": {}}])
@@ -142,9 +191,11 @@ def test_differences_are_told(model: Path) -> None:
     other["model"]["sha256"] = "0"
     other["versions"]["torch"] = "1.0"
     other["plan"]["device"]["name"] = "abacus"
+    other["everyframe"] = "0.0.1"
     lines = differences(other, record)
-    assert len(lines) == 3
-    assert "torch was 1.0" in lines[1]
+    assert len(lines) == 4
+    assert "everyframe was 0.0.1" in lines[1]
+    assert "torch was 1.0" in lines[2]
 
 
 def test_a_model_of_ones_own_disk_is_asked_for(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import everyframe
 import tiny
@@ -53,8 +55,11 @@ def test_events_come_in_order_and_count_right(model: str) -> None:
     assert [(e.seed, e.num_frames) for e in done] == [(8, 3), (9, 3)]
     ends = [e.seed for e in events if isinstance(e, Frames | VideoDone)]
     assert ends == [8, 8, 9, 9], "a video is told to be done before the next one's frames come"
-    assert isinstance(events[1], Ready)
-    assert events[1].record["request"]["seed"] == 8
+    (ready,) = [e for e in events if isinstance(e, Ready)]
+    assert ready.record["request"]["seed"] == 8
+    assert events.index(ready) < next(
+        place for place, e in enumerate(events) if isinstance(e, StageStarted)
+    )
     began = [e for e in events if isinstance(e, StageStarted)]
     assert [e.stage for e in began] == ["text", "denoise", "decode"]
     assert [e.stage for e in events if isinstance(e, StageDone)] == ["text", "denoise", "decode"]
@@ -93,6 +98,8 @@ def test_the_number_of_threads_is_the_plans_while_it_runs(
 
     def spy(*args: Any, **kwargs: Any) -> Any:
         used.add(torch.get_num_threads())
+        # A plan that says float32 means it: cuDNN's own default for convolutions is TF32.
+        assert torch.backends.cudnn.conv.fp32_precision == "ieee"
         return load(*args, **kwargs)
 
     monkeypatch.setattr(stages, "load_component", spy)
@@ -162,6 +169,38 @@ def test_given_frames_are_fitted_to_the_size(model: str) -> None:
     given = run.read_given(asked, everyframe.plan(asked).settings)
     assert given.source is not None
     assert given.source.shape == (4, 16, 16, 3)
+
+
+def test_a_source_of_floats_is_rounded_and_other_shapes_are_refused(model: str) -> None:
+    source = np.full((4, 16, 16, 3), 0.5, np.float32)
+    asked = request(model, num_frames=17, extend=source)
+    settings = everyframe.plan(asked).settings
+    given = run.read_given(asked, settings)
+    assert given.source is not None
+    # round(127.5) to even; as floats they would have been divided by 255 once more: black.
+    np.testing.assert_array_equal(given.source, np.full((4, 16, 16, 3), 128, np.uint8))
+    with pytest.raises(InputError, match=r"frames \(T, H, W, 3\), got \(16, 16, 3\)"):
+        run.read_given(request(model, num_frames=17, extend=source[0]), settings)
+
+
+def test_a_source_of_another_rate_is_told(model: str, tmp_path: Path) -> None:
+    frames = np.zeros((4, 16, 16, 3), np.uint8)
+    everyframe.Video(frames, Fraction(12)).save(tmp_path / "clip.mp4")
+    asked = request(model, num_frames=17, extend=str(tmp_path / "clip.mp4"))
+    (note,) = run.read_given(asked, everyframe.plan(asked).settings).notes
+    assert "has 12 frames a second and the result 24" in note
+    asked = request(model, num_frames=17, fps=12, extend=str(tmp_path / "clip.mp4"))
+    assert run.read_given(asked, everyframe.plan(asked).settings).notes == ()
+
+
+def test_pictures_in_a_folder_have_the_rate_of_the_result(model: str, tmp_path: Path) -> None:
+    for number in range(3):
+        Image.new("RGB", (16, 16), (number, 0, 0)).save(tmp_path / f"{number}.png")
+    asked = request(model, num_frames=17, extend=tmp_path)
+    given = run.read_given(asked, everyframe.plan(asked).settings)
+    assert given.source is not None
+    assert given.source[:, 0, 0, 0].tolist() == [0, 1, 2]
+    assert given.notes == ()
 
 
 def test_a_source_without_end_is_refused(model: str, monkeypatch: pytest.MonkeyPatch) -> None:

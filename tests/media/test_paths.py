@@ -87,6 +87,9 @@ def test_refuses_lengths_and_rates_that_a_kind_cannot_have(tmp_path: Path) -> No
         check_output(tmp_path / "clip.png", 64, 64, num_frames=17)
     with pytest.raises(MediaError, match="at most 50 frames a second"):
         check_output(tmp_path / "clip.gif", 64, 64, fps=60)
+    # Told before the run, for any kind: it would fail at the first frame.
+    with pytest.raises(InputError, match="fps must be"):
+        check_output(tmp_path / "clip.mp4", 64, 64, fps=1e-9)
 
 
 @pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may write anywhere")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from fractions import Fraction
 from pathlib import Path
 
@@ -11,7 +12,9 @@ import pytest
 from PIL import Image
 
 from everyframe.core.errors import InputError, MediaError
+from everyframe.media.pixels import fit_image
 from everyframe.media.read import read_image, read_video
+from everyframe.media.record import read_record
 from everyframe.media.write import write
 
 CORNERS = np.array([[[255, 0, 0], [0, 255, 0], [9, 9, 9]], [[0, 0, 255], [255, 255, 0], [8, 8, 8]]],
@@ -98,6 +101,31 @@ def test_the_last_frames_only(tmp_path: Path) -> None:
         assert np.array_equal(part, whole[-7:])
     with pytest.raises(InputError, match="at least 1"):
         read_video(tmp_path / "clip.mp4", last=0)
+
+
+def test_a_picture_too_large_for_pillow_is_one_clear_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Image.new("RGB", (8, 8)).save(tmp_path / "huge.png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 4)
+    for read in (read_image, read_video, read_record):
+        with pytest.raises(MediaError, match=r"huge\.png.*64 pixels"):
+            read(tmp_path / "huge.png")
+
+
+def test_frames_are_fitted_as_they_are_read(tmp_path: Path) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (30, 128, 192, 3), np.uint8)
+    for name in ("clip.mp4", "clip.gif"):
+        write(tmp_path / name, [noise], 24)
+        whole, _ = read_video(tmp_path / name)
+        tracemalloc.start()
+        fitted, _ = read_video(tmp_path / name, size=(16, 24))
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert np.array_equal(fitted, fit_image(whole, 16, 24))
+        if name == "clip.mp4":
+            # A few frames of 74 kB, and never all thirty.
+            assert peak < whole.nbytes / 3
 
 
 def test_a_cut_video_is_refused(tmp_path: Path) -> None:

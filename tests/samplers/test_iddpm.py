@@ -43,6 +43,18 @@ def test_matches_upstream(name: str) -> None:
     assert error < 1e-4
 
 
+@pytest.mark.parametrize(
+    ("num_steps", "place", "timestep"),
+    [(21, 10, 499), (61, 10, 167), (93, 46, 500), (115, 95, 833)],
+)
+def test_halves_are_rounded_as_upstream_adds_them_up(
+    num_steps: int, place: int, timestep: int
+) -> None:
+    # Worked out by hand from `space_timesteps` of hpcaitech/Open-Sora v1.0.0, which adds the stride
+    # up in float64: 21 steps of 49.95 come to 499.49999999999994, while 10 * 49.95 is 499.5.
+    assert iddpm.schedule(num_steps).timestep_map[place] == timestep
+
+
 @pytest.mark.parametrize("num_steps", [2, 7, 50])
 def test_is_diffusers_ddpm(num_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     source = torch.Generator().manual_seed(num_steps)

@@ -25,6 +25,8 @@ Kind = Literal["embedded", "known", "folder", "file", "hub"]
 _ANY_WEIGHTS = tuple(f"*{suffix}" for suffix in WEIGHT_SUFFIXES if suffix != ".ckpt")
 _ANY_EXTRAS = ("*.json", "*.model", "*.txt")
 
+# ``pytorch_model-00001-of-00002.bin``: the first of two says that there is a second.
+_SHARD = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})(?P<ending>\.\w+)")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*")
 
 
@@ -294,7 +296,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _missing_shards(files: dict[str, Path]) -> list[str]:
-    """Shards that an index among `files` names and that are not there.
+    """Shards that an index among `files`, or another shard's own name, tells of and that lack.
 
     Only when no whole file of the same format is there: some repositories hold both.
     """
@@ -311,4 +313,12 @@ def _missing_shards(files: dict[str, Path]) -> list[str]:
             raise CheckpointError(f"{path} has no weight_map; it is no index of shards")
         wanted = {f"{folder}/{shard}" if folder else str(shard) for shard in shards.values()}
         missing += sorted(wanted - files.keys())
+    for name in files:
+        shard = _SHARD.fullmatch(name)
+        if shard is None or shard["stem"] + shard["ending"] in files:
+            continue
+        for number in range(1, int(shard["count"]) + 1):
+            sibling = f"{shard['stem']}-{number:05}-of-{shard['count']}{shard['ending']}"
+            if sibling not in files and sibling not in missing:
+                missing.append(sibling)
     return missing

@@ -7,6 +7,7 @@ Read next: `generate.py`; `everyframe.core.errors` for the table of exit codes.
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -43,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Looked for before parsing, because parsing itself can fail.
     as_json = "--json" in words
     restore = _leave_orderly()
+    _escape_what_the_terminal_lacks()
     try:
         code = _run(words)
         sys.stdout.flush()
@@ -117,6 +119,15 @@ def _app() -> App:
 def _is_own(command: Callable[..., Any]) -> bool:
     """Whether it is a command of ours, and not help or version."""
     return getattr(command, "is_command", False)
+
+
+def _escape_what_the_terminal_lacks() -> None:
+    """Print letters that standard output's encoding lacks as escapes, as standard error does.
+
+    Else the path of a finished video, or a prompt in it, would end the program as a bug.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _leave_orderly() -> Callable[[], None]:

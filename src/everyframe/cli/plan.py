@@ -45,7 +45,13 @@ def show(request: Request, output: str | None, *, as_json: bool) -> int:
     settled = resolve(request)
     if output is not None:
         settings = settled.settings
-        check_output(output, settings.width, settings.height, fps=settings.fps)
+        check_output(
+            output,
+            settings.width,
+            settings.height,
+            num_frames=settings.num_frames * settings.chain,
+            fps=settings.fps,
+        )
     print_it(settled, sys.stdout, as_json=as_json)
     if settled.obstacle is not None:
         raise CannotRunError(settled.obstacle)

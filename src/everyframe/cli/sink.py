@@ -5,15 +5,13 @@ How a file is written is `everyframe.media.write`. Read next: `generate.py`.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from everyframe.core.events import Frames, VideoDone
 from everyframe.core.plan import Plan, Settings
-from everyframe.media.paths import check_output, default_output
+from everyframe.media.paths import check_output, default_output, numbered
 from everyframe.media.pixels import to_uint8
 from everyframe.media.write import VideoWriter
 
@@ -30,7 +28,7 @@ def paths_for(plan: Plan, output: str | None) -> dict[int, str]:
     elif settings.num_videos == 1:
         paths = {settings.seed: output}
     else:
-        paths = {seed: _numbered(output, seed) for seed in seeds}
+        paths = {seed: numbered(output, seed) for seed in seeds}
     for path in paths.values():
         check(path, settings)
     return paths
@@ -45,13 +43,6 @@ def check(path: str, settings: Settings) -> None:
         num_frames=settings.num_frames * settings.chain,
         fps=settings.fps,
     )
-
-
-def _numbered(output: str, seed: int) -> str:
-    if output.endswith(("/", os.sep)):
-        return f"{output.rstrip('/' + os.sep)}-{seed}/"
-    path = Path(output)
-    return str(path.with_name(f"{path.stem}-{seed}{path.suffix}"))
 
 
 class Sink:

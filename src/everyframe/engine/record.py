@@ -8,6 +8,7 @@ into files.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 
 from everyframe import __version__
 from everyframe.checkpoints.digest import digest
+from everyframe.checkpoints.find import locate
 from everyframe.core.errors import InputError
 from everyframe.core.plan import Plan
 from everyframe.core.request import Request
@@ -27,6 +29,7 @@ _GIVEN = ("image", "last_image", "extend")
 #: Options of which only one, or one set, can be given.
 _ALIKE = (
     {"size", "height", "width", "resolution"},
+    {"size", "height", "width", "aspect"},
     {"num_frames", "seconds"},
     {"image", "extend"},
 )
@@ -40,14 +43,14 @@ def make_record(plan: Plan, request: Request, weight_files: Sequence[str]) -> di
     settings = shown.pop("settings")
     for transient in ("notes", "to_fetch", "obstacle"):
         shown.pop(transient)
-    shown["model"] = _public_name(plan.model)
+    shown["model"] = _model_name(plan.model)
     shown["device"] = {key: value for key, value in shown["device"].items() if key != "free_memory"}
     return {
         "schema": RECORD_SCHEMA,
         "everyframe": __version__,
         "model": {
-            "name": _public_name(plan.model),
-            "is_local": Path(plan.model).expanduser().exists(),
+            "name": _model_name(plan.model),
+            "is_local": _is_local(plan.model),
             "sha256": digest(weight_files),
         },
         "request": _asked(request, plan),
@@ -58,10 +61,22 @@ def make_record(plan: Plan, request: Request, weight_files: Sequence[str]) -> di
     }
 
 
-def _public_name(model: str) -> str:
-    """A model's name without the folders above it."""
-    path = Path(model).expanduser()
-    return path.resolve().name if path.exists() else model
+def _is_local(model: str) -> bool:
+    """Whether that model lies in a folder or file of the maker's own.
+
+    A folder that happens to be called as a known model is, as everywhere, not what is meant.
+    """
+    return locate(model).kind in ("folder", "file")
+
+
+def _model_name(model: str) -> str:
+    return _public_name(model) if _is_local(model) else model
+
+
+def _public_name(path_or_name: str) -> str:
+    """What exists on this disk without the folders above it, everything else as it is."""
+    path = Path(path_or_name).expanduser()
+    return path.resolve().name if path.exists() else path_or_name
 
 
 def _asked(request: Request, plan: Plan) -> dict[str, Any]:
@@ -75,7 +90,7 @@ def _asked(request: Request, plan: Plan) -> dict[str, Any]:
         asked[name] = _public_name(value) if isinstance(value, str) else value
     asked["seed"] = plan.settings.seed
     if request.model is not None:
-        asked["model"] = _public_name(request.model)
+        asked["model"] = _model_name(request.model)
     for name in _GIVEN:
         source = getattr(request, name)
         if source is not None:
@@ -88,9 +103,18 @@ def _asked(request: Request, plan: Plan) -> dict[str, Any]:
 def _identity(source: Any) -> dict[str, str]:
     if isinstance(source, (str, Path)):
         path = Path(source)
-        content = path.read_bytes() if path.is_file() else b""
-        return {"file": path.name, "sha256": hashlib.sha256(content).hexdigest()}
+        return {"file": path.name, "sha256": _content_hash(path)}
     return {"sha256": hashlib.sha256(_as_bytes(source)).hexdigest()}
+
+
+def _content_hash(path: Path) -> str:
+    """sha256 of a file; of a folder, that of the names and hashes of its pictures."""
+    if path.is_file():
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    hasher = hashlib.sha256()
+    for picture in sorted(p for p in path.iterdir() if p.suffix.lower() == ".png"):
+        hasher.update(os.fsencode(f"{picture.name}\n{_content_hash(picture)}\n"))
+    return hasher.hexdigest()
 
 
 def _as_bytes(value: Any) -> bytes:
@@ -103,7 +127,7 @@ def _as_bytes(value: Any) -> bytes:
 def request_from(record: Mapping[str, Any], overrides: Mapping[str, Any]) -> Request:
     """The request that a record was made from, with `overrides` in place of what it says.
 
-    A given picture is looked for under its file name in the working folder and must have the
+    A given picture or video is looked for under its name in the working folder and must have the
     recorded hash, unless it is given again. Raises `InputError` if the record is no such thing.
     """
     if record.get("schema") != RECORD_SCHEMA or not isinstance(record.get("request"), dict):
@@ -142,9 +166,9 @@ def _find_given(name: str, identity: Mapping[str, str]) -> str:
         raise InputError(f"the video was made from {name} given in Python; give it again ({name}=)")
     # The name comes from a file that anybody may have made: no folders, only this one.
     path = Path(Path(file).name)
-    if not path.is_file():
+    if not path.exists():
         raise InputError(f"the video was made from the file {file!r}; give it again by {flag} FILE")
-    if hashlib.sha256(path.read_bytes()).hexdigest() != identity.get("sha256"):
+    if _content_hash(path) != identity.get("sha256"):
         raise InputError(
             f"{file!r} in this folder is not the file that the video was made from "
             f"(its hash differs); give the right one by {flag} FILE"
@@ -163,6 +187,8 @@ def differences(record: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[st
     found = []
     if record.get("model", {}).get("sha256") != other["model"]["sha256"]:
         found.append("the model's weights are not those that made the video")
+    if record.get("everyframe") != other["everyframe"]:
+        found.append(f"everyframe was {record.get('everyframe')}, is {other['everyframe']}")
     for name, version in record.get("versions", {}).items():
         now = other["versions"].get(name)
         if now != version:

@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,9 +34,11 @@ from everyframe.core.plan import Plan, Settings
 from everyframe.core.request import Request
 from everyframe.engine.record import make_record
 from everyframe.families.family import GivenFrames, Model, Stage, Take
-from everyframe.media.pixels import fit_image
+from everyframe.media.paths import exact_fps, sidecar_of
+from everyframe.media.pixels import fit_image, to_uint8
 from everyframe.media.read import read_image, read_video
 from everyframe.planning.resolve import check_feasible, prepare
+from everyframe.precision.full import full_float32
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +59,7 @@ def stream(request: Request, *, num_threads: int | None = None) -> Iterator[Even
     noise = _start_noise(request)
     _log.debug("plan: %s", plan)
     yield Planned(plan)
-    for note in (*plan.notes, *(f"fetching {missing}" for missing in plan.to_fetch)):
+    for note in (*plan.notes, *given.notes, *(f"fetching {part}" for part in plan.to_fetch)):
         yield Note(note)
     model = model.fetch()
     record = make_record(plan, request, model.weight_files())
@@ -67,14 +70,14 @@ def stream(request: Request, *, num_threads: int | None = None) -> Iterator[Even
 
 
 def _apart(events: Generator[Event, None, None], num_threads: int) -> Iterator[Event]:
-    """The same events, made with that many threads and without gradients.
+    """The same events, made with that many threads, in full float32 and without gradients.
 
-    Both are entered for each event anew: whoever reads the stream runs between two events, and
+    All are entered for each event anew: whoever reads the stream runs between two events, and
     nothing of theirs may change by it.
     """
     with closing(events):
         while True:
-            with _Threads(num_threads), torch.inference_mode():
+            with _Threads(num_threads), full_float32(), torch.inference_mode():
                 event = _next(events)
             if event is None:
                 return
@@ -153,24 +156,42 @@ def read_given(request: Request, settings: Settings) -> GivenFrames:
             return read[None]
         return fit_image(read, settings.height, settings.width, settings.fit)[None]
 
-    source = None
+    source: np.ndarray[Any, Any] | None = None
+    notes: tuple[str, ...] = ()
     if request.extend is not None:
-        source = _source(request.extend, settings)
+        source, notes = _source(request.extend, settings)
     return GivenFrames(
+        notes=notes,
         first=None if request.image is None else picture(request.image),
         last=None if request.last_image is None else picture(request.last_image),
         source=source,
     )
 
 
-def _source(extend: Any, settings: Settings) -> np.ndarray[Any, Any]:
-    frames = extend if isinstance(extend, np.ndarray) else read_video(extend)[0]
+def _source(extend: Any, settings: Settings) -> tuple[np.ndarray[Any, Any], tuple[str, ...]]:
+    """The video to go on from, fitted, and what is to be said of its frame rate."""
+    fps = rate = exact_fps(settings.fps)
+    if isinstance(extend, np.ndarray):
+        if extend.ndim != 4 or extend.shape[-1] != 3 or not len(extend):
+            raise InputError(f"extend must be frames (T, H, W, 3), got {extend.shape}")
+        frames = to_uint8(extend)
+    else:
+        # Pictures in a folder have no rate of their own; they are taken to have the result's.
+        bare = Path(extend).is_dir() and not sidecar_of(f"{extend}/").is_file()
+        size = (settings.height, settings.width)
+        frames, rate = read_video(extend, fps=fps if bare else None, size=size)
     if len(frames) > _MAX_SOURCE_FRAMES:
         raise InputError(
             f"the video to go on from has {len(frames)} frames, "
             f"at most {_MAX_SOURCE_FRAMES} are read"
         )
-    return fit_image(frames, settings.height, settings.width)
+    notes: tuple[str, ...] = ()
+    if rate != fps:
+        notes = (
+            f"the given video has {float(rate):g} frames a second and the result {float(fps):g}, "
+            f"so it will not play at its own speed; --fps {float(rate):g} keeps that",
+        )
+    return fit_image(frames, settings.height, settings.width), notes
 
 
 def _start_noise(request: Request) -> torch.Tensor | None:

@@ -47,12 +47,13 @@ class GivenFrames:
 
     Fitted to the video's size, but for pictures where ``Settings.fit`` is None.
     `first` are frames that the video begins with (one for a picture), `last` the one it ends with.
-    `names` tells what they were, for plan and record.
+    `notes` is what the person should know of them.
     """
 
     first: np.ndarray[Any, Any] | None = None
     last: np.ndarray[Any, Any] | None = None
     source: np.ndarray[Any, Any] | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass
@@ -60,7 +61,7 @@ class Take:
     """One video in the making: what its stages hand on to each other.
 
     `text` and `known` are the family's own: what it made of prompts and of given frames.
-    `latents` after denoising, `frames` the decoded frames of the clip before (float32 0..1,
+    `latents` come of denoising, `tail` are the last frames of the clip before (float32 0..1,
     (T, H, W, 3)) that a chained clip goes on from.
     """
 

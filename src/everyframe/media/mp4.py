@@ -18,7 +18,7 @@ import numpy as np
 from av.video.reformatter import ColorRange, Colorspace
 
 from everyframe.core.errors import MediaError
-from everyframe.media.pixels import Frames
+from everyframe.media.pixels import Frames, fit_image
 
 _BT709 = 1  # the number of BT.709 in each of H.264's three colour fields (ITU-T H.273)
 # A fixed number of threads, whatever the machine: x264 gives the same bytes for the same number.
@@ -107,8 +107,12 @@ def _verify(path: Path, num_frames: int, width: int, height: int) -> None:
         )
 
 
-def read_frames(path: Path, last: int | None = None) -> tuple[Frames, Fraction]:
+def read_frames(
+    path: Path, last: int | None = None, size: tuple[int, int] | None = None
+) -> tuple[Frames, Fraction]:
     """All frames (T, H, W, 3), or the `last` ones, and the frame rate of a video file.
+
+    With `size` (height, width) each frame is fitted to it as it is read.
 
     Colours follow the file's own tags; a file without tags is taken as BT.601, as FFmpeg does. A
     phone's rotation is applied. Raises `MediaError` if it can't be read to its end.
@@ -123,7 +127,8 @@ def read_frames(path: Path, last: int | None = None) -> tuple[Frames, Fraction]:
             stream = container.streams.video[0]
             fps = stream.average_rate or stream.guessed_rate
             for frame in container.decode(stream):
-                kept.append(_to_rgb(frame))
+                rgb = _to_rgb(frame)
+                kept.append(rgb if size is None else fit_image(rgb, *size))
                 end = frame.time + float(1 / fps) if fps and frame.time is not None else end
             duration = float(stream.duration * stream.time_base) if stream.duration else 0.0
             start = float((stream.start_time or 0) * stream.time_base) if stream.time_base else 0.0

@@ -130,7 +130,8 @@ def check_output(
 
     What is None is not checked. Sizes are in pixels. Creates nothing. Raises `MediaError` with one
     line for a parent folder that is missing or can't be written, an unknown ending, a size, length
-    or frame rate that the kind of file can't have, or something that must not be replaced.
+    or frame rate that the kind of file can't have, or something that must not be replaced; and
+    `InputError` for a frame rate that no file can have.
     """
     kind = kind_of(path)
     _check_place(path, kind)
@@ -141,7 +142,8 @@ def check_output(
             f"{os.fspath(path)!r} can hold one frame, and {num_frames} are to be written; "
             "end the name in '/' for a folder of png files, or in .mp4"
         )
-    if fps is not None and kind is Kind.GIF and exact_fps(fps) > _MAX_FPS_GIF:
+    exact = None if fps is None else exact_fps(fps)
+    if exact is not None and kind is Kind.GIF and exact > _MAX_FPS_GIF:
         raise MediaError(
             f"a .gif plays at most {_MAX_FPS_GIF} frames a second, got {fps}; try .mp4"
         )

@@ -119,7 +119,7 @@ def read_animation(path: Path, fps: Fraction | None = None) -> tuple[Frames, Fra
                 images.append(np.asarray(rgb))
                 # As browsers do: a frame of 10 ms or less counts as 100 ms.
                 durations.append(duration if duration > 10 or record else 100)
-    except (OSError, EOFError, SyntaxError, ValueError) as error:
+    except (OSError, EOFError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         cause = "no picture or video" if isinstance(error, UnidentifiedImageError) else str(error)
         raise MediaError(f"{str(path)!r} can't be read: {cause}") from error
     ends = np.cumsum(durations)

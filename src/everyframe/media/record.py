@@ -118,7 +118,7 @@ def embedded_record(path: Path) -> dict[str, Any] | None:
             return record_of_picture(picture)
     except UnidentifiedImageError:
         return _record_of_video(path)
-    except OSError as error:
+    except (OSError, Image.DecompressionBombError) as error:
         raise MediaError(f"can't read {str(path)!r}: {error}") from error
 
 

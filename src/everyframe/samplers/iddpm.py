@@ -8,6 +8,7 @@ three of four channels, see `guidance`), where noise comes from (`noise`).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -37,7 +38,12 @@ def schedule(
     beta_start: float = 1e-4,
     beta_end: float = 2e-2,
 ) -> Schedule:
-    """`num_steps` of `num_timesteps`, evenly spaced with both ends among them."""
+    """`num_steps` of `num_timesteps`, evenly spaced with both ends among them.
+
+    Upstream adds up its stride, so a place halfway between two timesteps (499.5, wherever
+    `num_steps` is odd) goes to the one that the sum's rounding chooses; 278 numbers of steps of
+    1000 would get another timestep by a product.
+    """
     if not 1 <= num_steps <= num_timesteps:
         raise InputError(f"IDDPM needs 1 to {num_timesteps} steps, got {num_steps}")
     # Betas are defined for 1000 steps; fewer, larger ones cover the same noise.
@@ -50,7 +56,8 @@ def schedule(
         device="cpu",
     )
     stride = (num_timesteps - 1) / (num_steps - 1) if num_steps > 1 else 0.0
-    timestep_map = torch.tensor([round(k * stride) for k in range(num_steps)], device="cpu")
+    places = itertools.accumulate([0.0, *[stride] * (num_steps - 1)])
+    timestep_map = torch.tensor([round(place) for place in places], device="cpu")
     kept = torch.cumprod(1.0 - betas, dim=0)[timestep_map]
     return Schedule(betas=1.0 - kept / _before(kept), timestep_map=timestep_map)
 

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 import everyframe
 import tiny
 from everyframe.core.errors import CheckpointError, InputError
+from everyframe.families.opensora import checkpoint
 
 SIZES: dict[str, Any] = {"size": "16x16", "num_frames": 3, "num_inference_steps": 2, "seed": 5}
 #: What hpcai-tech/OpenSora-STDiT-v3 and the configuration class of 1.2 say beside the sizes.
@@ -95,6 +96,18 @@ def test_released_config_keys(copy: Path, plain_frames: np.ndarray[Any, Any]) ->
     np.testing.assert_array_equal(frames(copy), plain_frames)
 
 
+@pytest.mark.parametrize("named", [{}, {"type": "STDiT3-XL/2"}])
+def test_a_config_of_sizes_alone_and_one_with_upstreams_type(
+    copy: Path, plain_frames: np.ndarray[Any, Any], named: dict[str, str]
+) -> None:
+    file = copy / "config.json"
+    config = json.loads(file.read_text())
+    for key in ("model_type", "architectures"):
+        del config[key]
+    file.write_text(json.dumps({**config, **named}))
+    np.testing.assert_array_equal(frames(copy), plain_frames)
+
+
 @pytest.mark.parametrize("wrap", [lambda t: {"ema": t}, lambda t: {"ema": t, "epoch": 3}])
 def test_a_pickle_may_hold_the_averaged_weights_inside(
     old_copy: Path, old_frames: np.ndarray[Any, Any], wrap: Callable[[Any], Any]
@@ -145,13 +158,21 @@ def test_a_missing_part_is_the_hubs(copy: Path) -> None:
     assert any(line.startswith("hpcai-tech/OpenSora-VAE-v1.2: ") for line in plan.to_fetch)
 
 
+def test_a_repository_without_what_a_part_needs(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "fetch", lambda repo_id, patterns: None)
+    with pytest.raises(CheckpointError, match=r"some/thing holds no config.json.*not the vae"):
+        frames(copy, vae="some/thing")
+
+
 # Versions that are recognised and refused.
 
 
 @pytest.mark.parametrize(
     ("version", "config"),
     [("1.1", {"model_type": "STDiT2"}), ("1.3", {"model_type": "STDiT3", **KEYS_OF_1_3}),
-     ("2.0", {"model_type": "MMDiTModel"})],
+     ("2.0", {"model_type": "MMDiTModel"}), ("1.1", {"type": "STDiT2-XL/2"})],
 )  # fmt: skip
 def test_other_versions_by_config(tmp_path: Path, version: str, config: dict[str, Any]) -> None:
     save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
@@ -253,6 +274,22 @@ def test_a_tensor_that_is_not_as_it_should_be(copy: Path, part: str, name: str, 
 def test_parts_of_different_models(copy: Path) -> None:
     change_config(copy / "text_encoder" / "config.json", d_model=32)
     assert "the text encoder has 32 text channels, but the denoiser takes 16" in refused(copy)
+
+
+@pytest.mark.parametrize(("num_patches", "side"), [(256, 256), (1024, 512)])
+def test_a_1_0_is_told_by_its_table_and_not_by_its_folder(
+    tmp_path: Path, num_patches: int, side: int
+) -> None:
+    other = {256: 512, 512: 256}[side]
+    folder = tmp_path / f"16x{other}x{other}"
+    folder.mkdir()
+    file = folder / "weights.pth"
+    table = torch.zeros(1, num_patches, 8)
+    torch.save({"blocks.0.attn_temp.qkv.weight": torch.zeros(1), "pos_embed": table}, file)
+    for part in ("vae", "text_encoder"):
+        (folder / part).mkdir()
+    plan = everyframe.plan("a red circle", model=str(file))
+    assert (plan.settings.height, plan.settings.width) == (side, side)
 
 
 def test_a_1_0_of_unknown_size(old_copy: Path) -> None:

@@ -91,6 +91,7 @@ def test_the_table_is_what_it_says() -> None:
         ({"height": 64}, "height was given without width"),
         ({"num_frames": 17, "seconds": 1}, "both set the length"),
         ({"seconds": 1e9}, "at most 100000 can be asked for"),
+        ({"seconds": 1e308}, "at most 100000 can be asked for"),
         ({"negative_prompt": "x", "guidance_scale": 1}, "negative_prompt has no effect"),
         ({"edit_strength": 0.5}, "edit_strength has no effect without given frames"),
         ({"prompt": "红色的猫"}, "Chinese characters"),

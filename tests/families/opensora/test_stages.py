@@ -319,6 +319,23 @@ def test_each_part_is_gone_before_the_next_one_is_loaded(
     assert all(ref() is None for ref in loaded)
 
 
+def test_a_finished_video_keeps_no_frames(model_1_2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Seen after each clip of each of two videos: the end of a clip is held for the next one only.
+    held: list[list[bool]] = []
+    decode = stages.DecodeStage.run
+
+    def spy(self: stages.DecodeStage, takes: Any) -> Any:
+        yield from decode(self, takes)
+        held.append([take.tail is not None for take in takes])
+
+    monkeypatch.setattr(stages.DecodeStage, "run", spy)
+    request = everyframe.Request(
+        prompt=PROMPT, model=str(model_1_2), seed=1, chain=2, num_videos=2, **SIZES
+    )
+    list(everyframe.stream(request))
+    assert held == [[True, True], [False, False]]
+
+
 def test_a_prompt_that_is_too_long_is_told_before_anything_is_loaded(
     model_1_2: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import shutil
 from pathlib import Path
 
 import pytest
@@ -50,6 +53,18 @@ def test_a_long_prompt_is_refused_or_cut(kind: str, request: pytest.FixtureReque
     assert mask.all()
     assert prompt.endswith(cut)
     assert cut
+
+
+def test_only_we_say_that_a_prompt_is_too_long(
+    words: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(shutil.copytree(words, tmp_path / "t5"))
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "model_max_length": 8}))
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    with pytest.raises(InputError, match="this model reads 6"):
+        tokenize(load_tokenizer(folder), "a red circle " * 9, 6, truncate=False)
+    assert not caplog.records
 
 
 def test_no_tokenizer(tmp_path: Path) -> None:

@@ -214,6 +214,10 @@ def test_config_reads_upstreams_file() -> None:
     released["vae_2d"] = {k: v for k, v in PIPELINE["vae_2d"].items() if k != "config"}
     released["vae_temporal"] = {"type": "VAE_Temporal_SD", "from_pretrained": None}
     assert VideoVAEConfig.from_json(released) == VideoVAEConfig()
+    # What transformers writes along when a model is saved again, and upstream's own default.
+    released |= {"_name_or_path": "hpcai-tech/OpenSora-VAE-v1.2", "auto_map": {}}
+    released["vae_temporal"] |= {"activation_fn": "swish"}
+    assert VideoVAEConfig.from_json(released) == VideoVAEConfig()
     small = VideoVAEConfig.from_json(PIPELINE)
     assert small.spatial.scaling_factor == 0.18215
     assert small.spatial_factor == 4
@@ -228,6 +232,10 @@ def test_config_reads_upstreams_file() -> None:
         ({"model_type": "DC_AE"}, "model_type is 'DC_AE'; supported: 'VideoAutoencoderPipeline'"),
         ({"vae_2d": {**PIPELINE["vae_2d"], "tile": 3}}, "unknown key in vae_2d: 'tile'"),
         ({"vae_temporal": {"type": "VAE_Temporal_SD", "depth": 3}}, "in temporal: 'depth'"),
+        (
+            {"vae_temporal": {"activation_fn": "relu"}},
+            "activation_fn is 'relu'; supported: 'swish'",
+        ),
         ({"shift": [0.0]}, "shift has 1 numbers, but the latents have 5 channels"),
         ({"vae_temporal": {"type": "VAE_Temporal_SD"}}, "4 channels|takes 4"),
         ({"micro_frame_size": 0}, "micro_frame_size must be 1 or more"),

@@ -20,7 +20,11 @@ from everyframe.checkpoints.known import KNOWN, SUPPORTED_VERSIONS, T5_XXL, Part
 from everyframe.core.errors import CheckpointError, InputError
 from everyframe.families.opensora.options import OpenSoraOptions
 
-_VERSION_OF_CLASS = {"STDiT": "1.0", "STDiT-XL/2": "1.0", "STDiT2": "1.1", "STDiT3": "1.2"}
+#: By `model_type` and `architectures` (the class), or by `type` as upstream's own configs write it.
+_VERSION_OF_CLASS = {
+    "STDiT": "1.0", "STDiT-XL/2": "1.0", "STDiT2": "1.1", "STDiT2-XL/2": "1.1",
+    "STDiT3": "1.2", "STDiT3-XL/2": "1.2", "STDiT3-3B/2": "1.2", "MMDiTModel": "2.0", "flux": "2.0",
+}  # fmt: skip
 _VERSION_OF_KNOWN = {
     "opensora-1.2": "1.2",
     "opensora-1.0-16x256x256": "1.0",
@@ -50,12 +54,21 @@ class Source:
         return (f"{self.part.part.repo_id}: {', '.join(self.part.missing)}{about}",)
 
     def fetched(self) -> Source:
-        """The same source with its files on this disk."""
+        """The same source with its files on this disk.
+
+        Raises `CheckpointError` for a repository that does not hold what the part needs.
+        """
         if self.part is None or self.part.complete:
             return self
         wanted = self.part.part
         fetch(wanted.repo_id, wanted.patterns)
-        return of_part(wanted)
+        found = of_part(wanted)
+        if found.part is not None and not found.part.complete:
+            raise CheckpointError(
+                f"{wanted.repo_id} holds no {', '.join(found.part.missing)}; "
+                f"it is not the {wanted.role} that was expected"
+            )
+        return found
 
     def config(self, name: str = "config.json") -> dict[str, Any] | None:
         """The JSON file of that name beside the weights, None if it is not there."""
@@ -198,19 +211,20 @@ def _weights_at(path: Path) -> Path:
 
 def _version(asked: str, denoiser: Source) -> str | None:
     config = denoiser.config()
-    if config is not None:
-        classes = [config.get("model_type"), *(config.get("architectures") or ())]
-        names = [_VERSION_OF_CLASS[name] for name in classes if name in _VERSION_OF_CLASS]
-        if names and names[0] == "1.2" and any(key in config for key in _KEYS_OF_1_3):
-            return "1.3"
-        if names:
-            return names[0]
-        if "MMDiTModel" in classes or config.get("type") == "flux":
-            return "2.0"
-        return None
-    if denoiser.path is None or not denoiser.path.is_file():
-        return None
-    return _version_of_file(denoiser.path)
+    if config is None:
+        if denoiser.path is None or not denoiser.path.is_file():
+            return None
+        return _version_of_file(denoiser.path)
+    classes = [config.get("model_type"), *(config.get("architectures") or ()), config.get("type")]
+    versions = [_VERSION_OF_CLASS[name] for name in classes if name in _VERSION_OF_CLASS]
+    version = versions[0] if versions else None
+    if version is None and not any((*classes, config.get("_class_name"))):
+        # Sizes alone, without the name of a class: the tensors tell.
+        assert denoiser.path is not None
+        version = _version_of_file(denoiser.path)
+    if version == "1.2" and any(key in config for key in _KEYS_OF_1_3):
+        return "1.3"
+    return version
 
 
 def _version_of_file(path: Path) -> str | None:

@@ -161,10 +161,10 @@ def _denoiser_config(parts: Parts, name: str) -> tuple[STDiTConfig | STDiT3Confi
 
 
 def _side(denoiser: Source, name: str) -> int:
-    """1.0's square by its name, else by the length of the position table in the file."""
-    for side in _RELEASED_1_0:
-        if f"{side}x{side}" in f"{name} {denoiser.where}":
-            return side
+    """1.0's square by the length of the position table in the file, else by its name.
+
+    A folder's name does not count: it may hold both.
+    """
     if denoiser.path is not None:
         from everyframe.checkpoints.tensors import open_checkpoint
 
@@ -173,6 +173,9 @@ def _side(denoiser: Source, name: str) -> int:
             side = math.isqrt(tensors.shape("pos_embed")[1]) * 16
             if side in _RELEASED_1_0:
                 return side
+    for side in _RELEASED_1_0:
+        if f"{side}x{side}" in f"{PurePath(name).name} {denoiser.where}":
+            return side
     raise CheckpointError(
         f"{denoiser.where}: which Open-Sora 1.0 this is can't be told; put 256x256 or 512x512 "
         "into the file's name, or a config.json with the model's sizes beside it"

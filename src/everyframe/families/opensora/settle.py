@@ -192,12 +192,12 @@ def _num_frames(facts: Facts, request: Request, fps: float, notes: list[str]) ->
     if request.num_frames is not None:
         frames = request.num_frames
     elif request.seconds is not None:
-        frames = max(1, round(request.seconds * fps))
-        if frames > MAX_FRAMES:
+        if request.seconds * fps > MAX_FRAMES:
             raise InputError(
-                f"{request.seconds:g} s at {fps:g} fps are {frames} frames; "
+                f"{request.seconds:g} s at {fps:g} fps are {request.seconds * fps:g} frames; "
                 f"at most {MAX_FRAMES} can be asked for"
             )
+        frames = max(1, round(request.seconds * fps))
         if isinstance(facts.vae, VideoVAEConfig):
             whole = max(1, round(frames / PIECE)) * PIECE
             if whole != frames:

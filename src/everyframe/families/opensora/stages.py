@@ -386,7 +386,9 @@ class DecodeStage:
                     yield Frames(take.seed, len(new), new.numpy())
                 begun = time.perf_counter()
             take.latents = None
-            take.tail = torch.cat(tail)[-PIECE:]
+            # Only where a clip follows: these are floats, one lot for each of many videos.
+            follows = job.clip + 1 < job.settings.chain
+            take.tail = torch.cat(tail)[-PIECE:] if follows else None
 
     def _pieces(self, vae: ImageVAE | VideoVAE, take: Take) -> Iterator[Tensor]:
         """Frames (T, H, W, 3) in 0..1, piece by piece."""

@@ -7,6 +7,7 @@ happens to the words before, `stages.py` for who calls this.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,7 +81,11 @@ def load_tokenizer(folder: Path) -> Any:
     try:
         if there == ["spiece.model"]:
             return PieceTokenizer(folder / "spiece.model")
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        # What is too long is told by `tokenize`; the tokenizer's own limit (T5's 512) would print
+        # a warning of indexing errors that can't come.
+        return AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, model_max_length=sys.maxsize
+        )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{folder} holds no usable tokenizer: {first}") from error

@@ -108,8 +108,10 @@ class TemporalVAEConfig:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> TemporalVAEConfig:
         """From a checkpoint's JSON; raises `CheckpointError` for an unknown key or kind."""
-        _check_keys(data, {f.name for f in fields(cls)} | {"type", "from_pretrained"}, "temporal")
+        known = {f.name for f in fields(cls)} | {"type", "from_pretrained", "activation_fn"}
+        _check_keys(data, known, "temporal")
         _check_value(data, "type", "VAE_Temporal_SD")
+        _check_value(data, "activation_fn", "swish")
         sizes = {f.name: data[f.name] for f in fields(cls) if f.name in data}
         for name in ("channel_multipliers", "temporal_downsample"):
             if name in sizes:
@@ -262,7 +264,7 @@ class VideoVAEConfig:
 
 _PIPELINE_KEYS = {
     "model_type", "vae_2d", "vae_temporal", "shift", "scale", "micro_frame_size",
-    "architectures", "transformers_version", "torch_dtype", "dtype",
+    "architectures", "transformers_version", "torch_dtype", "dtype", "_name_or_path", "auto_map",
     "from_pretrained", "freeze_vae_2d", "cal_loss",  # these three matter to upstream's training
 }  # fmt: skip
 _SPATIAL_KEYS = {
