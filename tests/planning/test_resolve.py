@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 import everyframe
 import tiny
@@ -140,6 +142,6 @@ def test_what_is_asked_wrongly(model: str) -> None:
 
 def test_a_checkpoint_of_no_family(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "model.safetensors").write_bytes(b"")
+    save_file({"foreign.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"a model of no family.*Open-Sora 1\.0 and 1\.2"):
         everyframe.plan("a", model=str(tmp_path))
