@@ -44,6 +44,9 @@ def draw(work: Path, target: Path) -> None:
         axis: Any = place
         trained, validated, name = _CURVES[stage]
         log = work / stage / "log.csv"
+        if not log.exists():
+            axis.set_title(f"{stage} (not run)")
+            continue
         axis.plot(*read_log(log, "train", trained), color="tab:blue", linewidth=1)
         axis.set(title=stage, xlabel="minutes", yscale="log")
         axis.set_ylabel(f"training loss ({trained})", color="tab:blue")
