@@ -10,10 +10,12 @@ from pathlib import Path
 
 import torch
 
+from everyframe.checkpoints.places import cache_folder
 from recipes.shapes.loop import Task, train
 
 STAGES = ("autoencoder", "temporal", "denoiser", "polish")
-WORK = Path(__file__).parent / "work"
+#: Hours of training, kept where no checkout or clean-up of the sources takes them away.
+WORK = cache_folder() / "recipes" / "shapes"
 
 
 def build(stage: str, work: Path, num_steps: int | None) -> Task:
