@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ from everyframe.families.opensora.weights import (
     T5_KEYS,
     VIDEO_VAE_KEYS,
 )
+from everyframe.families.stepping import denoised
 from everyframe.samplers import iddpm, noise, rflow
 from everyframe.samplers.guidance import guide
 from everyframe.samplers.step import Step as SamplerStep
@@ -252,16 +254,8 @@ class DenoiseStage:
             STDIT_KEYS if job.facts.version == "1.0" else STDIT3_KEYS,
         )
         yield Loaded("denoiser", time.perf_counter() - began)
-        total, done = self.num_steps(len(takes)), 0
-        for take in takes:
-            begun = time.perf_counter()
-            for step in self._sample(model, take):
-                now = time.perf_counter()
-                done += 1
-                take.latents = step.x
-                yield Step(self.name, done, total, take.seed, now - begun)
-                begun = now
-            take.latents = take.latents.to("cpu")
+        steps = self.num_steps(len(takes))
+        yield from denoised(self.name, takes, steps, partial(self._sample, model))
 
     def _sample(self, model: STDiT | STDiT3, take: Take) -> Iterator[SamplerStep]:
         job, settings = self.job, self.job.settings

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from everyframe.core.events import Event, Frames, Loaded, Step
 from everyframe.core.plan import Plan, Settings
 from everyframe.families.family import Take
 from everyframe.families.loading import load_component
+from everyframe.families.stepping import denoised
 from everyframe.families.svd import pictures
 from everyframe.families.svd.checkpoint import Files
 from everyframe.families.svd.components import Builders
@@ -176,16 +178,9 @@ class DenoiseStage:
             outputs=("conv_out",),
         )
         yield Loaded("unet", time.perf_counter() - began)
-        total, done = self.num_steps(len(takes)), 0
+        steps = self.num_steps(len(takes))
+        yield from denoised(self.name, takes, steps, partial(self._sample, unet))
         for take in takes:
-            begun = time.perf_counter()
-            for step in self._sample(unet, take):
-                now = time.perf_counter()
-                done += 1
-                take.latents = step.x
-                yield Step(self.name, done, total, take.seed, now - begun)
-                begun = now
-            take.latents = take.latents.to("cpu")
             take.known = None
 
     def _sample(self, unet: nn.Module, take: Take) -> Iterator[SamplerStep]:
