@@ -2,7 +2,8 @@
 
 17 frames become 5 latent frames; the first of them stands for the first frame alone. An image that
 is given is encoded as a video of one frame, so such encodings must equal the first latent frame of
-a whole clip: they are trained to, and are put in its place in half of the batch. The spatial
+a whole clip: they are trained to, and are put in its place in half of the batch. Cells that the
+object never comes near are trained to be an empty clip's, as in the spatial stage. The spatial
 decoder is trained along, on pixels of a few frames; the spatial encoder is left as it is.
 """
 
@@ -38,6 +39,7 @@ TEMPORAL = TemporalVAEConfig(
 )
 NOISE = 0.05  # of latents that the decoder learns to bear: a denoiser's are never exact
 NUM_CACHED = 2000
+LOCAL_WEIGHT = 0.2
 
 
 def build(scaling_factor: float = 1.0) -> VideoVAE:
@@ -85,6 +87,12 @@ def task(work: Path, num_steps: int = 1500, batch: int = 16) -> Task:
     factor = vae.config.spatial.scaling_factor
     (work / "temporal").mkdir(exist_ok=True)
     (work / "temporal" / "scaling.json").write_text(json.dumps({"scaling_factor": factor}))
+    near = torch.cat([_near(clips[i : i + 50]) for i in range(0, NUM_CACHED, 50)])
+    names, empty = autoencoder.empty_frames()
+    with torch.no_grad():
+        still = vae.spatial_vae.module.encode(empty).latent_dist.mode() * factor
+    empty_clips = still[:, :, None].expand(-1, -1, world.NUM_FRAMES, -1, -1)
+    grounds = [names.index(clip.scene.background) for clip in clips]
     for parameter in vae.spatial_vae.module.encoder.parameters():
         parameter.requires_grad_(False)
     held_clips = world.random_clips(world.train_scenes(), 24, np.random.default_rng(12))
@@ -96,16 +104,19 @@ def task(work: Path, num_steps: int = 1500, batch: int = 16) -> Task:
         x = cached[rows].float() * factor
         weight = _object_cells(x / factor, mean, std)
         with torch.autocast("cpu", torch.bfloat16):
-            z, log_variance = vae.temporal_vae.moments(x)
+            means, log_variance = vae.temporal_vae.moments(torch.cat([x, empty_clips]))
+            z, of_empty = means.split([batch, len(names)])
             z_image = vae.temporal_vae.encode(x[:, :, :1])
             swapped = torch.cat([z_image[: batch // 2], z[batch // 2 :, :, :1]])
             mixed = torch.cat([swapped, z[:, :, 1:]], dim=2)
             out = vae.temporal_vae.decode(mixed + NOISE * torch.randn_like(mixed), 17)
             alone = vae.temporal_vae.decode(z_image, 1)
-        z, log_variance = z.float(), log_variance.float()
+        z, log_variance = z.float(), log_variance[:batch].float()
         latent = (weight * (out.float() - x).square()).mean()
         first = (weight[:, :, :1] * (alone.float() - x[:, :, :1]).square()).mean()
         same = (z_image.float() - z[:, :, :1]).square().mean()
+        own_empty = of_empty.float()[[grounds[row] for row in rows]]
+        away = autoencoder.strangeness(z, own_empty, near[rows])
         kl = 0.5 * (z.square() + log_variance.exp() - 1 - log_variance).mean()
         times = draws.integers(1, 17, size=batch)
         chosen = torch.cat([out[range(batch), :, times], out[: batch // 2, :, 0], alone[:8, :, 0]])
@@ -117,9 +128,10 @@ def task(work: Path, num_steps: int = 1500, batch: int = 16) -> Task:
         with torch.autocast("cpu", torch.bfloat16):
             pixels = vae.spatial_vae.module.decode(chosen / factor).sample
         pixel = autoencoder.pixel_loss(pixels.float(), target)
-        total = latent + 0.25 * first + 0.5 * same + 2 * pixel + 2e-3 * kl
+        total = latent + 0.25 * first + 0.5 * same + 2 * pixel + 2e-3 * kl + LOCAL_WEIGHT * away
         return total, {
             "latent": latent.item(), "pixel": pixel.item(), "same": same.item(), "kl": kl.item(),
+            "strange": away.item(),
         }  # fmt: skip
 
     def validate(_: nn.ModuleDict) -> dict[str, float]:
@@ -129,6 +141,13 @@ def task(work: Path, num_steps: int = 1500, batch: int = 16) -> Task:
         nn.ModuleDict({"vae": vae}), loss, validate, clips_per_step=batch, num_steps=num_steps,
         learning_rate=2e-3, ema=0.99, validate_every=150,
     )  # fmt: skip
+
+
+def _near(clips: list[world.Clip]) -> Tensor:
+    """(B, 1, 1, h, w): 1 where the object comes near a cell in any frame of a clip."""
+    frames = clip_frames(clips).transpose(1, 2)
+    near = autoencoder.near_cells(frames.flatten(0, 1)).unflatten(0, frames.shape[:2])
+    return near.amax(1)[:, None]
 
 
 @torch.no_grad()
