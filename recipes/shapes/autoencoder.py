@@ -53,7 +53,7 @@ def pixel_loss(out: Tensor, target: Tensor) -> Tensor:
 
 
 def near_cells(pixels: Tensor) -> Tensor:
-    """(N, 3, H, W) -> (N, 1, h, w): 1 where the object is in a latent's cell or 2 pixels from it."""
+    """(N, 3, H, W) -> (N, 1, h, w): 1 where the object is within 2 pixels of a cell."""
     on_object = (object_weight(pixels) > 1).float()
     return nn.functional.max_pool2d(on_object, CELL + 4, stride=CELL, padding=2)
 

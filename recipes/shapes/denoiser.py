@@ -1,4 +1,4 @@
-"""Stage 3: the denoiser (`STDiT3`) and its text encoder, trained together on cached latents.
+"""Stage 4: the denoiser (`STDiT3`) and its text encoder, trained together on cached latents.
 
 Rectified flow as the product samples it: ``x_t = (1 - s) x0 + s noise``, the model answers
 ``x0 - noise``. A tenth of the texts is replaced by the learned null text, for guidance; in a
@@ -23,7 +23,7 @@ from everyframe.checkpoints.shapes_prompts import Scene
 from everyframe.families.opensora.config import STDiT3Config
 from everyframe.families.opensora.stdit3 import STDiT3
 from everyframe.families.opensora.vae import VideoVAE
-from recipes.shapes import captions, reader, temporal, text, world
+from recipes.shapes import captions, reader, temporal, text, understand, world
 from recipes.shapes.loop import Task, load_best
 
 SIZES = STDiT3Config(
@@ -34,7 +34,7 @@ SIZES = STDiT3Config(
     caption_channels=text.T5_SIZES["d_model"],
     model_max_length=text.MAX_LENGTH,
 )
-NUM_CACHED = 8000  # clips that are drawn; most serve backwards as well
+NUM_CACHED = 10000  # clips that are drawn; most serve backwards as well
 OBJECT_WEIGHT = 3.0
 GROUP = 64  # clips that are encoded at once
 NULL_TEXT = 0.1
@@ -69,7 +69,7 @@ class Latents:
 
 
 def trained_vae(work: Path, polished: bool = True) -> VideoVAE:
-    """The autoencoder with its best weights: of stage 4 if that has run, else of stage 2."""
+    """The autoencoder with its best weights: of stage 5 if that has run, else of stage 2."""
     kept = json.loads((work / "temporal" / "scaling.json").read_text())
     vae = temporal.build(kept["scaling_factor"])
     has_polish = polished and (work / "polish" / "best.pt").exists()
@@ -143,22 +143,6 @@ def build() -> nn.ModuleDict:
     return nn.ModuleDict({"denoiser": denoiser, "text": text.encoder()})
 
 
-class Captions:
-    """Draws a wording for each scene, sometimes with an unknown word in it, and tokenizes it."""
-
-    def __init__(self) -> None:
-        self.tokenizer = text.tokenizer()
-
-    def __call__(self, scenes: list[Scene], rng: np.random.Generator) -> tuple[Tensor, Tensor]:
-        texts = []
-        for scene in scenes:
-            said = captions.caption(scene, rng).split()
-            if rng.random() < 0.08:
-                said.insert(int(rng.integers(len(said) + 1)), "qqq")
-            texts.append(" ".join(said))
-        return text.tokenize(texts, self.tokenizer)
-
-
 def contexts(modules: Any, ids: Tensor, mask: Tensor, drop: Tensor | None = None) -> Any:
     """The denoiser's text context of tokenized texts; rows in `drop` get the null text."""
     hidden = modules["text"](input_ids=ids, attention_mask=mask.long()).last_hidden_state
@@ -183,7 +167,7 @@ def given_frames(count: int, rng: np.random.Generator) -> Tensor:
 
 
 def batch_loss(
-    modules: Any, latents: Latents, rows: Any, words: Captions, seed: list[int], train: bool
+    modules: Any, latents: Latents, rows: Any, words: text.Captions, seed: list[int], train: bool
 ) -> Tensor:
     """Mean squared error of the velocity over frames that are not given.
 
@@ -222,14 +206,17 @@ def batch_loss(
     return mean
 
 
-def task(work: Path, num_steps: int = 4900, batch: int = 32) -> Task:
+def task(work: Path, num_steps: int = 5000, batch: int = 64) -> Task:
     """The stage for `loop.train`; encodes its clips first, with the autoencoder in `work`."""
     vae = trained_vae(work)
     normalise(vae)
     latents = cached_latents(work, vae, NUM_CACHED)
     held_clips = world.random_clips(world.train_scenes(), 256, np.random.default_rng(22))
     held = encode(vae, held_clips)
-    modules, words = build(), Captions()
+    modules, words = build(), text.Captions()
+    taught = understand.build()
+    load_best(taught, work / "text")
+    modules["text"].load_state_dict(taught["text"].state_dict())
     trials = list(world.held_out_scenes())[::8] + list(world.train_scenes())[::72]
 
     def loss(step: int) -> tuple[Tensor, dict[str, float]]:
@@ -245,8 +232,9 @@ def task(work: Path, num_steps: int = 4900, batch: int = 32) -> Task:
         return {"score": -float(np.mean(losses)), **right}
 
     return Task(
-        modules, loss, validate, clips_per_step=batch, num_steps=num_steps, learning_rate=1.5e-3,
-        weight_decay=0.01, warmup=200, ema=0.998, validate_every=300,
+        modules, loss, validate, clips_per_step=batch, num_steps=num_steps, learning_rate=2e-3,
+        weight_decay=0.01, warmup=200, ema=0.998, validate_every=250,
+        muon=("denoiser.spatial_blocks", "denoiser.temporal_blocks"),
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import math
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,9 @@ class Task:
 
     `loss(rng step)` draws its own batch; `validate` gives figures of which ``score`` (larger is
     better) decides what is best. `modules` are trained and saved; averaged copies of their weights
-    (decay `ema`) are what is validated and kept, if `ema` is not 0.
+    (decay `ema`) are what is validated and kept, if `ema` is not 0. Layers' matrices whose names
+    begin with one of `muon` are trained by Muon (Jordan et al., 2024), scaled to AdamW's step size,
+    the rest by AdamW.
     """
 
     modules: nn.ModuleDict
@@ -41,7 +43,7 @@ class Task:
     validate_every: int = 500
     print_every: int = 50
     clip_norm: float = 1.0
-    extra: dict[str, Any] = field(default_factory=dict)
+    muon: tuple[str, ...] = ()
 
 
 def learning_rate_at(task: Task, step: int) -> float:
@@ -55,19 +57,15 @@ def learning_rate_at(task: Task, step: int) -> float:
 def train(task: Task, folder: Path, say: Callable[[str], None] = print) -> Path:
     """Trains from where `folder` stopped, to the end; returns the file of the best weights."""
     folder.mkdir(parents=True, exist_ok=True)
-    optimizer = torch.optim.AdamW(
-        task.modules.parameters(),
-        lr=task.learning_rate,
-        betas=(0.9, 0.99),
-        weight_decay=task.weight_decay,
-    )
+    optimizers = _optimizers(task)
     average = {k: v.detach().clone() for k, v in task.modules.state_dict().items()}
     step, best, spent = 0, -math.inf, 0.0
     state_file = folder / "state.pt"
     if state_file.exists():
         state = torch.load(state_file, weights_only=True)
         task.modules.load_state_dict(state["modules"])
-        optimizer.load_state_dict(state["optimizer"])
+        for optimizer, kept in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(kept)
         average, step = state["average"], state["step"]
         best, spent = state["best"], state["seconds"]
         say(f"going on from step {step}")
@@ -75,13 +73,14 @@ def train(task: Task, folder: Path, say: Callable[[str], None] = print) -> Path:
     recent: dict[str, float] = {}
     rate_from, rate_time = step, time.monotonic()
     while step < task.num_steps:
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate_at(task, step)
         loss, figures = task.loss(step)
-        optimizer.zero_grad(set_to_none=True)
+        task.modules.zero_grad(set_to_none=True)
         torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(task.modules.parameters(), task.clip_norm)
-        optimizer.step()
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate_at(task, step)
+            optimizer.step()
         step += 1
         _average(average, task, step)
         for name, value in {"loss": loss.item(), **figures}.items():
@@ -100,11 +99,11 @@ def train(task: Task, folder: Path, say: Callable[[str], None] = print) -> Path:
             say(f"step {step} validation: " + " ".join(f"{k} {v:.4f}" for k, v in measured.items()))
             if measured["score"] >= best:
                 best = measured["score"]
-                kept = average if task.ema else task.modules.state_dict()
-                _save({"modules": kept, "step": step, "measured": measured}, folder / "best.pt")
+                weights = average if task.ema else task.modules.state_dict()
+                _save({"modules": weights, "step": step, "measured": measured}, folder / "best.pt")
             state = {
                 "modules": task.modules.state_dict(),
-                "optimizer": optimizer.state_dict(),
+                "optimizers": [optimizer.state_dict() for optimizer in optimizers],
                 "average": average,
                 "step": step,
                 "best": best,
@@ -112,6 +111,24 @@ def train(task: Task, folder: Path, say: Callable[[str], None] = print) -> Path:
             }
             _save(state, state_file)
     return folder / "best.pt"
+
+
+def _optimizers(task: Task) -> list[torch.optim.Optimizer]:
+    named = dict(task.modules.named_parameters())
+    matrices = {k: v for k, v in named.items() if k.startswith(task.muon) and k.endswith(".weight")}
+    matrices = {k: v for k, v in matrices.items() if v.ndim == 2}
+    rest = [v for k, v in named.items() if k not in matrices]
+    rate, decay = task.learning_rate, task.weight_decay
+    found: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(rest, lr=rate, betas=(0.9, 0.99), weight_decay=decay)
+    ]
+    if matrices:
+        found.append(
+            torch.optim.Muon(
+                matrices.values(), lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw"
+            )
+        )
+    return found
 
 
 def load_best(modules: nn.ModuleDict, folder: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Stage 4: both decoders of the autoencoder trained on, the encoders left as they are.
+"""Stage 5: both decoders of the autoencoder trained on, the encoders left as they are.
 
 Latents stay what the denoiser was trained on, so this can be done after it, or beside it. Frames
 are decoded from cached latents and compared with what was drawn.
@@ -19,7 +19,7 @@ FRAMES = 5  # frames of each clip that are decoded to pixels
 
 
 def task(work: Path, num_steps: int = 2000, batch: int = 8) -> Task:
-    """The stage for `loop.train`; starts from the best of stage 2 and the latents of stage 3."""
+    """The stage for `loop.train`; starts from the best of stage 2 and the latents of stage 4."""
     vae = denoiser.trained_vae(work, polished=False)
     denoiser.normalise(vae)
     latents = denoiser.cached_latents(work, vae, denoiser.NUM_CACHED)

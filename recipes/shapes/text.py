@@ -10,10 +10,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from everyframe.checkpoints import shapes_prompts as words
+from everyframe.checkpoints.shapes_prompts import Scene
 from recipes.shapes import captions
 
 PAD, END, UNKNOWN = "<pad>", "</s>", "<unk>"
@@ -89,3 +91,19 @@ def tokenize(texts: list[str], with_tokenizer: Any) -> tuple[Tensor, Tensor]:
     ids = torch.tensor([row + [0] * (length - len(row)) for row in rows])
     mask = torch.tensor([[True] * len(row) + [False] * (length - len(row)) for row in rows])
     return ids, mask
+
+
+class Captions:
+    """Draws a wording for each scene, sometimes with an unknown word in it, and tokenizes it."""
+
+    def __init__(self) -> None:
+        self.tokenizer = tokenizer()
+
+    def __call__(self, scenes: list[Scene], rng: np.random.Generator) -> tuple[Tensor, Tensor]:
+        texts = []
+        for scene in scenes:
+            said = captions.caption(scene, rng).split()
+            if rng.random() < 0.08:
+                said.insert(int(rng.integers(len(said) + 1)), "qqq")
+            texts.append(" ".join(said))
+        return tokenize(texts, self.tokenizer)

@@ -13,7 +13,7 @@ import torch
 from everyframe.checkpoints.places import cache_folder
 from recipes.shapes.loop import Task, train
 
-STAGES = ("autoencoder", "temporal", "denoiser", "polish")
+STAGES = ("autoencoder", "temporal", "text", "denoiser", "polish")
 #: Hours of training, kept where no checkout or clean-up of the sources takes them away.
 WORK = cache_folder() / "recipes" / "shapes"
 
@@ -29,6 +29,10 @@ def build(stage: str, work: Path, num_steps: int | None) -> Task:
         from recipes.shapes import temporal
 
         return temporal.task(work, **steps)
+    if stage == "text":
+        from recipes.shapes import understand
+
+        return understand.task(**steps)
     if stage == "denoiser":
         from recipes.shapes import denoiser
 
