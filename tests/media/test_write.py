@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -83,6 +84,32 @@ def test_same_frames_give_same_bytes(tmp_path: Path, name: str) -> None:
     assert written[0] == written[1]
 
 
+_SMALL = """
+import sys
+import numpy as np
+from everyframe.media.write import write
+rows, columns = np.mgrid[0:64, 0:64]
+disc = np.stack([(rows - 32) ** 2 + (columns - t) ** 2 < 64 for t in range(48)])[..., None]
+grain = np.random.default_rng(1).integers(0, 8, (48, 64, 64, 3))
+write(sys.argv[1], [(np.where(disc, (240, 20, 10), (30, 60, 200)) + grain).astype(np.uint8)], 24)
+"""
+
+
+def test_bytes_do_not_depend_on_what_memory_held_before(tmp_path: Path) -> None:
+    """x264's AVX-512 code reads memory that nobody has written, in pictures as narrow as this.
+
+    glibc fills memory that it hands out with whatever it is told to. Elsewhere, and on a processor
+    without AVX-512, this test can't fail.
+    """
+    files = []
+    for number, filling in enumerate(["0", "85", "170"]):
+        path = tmp_path / f"{number}.mp4"
+        environment = os.environ | {"MALLOC_PERTURB_": filling}
+        subprocess.run([sys.executable, "-c", _SMALL, str(path)], check=True, env=environment)
+        files.append(path.read_bytes())
+    assert files[0] == files[1] == files[2]
+
+
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("num_frames", [1, 9])
 def test_still_videos_keep_their_frames(tmp_path: Path, name: str, num_frames: int) -> None:
@@ -100,6 +127,23 @@ def test_one_frame_in_one_png(tmp_path: Path) -> None:
     with pytest.raises(MediaError, match="one frame, and more came"):
         write(tmp_path / "two.png", [noise(2)], 24)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["one.json", "one.png"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows fails by itself")
+def test_what_is_flushed_is_open_for_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows refuses to flush a file that is open for reading only."""
+    import fcntl
+
+    modes = []
+
+    def flush(descriptor: int) -> None:
+        modes.append(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE)
+
+    monkeypatch.setattr(os, "fsync", flush)
+    write(tmp_path / "clip.mp4", [noise(1)], 24)
+    assert modes == [os.O_RDWR]
 
 
 def test_frames_reach_the_disk_as_they_come(tmp_path: Path) -> None:
