@@ -22,8 +22,8 @@ from everyframe.media.pixels import Frames, fit_image
 
 _BT709 = 1  # the number of BT.709 in each of H.264's three colour fields (ITU-T H.273)
 # A fixed number of threads, whatever the machine: x264 gives the same bytes for the same number.
-# `cpu-independent`: its macroblock tree rounds otherwise with each instruction set, and with AVX-512
-# it reads, in pictures of 64 pixels' width and less, memory that nobody has written, so that the same
+# `cpu-independent`: its macroblock tree rounds otherwise with each instruction set, and AVX-512's
+# reads memory that nobody has written, in pictures of 64 pixels' width and less, so that the same
 # frames gave other bytes each time (measured with x264's core 165).
 _X264 = {"crf": "17", "preset": "medium", "threads": "4", "x264-params": "cpu-independent=1"}
 # FFmpeg's SWS_BICUBIC, FULL_CHR_H_INT, FULL_CHR_H_INP, ACCURATE_RND and BITEXACT: exact, so that

@@ -177,7 +177,7 @@ def write(
 def _to_disk(place: Path) -> None:
     """Wait until the file's bytes are on the disk, so that a power cut can't leave an empty one."""
     if place.is_file():
-        # Open for writing, though nothing is written: Windows flushes no file that can only be read.
+        # For writing, though nothing is written: Windows flushes no file that can only be read.
         with place.open("r+b") as file:
             os.fsync(file.fileno())
 
