@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tracemalloc
 from fractions import Fraction
 from pathlib import Path
@@ -136,6 +137,22 @@ def test_a_cut_video_is_refused(tmp_path: Path) -> None:
             with pytest.raises(MediaError, match="cut-") as caught:
                 read_video(tmp_path / f"cut-{name}")
             assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("place", [0.3, 0.6])
+def test_the_frame_that_can_not_be_decoded_is_named(tmp_path: Path, place: float) -> None:
+    """A third of the file is overwritten: frames before that place come, the next one is named."""
+    whole = bytearray(write(tmp_path / "whole.mp4", [moving()], 24).read_bytes())
+    data = whole.find(b"mdat")
+    start = data + int((len(whole) - data) * place)
+    whole[start : start + len(whole) // 3] = bytes(len(whole) // 3)
+    (tmp_path / "broken.mp4").write_bytes(whole)
+    with pytest.raises(MediaError, match=r"broken.mp4' .* frame \d+ can't be decoded") as caught:
+        read_video(tmp_path / "broken.mp4")
+    named = re.search(r"frame (\d+)", str(caught.value))
+    # Frames differ in size, and some wait in the decoder for the one after them.
+    assert named is not None
+    assert abs(int(named[1]) - 30 * place) <= 4
 
 
 def test_missing_and_foreign_files(tmp_path: Path) -> None:

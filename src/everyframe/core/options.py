@@ -27,13 +27,15 @@ def option(
     unit: str | None = None,
     aliases: tuple[str, ...] = (),
     python_only: bool = False,
+    names_files: bool = False,
     **limits: Any,
 ) -> Any:
     """A pydantic field that is also an option.
 
     `help_text` is one sentence; `unit` is printed after the value; `aliases` are further flag names
-    (``"--steps"``); `python_only` keeps it off the command line; `limits` are pydantic's ``ge``,
-    ``gt``, ``le``, ``lt``, ``max_length``.
+    (``"--steps"``); `python_only` keeps it off the command line; `names_files` says that the value is,
+    or may be, a picture or video that a record keeps by name and hash; `limits` are pydantic's
+    ``ge``, ``gt``, ``le``, ``lt``, ``max_length``.
     """
     assert group in GROUPS, group
     extra: dict[str, Any] = {
@@ -41,6 +43,7 @@ def option(
         "unit": unit,
         "aliases": list(aliases),
         "python_only": python_only,
+        "names_files": names_files,
     }
     return Field(default=default, description=help_text, json_schema_extra=extra, **limits)
 

@@ -20,9 +20,12 @@ from everyframe import __version__
 from everyframe.checkpoints.digest import digest
 from everyframe.checkpoints.find import locate
 from everyframe.core.errors import InputError
+from everyframe.core.options import facts_of
 from everyframe.core.plan import Plan
 from everyframe.core.request import Request
+from everyframe.families.registry import all_options
 from everyframe.hardware.facts import machine_facts
+from everyframe.media.frames import picture_files
 from everyframe.media.paths import RECORD_SCHEMA
 
 _GIVEN = ("image", "last_image", "extend")
@@ -85,9 +88,10 @@ def _asked(request: Request, plan: Plan) -> dict[str, Any]:
         for name, value in request.given().items()
         if name not in (*_GIVEN, "latents", "family_options", "model")
     }
+    files = _options_of_files()
     for name, value in request.family_options.items():
         # Some name a folder, of a part of the model.
-        asked[name] = _public_name(value) if isinstance(value, str) else value
+        asked[name] = _identities(value) if name in files else _public(value)
     asked["seed"] = plan.settings.seed
     if request.model is not None:
         asked["model"] = _model_name(request.model)
@@ -98,6 +102,43 @@ def _asked(request: Request, plan: Plan) -> dict[str, Any]:
     if request.latents is not None:
         asked["latents"] = {"sha256": hashlib.sha256(_as_bytes(request.latents)).hexdigest()}
     return asked
+
+
+def _options_of_files() -> set[str]:
+    """Families' options that are given as pictures and videos."""
+    return {
+        name
+        for options in all_options().values()
+        for name in options.model_fields
+        if facts_of(options, name).get("names_files")
+    }
+
+
+def _public(value: Any) -> Any:
+    """An option's value without folders; several may be given, in a list or with commas."""
+    if isinstance(value, (list, tuple)):
+        return [_public(each) for each in value]
+    if isinstance(value, Path):
+        return _public_name(os.fspath(value))
+    if isinstance(value, str) and not Path(value).expanduser().exists():
+        return ",".join(_public_name(part) for part in value.split(","))
+    return _public_name(value) if isinstance(value, str) else value
+
+
+def _identities(value: Any) -> Any:
+    """What was given as a picture or video: by name and hash; words that are no files as they are.
+
+    Several may be given, in a list or with commas.
+    """
+    if isinstance(value, (list, tuple)) and not all(isinstance(v, (int, float)) for v in value):
+        return [_identities(each) for each in value]
+    if isinstance(value, (str, Path)):
+        if Path(value).exists():
+            return _identity(value)
+        parts = [part.strip() for part in os.fspath(value).split(",")]
+        are_files = any(Path(part).exists() for part in parts)
+        return _identities(parts) if are_files else os.fspath(value)
+    return list(value) if isinstance(value, (list, tuple)) else _identity(value)
 
 
 def _identity(source: Any) -> dict[str, str]:
@@ -112,7 +153,7 @@ def _content_hash(path: Path) -> str:
     if path.is_file():
         return hashlib.sha256(path.read_bytes()).hexdigest()
     hasher = hashlib.sha256()
-    for picture in sorted(p for p in path.iterdir() if p.suffix.lower() == ".png"):
+    for picture in picture_files(path):
         hasher.update(os.fsencode(f"{picture.name}\n{_content_hash(picture)}\n"))
     return hasher.hexdigest()
 
@@ -142,10 +183,16 @@ def request_from(record: Mapping[str, Any], overrides: Mapping[str, Any]) -> Req
     asked |= wanted
     if "model" not in wanted:
         _check_local_model(record)
-    for name in (*_GIVEN, "latents"):
-        if isinstance(asked.get(name), dict):
-            asked[name] = _find_given(name, asked[name])
+    for name in (*_GIVEN, "latents", *_options_of_files()):
+        asked |= {name: _found(name, asked[name])} if name in asked else {}
     return Request(**asked)
+
+
+def _found(name: str, given: Any) -> Any:
+    """Files by their recorded names in the working folder; anything else as it is."""
+    if isinstance(given, list):
+        return [_found(name, each) for each in given]
+    return _find_given(name, given) if isinstance(given, dict) else given
 
 
 def _check_local_model(record: Mapping[str, Any]) -> None:

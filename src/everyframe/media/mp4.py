@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import deque
+from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import av
 import numpy as np
@@ -115,37 +117,69 @@ def read_frames(
 ) -> tuple[Frames, Fraction]:
     """All frames (T, H, W, 3), or the `last` ones, and the frame rate of a video file.
 
-    With `size` (height, width) each frame is fitted to it as it is read.
+    With `size` (height, width) each frame is fitted to it as it is read. Otherwise as `iter_frames`.
+    """
+    frames = iter_frames(path)
+    kept: deque[Frames] = deque(maxlen=last)
+    kept.extend(frame if size is None else fit_image(frame, *size) for frame in frames)
+    return np.stack(list(kept)), frame_rate(path)
+
+
+def frame_rate(path: Path) -> Fraction:
+    """Frames a second of a video file. Raises `MediaError` if it is none."""
+    with _opened(path) as container:
+        stream = container.streams.video[0]
+        rate: Fraction | None = stream.average_rate or stream.guessed_rate
+    if not rate:
+        raise MediaError(f"{str(path)!r} can't be read as a video: no frames in it")
+    return rate
+
+
+def iter_frames(path: Path) -> Iterator[Frames]:
+    """The frames of a video file one after the other, (H, W, 3) each; one is held at a time.
 
     Colours follow the file's own tags; a file without tags is taken as BT.601, as FFmpeg does. A
-    phone's rotation is applied. Raises `MediaError` if it can't be read to its end.
+    phone's rotation is applied. Raises `MediaError` if it can't be read to its end; it names the
+    first frame that can't be, counted from 0.
     """
-    name = str(path)
-    kept: deque[Frames] = deque(maxlen=last)
-    end = 0.0
-    try:
-        with av.open(name) as container:
-            if not container.streams.video:
-                raise MediaError(f"{name!r} holds no video stream")
-            stream = container.streams.video[0]
-            fps = stream.average_rate or stream.guessed_rate
+    name, count, end = str(path), 0, 0.0
+    with _opened(path) as container:
+        stream = container.streams.video[0]
+        fps = stream.average_rate or stream.guessed_rate
+        try:
             for frame in container.decode(stream):
-                rgb = _to_rgb(frame)
-                kept.append(rgb if size is None else fit_image(rgb, *size))
+                yield _to_rgb(frame)
+                count += 1
                 end = frame.time + float(1 / fps) if fps and frame.time is not None else end
-            duration = float(stream.duration * stream.time_base) if stream.duration else 0.0
-            start = float((stream.start_time or 0) * stream.time_base) if stream.time_base else 0.0
-    except (av.FFmpegError, OSError) as error:
-        raise MediaError(f"{name!r} can't be read as a video: {_reason(error)}") from error
-    if not kept or not fps:
+        except (av.FFmpegError, OSError) as error:
+            raise MediaError(
+                f"{name!r} can't be read as a video: frame {count} can't be decoded "
+                f"({_reason(error)})"
+            ) from error
+        duration = float(stream.duration * stream.time_base) if stream.duration else 0.0
+        start = float((stream.start_time or 0) * stream.time_base) if stream.time_base else 0.0
+    if not count or not fps:
         raise MediaError(f"{name!r} can't be read as a video: no frames in it")
     # Two frames of grace: containers round their durations.
     if duration and end - start < duration - 2 / float(fps):
         raise MediaError(
             f"{name!r} is cut off: it should last {duration:.2f} s, and ends after "
-            f"{end - start:.2f} s; get the whole file"
+            f"{end - start:.2f} s, at frame {count}; get the whole file"
         )
-    return np.stack(list(kept)), fps
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """The container of a file that holds a video stream."""
+    name = str(path)
+    try:
+        container = av.open(name)
+    except (av.FFmpegError, OSError) as error:
+        raise MediaError(f"{name!r} can't be read as a video: {_reason(error)}") from error
+    with container:
+        if not container.streams.video:
+            raise MediaError(f"{name!r} holds no video stream")
+        yield container
 
 
 def _reason(error: Exception) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -21,30 +21,35 @@ from everyframe.media.pixels import Frames, fit_image, to_uint8
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+#: What lies under the transparent parts of a picture.
+Background = Literal["white", "black"]
+
 _ANIMATED = {".gif", ".webp", ".png", ".apng"}
 
 
-def read_image(source: PathLike | Image | npt.NDArray[Any]) -> Frames:
+def read_image(
+    source: PathLike | Image | npt.NDArray[Any], *, under: Background = "white"
+) -> Frames:
     """A picture as uint8 RGB (H, W, 3): from a file, a Pillow image or an array.
 
     A camera's orientation is applied, palettes and grey become RGB, transparency is laid over
-    white, 16 bits are rounded to 8; of an animation the first frame is taken. Arrays are (H, W),
+    `under`, 16 bits are rounded to 8; of an animation the first frame is taken. Arrays are (H, W),
     or (H, W, C) with 1, 3 or 4 channels, uint8, uint16 or floats in 0..1. Raises `MediaError` for
     what is missing, no picture or cut off.
     """
     from PIL import Image, UnidentifiedImageError
 
     if isinstance(source, np.ndarray):
-        return _from_array(source)
+        return _from_array(source, under)
     if isinstance(source, Image.Image):
-        return _from_pillow(source, "the image")
+        return _from_pillow(source, "the image", under)
     name = os.fspath(source)
     if not os.path.isfile(name):
         what = "is a folder" if os.path.isdir(name) else "does not exist"
         raise MediaError(f"image {name!r} {what}")
     try:
         with Image.open(name) as picture:
-            return _from_pillow(picture, repr(name))
+            return _from_pillow(picture, repr(name), under)
     except UnidentifiedImageError:
         raise MediaError(
             f"{name!r} is no picture that can be read; give a png, jpeg, webp, tiff, bmp or gif"
@@ -57,7 +62,7 @@ def read_image(source: PathLike | Image | npt.NDArray[Any]) -> Frames:
         raise MediaError(f"image {name!r} can't be read to its end: {error}") from error
 
 
-def _from_pillow(picture: Image, name: str) -> Frames:
+def _from_pillow(picture: Image, name: str, under: Background) -> Frames:
     from PIL import Image, ImageOps
 
     upright = ImageOps.exif_transpose(picture)
@@ -67,15 +72,15 @@ def _from_pillow(picture: Image, name: str) -> Frames:
         grey = np.asarray(upright)
         if grey.min() < 0 or grey.max() > 65535:
             raise MediaError(f"{name} has 32-bit values; save it with 8 or 16 bits")
-        return _from_array(grey.astype(np.uint16))
+        return _from_array(grey.astype(np.uint16), under)
     if upright.has_transparency_data:
         clear = upright.convert("RGBA")
-        white = Image.new("RGBA", clear.size, "white")
-        upright = Image.alpha_composite(white, clear)
+        ground = Image.new("RGBA", clear.size, under)
+        upright = Image.alpha_composite(ground, clear)
     return np.array(upright.convert("RGB"))
 
 
-def _from_array(array: npt.NDArray[Any]) -> Frames:
+def _from_array(array: npt.NDArray[Any], under: Background) -> Frames:
     shaped = array[..., None] if array.ndim == 2 else array
     if shaped.ndim != 3 or shaped.shape[-1] not in (1, 3, 4) or 0 in shaped.shape:
         raise MediaError(f"an image array must be (H, W) or (H, W, 1, 3 or 4), got {array.shape}")
@@ -88,9 +93,9 @@ def _from_array(array: npt.NDArray[Any]) -> Frames:
             f"an image array must be uint8, uint16 or floats in 0..1, got {array.dtype}"
         )
     if pixels.shape[-1] == 4:
-        # White under what is transparent, rounded: (c a + 255 (255 - a)) / 255.
+        # The ground g under what is transparent, rounded: (c a + g (255 - a)) / 255.
         alpha = pixels[..., 3:].astype(np.uint32)
-        over = pixels[..., :3] * alpha + 255 * (255 - alpha)
+        over = pixels[..., :3] * alpha + (255 if under == "white" else 0) * (255 - alpha)
         return ((over + 127) // 255).astype(np.uint8)
     return np.array(np.broadcast_to(pixels, (*pixels.shape[:2], 3)))
 
