@@ -34,6 +34,17 @@ def test_full_within_and_as_it_was_afterwards(elsewhere: str) -> None:
     assert torch.get_float32_matmul_precision() == elsewhere
 
 
+def test_sums_of_half_precision_products_are_wide_within() -> None:
+    products = torch.backends.cuda.matmul
+    assert products.allow_fp16_reduced_precision_reduction, "PyTorch's default"
+    with full_float32():
+        assert not products.allow_fp16_reduced_precision_reduction
+        assert not products.allow_bf16_reduced_precision_reduction
+        assert not products.allow_fp16_accumulation
+    assert products.allow_fp16_reduced_precision_reduction
+    assert products.allow_bf16_reduced_precision_reduction
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")
 def test_a_convolution_on_a_card_has_float32s_digits() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -56,7 +57,21 @@ def test_auto(where: DeviceFacts, needs: ComponentNeeds, dtype: str) -> None:
 @pytest.mark.parametrize("asked", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("where", [OLD_CPU, V100, A100, MPS])
 def test_a_dtype_that_was_asked_for_is_given(where: DeviceFacts, asked: str) -> None:
-    assert choose(where, asked, LARGE)[0].parameters == asked
+    assert choose(where, asked, LARGE, force=True)[0].parameters == asked
+
+
+def test_fp16_on_a_cpu_is_refused_with_its_price_and_how_to_do_it() -> None:
+    with pytest.raises(InputError, match=r"200 to 500 times slower.*bf16 or fp32, or --force"):
+        choose(NEW_CPU, "float16", LARGE)
+    precision, notes = choose(NEW_CPU, "float16", LARGE, force=True)
+    assert precision.parameters == "float16"
+    assert "200 to 500 times slower" in notes[0]
+
+
+def test_a_dtype_that_a_device_does_not_have_is_refused() -> None:
+    old = replace(MPS, dtypes=("float32", "float16"))
+    with pytest.raises(InputError, match=r"a mps has no bfloat16; .*float32, float16"):
+        choose(old, "bfloat16", LARGE, force=True)
 
 
 def test_auto_without_risk_says_nothing() -> None:
@@ -79,7 +94,7 @@ def test_auto_without_risk_says_nothing() -> None:
 def test_what_is_risky_is_said(
     where: DeviceFacts, asked: str, needs: ComponentNeeds, said: str
 ) -> None:
-    notes = choose(where, asked, needs)[1]
+    notes = choose(where, asked, needs, force=True)[1]
     assert any(said in note and note.startswith(needs.name) for note in notes)
 
 

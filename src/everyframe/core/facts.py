@@ -10,8 +10,39 @@ from typing import Any
 
 
 @dataclass(frozen=True)
+class Rates:
+    """How fast a device is: `products` in operations a second by dtype, the rest in bytes a second.
+
+    `memory` is what passing over tensors takes, `load` the way from a file into place. `source`
+    says whether they were measured or are a maker's numbers.
+    """
+
+    products: tuple[tuple[str, float], ...]
+    memory: float
+    load: float
+    source: str
+
+    def product(self, dtype: str) -> float:
+        """Multiplications and additions a second in that dtype; as slow as the slowest if unknown.
+
+        A dtype that nobody measured is computed in another one, with casts.
+        """
+        known = dict(self.products)
+        return known.get(dtype) or min(known.values())
+
+
+#: Floating dtypes that a device computes in unless its facts say otherwise.
+ALL_DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
 class DeviceFacts:
-    """One device that can compute. `memory` in bytes; `kind` is torch's device type."""
+    """One device that can compute. `memory` in bytes; `kind` is torch's device type.
+
+    `dtypes` are the floating dtypes that exist on it, if only emulated; `max_array_bytes` is the
+    largest tensor that its library can address, None where memory is the only limit. `rates` are
+    those of a profile; a real device's are measured.
+    """
 
     name: str
     kind: str
@@ -21,6 +52,9 @@ class DeviceFacts:
     capability: tuple[int, int] | None = None
     has_fast_bf16: bool = False
     has_fast_fp16: bool = False
+    dtypes: tuple[str, ...] = ALL_DTYPES
+    max_array_bytes: int | None = None
+    rates: Rates | None = None
 
     @property
     def torch_name(self) -> str:

@@ -7,6 +7,7 @@ is the driver asked through torch, which makes a context. Read next: `everyframe
 
 from __future__ import annotations
 
+import platform
 import subprocess
 
 from everyframe.core.facts import DeviceFacts
@@ -14,6 +15,14 @@ from everyframe.core.facts import DeviceFacts
 #: The first CUDA capability with bf16 matrix instructions. `torch.cuda.is_bf16_supported()` is not
 #: asked: by default it says yes to older cards too, which emulate it.
 BF16_CAPABILITY = (8, 0)
+
+#: Floating dtypes of Apple's GPUs: Metal has no float64 (torch refuses it by name), and bfloat16
+#: came with macOS 14 (torch asks for that version).
+MPS_DTYPES = ("float32", "float16")
+_MPS_BF16_MACOS = 14
+
+#: MPSGraph addresses arrays up to this many bytes; larger ones abort the process.
+MPS_MAX_ARRAY_BYTES = 1 << 32
 
 #: Capabilities below tensor cores (7.0) whose fp16 arithmetic is faster than their float32.
 _FAST_FP16_BEFORE_7 = ((5, 3), (6, 0), (6, 2))
@@ -106,7 +115,14 @@ def _mps() -> DeviceFacts:
         free_memory=max(0, total - int(torch.mps.driver_allocated_memory())),
         has_fast_bf16=False,
         has_fast_fp16=True,
+        dtypes=MPS_DTYPES + (("bfloat16",) if _macos_major() >= _MPS_BF16_MACOS else ()),
+        max_array_bytes=MPS_MAX_ARRAY_BYTES,
     )
+
+
+def _macos_major() -> int:
+    major = platform.mac_ver()[0].partition(".")[0]
+    return int(major) if major.isdigit() else 0
 
 
 def _free_by_uuid() -> dict[str, int]:

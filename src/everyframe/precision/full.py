@@ -1,8 +1,10 @@
-"""Float32 that is float32: no device may round products to fewer bits behind a plan's back.
+"""Float32 that is float32, and sums in float32: no device may round behind a plan's back.
 
 cuDNN multiplies float32 convolutions in TF32 (10 bits after the point) by PyTorch's default, on
-every card since Ampere; a plan that says float32 for the autoencoder would not get it. Not here:
-which precision a component has (`policy`). Read next: `everyframe.engine.run`, which enters this.
+every card since Ampere; a plan that says float32 for the autoencoder would not get it. And cuBLAS
+may add up the parts of a half precision product in half precision, by default too: a sum overflows
+where the result would fit. Not here: which precision a component has (`policy`).
+Read next: `everyframe.engine.run`, which enters this.
 """
 
 from __future__ import annotations
@@ -13,10 +15,17 @@ from typing import Any
 
 import torch
 
+#: Switches of CUDA's matrix products that let sums be kept in half precision.
+_NARROW_SUMS = (
+    "allow_fp16_reduced_precision_reduction",
+    "allow_bf16_reduced_precision_reduction",
+    "allow_fp16_accumulation",
+)
+
 
 @contextmanager
 def full_float32() -> Iterator[None]:
-    """Within, float32 convolutions and matrix products are not cut to TF32 or bfloat16."""
+    """Within, float32 products are not cut to TF32 or bfloat16, and narrow products sum widely."""
     # Made when torch is imported, so type checkers see none of them.
     backends: Any = torch.backends
     operations = (
@@ -28,8 +37,14 @@ def full_float32() -> Iterator[None]:
     before = [operation.fp32_precision for operation in operations]
     for operation in operations:
         operation.fp32_precision = "ieee"
+    products = backends.cuda.matmul
+    allowed = [getattr(products, switch) for switch in _NARROW_SUMS]
+    for switch in _NARROW_SUMS:
+        setattr(products, switch, False)
     try:
         yield
     finally:
         for operation, precision in zip(operations, before, strict=True):
             operation.fp32_precision = precision
+        for switch, before_it in zip(_NARROW_SUMS, allowed, strict=True):
+            setattr(products, switch, before_it)

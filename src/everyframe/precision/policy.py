@@ -42,23 +42,38 @@ class ComponentNeeds:
 
 
 def choose(
-    device: DeviceFacts, asked: str, needs: ComponentNeeds
+    device: DeviceFacts, asked: str, needs: ComponentNeeds, *, force: bool = False
 ) -> tuple[Precision, tuple[str, ...]]:
     """The precision of a component, and what the plan should say about it.
 
-    `asked` is ``auto`` or a dtype that overrules it. A note is a whole sentence; without one the
-    choice needs no word.
+    `asked` is ``auto`` or a dtype that overrules it; `force` does what would be refused for its
+    price. A note is a whole sentence; without one the choice needs no word.
 
     Raises:
-        InputError: `asked` is none of `ASKABLE`.
+        InputError: `asked` is none of `ASKABLE`, does not exist on the device, or is fp16 on a CPU
+            without `force`.
     """
     if asked not in ASKABLE:
         raise InputError(f"dtype must be one of {', '.join(ASKABLE)}, got {asked!r}")
+    _check_asked(device, asked, force)
     dtype, notes = _auto(device, needs) if asked == "auto" else _as_asked(device, asked, needs)
     islands = () if dtype == "float32" else needs.islands
     if dtype == "float16":
         islands += needs.range_islands
     return Precision(parameters=dtype, compute=dtype, islands=islands), notes
+
+
+def _check_asked(device: DeviceFacts, asked: str, force: bool) -> None:
+    if asked != "auto" and asked not in device.dtypes:
+        raise InputError(
+            f"{device.name} has no {asked}; give --dtype auto or one of {', '.join(device.dtypes)}"
+        )
+    if asked == "float16" and device.kind == "cpu" and not force:
+        raise InputError(
+            "fp16 on a CPU: its matrix products were measured 200 to 500 times slower than in "
+            "float32, and nothing is won but memory; give --dtype bf16 or fp32, or --force to do "
+            "it all the same"
+        )
 
 
 def _auto(device: DeviceFacts, needs: ComponentNeeds) -> tuple[str, tuple[str, ...]]:
@@ -68,7 +83,7 @@ def _auto(device: DeviceFacts, needs: ComponentNeeds) -> tuple[str, tuple[str, .
         return _auto_on_cpu(device, needs), ()
     if device.has_fast_bf16:
         return "bfloat16", ()
-    if device.kind in ("cuda", "mps"):
+    if device.kind in ("cuda", "mps") and "float16" in device.dtypes:
         return "float16", _notes_of_fp16(device, needs)
     return "float32", ()
 
