@@ -24,7 +24,7 @@ from everyframe.families.opensora.config import STDiT3Config
 from everyframe.families.opensora.stdit3 import STDiT3
 from everyframe.families.opensora.vae import VideoVAE
 from recipes.shapes import captions, reader, temporal, text, understand, world
-from recipes.shapes.loop import Task, load_best
+from recipes.shapes.loop import Task, load_best, num_ranks, rank
 
 SIZES = STDiT3Config(
     in_channels=temporal.CHANNELS,
@@ -206,7 +206,7 @@ def batch_loss(
     return mean
 
 
-def task(work: Path, num_steps: int = 5000, batch: int = 64) -> Task:
+def task(work: Path, num_steps: int = 4000, batch: int = 96) -> Task:
     """The stage for `loop.train`; encodes its clips first, with the autoencoder in `work`."""
     vae = trained_vae(work)
     normalise(vae)
@@ -220,8 +220,10 @@ def task(work: Path, num_steps: int = 5000, batch: int = 64) -> Task:
     trials = list(world.held_out_scenes())[::8] + list(world.train_scenes())[::72]
 
     def loss(step: int) -> tuple[Tensor, dict[str, float]]:
-        rows = np.random.default_rng([23, step]).integers(len(latents.scenes), size=batch)
-        return batch_loss(modules, latents, rows, words, [24, step], True), {}
+        own = [step, rank()]
+        share = batch // num_ranks()
+        rows = np.random.default_rng([23, *own]).integers(len(latents.scenes), size=share)
+        return batch_loss(modules, latents, rows, words, [24, *own], True), {}
 
     def validate(_: nn.ModuleDict) -> dict[str, float]:
         losses = [
@@ -235,6 +237,7 @@ def task(work: Path, num_steps: int = 5000, batch: int = 64) -> Task:
         modules, loss, validate, clips_per_step=batch, num_steps=num_steps, learning_rate=2e-3,
         weight_decay=0.01, warmup=200, ema=0.998, validate_every=250,
         muon=("denoiser.spatial_blocks", "denoiser.temporal_blocks"),
+        compilable=tuple(modules["denoiser"].blocks_in_order()),
     )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 
@@ -28,7 +29,7 @@ class Task:
     better) decides what is best. `modules` are trained and saved; averaged copies of their weights
     (decay `ema`) are what is validated and kept, if `ema` is not 0. Layers' matrices whose names
     begin with one of `muon` are trained by Muon (Jordan et al., 2024), scaled to AdamW's step size,
-    the rest by AdamW.
+    the rest by AdamW. `compilable` are the modules that gain by `torch.compile`.
     """
 
     modules: nn.ModuleDict
@@ -44,6 +45,7 @@ class Task:
     print_every: int = 50
     clip_norm: float = 1.0
     muon: tuple[str, ...] = ()
+    compilable: tuple[nn.Module, ...] = ()
 
 
 def learning_rate_at(task: Task, step: int) -> float:
@@ -71,11 +73,13 @@ def train(task: Task, folder: Path, say: Callable[[str], None] = print) -> Path:
         say(f"going on from step {step}")
     begun, log = time.monotonic() - spent, folder / "log.csv"
     recent: dict[str, float] = {}
+    leads = rank() == 0
     rate_from, rate_time = step, time.monotonic()
     while step < task.num_steps:
         loss, figures = task.loss(step)
         task.modules.zero_grad(set_to_none=True)
         torch.autograd.backward(loss)
+        _share(task.modules)
         nn.utils.clip_grad_norm_(task.modules.parameters(), task.clip_norm)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -85,7 +89,7 @@ def train(task: Task, folder: Path, say: Callable[[str], None] = print) -> Path:
         _average(average, task, step)
         for name, value in {"loss": loss.item(), **figures}.items():
             recent[name] = value if name not in recent else 0.95 * recent[name] + 0.05 * value
-        if step % task.print_every == 0 or step == task.num_steps:
+        if leads and (step % task.print_every == 0 or step == task.num_steps):
             speed = (step - rate_from) / (time.monotonic() - rate_time)
             rate_from, rate_time = step, time.monotonic()
             left = (task.num_steps - step) / speed / 60
@@ -93,7 +97,7 @@ def train(task: Task, folder: Path, say: Callable[[str], None] = print) -> Path:
             rate = speed * task.clips_per_step
             say(f"step {step}/{task.num_steps} {shown} {rate:.1f} clips/s, {left:.1f} min left")
             _write(log, "train", step, time.monotonic() - begun, recent)
-        if step % task.validate_every == 0 or step == task.num_steps:
+        if leads and (step % task.validate_every == 0 or step == task.num_steps):
             measured = _validated(task, average)
             _write(log, "valid", step, time.monotonic() - begun, measured)
             say(f"step {step} validation: " + " ".join(f"{k} {v:.4f}" for k, v in measured.items()))
@@ -131,6 +135,28 @@ def _optimizers(task: Task) -> list[torch.optim.Optimizer]:
     return found
 
 
+def rank() -> int:
+    """Which of the training's processes this is."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def num_ranks() -> int:
+    """How many processes train together."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _share(modules: nn.ModuleDict) -> None:
+    """Gradients of all processes -> their mean, so that all take the same step."""
+    if num_ranks() == 1:
+        return
+    grads = [p.grad for p in modules.parameters() if p.grad is not None]
+    flat = torch.cat([grad.flatten() for grad in grads])
+    dist.all_reduce(flat)
+    flat /= num_ranks()
+    parts = flat.split([grad.numel() for grad in grads])
+    torch._foreach_copy_(grads, [p.view_as(g) for p, g in zip(parts, grads, strict=True)])
+
+
 def load_best(modules: nn.ModuleDict, folder: Path) -> dict[str, Any]:
     """Loads the best weights of a finished or running stage; returns what was measured."""
     kept = torch.load(folder / "best.pt", weights_only=True)
@@ -152,7 +178,7 @@ def _validated(task: Task, average: dict[str, Tensor]) -> dict[str, float]:
     if task.ema:
         task.modules.load_state_dict(average)
     task.modules.eval()
-    with torch.no_grad():
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         measured = task.validate(task.modules)
     task.modules.train()
     task.modules.load_state_dict(trained)

@@ -6,9 +6,13 @@ Every stage can be stopped at any time (Ctrl-C) and goes on where it stopped whe
 from __future__ import annotations
 
 import argparse
+import os
+import tempfile
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 
 from everyframe.checkpoints.places import cache_folder
 from recipes.shapes.loop import Task, train
@@ -42,22 +46,43 @@ def build(stage: str, work: Path, num_steps: int | None) -> Task:
     return polish.task(work, **steps)
 
 
+def run(rank: int, stage: str, given: argparse.Namespace) -> None:
+    """Trains one stage, as one of several processes where there are."""
+    if given.processes > 1:
+        # One core each: threads that share a layer wait for each other most of the time.
+        dist.init_process_group(
+            "gloo", init_method=f"file://{given.meeting}", rank=rank, world_size=given.processes
+        )
+        if hasattr(os, "sched_setaffinity"):  # Linux
+            os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
+    torch.set_num_threads(1 if given.processes > 1 else given.threads)
+    torch.manual_seed(0)
+    task = build(stage, given.work, given.steps)
+    if given.compile:
+        for part in task.compilable:
+            part.compile()
+    train(task, given.work / stage, say=lambda line: print(line, flush=True))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--stage", choices=(*STAGES, "all"), default="all")
     parser.add_argument("--work", type=Path, default=WORK, help="folder of the runs")
     parser.add_argument("--steps", type=int, help="number of steps instead of the stage's own")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=2, help="of a process that trains alone")
+    parser.add_argument("--processes", type=int, default=1, help="for the denoiser, a core each")
+    parser.add_argument(
+        "--compile", action="store_true", help="torch.compile; needs a C++ compiler"
+    )
     given = parser.parse_args()
-    torch.set_num_threads(given.threads)
     for stage in STAGES if given.stage == "all" else (given.stage,):
-        torch.manual_seed(0)
         print(f"stage {stage}", flush=True)
-        train(
-            build(stage, given.work, given.steps),
-            given.work / stage,
-            say=lambda line: print(line, flush=True),
-        )
+        if stage == "denoiser" and given.processes > 1:
+            with tempfile.TemporaryDirectory() as folder:
+                given.meeting = Path(folder) / "meeting"
+                mp.spawn(run, (stage, given), nprocs=given.processes)
+        else:
+            run(0, stage, argparse.Namespace(**{**vars(given), "processes": 1}))
 
 
 if __name__ == "__main__":
