@@ -102,6 +102,20 @@ class Frames(Event):
 
 
 @dataclass(frozen=True)
+class Sound(Event):
+    """The sound of the video with this seed, float32 in -1..1, (channels, n), `rate` a second.
+
+    Comes before the frames that it belongs to.
+    """
+
+    type: ClassVar[str] = "sound"
+    seed: int
+    rate: int
+    seconds: float
+    samples: Any = field(repr=False, metadata={"bulky": True})
+
+
+@dataclass(frozen=True)
 class VideoDone(Event):
     """All frames of the video with this seed came; `record` is what it takes to make it again."""
 

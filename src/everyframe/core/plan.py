@@ -20,6 +20,7 @@ class Settings:
     works in steps that do not hit it (240p is 240x426 to Open-Sora 1.2, which makes 240x424).
     `prompt` is empty for a model that takes none. `fit` is how given pictures are brought to the
     size (``crop``, ``pad``, ``stretch``), None where the family wants them as they were given.
+    `savings` are what the resolver chose so that less memory is needed, by the family's own names.
     """
 
     prompt: str
@@ -38,6 +39,7 @@ class Settings:
     nominal_size: tuple[int, int] | None = None
     fit: str | None = "crop"
     options: tuple[tuple[str, Any], ...] = ()
+    savings: tuple[tuple[str, int], ...] = ()
 
     @property
     def told_size(self) -> tuple[int, int]:
@@ -47,6 +49,14 @@ class Settings:
     def option(self, name: str) -> Any:
         """The settled value of a family's own option."""
         return dict(self.options)[name]
+
+    def saving(self, name: str, otherwise: int) -> int:
+        """What the resolver chose to save memory, or what holds without."""
+        return dict(self.savings).get(name, otherwise)
+
+    def with_saving(self, name: str, value: int) -> Settings:
+        """These settings with one more saving."""
+        return replace(self, savings=(*dict(self.savings, **{name: value}).items(),))
 
     def for_seed(self, seed: int) -> Settings:
         """The settings of one video out of several."""
@@ -67,7 +77,8 @@ class ComponentPlan:
     """One part of the model: what it is read from, where and in which precision it runs.
 
     `weight_bytes` is what its parameters take in that precision, `working_bytes` the forecast peak
-    of everything else while it runs.
+    of everything else while it runs. With `offload` the parameters lie in the host's memory, and
+    `resident_bytes` of them at most are on the device at any time.
     """
 
     name: str
@@ -79,16 +90,41 @@ class ComponentPlan:
     precision: Precision
     weight_bytes: int
     working_bytes: int
+    offload: bool = False
+    resident_bytes: int | None = None
 
     @property
     def peak_bytes(self) -> int:
-        """Forecast of the memory that this component needs while it is loaded."""
-        return self.weight_bytes + self.working_bytes
+        """Forecast of the device's memory that this component needs while it is loaded."""
+        weights = self.weight_bytes if self.resident_bytes is None else self.resident_bytes
+        return weights + self.working_bytes
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """What the dry run of a stage found.
+
+    `working_bytes` is the peak beside the weights, `num_operations` those of one call, `operations`
+    the multiplications and additions of all calls for one video; `seconds` are forecast where rates
+    are known, loading counted in.
+    """
+
+    name: str
+    component: str
+    working_bytes: int
+    num_operations: int
+    operations: float
+    seconds: float | None = None
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that will happen, in the order of the stages."""
+    """Everything that will happen, in the order of the stages.
+
+    `clashes` are places where the dry run broke the rules of precision: such a plan can't run.
+    `host_bytes` is what the host needs beside the device, `rates` where seconds come from, and
+    `profile` the name of the made-up machine that this is for, None for the real one.
+    """
 
     model: str
     family: str
@@ -100,6 +136,22 @@ class Plan:
     to_fetch: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     obstacle: str | None = None
+    stages: tuple[StagePlan, ...] = ()
+    clashes: tuple[str, ...] = ()
+    host_bytes: int = 0
+    rates: str = ""
+    profile: str | None = None
+
+    @property
+    def num_operations(self) -> int:
+        """Operations that were held against the rules of precision in the dry run; 0 without."""
+        return sum(stage.num_operations for stage in self.stages)
+
+    @property
+    def seconds(self) -> float | None:
+        """Forecast of one video from the first stage to the last; None where no rates are known."""
+        seconds = [stage.seconds for stage in self.stages if stage.seconds is not None]
+        return sum(seconds) if seconds else None
 
     def component(self, name: str) -> ComponentPlan:
         """The component of that name."""
@@ -107,8 +159,16 @@ class Plan:
 
     @property
     def peak_bytes(self) -> int:
-        """The largest stage, not the sum: components are loaded one at a time."""
-        return max(part.peak_bytes for part in self.components)
+        """The largest stage, not the sum: components are loaded one stage at a time.
+
+        Those that share a stage are in memory together, and work one after the other.
+        """
+        weights: dict[str, int] = {}
+        working: dict[str, int] = {}
+        for part in self.components:
+            weights[part.stage] = weights.get(part.stage, 0) + part.weight_bytes
+            working[part.stage] = max(working.get(part.stage, 0), part.working_bytes)
+        return max(weights[stage] + working[stage] for stage in weights)
 
     def for_seed(self, seed: int) -> Plan:
         """The plan of one video out of several."""

@@ -54,7 +54,8 @@ def make_record(plan: Plan, request: Request, weight_files: Sequence[str]) -> di
         "model": {
             "name": _model_name(plan.model),
             "is_local": _is_local(plan.model),
-            "sha256": digest(weight_files),
+            # Weights that somebody had in memory are no file's.
+            "sha256": digest(weight_files) if weight_files else None,
         },
         "request": _asked(request, plan),
         "settings": settings,
@@ -69,7 +70,10 @@ def _is_local(model: str) -> bool:
 
     A folder that happens to be called as a known model is, as everywhere, not what is meant.
     """
-    return locate(model).kind in ("folder", "file")
+    try:
+        return locate(model).kind in ("folder", "file")
+    except InputError:  # the class of a pipeline that was given in Python
+        return False
 
 
 def _model_name(model: str) -> str:
@@ -116,8 +120,12 @@ def _options_of_files() -> set[str]:
 
 def _public(value: Any) -> Any:
     """An option's value without folders; several may be given, in a list or with commas."""
+    if isinstance(value, Mapping):
+        return {str(key): _public(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [_public(each) for each in value]
+    if not isinstance(value, (str, Path, int, float, bool, type(None))):
+        return f"<{type(value).__name__}>"  # an object given in Python
     if isinstance(value, Path):
         return _public_name(os.fspath(value))
     if isinstance(value, str) and not Path(value).expanduser().exists():
@@ -199,6 +207,11 @@ def _check_local_model(record: Mapping[str, Any]) -> None:
     """A model that lay in a folder is recorded without it, and has to be shown again."""
     model = record.get("model", {})
     name = str(model.get("name"))
+    if "sha256" in model and model["sha256"] is None:
+        raise InputError(
+            f"the video was made with a {name} that was given in Python; load that again and call "
+            "everyframe.run(pipe, from_record=...)"
+        )
     if model.get("is_local") and not Path(name).exists():
         raise InputError(
             f"the video was made with a model on the maker's own disk, {name!r}, which is not in "

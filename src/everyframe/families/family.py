@@ -8,9 +8,9 @@ chooses neither. One folder a family; the same files in each: `options.py`, `con
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from everyframe.core.events import Event
 from everyframe.core.options import FamilyOptions
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from everyframe.checkpoints.find import Location
+    from everyframe.core.plan import Precision
     from everyframe.precision.policy import ComponentNeeds
 
 
@@ -30,6 +31,8 @@ class Component:
 
     `num_elements` counts each tensor of its weights by name;
     `working_bytes(bytes_per_element)` forecasts the peak memory beside them while it runs.
+    Components of the same `stage` are in memory together. `has_precision` is that of a component
+    that is loaded already, by somebody else: then nothing is chosen for it.
     """
 
     name: str
@@ -39,6 +42,7 @@ class Component:
     num_elements: Mapping[str, int]
     needs: ComponentNeeds
     working_bytes: Callable[[int], int]
+    has_precision: Precision | None = None
 
 
 @dataclass(frozen=True)
@@ -135,6 +139,50 @@ class Model(Protocol):
 
     def stages(self, plan: Plan, clip: int) -> Sequence[Stage]:
         """The stages of one clip of a chain, in order."""
+        ...
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """One call of a component as its stage makes it, for a dry run on tensors without numbers.
+
+    `module` gives the component's module, empty, on meta; a shared one may be given again.
+    ``call(module, device)`` does what the stage does once, with what is around the model (guidance,
+    a sampler's step) and everything on `device` that would be there; `num_calls` is how often the
+    stage does that for one video. Calls with equal `key` find the same. `outputs` are those that
+    the stage loads the component with (see `precision.edges.apply`).
+    """
+
+    stage: str
+    component: str
+    module: Callable[[], Any]
+    call: Callable[[Any, str], object]
+    num_calls: float
+    key: Hashable
+    outputs: tuple[str, ...] = ("",)
+
+
+@dataclass(frozen=True)
+class Saving:
+    """Settings with which a component takes less memory, and what the plan says of the change."""
+
+    settings: Settings
+    says: str
+
+
+@runtime_checkable
+class Rehearsing(Protocol):
+    """A model whose stages can be run dry, so that plans know clashes, memory and time of them."""
+
+    def rehearsals(self, settings: Settings) -> Sequence[Rehearsal]:
+        """A call of every stage, in their order."""
+        ...
+
+    def savings(self, component: str, settings: Settings) -> Iterator[Saving]:
+        """Ways to run that component in less memory, from the least change to the most.
+
+        Each has those before it in it. Nothing that the request asked for by name is changed.
+        """
         ...
 
 

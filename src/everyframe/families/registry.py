@@ -22,6 +22,11 @@ _FAMILIES = {
         ("everyframe.families.svd.options", "SVDOptions"),
         ("everyframe.families.svd.family", "SVD"),
     ),
+    # Last: it takes every diffusers folder that makes videos and that no other family took.
+    "pipeline": (
+        ("everyframe.families.pipeline.options", "PipelineOptions"),
+        ("everyframe.families.pipeline.family", "PIPELINE"),
+    ),
 }
 
 

@@ -36,6 +36,14 @@ EMBEDDED_MODEL = "shapes"
 
 
 @dataclass(frozen=True)
+class GivenModel:
+    """A model in memory and the name of its family."""
+
+    family: str
+    model: Model
+
+
+@dataclass(frozen=True)
 class Prepared:
     """A plan and the model that it is for."""
 
@@ -53,16 +61,25 @@ def resolve(request: Request) -> Plan:
 
 
 def prepare(
-    request: Request, *, may_fetch: bool = False, num_threads: int | None = None
+    request: Request,
+    *,
+    may_fetch: bool = False,
+    num_threads: int | None = None,
+    given: GivenModel | None = None,
 ) -> Prepared:
     """The plan with its model; with `may_fetch` a hub model's configs may be fetched for it.
 
     `num_threads` (of the CPU) is the number of usable cores unless a record asks for another.
+    `given` is a model that somebody has in memory, in place of one that the request names.
     """
     check_option_names(request)
-    if request.model is None:
-        refuse_if_not_drawable(request)
-    model, family_name = _find_model(request, may_fetch)
+    if given is not None:
+        family_options(given.family, request)
+        model, family_name = given.model, given.family
+    else:
+        if request.model is None:
+            refuse_if_not_drawable(request)
+        model, family_name = _find_model(request, may_fetch)
     facts = machine_facts(request.device)
     device = pick_device(facts, request.device)
     seed = random_seed() if request.seed is None else request.seed
@@ -142,7 +159,11 @@ def _components(
 def _component(
     component: Component, device: DeviceFacts, asked: str
 ) -> tuple[ComponentPlan, tuple[str, ...]]:
-    precision, notes = choose(device, asked, component.needs)
+    precision, notes = (
+        choose(device, asked, component.needs)
+        if component.has_precision is None
+        else (component.has_precision, ())
+    )
     plan = ComponentPlan(
         name=component.name,
         title=component.title,
@@ -162,13 +183,16 @@ def _obstacle(plan: Plan, model: Model, facts: MachineFacts, request: Request) -
     if fits(plan.peak_bytes, plan.device):
         return None
     largest = max(plan.components, key=lambda part: part.peak_bytes)
+    # Parts that share a stage are in memory together: none of them alone is what is too large.
+    together = plan.peak_bytes > largest.peak_bytes
+    what = f"{plan.title}, all of it in memory at once," if together else f"the {largest.title}"
     text = (
-        f"not enough memory: the {largest.title} needs about {describe_bytes(largest.peak_bytes)}, "
+        f"not enough memory: {what} needs about {describe_bytes(plan.peak_bytes)}, "
         f"{plan.device.name} has {describe_bytes(plan.device.free_memory)} free"
     )
     for settings in model.smaller(plan.settings):
         components, _ = _components(model, settings, plan.device, request)
-        if all(fits(part.peak_bytes, plan.device) for part in components):
+        if fits(replace(plan, components=components).peak_bytes, plan.device):
             return (
                 f"{text}; the largest that fits is {settings.width}x{settings.height} with "
                 f"{settings.num_frames} frames "

@@ -1,0 +1,62 @@
+"""The call of a pipeline: keyword arguments out of settings and one take.
+
+What was settled is given by the pipeline's own names; the rest keeps the pipeline's defaults.
+Read next: `stages.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from everyframe.core.plan import Settings
+from everyframe.families.family import Take
+from everyframe.families.pipeline.interface import Interface
+
+
+def arguments(interface: Interface, settings: Settings, take: Take) -> dict[str, Any]:
+    """Keyword arguments for one video with the take's seed.
+
+    The generator lives on the CPU, so noise depends on the seed alone and not on the device.
+    """
+    from PIL import Image
+
+    ours: dict[str, Any] = {
+        "height": settings.height,
+        "width": settings.width,
+        "num_frames": settings.num_frames,
+        "fps": settings.fps,
+        "num_inference_steps": settings.num_inference_steps,
+        "guidance_scale": settings.guidance_scale,
+        "seed": torch.Generator(device="cpu").manual_seed(take.seed),
+    }
+    if settings.prompt:
+        ours["prompt"] = settings.prompt
+    if settings.negative_prompt is not None:
+        ours["negative_prompt"] = settings.negative_prompt
+    if take.start_noise is not None:
+        ours["latents"] = take.start_noise
+    for name, given in (("image", take.given.first), ("last_image", take.given.last)):
+        if given is not None:
+            ours[name] = Image.fromarray(given[0])
+    call = {}
+    for option, value in ours.items():
+        own = interface.name_of(option)
+        if own is not None:
+            call[own] = _as_declared(interface, own, value)
+    call.update(settings.option("option"))
+    if "output_type" in interface.parameters:
+        call["output_type"] = "np"
+    if "return_dict" in interface.parameters:
+        call["return_dict"] = True
+    if interface.is_modular:
+        wanted = ("videos", "audio", "sampling_rate")
+        call["output"] = [name for name in wanted if name in interface.results]
+    return call
+
+
+def _as_declared(interface: Interface, name: str, value: Any) -> Any:
+    """A whole frame rate as an int for a pipeline that says int, as diffusers' LTX does."""
+    is_whole = isinstance(value, float) and value.is_integer()
+    return int(value) if is_whole and interface.parameters[name].kinds == (int,) else value

@@ -1,0 +1,164 @@
+"""A diffusers folder: its index, its components, and what in it can't be run. No weights are read.
+
+``model_index.json`` names a plain pipeline, ``modular_model_index.json`` a modular one; each
+component lies in a folder of its own, weights as safetensors. Refused here: pickled weights, parts
+that are missing, quantised ones, and code that comes along and wasn't allowed.
+Read next: `classes.py`, `family.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from everyframe.checkpoints.find import Location
+from everyframe.checkpoints.folder import read_json
+from everyframe.core.errors import CheckpointError
+
+INDEX = "model_index.json"
+MODULAR_INDEX = "modular_model_index.json"
+
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+#: ``diffusion_pytorch_model.fp16.safetensors``: a second set of the same weights.
+_VARIANT = re.compile(r"\.(?P<name>fp16|bf16|fp32|non_ema)[.-]")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One component: the library and class that the index names, and its folder.
+
+    `weights` are its safetensors files, empty for what has none (schedulers, tokenizers); `variant`
+    is diffusers' name of the set that they belong to.
+    """
+
+    name: str
+    library: str
+    class_name: str
+    folder: Path
+    weights: tuple[Path, ...] = ()
+    variant: str | None = None
+
+    def config(self) -> Mapping[str, Any]:
+        """The component's config; nothing where it has none."""
+        names = ("config.json", "guider_config.json")
+        file = next((self.folder / name for name in names if (self.folder / name).is_file()), None)
+        return {} if file is None else read_json(file)
+
+
+@dataclass(frozen=True)
+class Files:
+    """A pipeline's place. `where` is for people and records."""
+
+    where: str
+    folder: Path
+    class_name: str
+    parts: tuple[Part, ...]
+    is_modular: bool
+    code_file: str | None = None
+
+    @property
+    def models(self) -> tuple[Part, ...]:
+        """The components that have weights."""
+        return tuple(part for part in self.parts if part.weights)
+
+
+def find_files(location: Location, *, trust_remote_code: bool = False) -> Files | None:
+    """The pipeline at that place; None if there is none.
+
+    Raises:
+        CheckpointError: a pipeline that can't be loaded; one line that says why and what to do.
+    """
+    if location.path is not None:
+        folder, where = location.path, location.path.name or location.asked
+    elif location.known is None and location.parts and location.parts[0].complete:
+        assert location.parts[0].folder is not None
+        folder, where = location.parts[0].folder, location.asked
+    else:
+        return None
+    for name in (MODULAR_INDEX, INDEX):
+        if (folder / name).is_file():
+            return _read(where, folder, name, trust_remote_code)
+    return None
+
+
+def _read(where: str, folder: Path, index_name: str, trust: bool) -> Files:
+    index, is_modular = read_json(folder / index_name), index_name == MODULAR_INDEX
+    given = index.get("_class_name")
+    code_file = None
+    if isinstance(given, list) and len(given) == 2:
+        code_file, given = f"{given[0]}.py", given[1]
+    if is_modular and (folder / "modular_config.json").is_file():
+        code_file = "modular_config.json" if _maps_code(folder / "modular_config.json") else None
+    if not isinstance(given, str):
+        raise CheckpointError(f"{folder / index_name} names no pipeline class (_class_name)")
+    if code_file is not None and not trust:
+        raise CheckpointError(_untrusted(where, f"its pipeline is code of its own ({code_file})"))
+    parts = [
+        _part(where, folder, name, entry, trust)
+        for name, entry in index.items()
+        if not name.startswith("_") and isinstance(entry, list) and len(entry) in (2, 3)
+    ]
+    return Files(where, folder, given, tuple(filter(None, parts)), is_modular, code_file)
+
+
+def _maps_code(file: Path) -> bool:
+    return bool(read_json(file).get("auto_map"))
+
+
+def _untrusted(where: str, what: str) -> str:
+    return (
+        f"{where} wants to run Python code that comes with it: {what}. Read that code; if you "
+        "trust it, allow it with --trust-remote-code (trust_remote_code=True)"
+    )
+
+
+def _part(where: str, root: Path, name: str, entry: list[Any], trust: bool) -> Part | None:
+    """A component of the index; None for one that the pipeline was saved without."""
+    library, class_name = entry[:2]
+    spec = entry[2] if len(entry) == 3 and isinstance(entry[2], dict) else {}
+    if library is None or class_name is None:
+        return None
+    folder = root / str(spec.get("subfolder") or name)
+    if not folder.is_dir():
+        elsewhere = spec.get("pretrained_model_name_or_path")
+        hint = f"; its index has it in {elsewhere}" if elsewhere and len(entry) == 3 else ""
+        raise CheckpointError(
+            f"{where} lacks its component {name!r} ({class_name}): there is no folder "
+            f"{folder.name}/ in it{hint}; get the whole checkpoint"
+        )
+    if (folder / f"{library}.py").is_file() and not trust:
+        raise CheckpointError(_untrusted(where, f"{name} is {library}.py"))
+    weights, variant = _weights(where, name, folder)
+    part = Part(name, str(library), str(class_name), folder, weights, variant)
+    if part.config().get("quantization_config"):
+        raise CheckpointError(
+            f"{where}: its {name} is quantised, which is not supported; take the checkpoint "
+            "in bfloat16 or float32"
+        )
+    return part
+
+
+def _weights(where: str, name: str, folder: Path) -> tuple[tuple[Path, ...], str | None]:
+    """The safetensors files to read, and the variant that they are.
+
+    Plain ones first; a folder that has variants only is read in the first of these.
+    """
+    by_variant: dict[str, list[Path]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        match = _VARIANT.search(file.name)
+        by_variant.setdefault(match["name"] if match else "", []).append(file)
+    if by_variant:
+        variant = "" if "" in by_variant else min(by_variant)
+        return tuple(by_variant[variant]), variant or None
+    pickled = sorted(file.name for file in folder.iterdir() if file.suffix in _PICKLES)
+    if pickled:
+        raise CheckpointError(
+            f"{where}: the weights of its {name} are pickled ({pickled[0]}), and reading a pickle "
+            "can run any program. If you trust whoever made them, convert them once: "
+            f"DiffusionPipeline.from_pretrained({where!r}, use_safetensors=False)"
+            ".save_pretrained(FOLDER) writes safetensors; then give FOLDER"
+        )
+    return (), None

@@ -1,0 +1,122 @@
+"""Classes by the names that an index has for them: of the pipeline and of its components.
+
+The one place that imports diffusers for planning (a few seconds). Code that comes with a checkpoint
+is imported here too, if and only if it was allowed. Read next: `interface.py`, `loading.py`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from everyframe.core.errors import CheckpointError, MissingPackageError
+from everyframe.families.pipeline.checkpoint import Files, Part
+from everyframe.families.pipeline.interface import Interface, of_blocks, of_class
+
+_SUPPORTED = (
+    "every diffusers video pipeline that makes a video of a text or a picture, "
+    "StableVideoDiffusionPipeline and StableDiffusionControlNetInpaintPipeline"
+)
+
+
+def pipeline_class(files: Files) -> Any:
+    """The pipeline's class.
+
+    Raises:
+        CheckpointError: this diffusers has no such class.
+    """
+    import diffusers
+
+    if files.code_file is not None and not files.is_modular:
+        return _own_code(files.folder, files.code_file, files.class_name)
+    found = getattr(diffusers, files.class_name, None)
+    if found is None:
+        raise CheckpointError(
+            f"{files.where} is a {files.class_name}, which diffusers {diffusers.__version__} does "
+            "not have; a newer diffusers may (pip install -U diffusers)"
+        )
+    return found
+
+
+def interface_of(files: Files) -> Interface:
+    """What the pipeline takes.
+
+    Raises:
+        CheckpointError: it is no video pipeline, or can make none of what a request can hold.
+    """
+    if files.is_modular:
+        pipe = empty_modular(files)
+        read = of_blocks(files.class_name, pipe.blocks)
+    else:
+        read = of_class(pipeline_class(files))
+    return checked(read)
+
+
+def checked(interface: Interface) -> Interface:
+    """The same interface, of a pipeline that makes a video of a text or a picture.
+
+    Raises:
+        CheckpointError: it makes something else, or of something else.
+    """
+    if not interface.makes_video:
+        raise CheckpointError(
+            f"{interface.class_name} is not a video pipeline; supported are {_SUPPORTED}"
+        )
+    if not {"prompt", "image"} & set(interface.parameters):
+        raise CheckpointError(
+            f"{interface.class_name} makes no video of a text or a picture; supported are "
+            f"{_SUPPORTED}"
+        )
+    return interface
+
+
+def empty_modular(files: Files) -> Any:
+    """A modular pipeline without its weights: blocks, and what is made from configs alone."""
+    cls: Any = pipeline_class(files)
+    return cls.from_pretrained(
+        str(files.folder),
+        local_files_only=True,
+        # Asked for and checked in `checkpoint`; None there means that there is no such code.
+        trust_remote_code=True if files.code_file is not None else None,
+    )
+
+
+def component_class(part: Part) -> Any:
+    """The class of a component, of diffusers, of transformers, of a pipeline's own module or its
+    own code.
+
+    Raises:
+        CheckpointError: the library has no such class. MissingPackageError: no such library.
+    """
+    import diffusers
+
+    if (part.folder / f"{part.library}.py").is_file():
+        return _own_code(part.folder, f"{part.library}.py", part.class_name)
+    library: Any = getattr(diffusers.pipelines, part.library, None)
+    if library is None:
+        try:
+            library = import_module(part.library)
+        except ImportError as error:
+            raise MissingPackageError(
+                f"{part.name} needs the package {part.library!r}: pip install {part.library}"
+            ) from error
+    found = getattr(library, part.class_name, None)
+    if found is None and part.library == "transformers":
+        # Names of before transformers 5: slow and fast tokenizers and image processors were two.
+        found = getattr(library, part.class_name.removesuffix("Fast"), None)
+    if found is None:
+        version = getattr(library, "__version__", "")
+        raise CheckpointError(
+            f"{part.name} is a {part.class_name}, which {part.library} {version} does not have; "
+            f"a newer one may (pip install -U {part.library})"
+        )
+    return found
+
+
+def _own_code(folder: Path, file: str, class_name: str) -> Any:
+    from diffusers.utils.dynamic_modules_utils import get_class_from_dynamic_module
+
+    return get_class_from_dynamic_module(
+        str(folder), module_file=file, class_name=class_name, trust_remote_code=True
+    )

@@ -1,0 +1,129 @@
+"""The parts of a pipeline for a plan: what they hold, what precision they want, what they need.
+
+Counted from the headers of the weight files; no module is built. All parts are in memory together
+while a pipeline's `__call__` runs, so all belong to one stage. Forecasts are rough: the widest
+tensors of one block, and the frames. Read next: `loading.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from everyframe.checkpoints.headers import SafetensorsHeader, read_header
+from everyframe.core.plan import Settings
+from everyframe.families.family import Component
+from everyframe.families.pipeline.checkpoint import Files, Part
+from everyframe.families.pipeline.classes import component_class
+from everyframe.families.pipeline.sizes import Sizes, denoisers
+from everyframe.precision.islands import in_island
+from everyframe.precision.policy import ComponentNeeds
+
+STAGE = "pipeline"
+
+#: Direct children of denoisers that steer every block or end the stream: float32 at least.
+_STEERING = (
+    "time_embed", "time_embedding", "time_embedder", "time_text_embed", "adaln_single",
+    "norm_out", "proj_out", "conv_norm_out", "conv_out",
+)  # fmt: skip
+#: Beyond fp16's range in T5's feed-forward.
+_T5_RANGE = ("*.wo",)
+_DTYPES = {"BF16": "bfloat16", "F16": "float16"}
+
+
+def components(files: Files, sizes: Sizes, settings: Settings) -> tuple[Component, ...]:
+    """Every part that has weights, in the order of the index."""
+    return tuple(_component(part, files, sizes, settings) for part in files.models)
+
+
+def _component(part: Part, files: Files, sizes: Sizes, settings: Settings) -> Component:
+    headers = [read_header(file) for file in part.weights]
+    count = {
+        name: math.prod(fact.shape) for header in headers for name, fact in header.tensors.items()
+    }
+    needs = ComponentNeeds(
+        part.name,
+        sum(count.values()),
+        islands=islands_of(part.name, component_class(part), count),
+        range_islands=_present(_T5_RANGE, count) if "T5" in part.class_name else (),
+        prefers=prefers(part.name, _stored(headers)),
+        force_upcast=bool(part.config().get("force_upcast")),
+    )
+    return Component(
+        name=part.name,
+        title=part.class_name,
+        stage=STAGE,
+        source=f"{files.where}/{part.name}",
+        num_elements=count,
+        needs=needs,
+        working_bytes=partial(working_bytes, part.name, sizes, settings),
+    )
+
+
+def prefers(name: str, stored: str) -> str:
+    """What a part should run in: decoders of pictures and sound in float32, as their output is the
+    product; everything else in what it was stored in, float32 counting as "anything"."""
+    if "vae" in name or "vocoder" in name:
+        return "float32"
+    return _DTYPES.get(stored, "bfloat16")
+
+
+def _stored(headers: list[SafetensorsHeader]) -> str:
+    """The dtype of most bytes, in safetensors' spelling."""
+    totals: dict[str, int] = {}
+    for header in headers:
+        for fact in header.tensors.values():
+            totals[fact.dtype] = totals.get(fact.dtype, 0) + fact.num_bytes
+    return max(totals, key=lambda dtype: totals[dtype]) if totals else "F32"
+
+
+def islands_of(name: str, cls: Any, parameters: Mapping[str, int]) -> tuple[str, ...]:
+    """What stays in float32: what the class itself says must, and what steers a denoiser."""
+    own = getattr(cls, "_keep_in_fp32_modules", None) or ()
+    patterns = [form for word in own for form in (word, f"*.{word}")]
+    if denoisers((name,)):
+        patterns += _STEERING
+    return _present(tuple(patterns), parameters)
+
+
+def _present(patterns: tuple[str, ...], parameters: Mapping[str, int]) -> tuple[str, ...]:
+    found = (each for each in patterns if any(in_island(name, (each,)) for name in parameters))
+    return tuple(dict.fromkeys(found))
+
+
+def working_bytes(name: str, sizes: Sizes, settings: Settings, element: int) -> int:
+    """About what a part holds beside its weights while it runs; 0 for encoders of text."""
+    pixels = settings.height * settings.width * settings.num_frames
+    if denoisers((name,)):
+        return _of_denoiser(sizes, pixels, element, 1 if settings.guidance_scale <= 1 else 2)
+    if name in ("vae", "diffusion_decoder"):
+        return _of_decoder(sizes, settings, pixels, element)
+    return 0
+
+
+def _of_denoiser(sizes: Sizes, pixels: int, element: int, branches: int) -> int:
+    """Stream, its normed copy, queries, keys, values and a feed-forward four times as wide."""
+    config = sizes.denoiser
+    patch = config.get("patch_size", 1)
+    side = int(patch[-1] if isinstance(patch, (list, tuple)) else patch or 1)
+    per_token = (sizes.spatial_factor * side) ** 2 * (sizes.temporal_factor or 1)
+    heads, width = config.get("num_attention_heads", 16), config.get("attention_head_dim", 64)
+    channels = config.get("block_out_channels")
+    if isinstance(channels, (list, tuple)):
+        hidden = int(max(channels))
+    else:
+        hidden = int(_first(heads) * _first(width))
+    return branches * (pixels // per_token) * hidden * (4 * 4 + 10 * element)
+
+
+def _of_decoder(sizes: Sizes, settings: Settings, pixels: int, element: int) -> int:
+    """Two copies of the last level's widest tensor for one latent frame, and all frames."""
+    channels = sizes.vae.get("block_out_channels") or [sizes.vae.get("base_dim") or 128]
+    at_once = settings.height * settings.width * max(sizes.temporal_factor or 1, 1)
+    return 2 * at_once * int(_first(channels)) * 2 * element + pixels * 3 * 4 * 2
+
+
+def _first(value: Any) -> int:
+    return int(value[0] if isinstance(value, (list, tuple)) else value)

@@ -1,0 +1,133 @@
+"""The pipeline family: any diffusers video pipeline, run through its own `__call__`.
+
+What the others give up for that: components are loaded together, decoding has no events, and
+memory is forecast roughly; the plan says so. Read next: `checkpoint.py` (what lies where),
+`interface.py` (what a pipeline takes), `settle.py`, `stages.py` (the run), `given.py` (a pipeline
+that somebody has loaded).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+from everyframe.checkpoints.find import Location
+from everyframe.core.errors import CheckpointError
+from everyframe.core.options import FamilyOptions
+from everyframe.core.plan import Plan, Settings
+from everyframe.core.request import Request
+from everyframe.families.family import Component, Stage
+from everyframe.families.pipeline import settle
+from everyframe.families.pipeline.checkpoint import Files, find_files
+from everyframe.families.pipeline.classes import (
+    component_class,
+    empty_modular,
+    interface_of,
+    pipeline_class,
+)
+from everyframe.families.pipeline.components import components
+from everyframe.families.pipeline.options import PipelineOptions
+from everyframe.families.pipeline.sizes import Sizes
+
+
+@dataclass(frozen=True)
+class PipelineModel:
+    """One checkpoint of a diffusers pipeline, its configs read and its weights not."""
+
+    name: str
+    title: str
+    options: PipelineOptions
+    files: Files
+    sizes: Sizes
+
+    def settle(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
+        """Every value of the request settled, and notes."""
+        return settle.settle(self.sizes, self.title, request, self.options, seed)
+
+    def smaller(self, settings: Settings) -> Iterator[Settings]:
+        """Settings like these that need less memory."""
+        return settle.smaller(self.sizes, settings)
+
+    def components(self, settings: Settings) -> tuple[Component, ...]:
+        """Every part that has weights."""
+        return components(self.files, self.sizes, settings)
+
+    def missing(self) -> tuple[str, ...]:
+        """Nothing: a hub id is fetched before its pipeline is known."""
+        return ()
+
+    def fetch(self) -> PipelineModel:
+        """Itself."""
+        return self
+
+    def weight_files(self) -> tuple[str, ...]:
+        """Every file that holds weights."""
+        return tuple(str(file) for part in self.files.models for file in part.weights)
+
+    def stages(self, plan: Plan, clip: int) -> Sequence[Stage]:
+        """One: loading and the call."""
+        from everyframe.families.pipeline.stages import PipelineStage
+
+        assert clip == 0, "a chain is refused when the request is settled"
+        return (PipelineStage(plan, self.sizes.interface, files=self.files),)
+
+
+class DiffusersPipeline:
+    """The family object of the registry. It comes last: the others know their pipelines better."""
+
+    name = "pipeline"
+    title = "diffusers video pipelines"
+    options: type[FamilyOptions] = PipelineOptions
+
+    def recognise(self, location: Location, options: FamilyOptions) -> PipelineModel | None:
+        """The pipeline at that place if it makes videos, by its index, configs and class."""
+        assert isinstance(options, PipelineOptions)
+        files = find_files(location, trust_remote_code=options.trust_remote_code)
+        if files is None:
+            return None
+        interface = interface_of(files)
+        _check_whole(files)
+        sizes = Sizes(interface, _configs(files))
+        title = f"{files.class_name} ({PurePath(location.name).name})"
+        return PipelineModel(location.name, title, options, files, sizes)
+
+
+def _configs(files: Files) -> Mapping[str, Mapping[str, Any]]:
+    read = {part.name: part.config() for part in files.parts}
+    if files.is_modular:
+        # Guiders of modular pipelines are made from configs in their code.
+        pipe = empty_modular(files)
+        for name, made in pipe.components.items():
+            config = getattr(made, "config", None)
+            if name not in read and isinstance(config, Mapping):
+                read[name] = dict(config)
+    return {name: config for name, config in read.items() if config}
+
+
+def _check_whole(files: Files) -> None:
+    """Raise `CheckpointError` for a component that must be there and isn't, or lacks weights."""
+    from torch import nn
+
+    for part in files.parts:
+        cls = component_class(part)
+        if isinstance(cls, type) and issubclass(cls, nn.Module) and not part.weights:
+            raise CheckpointError(
+                f"{files.where} lacks the weights of its {part.name}: no .safetensors file in "
+                f"{part.folder.name}/; get the whole checkpoint"
+            )
+    if files.is_modular:
+        return
+    cls = pipeline_class(files)
+    required, optional = cls._get_signature_keys(cls)
+    there = {part.name for part in files.parts}
+    left_out = set(getattr(cls, "_optional_components", ())) | set(optional)
+    lacking = sorted(set(required) - {"self"} - there - left_out)
+    if lacking:
+        raise CheckpointError(
+            f"{files.where} lacks what a {files.class_name} can't do without: {', '.join(lacking)}"
+        )
+
+
+PIPELINE = DiffusersPipeline()

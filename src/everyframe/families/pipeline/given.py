@@ -1,0 +1,130 @@
+"""A pipeline that somebody has loaded, as a model of this family: run as it is, left as it was.
+
+Its dtypes, its device and its weights are its owner's. Read next: `untouched.py`, `stages.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from everyframe.core.errors import InputError
+from everyframe.core.plan import Plan, Precision, Settings
+from everyframe.core.request import Request
+from everyframe.families.family import Component, Stage
+from everyframe.families.pipeline import settle
+from everyframe.families.pipeline.classes import checked
+from everyframe.families.pipeline.components import STAGE, prefers, working_bytes
+from everyframe.families.pipeline.interface import Interface, of_pipeline
+from everyframe.families.pipeline.options import PipelineOptions
+from everyframe.families.pipeline.sizes import Sizes
+from everyframe.precision.dtypes import NUM_BYTES, dtype_name
+from everyframe.precision.policy import ComponentNeeds
+
+
+@dataclass(frozen=True, eq=False)
+class GivenPipeline:
+    """A loaded pipeline and the options that came with it."""
+
+    pipe: Any
+    sizes: Sizes
+    options: PipelineOptions
+
+    @property
+    def name(self) -> str:
+        """Its class; where it came from is its owner's affair."""
+        return self.sizes.interface.class_name
+
+    @property
+    def title(self) -> str:
+        """What it is, for a person."""
+        return f"{self.name} given in Python"
+
+    @property
+    def device(self) -> str:
+        """Where it computes, by torch's name."""
+        return str(getattr(self.pipe, "_execution_device", None) or self.pipe.device)
+
+    def settle(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
+        """Every value of the request settled, and notes."""
+        if request.model is not None or request.dtype != "auto":
+            what = "model" if request.model is not None else "dtype"
+            raise InputError(f"{what} can't be chosen for a pipeline that is loaded already")
+        return settle.settle(self.sizes, self.title, request, self.options, seed)
+
+    def components(self, settings: Settings) -> tuple[Component, ...]:
+        """Its modules, in the dtypes that they have."""
+        made = []
+        for name, module in self.pipe.components.items():
+            if isinstance(module, nn.Module):
+                made.append(_component(name, module, self.sizes, settings))
+        return tuple(made)
+
+    def missing(self) -> tuple[str, ...]:
+        """Nothing: it is in memory."""
+        return ()
+
+    def fetch(self) -> GivenPipeline:
+        """Itself."""
+        return self
+
+    def weight_files(self) -> tuple[str, ...]:
+        """None: weights in memory may be anybody's mixture, so no file stands for them."""
+        return ()
+
+    def smaller(self, settings: Settings) -> Iterator[Settings]:
+        """Settings like these that need less memory."""
+        return settle.smaller(self.sizes, settings)
+
+    def stages(self, plan: Plan, clip: int) -> Sequence[Stage]:
+        """One: the call."""
+        from everyframe.families.pipeline.stages import PipelineStage
+
+        return (PipelineStage(plan, self.sizes.interface, pipe=self.pipe),)
+
+
+def given_pipeline(pipe: Any, options: PipelineOptions) -> GivenPipeline:
+    """The model that a loaded pipeline is.
+
+    Raises:
+        InputError: it is no pipeline of diffusers; `CheckpointError`: not one that makes videos.
+    """
+    if not callable(pipe) or not isinstance(getattr(pipe, "components", None), Mapping):
+        raise InputError(
+            f"pipe must be a loaded diffusers pipeline, got {type(pipe).__name__}; "
+            "for a folder or a hub id there is generate(model=...)"
+        )
+    return GivenPipeline(pipe, sizes_of(pipe, checked(of_pipeline(pipe))), options)
+
+
+def sizes_of(pipe: Any, interface: Interface) -> Sizes:
+    """What the configs of its loaded components say."""
+    configs = {
+        name: dict(config)
+        for name, part in pipe.components.items()
+        if isinstance(config := getattr(part, "config", None), Mapping)
+    }
+    return Sizes(interface, configs)
+
+
+def _component(name: str, module: nn.Module, sizes: Sizes, settings: Settings) -> Component:
+    parameters = list(module.parameters())
+    count = {key: each.numel() for key, each in module.named_parameters()}
+    dtypes = [dtype_name(each.dtype) for each in parameters if each.is_floating_point()]
+    # Mixed ones are told by what most of them are.
+    main = max(dict.fromkeys(dtypes), key=dtypes.count) if dtypes else "float32"
+    dtype = main if main in NUM_BYTES else "float32"
+    return Component(
+        name=name,
+        title=type(module).__name__,
+        stage=STAGE,
+        source="given in Python",
+        num_elements=count,
+        needs=ComponentNeeds(name, sum(count.values()), prefers=prefers(name, "")),
+        working_bytes=partial(working_bytes, name, sizes, settings),
+        has_precision=Precision(dtype, dtype),
+    )

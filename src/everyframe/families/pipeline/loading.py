@@ -1,0 +1,111 @@
+"""A pipeline with its weights, each component in the plan's precision on the plan's device.
+
+Weights are read by diffusers and transformers themselves (they know their old names), one component
+at a time; what they report as missing or misshapen is an error, where they would go on with random
+numbers. Dtypes at module edges are `everyframe.precision.edges`. Read next: `stages.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from everyframe.checkpoints.folder import listing
+from everyframe.core.errors import CheckpointError
+from everyframe.core.events import Event, Loaded, Note
+from everyframe.core.plan import ComponentPlan, Plan
+from everyframe.families.pipeline.checkpoint import Files, Part
+from everyframe.families.pipeline.classes import component_class, empty_modular, pipeline_class
+from everyframe.precision import edges
+from everyframe.precision.dtypes import torch_dtype
+
+#: Parts whose results are made by `encode` and `decode`, which are no calls of the module: what
+#: leaves them is widened at these submodules, where there are such.
+_ENDS = ("decoder", "encoder", "quant_conv")
+
+
+def load(plan: Plan, files: Files, found: list[Any]) -> Iterator[Event]:
+    """Append the pipeline to `found`; an event for each component, and for what is said of it.
+
+    Raises:
+        CheckpointError: a component that can't be loaded whole; names tensors.
+    """
+    modules: dict[str, nn.Module] = {}
+    for part in files.models:
+        began = time.perf_counter()
+        # The engine runs in inference mode; what is made in it can't be changed outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            modules[part.name], extra = _component(files.where, part, plan.component(part.name))
+        if extra:
+            yield Note(f"{part.name}: its files hold {len(extra)} tensors more than it has "
+                       f"({listing(extra)})")  # fmt: skip
+        yield Loaded(part.name, time.perf_counter() - began)
+    found.append(_assembled(files, modules))
+
+
+def _component(where: str, part: Part, planned: ComponentPlan) -> tuple[nn.Module, list[str]]:
+    cls = component_class(part)
+    dtype = torch_dtype(planned.precision.parameters)
+    how: dict[str, Any] = {"variant": part.variant} if part.variant else {}
+    # transformers and diffusers call it by different names; each warns of the other's.
+    how["torch_dtype" if _is_of_diffusers(cls) else "dtype"] = dtype
+    try:
+        module, report = cls.from_pretrained(
+            str(part.folder),
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+            **how,
+        )
+    except (OSError, ValueError, RuntimeError, TypeError, KeyError) as error:
+        text = " ".join(str(error).split())[:400]
+        raise CheckpointError(f"{where}: its {part.name} can't be loaded: {text}") from error
+    lacking = sorted(map(str, report.get("missing_keys") or ()))
+    if lacking:
+        raise CheckpointError(
+            f"{where}: its {part.name} lacks {len(lacking)} tensors: {listing(lacking)}"
+        )
+    misshapen = [str(each[0]) for each in report.get("mismatched_keys") or ()]
+    if misshapen:
+        raise CheckpointError(
+            f"{where}: tensors of its {part.name} have another shape than its config says: "
+            f"{listing(sorted(misshapen))}"
+        )
+    module.eval().requires_grad_(False)
+    edges.apply(module, planned.precision, _outputs(module))
+    module.to(planned.device)
+    return module, sorted(map(str, report.get("unexpected_keys") or ()))
+
+
+def _is_of_diffusers(cls: Any) -> bool:
+    from diffusers import ModelMixin
+
+    return issubclass(cls, ModelMixin)
+
+
+def _outputs(module: nn.Module) -> tuple[str, ...]:
+    children = dict(module.named_children())
+    is_coder = hasattr(module, "decode") and hasattr(module, "encode")
+    return tuple(name for name in _ENDS if name in children) if is_coder else ("",)
+
+
+def _assembled(files: Files, modules: dict[str, nn.Module]) -> Any:
+    """The pipeline around its modules; tokenizers, schedulers and the like are read here."""
+    if not files.is_modular:
+        return pipeline_class(files).from_pretrained(
+            str(files.folder), local_files_only=True, **modules
+        )
+    pipe = empty_modular(files)
+    rest = [part for part in files.parts if part.name not in modules]
+    loaded: dict[str, Any] = dict(modules)
+    for part in rest:
+        if part.name in pipe.component_names:
+            loaded[part.name] = component_class(part).from_pretrained(
+                str(part.folder), local_files_only=True
+            )
+    pipe.update_components(**{k: v for k, v in loaded.items() if k in pipe.component_names})
+    return pipe

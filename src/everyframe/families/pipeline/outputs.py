@@ -1,0 +1,68 @@
+"""What a pipeline gives back, whatever its form, as frames and sound. Read next: `stages.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from everyframe.core.errors import EveryframeError
+
+Array = np.ndarray[Any, Any]
+
+_SOUNDS = ("audio", "audios", "sound")
+_RATES = (("vocoder", "output_sampling_rate"), ("audio_vae", "sampling_rate"),
+          ("audio_vae", "sample_rate"))  # fmt: skip
+
+
+def frames_of(result: Any) -> Array:
+    """The one video of a result: float32 (T, H, W, 3) in 0..1, or uint8 where it is given so.
+
+    Takes arrays (B, T, H, W, C), tensors (B, T, C, H, W) or (B, C, T, H, W), and lists of pictures.
+    """
+    given = _part(result, "frames")
+    if given is None:
+        given = _part(result, "videos")
+    if given is None:
+        raise EveryframeError(
+            f"the pipeline gave a {type(result).__name__} without frames; please report it"
+        )
+    video = given[0]
+    if isinstance(video, torch.Tensor):
+        tensor = video.detach().to("cpu", torch.float32)
+        is_channels_first = tensor.shape[0] == 3 != tensor.shape[1]
+        tensor_TCHW = tensor.movedim(0, 1) if is_channels_first else tensor
+        return np.ascontiguousarray(tensor_TCHW.permute(0, 2, 3, 1).numpy())
+    frames: Array = np.stack([np.asarray(picture) for picture in video])
+    return frames if frames.dtype == np.uint8 else frames.astype(np.float32, copy=False)
+
+
+def sound_of(result: Any, pipe: Any) -> tuple[Array, int] | None:
+    """(samples (channels, n) float32 in -1..1, samples a second), or None for a silent video."""
+    given = next((part for name in _SOUNDS if (part := _part(result, name)) is not None), None)
+    if given is None:
+        return None
+    rate = _part(result, "sampling_rate") or _rate_of(pipe)
+    if rate is None:
+        raise EveryframeError(
+            "the pipeline made sound and names no sampling rate; please report it"
+        )
+    samples = given[0]
+    if isinstance(samples, torch.Tensor):
+        samples = samples.detach().to("cpu", torch.float32).numpy()
+    samples = np.asarray(samples, np.float32)
+    return (samples[None] if samples.ndim == 1 else samples), int(rate)
+
+
+def _rate_of(pipe: Any) -> int | None:
+    for component, name in _RATES:
+        config = getattr(getattr(pipe, component, None), "config", None)
+        rate = getattr(config, name, None)
+        if rate:
+            return int(rate)
+    return None
+
+
+def _part(result: Any, name: str) -> Any:
+    return result.get(name) if isinstance(result, dict) else getattr(result, name, None)

@@ -1,0 +1,54 @@
+"""What pipelines don't say of themselves: frame rates of training, and sizes set in their code.
+
+By the beginning of the class's name, longest first. Frame rates are those with which diffusers'
+documentation writes each one's videos, or the model's card where that says another. Data only.
+Read next: `sizes.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+_Value = TypeVar("_Value")
+
+#: Frames a second of the video that is written, where the pipeline takes no frame rate itself.
+FRAME_RATES: Mapping[str, float] = {
+    "Allegro": 15,
+    "AnimateDiff": 8,
+    "CogVideoX": 8,
+    "ConsisID": 8,
+    "Cosmos": 16,
+    "Cosmos2": 16,
+    "Cosmos3": 24,
+    "EasyAnimate": 8,
+    "Helios": 24,
+    "HunyuanVideo": 24,
+    "HunyuanVideo15": 24,
+    "I2VGenXL": 16,
+    "Kandinsky5": 24,
+    "Kandinsky6": 24,
+    "LTX": 24,
+    "Latte": 8,
+    "MiniMaxH3": 24,
+    "Mochi": 30,
+    "SanaVideo": 16,
+    "SkyReelsV2": 24,
+    "TextToVideoSD": 8,
+    "Wan": 16,
+}
+FRAME_RATE = 24.0
+
+#: (height, width) that a pipeline's code falls back to, where neither signature nor config say it.
+SIZES: Mapping[str, tuple[int, int]] = {
+    "Mochi": (480, 848),
+    "MiniMaxH3": (768, 1344),
+}
+#: Frames, likewise.
+LENGTHS: Mapping[str, int] = {"LTX2": 121, "MiniMaxH3": 124}
+
+
+def of(table: Mapping[str, _Value], class_name: str) -> _Value | None:
+    """The entry of the longest name that `class_name` begins with."""
+    fitting = [name for name in table if class_name.startswith(name)]
+    return table[max(fitting, key=len)] if fitting else None

@@ -1,0 +1,241 @@
+"""A request settled against one pipeline: what it takes is given, what it can't take is refused.
+
+Pure functions of the request and the pipeline's sizes (`sizes.py`). Defaults are the pipeline's
+own. Nothing is dropped in silence: an option that this pipeline has no parameter for is an
+`InputError`. Read next: `arguments.py`, which makes a call of the settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from everyframe.core.errors import InputError, did_you_mean
+from everyframe.core.plan import Settings
+from everyframe.core.request import Request
+from everyframe.families.pipeline.interface import NAMES, OURS, Interface, Parameter
+from everyframe.families.pipeline.options import PipelineOptions
+from everyframe.families.pipeline.sizes import Sizes, denoisers
+from everyframe.media.read import read_image
+
+STEPS = 50
+MAX_FRAMES = 100_000
+
+_WAYS = ("crop", "pad", "stretch")
+_NEVER = {
+    "resolution": "it has no named sizes; give size WIDTHxHEIGHT",
+    "extend": "it knows no video to go on from",
+    "edit_strength": "give its own parameter by option, if it has one",
+}
+
+
+def settle(
+    sizes: Sizes, title: str, request: Request, options: PipelineOptions, seed: int
+) -> tuple[Settings, tuple[str, ...]]:
+    """Every value of the request settled, and notes for the person who asked."""
+    interface, notes = sizes.interface, _standing_notes(sizes, request)
+    _check_request(sizes, title, request, options)
+    own = check_options(interface, options.option)
+    if options.fit not in _WAYS:
+        hint = did_you_mean(options.fit, _WAYS)
+        raise InputError(f"fit must be one of {', '.join(_WAYS)}, got {options.fit!r}{hint}")
+    height, width = _size(sizes, request, notes)
+    fps, is_known = sizes.frame_rate()
+    if request.fps is None and not is_known:
+        notes.append(f"{title} names no frame rate; {fps:g} a second are taken (fps)")
+    fps = request.fps or fps
+    frames = _num_frames(sizes, request, fps)
+    steps = interface.default_of("num_inference_steps")
+    takes_size = interface.name_of("height") is not None
+    settings = Settings(
+        prompt=request.prompt or "",
+        negative_prompt=request.negative_prompt,
+        height=height,
+        width=width,
+        num_frames=frames,
+        fps=fps,
+        num_inference_steps=request.num_inference_steps
+        or (steps if isinstance(steps, int) else STEPS),
+        guidance_scale=_guidance(sizes, request),
+        seed=seed,
+        num_videos=request.num_videos,
+        given_frames=tuple(
+            name for name in ("image", "last_image") if getattr(request, name) is not None
+        ),
+        fit=options.fit if takes_size else None,
+        options=(("option", own), ("fit", options.fit)),
+    )
+    return settings, tuple(notes)
+
+
+def _standing_notes(sizes: Sizes, request: Request) -> list[str]:
+    """What this pipeline can't do, whatever is asked of it."""
+    interface, notes = sizes.interface, []
+    if denoisers(sizes.configs):
+        notes.append("only denoising steps are counted; text, pictures and decoding give no events")
+    else:
+        notes.append("it has no denoiser by a known name, so its steps give no events")
+    if interface.name_of("seed") is None:
+        notes.append("it takes no generator: the seed has no effect, each run makes another video")
+    if interface.name_of("latents") is None:
+        notes.append("it takes no latents")
+    return notes
+
+
+def _check_request(sizes: Sizes, title: str, request: Request, options: PipelineOptions) -> None:
+    interface = sizes.interface
+    for name, instead in _NEVER.items():
+        if getattr(request, name) is not None:
+            raise InputError(f"{name} has no effect on {title}: {instead}")
+    if request.chain > 1:
+        raise InputError(f"{title} can't go on from a clip (chain)")
+    for name in NAMES:
+        if getattr(request, name) is None or name == "fps" or interface.name_of(name):
+            continue
+        if name == "guidance_scale" and "guider" in sizes.configs:
+            continue
+        raise InputError(
+            f"{name} has no effect on {title}: its pipeline ({interface.class_name}) takes none"
+        )
+    if request.size is not None and interface.name_of("height") is None:
+        raise InputError(
+            f"size has no effect on {title}: {interface.class_name} chooses the size itself"
+        )
+    if request.seconds is not None and interface.name_of("num_frames") is None:
+        raise InputError(
+            f"seconds have no effect on {title}: {interface.class_name} chooses the length itself"
+        )
+    has_embeds = "prompt_embeds" in options.option
+    if interface.name_of("prompt") and not request.prompt and not has_embeds:
+        raise InputError(f"{title} makes a video of a text; give a prompt")
+    wants = interface.parameters.get("image")
+    makes_of_picture = wants is not None and (
+        wants.required or "ImageToVideo" in interface.class_name
+    )
+    if makes_of_picture and request.image is None:
+        raise InputError(f"{title} makes a video of a picture; give one (image)")
+    if request.image is not None:
+        read_image(request.image)  # one that can't be read is told before anything is loaded
+
+
+def check_options(interface: Interface, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The pipeline's own parameters that were given by name, each checked against its class.
+
+    Raises:
+        InputError: no such parameter, one that has an option of its own here, another type, or a
+            parameter that the pipeline can't do without and that nobody gave.
+    """
+    ours = {own: option for option, names in NAMES.items() for own in names}
+    for name, value in given.items():
+        if name in OURS:
+            raise InputError(f"option {name} is set by everyframe itself")
+        if name in ours and name in interface.parameters:
+            raise InputError(f"give {ours[name]} by its own option, not by option {name}")
+        parameter = interface.parameters.get(name)
+        if parameter is None:
+            hint = did_you_mean(name, interface.parameters)
+            raise InputError(f"{interface.class_name} has no parameter {name!r}{hint}")
+        _check_kind(interface, parameter, value)
+    for parameter in interface.parameters.values():
+        if parameter.required and parameter.name not in {*given, *ours, *OURS}:
+            raise InputError(
+                f"{interface.class_name} can't do without {parameter.name!r}; "
+                f"give it by option {parameter.name}=VALUE"
+            )
+    return {
+        name: float(value) if _wants_float(interface.parameters[name], value) else value
+        for name, value in given.items()
+    }
+
+
+def _wants_float(parameter: Parameter, value: Any) -> bool:
+    return parameter.kinds == (float,) and isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_kind(interface: Interface, parameter: Parameter, value: Any) -> None:
+    kinds = parameter.kinds
+    if not kinds or value is None:
+        return
+    fitting = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
+    if fitting or _wants_float(parameter, value):
+        return
+    allowed = " or ".join(kind.__name__ for kind in kinds)
+    raise InputError(f"{parameter.name} of {interface.class_name} must be {allowed}, got {value!r}")
+
+
+def _size(sizes: Sizes, request: Request, notes: list[str]) -> tuple[int, int]:
+    """(height, width) asked for, or the pipeline's own."""
+    asked, interface = request.asked_size(), sizes.interface
+    if interface.name_of("height") is None and request.image is not None:
+        height, width = read_image(request.image).shape[:2]
+        notes.append("it chooses the video's size itself, by that of the picture")
+        return int(height), int(width)
+    chosen = asked or sizes.default_size()
+    if chosen is None:
+        raise InputError(
+            f"{interface.class_name} does not say what size it makes; give size WIDTHxHEIGHT"
+        )
+    step = sizes.spatial_factor
+    for name, given in zip(("height", "width"), chosen, strict=True):
+        if given % step:
+            low = max(given // step * step, step)
+            near = str(low) if low > given else f"{low} or {low + step}"
+            raise InputError(f"{name} must be a multiple of {step}, got {given}; try {near}")
+    return chosen
+
+
+def _num_frames(sizes: Sizes, request: Request, fps: float) -> int:
+    frames, rule = request.num_frames, sizes.length_rule()
+    if frames is None and request.seconds is not None:
+        frames = max(1, round(request.seconds * fps))
+        if frames > MAX_FRAMES:
+            raise InputError(
+                f"{request.seconds:g} s at {fps:g} fps are {frames} frames; "
+                f"at most {MAX_FRAMES} can be asked for"
+            )
+        if rule is not None:
+            frames = _nearest(frames, *rule)
+    if frames is None:
+        frames = sizes.default_length()
+        if frames is None:
+            name = sizes.interface.class_name
+            raise InputError(f"{name} does not say how many frames it makes; give num_frames")
+        return frames
+    if rule is not None and frames % rule[0] != rule[1]:
+        factor, rest = rule
+        what = f"1 more than a multiple of {factor}" if rest else f"a multiple of {factor}"
+        low = max(rest or factor, (frames - rest) // factor * factor + rest)
+        near = str(low) if low > frames else f"{low} or {low + factor}"
+        raise InputError(f"num_frames must be {what}, got {frames}; try {near}")
+    return frames
+
+
+def _nearest(frames: int, factor: int, rest: int) -> int:
+    return max(rest or factor, round((frames - rest) / factor) * factor + rest)
+
+
+def _guidance(sizes: Sizes, request: Request) -> float:
+    """The scale asked for, or the pipeline's own; 1 where it has none."""
+    if request.guidance_scale is not None:
+        return request.guidance_scale
+    own = sizes.interface.default_of("guidance_scale")
+    if own is None:
+        own = sizes.configs.get("guider", {}).get("guidance_scale")
+    return float(own) if isinstance(own, (int, float)) else 1.0
+
+
+def smaller(sizes: Sizes, settings: Settings) -> Iterator[Settings]:
+    """The same video shorter, then smaller, each half or three quarters of the one before."""
+    factor, rest = sizes.length_rule() or (1, 0)
+    step = 4 * sizes.spatial_factor
+    lengths, sides = [settings.num_frames], [(settings.height, settings.width)]
+    while lengths[-1] // 2 > factor:
+        lengths.append(_nearest(lengths[-1] // 2, factor, rest))
+    while sizes.interface.name_of("height") and min(sides[-1]) * 3 // 4 >= 2 * step:
+        height, width = (side * 3 // 4 // step * step for side in sides[-1])
+        sides.append((height, width))
+    choices = [(height, width, frames) for height, width in sides for frames in lengths]
+    ordered = sorted(choices[1:], key=lambda one: one[0] * one[1] * one[2], reverse=True)
+    for height, width, frames in ordered:
+        yield replace(settings, height=height, width=width, num_frames=frames)

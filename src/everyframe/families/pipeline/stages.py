@@ -1,0 +1,138 @@
+"""The one stage of a pipeline: load it, and call it once a take; steps, frames and sound come out.
+
+The call runs in a thread that stands still between events (`alternating.py`), its steps are seen by
+hooks (`watching.py`). Read next: `loading.py`, `outputs.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from everyframe.core.errors import InputError
+from everyframe.core.events import Event, Frames, Note, Sound, Step
+from everyframe.core.plan import Plan
+from everyframe.families.family import Take
+from everyframe.families.pipeline.alternating import alternating
+from everyframe.families.pipeline.arguments import arguments
+from everyframe.families.pipeline.checkpoint import Files
+from everyframe.families.pipeline.components import STAGE
+from everyframe.families.pipeline.interface import Interface
+from everyframe.families.pipeline.loading import load
+from everyframe.families.pipeline.outputs import frames_of, sound_of
+from everyframe.families.pipeline.sizes import denoisers
+from everyframe.families.pipeline.untouched import quiet_imports, silent, untouched
+from everyframe.families.pipeline.watching import StepWatch
+
+Emit = Callable[[Event], None]
+
+
+@dataclass(frozen=True)
+class PipelineStage:
+    """All of a run: `files` to load the pipeline from, or the `pipe` that somebody has loaded."""
+
+    plan: Plan
+    interface: Interface
+    files: Files | None = None
+    pipe: Any = None
+    name: str = STAGE
+
+    @property
+    def component(self) -> str:
+        """The largest of the components; all are loaded."""
+        return max(self.plan.components, key=lambda part: part.weight_bytes).name
+
+    def num_steps(self, num_takes: int) -> int:
+        """The steps that were asked for, for each take."""
+        return num_takes * self.plan.settings.num_inference_steps
+
+    def run(self, takes: Sequence[Take]) -> Iterator[Event]:
+        """Yield the frames of each take, and its sound where there is one."""
+        with ExitStack() as stack:
+            pipe = self.pipe
+            if pipe is None:
+                assert self.files is not None
+                found: list[Any] = []
+                with quiet_imports():
+                    yield from load(self.plan, self.files, found)
+                pipe = found.pop()
+            else:
+                stack.enter_context(untouched(pipe))
+            stack.enter_context(silent(pipe))
+            self._set_guidance(pipe)
+            for number, take in enumerate(takes):
+                yield from self._video(pipe, take, number, len(takes))
+
+    def _set_guidance(self, pipe: Any) -> None:
+        """Some pipelines keep guidance in a component, the guider, and take no scale."""
+        scale, guider = self.plan.settings.guidance_scale, getattr(pipe, "guider", None)
+        if guider is None or self.interface.name_of("guidance_scale"):
+            return
+        own = getattr(guider, "config", {}).get("guidance_scale")
+        if own is None or own == scale:
+            return
+        guided = guider.new(guidance_scale=scale)
+        if self.interface.is_modular:
+            pipe.update_components(guider=guided)
+        else:
+            pipe.register_modules(guider=guided)
+
+    def _video(self, pipe: Any, take: Take, number: int, num_takes: int) -> Iterator[Event]:
+        call = partial(self._call, pipe, take, number, num_takes)
+        result = yield from alternating(call, self.plan.num_threads)
+        frames, sound = frames_of(result), sound_of(result, pipe)
+        settings = self.plan.settings
+        asked = (settings.num_frames, settings.height, settings.width)
+        if frames.shape[:3] != asked:
+            yield Note(
+                f"the pipeline made {frames.shape[0]} frames of {frames.shape[2]}x"
+                f"{frames.shape[1]}, not {asked[0]} of {asked[2]}x{asked[1]}"
+            )
+        # Before the frames: whoever writes them ends with the last one.
+        if sound is not None:
+            samples, rate = sound
+            yield Sound(take.seed, rate, samples.shape[-1] / rate, samples)
+        yield Frames(take.seed, len(frames), frames)
+
+    def _call(self, pipe: Any, take: Take, number: int, num_takes: int, emit: Emit) -> Any:
+        """One call of the pipeline, in the other thread."""
+        modules = _modules(pipe)
+        names = denoisers(modules)
+        begun = time.perf_counter()
+
+        def on_step(step: int, num_steps: int) -> None:
+            nonlocal begun
+            now = time.perf_counter()
+            done, total = number * num_steps + step, num_takes * num_steps
+            emit(Step(self.name, done, total, take.seed, now - begun))
+            begun = time.perf_counter()
+
+        watch = StepWatch(
+            {name: modules[name] for name in names},
+            [module for name, module in modules.items() if name not in names],
+            getattr(pipe, "scheduler", None),
+            self.plan.settings.num_inference_steps,
+            on_step,
+        )
+        with watch:
+            try:
+                result = pipe(**arguments(self.interface, self.plan.settings, take))
+            except ValueError as error:
+                if watch.begun:
+                    raise
+                # Its own check of what it was given, before the first step.
+                name = self.interface.class_name
+                raise InputError(f"{name} refuses: {' '.join(str(error).split())}") from error
+            watch.finish()
+        return result
+
+
+def _modules(pipe: Any) -> dict[str, nn.Module]:
+    """The pipeline's modules by component name."""
+    return {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}

@@ -1,0 +1,115 @@
+"""Sees a pipeline's steps from outside, by hooks on its denoisers; no callback is needed.
+
+A step may call the denoiser once (guidance batched) or several times (a call for each prompt, two
+experts, more branches), so calls are not counted: a new step begins where the timestep changes, or
+the scheduler's own index. A step is over when the next one begins, the last one when something else
+than a denoiser runs, or the call returns. Hooks are taken off again whatever happens.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+_TIMESTEP_NAMES = ("timestep", "timesteps", "t", "sigma")
+
+
+class StepWatch:
+    """Counts steps while it is entered; `on_step(step, num_steps)` is told of each that is done.
+
+    `num_calls` counts the calls of each denoiser by name.
+    """
+
+    def __init__(
+        self,
+        denoisers: Mapping[str, nn.Module],
+        others: Iterable[nn.Module],
+        scheduler: Any,
+        expected: int,
+        on_step: Callable[[int, int], None],
+    ) -> None:
+        self._denoisers = denoisers
+        self._others = list(others)
+        self._scheduler = scheduler
+        self._on_step = on_step
+        self._handles: list[RemovableHandle] = []
+        self._last: Any = None
+        self.num_steps = expected
+        self.begun = 0
+        self.done = 0
+        self.num_calls = dict.fromkeys(denoisers, 0)
+
+    def __enter__(self) -> StepWatch:
+        for name, module in self._denoisers.items():
+            hook = _Before(self, name, inspect.signature(module.forward))
+            self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        for module in self._others:
+            # Not the module itself: an autoencoder's `decode` calls its parts alone.
+            for part in (module, *module.children()):
+                self._handles.append(part.register_forward_pre_hook(self._elsewhere))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def finish(self) -> None:
+        """The step that is under way is done."""
+        if self.done < self.begun:
+            self.done = self.begun
+            self.num_steps = max(self.num_steps, self.done)
+            self._on_step(self.done, self.num_steps)
+
+    def saw(self, name: str, timestep: Any) -> None:
+        """A denoiser is about to be called."""
+        self.num_calls[name] += 1
+        index = getattr(self._scheduler, "step_index", None)
+        now = (timestep, index)
+        if self.begun and now == self._last:
+            return
+        self.finish()
+        if not self.begun:
+            self.num_steps = _num_steps(self._scheduler) or self.num_steps
+        self._last = now
+        self.begun += 1
+
+    def _elsewhere(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self.finish()
+
+
+class _Before:
+    """The hook on one denoiser: finds the timestep among what it is called with."""
+
+    def __init__(self, watch: StepWatch, name: str, signature: inspect.Signature) -> None:
+        self._watch = watch
+        self._name = name
+        self._signature = signature
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = {**self._signature.bind_partial(*args, **kwargs).arguments, **kwargs}
+        found = next((given[name] for name in _TIMESTEP_NAMES if name in given), None)
+        # Without a timestep each call is taken for a step.
+        key = self._watch.num_calls[self._name] if found is None else _value(found)
+        self._watch.saw(self._name, key)
+
+
+def _value(timestep: Any) -> tuple[float, float]:
+    """The timestep as numbers: frames that are given may have another one than the rest."""
+    flat = torch.as_tensor(timestep).detach().double().flatten()
+    return (float(flat.min()), float(flat.max()))
+
+
+def _num_steps(scheduler: Any) -> int | None:
+    """How many steps the scheduler is set to, counted as `StepWatch` counts them."""
+    timesteps = getattr(scheduler, "timesteps", None)
+    if timesteps is None or not len(timesteps):
+        return None
+    if hasattr(scheduler, "step_index"):
+        return len(timesteps)
+    return len(torch.unique_consecutive(torch.as_tensor(timesteps).cpu()))
