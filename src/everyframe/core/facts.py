@@ -10,17 +10,34 @@ from typing import Any
 
 
 @dataclass(frozen=True)
+class Product:
+    """A matrix product, convolution or attention of certain sizes: what a device is fast at or not.
+
+    `kind` is ``product``, ``convolution`` or ``attention``; `shapes` are those of its operands,
+    `told` a convolution's stride, padding and so on, as `torch.convolution` takes them.
+    """
+
+    kind: str
+    dtype: str
+    shapes: tuple[tuple[int, ...], ...]
+    told: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
 class Rates:
     """How fast a device is: `products` in operations a second by dtype, the rest in bytes a second.
 
-    `memory` is what passing over tensors takes, `load` the way from a file into place. `source`
-    says whether they were measured or are a maker's numbers.
+    `memory` is what passing over tensors takes, `load` the way from a file into place; `launch` are
+    the seconds that any operation takes at least. `source` says whether they were measured or are a
+    maker's numbers; `measured` are the rates of products that were tried by themselves.
     """
 
     products: tuple[tuple[str, float], ...]
     memory: float
     load: float
     source: str
+    launch: float = 1e-5
+    measured: tuple[tuple[Product, float], ...] = ()
 
     def product(self, dtype: str) -> float:
         """Multiplications and additions a second in that dtype; as slow as the slowest if unknown.

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from everyframe.checkpoints.strict import KeyMap, load_strictly
-from everyframe.checkpoints.tensors import open_checkpoint
+from everyframe.checkpoints.tensors import TensorFile, open_checkpoint
 from everyframe.core.plan import ComponentPlan
 from everyframe.precision import edges
 from everyframe.precision.dtypes import torch_dtype
@@ -30,17 +30,16 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 def load_component(
     part: ComponentPlan,
     build: Callable[[], ModuleT],
-    path: Path,
+    weights: Path | TensorFile,
     keys: KeyMap,
     outputs: tuple[str, ...] = ("",),
 ) -> ModuleT:
-    """The component's module with the weights at `path`, on its device, ready to be called.
+    """The component's module with those weights, on its device, ready to be called.
 
     `build` makes it without weights; `outputs` are the submodules whose results leave for the
     engine (see `edges.apply`). Raises `CheckpointError` for anything missing, extra or misshapen.
     """
-    with torch.device("meta"):
-        module = build()
+    module = build_on_meta(build)
     persistent = set(module.state_dict())
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
 
@@ -50,17 +49,22 @@ def load_component(
             return own
         return torch_dtype(parameter_dtype(name, part.precision))
 
-    load_strictly(
-        module, open_checkpoint(path), keys=keys, dtype=dtype_of, device=torch.device(part.device)
-    )
+    opened = open_checkpoint(weights) if isinstance(weights, Path) else weights
+    load_strictly(module, opened, keys=keys, dtype=dtype_of, device=torch.device(part.device))
     module.eval().requires_grad_(False)
     put_on = edges.apply(module, part.precision, outputs)
     _log.debug(
         "%s: %d parameters from %s on %s in %s, %d casts at module edges",
-        part.name, part.num_parameters, path, part.device, part.precision.parameters,
+        part.name, part.num_parameters, opened.source, part.device, part.precision.parameters,
         put_on.num_hooks,
     )  # fmt: skip
     return module
+
+
+def build_on_meta(build: Callable[[], ModuleT]) -> ModuleT:
+    """The module with sizes and no numbers; nothing is allocated."""
+    with torch.device("meta"):
+        return build()
 
 
 def count_parameters(build: Callable[[], nn.Module]) -> dict[str, int]:
@@ -68,8 +72,7 @@ def count_parameters(build: Callable[[], nn.Module]) -> dict[str, int]:
 
     What one parameter has several names for (T5's embedding) is counted once.
     """
-    with torch.device("meta"):
-        module = build()
+    module = build_on_meta(build)
     once: dict[int, tuple[str, int]] = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
         once.setdefault(id(tensor), (name, tensor.numel()))
