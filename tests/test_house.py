@@ -26,6 +26,7 @@ PUBLIC_NAMES = {
     "__version__",
     "generate",
     "plan",
+    "run",
     "stream",
 }
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from everyframe.api import generate, plan, stream
+    from everyframe.api import generate, plan, run, stream
     from everyframe.core.errors import EveryframeError, InputError
     from everyframe.core.plan import Plan
     from everyframe.core.request import Request
@@ -27,6 +27,7 @@ __all__ = [
     "__version__",
     "generate",
     "plan",
+    "run",
     "stream",
 ]
 
@@ -38,6 +39,7 @@ _HOMES = {
     "Video": "everyframe.media.video",
     "generate": "everyframe.api",
     "plan": "everyframe.api",
+    "run": "everyframe.api",
     "stream": "everyframe.api",
 }
 

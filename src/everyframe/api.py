@@ -1,11 +1,11 @@
-"""The Python surface: `generate`, `stream`, `plan`. Every flag is a keyword with underscores.
+"""The Python surface: `generate`, `run`, `stream`, `plan`. Flags are keywords, with underscores.
 
 Read next: `core/request.py` for the options, `engine/run.py` for what happens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
@@ -16,13 +16,13 @@ from everyframe.core.errors import InputError
 from everyframe.core.events import Event, Frames, Planned, VideoDone
 from everyframe.core.plan import Plan
 from everyframe.core.request import Request
-from everyframe.engine import run
+from everyframe.engine import run as engine
 from everyframe.engine.record import recorded_threads, request_from
 from everyframe.media.paths import exact_fps
 from everyframe.media.pixels import to_uint8
 from everyframe.media.record import read_record
 from everyframe.media.video import Video
-from everyframe.planning.resolve import resolve
+from everyframe.planning.resolve import GivenModel, resolve
 
 Output = Literal["uint8", "float"]
 
@@ -46,17 +46,51 @@ def generate(
     Raises:
         InputError: something can't be asked for. CannotRunError: this machine is too small for it.
     """
-    if output not in ("uint8", "float"):
-        raise InputError(f'output must be "uint8" or "float", got {output!r}')
+    _check_output(output)
     given = options if prompt is None else {"prompt": prompt, **options}
     request, num_threads = _request(given, from_record)
-    videos = list(_videos(run.stream(request, num_threads=num_threads), output))
+    videos = list(_videos(engine.stream(request, num_threads=num_threads), output))
     return videos if request.num_videos > 1 else videos[0]
 
 
-def stream(request: Request) -> Iterator[Event]:
-    """Stages and steps as they happen; frames come as they are decoded. See `core.events`."""
-    return run.stream(request)
+def run(
+    pipe: Any,
+    prompt: str | None = None,
+    *,
+    output: Output = "uint8",
+    on_event: Callable[[Event], None] | None = None,
+    from_record: str | Path | Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Video | list[Video]:
+    """Make a video with a diffusers pipeline that is loaded already; a list for several.
+
+    The pipeline runs as it is, on its device and in its dtypes, and is left as it was.
+
+    Args:
+        pipe: a text or image to video pipeline of diffusers, plain or modular.
+        prompt: what the video shows.
+        output: as in `generate`.
+        on_event: called with each event as it happens; see `core.events`.
+        from_record: a video, sidecar or record to make again; other options overrule it.
+        options: every option of `Request`, and every parameter of the pipeline's own call.
+
+    Raises:
+        InputError: no video pipeline, or something that can't be asked of it.
+    """
+    _check_output(output)
+    given = options if prompt is None else {"prompt": prompt, **options}
+    request, num_threads = _request_of_pipe(given, from_record)
+    events = _events_of_pipe(pipe, request, num_threads)
+    videos = list(_videos(_told(events, on_event), output))
+    return videos if request.num_videos > 1 else videos[0]
+
+
+def stream(request: Request, *, pipe: Any = None) -> Iterator[Event]:
+    """Stages and steps as they happen; frames come as they are decoded. See `core.events`.
+
+    With `pipe`, a loaded diffusers pipeline, it is that which runs; see `run`.
+    """
+    return engine.stream(request) if pipe is None else _events_of_pipe(pipe, request, None)
 
 
 def plan(request: Request | str | None = None, **options: Any) -> Plan:
@@ -69,6 +103,49 @@ def plan(request: Request | str | None = None, **options: Any) -> Plan:
             raise InputError(f"a request and options ({', '.join(options)}); give one of them")
         return resolve(request)
     return resolve(Request(**options if request is None else {"prompt": request, **options}))
+
+
+def _events_of_pipe(pipe: Any, request: Request, num_threads: int | None) -> Iterator[Event]:
+    # Not on top: this brings torch.
+    from everyframe.families.pipeline.given import given_pipeline
+    from everyframe.families.registry import check_option_names, family_options
+
+    check_option_names(request)
+    model = given_pipeline(pipe, family_options("pipeline", request))
+    here = Request(**{**request.given(), "device": model.device})
+    given = GivenModel("pipeline", model)
+    return engine.stream(here, num_threads=num_threads, given_model=given)
+
+
+def _request_of_pipe(
+    given: Mapping[str, Any], from_record: str | Path | Mapping[str, Any] | None
+) -> tuple[Request, int | None]:
+    """The request of `run`'s options: what is no option of ours is a parameter of the pipeline."""
+    from everyframe.families.registry import options_of
+
+    known = {*Request.model_fields, *options_of("pipeline").model_fields}
+    ours = {name: value for name, value in given.items() if name in known}
+    rest = {name: value for name, value in given.items() if name not in known}
+    if rest:
+        ours["option"] = {**(ours.get("option") or {}), **rest}
+    if from_record is None:
+        return Request(**ours), None
+    record = from_record if isinstance(from_record, Mapping) else read_record(from_record)
+    # The model is the one that was given here, and it is where it is.
+    asked = {k: v for k, v in record.get("request", {}).items() if k not in ("model", "device")}
+    return request_from({**record, "request": asked, "model": {}}, ours), recorded_threads(record)
+
+
+def _told(events: Iterator[Event], tell: Callable[[Event], None] | None) -> Iterator[Event]:
+    for event in events:
+        if tell is not None:
+            tell(event)
+        yield event
+
+
+def _check_output(output: str) -> None:
+    if output not in ("uint8", "float"):
+        raise InputError(f'output must be "uint8" or "float", got {output!r}')
 
 
 def _request(

@@ -37,7 +37,7 @@ from everyframe.families.family import GivenFrames, Model, Stage, Take
 from everyframe.media.paths import exact_fps, sidecar_of
 from everyframe.media.pixels import fit_image, to_uint8
 from everyframe.media.read import read_image, read_video
-from everyframe.planning.resolve import check_feasible, prepare
+from everyframe.planning.resolve import GivenModel, check_feasible, prepare
 from everyframe.precision.full import full_float32
 
 _log = logging.getLogger(__name__)
@@ -46,13 +46,16 @@ _log = logging.getLogger(__name__)
 _MAX_SOURCE_FRAMES = 20_000
 
 
-def stream(request: Request, *, num_threads: int | None = None) -> Iterator[Event]:
+def stream(
+    request: Request, *, num_threads: int | None = None, given_model: GivenModel | None = None
+) -> Iterator[Event]:
     """What happens, as it happens: `Planned` first, `VideoDone` last for each video.
 
     Raises an `EveryframeError` for anything that a person should know; nothing was written then.
     `num_threads` overrules the number of CPU threads, which a record asks for to get its bits back.
+    `given_model` is one in memory, in place of one that the request names.
     """
-    prepared = prepare(request, may_fetch=True, num_threads=num_threads)
+    prepared = prepare(request, may_fetch=True, num_threads=num_threads, given=given_model)
     plan, model = prepared.plan, prepared.model
     check_feasible(plan)
     given = read_given(request, plan.settings)

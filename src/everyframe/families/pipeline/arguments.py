@@ -6,6 +6,7 @@ Read next: `stages.py`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,8 +16,10 @@ from everyframe.families.family import Take
 from everyframe.families.pipeline.interface import Interface
 
 
-def arguments(interface: Interface, settings: Settings, take: Take) -> dict[str, Any]:
-    """Keyword arguments for one video with the take's seed.
+def arguments(
+    interface: Interface, settings: Settings, take: Take, own: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Keyword arguments for one video with the take's seed; `own` are the pipeline's own ones.
 
     The generator lives on the CPU, so noise depends on the seed alone and not on the device.
     """
@@ -37,15 +40,16 @@ def arguments(interface: Interface, settings: Settings, take: Take) -> dict[str,
         ours["negative_prompt"] = settings.negative_prompt
     if take.start_noise is not None:
         ours["latents"] = take.start_noise
-    for name, given in (("image", take.given.first), ("last_image", take.given.last)):
-        if given is not None:
-            ours[name] = Image.fromarray(given[0])
-    call = {}
+    if take.given.first is not None:
+        ours["image"] = Image.fromarray(take.given.first[0])
+    if take.given.last is not None:
+        ours["last_image"] = Image.fromarray(take.given.last[0])
+    call: dict[str, Any] = {}
     for option, value in ours.items():
-        own = interface.name_of(option)
-        if own is not None:
-            call[own] = _as_declared(interface, own, value)
-    call.update(settings.option("option"))
+        name = interface.name_of(option)
+        if name is not None:
+            call[name] = _as_declared(interface, name, value)
+    call.update(own)
     if "output_type" in interface.parameters:
         call["output_type"] = "np"
     if "return_dict" in interface.parameters:

@@ -71,7 +71,9 @@ class PipelineModel:
         from everyframe.families.pipeline.stages import PipelineStage
 
         assert clip == 0, "a chain is refused when the request is settled"
-        return (PipelineStage(plan, self.sizes.interface, files=self.files),)
+        interface = self.sizes.interface
+        own = settle.check_options(interface, self.options.option)
+        return (PipelineStage(plan, interface, own, files=self.files),)
 
 
 class DiffusersPipeline:

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from everyframe.core.errors import InputError
+from everyframe.core.options import FamilyOptions
 from everyframe.core.plan import Plan, Precision, Settings
 from everyframe.core.request import Request
 from everyframe.families.family import Component, Stage
@@ -84,15 +85,18 @@ class GivenPipeline:
         """One: the call."""
         from everyframe.families.pipeline.stages import PipelineStage
 
-        return (PipelineStage(plan, self.sizes.interface, pipe=self.pipe),)
+        interface = self.sizes.interface
+        own = settle.check_options(interface, self.options.option)
+        return (PipelineStage(plan, interface, own, pipe=self.pipe),)
 
 
-def given_pipeline(pipe: Any, options: PipelineOptions) -> GivenPipeline:
+def given_pipeline(pipe: Any, options: FamilyOptions) -> GivenPipeline:
     """The model that a loaded pipeline is.
 
     Raises:
         InputError: it is no pipeline of diffusers; `CheckpointError`: not one that makes videos.
     """
+    assert isinstance(options, PipelineOptions)
     if not callable(pipe) or not isinstance(getattr(pipe, "components", None), Mapping):
         raise InputError(
             f"pipe must be a loaded diffusers pipeline, got {type(pipe).__name__}; "

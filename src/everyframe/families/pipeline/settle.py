@@ -64,9 +64,19 @@ def settle(
             name for name in ("image", "last_image") if getattr(request, name) is not None
         ),
         fit=options.fit if takes_size else None,
-        options=(("option", own), ("fit", options.fit)),
+        options=(("option", plain(own)), ("fit", options.fit)),
     )
     return settings, tuple(notes)
+
+
+def plain(value: Any) -> Any:
+    """The same as plain data, for plans and records; an object is told by its type."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(each) for each in value]
+    is_plain = value is None or isinstance(value, (str, int, float, bool))
+    return value if is_plain else f"<{type(value).__name__}>"
 
 
 def _standing_notes(sizes: Sizes, request: Request) -> list[str]:

@@ -7,7 +7,7 @@ hooks (`watching.py`). Read next: `loading.py`, `outputs.py`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -35,10 +35,14 @@ Emit = Callable[[Event], None]
 
 @dataclass(frozen=True)
 class PipelineStage:
-    """All of a run: `files` to load the pipeline from, or the `pipe` that somebody has loaded."""
+    """All of a run: `files` to load the pipeline from, or the `pipe` that somebody has loaded.
+
+    `own` are the parameters that only this pipeline has.
+    """
 
     plan: Plan
     interface: Interface
+    own: Mapping[str, Any]
     files: Files | None = None
     pipe: Any = None
     name: str = STAGE
@@ -122,7 +126,7 @@ class PipelineStage:
         )
         with watch:
             try:
-                result = pipe(**arguments(self.interface, self.plan.settings, take))
+                result = pipe(**arguments(self.interface, self.plan.settings, take, self.own))
             except ValueError as error:
                 if watch.begun:
                     raise
