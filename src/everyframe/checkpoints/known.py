@@ -17,7 +17,7 @@ class Part:
     """One piece of a model in one hub repository.
 
     Attributes:
-        role: ``denoiser``, ``vae``, ``text_encoder`` or ``image_encoder``.
+        role: ``denoiser``, ``vae``, ``text_encoder``, ``image_encoder`` or ``controlnet``.
         repo_id: hub id, ``owner/name``.
         needs: groups of file patterns; a file of each group must be there, any one of its
             alternatives will do. All patterns together are what is fetched.
@@ -124,6 +124,79 @@ def _svd(name: str, repo: str, title: str, aliases: tuple[str, ...], note: str) 
     )
 
 
+#: ControlNets by the names that people call them by: version 1.1, for Stable Diffusion 1.5.
+CONTROLNETS: Mapping[str, str] = {
+    name: f"lllyasviel/control_v11{version}_sd15_{name}"
+    for name, version in (
+        ("inpaint", "p"), ("canny", "p"), ("depth", "f1p"), ("lineart", "p"), ("mlsd", "p"),
+        ("normalbae", "p"), ("openpose", "p"), ("scribble", "p"), ("seg", "p"), ("softedge", "p"),
+    )
+}  # fmt: skip
+
+
+def _either(stem: str) -> tuple[str, str]:
+    """Weights as safetensors or, in older repositories, as a pickle of tensors."""
+    return (f"{stem}.safetensors", f"{stem}.bin")
+
+
+def controlnet_part(repo_id: str) -> Part:
+    """A ControlNet's repository, as diffusers saves it; its size is known where it is listed."""
+    is_listed = repo_id in CONTROLNETS.values()
+    return Part(
+        role="controlnet",
+        repo_id=repo_id,
+        needs=(_CONFIG, _either("diffusion_pytorch_model")),
+        num_parameters=361_279_120 if is_listed else None,
+    )
+
+
+def _inpaint(
+    name: str, repo: str, title: str, num_parameters: int, aliases: tuple[str, ...], note: str
+) -> KnownModel:
+    """A diffusers folder of Stable Diffusion 1.5, and the ControlNet that was made to inpaint."""
+    repo_id = f"stable-diffusion-v1-5/{repo}"
+    unet, vae = (
+        ((f"{part}/config.json",), _either(f"{part}/diffusion_pytorch_model"))
+        for part in ("unet", "vae")
+    )
+    index = (("model_index.json",), ("scheduler/scheduler_config.json",))
+    text = (
+        ("tokenizer/vocab.json",),
+        ("tokenizer/merges.txt",),
+        ("text_encoder/config.json",),
+        ("text_encoder/model.safetensors", "text_encoder/pytorch_model.bin"),
+    )
+    extras = ("tokenizer/*.json",)
+    return KnownModel(
+        name=name,
+        family="inpaint",
+        title=title,
+        licence="CreativeML OpenRAIL-M",
+        parts=(
+            Part("denoiser", repo_id, (*index, *unet), (), num_parameters),
+            Part("vae", repo_id, vae, (), 83_653_863),
+            Part("text_encoder", repo_id, text, extras, 123_060_480),
+            controlnet_part(CONTROLNETS["inpaint"]),
+        ),
+        aliases=aliases,
+        note=note,
+    )
+
+
+def _svd_image_decoder(name: str, repo: str, num_frames: int) -> KnownModel:
+    """Released as one file only; its decoder sees each frame alone."""
+    file = f"{name.replace('-', '_')}.safetensors"
+    return KnownModel(
+        name=name,
+        family="svd",
+        title=f"Stable Video Diffusion, {num_frames} frames of a picture, each decoded alone",
+        licence="Stability AI's own; see the model's card",
+        # The denoiser, CLIP with its text half, and the autoencoder twice.
+        parts=(Part("model", f"stabilityai/{repo}", ((file,),), (), 2_375_700_000),),
+        note="takes a picture and no prompt; one file",
+    )
+
+
 def _opensora_1_0(size: str) -> KnownModel:
     return KnownModel(
         name=f"opensora-1.0-16x{size}",
@@ -204,6 +277,8 @@ KNOWN: tuple[KnownModel, ...] = (
         ("stable-video-diffusion-xt-1.1", "svd-xt-1-1"),
         "takes a picture and no prompt; the hub asks you to accept its terms first",
     ),
+    _svd_image_decoder("svd-image-decoder", "stable-video-diffusion-img2vid", 14),
+    _svd_image_decoder("svd-xt-image-decoder", "stable-video-diffusion-img2vid-xt", 25),
 )
 
 # Models that people will try and that this version can't run: hub id or name -> what it is.

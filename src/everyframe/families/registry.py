@@ -22,6 +22,10 @@ _FAMILIES = {
         ("everyframe.families.svd.options", "SVDOptions"),
         ("everyframe.families.svd.family", "SVD"),
     ),
+    "inpaint": (
+        ("everyframe.families.inpaint.options", "InpaintOptions"),
+        ("everyframe.families.inpaint.family", "INPAINT"),
+    ),
     # Last: it takes every diffusers folder that makes videos and that no other family took.
     "pipeline": (
         ("everyframe.families.pipeline.options", "PipelineOptions"),

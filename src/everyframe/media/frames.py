@@ -59,7 +59,7 @@ def open_frames(given: Any, *, what: str, under: Background = "white") -> FrameS
     """
     if isinstance(given, (str, os.PathLike)):
         return _of_path(Path(os.fspath(given)).expanduser(), what, under)
-    if isinstance(given, np.ndarray) and given.ndim == 4 or isinstance(given, (list, tuple)):
+    if (isinstance(given, np.ndarray) and given.ndim == 4) or isinstance(given, (list, tuple)):
         if not len(given):
             raise MediaError(f"{what} holds no frames")
         return FrameSource("frames", lambda: _each(given, under))

@@ -117,7 +117,7 @@ def read_frames(
 ) -> tuple[Frames, Fraction]:
     """All frames (T, H, W, 3), or the `last` ones, and the frame rate of a video file.
 
-    With `size` (height, width) each frame is fitted to it as it is read. Otherwise as `iter_frames`.
+    With `size` (height, width) each frame is fitted as it is read; otherwise as `iter_frames`.
     """
     frames = iter_frames(path)
     kept: deque[Frames] = deque(maxlen=last)

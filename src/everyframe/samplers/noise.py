@@ -28,14 +28,17 @@ def step_noise(seed: int, step: int, shape: Sequence[int]) -> Tensor:
     return _normal(generator(seed, "step", step), shape)
 
 
-def plain_noise(seed: int, shape: Sequence[int]) -> Tensor:
-    """What a CPU generator of that very seed draws first, float32: what a diffusers pipeline draws.
+def plain_noise(seed: int, shape: Sequence[int], draw: int = 0) -> Tensor:
+    """What a CPU generator of that very seed draws, float32: what a diffusers pipeline draws.
 
-    For small noise that has to be comparable with such a pipeline. PyTorch's float32 normals may
-    differ in the last bits between kinds of CPU; whatever is large is drawn by `start_noise`.
+    The first time, or after `draw` times of the same shape. For small noise that has to be
+    comparable with such a pipeline. PyTorch's float32 normals may differ in the last bits between
+    kinds of CPU; whatever is large is drawn by `start_noise`.
     """
     source = torch.Generator(device="cpu")
     source.manual_seed(seed)
+    for _ in range(draw):
+        torch.randn(tuple(shape), generator=source, dtype=torch.float32, device="cpu")
     return torch.randn(tuple(shape), generator=source, dtype=torch.float32, device="cpu")
 
 

@@ -1,0 +1,1 @@
+"""ControlNet inpainting of pictures and videos. Read next: `family.py`."""

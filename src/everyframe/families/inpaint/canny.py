@@ -1,0 +1,96 @@
+"""Canny's edges of a picture, for ControlNets that were trained on them.
+
+Canny 1986, "A Computational Approach to Edge Detection", in the form in which OpenCV has it
+(`cv2.Canny` with its 3x3 Sobel filter and without blurring) and in which these ControlNets saw it:
+gradient by its L1 norm, in the channel where that is largest; edges thinned across their
+direction, by whole-number arithmetic; weak ones kept where they hang on strong ones.
+Read next: `inputs.py`, which asks for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from everyframe.media.pixels import Frames
+
+#: The thresholds that diffusers' documentation and the ControlNets' authors use.
+LOW, HIGH = 100.0, 200.0
+
+#: tan(22.5°) in fifteen bits after the point.
+_TAN_22 = 13573
+_SHIFT = 15
+
+Grey = npt.NDArray[np.uint8]
+
+
+def canny(picture: Frames, low: float = LOW, high: float = HIGH) -> Grey:
+    """Edges (H, W) of a picture (H, W, 3): 255 on an edge, 0 elsewhere.
+
+    A gradient of more than `high` is an edge of its own, one of more than `low` if it touches one.
+    """
+    low, high = np.floor(min(low, high)), np.floor(max(low, high))
+    dx, dy, strength = _gradient(picture)
+    candidates = _thinned(dx, dy, strength) & (strength > low)
+    return _hung_together(candidates, candidates & (strength > high)).astype(np.uint8) * 255
+
+
+def _gradient(picture: Frames) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]:
+    """Sobel's derivatives along x and y, and their L1 norm, (H, W) each."""
+    padded = np.pad(picture.astype(np.int64), ((1, 1), (1, 1), (0, 0)), mode="edge")
+    across = padded[:, 2:] - padded[:, :-2]
+    dx = across[:-2] + 2 * across[1:-1] + across[2:]
+    down = padded[2:] - padded[:-2]
+    dy = down[:, :-2] + 2 * down[:, 1:-1] + down[:, 2:]
+    norm = np.abs(dx) + np.abs(dy)
+    best = norm.argmax(axis=-1)[..., None]
+    chosen = (np.take_along_axis(each, best, axis=-1)[..., 0] for each in (dx, dy, norm))
+    return tuple(chosen)  # type: ignore[return-value]
+
+
+def _thinned(
+    dx: npt.NDArray[Any], dy: npt.NDArray[Any], strength: npt.NDArray[Any]
+) -> npt.NDArray[np.bool_]:
+    """Where the gradient is a maximum along its own direction, of four that there are.
+
+    Of two equal neighbours one stays: the left and the upper; along diagonals neither.
+    """
+    around = np.pad(strength, 1)
+    rows, columns = strength.shape
+
+    def at(row: int, column: int) -> npt.NDArray[Any]:
+        return around[1 + row : 1 + row + rows, 1 + column : 1 + column + columns]
+
+    x, y = np.abs(dx), np.abs(dy) << _SHIFT
+    flat = x * _TAN_22
+    steep = flat + (x << (_SHIFT + 1))
+    is_flat, is_steep = y < flat, y > steep
+    same_sign = (dx ^ dy) >= 0
+    along_x = (strength > at(0, -1)) & (strength >= at(0, 1))
+    along_y = (strength > at(-1, 0)) & (strength >= at(1, 0))
+    falling = (strength > at(-1, -1)) & (strength > at(1, 1))
+    rising = (strength > at(-1, 1)) & (strength > at(1, -1))
+    diagonal = np.where(same_sign, falling, rising)
+    maximum: npt.NDArray[np.bool_] = np.where(
+        is_flat, along_x, np.where(is_steep, along_y, diagonal)
+    )
+    return maximum
+
+
+def _hung_together(
+    weak: npt.NDArray[np.bool_], strong: npt.NDArray[np.bool_]
+) -> npt.NDArray[np.bool_]:
+    """What of `weak` can be reached from `strong` over neighbours, diagonal ones too."""
+    found, front = strong.copy(), np.argwhere(strong)
+    rows, columns = weak.shape
+    steps = np.array([(r, c) for r in (-1, 0, 1) for c in (-1, 0, 1) if r or c])
+    while len(front):
+        near = (front[:, None] + steps).reshape(-1, 2)
+        inside = ((near >= 0) & (near < (rows, columns))).all(axis=1)
+        near = near[inside]
+        fresh = weak[near[:, 0], near[:, 1]] & ~found[near[:, 0], near[:, 1]]
+        front = np.unique(near[fresh], axis=0)
+        found[front[:, 0], front[:, 1]] = True
+    return found

@@ -1,0 +1,205 @@
+"""Where the parts of an inpainting model lie: a diffusers folder and its ControlNets.
+
+``model_index.json`` names the pipeline; ``unet``, ``vae`` and ``text_encoder`` hold a config and
+weights, ``scheduler`` and ``tokenizer`` theirs. A ControlNet lies in ``controlnet`` (several in
+``controlnet_1``, …), in a folder of its own, or on the hub. Weights are not read here.
+Read next: `config.py`, `family.py`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from everyframe.checkpoints.fetch import fetch
+from everyframe.checkpoints.find import Location, PartLocation, find_part
+from everyframe.checkpoints.folder import describe_missing, read_json
+from everyframe.checkpoints.known import CONTROLNETS, controlnet_part
+from everyframe.core.errors import CheckpointError, InputError, did_you_mean
+from everyframe.families.inpaint.config import INPAINTING_CHANNELS, PLAIN_CHANNELS, released
+
+#: Pipelines whose parts are those of ControlNet inpainting, with or without the ControlNet.
+PIPELINES = (
+    "StableDiffusionControlNetInpaintPipeline",
+    "StableDiffusionInpaintPipeline",
+    "StableDiffusionControlNetPipeline",
+    "StableDiffusionControlNetImg2ImgPipeline",
+    "StableDiffusionPipeline",
+    "StableDiffusionImg2ImgPipeline",
+)
+_CONFIGS = {
+    "unet": "config.json",
+    "vae": "config.json",
+    "text_encoder": "config.json",
+    "scheduler": "scheduler_config.json",
+}
+_RELEASED_CHANNELS = {"sd-1.5": PLAIN_CHANNELS, "sd-1.5-inpaint": INPAINTING_CHANNELS}
+
+
+@dataclass(frozen=True)
+class Place:
+    """A folder of the model, `folder` None until it is fetched. `where` is for people."""
+
+    where: str
+    folder: Path | None
+    part: PartLocation | None = None
+
+    def missing(self) -> tuple[str, ...]:
+        """What must be fetched, a line each."""
+        if self.part is None or self.part.complete:
+            return ()
+        size = self.part.bytes_to_fetch
+        about = f", about {size / 1e9:.1f} GB" if size else ""
+        return (f"{self.part.part.repo_id}: {', '.join(self.part.missing)}{about}",)
+
+    def fetched(self) -> Place:
+        """The same with its files on this disk. Raises `CheckpointError` if they are not there."""
+        if self.part is None or self.part.complete:
+            return self
+        wanted = self.part.part
+        fetch(wanted.repo_id, wanted.patterns)
+        found = find_part(wanted)
+        if not found.complete:
+            raise CheckpointError(
+                f"{wanted.repo_id} holds no {', '.join(found.missing)}; it is not the "
+                f"{wanted.role} that was expected"
+            )
+        return Place(self.where, found.folder, found)
+
+
+@dataclass(frozen=True)
+class Files:
+    """The parts of one model: those of the base in the order of their roles, the ControlNets."""
+
+    where: str
+    base: tuple[Place, ...]
+    controlnets: tuple[Place, ...]
+    known: str | None = None
+    has_safety_checker: bool = False
+
+    @property
+    def folder(self) -> Path | None:
+        """The base model's folder; None until it is fetched."""
+        complete = not any(place.missing() for place in self.base)
+        return self.base[0].folder if complete else None
+
+    def missing(self) -> tuple[str, ...]:
+        """What must be fetched, a line each."""
+        return tuple(line for place in (*self.base, *self.controlnets) for line in place.missing())
+
+    def fetched(self) -> Files:
+        """The same with all files on this disk."""
+        return replace(
+            self,
+            base=tuple(place.fetched() for place in self.base),
+            controlnets=tuple(place.fetched() for place in self.controlnets),
+        )
+
+    def configs(self) -> Mapping[str, Mapping[str, Any]]:
+        """The config of each of the base's parts; the released ones before they are fetched."""
+        folder = self.folder
+        if folder is None:
+            return released(_RELEASED_CHANNELS[self.known or "sd-1.5"])
+        return {name: read_json(folder / name / file) for name, file in _CONFIGS.items()}
+
+    def controlnet_configs(self) -> tuple[tuple[str, Mapping[str, Any] | None], ...]:
+        """Name and config of each ControlNet; None before it is fetched."""
+        return tuple(
+            (net.where, None if net.folder is None else read_json(net.folder / "config.json"))
+            for net in self.controlnets
+        )
+
+    def part(self, name: str) -> Path:
+        """The folder of one of the base's parts: ``unet``, ``vae``, ``tokenizer``, …"""
+        folder = self.folder
+        assert folder is not None, "asked before it was fetched"
+        return folder / name
+
+    def weights(self) -> tuple[Path, ...]:
+        """Every folder with weights."""
+        nets = [net.folder for net in self.controlnets if net.folder is not None]
+        return (*(self.part(name) for name in ("text_encoder", "vae", "unet")), *nets)
+
+
+def find_files(location: Location, controlnet: Any) -> Files | None:
+    """The files of an inpainting model at that place; None if it is something else.
+
+    `controlnet` is the option of that name; it takes the place of the model's own. Raises
+    `InputError` for one that can't be found, `CheckpointError` for a broken ``model_index.json``.
+    """
+    found = _base(location)
+    if found is None or controlnet is None:
+        return found
+    asked = controlnet if isinstance(controlnet, (list, tuple)) else [controlnet]
+    return replace(found, controlnets=tuple(_controlnet(each) for each in _split(asked)))
+
+
+def _base(location: Location) -> Files | None:
+    if location.known is not None:
+        if location.known.family != "inpaint":
+            return None
+        places = {
+            place.part.role: Place(place.part.repo_id, place.folder, place)
+            for place in location.parts
+        }
+        controlnet = places.pop("controlnet")
+        if controlnet.missing():
+            controlnet = replace(controlnet, folder=None)
+        base = tuple(places.values())
+        return Files(base[0].where, base, (controlnet,), location.known.name)
+    if location.path is not None:
+        return _in_folder(location.path.name or location.asked, location.path)
+    place = location.parts[0]
+    if place.folder is None or not place.complete:
+        return None
+    return _in_folder(location.asked, place.folder)
+
+
+def _in_folder(where: str, folder: Path) -> Files | None:
+    file = folder / "model_index.json"
+    index = read_json(file) if file.is_file() else {}
+    if index.get("_class_name") not in PIPELINES:
+        return None
+    # Several ControlNets of one pipeline are saved side by side, with numbers.
+    names = ["controlnet", *(f"controlnet_{number}" for number in range(1, 100))]
+    present = [name for name in names if (folder / name / "config.json").is_file()]
+    nets = tuple(Place(f"{where}/{name}", folder / name) for name in present)
+    checker = index.get("safety_checker")
+    judged = isinstance(checker, list) and any(part is not None for part in checker)
+    return Files(where, (Place(where, folder),), nets, has_safety_checker=judged)
+
+
+def _split(asked: Sequence[Any]) -> list[str]:
+    """The names of ControlNets; several with commas, unless a folder is called so."""
+    names: list[str] = []
+    for each in asked:
+        if not isinstance(each, (str, os.PathLike)):
+            raise InputError(
+                f"controlnet must be a folder, a hub id or a short name, got {type(each).__name__}"
+            )
+        text = os.fspath(each)
+        names += [text] if Path(text).expanduser().exists() else text.split(",")
+    return [name.strip() for name in names]
+
+
+def _controlnet(name: str) -> Place:
+    """A ControlNet by its short name, folder or hub id."""
+    path = Path(name).expanduser()
+    repo_id = CONTROLNETS.get(name.casefold())
+    if repo_id is None and path.exists():
+        if not (path / "config.json").is_file():
+            raise CheckpointError(
+                f"{name} is no ControlNet as diffusers saves it: "
+                f"{describe_missing(path, ['config.json'])}"
+            )
+        return Place(path.resolve().name, path)
+    if repo_id is None and name.count("/") != 1:
+        raise InputError(
+            f"controlnet must be a folder, a hub id OWNER/NAME, or one of "
+            f"{', '.join(CONTROLNETS)}, got {name!r}{did_you_mean(name, CONTROLNETS)}"
+        )
+    found = find_part(controlnet_part(repo_id or name))
+    return Place(found.part.repo_id, found.folder if found.complete else None, found)

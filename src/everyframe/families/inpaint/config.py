@@ -1,0 +1,215 @@
+"""What the checkpoints of ControlNet inpainting say of themselves: configs of the parts, as data.
+
+Read from the JSON files of diffusers' folders, or, for a released model that is not on this disk
+yet, from `released`. No torch here. Read next: `checkpoint.py`, `components.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from everyframe.core.errors import CheckpointError
+
+#: Channels that a UNet takes: the latents alone, or with them the mask and the masked source.
+PLAIN_CHANNELS, INPAINTING_CHANNELS = 4, 9
+
+#: diffusers' schedulers that are sampled with. All of them take `set_timesteps` and `step` alone;
+#: left out are those that need packages of their own (LMS, DPM++ SDE) or another kind of model.
+SCHEDULERS = (
+    "PNDMScheduler", "DDIMScheduler", "DDPMScheduler", "EulerDiscreteScheduler",
+    "EulerAncestralDiscreteScheduler", "HeunDiscreteScheduler", "KDPM2DiscreteScheduler",
+    "KDPM2AncestralDiscreteScheduler", "DPMSolverMultistepScheduler",
+    "DPMSolverSinglestepScheduler", "DEISMultistepScheduler", "UniPCMultistepScheduler",
+    "LCMScheduler",
+)  # fmt: skip
+
+#: Sizes in which the ControlNet must be the UNet's own kind: it adds to the UNet's residuals.
+_SHARED = {
+    "block_out_channels": [320, 640, 1280, 1280],
+    "layers_per_block": 2,
+    "cross_attention_dim": 1280,
+    "down_block_types": [*["CrossAttnDownBlock2D"] * 3, "DownBlock2D"],
+}
+
+
+def released(unet_channels: int) -> Mapping[str, Mapping[str, Any]]:
+    """The configs of Stable Diffusion 1.5 and of its inpainting model, before they are fetched."""
+    return {
+        "unet": {
+            "_class_name": "UNet2DConditionModel",
+            "in_channels": unet_channels,
+            "cross_attention_dim": 768,
+            "attention_head_dim": 8,
+            "block_out_channels": [320, 640, 1280, 1280],
+            "down_block_types": [*["CrossAttnDownBlock2D"] * 3, "DownBlock2D"],
+            "layers_per_block": 2,
+            "sample_size": 64,
+        },
+        "vae": {
+            "_class_name": "AutoencoderKL",
+            "block_out_channels": [128, 256, 512, 512],
+            "down_block_types": ["DownEncoderBlock2D"] * 4,
+            "up_block_types": ["UpDecoderBlock2D"] * 4,
+            "layers_per_block": 2,
+            "latent_channels": 4,
+            "sample_size": 512,
+        },
+        "text_encoder": {
+            "model_type": "clip_text_model",
+            "hidden_size": 768,
+            "intermediate_size": 3072,
+            "num_attention_heads": 12,
+            "num_hidden_layers": 12,
+            "projection_dim": 768,
+            "hidden_act": "quick_gelu",
+        },
+        "scheduler": {
+            "_class_name": "PNDMScheduler",
+            "beta_start": 0.00085,
+            "beta_end": 0.012,
+            "beta_schedule": "scaled_linear",
+            "num_train_timesteps": 1000,
+            "skip_prk_steps": True,
+            "steps_offset": 1,
+        },
+    }
+
+
+@dataclass(frozen=True)
+class InpaintConfig:
+    """The configs of the parts, as their libraries take them; one of `controlnets` for each."""
+
+    unet: Mapping[str, Any]
+    vae: Mapping[str, Any]
+    text_encoder: Mapping[str, Any]
+    scheduler: Mapping[str, Any]
+    controlnets: tuple[Mapping[str, Any], ...]
+
+    @classmethod
+    def from_json(
+        cls,
+        source: str,
+        configs: Mapping[str, Mapping[str, Any]],
+        controlnets: tuple[tuple[str, Mapping[str, Any] | None], ...],
+    ) -> InpaintConfig:
+        """From the base model's configs by folder, and name and config of each ControlNet.
+
+        A ControlNet's config may be None: it is not on this disk, and taken to fit the UNet.
+
+        Raises:
+            CheckpointError: a class or sizes that can't be run here; names `source` or the name.
+        """
+        _check_classes(source, configs)
+        made = cls(
+            unet=configs["unet"],
+            vae=configs["vae"],
+            text_encoder=configs["text_encoder"],
+            scheduler=configs["scheduler"],
+            controlnets=tuple(
+                _like(configs["unet"]) if config is None else config for _, config in controlnets
+            ),
+        )
+        made._check_unet(source)
+        for (name, _), config in zip(controlnets, made.controlnets, strict=True):
+            made._check_controlnet(name, config)
+        return made
+
+    @property
+    def spatial_factor(self) -> int:
+        """Pixels of one latent, along each side."""
+        return int(2 ** (len(self.vae.get("block_out_channels", (64,))) - 1))
+
+    @property
+    def latent_channels(self) -> int:
+        """Channels of the latents."""
+        return int(self.vae.get("latent_channels", 4))
+
+    @property
+    def takes_mask(self) -> bool:
+        """Whether the UNet sees the mask and the masked source; else known latents are put back."""
+        return int(self.unet.get("in_channels", 4)) == INPAINTING_CHANNELS
+
+    @property
+    def scaling_factor(self) -> float:
+        """Latents of the denoiser over latents of the autoencoder."""
+        return float(self.vae.get("scaling_factor", 0.18215))
+
+    @property
+    def force_upcast(self) -> bool:
+        """Whether the autoencoder overflows half precision, by its own word."""
+        return bool(self.vae.get("force_upcast", True))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of a prompt, its marks of beginning and end included."""
+        return int(self.text_encoder.get("max_position_embeddings", 77))
+
+    @property
+    def pools_control(self) -> bool:
+        """Whether the ControlNet answers with one value a channel, which asks for guess mode."""
+        return any(bool(net.get("global_pool_conditions")) for net in self.controlnets[:1])
+
+    def _check_unet(self, source: str) -> None:
+        channels = int(self.unet.get("in_channels", 4))
+        if channels not in (PLAIN_CHANNELS, INPAINTING_CHANNELS) or self.latent_channels != 4:
+            raise CheckpointError(
+                f"{source}: the denoiser takes {channels} channels and the autoencoder gives "
+                f"{self.latent_channels}; a denoiser of {PLAIN_CHANNELS} or of "
+                f"{INPAINTING_CHANNELS} and an autoencoder of 4 can be run"
+            )
+        width = int(self.text_encoder.get("hidden_size", 512))
+        wanted = self.unet.get("cross_attention_dim", 1280)
+        if wanted != width:
+            raise CheckpointError(
+                f"{source}: the text encoder gives {width} channels and the denoiser takes {wanted}"
+            )
+
+    def _check_controlnet(self, name: str, config: Mapping[str, Any]) -> None:
+        found = config.get("_class_name", "ControlNetModel")
+        if found != "ControlNetModel":
+            raise CheckpointError(f"{name} is of class {found!r}, expected ControlNetModel")
+        if config.get("addition_embed_type") is not None:
+            raise CheckpointError(f"{name} is a ControlNet of Stable Diffusion XL, which can't run")
+        if int(config.get("conditioning_channels", 3)) != 3:
+            raise CheckpointError(
+                f"{name} sees pictures of {config['conditioning_channels']} channels, expected 3"
+            )
+        for size, default in _SHARED.items():
+            own, wanted = config.get(size, default), self.unet.get(size, default)
+            if own != wanted:
+                raise CheckpointError(
+                    f"{name} was not made for this model: its {size} is {own}, the denoiser's "
+                    f"{wanted}"
+                )
+
+
+def _like(unet: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config of a ControlNet that was made of this UNet."""
+    kept = (
+        *_SHARED, "attention_head_dim", "num_attention_heads", "use_linear_projection",
+        "norm_num_groups", "act_fn", "only_cross_attention",
+    )  # fmt: skip
+    return {
+        "_class_name": "ControlNetModel",
+        "in_channels": PLAIN_CHANNELS,
+        **{name: unet[name] for name in kept if name in unet},
+    }
+
+
+def _check_classes(source: str, configs: Mapping[str, Mapping[str, Any]]) -> None:
+    allowed = {
+        "unet": ("UNet2DConditionModel",),
+        "vae": ("AutoencoderKL",),
+        "scheduler": SCHEDULERS,
+    }
+    for name, classes in allowed.items():
+        found = configs[name].get("_class_name")
+        if found not in classes:
+            raise CheckpointError(
+                f"{source}: the {name} is of class {found!r}, expected {', '.join(classes)}"
+            )
+    kind = configs["text_encoder"].get("model_type", "clip_text_model")
+    if kind not in ("clip_text_model", "clip"):
+        raise CheckpointError(f"{source}: the text encoder is a {kind!r} model, expected CLIP's")

@@ -1,0 +1,106 @@
+"""The family of ControlNet inpainting: a part of a picture or video is painted anew.
+
+Upstream: Stable Diffusion 1 and 2 in diffusers' folders, with the ControlNets of lllyasviel and
+others; diffusers' `StableDiffusionControlNetInpaintPipeline` is what results are held against.
+Read next: `checkpoint.py` (what lies where), `settle.py` (request to settings), `inputs.py` (what
+is given), `components.py` (parts and memory), `stages.py` (the run).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from everyframe.checkpoints.find import Location
+from everyframe.core.options import FamilyOptions
+from everyframe.core.plan import Plan, Settings
+from everyframe.core.request import Request
+from everyframe.families.family import Component, Stage
+from everyframe.families.inpaint import settle
+from everyframe.families.inpaint.checkpoint import Files, find_files
+from everyframe.families.inpaint.components import Builders, components, controlnet_name
+from everyframe.families.inpaint.config import InpaintConfig
+from everyframe.families.inpaint.options import InpaintOptions
+
+
+@dataclass(frozen=True)
+class InpaintModel:
+    """One checkpoint of this family, its configs read and its weights not."""
+
+    name: str
+    title: str
+    options: InpaintOptions
+    files: Files
+    builders: Builders
+
+    def settle(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
+        """Every value of the request settled, and notes."""
+        facts = settle.Facts(self.title, self.builders.config, self.files.has_safety_checker)
+        return settle.settle(facts, request, self.options, seed)
+
+    def smaller(self, settings: Settings) -> Iterator[Settings]:
+        """Settings like these that need less memory."""
+        return settle.smaller(settings)
+
+    def components(self, settings: Settings) -> tuple[Component, ...]:
+        """Text encoder, autoencoder, ControlNets, denoiser."""
+        where = self.files.where
+        places = {name: f"{where}/{name}" for name in ("text_encoder", "vae", "unet")}
+        places |= {
+            controlnet_name(number): net.where for number, net in enumerate(self.files.controlnets)
+        }
+        return components(self.builders, settings, places)
+
+    def missing(self) -> tuple[str, ...]:
+        """What must be fetched first."""
+        return self.files.missing()
+
+    def fetch(self) -> InpaintModel:
+        """The same model with all of its files on this disk."""
+        if not self.missing():
+            return self
+        return _model(self.name, self.title, self.files.fetched(), self.options)
+
+    def weight_files(self) -> tuple[str, ...]:
+        """Every file that holds weights."""
+        from everyframe.checkpoints.tensors import open_checkpoint
+
+        folders = self.files.weights()
+        return tuple(str(file) for folder in folders for file in open_checkpoint(folder).files)
+
+    def stages(self, plan: Plan, clip: int) -> Sequence[Stage]:
+        """Text, given frames, denoise, decode."""
+        from everyframe.families.inpaint.job import Job
+        from everyframe.families.inpaint.pictures import DecodeStage, EncodeStage
+        from everyframe.families.inpaint.stages import DenoiseStage, TextStage
+
+        assert clip == 0, "a chain is refused when the request is settled"
+        job = Job(plan, self.builders, self.files, self.options)
+        return (TextStage(job), EncodeStage(job), DenoiseStage(job), DecodeStage(job))
+
+
+class ControlNetInpainting:
+    """The family object of the registry."""
+
+    name = "inpaint"
+    title = "ControlNet inpainting"
+    options: type[FamilyOptions] = InpaintOptions
+
+    def recognise(self, location: Location, options: FamilyOptions) -> InpaintModel | None:
+        """The model at that place if pictures can be inpainted with it, by its configs alone."""
+        assert isinstance(options, InpaintOptions)
+        files = find_files(location, options.controlnet)
+        if files is None:
+            return None
+        known = location.known
+        title = known.title if known else f"{self.title} ({PurePath(location.name).name})"
+        return _model(location.name, title, files, options)
+
+
+def _model(name: str, title: str, files: Files, options: InpaintOptions) -> InpaintModel:
+    config = InpaintConfig.from_json(files.where, files.configs(), files.controlnet_configs())
+    return InpaintModel(name, title, options, files, Builders(config))
+
+
+INPAINT = ControlNetInpainting()

@@ -1,0 +1,298 @@
+"""What is given to be repainted: the source's frames, the mask of each, what the ControlNets see.
+
+Frames are read one after the other whenever a stage asks for them, and none is kept. Sizes: a
+source is fitted to the size that was asked for, if one was, and then padded to whole latents; what
+is made of it is cut back. Masks are 8-bit grey, 255 where the picture is repainted.
+Read next: `settle.py`, which checks them, `stages.py`, which reads them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from everyframe.core.errors import InputError, MediaError
+from everyframe.families.inpaint.canny import HIGH, LOW, canny
+from everyframe.families.inpaint.options import InpaintOptions
+from everyframe.media.frames import FrameSource, open_frames, survey
+from everyframe.media.pixels import Frames, fit_image
+
+Grey = npt.NDArray[np.uint8]
+
+#: What can be made of the source itself for a ControlNet to see.
+BUILT_IN = ("canny", "inpaint")
+
+#: From this grey value on a pixel of the mask is repainted: half of white, as diffusers has it.
+WHITE = 128
+
+_BOX = re.compile(r"\s*-?[\d.]+\s*(,\s*-?[\d.]+\s*)+")
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangle in pixels of the source; right and bottom are outside of it."""
+
+    left: int
+    top: int
+    right: int
+    bottom: int
+
+    def __str__(self) -> str:
+        return f"{self.left},{self.top},{self.right},{self.bottom}"
+
+    def drawn(self, height: int, width: int) -> Frames:
+        """White on black, (H, W, 3)."""
+        mask = np.zeros((height, width, 3), np.uint8)
+        mask[self.top : self.bottom, self.left : self.right] = 255
+        return mask
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How a frame is brought to whole latents: fitted to (height, width), padded to multiples."""
+
+    height: int
+    width: int
+    fit: str
+    step: int
+
+    @property
+    def padded(self) -> tuple[int, int]:
+        """(height, width) that is worked on."""
+        return -(-self.height // self.step) * self.step, -(-self.width // self.step) * self.step
+
+    def picture(self, frame: Frames) -> Frames:
+        """A frame of the source, (H, W, 3), at the size of the result."""
+        return fit_image(frame, self.height, self.width, self.fit)
+
+    def mask(self, frame: Frames) -> Grey:
+        """The mask of a frame, (H, W, 3), at the size of the result: (height, width)."""
+        return grey(self.picture(frame))
+
+    def pad(self, frame: npt.NDArray[Any], *, with_edge: bool = True) -> npt.NDArray[Any]:
+        """(height, width, ...) padded to the right and below, by its edge or by zeros."""
+        rows, columns = (new - old for new, old in zip(self.padded, frame.shape, strict=False))
+        if not rows and not columns:
+            return frame
+        around = ((0, rows), (0, columns), *[(0, 0)] * (frame.ndim - 2))
+        return np.pad(frame, around, mode="edge" if with_edge else "constant")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Everything that is given, opened and not read."""
+
+    source: FrameSource
+    mask: FrameSource | Box
+    controls: tuple[FrameSource | str, ...]
+    canny_thresholds: tuple[float, float] = (LOW, HIGH)
+
+    def frames(self, geometry: Geometry, num_frames: int) -> Iterator[tuple[Frames, Grey]]:
+        """The source's frames and their masks at the result's size, not padded."""
+        masks = _stretched(self.mask, self.source, num_frames)
+        for frame, mask in zip(_first(self.source, num_frames), masks, strict=True):
+            yield geometry.picture(frame), geometry.mask(mask)
+
+    def control_pictures(
+        self, geometry: Geometry, num_frames: int
+    ) -> Iterator[tuple[npt.NDArray[np.float32], ...]]:
+        """For each frame what each ControlNet sees: float32 (H, W, 3), padded."""
+        made_here = any(isinstance(control, str) for control in self.controls)
+        pairs: Iterator[Any] = self.frames(geometry, num_frames) if made_here else repeat(None)
+        given = [
+            repeat(None) if isinstance(control, str) else _repeated(control, num_frames)
+            for control in self.controls
+        ]
+        size = next(self.source.read()).shape[:2]
+        for _, pair, *seen in zip(range(num_frames), pairs, *given, strict=False):
+            yield tuple(
+                self._built_in(control, *pair, geometry)
+                if isinstance(control, str)
+                else _as_control(frame, size, geometry)
+                for control, frame in zip(self.controls, seen, strict=True)
+            )
+
+    def _built_in(
+        self, name: str, frame: Frames, mask: Grey, geometry: Geometry
+    ) -> npt.NDArray[np.float32]:
+        if name == "canny":
+            edges = canny(frame, *self.canny_thresholds)
+            shown = np.repeat(geometry.pad(edges)[..., None], 3, axis=-1)
+            return shown.astype(np.float32) / 255
+        # What the ControlNet for inpainting was trained on: the source, and -1 under the mask.
+        picture = geometry.pad(frame).astype(np.float32) / 255
+        picture[geometry.pad(mask, with_edge=False) >= WHITE] = -1
+        return picture
+
+
+def grey(frame: Frames) -> Grey:
+    """Luminance (..., H, W) of (..., H, W, 3): ITU-R 601, rounded as Pillow rounds it."""
+    wide = frame.astype(np.uint32)
+    sums = wide[..., 0] * 19595 + wide[..., 1] * 38470 + wide[..., 2] * 7471
+    return ((sums + 0x8000) >> 16).astype(np.uint8)
+
+
+def open_inputs(options: InpaintOptions, picture: Any) -> Inputs:
+    """The inputs of a request, with `picture` the common option ``image`` where it was given.
+
+    Raises `InputError` for what is missing or is none of the kinds that can be given.
+    """
+    given = options.source if picture is None else picture
+    controls = tuple(_control(each) for each in _several(options.control))
+    return Inputs(
+        source=open_frames(given, what="source"),
+        mask=_mask(options.mask),
+        controls=controls,
+        canny_thresholds=(
+            LOW if options.canny_low is None else options.canny_low,
+            HIGH if options.canny_high is None else options.canny_high,
+        ),
+    )
+
+
+def check_mask(inputs: Inputs, num_frames: int, height: int, width: int) -> None:
+    """Raise `InputError` unless the mask fits a source of that many frames and that size."""
+    if isinstance(inputs.mask, Box):
+        _check_box(inputs.mask, height, width)
+        return
+    any_white = False
+
+    def look(number: int, frame: Frames) -> None:
+        nonlocal any_white
+        any_white = any_white or bool((grey(frame) >= WHITE).any())
+
+    found = survey(inputs.mask, "mask", look)
+    if (found.height, found.width) != (height, width):
+        raise InputError(
+            f"the mask is {found.width}x{found.height} and the source {width}x{height}; they must "
+            "be of the same size"
+        )
+    if not inputs.mask.is_still and found.num_frames != num_frames:
+        raise InputError(
+            f"the mask has {found.num_frames} frames and the source {num_frames}; give one for "
+            "each, or one picture for all"
+        )
+    if not any_white:
+        raise InputError(
+            "the mask is empty: none of its pixels is white (128 of 255 or more), and white is "
+            "what is repainted"
+        )
+
+
+def check_controls(inputs: Inputs, num_frames: int) -> Iterator[tuple[str, int, int]]:
+    """Name, height and width of each control that was given; `InputError` for another length."""
+    for control in inputs.controls:
+        if isinstance(control, str):
+            continue
+        found = survey(control, "control")
+        if not control.is_still and found.num_frames != num_frames:
+            raise InputError(
+                f"control {control.name!r} has {found.num_frames} frames and the source "
+                f"{num_frames}; give one for each, or one picture for all"
+            )
+        yield control.name, found.height, found.width
+
+
+def _check_box(box: Box, height: int, width: int) -> None:
+    if box.left >= box.right or box.top >= box.bottom:
+        raise InputError(
+            f"the box {box} is empty: right must be more than left and bottom more than top "
+            "(LEFT,TOP,RIGHT,BOTTOM)"
+        )
+    if box.left < 0 or box.top < 0 or box.right > width or box.bottom > height:
+        raise InputError(
+            f"the box {box} reaches out of the source, which is {width}x{height}; left and top "
+            f"are at least 0, right at most {width}, bottom at most {height}"
+        )
+
+
+def _mask(given: Any) -> FrameSource | Box:
+    if isinstance(given, str) and not Path(given).expanduser().exists() and _BOX.fullmatch(given):
+        given = given.split(",")
+    is_row = isinstance(given, (list, tuple)) and all(
+        isinstance(each, (str, int, float)) for each in given
+    )
+    if is_row and not any(isinstance(each, str) and Path(each).exists() for each in given):
+        return _box(given)
+    if isinstance(given, np.ndarray):
+        given = given.astype(np.uint8) * 255 if given.dtype == bool else given
+        # (T, H, W): a mask has no colours.
+        given = given[..., None] if given.ndim == 3 and given.shape[-1] not in (1, 3, 4) else given
+    try:
+        return open_frames(given, what="mask", under="black")
+    except MediaError as error:
+        if isinstance(given, str) and "does not exist" in str(error):
+            raise MediaError(
+                f"{error}; give a picture, a folder, a video, or a box LEFT,TOP,RIGHT,BOTTOM"
+            ) from error
+        raise
+
+
+def _box(given: Sequence[Any]) -> Box:
+    try:
+        numbers = [int(each) for each in given]
+    except (TypeError, ValueError):
+        numbers = []
+    if len(numbers) != 4 or any(float(each) != int(each) for each in given):
+        shown = ",".join(str(each) for each in given)
+        raise InputError(
+            f"a box is LEFT,TOP,RIGHT,BOTTOM in whole pixels, such as 40,30,160,110, got {shown!r}"
+        )
+    return Box(*numbers)
+
+
+def _several(given: Any) -> list[Any]:
+    """One control for each ControlNet: a list, or with commas unless a file is called so."""
+    if isinstance(given, (list, tuple)):
+        return list(given)
+    if isinstance(given, str) and "," in given and not Path(given).expanduser().exists():
+        return [part.strip() for part in given.split(",")]
+    return [given]
+
+
+def _control(given: Any) -> FrameSource | str:
+    if isinstance(given, str) and given.casefold() in BUILT_IN:
+        return given.casefold()
+    if isinstance(given, str) and not Path(given).expanduser().exists():
+        raise MediaError(
+            f"control: {given!r} does not exist; give a picture, a folder, a video, or "
+            f"{' or '.join(BUILT_IN)}, which are made of the source"
+        )
+    return open_frames(given, what="control")
+
+
+def _first(source: FrameSource, num_frames: int) -> Iterator[Frames]:
+    for _, frame in zip(range(num_frames), source.read(), strict=False):
+        yield frame
+
+
+def _repeated(source: FrameSource, num_frames: int) -> Iterator[Frames]:
+    if source.is_still:
+        return repeat(next(source.read()), num_frames)
+    return _first(source, num_frames)
+
+
+def _stretched(mask: FrameSource | Box, source: FrameSource, num_frames: int) -> Iterator[Frames]:
+    if isinstance(mask, Box):
+        height, width = next(source.read()).shape[:2]
+        return repeat(mask.drawn(height, width), num_frames)
+    return _repeated(mask, num_frames)
+
+
+def _as_control(
+    frame: Frames, size: tuple[int, ...], geometry: Geometry
+) -> npt.NDArray[np.float32]:
+    """A given control, laid over the source of that (height, width) and fitted with it.
+
+    One of other proportions is stretched to the source's, as diffusers does.
+    """
+    if frame.shape[0] * size[1] != frame.shape[1] * size[0]:
+        frame = fit_image(frame, size[0], size[1], "stretch")
+    return geometry.pad(geometry.picture(frame)).astype(np.float32) / 255

@@ -1,0 +1,118 @@
+"""What the stages of an inpainting run share: the plan, the model, what is given, its latents.
+
+Read next: `pictures.py` and `stages.py`, the stages themselves.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from everyframe.core.plan import Plan, Settings
+from everyframe.families.family import Take
+from everyframe.families.inpaint.checkpoint import Files
+from everyframe.families.inpaint.components import Builders
+from everyframe.families.inpaint.config import InpaintConfig
+from everyframe.families.inpaint.inputs import Geometry, Inputs, open_inputs
+from everyframe.families.inpaint.options import InpaintOptions
+from everyframe.families.inpaint.schedulers import begin, make_scheduler
+from everyframe.families.inpaint.settle import geometry_of, latent_shape
+from everyframe.families.inpaint.weights import VAE_KEYS
+from everyframe.families.loading import load_component
+
+_Item = TypeVar("_Item")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all stages share: the plan, the model's configs and files, the options."""
+
+    plan: Plan
+    builders: Builders
+    files: Files
+    options: InpaintOptions
+
+    @property
+    def settings(self) -> Settings:
+        """The plan's settings."""
+        return self.plan.settings
+
+    @property
+    def config(self) -> InpaintConfig:
+        """The model's configs."""
+        return self.builders.config
+
+    @property
+    def geometry(self) -> Geometry:
+        """How frames are brought to the size that is worked on."""
+        return geometry_of(self.config, self.settings)
+
+    @property
+    def latent_shape(self) -> tuple[int, int, int]:
+        """(C, h, w) of one frame's latents."""
+        return latent_shape(self.config, self.settings)
+
+    @property
+    def together(self) -> int:
+        """Frames that are worked on at once."""
+        return int(self.settings.option("frames_at_once"))
+
+    @property
+    def num_batches(self) -> int:
+        """How often that is."""
+        return -(-self.settings.num_frames // self.together)
+
+    def inputs(self, takes: Sequence[Take]) -> Inputs:
+        """What is given, opened anew."""
+        first = takes[0].given.first
+        return open_inputs(self.options, None if first is None else first[0])
+
+    def device(self, component: str) -> str:
+        """Where a component runs."""
+        return self.plan.component(component).device
+
+    def scheduled(self, device: str) -> tuple[Any, Tensor]:
+        """A fresh scheduler and the timesteps that it is set to."""
+        scheduler = make_scheduler(self.config.scheduler)
+        strength = float(self.settings.option("strength"))
+        return scheduler, begin(scheduler, self.settings.num_inference_steps, strength, device)
+
+    def mixes_source_in(self, take: Take) -> bool:
+        """Whether sampling begins with the source under noise; given latents are taken as is."""
+        return float(self.settings.option("strength")) < 1 and take.start_noise is None
+
+    def load_vae(self) -> Any:
+        """The autoencoder with its weights."""
+        # `encode` and `decode` are no calls of the module itself: their last layers are named.
+        last = "quant_conv" if self.config.vae.get("use_quant_conv", True) else "encoder.conv_out"
+        return load_component(
+            self.plan.component("vae"),
+            self.builders.vae,
+            self.files.part("vae"),
+            VAE_KEYS,
+            outputs=("decoder.conv_out", last),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Known:
+    """The given frames in latents, float32 on the CPU, for all T frames of a take.
+
+    mask: (T, 1, h, w), 1 where it is denoised. masked: (T, 4, h, w), the source with grey under the
+    mask, for a UNet that sees it. source: (T, 4, h, w), where it is put back or begun with.
+    """
+
+    mask: Tensor
+    masked: Tensor | None
+    source: Tensor | None
+
+
+def batched(items: Iterable[_Item], size: int) -> Iterator[list[_Item]]:
+    """Lists of `size` items, the last one maybe shorter."""
+    rest = iter(items)
+    while batch := list(itertools.islice(rest, size)):
+        yield batch

@@ -1,0 +1,142 @@
+"""The stages at both ends of an inpainting run: given frames to latents, latents to frames.
+
+Pictures are read anew in each, one batch of frames after the other; of a frame only its latents are
+kept in between. The noise by which the autoencoder's posterior is sampled is the same for every
+frame, so that what is still stays still. Read next: `inputs.py`, `stages.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor
+
+from everyframe.core.events import Event, Frames, Loaded, Step
+from everyframe.families.family import Take
+from everyframe.families.inpaint.inputs import WHITE
+from everyframe.families.inpaint.job import Job, Known, batched
+from everyframe.samplers import noise
+
+
+@dataclass(frozen=True)
+class EncodeStage:
+    """Source and mask of every frame into latents, for each take with noise of its own."""
+
+    job: Job
+    name: str = "given frames"
+    component: str = "vae"
+
+    def num_steps(self, num_takes: int) -> int:
+        """One a batch of frames, for all takes."""
+        return self.job.num_batches
+
+    def run(self, takes: Sequence[Take]) -> Iterator[Event]:
+        """Fill each take's `known`."""
+        job, began = self.job, time.perf_counter()
+        vae = job.load_vae()
+        yield Loaded("vae", time.perf_counter() - began)
+        pieces: list[list[Known]] = [[] for _ in takes]
+        pairs = job.inputs(takes).frames(job.geometry, job.settings.num_frames)
+        for number, batch in enumerate(batched(pairs, job.together), start=1):
+            begun = time.perf_counter()
+            source_FCHW, mask_FCHW = self._tensors(batch)
+            for take, known in zip(takes, pieces, strict=True):
+                known.append(self._encode(vae, take, source_FCHW, mask_FCHW))
+            seconds = time.perf_counter() - begun
+            yield Step(self.name, number, job.num_batches, takes[0].seed, seconds)
+        for take, known in zip(takes, pieces, strict=True):
+            take.known = Known(
+                mask=torch.cat([each.mask for each in known]),
+                masked=_joined([each.masked for each in known]),
+                source=_joined([each.source for each in known]),
+            )
+
+    def _tensors(self, batch: Sequence[tuple[Any, Any]]) -> tuple[Tensor, Tensor]:
+        """Source (F, 3, H, W) in -1..1 and mask (F, 1, H, W) of 0 and 1, padded."""
+        geometry = self.job.geometry
+        pictures = np.stack([geometry.pad(frame) for frame, _ in batch])
+        masks = np.stack([geometry.pad(mask, with_edge=False) for _, mask in batch])
+        source = torch.from_numpy(pictures).to(torch.float32) / 255
+        white = torch.from_numpy(masks >= WHITE).to(torch.float32)
+        return 2.0 * rearrange(source, "f h w c -> f c h w") - 1.0, white[:, None]
+
+    def _encode(self, vae: Any, take: Take, source_FCHW: Tensor, mask_FCHW: Tensor) -> Known:
+        config = self.job.config
+        shape = self.job.latent_shape
+        # In diffusers' order: the source's draw comes first, where it is drawn at all.
+        draw = 0
+        source = masked = None
+        if not config.takes_mask or self.job.mixes_source_in(take):
+            source = self._latents(vae, source_FCHW, noise.plain_noise(take.seed, (1, *shape)))
+            draw = 1
+        if config.takes_mask:
+            picked = noise.plain_noise(take.seed, (1, *shape), draw)
+            masked = self._latents(vae, source_FCHW * (mask_FCHW < 0.5), picked)
+        return Known(F.interpolate(mask_FCHW, size=shape[1:]), masked, source)
+
+    def _latents(self, vae: Any, picture_FCHW: Tensor, noise_1Chw: Tensor) -> Tensor:
+        """Scaled latents of pictures, the posterior sampled by that noise."""
+        posterior = vae.encode(picture_FCHW.to(self.job.device("vae"))).latent_dist
+        mean, deviation = (
+            each.to("cpu", torch.float32) for each in (posterior.mean, posterior.std)
+        )
+        latents: Tensor = self.job.config.scaling_factor * (mean + deviation * noise_1Chw)
+        return latents
+
+
+def _joined(pieces: Sequence[Tensor | None]) -> Tensor | None:
+    present = [piece for piece in pieces if piece is not None]
+    return torch.cat(present) if present else None
+
+
+@dataclass(frozen=True)
+class DecodeStage:
+    """Latents become frames, and outside of the mask the source comes back."""
+
+    job: Job
+    name: str = "decode"
+    component: str = "vae"
+
+    def num_steps(self, num_takes: int) -> int:
+        """One a batch of frames."""
+        return num_takes * self.job.num_batches
+
+    def run(self, takes: Sequence[Take]) -> Iterator[Event]:
+        """Yield the frames of each take."""
+        job, began = self.job, time.perf_counter()
+        vae = job.load_vae()
+        yield Loaded("vae", time.perf_counter() - began)
+        total, done = self.num_steps(len(takes)), 0
+        for take in takes:
+            pairs = job.inputs(takes).frames(job.geometry, job.settings.num_frames)
+            batches = zip(
+                take.latents.split(job.together), batched(pairs, job.together), strict=True
+            )
+            for latents, batch in batches:
+                begun = time.perf_counter()
+                frames = self._decode(vae, latents, batch)
+                done += 1
+                yield Step(self.name, done, total, take.seed, time.perf_counter() - begun)
+                yield Frames(take.seed, len(frames), frames.numpy())
+            take.latents = None
+
+    def _decode(self, vae: Any, latents: Tensor, batch: Sequence[tuple[Any, Any]]) -> Tensor:
+        """Frames (F, H, W, 3) in 0..1 at the result's size."""
+        job = self.job
+        scaled = (latents / job.config.scaling_factor).to(job.device("vae"))
+        pixels = vae.decode(scaled).sample.to("cpu", torch.float32)
+        made = (rearrange(pixels, "f c h w -> f h w c") * 0.5 + 0.5).clamp(0, 1)
+        made = made[:, : job.geometry.height, : job.geometry.width].contiguous()
+        if job.settings.option("unblended"):
+            return made
+        source = torch.from_numpy(np.stack([frame for frame, _ in batch])).to(torch.float32) / 255
+        grey = torch.from_numpy(np.stack([mask for _, mask in batch])).to(torch.float32)
+        share = grey[..., None] / 255
+        return share * made + (1 - share) * source

@@ -1,0 +1,286 @@
+"""A request settled against one inpainting model: size, frames, mask, control, steps, notes.
+
+What is given is read once, every frame of it, so that nothing that can't be used is found out after
+an hour; nothing of it is kept. Defaults are those of diffusers' pipeline. What can't be had is an
+`InputError` that says what can. Read next: `inputs.py`, `family.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from everyframe.core.errors import InputError, did_you_mean
+from everyframe.core.plan import Settings
+from everyframe.core.request import Request
+from everyframe.families.inpaint.config import InpaintConfig
+from everyframe.families.inpaint.inputs import (
+    BUILT_IN,
+    Box,
+    Geometry,
+    Inputs,
+    check_controls,
+    check_mask,
+    open_inputs,
+)
+from everyframe.families.inpaint.options import InpaintOptions
+from everyframe.families.inpaint.schedulers import begin, make_scheduler
+from everyframe.media.frames import Survey, num_animated, survey
+
+STEPS = 50
+GUIDANCE = 7.5
+#: Of a source that has no rate of its own, and of a picture, where it means nothing.
+FPS, PICTURE_FPS = 24.0, 1.0
+
+_WAYS = {"crop": "cropped", "pad": "padded", "stretch": "stretched"}
+_NO_USE = {
+    "last_image": "give what is repainted as source",
+    "extend": "give what is repainted as source",
+    "edit_strength": "give strength",
+    "resolution": "it works at the source's size; give size WIDTHxHEIGHT for another",
+}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a checkpoint says that settling needs."""
+
+    title: str
+    config: InpaintConfig
+    has_safety_checker: bool = False
+
+
+def settle(
+    facts: Facts, request: Request, options: InpaintOptions, seed: int
+) -> tuple[Settings, tuple[str, ...]]:
+    """Every value of the request settled, and notes for the person who asked."""
+    notes: list[str] = []
+    _check_request(facts, request, options)
+    inputs = open_inputs(options, request.image)
+    found = survey(inputs.source, "source")
+    _check_given(inputs, found, notes)
+    height, width = request.asked_size() or (found.height, found.width)
+    fps = _fps(inputs, request, notes)
+    guidance = GUIDANCE if request.guidance_scale is None else request.guidance_scale
+    if request.negative_prompt is not None and guidance <= 1:
+        raise InputError(f"negative_prompt has no effect with guidance_scale {guidance:g}")
+    settings = Settings(
+        prompt=request.prompt or "",
+        negative_prompt=request.negative_prompt,
+        height=height,
+        width=width,
+        num_frames=_num_frames(inputs, found, request, fps),
+        fps=fps,
+        num_inference_steps=request.num_inference_steps or STEPS,
+        guidance_scale=guidance,
+        seed=seed,
+        num_videos=request.num_videos,
+        fit=None,
+        options=(
+            ("source", inputs.source.name),
+            ("mask", f"box {inputs.mask}" if isinstance(inputs.mask, Box) else inputs.mask.name),
+            ("control", ", ".join(_name(control) for control in inputs.controls)),
+            ("strength", options.strength),
+            *_steering(facts.config, options),
+            ("guess_mode", options.guess_mode or facts.config.pools_control),
+            ("frames_at_once", options.frames_at_once),
+            ("fit", options.fit),
+            ("unblended", options.unblended),
+            ("truncate_prompt", options.truncate_prompt),
+        ),
+    )
+    _note_size(facts.config, settings, found, notes)
+    _note_steps(facts, settings, request, notes)
+    _check_latents(facts.config, request, settings)
+    return settings, tuple(notes)
+
+
+def geometry_of(config: InpaintConfig, settings: Settings) -> Geometry:
+    """How frames are brought to the size that is worked on."""
+    fit = str(settings.option("fit"))
+    return Geometry(settings.height, settings.width, fit, config.spatial_factor)
+
+
+def latent_shape(config: InpaintConfig, settings: Settings) -> tuple[int, int, int]:
+    """(C, h, w) of one frame's latents."""
+    rows, columns = geometry_of(config, settings).padded
+    step = config.spatial_factor
+    return (config.latent_channels, rows // step, columns // step)
+
+
+def smaller(settings: Settings) -> Iterator[Settings]:
+    """The same with less memory: one frame at once, then smaller ones."""
+    alone = dict(settings.options) | {"frames_at_once": 1}
+    settings = replace(settings, options=tuple(alone.items()))
+    height, width = settings.height, settings.width
+    while min(height, width) > 64:
+        yield replace(settings, height=height, width=width)
+        height, width = (max(side * 3 // 4 // 8 * 8, 8) for side in (height, width))
+
+
+def _check_request(facts: Facts, request: Request, options: InpaintOptions) -> None:
+    title, num_nets = facts.title, len(facts.config.controlnets)
+    for name, instead in _NO_USE.items():
+        if getattr(request, name) is not None:
+            raise InputError(f"{name} has no effect on {title}: {instead}")
+    if request.chain > 1:
+        raise InputError(f"{title} can't go on from a clip (chain)")
+    if not num_nets:
+        raise InputError(
+            f"{title} has no ControlNet, and pictures are repainted with one here; name it "
+            "(controlnet: a folder, a hub id or a short name such as canny)"
+        )
+    if request.prompt is None:
+        raise InputError(f"{title} needs a prompt that says what is painted")
+    if (request.image is None) == (options.source is None):
+        raise InputError(
+            "image and source both say what is repainted; give one of them"
+            if options.source is not None
+            else f"{title} repaints a part of a picture or video; give it (source)"
+        )
+    if options.mask is None:
+        raise InputError("there is no mask; give a picture, a video or a box (mask)")
+    if options.control is None:
+        raise InputError(
+            "there is nothing for the ControlNet to see; give a picture or video, or one of "
+            f"{', '.join(BUILT_IN)}, which are made of the source (control)"
+        )
+    if options.fit not in _WAYS:
+        hint = did_you_mean(options.fit, _WAYS)
+        raise InputError(f"fit must be one of {', '.join(_WAYS)}, got {options.fit!r}{hint}")
+    _check_picture(request.image)
+
+
+def _check_picture(image: Any) -> None:
+    if isinstance(image, str) or hasattr(image, "__fspath__"):
+        frames = num_animated(image)
+        if frames > 1:
+            raise InputError(
+                f"image is one picture, and {str(image)!r} has {frames} frames; give it as source"
+            )
+
+
+def _check_given(inputs: Inputs, found: Survey, notes: list[str]) -> None:
+    check_mask(inputs, found.num_frames, found.height, found.width)
+    for name, height, width in check_controls(inputs, found.num_frames):
+        if height * found.width != width * found.height:
+            notes.append(
+                f"control {name!r} is {width}x{height} and is stretched to the source's "
+                f"{found.width}x{found.height}"
+            )
+
+
+def _name(control: Any) -> str:
+    return control if isinstance(control, str) else str(control.name)
+
+
+def _steering(config: InpaintConfig, options: InpaintOptions) -> tuple[tuple[str, Any], ...]:
+    """Scale, start and end for each ControlNet, and the thresholds of canny."""
+    count = len(config.controlnets)
+    each = {
+        name: _for_each(name, getattr(options, name), count)
+        for name in (
+            "controlnet_conditioning_scale", "control_guidance_start", "control_guidance_end"
+        )
+    }  # fmt: skip
+    _, starts, ends = each.values()
+    for start, end in zip(starts, ends, strict=True):
+        if not 0 <= start < end <= 1:
+            raise InputError(
+                f"control_guidance_start {start:g} must be at least 0 and less than "
+                f"control_guidance_end {end:g}, and that at most 1"
+            )
+    controls = options.control
+    given = len(controls) if isinstance(controls, (list, tuple)) else None
+    if isinstance(controls, str) and "," in controls:
+        given = len(controls.split(","))
+    if (given or 1) != count:
+        raise InputError(
+            f"there are {count} ControlNets and {given or 1} controls; give one for each, in order"
+        )
+    return tuple(each.items())
+
+
+def _for_each(name: str, value: Any, count: int) -> tuple[float, ...]:
+    values = value if isinstance(value, tuple) else (value,) * count
+    if len(values) != count:
+        raise InputError(f"{name} has {len(values)} values for {count} ControlNets")
+    if any(not -1000 <= each <= 1000 for each in values):
+        raise InputError(f"{name} must be -1000 to 1000, got {value}")
+    return values
+
+
+def _fps(inputs: Inputs, request: Request, notes: list[str]) -> float:
+    if inputs.source.is_still:
+        return request.fps or PICTURE_FPS
+    own = None if inputs.source.fps is None else float(inputs.source.fps)
+    if own is not None and request.fps is not None and request.fps != own:
+        notes.append(
+            f"the source has {own:g} frames a second and the result {request.fps:g}, so it will "
+            f"not play at its own speed; --fps {own:g} keeps that"
+        )
+    if own is None and request.fps is None:
+        notes.append(f"the source tells no frame rate, so the result has {FPS:g} (fps)")
+    return request.fps or own or FPS
+
+
+def _num_frames(inputs: Inputs, found: Survey, request: Request, fps: float) -> int:
+    frames = request.num_frames
+    if frames is None and request.seconds is not None:
+        frames = max(1, round(request.seconds * fps))
+    if frames is not None and frames > found.num_frames:
+        raise InputError(
+            f"{frames} frames were asked for and the source has {found.num_frames}"
+            + ("; it is one picture" if inputs.source.is_still else "")
+        )
+    return frames or found.num_frames
+
+
+def _note_size(config: InpaintConfig, settings: Settings, found: Survey, notes: list[str]) -> None:
+    geometry = geometry_of(config, settings)
+    if found.height * settings.width != found.width * settings.height:
+        others = " or ".join(way for way in _WAYS if way != geometry.fit)
+        notes.append(
+            f"the source is {found.width}x{found.height} and is {_WAYS[geometry.fit]} to the "
+            f"proportions of {settings.width}x{settings.height} (fit: {others} would be another "
+            "way)"
+        )
+    elif found.height != settings.height:
+        notes.append(
+            f"the source is {found.width}x{found.height} and is resized; outside of the mask the "
+            "result is the resized source"
+        )
+    height, width = geometry.padded
+    if (height, width) != (settings.height, settings.width):
+        notes.append(
+            f"sides are worked on in multiples of {geometry.step}: {settings.width}x"
+            f"{settings.height} is padded to {width}x{height} by its edges, and the result cut back"
+        )
+
+
+def _note_steps(facts: Facts, settings: Settings, request: Request, notes: list[str]) -> None:
+    strength = float(settings.option("strength"))
+    steps = settings.num_inference_steps
+    timesteps = begin(make_scheduler(facts.config.scheduler), steps, strength)
+    if strength < 1:
+        notes.append(f"strength {strength:g}: {len(timesteps)} of {steps} steps are done")
+        if request.latents is not None:
+            notes.append(
+                "given latents are begun with as they are, as in diffusers; the source is not "
+                "mixed into them"
+            )
+    if facts.has_safety_checker:
+        notes.append("the checkpoint's safety checker is not run")
+
+
+def _check_latents(config: InpaintConfig, request: Request, settings: Settings) -> None:
+    if request.latents is None:
+        return
+    expected = (1, *latent_shape(config, settings))
+    given = tuple(getattr(request.latents, "shape", ()))
+    if given != expected:
+        raise InputError(
+            f"latents must be an array or tensor of shape {expected} (1, channels, rows, columns), "
+            f"the start noise of every frame, got {given or type(request.latents).__name__}"
+        )

@@ -1,0 +1,212 @@
+"""The stages in the middle of an inpainting run: text, and denoising.
+
+Each loads what it needs, works on every take with it and lets go of it when its generator ends.
+Frames are denoised `frames_at_once` together, with the same start noise for every frame. What is
+computed is diffusers' `StableDiffusionControlNetInpaintPipeline` frame by frame; what differs is
+that, in the end, the source itself is put back outside of the mask.
+Read next: `pictures.py` (the other stages), `denoiser.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+from everyframe.core.events import Event, Loaded, Note, Step
+from everyframe.families.family import Take
+from everyframe.families.inpaint.components import controlnet_name
+from everyframe.families.inpaint.denoiser import Conditions, Denoiser, Steering
+from everyframe.families.inpaint.job import Job, batched
+from everyframe.families.inpaint.text import embed, load_tokenizer, tokenize
+from everyframe.families.inpaint.weights import CONTROLNET_KEYS, UNET_KEYS, text_keys
+from everyframe.families.loading import load_component
+from everyframe.samplers import noise, scheduled
+from everyframe.samplers.step import Step as SamplerStep
+
+
+@dataclass(frozen=True)
+class TextStage:
+    """Prompt and negative prompt through CLIP, once for all takes."""
+
+    job: Job
+    name: str = "text"
+    component: str = "text_encoder"
+
+    def num_steps(self, num_takes: int) -> int:
+        """One a prompt."""
+        return len(self._prompts())
+
+    def _prompts(self) -> list[str]:
+        """With guidance the negative prompt first, which is empty where none was given."""
+        settings = self.job.settings
+        guided = settings.guidance_scale > 1
+        return [settings.negative_prompt or "", settings.prompt] if guided else [settings.prompt]
+
+    def run(self, takes: Sequence[Take]) -> Iterator[Event]:
+        """Fill each take's `text`."""
+        job, began = self.job, time.perf_counter()
+        tokenizer = load_tokenizer(job.files.part("tokenizer"))
+        tokens = []
+        # Tokens first: a prompt that is too long is told before gigabytes are read.
+        for prompt in self._prompts():
+            truncate = bool(job.settings.option("truncate_prompt"))
+            ids, mask, cut = tokenize(tokenizer, prompt, job.config.num_tokens, truncate=truncate)
+            if cut:
+                yield Note(f"the prompt is too long for the model; its end was cut: {cut!r}")
+            tokens.append((ids, mask))
+        encoder = load_component(
+            job.plan.component("text_encoder"),
+            job.builders.text_encoder,
+            job.files.part("text_encoder"),
+            text_keys(any(name.startswith("text_model.") for name in self._names())),
+        )
+        yield Loaded("text_encoder", time.perf_counter() - began)
+        uses_mask = bool(job.config.text_encoder.get("use_attention_mask"))
+        hidden = []
+        for number, (ids, mask) in enumerate(tokens, start=1):
+            begun = time.perf_counter()
+            hidden.append(embed(encoder, ids, mask, uses_mask=uses_mask))
+            seconds = time.perf_counter() - begun
+            yield Step(self.name, number, len(tokens), takes[0].seed, seconds)
+        for take in takes:
+            take.text = torch.cat(hidden)
+
+    def _names(self) -> Iterable[str]:
+        return self.job.builders.num_elements["text_encoder"]
+
+
+@dataclass(frozen=True)
+class DenoiseStage:
+    """Noise becomes latents (T, 4, h, w): the scheduler, guidance, ControlNets and UNet."""
+
+    job: Job
+    name: str = "denoise"
+    component: str = "unet"
+
+    def num_steps(self, num_takes: int) -> int:
+        """The scheduler's steps for each batch of frames of each take."""
+        _, timesteps = self.job.scheduled("cpu")
+        return num_takes * self.job.num_batches * len(timesteps)
+
+    def run(self, takes: Sequence[Take]) -> Iterator[Event]:
+        """Fill each take's `latents`."""
+        job = self.job
+        nets = []
+        for number in range(len(job.config.controlnets)):
+            began = time.perf_counter()
+            nets.append(self._load_controlnet(number))
+            yield Loaded(controlnet_name(number), time.perf_counter() - began)
+        began = time.perf_counter()
+        unet = load_component(
+            job.plan.component("unet"),
+            job.builders.unet,
+            job.files.part("unet"),
+            UNET_KEYS,
+            # With a name of its own: the whole answers with a tuple, which is widened as well.
+            outputs=("conv_out",),
+        )
+        yield Loaded("unet", time.perf_counter() - began)
+        total, done = self.num_steps(len(takes)), 0
+        for take in takes:
+            finished = []
+            for sampled in self._batches(unet, nets, take):
+                begun = time.perf_counter()
+                for step in sampled:
+                    now = time.perf_counter()
+                    done += 1
+                    take.latents = step.x
+                    yield Step(self.name, done, total, take.seed, now - begun)
+                    begun = now
+                finished.append(take.latents.to("cpu"))
+            take.latents = torch.cat(finished)
+            take.known = None
+
+    def _load_controlnet(self, number: int) -> nn.Module:
+        job, name = self.job, controlnet_name(number)
+        folder = job.files.controlnets[number].folder
+        assert folder is not None, "asked before it was fetched"
+        build = partial(job.builders.controlnet, number)
+        return load_component(job.plan.component(name), build, folder, CONTROLNET_KEYS)
+
+    def _batches(
+        self, unet: nn.Module, nets: Sequence[nn.Module], take: Take
+    ) -> Iterator[Iterator[SamplerStep]]:
+        """The sampler of each batch of frames."""
+        job = self.job
+        pictures = job.inputs([take]).control_pictures(job.geometry, job.settings.num_frames)
+        first = 0
+        for batch in batched(pictures, job.together):
+            frames = slice(first, first + len(batch))
+            controls = tuple(
+                rearrange(torch.from_numpy(np.stack(one)), "f h w c -> f c h w").contiguous()
+                for one in zip(*batch, strict=True)
+            )
+            yield self._sampled(unet, nets, take, controls, frames)
+            first += len(batch)
+
+    def _sampled(
+        self,
+        unet: nn.Module,
+        nets: Sequence[nn.Module],
+        take: Take,
+        controls: tuple[Tensor, ...],
+        frames: slice,
+    ) -> Iterator[SamplerStep]:
+        job, settings, known = self.job, self.job.settings, take.known
+        device = job.device("unet")
+        scheduler, timesteps = job.scheduled(device)
+        mask = known.mask[frames].to(device)
+        source = None if known.source is None else known.source[frames].to(device)
+        x, start = self._begin(take, scheduler, timesteps, source, len(mask))
+        names = ("controlnet_conditioning_scale", "control_guidance_start", "control_guidance_end")
+        takes_mask = job.config.takes_mask
+        conditions = Conditions(
+            text=take.text.to(device),
+            controls=tuple(control.to(device) for control in controls),
+            mask=mask if takes_mask else None,
+            masked=known.masked[frames].to(device) if takes_mask else None,
+        )
+        denoise = Denoiser(
+            unet,
+            nets,
+            conditions,
+            [Steering(*each) for each in zip(*map(settings.option, names), strict=True)],
+            guidance_scale=settings.guidance_scale,
+            guess_mode=bool(settings.option("guess_mode")),
+            num_steps=len(timesteps),
+        )
+        put_back = None
+        if not takes_mask:
+            assert source is not None, "encoded for a UNet that takes no mask"
+            put_back = scheduled.KnownLatents(source, mask, start)
+
+        def generators(step: int) -> list[torch.Generator]:
+            return [noise.generator(take.seed, "step", step) for _ in range(len(mask))]
+
+        for step in scheduled.sample(
+            denoise, x, scheduler, timesteps, known=put_back, generators=generators
+        ):
+            denoise.step = step.index + 1
+            yield step
+
+    def _begin(
+        self, take: Take, scheduler: Any, timesteps: Tensor, source: Tensor | None, count: int
+    ) -> tuple[Tensor, Tensor]:
+        """What sampling begins with, and its noise, (F, 4, h, w) each; the same for every frame."""
+        job = self.job
+        start = take.start_noise
+        if start is None:
+            start = noise.start_noise(take.seed, job.latent_shape)[None]
+        start = start.to(job.device("unet")).expand(count, -1, -1, -1)
+        if job.mixes_source_in(take):
+            assert source is not None, "encoded to begin with"
+            return scheduler.add_noise(source, start, timesteps[:1]), start
+        return start * scheduler.init_noise_sigma, start

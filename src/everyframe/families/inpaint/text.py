@@ -1,0 +1,67 @@
+"""CLIP's text encoder and its tokenizer: a prompt becomes hidden states.
+
+Not here: what is done with them (`stages.py`, `denoiser.py`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from everyframe.checkpoints.folder import describe_missing
+from everyframe.core.errors import CheckpointError, InputError
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The `CLIPTokenizer` that lies in `folder`; never fetches."""
+    from transformers import CLIPTokenizer
+
+    wanted = ("tokenizer.json", "vocab.json")
+    if not any((folder / name).is_file() for name in wanted):
+        raise CheckpointError(f"no tokenizer: {describe_missing(folder, wanted)}")
+    try:
+        return CLIPTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except (OSError, ValueError, KeyError, RuntimeError, TypeError) as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise CheckpointError(f"{folder} holds no usable tokenizer: {first}") from error
+
+
+def tokenize(
+    tokenizer: Any, prompt: str, num_tokens: int, *, truncate: bool
+) -> tuple[Tensor, Tensor, str]:
+    """Token ids and mask, (1, num_tokens) each, and the words that were cut ("" if none).
+
+    Raises `InputError` for a prompt that is too long unless `truncate`; it says what would be cut.
+    """
+    limit = min(num_tokens, int(tokenizer.model_max_length))
+    # Asked to cut, so that the tokenizer prints no warning of its own.
+    whole = tokenizer(prompt, truncation=True, max_length=100_000)["input_ids"]
+    cut = ""
+    if len(whole) > limit:
+        cut = str(tokenizer.decode(whole[limit - 1 : -1])).strip()
+        if not truncate:
+            shown = cut if len(cut) <= 200 else f"{cut[:200]}…"
+            raise InputError(
+                f"the prompt has {len(whole)} tokens, this model reads {limit}; shorten it, or go "
+                f"on without its end by --truncate-prompt, which cuts: {shown!r}"
+            )
+    row = tokenizer(
+        prompt, padding="max_length", max_length=limit, truncation=True, return_tensors="pt"
+    )
+    return row["input_ids"], row["attention_mask"], cut
+
+
+def embed(encoder: nn.Module, ids: Tensor, mask: Tensor, *, uses_mask: bool) -> Tensor:
+    """CLIP's last hidden states (1, L, D) for token ids (1, L); float32, on the CPU.
+
+    Padding is read like words, as Stable Diffusion was trained, unless the checkpoint's config
+    says otherwise (`uses_mask`).
+    """
+    device = next(encoder.parameters()).device
+    hidden = encoder(
+        input_ids=ids.to(device), attention_mask=mask.to(device) if uses_mask else None
+    ).last_hidden_state
+    return hidden.to("cpu", torch.float32)  # type: ignore[no-any-return]
