@@ -30,17 +30,31 @@ SCHEDULER: dict[str, Any] = {
 }  # fmt: skip
 
 
-def svd(folder: Path, *, seed: int = 0, num_frames: int = 4, image_vae: bool = False) -> Path:
-    """A folder with a whole pipeline; `image_vae` for a decoder of single pictures."""
+def svd(
+    folder: Path,
+    *,
+    seed: int = 0,
+    num_frames: int = 4,
+    image_vae: bool = False,
+    heads_as_released: bool = False,
+) -> Path:
+    """A folder with a whole pipeline; `image_vae` for a decoder of single pictures.
+
+    `heads_as_released` gives attention heads the released widths, 64 and in CLIP 80, and the
+    autoencoder as many layers as Stability's can have.
+    """
+    wide = heads_as_released
     unet = UNetSpatioTemporalConditionModel(
-        block_out_channels=(32, 64), layers_per_block=1, sample_size=32, num_frames=num_frames,
+        block_out_channels=(64, 128) if wide else (32, 64), layers_per_block=1,
+        sample_size=32, num_frames=num_frames,
         down_block_types=("CrossAttnDownBlockSpatioTemporal", "DownBlockSpatioTemporal"),
         up_block_types=("UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal"),
-        cross_attention_dim=16, num_attention_heads=2, projection_class_embeddings_input_dim=24,
-        addition_time_embed_dim=8,
+        cross_attention_dim=16, num_attention_heads=(1, 2) if wide else 2,
+        projection_class_embeddings_input_dim=24, addition_time_embed_dim=8,
     )  # fmt: skip
     sizes: dict[str, Any] = {
-        "block_out_channels": (32, 32, 32, 32), "latent_channels": 4, "layers_per_block": 1,
+        "block_out_channels": (32, 32, 32, 32), "latent_channels": 4,
+        "layers_per_block": 2 if wide else 1,
         "down_block_types": ("DownEncoderBlock2D",) * 4,
     }  # fmt: skip
     if image_vae:
@@ -49,8 +63,9 @@ def svd(folder: Path, *, seed: int = 0, num_frames: int = 4, image_vae: bool = F
         vae = AutoencoderKLTemporalDecoder(**sizes)
     encoder = CLIPVisionModelWithProjection(
         CLIPVisionConfig(
-            hidden_size=32, projection_dim=16, num_hidden_layers=2, num_attention_heads=4,
-            image_size=224, intermediate_size=37, patch_size=56,
+            hidden_size=160 if wide else 32, projection_dim=16, num_hidden_layers=2,
+            num_attention_heads=2 if wide else 4, image_size=224, intermediate_size=37,
+            patch_size=56, hidden_act="gelu" if wide else "quick_gelu",
         )
     )  # fmt: skip
     for number, module in enumerate((unet, vae, encoder)):

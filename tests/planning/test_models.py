@@ -28,7 +28,7 @@ def test_every_known_model_is_listed() -> None:
     rows = {row.name: row for row in models.list_models()}
     assert list(rows) == [
         "shapes", "opensora-1.2", "opensora-1.0-16x256x256", "opensora-1.0-16x512x512",
-        "svd", "svd-xt", "svd-xt-1.1",
+        "svd", "svd-xt", "svd-xt-1.1", "svd-image-decoder", "svd-xt-image-decoder",
     ]  # fmt: skip
     big = rows["opensora-1.2"]
     assert not big.on_disk

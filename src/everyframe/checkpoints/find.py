@@ -179,12 +179,9 @@ def _by_name(given: str, registry: Sequence[KnownModel]) -> KnownModel | None:
     for model in registry:
         if folded in (each.casefold() for each in (model.name, *model.aliases)):
             return model
-    # A hub id stands for the model whose denoiser it alone holds, with or without other parts.
-    holders = _holders(folded, registry)
-    if len({model.name for model, _ in holders}) == 1:
-        if any(part.role == "denoiser" for _, part in holders):
-            return holders[0][0]
-    return None
+    # A hub id stands for the model of which it holds the denoiser, where that is one.
+    held = [model for model, part in _holders(folded, registry) if part.role == "denoiser"]
+    return held[0] if len({model.name for model in held}) == 1 else None
 
 
 def _holders(folded: str, registry: Sequence[KnownModel]) -> list[tuple[KnownModel, Part]]:

@@ -85,11 +85,11 @@ class TensorFile:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape as stored."""
-        return self._entry(name).shape
+        return self.entry(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
         """The dtype as stored."""
-        return self._entry(name).dtype
+        return self.entry(name).dtype
 
     def load(
         self,
@@ -107,10 +107,11 @@ class TensorFile:
         Raises:
             CheckpointError: no such tensor, or the file has changed or can't be read.
         """
-        entry = self._entry(name)
+        entry = self.entry(name)
         return read_entry(entry, name).to(device=device, dtype=dtype)
 
-    def _entry(self, name: str) -> Entry:
+    def entry(self, name: str) -> Entry:
+        """Where one tensor lies; `CheckpointError` if there is none of that name."""
         try:
             return self._entries[name]
         except KeyError:

@@ -1,8 +1,8 @@
-"""Where the parts of a Stable Video Diffusion lie: a diffusers folder, here or on the hub.
+"""Where the parts of a Stable Video Diffusion lie: a folder or one file, here or on the hub.
 
-``model_index.json`` names the pipeline; ``unet``, ``vae`` and ``image_encoder`` hold a config and
-weights, ``scheduler`` and ``feature_extractor`` a config each. Weights are not read here.
-Read next: `config.py`, `family.py`.
+In diffusers' folder ``model_index.json`` names the pipeline; ``unet``, ``vae``, ``image_encoder``
+hold a config and weights, ``scheduler`` and ``feature_extractor`` a config each. One file holds all
+weights (`single.py`). Weights are not read here. Read next: `config.py`, `family.py`.
 """
 
 from __future__ import annotations
@@ -10,12 +10,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from everyframe.checkpoints.fetch import fetch
-from everyframe.checkpoints.find import Location, PartLocation, find_part
+from everyframe.checkpoints.fetch import fetch_missing
+from everyframe.checkpoints.find import Location, PartLocation
 from everyframe.checkpoints.folder import read_json
-from everyframe.families.svd.config import RELEASED
+from everyframe.families.svd import single
+from everyframe.families.svd.config import IMAGE_VAE, RELEASED
+
+if TYPE_CHECKING:
+    from everyframe.checkpoints.strict import KeyMap
+    from everyframe.checkpoints.tensors import TensorFile
 
 PIPELINE = "StableVideoDiffusionPipeline"
 #: The components that have weights, in the order in which they run.
@@ -29,71 +34,124 @@ _CONFIGS = {
     "feature_extractor": "preprocessor_config.json",
 }
 #: The frames that the released models were trained on, for plans made before they are fetched.
-_RELEASED_FRAMES = {"svd": 14, "svd-xt": 25, "svd-xt-1.1": 25}
+_RELEASED_FRAMES = {
+    "svd": 14,
+    "svd-xt": 25,
+    "svd-xt-1.1": 25,
+    "svd-image-decoder": 14,
+    "svd-xt-image-decoder": 25,
+}
 
 
 @dataclass(frozen=True)
 class Files:
-    """A model's place: `folder` is None until it is fetched. `where` is for people and records."""
+    """A model's place: `path` is a folder or one file, None until it is fetched.
+
+    `where` is for people and records; `location` is what was found under the model's name.
+    """
 
     where: str
-    folder: Path | None
-    parts: tuple[PartLocation, ...] = ()
-    known: str | None = None
+    path: Path | None
+    location: Location
+
+    @property
+    def known(self) -> str | None:
+        """The short name of a released model."""
+        return self.location.known.name if self.location.known else None
+
+    @property
+    def is_single(self) -> bool:
+        """Whether all weights lie in one file, without configs."""
+        return self.path is not None and self.path.is_file()
+
+    @property
+    def assumed_frames(self) -> int | None:
+        """How many frames it is taken to be trained on where nothing but a file's name says so."""
+        if self.known is not None or not self.is_single or self.path is None:
+            return None
+        return single.frames_by_name(self.path.stem)
 
     def missing(self) -> tuple[str, ...]:
         """What must be fetched, a line each."""
-        return tuple(_line(place) for place in self.parts if not place.complete)
+        return tuple(_line(place) for place in self.location.parts if not place.complete)
 
     def fetched(self) -> Files:
         """The same with all files on this disk."""
-        folder, parts = self.folder, []
-        for place in self.parts:
-            if not place.complete:
-                folder = fetch(place.part.repo_id, place.part.patterns)
-            parts.append(find_part(place.part))
-        return replace(self, folder=folder, parts=tuple(parts))
+        location = fetch_missing(self.location)
+        return replace(self, path=_path_of_parts(location), location=location)
 
     def configs(self) -> Mapping[str, Mapping[str, Any]]:
         """The config of each part by its folder; the released ones before they are fetched."""
-        folder = self.folder
-        if folder is None:
-            frames = _RELEASED_FRAMES[self.known or "svd"]
-            return {**RELEASED, "unet": {**RELEASED["unet"], "num_frames": frames}}
-        return {name: read_json(folder / name / file) for name, file in _CONFIGS.items()}
+        if self.path is None:
+            return _released(self.known or "svd")
+        if not self.path.is_file():
+            return {name: read_json(self.path / name / file) for name, file in _CONFIGS.items()}
+        configs = single.read_configs(self.path)
+        if self.known is None:
+            return configs
+        frames = _RELEASED_FRAMES[self.known]
+        return {**configs, "unet": {**configs["unet"], "num_frames": frames}}
 
-    def weights(self, component: str) -> Path:
-        """The folder of a component's weights."""
-        assert self.folder is not None, "asked before it was fetched"
-        return self.folder / component
+    def weights(self, component: str) -> tuple[TensorFile, KeyMap]:
+        """The file or files of a component's weights, and how their names become the module's."""
+        from everyframe.checkpoints.rearrange import rearranged
+        from everyframe.checkpoints.tensors import open_checkpoint
+        from everyframe.families.svd import weights
+
+        assert self.path is not None, "asked before it was fetched"
+        if not self.path.is_file():
+            return open_checkpoint(self.path / component), weights.FOLDER_KEYS[component]
+        keys = weights.single_file_keys(self.configs())[component]
+        return rearranged(open_checkpoint(self.path), weights.SINGLE_FILE_CUTS), keys
 
 
 def find_files(location: Location) -> Files | None:
     """The files of a Stable Video Diffusion at that place; None if it is something else.
 
     Raises:
-        CheckpointError: a ``model_index.json`` that is no JSON object.
+        CheckpointError: a ``model_index.json`` that is no JSON object, or a broken file.
     """
     if location.known is not None:
         if location.known.family != "svd":
             return None
-        complete = all(place.complete for place in location.parts)
-        folder = location.parts[0].folder if complete else None
         where = location.parts[0].part.repo_id
-        return Files(where, folder, location.parts, location.known.name)
+        return Files(where, _path_of_parts(location), location)
     if location.path is not None:
-        return _in_folder(location.path.name or location.asked, location.path)
+        return _at(location.path.name or location.asked, location.path, location)
+    folder = _path_of_parts(location)
+    return None if folder is None else _at(location.asked, folder, location)
+
+
+def _path_of_parts(location: Location) -> Path | None:
+    """The folder or, where a part is one file and nothing else, the file."""
+    if not location.complete:
+        return None
     place = location.parts[0]
-    if place.folder is None or not place.complete:
-        return None
-    return _in_folder(location.asked, place.folder)
+    if len(location.parts) == 1 and len(place.files) == 1:
+        return place.files[0]
+    return place.folder
 
 
-def _in_folder(where: str, folder: Path) -> Files | None:
-    index = folder / "model_index.json"
-    if not index.is_file() or read_json(index).get("_class_name") != PIPELINE:
-        return None
-    return Files(where, folder)
+def _at(where: str, path: Path, location: Location) -> Files | None:
+    if path.is_file():
+        return Files(where, path, location) if single.is_single_file(path) else None
+    index = path / "model_index.json"
+    if index.is_file():
+        ours = read_json(index).get("_class_name") == PIPELINE
+        return Files(where, path, location) if ours else None
+    files = sorted(path.glob("*.safetensors"))
+    if len(files) == 1 and single.is_single_file(files[0]):
+        return Files(where, files[0], location)
+    return None
+
+
+def _released(name: str) -> Mapping[str, Mapping[str, Any]]:
+    """The configs of a released model that is not on this disk yet."""
+    configs = {**RELEASED, "unet": {**RELEASED["unet"], "num_frames": _RELEASED_FRAMES[name]}}
+    if name.endswith("image-decoder"):
+        up = {"up_block_types": ["UpDecoderBlock2D"] * 4}
+        configs["vae"] = {**RELEASED["vae"], **up, "_class_name": IMAGE_VAE}
+    return configs
 
 
 def _line(place: PartLocation) -> str:

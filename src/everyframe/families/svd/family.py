@@ -41,7 +41,14 @@ class SVDModel:
 
     def settle(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
         """Every value of the request settled, and notes."""
-        return settle.settle(self.config, self.title, request, self.options, seed)
+        settings, notes = settle.settle(self.config, self.title, request, self.options, seed)
+        frames = self.files.assumed_frames
+        if frames is not None and request.num_frames is None and request.seconds is None:
+            notes += (
+                f"{self.files.where} does not tell whether it was trained on 14 or 25 frames; by "
+                f"its name it is taken for {frames} (num_frames sets another length)",
+            )
+        return settings, notes
 
     def smaller(self, settings: Settings) -> Iterator[Settings]:
         """Settings like these that need less memory."""
@@ -63,10 +70,8 @@ class SVDModel:
 
     def weight_files(self) -> tuple[str, ...]:
         """Every file that holds weights."""
-        from everyframe.checkpoints.tensors import open_checkpoint
-
-        folders = [self.files.weights(component) for component in WEIGHTS]
-        return tuple(str(file) for folder in folders for file in open_checkpoint(folder).files)
+        opened = (self.files.weights(component)[0] for component in WEIGHTS)
+        return tuple(dict.fromkeys(str(file) for each in opened for file in each.files))
 
     def stages(self, plan: Plan, clip: int) -> Sequence[Stage]:
         """Picture, its latents, denoise, decode."""
@@ -98,6 +103,9 @@ class StableVideoDiffusion:
             return None
         known = location.known
         title = known.title if known else f"{self.title} ({PurePath(location.name).name})"
+        if files.assumed_frames is not None:
+            # The title goes into the record, and what was assumed with it.
+            title = f"{title}, taken for the model of {files.assumed_frames} frames"
         return _model(location.name, title, files, options)
 
 

@@ -28,7 +28,6 @@ from everyframe.families.svd.checkpoint import Files
 from everyframe.families.svd.components import Builders
 from everyframe.families.svd.config import SVDConfig
 from everyframe.families.svd.settle import latent_shape
-from everyframe.families.svd.weights import IMAGE_ENCODER_KEYS, UNET_KEYS, VAE_KEYS
 from everyframe.samplers import euler_karras, noise
 from everyframe.samplers.step import Step as SamplerStep
 
@@ -72,8 +71,7 @@ class Job:
         return load_component(
             self.plan.component("vae"),
             self.builders.vae,
-            self.files.weights("vae"),
-            VAE_KEYS,
+            *self.files.weights("vae"),
             outputs=(last, "quant_conv"),
         )
 
@@ -107,8 +105,7 @@ class ImageStage:
         encoder = load_component(
             job.plan.component("image_encoder"),
             job.builders.image_encoder,
-            job.files.weights("image_encoder"),
-            IMAGE_ENCODER_KEYS,
+            *job.files.weights("image_encoder"),
         )
         yield Loaded("image_encoder", time.perf_counter() - began)
         begun = time.perf_counter()
@@ -172,8 +169,7 @@ class DenoiseStage:
         unet = load_component(
             job.plan.component("unet"),
             job.builders.unet,
-            job.files.weights("unet"),
-            UNET_KEYS,
+            *job.files.weights("unet"),
             # With a name of its own: the whole answers with a tuple, which is widened as well.
             outputs=("conv_out",),
         )
