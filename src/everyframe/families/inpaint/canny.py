@@ -93,4 +93,5 @@ def _hung_together(
         fresh = weak[near[:, 0], near[:, 1]] & ~found[near[:, 0], near[:, 1]]
         front = np.unique(near[fresh], axis=0)
         found[front[:, 0], front[:, 1]] = True
-    return found
+    whole: npt.NDArray[np.bool_] = found
+    return whole

@@ -7,7 +7,7 @@ peak of each part. Read next: `stages.py`, which runs the parts.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -38,13 +38,13 @@ class Builders:
     @cached_property
     def num_elements(self) -> Mapping[str, Mapping[str, int]]:
         """Elements of each tensor of each component; counted once, for building takes a while."""
-        nets = enumerate(self.config.controlnets)
-        builders = {
+        builders: dict[str, Callable[[], nn.Module]] = {
             "text_encoder": self.text_encoder,
             "vae": self.vae,
-            **{controlnet_name(number): partial(self.controlnet, number) for number, _ in nets},
-            "unet": self.unet,
         }
+        for number in range(len(self.config.controlnets)):
+            builders[controlnet_name(number)] = partial(self.controlnet, number)
+        builders["unet"] = self.unet
         return {name: count_parameters(build) for name, build in builders.items()}
 
     def text_encoder(self) -> nn.Module:
@@ -122,10 +122,8 @@ def components(
     for net in nets:
         need = ComponentNeeds(net, total[net], CONTROLNET_ISLANDS, prefers="float16")
         parts.append((need, "ControlNet", "denoise", partial(_blocks_bytes, config, settings)))
-    # The ControlNets lie in memory beside the UNet, which runs last and longest.
-    beside = sum(total[net] for net in nets)
     unet = ComponentNeeds("unet", total["unet"], UNET_ISLANDS, prefers="float16")
-    parts.append((unet, "UNet", "denoise", partial(_unet_bytes, config, settings, beside)))
+    parts.append((unet, "UNet", "denoise", partial(_unet_bytes, config, settings)))
     return tuple(
         Component(
             need.name, title, stage, places[need.name], count[need.name], need, working
@@ -167,10 +165,10 @@ def _blocks_bytes(config: InpaintConfig, settings: Settings, element: int) -> in
     return skips * 4 + block
 
 
-def _unet_bytes(config: InpaintConfig, settings: Settings, beside: int, element: int) -> int:
-    """The UNet's own work, the ControlNets' weights and what they add, as wide as its skips."""
+def _unet_bytes(config: InpaintConfig, settings: Settings, element: int) -> int:
+    """The UNet's own work, and what the ControlNets add, as wide as its skips."""
     own = _blocks_bytes(config, settings, element)
-    return own + own // 3 + beside * element
+    return own + own // 3
 
 
 def _vae_bytes(config: InpaintConfig, settings: Settings, element: int) -> int:

@@ -113,21 +113,21 @@ class Inputs:
         size = next(self.source.read()).shape[:2]
         for _, pair, *seen in zip(range(num_frames), pairs, *given, strict=False):
             yield tuple(
-                self._built_in(control, *pair, geometry)
+                self._built_in(control, pair, geometry)
                 if isinstance(control, str)
                 else _as_control(frame, size, geometry)
                 for control, frame in zip(self.controls, seen, strict=True)
             )
 
     def _built_in(
-        self, name: str, frame: Frames, mask: Grey, geometry: Geometry
+        self, name: str, pair: tuple[Frames, Grey], geometry: Geometry
     ) -> npt.NDArray[np.float32]:
+        frame, mask = pair
         if name == "canny":
             edges = canny(frame, *self.canny_thresholds)
-            shown = np.repeat(geometry.pad(edges)[..., None], 3, axis=-1)
-            return shown.astype(np.float32) / 255
+            return _in_unit(np.repeat(geometry.pad(edges)[..., None], 3, axis=-1))
         # What the ControlNet for inpainting was trained on: the source, and -1 under the mask.
-        picture = geometry.pad(frame).astype(np.float32) / 255
+        picture = _in_unit(geometry.pad(frame))
         picture[geometry.pad(mask, with_edge=False) >= WHITE] = -1
         return picture
 
@@ -295,4 +295,10 @@ def _as_control(
     """
     if frame.shape[0] * size[1] != frame.shape[1] * size[0]:
         frame = fit_image(frame, size[0], size[1], "stretch")
-    return geometry.pad(geometry.picture(frame)).astype(np.float32) / 255
+    return _in_unit(geometry.pad(geometry.picture(frame)))
+
+
+def _in_unit(pixels: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    """8-bit values as floats in 0..1."""
+    unit: npt.NDArray[np.float32] = np.divide(pixels, 255, dtype=np.float32)
+    return unit

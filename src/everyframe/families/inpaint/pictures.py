@@ -131,7 +131,7 @@ class DecodeStage:
         """Frames (F, H, W, 3) in 0..1 at the result's size."""
         job = self.job
         scaled = (latents / job.config.scaling_factor).to(job.device("vae"))
-        pixels = vae.decode(scaled).sample.to("cpu", torch.float32)
+        pixels: Tensor = vae.decode(scaled).sample.to("cpu", torch.float32)
         made = (rearrange(pixels, "f c h w -> f h w c") * 0.5 + 0.5).clamp(0, 1)
         made = made[:, : job.geometry.height, : job.geometry.width].contiguous()
         if job.settings.option("unblended"):
@@ -139,4 +139,5 @@ class DecodeStage:
         source = torch.from_numpy(np.stack([frame for frame, _ in batch])).to(torch.float32) / 255
         grey = torch.from_numpy(np.stack([mask for _, mask in batch])).to(torch.float32)
         share = grey[..., None] / 255
-        return share * made + (1 - share) * source
+        blended: Tensor = share * made + (1 - share) * source
+        return blended

@@ -6,15 +6,9 @@ Loading itself is `everyframe.checkpoints.strict`. Read next: `components.py`.
 from __future__ import annotations
 
 from everyframe.checkpoints.strict import KeyMap
+from everyframe.families.renames import OLD_VAE_ATTENTION
 
-#: diffusers renamed the attention of its autoencoders; files from before have these names.
-_OLD_ATTENTION = (
-    (r"(\.attentions\.\d+)\.query\.", r"\1.to_q."),
-    (r"(\.attentions\.\d+)\.key\.", r"\1.to_k."),
-    (r"(\.attentions\.\d+)\.value\.", r"\1.to_v."),
-    (r"(\.attentions\.\d+)\.proj_attn\.", r"\1.to_out.0."),
-)
-VAE_KEYS = KeyMap(rename=_OLD_ATTENTION)
+VAE_KEYS = KeyMap(rename=OLD_VAE_ATTENTION)
 UNET_KEYS = KeyMap()
 CONTROLNET_KEYS = KeyMap()
 

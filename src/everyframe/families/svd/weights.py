@@ -14,19 +14,13 @@ from typing import Any
 
 from everyframe.checkpoints.rearrange import Cut
 from everyframe.checkpoints.strict import KeyMap
+from everyframe.families.renames import OLD_VAE_ATTENTION
 from everyframe.families.svd.config import TEMPORAL_VAE
 from everyframe.families.svd.single import CLIP, DECODER, DENOISER, PICTURE_ENCODER
 
 Renames = tuple[tuple[str, str], ...]
 
-#: diffusers renamed the attention of its autoencoders; files from before have these names.
-_OLD_ATTENTION: Renames = (
-    (r"(\.attentions\.\d+)\.query\.", r"\1.to_q."),
-    (r"(\.attentions\.\d+)\.key\.", r"\1.to_k."),
-    (r"(\.attentions\.\d+)\.value\.", r"\1.to_v."),
-    (r"(\.attentions\.\d+)\.proj_attn\.", r"\1.to_out.0."),
-)
-VAE_KEYS = KeyMap(rename=_OLD_ATTENTION)
+VAE_KEYS = KeyMap(rename=OLD_VAE_ATTENTION)
 UNET_KEYS = KeyMap()
 #: transformers stored the table of positions, 0, 1, 2 …, before 4.31.
 IMAGE_ENCODER_KEYS = KeyMap(ignore=(r"vision_model\.embeddings\.position_ids",))
