@@ -208,10 +208,10 @@ def ltx2(folder: Path) -> None:
 def ltx25(folder: Path) -> None:
     """LTX-2.5: modular, and frames are denoised out of their latents."""
     decoder = diffusers.LTX2VideoDiffusionDecoderModel(
-        latent_channels=4, patch_size=2, decoder_head_dim=16,
+        latent_channels=4, patch_size=4, decoder_head_dim=16,
         decoder_stage_channels=(64, 32, 16, 16, 16), decoder_stage_depths=(1, 1, 1, 1, 1),
-        decoder_stage_kernels=((3, 3, 3),) * 4, decoder_upsample_channel_reductions=(2, 2, 1, 1),
-        decoder_stage5_kernel=(3, 3, 3), decoder_t_emb_dim=32, spatial_compression_ratio=16,
+        decoder_stage_kernels=((1, 1, 1),) * 4, decoder_upsample_channel_reductions=(2, 2, 1, 1),
+        decoder_stage5_kernel=(3, 3, 3), decoder_t_emb_dim=32, spatial_compression_ratio=32,
         temporal_compression_ratio=8,
     )  # fmt: skip
     pipe = diffusers.LTX25ModularPipeline()
@@ -265,9 +265,11 @@ def minimax_h3(folder: Path) -> None:
         transformer=made(transformer), vae=made(vae), audio_vae=made(audio_vae),
         scheduler=diffusers.MiniMaxH3Scheduler(), audio_scheduler=diffusers.MiniMaxH3Scheduler(),
         text_encoder=made(qwen), tokenizer=words,
-        processor=transformers.Qwen3VLProcessor(
-            image_processor=transformers.Qwen2VLImageProcessor(), tokenizer=words,
-            video_processor=transformers.Qwen3VLVideoProcessor(),
+        # In place of Qwen3VLProcessor, which needs torchvision; a text asks for nothing but token
+        # types of it, which are in the base class.
+        processor=transformers.LlavaProcessor(
+            image_processor=transformers.CLIPImageProcessorPil(), tokenizer=words, patch_size=14,
+            vision_feature_select_strategy="default",
         ),
     )  # fmt: skip
     pipe.save_pretrained(str(folder), overwrite_modular_index=True)
@@ -363,8 +365,8 @@ def mochi(folder: Path) -> None:
 def latte(folder: Path) -> None:
     """Latte: its own names for length and number, pictures decoded one by one."""
     transformer = diffusers.LatteTransformer3DModel(
-        sample_size=8, num_layers=1, patch_size=2, attention_head_dim=8, num_attention_heads=3,
-        caption_channels=32, in_channels=4, cross_attention_dim=24, out_channels=8,
+        sample_size=8, video_length=2, num_layers=1, patch_size=2, attention_head_dim=8,
+        num_attention_heads=3, caption_channels=32, in_channels=4, cross_attention_dim=24, out_channels=8,
         attention_bias=True, activation_fn="gelu-approximate", num_embeds_ada_norm=1000,
         norm_type="ada_norm_single", norm_elementwise_affine=False, norm_eps=1e-6,
     )  # fmt: skip

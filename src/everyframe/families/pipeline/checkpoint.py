@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Files:
-    """A pipeline's place. `where` is for people and records."""
+    """A pipeline's place. `where` is for people and records.
+
+    `values` are what the index holds beside components, such as a boundary between experts;
+    `left_out` the components that it was saved without.
+    """
 
     where: str
     folder: Path
@@ -58,6 +62,8 @@ class Files:
     parts: tuple[Part, ...]
     is_modular: bool
     code_file: str | None = None
+    values: Mapping[str, Any] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
 
     @property
     def models(self) -> tuple[Part, ...]:
@@ -96,12 +102,26 @@ def _read(where: str, folder: Path, index_name: str, trust: bool) -> Files:
         raise CheckpointError(f"{folder / index_name} names no pipeline class (_class_name)")
     if code_file is not None and not trust:
         raise CheckpointError(_untrusted(where, f"its pipeline is code of its own ({code_file})"))
-    parts = [
-        _part(where, folder, name, entry, trust)
-        for name, entry in index.items()
-        if not name.startswith("_") and isinstance(entry, list) and len(entry) in (2, 3)
-    ]
-    return Files(where, folder, given, tuple(filter(None, parts)), is_modular, code_file)
+    public = {name: value for name, value in index.items() if not name.startswith("_")}
+    entries = {name: value for name, value in public.items() if _is_component(value)}
+    parts = {name: _part(where, folder, name, entry, trust) for name, entry in entries.items()}
+    return Files(
+        where,
+        folder,
+        given,
+        tuple(part for part in parts.values() if part is not None),
+        is_modular,
+        code_file,
+        values={name: value for name, value in public.items() if name not in entries},
+        left_out=tuple(name for name, part in parts.items() if part is None),
+    )
+
+
+def _is_component(value: Any) -> bool:
+    """``[library, class]``, with how it is loaded behind in a modular index."""
+    if not isinstance(value, list) or len(value) not in (2, 3):
+        return False
+    return all(each is None or isinstance(each, str) for each in value[:2])
 
 
 def _maps_code(file: Path) -> bool:

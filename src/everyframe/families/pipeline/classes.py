@@ -39,18 +39,15 @@ def pipeline_class(files: Files) -> Any:
     return found
 
 
-def interface_of(files: Files) -> Interface:
-    """What the pipeline takes.
+def interface_of(files: Files, empty: Any = None) -> Interface:
+    """What the pipeline takes; `empty` is a modular one without weights.
 
     Raises:
         CheckpointError: it is no video pipeline, or can make none of what a request can hold.
     """
-    if files.is_modular:
-        pipe = empty_modular(files)
-        read = of_blocks(files.class_name, pipe.blocks)
-    else:
-        read = of_class(pipeline_class(files))
-    return checked(read)
+    if empty is not None:
+        return checked(of_blocks(files.class_name, empty.blocks))
+    return checked(of_class(pipeline_class(files)))
 
 
 def checked(interface: Interface) -> Interface:

@@ -29,6 +29,7 @@ from everyframe.families.pipeline.classes import (
 )
 from everyframe.families.pipeline.components import components
 from everyframe.families.pipeline.options import PipelineOptions
+from everyframe.families.pipeline.quiet import quiet_libraries
 from everyframe.families.pipeline.sizes import Sizes
 
 
@@ -89,19 +90,20 @@ class DiffusersPipeline:
         files = find_files(location, trust_remote_code=options.trust_remote_code)
         if files is None:
             return None
-        interface = interface_of(files)
-        _check_whole(files)
-        sizes = Sizes(interface, _configs(files))
+        with quiet_libraries():
+            empty = empty_modular(files) if files.is_modular else None
+            interface = interface_of(files, empty)
+            _check_whole(files)
+        sizes = Sizes(interface, _configs(files, empty))
         title = f"{files.class_name} ({PurePath(location.name).name})"
         return PipelineModel(location.name, title, options, files, sizes)
 
 
-def _configs(files: Files) -> Mapping[str, Mapping[str, Any]]:
+def _configs(files: Files, empty: Any) -> Mapping[str, Mapping[str, Any]]:
     read = {part.name: part.config() for part in files.parts}
-    if files.is_modular:
+    if empty is not None:
         # Guiders of modular pipelines are made from configs in their code.
-        pipe = empty_modular(files)
-        for name, made in pipe.components.items():
+        for name, made in empty.components.items():
             config = getattr(made, "config", None)
             if name not in read and isinstance(config, Mapping):
                 read[name] = dict(config)

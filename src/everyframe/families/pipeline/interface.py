@@ -87,8 +87,9 @@ def of_blocks(class_name: str, blocks: Any) -> Interface:
     parameters = {}
     for each in blocks.inputs:
         if each.name is not None:
+            # What one workflow can't do without, another makes: nothing is required of all.
             parameters[each.name] = Parameter(
-                each.name, each.default, bool(each.required), _kinds(each.type_hint)
+                each.name, each.default, False, _kinds(each.type_hint)
             )
     results = tuple(str(each.name) for each in blocks.outputs)
     return Interface(class_name, parameters, VIDEO_RESULT in results, True, results)

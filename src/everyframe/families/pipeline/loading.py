@@ -7,6 +7,7 @@ numbers. Dtypes at module edges are `everyframe.precision.edges`. Read next: `st
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -95,17 +96,19 @@ def _outputs(module: nn.Module) -> tuple[str, ...]:
 
 def _assembled(files: Files, modules: dict[str, nn.Module]) -> Any:
     """The pipeline around its modules; tokenizers, schedulers and the like are read here."""
-    if not files.is_modular:
-        return pipeline_class(files).from_pretrained(
-            str(files.folder), local_files_only=True, **modules
-        )
-    pipe = empty_modular(files)
-    rest = [part for part in files.parts if part.name not in modules]
+    pipe = empty_modular(files) if files.is_modular else None
+    known = set(pipe.component_names) if pipe is not None else None
     loaded: dict[str, Any] = dict(modules)
-    for part in rest:
-        if part.name in pipe.component_names:
+    for part in files.parts:
+        if part.name not in modules and (known is None or part.name in known):
             loaded[part.name] = component_class(part).from_pretrained(
                 str(part.folder), local_files_only=True
             )
-    pipe.update_components(**{k: v for k, v in loaded.items() if k in pipe.component_names})
-    return pipe
+    if pipe is not None:
+        pipe.update_components(**{k: v for k, v in loaded.items() if k in pipe.component_names})
+        return pipe
+    cls = pipeline_class(files)
+    taken = inspect.signature(cls.__init__).parameters
+    own = {name: value for name, value in files.values.items() if name in taken}
+    left_out = {name: None for name in files.left_out if name in taken}
+    return cls(**left_out, **own, **loaded)

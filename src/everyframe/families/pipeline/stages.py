@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
-from everyframe.core.errors import InputError
+from everyframe.core.errors import EveryframeError, InputError
 from everyframe.core.events import Event, Frames, Note, Sound, Step
 from everyframe.core.plan import Plan
 from everyframe.families.family import Take
@@ -26,8 +27,9 @@ from everyframe.families.pipeline.components import STAGE
 from everyframe.families.pipeline.interface import Interface
 from everyframe.families.pipeline.loading import load
 from everyframe.families.pipeline.outputs import frames_of, sound_of
+from everyframe.families.pipeline.quiet import quiet_libraries, silent
 from everyframe.families.pipeline.sizes import denoisers
-from everyframe.families.pipeline.untouched import quiet_imports, silent, untouched
+from everyframe.families.pipeline.untouched import untouched
 from everyframe.families.pipeline.watching import StepWatch
 
 Emit = Callable[[Event], None]
@@ -63,7 +65,7 @@ class PipelineStage:
             if pipe is None:
                 assert self.files is not None
                 found: list[Any] = []
-                with quiet_imports():
+                with quiet_libraries():
                     yield from load(self.plan, self.files, found)
                 pipe = found.pop()
             else:
@@ -127,14 +129,22 @@ class PipelineStage:
         with watch:
             try:
                 result = pipe(**arguments(self.interface, self.plan.settings, take, self.own))
-            except ValueError as error:
-                if watch.begun:
-                    raise
-                # Its own check of what it was given, before the first step.
-                name = self.interface.class_name
-                raise InputError(f"{name} refuses: {' '.join(str(error).split())}") from error
+            except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
+                raise self._explained(error, watch.begun) from error
             watch.finish()
         return result
+
+    def _explained(self, error: Exception, step: int) -> Exception:
+        """What the pipeline raised as what it is: its own check of the input, or its own failure."""
+        text = " ".join(str(error).split())
+        is_memory = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text
+        if is_memory or isinstance(error, EveryframeError):
+            return error
+        name = self.interface.class_name
+        if isinstance(error, ValueError) and not step:
+            return InputError(f"{name} refuses: {text}")
+        when = f"in step {step} or after it" if step else "before its first step"
+        return EveryframeError(f"{name} failed {when}: {type(error).__name__}: {text}")
 
 
 def _modules(pipe: Any) -> dict[str, nn.Module]:
