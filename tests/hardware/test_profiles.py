@@ -12,7 +12,7 @@ import pytest
 
 from everyframe.core.errors import InputError
 from everyframe.hardware.accelerators import has_fast_bf16, has_fast_fp16
-from everyframe.hardware.profiles import find_profile, profile_names
+from everyframe.hardware.profiles import find_profile, machine_names, profile_names
 
 NAMES = {
     "cpu-fp32", "cpu-bf16", "cuda-sm70", "cuda-sm75", "cuda-sm80", "cuda-sm86", "cuda-sm89",
@@ -102,3 +102,41 @@ def test_profiles_need_no_torch() -> None:
         "find_profile('mps').machine(); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+MACHINES = {
+    "v100-oneflow", "a100-oneflow", "a30-oneflow", "rtx2080ti-nexfort", "rtx4090-nexfort",
+    "h20-cublas12.1", "h20-cublas12.5.2.13", "m1", "cpu", "3gpu-opensora",
+}  # fmt: skip
+
+
+def test_every_machine_of_the_doctor_is_there() -> None:
+    assert set(machine_names()) == MACHINES
+
+
+@pytest.mark.parametrize("name", sorted(MACHINES))
+def test_a_machine_is_whole(name: str) -> None:
+    profile = find_profile(name)
+    machine = profile.machine()
+    assert profile.sources
+    assert machine.software is not None
+    assert machine.versions["torch"] == machine.software.packages["torch"]
+    device = machine.devices[0]
+    assert 0 < device.free_memory <= device.memory
+    assert device.rates is not None
+    assert set(dict(device.rates.products)) <= set(device.dtypes)
+
+
+def test_several_of_a_device() -> None:
+    devices = find_profile("3gpu-opensora").machine().devices
+    assert [device.torch_name for device in devices] == ["cuda:0", "cuda:1", "cuda:2", "cpu"]
+
+
+def test_what_an_entry_leaves_out_is_that_of_the_device_it_is_like(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"like": "cuda-sm80", "memory": 10**9, "count": 2}))
+    devices = find_profile(path).machine().devices
+    assert (devices[1].capability, devices[1].memory) == ((8, 0), 10**9)
+    path.write_text(json.dumps({"like": "cuda-sm81"}))
+    with pytest.raises(InputError, match=r"got 'cuda-sm81'; did you mean 'cuda-sm8"):
+        find_profile(path)

@@ -80,12 +80,48 @@ class DeviceFacts:
 
 
 @dataclass(frozen=True)
+class SoftwareFacts:
+    """What is around the devices: the system, packages, libraries as they are loaded, variables.
+
+    `system` is ``linux``, ``wsl``, ``macos`` or ``windows``. `packages` are what pip lists, by
+    canonical name; `libraries` what is really in the process, by name (``cublas``, ``cudnn``, …),
+    which may be another copy; `copies` the libraries of which several are. `cuda` and `rocm` are
+    those that torch was built for, `architectures` those that it has kernels for. `environment`
+    holds the variables that matter, nothing secret.
+    """
+
+    system: str
+    system_version: str = ""
+    python: str = ""
+    packages: dict[str, str] = field(default_factory=dict)
+    libraries: dict[str, str] = field(default_factory=dict)
+    copies: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    cuda: str | None = None
+    rocm: str | None = None
+    driver: str | None = None
+    architectures: tuple[str, ...] = ()
+    cpu_flags: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def library(self, name: str) -> str | None:
+        """The version of a library: the loaded one's, else that of the package that brings it."""
+        if name in self.libraries:
+            return self.libraries[name]
+        names = (f"nvidia-{name}", f"nvidia-{name}-cu12", f"nvidia-{name}-cu13")
+        return next((self.packages[each] for each in names if each in self.packages), None)
+
+
+@dataclass(frozen=True)
 class MachineFacts:
-    """A whole machine: its devices (the CPU is always the last), cores and versions."""
+    """A whole machine: its devices (the CPU is always the last), cores, versions and software.
+
+    `software` is None where nobody asked for it: plans don't need it.
+    """
 
     devices: tuple[DeviceFacts, ...]
     num_cores: int
     versions: dict[str, str] = field(default_factory=dict)
+    software: SoftwareFacts | None = None
 
     @property
     def cpu(self) -> DeviceFacts:

@@ -2,7 +2,8 @@
 
 A profile holds facts (memory, floating dtypes that exist, what is fast) and a maker's rates with
 their sources; what follows from the facts is decided where it is for a real machine. The shipped
-ones lie in ``profiles.json``; a file of one's own has one of its entries. No torch here.
+devices lie in ``profiles.json``, whole machines with their software in ``machines.json``; a file of
+one's own has an entry of either. No torch here.
 Read next: `everyframe.core.facts`, `everyframe.precision.policy`.
 """
 
@@ -17,7 +18,7 @@ from typing import Any
 from pydantic import Field
 
 from everyframe.core.errors import InputError, did_you_mean
-from everyframe.core.facts import ALL_DTYPES, DeviceFacts, MachineFacts, Rates
+from everyframe.core.facts import ALL_DTYPES, DeviceFacts, MachineFacts, Rates, SoftwareFacts
 from everyframe.core.options import Options
 
 _KINDS = ("cpu", "cuda", "mps", "xpu")
@@ -35,11 +36,35 @@ class ProfileRates(Options):
     share: float = Field(default=0.5, gt=0, le=1)
 
 
+class ProfileSoftware(Options):
+    """What is installed, loaded and set on that machine. See `SoftwareFacts` for the facts."""
+
+    system: str = "linux"
+    system_version: str = ""
+    python: str = ""
+    packages: dict[str, str] = Field(default_factory=dict)
+    libraries: dict[str, str] = Field(default_factory=dict)
+    cuda: str | None = None
+    rocm: str | None = None
+    driver: str | None = None
+    architectures: tuple[str, ...] = ()
+    cpu_flags: tuple[str, ...] = ()
+    environment: dict[str, str] = Field(default_factory=dict)
+
+    def facts(self) -> SoftwareFacts:
+        """The same as facts."""
+        return SoftwareFacts(**self.model_dump())
+
+
 class Profile(Options):
-    """One device and the machine around it; memory in bytes. See `DeviceFacts` for the facts."""
+    """A device, `count` of it, and the machine around; memory in bytes. See `DeviceFacts`.
+
+    Without `software` nothing is known of what is installed there.
+    """
 
     name: str
     kind: str
+    count: int = Field(default=1, gt=0)
     memory: int = Field(gt=0)
     free_memory: int | None = Field(default=None, gt=0)
     host_memory: int = Field(default=32 * 10**9, gt=0)
@@ -50,22 +75,26 @@ class Profile(Options):
     dtypes: tuple[str, ...] = ALL_DTYPES
     max_array_bytes: int | None = Field(default=None, gt=0)
     rates: ProfileRates
+    software: ProfileSoftware | None = None
     sources: tuple[str, ...] = ()
 
     def machine(self) -> MachineFacts:
-        """The facts of that machine: its device first, the processor last."""
-        device = self._device()
+        """The facts of that machine: its devices first, the processor last."""
+        devices: tuple[DeviceFacts, ...]
         if self.kind == "cpu":
-            return MachineFacts((device,), self.num_cores)
-        host = DeviceFacts("processor", "cpu", None, self.host_memory, self.host_memory)
-        return MachineFacts((device, host), self.num_cores)
+            devices = (self._device(0),)
+        else:
+            host = DeviceFacts("processor", "cpu", None, self.host_memory, self.host_memory)
+            devices = (*map(self._device, range(self.count)), host)
+        software = self.software.facts() if self.software else None
+        return MachineFacts(devices, self.num_cores, _versions(software), software)
 
-    def _device(self) -> DeviceFacts:
+    def _device(self, index: int) -> DeviceFacts:
         rates = self.rates
         return DeviceFacts(
             name=self.name,
             kind=self.kind,
-            index=0 if self.kind in ("cuda", "xpu") else None,
+            index=index if self.kind in ("cuda", "xpu") else None,
             memory=self.memory,
             free_memory=min(self.free_memory or self.memory, self.memory),
             capability=self.capability,
@@ -83,17 +112,22 @@ class Profile(Options):
 
 
 def profile_names() -> tuple[str, ...]:
-    """The names of the shipped profiles."""
-    return tuple(_shipped())
+    """The names of the shipped devices."""
+    return tuple(_shipped("profiles.json"))
+
+
+def machine_names() -> tuple[str, ...]:
+    """The names of the shipped machines, whose software is known too."""
+    return tuple(_shipped("machines.json"))
 
 
 def find_profile(name: str | Path) -> Profile:
-    """The shipped profile of that name, or the one in the JSON file at that path.
+    """The shipped device or machine of that name, or the one in the JSON file at that path.
 
     Raises:
         InputError: neither; or the file holds something else, and what.
     """
-    shipped = _shipped()
+    shipped = {**_shipped("profiles.json"), **_shipped("machines.json")}
     if str(name) in shipped:
         return _checked(shipped[str(name)], f"profile {name}")
     path = Path(name)
@@ -113,7 +147,7 @@ def _checked(given: Any, source: str) -> Profile:
     if not isinstance(given, dict):
         raise InputError(f"{source} is no profile: it must be an object of facts")
     try:
-        profile = Profile(**given)
+        profile = Profile(**_filled_in(given))
     except InputError as error:
         raise InputError(f"{source}: {error}") from None
     if profile.kind not in _KINDS:
@@ -126,8 +160,31 @@ def _checked(given: Any, source: str) -> Profile:
     return profile
 
 
+def _filled_in(given: dict[str, Any]) -> dict[str, Any]:
+    """An entry with what it leaves out taken from the shipped device that it is `like`."""
+    if "like" not in given:
+        return given
+    devices = _shipped("profiles.json")
+    like = given["like"]
+    if like not in devices:
+        raise InputError(
+            f"like must be a device of {', '.join(devices)}, got {like!r}"
+            f"{did_you_mean(str(like), devices)}"
+        )
+    return {**devices[like], **{name: value for name, value in given.items() if name != "like"}}
+
+
+def _versions(software: SoftwareFacts | None) -> dict[str, str]:
+    """What plans and records keep of the software, as for a machine that is here."""
+    if software is None:
+        return {}
+    named = {name: software.packages.get(name) for name in ("torch", "diffusers", "transformers")}
+    named |= {"python": software.python or None, "cuda": software.cuda, "rocm": software.rocm}
+    return {name: version for name, version in named.items() if version}
+
+
 @cache
-def _shipped() -> dict[str, Any]:
-    text = files("everyframe.hardware").joinpath("profiles.json").read_text(encoding="utf-8")
+def _shipped(file: str) -> dict[str, Any]:
+    text = files("everyframe.hardware").joinpath(file).read_text(encoding="utf-8")
     shipped: dict[str, Any] = json.loads(text)
     return shipped

@@ -1,0 +1,164 @@
+"""A function in a process of its own, with a time limit: whatever it does, the caller lives on.
+
+SIGFPE in a matrix library, a hang in a collective, a process that the kernel kills for its memory:
+none can be caught in Python, all are an ordinary value here. Processes are forked from one that has
+torch imported and nothing else (where the system can), so each costs a tenth of a second. What the
+function prints is kept and not shown. Read next: `everyframe.doctor.probes`.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+#: How much of what a process printed is kept, in letters.
+_KEPT = 2000
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a process ended: with a `value`, an `error`, a `signal` by name, or `timed_out`.
+
+    Exactly one of the four is set. `seconds` is how long it took, `printed` the end of what it
+    wrote to either output.
+    """
+
+    value: Any = None
+    error: str | None = None
+    signal: str | None = None
+    timed_out: bool = False
+    seconds: float = 0.0
+    printed: str = ""
+
+    @property
+    def is_well(self) -> bool:
+        """Whether it returned."""
+        return self.error is None and self.signal is None and not self.timed_out
+
+    def __str__(self) -> str:
+        if self.timed_out:
+            return f"did not end within {self.seconds:.0f} s"
+        if self.signal is not None:
+            return f"died of {self.signal}"
+        return self.error or "returned"
+
+
+def run_isolated(
+    function: Callable[..., Any], *arguments: Any, seconds: float, fresh: bool = False
+) -> Ended:
+    """Call ``function(*arguments)`` in a process of its own and say how it ended.
+
+    `function` is one of a module, its arguments and value are plain data that JSON can hold. With
+    `fresh` a new interpreter is started for it, which sees this process's environment of now. The
+    process and all that it started are killed after `seconds`.
+    """
+    began = time.monotonic()
+    context = _context(fresh)
+    ours, theirs = context.Pipe(duplex=False)
+    with tempfile.TemporaryDirectory(prefix="everyframe-") as folder:
+        log = Path(folder, "printed")
+        process = context.Process(
+            target=_serve, args=(theirs, str(log), function, arguments), daemon=False
+        )
+        try:
+            process.start()
+        except (OSError, EOFError) as error:
+            # The process that others are forked from died, most likely while importing torch.
+            text = f"no process could be started: {type(error).__name__}: {error}"
+            return Ended(error=text, seconds=time.monotonic() - began)
+        theirs.close()
+        answer = _answer(ours, began + seconds)
+        process.join(max(0.0, min(1.0, began + seconds - time.monotonic())))
+        timed_out = answer is None and process.exitcode is None
+        _kill_all(process)
+        taken = time.monotonic() - began
+        printed = log.read_text(errors="replace")[-_KEPT:].strip() if log.exists() else ""
+    return _ended(answer, process.exitcode, timed_out, taken, printed)
+
+
+def _ended(
+    answer: bytes | None, exit_code: int | None, timed_out: bool, seconds: float, printed: str
+) -> Ended:
+    if timed_out:
+        return Ended(timed_out=True, seconds=seconds, printed=printed)
+    if answer:
+        told = json.loads(answer)
+        return Ended(told["value"], told["error"], seconds=seconds, printed=printed)
+    if exit_code is not None and exit_code < 0:
+        return Ended(signal=signal_name(-exit_code), seconds=seconds, printed=printed)
+    return Ended(error=f"ended with exit code {exit_code}", seconds=seconds, printed=printed)
+
+
+def signal_name(number: int) -> str:
+    """``SIGFPE`` of 8; the number itself where the system has no name for it."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _context(fresh: bool) -> Any:
+    """How processes are made: forked from a clean one, or started anew.
+
+    On macOS a process that has Metal's libraries must not fork; Windows can't.
+    """
+    if fresh or not sys.platform.startswith("linux"):
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch"])
+    return context
+
+
+def _answer(connection: Connection, deadline: float) -> bytes | None:
+    """What the process sent; None if it sent nothing before it ended or the time was over."""
+    with connection:
+        try:
+            if connection.poll(max(0.0, deadline - time.monotonic())):
+                return connection.recv_bytes()
+        except (EOFError, OSError):  # it died, maybe in the middle of a word
+            return b""
+    return None
+
+
+def _kill_all(process: Any) -> None:
+    """End the process and its group: a hanging compiler must not outlive it."""
+    if process.pid is None:
+        return
+    if hasattr(os, "killpg"):
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            process.kill()  # it had no time to make a group of its own
+    else:
+        process.kill()
+    process.join()
+
+
+def _serve(
+    connection: Connection, log: str, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
+    """In the new process: call the function and send what came of it."""
+    if hasattr(os, "setsid"):
+        os.setsid()
+    with open(log, "wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    told: dict[str, Any] = {"value": None, "error": None}
+    try:
+        told["value"] = function(*arguments)
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer
+        traceback.print_exc()
+        told["error"] = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+    connection.send_bytes(json.dumps(told).encode())
+    connection.close()

@@ -1,0 +1,154 @@
+"""What torch has really loaded into this process, which need not be what pip lists.
+
+A second cuBLAS in ``LD_LIBRARY_PATH`` or in a conda environment wins over the wheel's; so each
+library is asked for its version by its own function, through the path that the kernel tells. Call
+it in a process of its own: a broken library may end it. Read next: `software`, `isolated`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+
+from packaging.version import Version
+
+from everyframe.core.facts import MachineFacts, SoftwareFacts
+from everyframe.hardware.facts import machine_facts
+from everyframe.hardware.software import software_facts
+
+#: Library -> how its file is called. The engines beside cuDNN's main library carry its version too.
+_FILES = {
+    "cublas": r"libcublas\.so[.\d]*|cublas64_\d+\.dll",
+    "cublaslt": r"libcublasLt\.so[.\d]*|cublasLt64_\d+\.dll",
+    "cudnn": r"libcudnn\.so[.\d]*|cudnn64_\d+\.dll",
+    "nccl": r"libnccl\.so[.\d]*",
+    "hipblas": r"libhipblas\.so[.\d]*",
+    "miopen": r"libMIOpen\.so[.\d]*",
+}
+
+
+def whole_machine() -> MachineFacts:
+    """Every fact of this machine, with what torch loaded. Imports torch; may touch the cards."""
+    machine = machine_facts()
+    return replace(machine, software=with_loaded(software_facts()))
+
+
+def without_torch() -> MachineFacts:
+    """The facts that are left where torch can't be asked: the processor and the software."""
+    return replace(machine_facts("cpu"), software=software_facts())
+
+
+def with_loaded(software: SoftwareFacts) -> SoftwareFacts:
+    """These facts with what torch was built for and what it has loaded. Imports torch."""
+    import torch
+
+    paths = loaded_files(_maps())
+    versions = {name: _version(name, found[0]) for name, found in paths.items()}
+    # Python's stubs know these as attributes that may be None.
+    cuda, rocm = torch.version.cuda, torch.version.hip
+    return replace(
+        software,
+        libraries={name: version for name, version in versions.items() if version},
+        copies={name: tuple(found) for name, found in paths.items() if len(found) > 1},
+        cuda=cuda,
+        rocm=rocm,
+        architectures=tuple(torch.cuda.get_arch_list()) if cuda or rocm else (),
+    )
+
+
+def loaded_files(maps: str) -> dict[str, list[str]]:
+    """Library -> the files of it in a ``/proc/self/maps``, in the order of their addresses."""
+    found: dict[str, list[str]] = {}
+    for line in maps.splitlines():
+        path = line.split(maxsplit=5)[5:]
+        if not path:
+            continue
+        for name, pattern in _FILES.items():
+            files = found.setdefault(name, [])
+            if re.fullmatch(pattern, os.path.basename(path[0])) and path[0] not in files:
+                files.append(path[0])
+    return {name: files for name, files in found.items() if files}
+
+
+def _maps() -> str:
+    """The kernel's list of what is in this process; empty where there is no such thing."""
+    if not sys.platform.startswith("linux"):
+        return ""
+    return Path("/proc/self/maps").read_text(errors="replace")
+
+
+def _version(name: str, path: str) -> str | None:
+    """What the library says, made whole by pip's word where that is the same version.
+
+    cuBLAS tells three numbers of four, and known issues are about the fourth too.
+    """
+    ask = _ASK.get(name)
+    told = ask(path) if ask else None
+    if told is None:
+        return None
+    for listed in _listed_around(path):
+        if Version(listed).release[:3] == Version(told).release[:3]:
+            return listed
+    return told
+
+
+def _cublas_version(path: str) -> str | None:
+    library, number = ctypes.CDLL(path), ctypes.c_int()
+    numbers = []
+    for which in range(3):
+        if library.cublasGetProperty(which, ctypes.byref(number)) != 0:
+            return None
+        numbers.append(str(number.value))
+    return ".".join(numbers)
+
+
+def _cublaslt_version(path: str) -> str:
+    library = ctypes.CDLL(path)
+    library.cublasLtGetVersion.restype = ctypes.c_size_t
+    return dotted(int(library.cublasLtGetVersion()), 10000)
+
+
+def _cudnn_version(path: str) -> str:
+    library = ctypes.CDLL(path)
+    library.cudnnGetVersion.restype = ctypes.c_size_t
+    number = int(library.cudnnGetVersion())
+    # 8907 is 8.9.7 and 91002 is 9.10.2: the first number moved up in version 9.
+    return dotted(number, 10000 if number >= 90000 else 1000)
+
+
+def _nccl_version(path: str) -> str | None:
+    library, number = ctypes.CDLL(path), ctypes.c_int()
+    if library.ncclGetVersion(ctypes.byref(number)) != 0:
+        return None
+    return dotted(number.value, 10000)
+
+
+_ASK: dict[str, Callable[[str], str | None]] = {
+    "cublas": _cublas_version,
+    "cublaslt": _cublaslt_version,
+    "cudnn": _cudnn_version,
+    "nccl": _nccl_version,
+}
+
+
+def dotted(number: int, first: int) -> str:
+    """``9.10.2`` of 91002, where the first part counts `first` and the second 100."""
+    return f"{number // first}.{number % first // 100}.{number % 100}"
+
+
+def _listed_around(path: str) -> Iterator[str]:
+    """Versions of the ``nvidia`` packages whose own folder this file lies in."""
+    parts = Path(path).parts
+    if "nvidia" not in parts:
+        return
+    folder = parts[parts.index("nvidia") + 1]
+    for distribution in metadata.distributions():
+        name = distribution.metadata["Name"] or ""
+        if re.fullmatch(rf"nvidia-{re.escape(folder)}(-cu\d+)?", name):
+            yield distribution.version
