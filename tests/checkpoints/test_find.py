@@ -202,3 +202,36 @@ def test_listing_imports_no_torch() -> None:
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
     assert run.stdout.strip() == "False"
+
+
+# Variants: the same weights in another stored precision.
+
+FP16 = {
+    "model_index.json": b"{}", "scheduler/scheduler_config.json": b"{}",
+    "feature_extractor/preprocessor_config.json": b"{}",
+    **{f"{part}/config.json": b"{}" for part in ("unet", "vae", "image_encoder")},
+    **{f"{part}/diffusion_pytorch_model.fp16.safetensors": b"" for part in ("unet", "vae")},
+    "image_encoder/model.fp16.safetensors": b"",
+}  # fmt: skip
+
+
+def test_a_variant_is_what_is_wanted_of_the_hub(tmp_path: Path) -> None:
+    whole, half = (locate("svd", variant=each, hub_cache=tmp_path) for each in (None, "fp16"))
+    patterns = [pattern for place in half.parts for pattern in place.part.patterns]
+    weights = [pattern for pattern in patterns if pattern.endswith(".safetensors")]
+    assert len(weights) == 3
+    assert all(pattern.endswith(".fp16.safetensors") for pattern in weights)
+    assert "unet/config.json" in patterns
+    assert whole.bytes_to_fetch is not None
+    assert half.bytes_to_fetch == whole.bytes_to_fetch / 2
+    anything = locate("some/body", variant="fp16", hub_cache=tmp_path).parts[0].part
+    assert anything.needs == (("*.fp16.safetensors",),)
+    assert "*.json" in anything.patterns
+
+
+def test_a_variant_stands_in_where_it_is_all_there_is(tmp_path: Path) -> None:
+    plant(tmp_path, "stabilityai/stable-video-diffusion-img2vid", FP16)
+    found = locate("svd", hub_cache=tmp_path)
+    assert found.complete
+    assert {place.part.variant for place in found.parts} == {"fp16"}
+    assert not locate("svd", variant="bf16", hub_cache=tmp_path).complete

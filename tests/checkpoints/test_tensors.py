@@ -208,3 +208,27 @@ def test_a_file_cut_after_opening(tmp_path: Path, state: State) -> None:
     os.truncate(path, path.stat().st_size - 4)
     with pytest.raises(CheckpointError, match=r"truncated"):
         opened.load("w")
+
+
+def test_a_variant_of_a_folder(tmp_path: Path) -> None:
+    for name, value in (("model", 1.0), ("model.fp16", 2.0), ("model.bf16", 3.0)):
+        save_file({"x": torch.tensor([value])}, tmp_path / f"{name}.safetensors")
+    assert open_checkpoint(tmp_path).load("x").item() == 1
+    assert open_checkpoint(tmp_path, variant="bf16").load("x").item() == 3
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="more than one checkpoint"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "model.bf16.safetensors").unlink()
+    assert open_checkpoint(tmp_path).load("x").item() == 2
+    with pytest.raises(CheckpointError, match=r"looked for .*bf16.safetensors, but it holds model"):
+        open_checkpoint(tmp_path, variant="bf16")
+
+
+@pytest.mark.parametrize("variant", [None, "fp16"])
+def test_shards_of_a_variant(tmp_path: Path, variant: str | None) -> None:
+    names = [f"model-0000{number}-of-00002.fp16.safetensors" for number in (1, 2)]
+    for number, name in enumerate(names):
+        save_file({f"x{number}": torch.zeros(1)}, tmp_path / name)
+    table = {"weight_map": {"x0": names[0], "x1": names[1]}}
+    (tmp_path / "model.safetensors.index.fp16.json").write_text(json.dumps(table))
+    assert set(open_checkpoint(tmp_path, variant=variant)) == {"x0", "x1"}

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from everyframe.checkpoints.find import Location, PartLocation, find_part, names_on_disk
 from everyframe.checkpoints.folder import listing
-from everyframe.core.errors import InputError
+from everyframe.core.errors import CheckpointError, InputError
 
 _Answer = TypeVar("_Answer")
 
@@ -79,13 +79,25 @@ def fetch_missing(location: Location, *, hub_cache: Path | None = None) -> Locat
             f"model {location.name!r} lacks {listing(location.missing)} in {location.path}; "
             "install the package again"
         )
-    parts = list(location.parts)
-    lacking = [number for number, place in enumerate(parts) if not place.complete]
-    wanted = [Wanted(parts[n].part.repo_id, parts[n].part.patterns) for n in lacking]
+    parts = fetch_parts(location.parts, hub_cache=hub_cache, hint=location.hint)
+    return Location(location.asked, location.kind, known=location.known, parts=parts)
+
+
+def fetch_parts(
+    parts: Sequence[PartLocation], *, hub_cache: Path | None = None, hint: str = ""
+) -> tuple[PartLocation, ...]:
+    """Those parts with all of their files on this disk.
+
+    Raises:
+        InputError: see `fetch`; without a network it tells of every part that lacks something.
+    """
+    whole = list(parts)
+    lacking = [number for number, place in enumerate(whole) if not place.complete]
+    wanted = [Wanted(whole[n].part.repo_id, whole[n].part.patterns) for n in lacking]
     for done, number in enumerate(lacking):
-        _fetch(tuple(wanted[done:]), hub_cache, location.hint)
-        parts[number] = _fetched(parts[number], hub_cache, location.hint)
-    return Location(location.asked, location.kind, known=location.known, parts=tuple(parts))
+        _fetch(tuple(wanted[done:]), hub_cache, hint)
+        whole[number] = _fetched(whole[number], hub_cache, hint)
+    return tuple(whole)
 
 
 def _fetch(wanted: tuple[Wanted, ...], hub_cache: Path | None, hint: str) -> Path:
@@ -115,7 +127,7 @@ def _fetch(wanted: tuple[Wanted, ...], hub_cache: Path | None, hint: str) -> Pat
 def _fetched(place: PartLocation, hub_cache: Path | None, hint: str) -> PartLocation:
     fetched = find_part(place.part, hub_cache=hub_cache)
     if not fetched.complete:
-        raise InputError(
+        raise CheckpointError(
             f"{place.part.repo_id} holds no {listing(fetched.missing)}; it is not the "
             f"{place.part.role} that was expected{hint}"
         )

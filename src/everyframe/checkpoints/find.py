@@ -10,7 +10,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -111,12 +111,18 @@ class Location:
 
 
 def locate(
-    name: str, *, registry: Sequence[KnownModel] = KNOWN, hub_cache: Path | None = None
+    name: str,
+    *,
+    variant: str | None = None,
+    registry: Sequence[KnownModel] = KNOWN,
+    hub_cache: Path | None = None,
 ) -> Location:
     """Say what `name` means and what of it is on disk. Takes milliseconds and no network.
 
     Args:
         name: short name, alias, folder, file, or hub id.
+        variant: of a hub model, which of several stored precisions is meant, such as ``fp16``.
+            Without one, float32 is; or fp16, where that is all there is on this disk.
         registry: the models with short names.
         hub_cache: the hub's cache folder; by default the user's own.
 
@@ -129,13 +135,13 @@ def locate(
         raise InputError(f"the model's name is empty; known are {_names(registry)}")
     known = _by_name(given, registry)
     if known is not None:
-        return _locate_known(given, known, hub_cache)
+        return _locate_known(given, known, hub_cache, variant)
     path = Path(given).expanduser()
     if path.exists():
         return _locate_path(given, path)
     _refuse_by_name(given, registry)
     if _HUB_ID.fullmatch(given) and path.suffix not in WEIGHT_SUFFIXES:
-        return _locate_hub(given, registry, hub_cache)
+        return _locate_hub(given, registry, hub_cache, variant)
     raise InputError(_unknown(given, path, registry))
 
 
@@ -209,13 +215,22 @@ def _refuse_by_name(given: str, registry: Sequence[KnownModel]) -> None:
         )
 
 
-def _locate_known(asked: str, model: KnownModel, hub_cache: Path | None) -> Location:
+def _locate_known(
+    asked: str, model: KnownModel, hub_cache: Path | None, variant: str | None = None
+) -> Location:
     if model.embedded is not None:
         folder = package_folder(model.embedded)
         missing = () if folder.is_dir() and weight_files(folder) else ("its weights",)
         return Location(asked, "embedded", known=model, path=folder, missing=missing)
-    parts = tuple(find_part(part, hub_cache=hub_cache) for part in model.parts)
-    return Location(asked, "known", known=model, parts=parts)
+    found = {
+        name: tuple(
+            find_part(part if name is None else part.as_variant(name), hub_cache=hub_cache)
+            for part in model.parts
+        )
+        for name in ((None, "fp16") if variant is None else (variant,))
+    }
+    whole = (parts for parts in found.values() if all(part.complete for part in parts))
+    return Location(asked, "known", known=model, parts=next(whole, found[variant]))
 
 
 def _locate_path(asked: str, path: Path) -> Location:
@@ -232,8 +247,12 @@ def _locate_path(asked: str, path: Path) -> Location:
     return Location(asked, "folder", path=path)
 
 
-def _locate_hub(asked: str, registry: Sequence[KnownModel], hub_cache: Path | None) -> Location:
+def _locate_hub(
+    asked: str, registry: Sequence[KnownModel], hub_cache: Path | None, variant: str | None
+) -> Location:
     part = Part(role="model", repo_id=asked, needs=(_ANY_WEIGHTS,), extras=_ANY_EXTRAS)
+    if variant is not None:
+        part = replace(part, needs=(("*.safetensors",),)).as_variant(variant)
     place = find_part(part, hub_cache=hub_cache)
     hint = "" if place.complete else did_you_mean(asked, _all_names(registry))
     return Location(asked, "hub", parts=(place,), hint=hint)

@@ -7,9 +7,12 @@ what `everyframe models` lists and what misspelt names are compared with. Read n
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+#: Bytes of a parameter as weights are stored: in float32, or in the variant of that name.
 _FLOAT32_BYTES = 4
+_VARIANT_BYTES = {"fp16": 2, "bf16": 2}
+_WEIGHTS = ".safetensors"
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,7 @@ class Part:
         needs: groups of file patterns; a file of each group must be there, any one of its
             alternatives will do. All patterns together are what is fetched.
         num_parameters: None where it is not known (a hub id that nobody listed).
+        variant: which of several stored precisions of the weights, such as ``fp16``.
     """
 
     role: str
@@ -29,6 +33,13 @@ class Part:
     needs: tuple[tuple[str, ...], ...]
     extras: tuple[str, ...] = ()
     num_parameters: int | None = None
+    variant: str | None = None
+
+    def as_variant(self, variant: str) -> Part:
+        """The same part with its weights in that variant: ``*.fp16.safetensors``."""
+        needs = tuple(tuple(_as_variant(p, variant) for p in group) for group in self.needs)
+        extras = tuple(_as_variant(p, variant) for p in self.extras)
+        return replace(self, needs=needs, extras=extras, variant=variant)
 
     @property
     def patterns(self) -> tuple[str, ...]:
@@ -37,8 +48,10 @@ class Part:
 
     @property
     def num_bytes(self) -> int | None:
-        """About what the files take: four bytes a parameter. Nothing was asked of the hub."""
-        return None if self.num_parameters is None else self.num_parameters * _FLOAT32_BYTES
+        """About what the files take, by the bytes of a parameter. Nothing was asked of the hub."""
+        if self.num_parameters is None:
+            return None
+        return self.num_parameters * _VARIANT_BYTES.get(self.variant or "", _FLOAT32_BYTES)
 
 
 @dataclass(frozen=True)
@@ -68,6 +81,13 @@ class KnownModel:
     def num_bytes(self) -> int | None:
         """About what all parts take on disk; None where one is not known."""
         return _sum(tuple(part.num_bytes for part in self.parts))
+
+
+def _as_variant(pattern: str, variant: str) -> str:
+    """``model.safetensors`` as ``model.fp16.safetensors``; what holds no weights stays."""
+    if not pattern.endswith(_WEIGHTS):
+        return pattern
+    return f"{pattern.removesuffix(_WEIGHTS)}.{variant}{_WEIGHTS}"
 
 
 def _sum(values: tuple[int | None, ...]) -> int | None:

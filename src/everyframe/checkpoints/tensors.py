@@ -7,6 +7,7 @@ Read next: `headers`, `pickles`, `entries`, `strict`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -30,6 +31,8 @@ DTYPES: Mapping[str, torch.dtype] = {
 
 PICKLE_SUFFIXES = (".pth", ".pt", ".bin", ".ckpt")
 _INDEX = ".index.json"
+#: Of a variant: ``model.safetensors.index.fp16.json``.
+_IS_INDEX = re.compile(r".*\.index(\.\w+)?\.json")
 
 # Where a folder's weights are looked for, first found wins: whole files before shards (a folder
 # may hold both, of the same weights) and safetensors before pickles.
@@ -39,6 +42,7 @@ _STANDARD_NAMES = (
     "model.safetensors.index.json",
     "diffusion_pytorch_model.safetensors.index.json",
     "*.safetensors.index.json",
+    "*.safetensors.index.*.json",
     "*.safetensors",
     "pytorch_model.bin",
     "diffusion_pytorch_model.bin",
@@ -119,7 +123,9 @@ class TensorFile:
             raise CheckpointError(f"{self.source} has no tensor {name!r}{hint}") from None
 
 
-def open_checkpoint(path: str | Path, *, payload: str | None = None) -> TensorFile:
+def open_checkpoint(
+    path: str | Path, *, payload: str | None = None, variant: str | None = None
+) -> TensorFile:
     """Open a checkpoint; headers are read and checked, tensors are not.
 
     Args:
@@ -127,14 +133,16 @@ def open_checkpoint(path: str | Path, *, payload: str | None = None) -> TensorFi
             ``.index.json`` of shards of either, or a folder that holds one of these.
         payload: for a pickle that holds several state dicts, the key of the one that is meant,
             such as ``"ema"``.
+        variant: of a folder, which of several stored precisions is meant: ``"fp16"`` opens
+            ``model.fp16.safetensors``. Without one, the plain names come first.
 
     Raises:
         CheckpointError: no such file, truncated, foreign, more than tensors, a shard missing.
     """
     path = Path(path)
     if path.is_dir():
-        path = _weights_in(path)
-    if path.name.endswith(_INDEX):
+        path = _weights_in(path, _STANDARD_NAMES if variant is None else _names_of(variant))
+    if _IS_INDEX.fullmatch(path.name):
         return _open_shards(path, payload)
     if not path.is_file():
         raise CheckpointError(f"there is no file {path}")
@@ -148,8 +156,12 @@ def open_checkpoint(path: str | Path, *, payload: str | None = None) -> TensorFi
     )
 
 
-def _weights_in(folder: Path) -> Path:
-    for pattern in _STANDARD_NAMES:
+def _names_of(variant: str) -> tuple[str, ...]:
+    return f"*.safetensors.index.{variant}.json", f"*.{variant}.safetensors"
+
+
+def _weights_in(folder: Path, patterns: tuple[str, ...]) -> Path:
+    for pattern in patterns:
         found = sorted(folder.glob(pattern))
         if len(found) == 1:
             return found[0]
@@ -159,7 +171,8 @@ def _weights_in(folder: Path) -> Path:
                 f"{folder} holds more than one checkpoint: {listing(names)}; name the file "
                 f"that is meant, or put the shards' {_INDEX} beside them"
             )
-    raise CheckpointError(describe_missing(folder, ["*.safetensors", "*.pth", "*.bin"]))
+    expected = ["*.safetensors", "*.pth", "*.bin"] if patterns is _STANDARD_NAMES else patterns
+    raise CheckpointError(describe_missing(folder, expected))
 
 
 def _safetensors_entries(path: Path) -> dict[str, Entry]:

@@ -113,7 +113,9 @@ def check_feasible(plan: Plan) -> None:
 
 
 def _find_model(request: Request, may_fetch: bool) -> tuple[Model, str]:
-    location = locate(request.model or EMBEDDED_MODEL)
+    # Before the family is known: what is fetched depends on it.
+    variant = request.family_options.get("variant")
+    location = locate(request.model or EMBEDDED_MODEL, variant=variant)
     if location.kind == "embedded" and not location.complete:
         raise CheckpointError("the embedded model is not in this installation; install it again")
     if location.kind == "hub" and not location.complete:

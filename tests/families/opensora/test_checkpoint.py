@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +16,11 @@ from safetensors.torch import load_file, save_file
 
 import everyframe
 import tiny
+from everyframe.checkpoints import fetch
+from everyframe.checkpoints.find import locate
 from everyframe.core.errors import CheckpointError, InputError
-from everyframe.families.opensora import checkpoint
+from everyframe.families.opensora.checkpoint import find_parts
+from everyframe.families.opensora.options import OpenSoraOptions
 
 SIZES: dict[str, Any] = {"size": "16x16", "num_frames": 3, "num_inference_steps": 2, "seed": 5}
 #: What hpcai-tech/OpenSora-STDiT-v3 and the configuration class of 1.2 say beside the sizes.
@@ -161,9 +165,18 @@ def test_a_missing_part_is_the_hubs(copy: Path) -> None:
 def test_a_repository_without_what_a_part_needs(
     copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint, "fetch", lambda repo_id, patterns: None)
+    monkeypatch.setattr(fetch, "_fetch", lambda *_: None)
     with pytest.raises(CheckpointError, match=r"some/thing holds no config.json.*not the vae"):
         frames(copy, vae="some/thing")
+
+
+def test_offline_every_missing_part_is_told_with_its_command() -> None:
+    parts = find_parts(locate("opensora-1.2"), OpenSoraOptions())
+    assert parts is not None
+    with pytest.raises(InputError) as caught:
+        parts.fetched()
+    for name in ("OpenSora-STDiT-v3", "OpenSora-VAE-v1.2", "t5-v1_1-xxl"):
+        assert re.search(rf"hf download \S+/{name} ", str(caught.value))
 
 
 # Versions that are recognised and refused.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from everyframe.checkpoints.fetch import fetch
+from everyframe.checkpoints.fetch import fetch_parts
 from everyframe.checkpoints.find import Location, PartLocation, find_part
 from everyframe.checkpoints.folder import WEIGHT_SUFFIXES, read_json
 from everyframe.checkpoints.known import KNOWN, SUPPORTED_VERSIONS, T5_XXL, Part
@@ -53,23 +53,6 @@ class Source:
         about = f", about {size / 1e9:.1f} GB" if size else ""
         return (f"{self.part.part.repo_id}: {', '.join(self.part.missing)}{about}",)
 
-    def fetched(self) -> Source:
-        """The same source with its files on this disk.
-
-        Raises `CheckpointError` for a repository that does not hold what the part needs.
-        """
-        if self.part is None or self.part.complete:
-            return self
-        wanted = self.part.part
-        fetch(wanted.repo_id, wanted.patterns)
-        found = of_part(wanted)
-        if found.part is not None and not found.part.complete:
-            raise CheckpointError(
-                f"{wanted.repo_id} holds no {', '.join(found.part.missing)}; "
-                f"it is not the {wanted.role} that was expected"
-            )
-        return found
-
     def config(self, name: str = "config.json") -> dict[str, Any] | None:
         """The JSON file of that name beside the weights, None if it is not there."""
         if self.path is None:
@@ -95,14 +78,19 @@ class Parts:
 
     def fetched(self) -> Parts:
         """The same parts with all files on this disk."""
-        text = self.text_encoder.fetched()
-        shared = self.tokenizer == self.text_encoder
+        hub = [source.part for source in self.sources() if source.part is not None]
+        # All at once, so that somebody without a network is told of all that is missing.
+        fetched = {place.part: of_part(place.part) for place in fetch_parts(hub)}
+
+        def found(source: Source) -> Source:
+            return source if source.part is None else fetched[source.part.part]
+
         return replace(
             self,
-            denoiser=self.denoiser.fetched(),
-            vae=self.vae.fetched(),
-            text_encoder=text,
-            tokenizer=text if shared else self.tokenizer,
+            denoiser=found(self.denoiser),
+            vae=found(self.vae),
+            text_encoder=found(self.text_encoder),
+            tokenizer=found(self.tokenizer),
         )
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from everyframe.checkpoints.fetch import fetch_missing
 from everyframe.checkpoints.find import Location, PartLocation
 from everyframe.checkpoints.folder import read_json
+from everyframe.core.errors import InputError
 from everyframe.families.svd import single
 from everyframe.families.svd.config import IMAGE_VAE, RELEASED
 
@@ -47,12 +48,14 @@ _RELEASED_FRAMES = {
 class Files:
     """A model's place: `path` is a folder or one file, None until it is fetched.
 
-    `where` is for people and records; `location` is what was found under the model's name.
+    `where` is for people and records; `location` is what was found under the model's name;
+    `variant` is which of several stored precisions of the weights was asked for.
     """
 
     where: str
     path: Path | None
     location: Location
+    variant: str | None = None
 
     @property
     def known(self) -> str | None:
@@ -63,6 +66,12 @@ class Files:
     def is_single(self) -> bool:
         """Whether all weights lie in one file, without configs."""
         return self.path is not None and self.path.is_file()
+
+    @property
+    def stands_in(self) -> str | None:
+        """The variant that is taken because it alone is on this disk, and nobody asked for one."""
+        found = next((place.part.variant for place in self.location.parts), None)
+        return found if self.variant is None else None
 
     @property
     def assumed_frames(self) -> int | None:
@@ -100,17 +109,29 @@ class Files:
 
         assert self.path is not None, "asked before it was fetched"
         if not self.path.is_file():
-            return open_checkpoint(self.path / component), weights.FOLDER_KEYS[component]
+            variant = self.variant or self.stands_in
+            opened = open_checkpoint(self.path / component, variant=variant)
+            return opened, weights.FOLDER_KEYS[component]
         keys = weights.single_file_keys(self.configs())[component]
         return rearranged(open_checkpoint(self.path), weights.SINGLE_FILE_CUTS), keys
 
 
-def find_files(location: Location) -> Files | None:
+def find_files(location: Location, variant: str | None = None) -> Files | None:
     """The files of a Stable Video Diffusion at that place; None if it is something else.
+
+    `variant` names one of several stored precisions; `location` was found for it.
 
     Raises:
         CheckpointError: a ``model_index.json`` that is no JSON object, or a broken file.
+        InputError: a variant of one file, which has none.
     """
+    found = _find(location)
+    if found is not None and found.is_single and variant is not None:
+        raise InputError(f"variant has no effect on {found.where}: it is one file; leave it out")
+    return found and replace(found, variant=variant)
+
+
+def _find(location: Location) -> Files | None:
     if location.known is not None:
         if location.known.family != "svd":
             return None

@@ -48,6 +48,8 @@ class SVDModel:
                 f"{self.files.where} does not tell whether it was trained on 14 or 25 frames; by "
                 f"its name it is taken for {frames} (num_frames sets another length)",
             )
+        if self.files.stands_in is not None:
+            notes += (f"its {self.files.stands_in} weights are read: no others are on this disk",)
         return settings, notes
 
     def smaller(self, settings: Settings) -> Iterator[Settings]:
@@ -98,7 +100,7 @@ class StableVideoDiffusion:
     def recognise(self, location: Location, options: FamilyOptions) -> SVDModel | None:
         """The model at that place if it is a Stable Video Diffusion, by its configs alone."""
         assert isinstance(options, SVDOptions)
-        files = find_files(location)
+        files = find_files(location, options.variant)
         if files is None:
             return None
         known = location.known

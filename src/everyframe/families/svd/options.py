@@ -47,3 +47,8 @@ class SVDOptions(FamilyOptions):
         group="Family",
         default="crop",
     )
+    variant: str | None = option(
+        "Stored precision of the weights to take where a model has several, such as fp16.",
+        group="Family",
+        pattern=r"^\w+$",
+    )
