@@ -16,12 +16,15 @@ import everyframe
 import tiny
 from everyframe.checkpoints import tensors
 from everyframe.core.errors import CannotRunError, CheckpointError, ExitCode, InputError
-from everyframe.core.facts import DeviceFacts, MachineFacts
+from everyframe.core.facts import DeviceFacts, MachineFacts, Rates
 from everyframe.planning import resolve as resolver
 
 SIZES: dict[str, Any] = {"size": "16x16", "num_frames": 3, "num_inference_steps": 2, "seed": 5}
-CPU = DeviceFacts("made-up processor", "cpu", None, 64 * 10**9, 64 * 10**9)
-CARD = DeviceFacts("made-up card", "cuda", 0, 80 * 10**9, 80 * 10**9, (9, 0), True, True)
+RATES = Rates((("float32", 1e11),), memory=1e10, load=1e9, source="made up")
+CPU = DeviceFacts("made-up processor", "cpu", None, 64 * 10**9, 64 * 10**9, rates=RATES)
+CARD = DeviceFacts(
+    "made-up card", "cuda", 0, 80 * 10**9, 80 * 10**9, (9, 0), True, True, rates=RATES
+)
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +37,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Puts made-up devices in this machine's place."""
 
     def put(*devices: DeviceFacts, cores: int = 4) -> None:
-        facts = MachineFacts(devices, cores, {})
+        processor = () if devices[-1].kind == "cpu" else (CPU,)
+        facts = MachineFacts((*devices, *processor), cores, {})
         monkeypatch.setattr(resolver, "machine_facts", lambda device="auto": facts)
 
     return put

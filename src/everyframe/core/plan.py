@@ -94,10 +94,14 @@ class ComponentPlan:
     resident_bytes: int | None = None
 
     @property
+    def held_bytes(self) -> int:
+        """Bytes of its parameters that are on the device at once."""
+        return self.weight_bytes if self.resident_bytes is None else self.resident_bytes
+
+    @property
     def peak_bytes(self) -> int:
         """Forecast of the device's memory that this component needs while it is loaded."""
-        weights = self.weight_bytes if self.resident_bytes is None else self.resident_bytes
-        return weights + self.working_bytes
+        return self.held_bytes + self.working_bytes
 
 
 @dataclass(frozen=True)
@@ -166,7 +170,7 @@ class Plan:
         weights: dict[str, int] = {}
         working: dict[str, int] = {}
         for part in self.components:
-            weights[part.stage] = weights.get(part.stage, 0) + part.weight_bytes
+            weights[part.stage] = weights.get(part.stage, 0) + part.held_bytes
             working[part.stage] = max(working.get(part.stage, 0), part.working_bytes)
         return max(weights[stage] + working[stage] for stage in weights)
 

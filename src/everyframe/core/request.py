@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import model_validator
 
+from everyframe.core.amounts import parse_bytes
 from everyframe.core.errors import InputError
 from everyframe.core.options import Options, option
 
@@ -114,6 +115,17 @@ class Request(Options):
 
     dtype: str = option("Precision: auto, fp32, bf16 or fp16.", group="Machine", default="auto")
     device: str = option("Device: auto, cpu, cuda, cuda:1 or mps.", group="Machine", default="auto")
+    max_memory: str | None = option(
+        "Use no more of the device's memory than this, such as 8GB.", group="Machine"
+    )
+    max_host_memory: str | None = option(
+        "Use no more of the host's memory than this, such as 16GB.", group="Machine"
+    )
+    force: bool = option(
+        "Do what is refused for its price alone, such as fp16 on a CPU.",
+        group="Machine",
+        default=False,
+    )
 
     family_options: dict[str, Any] = option(
         "Options of one family, collected.", group="Family", default={}, python_only=True
@@ -138,6 +150,9 @@ class Request(Options):
             )
         if self.dtype not in DTYPES:
             raise InputError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        for name in ("max_memory", "max_host_memory"):
+            if getattr(self, name) is not None:
+                parse_bytes(getattr(self, name), name)
         self._check_size()
         if self.seconds is not None and self.num_frames is not None:
             raise InputError(

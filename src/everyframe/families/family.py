@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 class Component:
     """One part of a model before a device is chosen for it.
 
-    `num_elements` counts each tensor of its weights by name;
-    `working_bytes(bytes_per_element)` forecasts the peak memory beside them while it runs.
+    `num_elements` counts each tensor of its weights by name. The peak memory beside them is that
+    of its rehearsals; a model without any gives `working_bytes(bytes_per_element)`.
     Components of the same `stage` are in memory together. `has_precision` is that of a component
     that is loaded already, by somebody else: then nothing is chosen for it.
     """
@@ -41,7 +41,7 @@ class Component:
     source: str
     num_elements: Mapping[str, int]
     needs: ComponentNeeds
-    working_bytes: Callable[[int], int]
+    working_bytes: Callable[[int], int] | None = None
     has_precision: Precision | None = None
 
 

@@ -18,6 +18,7 @@ from torch import nn
 from everyframe.checkpoints.strict import KeyMap, load_strictly
 from everyframe.checkpoints.tensors import TensorFile, open_checkpoint
 from everyframe.core.plan import ComponentPlan
+from everyframe.families import offload
 from everyframe.precision import edges
 from everyframe.precision.dtypes import torch_dtype
 from everyframe.precision.islands import parameter_dtype
@@ -50,9 +51,12 @@ def load_component(
         return torch_dtype(parameter_dtype(name, part.precision))
 
     opened = open_checkpoint(weights) if isinstance(weights, Path) else weights
-    load_strictly(module, opened, keys=keys, dtype=dtype_of, device=torch.device(part.device))
+    device = torch.device("cpu" if part.offload else part.device)
+    load_strictly(module, opened, keys=keys, dtype=dtype_of, device=device)
     module.eval().requires_grad_(False)
     put_on = edges.apply(module, part.precision, outputs)
+    if part.offload:
+        offload.apply(module, part.device)
     _log.debug(
         "%s: %d parameters from %s on %s in %s, %d casts at module edges",
         part.name, part.num_parameters, opened.source, part.device, part.precision.parameters,

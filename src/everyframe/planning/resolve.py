@@ -9,15 +9,17 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from everyframe.checkpoints.fetch import fetch_missing
 from everyframe.checkpoints.find import Location, locate
+from everyframe.core.amounts import parse_bytes
 from everyframe.core.errors import CannotRunError, CheckpointError, InputError
-from everyframe.core.facts import DeviceFacts, MachineFacts
-from everyframe.core.plan import ComponentPlan, Plan, Settings
+from everyframe.core.facts import DeviceFacts, MachineFacts, Rates
+from everyframe.core.plan import Plan
 from everyframe.core.request import DTYPES, Request, random_seed
-from everyframe.families.family import Component, Model
+from everyframe.families.family import Model
 from everyframe.families.registry import (
     check_option_names,
     family,
@@ -26,13 +28,17 @@ from everyframe.families.registry import (
     options_of,
 )
 from everyframe.hardware.facts import machine_facts, pick_device
+from everyframe.hardware.profiles import find_profile
+from everyframe.hardware.rates import measured_rates
+from everyframe.planning.dryrun import clashes_of, heaviest, says, stage_plan
+from everyframe.planning.fitting import Fitted, Fitting, within
 from everyframe.planning.forecast import describe_bytes, fits
 from everyframe.planning.models import refuse_if_not_drawable
-from everyframe.precision.dtypes import num_bytes
-from everyframe.precision.islands import weight_bytes
-from everyframe.precision.policy import choose
 
 EMBEDDED_MODEL = "shapes"
+
+#: How many of a plan's products are tried on a real device for its forecast of time.
+_NUM_TRIALS = 6
 
 
 @dataclass(frozen=True)
@@ -51,13 +57,14 @@ class Prepared:
     model: Model
 
 
-def resolve(request: Request) -> Plan:
-    """The plan of a request on this machine; nothing is loaded or fetched.
+def resolve(request: Request, profile: str | Path | None = None) -> Plan:
+    """The plan of a request, with how long it would take; nothing is loaded or fetched.
 
-    Raises `InputError` for what can't be asked of the model. What this machine is too small for is
-    a plan with an `obstacle`, so that it can be shown.
+    `profile` names a machine that is not here, or a file with its facts; None is this one. Raises
+    `InputError` for what can't be asked of the model. What the machine is too small for, and what
+    would break on it, is a plan with an `obstacle`, so that it can be shown.
     """
-    return prepare(request).plan
+    return prepare(request, profile=profile, with_seconds=True).plan
 
 
 def prepare(
@@ -66,11 +73,14 @@ def prepare(
     may_fetch: bool = False,
     num_threads: int | None = None,
     given: GivenModel | None = None,
+    profile: str | Path | None = None,
+    with_seconds: bool = False,
 ) -> Prepared:
     """The plan with its model; with `may_fetch` a hub model's configs may be fetched for it.
 
     `num_threads` (of the CPU) is the number of usable cores unless a record asks for another.
     `given` is a model that somebody has in memory, in place of one that the request names.
+    `with_seconds` measures how fast this machine is, for up to a second, and forecasts times.
     """
     check_option_names(request)
     if given is not None:
@@ -80,24 +90,59 @@ def prepare(
         if request.model is None:
             refuse_if_not_drawable(request)
         model, family_name = _find_model(request, may_fetch)
-    facts = machine_facts(request.device)
-    device = pick_device(facts, request.device)
+    facts = machine_facts(request.device) if profile is None else find_profile(profile).machine()
+    device = within(pick_device(facts, request.device), _asked_bytes(request, "max_memory"))
     seed = random_seed() if request.seed is None else request.seed
     settings, notes = model.settle(request, seed)
-    components, precision_notes = _components(model, settings, device, request)
+    fitting = _fitting(model, facts, device, request)
+    fitted = fitting.fit(settings)
+    num_threads = num_threads or _default_threads(facts)
+    rates = _rates(fitted, device, num_threads) if with_seconds else None
     plan = Plan(
         model=model.name,
         family=family_name,
         title=model.title,
-        settings=settings,
+        settings=fitted.settings,
         device=device,
-        num_threads=num_threads or _default_threads(facts),
-        components=components,
+        num_threads=num_threads,
+        components=fitted.components,
         to_fetch=model.missing(),
-        notes=(*notes, *precision_notes),
+        notes=(*notes, *fitted.notes, *fitted.says),
+        clashes=clashes_of(fitted.runs),
+        host_bytes=fitted.host_bytes,
+        rates="" if rates is None else rates.source,
+        profile=None if profile is None else str(profile),
     )
-    plan = replace(plan, obstacle=_obstacle(plan, model, facts, request))
-    return Prepared(plan, model)
+    stages = [
+        stage_plan(run, plan.component(run.rehearsal.component), rates) for run in fitted.runs
+    ]
+    plan = replace(plan, stages=tuple(stages))
+    return Prepared(replace(plan, obstacle=_obstacle(plan, fitting, fitted, facts)), model)
+
+
+def _fitting(model: Model, facts: MachineFacts, device: DeviceFacts, request: Request) -> Fitting:
+    host = within(facts.cpu, _asked_bytes(request, "max_host_memory"))
+    if device.kind == "cpu":  # both limits are of the same memory
+        device = within(device, host.free_memory)
+    return Fitting(
+        model=model,
+        device=device,
+        asked=DTYPES[request.dtype],
+        force=request.force,
+        host_memory=host.free_memory,
+    )
+
+
+def _asked_bytes(request: Request, name: str) -> int | None:
+    written = getattr(request, name)
+    return None if written is None else parse_bytes(written, name)
+
+
+def _rates(fitted: Fitted, device: DeviceFacts, num_threads: int) -> Rates | None:
+    """A made-up device's own rates; a real one is tried with what the plan spends most on."""
+    if device.rates is not None or not fitted.runs:
+        return device.rates
+    return measured_rates(heaviest(fitted.runs, _NUM_TRIALS), device.torch_name, num_threads)
 
 
 def _default_threads(facts: MachineFacts) -> int:
@@ -146,61 +191,46 @@ def _no_family(location: Location) -> str:
     return f"{location.asked} is a model of no family that is known here; known are: {families}"
 
 
-def _components(
-    model: Model, settings: Settings, device: DeviceFacts, request: Request
-) -> tuple[tuple[ComponentPlan, ...], tuple[str, ...]]:
-    plans: list[ComponentPlan] = []
-    notes: dict[str, None] = {}
-    for component in model.components(settings):
-        made, said = _component(component, device, DTYPES[request.dtype])
-        plans.append(made)
-        notes.update(dict.fromkeys(said))
-    return tuple(plans), tuple(notes)
-
-
-def _component(
-    component: Component, device: DeviceFacts, asked: str
-) -> tuple[ComponentPlan, tuple[str, ...]]:
-    precision, notes = (
-        choose(device, asked, component.needs)
-        if component.has_precision is None
-        else (component.has_precision, ())
-    )
-    plan = ComponentPlan(
-        name=component.name,
-        title=component.title,
-        stage=component.stage,
-        source=component.source,
-        num_parameters=sum(component.num_elements.values()),
-        device=device.torch_name,
-        precision=precision,
-        weight_bytes=weight_bytes(component.num_elements, precision),
-        working_bytes=component.working_bytes(num_bytes(precision.compute)),
-    )
-    return plan, notes
-
-
-def _obstacle(plan: Plan, model: Model, facts: MachineFacts, request: Request) -> str | None:
-    """Why it can't be done here and what could, or None."""
-    if fits(plan.peak_bytes, plan.device):
+def _obstacle(plan: Plan, fitting: Fitting, fitted: Fitted, facts: MachineFacts) -> str | None:
+    """Why it can't be done there and what could, or None."""
+    if fitted.fits and not plan.clashes:
         return None
+    if fitted.fits:
+        return (
+            f"{says(plan)}: it would fail on {plan.device.name}; the first is {plan.clashes[0]} "
+            "(--dtype fp32 has none where the model itself asks for no dtype)"
+        )
+    text = f"not enough memory: {_needs(plan, fitting)}"
+    smaller = fitting.largest(plan.settings)
+    if smaller is not None:
+        width, height = smaller.settings.width, smaller.settings.height
+        frames = smaller.settings.num_frames
+        return (
+            f"{text}; the largest that fits is {width}x{height} with {frames} frames "
+            f"(--size {width}x{height} --num-frames {frames})"
+        )
+    others = [
+        d.torch_name
+        for d in facts.devices
+        if d.torch_name != plan.device.torch_name and fits(plan.peak_bytes, d)
+    ]
+    if others:
+        return f"{text}; it would fit on {others[0]} (--device {others[0]})"
+    return f"{text}; no smaller video of this model fits; --model shapes does"
+
+
+def _needs(plan: Plan, fitting: Fitting) -> str:
+    """What needs more than there is, and how much there is."""
+    if fits(plan.peak_bytes, fitting.device) and plan.host_bytes > fitting.host_memory:
+        return (
+            f"the host would hold {describe_bytes(plan.host_bytes)} of weights and frames, it has "
+            f"{describe_bytes(fitting.host_memory)} free"
+        )
     largest = max(plan.components, key=lambda part: part.peak_bytes)
     # Parts that share a stage are in memory together: none of them alone is what is too large.
     together = plan.peak_bytes > largest.peak_bytes
     what = f"{plan.title}, all of it in memory at once," if together else f"the {largest.title}"
-    text = (
-        f"not enough memory: {what} needs about {describe_bytes(plan.peak_bytes)}, "
-        f"{plan.device.name} has {describe_bytes(plan.device.free_memory)} free"
+    return (
+        f"{what} needs about {describe_bytes(plan.peak_bytes)}, {plan.device.name} has "
+        f"{describe_bytes(fitting.device.free_memory)} free"
     )
-    for settings in model.smaller(plan.settings):
-        components, _ = _components(model, settings, plan.device, request)
-        if fits(replace(plan, components=components).peak_bytes, plan.device):
-            return (
-                f"{text}; the largest that fits is {settings.width}x{settings.height} with "
-                f"{settings.num_frames} frames "
-                f"(--size {settings.width}x{settings.height} --num-frames {settings.num_frames})"
-            )
-    others = [d.torch_name for d in facts.devices if d != plan.device and fits(plan.peak_bytes, d)]
-    if others:
-        return f"{text}; it would fit on {others[0]} (--device {others[0]})"
-    return f"{text}; no smaller video of this model fits; --model shapes does"

@@ -166,7 +166,8 @@ def test_without_guidance_one_branch_is_computed(
     forward = STDiT3.forward
 
     def spy(self: STDiT3, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        batches.append(len(x))
+        if x.device.type != "meta":  # the plan's dry run
+            batches.append(len(x))
         return forward(self, x, *args, **kwargs)
 
     monkeypatch.setattr(STDiT3, "forward", spy)

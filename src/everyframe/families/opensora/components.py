@@ -6,15 +6,15 @@ against what is measured. Read next: `stages.py`, which runs the parts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from everyframe.core.plan import Settings
 from everyframe.families.family import Component
-from everyframe.families.loading import count_parameters
+from everyframe.families.loading import build_on_meta, count_parameters
 from everyframe.families.opensora.config import STDiT3Config, STDiTConfig
 from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConfig
 from everyframe.precision.policy import ComponentNeeds
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 DENOISER_ISLANDS = ("x_embedder", "t_embedder", "t_block", "*scale_shift_table", "final_layer")
 #: 1.2's, whose frame rate is added to the timestep.
 DENOISER_ISLANDS_1_2 = (*DENOISER_ISLANDS, "fps_embedder")
+PARTS = ("text_encoder", "denoiser", "vae")
 T5_ISLANDS = ("*layer_norm",)
 #: T5's `wo` overflows fp16, and transformers keeps it wide for that reason.
 T5_RANGE_ISLANDS = ("*.wo",)
@@ -46,12 +47,42 @@ class Sizes:
     @cached_property
     def num_elements(self) -> Mapping[str, Mapping[str, int]]:
         """Elements of each tensor of each component; counted once, for building takes a while."""
-        builders = {
+        return {name: count_parameters(partial(self.empty, name)) for name in PARTS}
+
+    @cached_property
+    def _empty(self) -> dict[str, nn.Module]:
+        return {}
+
+    def empty(self, component: str) -> nn.Module:
+        """One part on meta, the same object at every call, for counting and for dry runs."""
+        builders: Mapping[str, Callable[[], nn.Module]] = {
             "text_encoder": self.build_text,
             "denoiser": self.build_denoiser,
             "vae": self.build_vae,
         }
-        return {name: count_parameters(build) for name, build in builders.items()}
+        if component not in self._empty:
+            self._empty[component] = build_on_meta(builders[component])
+        return self._empty[component]
+
+    def outputs(self, component: str) -> tuple[str, ...]:
+        """Which submodules' results leave for the engine, in float32 at least."""
+        if component != "vae":
+            return ("",)
+        image = isinstance(self.vae, ImageVAEConfig)
+        spatial = "module" if image else "spatial_vae.module"
+        return (f"{spatial}.decoder", f"{spatial}.encoder", f"{spatial}.quant_conv")
+
+    def saving(self, settings: Settings) -> Sizes:
+        """These sizes, with as many frames in one call of the decoder as the plan allows."""
+        vae = self.vae
+        spatial = vae if isinstance(vae, ImageVAEConfig) else vae.spatial
+        frames = settings.saving("decode_frames", spatial.micro_batch_size)
+        if frames == spatial.micro_batch_size:
+            return self
+        fewer = replace(spatial, micro_batch_size=frames)
+        if isinstance(vae, ImageVAEConfig):
+            return replace(self, vae=fewer)
+        return replace(self, vae=replace(vae, spatial=fewer))
 
     def build_denoiser(self) -> STDiT | STDiT3:
         """An empty denoiser."""

@@ -18,12 +18,13 @@ from everyframe.core.errors import CheckpointError
 from everyframe.core.options import FamilyOptions
 from everyframe.core.plan import Plan, Settings
 from everyframe.core.request import Request
-from everyframe.families.family import Component, Stage
+from everyframe.families.family import Component, Rehearsal, Saving, Stage
 from everyframe.families.opensora import settle
 from everyframe.families.opensora.checkpoint import Parts, Source, find_parts
 from everyframe.families.opensora.components import Sizes, components
 from everyframe.families.opensora.config import STDiT3Config, STDiTConfig
 from everyframe.families.opensora.options import OpenSoraOptions
+from everyframe.families.opensora.rehearsals import rehearsals, savings
 from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConfig
 
 #: T5 v1.1 XXL's encoder, for plans made before it is fetched.
@@ -70,6 +71,14 @@ class OpenSoraModel:
         prefers = str(self.facts.defaults.get("dtype", "bfloat16"))
         return components(self.sizes, settings, sources, prefers)
 
+    def rehearsals(self, settings: Settings) -> tuple[Rehearsal, ...]:
+        """A call of every stage."""
+        return rehearsals(self.sizes, self.facts, settings)
+
+    def savings(self, component: str, settings: Settings) -> Iterator[Saving]:
+        """Ways to run a component in less memory."""
+        return savings(self.sizes, component, settings)
+
     def missing(self) -> tuple[str, ...]:
         """What must be fetched first."""
         return tuple(line for source in self.parts.sources() for line in source.missing())
@@ -101,7 +110,7 @@ class OpenSoraModel:
             TextStage,
         )
 
-        job = Job(plan, self.sizes, self.parts, self.facts, clip)
+        job = Job(plan, self.sizes.saving(plan.settings), self.parts, self.facts, clip)
         stages: list[Stage] = [TextStage(job)] if clip == 0 else []
         given = plan.settings.given_frames
         if job.goes_on() or "image" in given or (

@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from einops import rearrange
@@ -23,9 +22,10 @@ from everyframe.families.family import Take
 from everyframe.families.loading import load_component
 from everyframe.families.opensora.checkpoint import Parts
 from everyframe.families.opensora.components import Sizes
+from everyframe.families.opensora.denoise import Denoiser, Text, timesteps_of
 from everyframe.families.opensora.model import STDiT, STDiT3
 from everyframe.families.opensora.prompts import check_not_lost, clean, with_affixes
-from everyframe.families.opensora.settle import PICTURE_FPS, PIECE, Facts, known_frames
+from everyframe.families.opensora.settle import PIECE, Facts, known_frames
 from everyframe.families.opensora.text import (
     TextEmbedding,
     build_encoder,
@@ -44,7 +44,6 @@ from everyframe.families.opensora.weights import (
 )
 from everyframe.families.stepping import denoised
 from everyframe.samplers import iddpm, noise, rflow
-from everyframe.samplers.guidance import guide
 from everyframe.samplers.step import Step as SamplerStep
 
 
@@ -93,22 +92,13 @@ class Job:
         image = isinstance(self.sizes.vae, ImageVAEConfig)
         path = self.parts.vae.path
         assert path is not None
-        spatial = "module" if image else "spatial_vae.module"
         return load_component(
             self.plan.component("vae"),
             self.sizes.build_vae,
             path,
             IMAGE_VAE_KEYS if image else VIDEO_VAE_KEYS,
-            outputs=(f"{spatial}.decoder", f"{spatial}.encoder"),
+            outputs=self.sizes.outputs("vae"),
         )
-
-
-@dataclass(frozen=True)
-class Text:
-    """The prompts of a take, as T5 hidden states; `negative` None stands for the null text."""
-
-    prompt: TextEmbedding
-    negative: TextEmbedding | None
 
 
 @dataclass(frozen=True)
@@ -157,7 +147,7 @@ class TextStage:
         texts: list[TextEmbedding] = []
         for ids, mask in tokens:
             begun = time.perf_counter()
-            texts.append(embed(encoder, ids, mask))
+            texts.append(embed(encoder, ids, mask, job.plan.component("text_encoder").device))
             seconds = time.perf_counter() - begun
             yield Step("text", len(texts), len(tokens), takes[0].seed, seconds)
         text = Text(texts[0], texts[1] if len(texts) > 1 else None)
@@ -273,72 +263,13 @@ class DenoiseStage:
             plan = iddpm.schedule(settings.num_inference_steps)
             yield from iddpm.sample(denoise, x, plan, fresh)
             return
-        timesteps = _timesteps(settings, job.facts)
+        timesteps = timesteps_of(settings, job.facts)
         if take.known is None:
             yield from rflow.sample(denoise, x, timesteps)
             return
         mask = take.known.mask.to(device)
         x = torch.where(mask[:, None, :, None, None] == 1, x, take.known.latents.to(device))
         yield from rflow.sample_masked(denoise, x, timesteps, mask, fresh)
-
-
-def _timesteps(settings: Settings, facts: Facts) -> Tensor:
-    if not facts.default("use_timestep_transform") and facts.defaults:
-        return rflow.schedule(settings.num_inference_steps)
-    return rflow.schedule(
-        settings.num_inference_steps,
-        resolution=settings.told_size,
-        num_frames=settings.num_frames,
-    )
-
-
-class Denoiser:
-    """``denoise(x, t)`` for the samplers: the model with the text and guidance inside.
-
-    The unconditional branch reads the model's learned null text with the *prompt's own mask*, as
-    upstream does and as the weights were sampled; a negative prompt brings a mask of its own.
-    """
-
-    def __init__(
-        self, model: STDiT | STDiT3, text: Text, settings: Settings, facts: Facts, device: str
-    ) -> None:
-        self._model = model
-        self._version = facts.version
-        self._scale = settings.guidance_scale
-        self._conditions: dict[str, Any] = {}
-        if facts.version != "1.0":
-            self._conditions = {
-                "fps": settings.fps if settings.num_frames > 1 else PICTURE_FPS,
-                "height": float(settings.told_size[0]),
-                "width": float(settings.told_size[1]),
-            }
-        hidden, mask = text.prompt.hidden.to(device), text.prompt.mask.to(device)
-        if self._scale != 1:
-            null = model.null_text()[None].to(hidden)
-            negative_mask = mask
-            if text.negative is not None:
-                null = text.negative.hidden.to(device)
-                negative_mask = text.negative.mask.to(device)
-            hidden, mask = torch.cat([hidden, null]), torch.cat([mask, negative_mask])
-        self._context = model.context(hidden, mask)
-
-    def __call__(self, x: Tensor, t: Tensor, x_mask: Tensor | None = None) -> Tensor:
-        """The guided answer for x (1, C, T, h, w): velocity, or for 1.0 noise and variance."""
-        branches = 1 if self._scale == 1 else 2
-        extra = dict(self._conditions)
-        if x_mask is not None:
-            extra["x_mask"] = x_mask.expand(branches, -1)
-        answer: Tensor = self._model(
-            x.expand(branches, *x.shape[1:]), t.expand(branches), self._context, **extra
-        )
-        if self._version != "1.0":
-            # The second half of the channels was never trained.
-            answer = answer[:, : x.shape[1]]
-        if branches == 1:
-            return answer
-        cond, uncond = answer.chunk(2)
-        # 1.0 was sampled with guidance on three of its four channels, a legacy of DiT.
-        return guide(cond, uncond, self._scale, channels=3 if self._version == "1.0" else None)
 
 
 @dataclass(frozen=True)

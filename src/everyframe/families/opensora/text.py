@@ -120,9 +120,13 @@ def _shortened(text: str, limit: int = 200) -> str:
     return text if len(text) <= limit else f"{text[:limit]}…"
 
 
-def embed(encoder: nn.Module, ids: Tensor, mask: Tensor) -> TextEmbedding:
-    """T5's last hidden states for token ids (1, L) and mask (1, L); float32, on the CPU."""
-    device = next(encoder.parameters()).device
+def embed(
+    encoder: nn.Module, ids: Tensor, mask: Tensor, device: str | torch.device = "cpu"
+) -> TextEmbedding:
+    """T5's last hidden states for token ids (1, L) and mask (1, L); float32, on the CPU.
+
+    `device` is where the encoder computes, which need not be where its weights lie.
+    """
     answer = encoder(input_ids=ids.to(device), attention_mask=mask.to(device, torch.long))
     hidden = answer.last_hidden_state
     return TextEmbedding(hidden.to("cpu", torch.float32), mask)

@@ -1,19 +1,19 @@
 """The three parts of a Stable Video Diffusion: how they are built, and what they need.
 
-The modules are diffusers' and transformers' own. Forecasts count the tensors that are alive at the
-peak of each part. Read next: `stages.py`, which runs the parts.
+The modules are diffusers' and transformers' own. Read next: `stages.py`, which runs the parts, and
+`rehearsals.py`, by which their memory and time are forecast.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from everyframe.core.plan import Settings
 from everyframe.families.family import Component
-from everyframe.families.loading import count_parameters
+from everyframe.families.loading import build_on_meta, count_parameters
 from everyframe.families.svd.config import SVDConfig
 from everyframe.precision.policy import ComponentNeeds
 
@@ -26,6 +26,7 @@ UNET_ISLANDS = (
     "time_embedding", "add_embedding", "conv_in", "conv_norm_out", "conv_out", "*norm*",
     "*mix_factor",
 )  # fmt: skip
+PARTS = ("image_encoder", "vae", "unet")
 IMAGE_ENCODER_ISLANDS = ("*layrnorm", "*layer_norm*", "*layernorm", "visual_projection")
 
 
@@ -38,12 +39,27 @@ class Builders:
     @cached_property
     def num_elements(self) -> Mapping[str, Mapping[str, int]]:
         """Elements of each tensor of each component; counted once, for building takes a while."""
-        builders = {
-            "image_encoder": self.image_encoder,
-            "vae": self.vae,
-            "unet": self.unet,
-        }
-        return {name: count_parameters(build) for name, build in builders.items()}
+        return {name: count_parameters(partial(self.empty, name)) for name in PARTS}
+
+    @cached_property
+    def _empty(self) -> dict[str, nn.Module]:
+        return {}
+
+    def empty(self, component: str) -> nn.Module:
+        """One part on meta, the same object at every call, for counting and for dry runs."""
+        if component not in self._empty:
+            build: Callable[[], nn.Module] = getattr(self, component)
+            self._empty[component] = build_on_meta(build)
+        return self._empty[component]
+
+    def outputs(self, component: str) -> tuple[str, ...]:
+        """Which submodules' results leave for the engine, in float32 at least."""
+        if component == "vae":
+            # `encode` and `decode` are no calls of the module itself: their last layers are named.
+            last = "decoder" if self.config.decodes_together else "decoder.conv_out"
+            return (last, "quant_conv")
+        # The UNet as a whole answers with a tuple, so its last layer is named too.
+        return ("conv_out",) if component == "unet" else ("",)
 
     def image_encoder(self) -> nn.Module:
         """An empty `CLIPVisionModelWithProjection`."""

@@ -16,12 +16,13 @@ from everyframe.checkpoints.find import Location
 from everyframe.core.options import FamilyOptions
 from everyframe.core.plan import Plan, Settings
 from everyframe.core.request import Request
-from everyframe.families.family import Component, Stage
+from everyframe.families.family import Component, Rehearsal, Saving, Stage
 from everyframe.families.svd import settle
 from everyframe.families.svd.checkpoint import WEIGHTS, Files, find_files
 from everyframe.families.svd.components import Builders, components
 from everyframe.families.svd.config import SVDConfig
 from everyframe.families.svd.options import SVDOptions
+from everyframe.families.svd.rehearsals import rehearsals, savings
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,14 @@ class SVDModel:
     def components(self, settings: Settings) -> tuple[Component, ...]:
         """Image encoder, autoencoder, denoiser."""
         return components(self.builders, settings, self.files.where)
+
+    def rehearsals(self, settings: Settings) -> tuple[Rehearsal, ...]:
+        """A call of every stage."""
+        return rehearsals(self.builders, settings)
+
+    def savings(self, component: str, settings: Settings) -> Iterator[Saving]:
+        """Ways to run a component in less memory."""
+        return savings(component, settings, self.options)
 
     def missing(self) -> tuple[str, ...]:
         """What must be fetched first."""

@@ -66,13 +66,11 @@ class Job:
 
     def load_vae(self) -> Any:
         """The autoencoder with its weights."""
-        # `encode` and `decode` are no calls of the module itself: their last layers are named.
-        last = "decoder" if self.config.decodes_together else "decoder.conv_out"
         return load_component(
             self.plan.component("vae"),
             self.builders.vae,
             *self.files.weights("vae"),
-            outputs=(last, "quant_conv"),
+            outputs=self.builders.outputs("vae"),
         )
 
 
@@ -170,8 +168,7 @@ class DenoiseStage:
             job.plan.component("unet"),
             job.builders.unet,
             *job.files.weights("unet"),
-            # With a name of its own: the whole answers with a tuple, which is widened as well.
-            outputs=("conv_out",),
+            outputs=job.builders.outputs("unet"),
         )
         yield Loaded("unet", time.perf_counter() - began)
         steps = self.num_steps(len(takes))
@@ -197,7 +194,8 @@ class Denoiser:
 
     Guidance rises from frame to frame, from `min_guidance_scale` to `max_guidance_scale`. The
     unconditional branch sees zeros in place of the picture, its embedding and its latents; frame
-    rate, motion and noise are told to both.
+    rate, motion and noise are told to both. Where memory is short the plan has them computed one
+    after the other.
     """
 
     def __init__(self, unet: nn.Module, picture: Picture, settings: Settings, device: str) -> None:
@@ -212,6 +210,7 @@ class Denoiser:
         told_BN = torch.tensor([told], dtype=torch.float32)
         embedding, latents_BCHW = picture.embedding, picture.latents
         self._guidance_TCHW: Tensor | None = None
+        self._at_once = settings.saving("branches_at_once", 2)
         if settings.guidance_scale > 1:
             low, high = settings.option("min_guidance_scale"), settings.guidance_scale
             rising = torch.linspace(low, high, settings.num_frames, dtype=torch.float32)
@@ -226,18 +225,26 @@ class Denoiser:
 
     def __call__(self, x: Tensor, t: Tensor) -> Tensor:
         """The guided v for scaled x (1, T, C, h, w) and t (1,)."""
-        branches = len(self._embedding)
+        branches = range(len(self._embedding))
+        lots = [branches[i : i + self._at_once] for i in branches[:: self._at_once]]
+        answers = [self._answer(x, t, slice(lot.start, lot.stop)) for lot in lots]
+        if self._guidance_TCHW is None:
+            return answers[0]
+        uncond, cond = torch.cat(answers).chunk(2)
+        return uncond + self._guidance_TCHW * (cond - uncond)
+
+    def _answer(self, x: Tensor, t: Tensor, rows: slice) -> Tensor:
+        """The UNet's answer for some of the branches."""
+        picture_BTCHW = self._picture_BTCHW[rows].to(x.dtype)
+        branches = len(picture_BTCHW)
         answer: Tensor = self._unet(
-            torch.cat([x.expand(branches, *x.shape[1:]), self._picture_BTCHW.to(x.dtype)], dim=2),
+            torch.cat([x.expand(branches, *x.shape[1:]), picture_BTCHW], dim=2),
             t.expand(branches),
-            encoder_hidden_states=self._embedding,
-            added_time_ids=self._told,
+            encoder_hidden_states=self._embedding[rows],
+            added_time_ids=self._told[rows],
             return_dict=False,
         )[0]
-        if self._guidance_TCHW is None:
-            return answer
-        uncond, cond = answer.chunk(2)
-        return uncond + self._guidance_TCHW * (cond - uncond)
+        return answer
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,145 @@
+"""The stages of an Open-Sora, each called once for a dry run, and how to save memory.
+
+What is called is what `stages.py` calls, at the plan's sizes and for a prompt of full length; host
+tensors are zeros, and those on the device have no numbers.
+Read next: `everyframe.precision.rehearse`, `stages.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from math import ceil
+from typing import TYPE_CHECKING, Any
+
+from everyframe.core.plan import Settings
+from everyframe.families.family import Rehearsal, Saving
+from everyframe.families.opensora.components import Sizes
+from everyframe.families.opensora.settle import PIECE, Facts
+from everyframe.families.opensora.vae_config import ImageVAEConfig
+
+if TYPE_CHECKING:
+    import torch
+
+
+def rehearsals(sizes: Sizes, facts: Facts, settings: Settings) -> tuple[Rehearsal, ...]:
+    """The prompt, given frames if there are any, one step, one piece."""
+    config = (repr(sizes.denoiser), repr(sizes.vae), repr(sizes.text))
+    size = (settings.num_frames, settings.height, settings.width)
+    branches = 1 if settings.guidance_scale == 1 else 2
+    together = min(branches, settings.saving("branches_at_once", branches))
+    fewer = sizes.saving(settings)
+    pieces = fewer.vae.pieces(settings.num_frames)
+    given = bool(settings.given_frames) or settings.chain > 1
+    length = sizes.denoiser.model_max_length
+
+    def one(stage: str, component: str, call: Any, num_calls: float, *told: Any) -> Rehearsal:
+        return Rehearsal(
+            stage,
+            component,
+            partial(sizes.empty if fewer is sizes else fewer.empty, component),
+            call,
+            num_calls * (settings.chain if stage != "text" else 1),
+            (*config, stage, *told),
+            sizes.outputs(component),
+        )
+
+    prompts = 1 + (settings.negative_prompt is not None)
+    stages = [one("text", "text_encoder", partial(_text, length), prompts)]
+    if given:
+        # What is encoded are given frames: a piece at most.
+        frames = min(settings.num_frames, PIECE)
+        stages.append(
+            one("given frames", "vae", partial(_encode, (frames, *size[1:])), 1, frames, *size)
+        )
+    stages += [
+        one(
+            "denoise", "denoiser", partial(_denoise, sizes, facts, settings, given),
+            settings.num_inference_steps, facts.version, *size, branches, together, given,
+        ),
+        one(
+            "decode", "vae", partial(_decode, size),
+            settings.num_frames / pieces[0].num_frames, *size, repr(fewer.vae),
+        ),
+    ]  # fmt: skip
+    return tuple(stages)
+
+
+def savings(sizes: Sizes, component: str, settings: Settings) -> Iterator[Saving]:
+    """One branch of guidance after the other; fewer frames in one call of the decoder.
+
+    The decoder's last stage works frame by frame, so the frames stay what they are.
+    """
+    if component == "denoiser" and settings.guidance_scale != 1:
+        yield Saving(
+            settings.with_saving("branches_at_once", 1),
+            "the two branches of guidance are computed one after the other",
+        )
+    if component != "vae":
+        return
+    vae = sizes.vae
+    frames = (vae if isinstance(vae, ImageVAEConfig) else vae.spatial).micro_batch_size
+    while frames > 1:
+        frames = ceil(frames / 2)
+        yield Saving(
+            settings.with_saving("decode_frames", frames),
+            f"frames are decoded {frames} at once, which only rounds differently",
+        )
+
+
+def _text(length: int, encoder: Any, device: str) -> object:
+    import torch
+
+    from everyframe.families.opensora.text import embed
+
+    ids = torch.zeros(1, length, dtype=torch.long)
+    return embed(encoder, ids, torch.ones(1, length, dtype=torch.bool), device)
+
+
+def _encode(size: tuple[int, int, int], vae: Any, device: str) -> object:
+    import torch
+
+    return vae.encode(torch.zeros(1, 3, *size, device=device)).to("cpu", torch.float32)
+
+
+def _denoise(
+    sizes: Sizes, facts: Facts, settings: Settings, given: bool, model: Any, device: str
+) -> object:
+    import torch
+
+    from everyframe.families.opensora.stages import Denoiser, Text, timesteps_of
+    from everyframe.families.opensora.text import TextEmbedding
+    from everyframe.samplers import iddpm, rflow
+
+    length = sizes.denoiser.model_max_length
+    prompt = TextEmbedding(
+        torch.zeros(1, length, sizes.denoiser.caption_channels),
+        torch.ones(1, length, dtype=torch.bool),
+    )
+    negative = None if settings.negative_prompt is None else prompt
+    denoise = Denoiser(model, Text(prompt, negative), settings, facts, device)
+    size = sizes.vae.latent_size(settings.num_frames, settings.height, settings.width)
+    shape = (1, sizes.vae.latent_channels, *size)
+    x = torch.zeros(shape, device=device)
+
+    def fresh(step: int) -> torch.Tensor:
+        return torch.zeros(shape)
+
+    if facts.version == "1.0":
+        return next(iddpm.sample(denoise, x, iddpm.schedule(settings.num_inference_steps), fresh)).x
+    timesteps = timesteps_of(settings, facts)
+    if not given:
+        return next(rflow.sample(denoise, x, timesteps)).x
+    mask = torch.ones(1, size[0])
+    mask[:, 0] = settings.edit_strength
+    return next(rflow.sample_masked(denoise, x, timesteps, mask, fresh)).x
+
+
+def _decode(size: tuple[int, int, int], vae: Any, device: str) -> object:
+    import torch
+
+    num_frames, height, width = size
+    channels = vae.config.latent_channels
+    latents = torch.zeros(1, channels, *vae.latent_size(num_frames, height, width), device=device)
+    piece = vae.decode_piece(latents, vae.pieces(num_frames)[0])
+    return piece.to("cpu", torch.float32)

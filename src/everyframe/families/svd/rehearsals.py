@@ -1,0 +1,114 @@
+"""The stages of a Stable Video Diffusion, each called once for a dry run, and how to save memory.
+
+What is called is what `stages.py` calls, at the plan's sizes; host tensors are zeros, and those on
+the device have no numbers. Read next: `everyframe.precision.rehearse`, `stages.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from math import ceil
+from typing import TYPE_CHECKING, Any
+
+from everyframe.core.plan import Settings
+from everyframe.families.family import Rehearsal, Saving
+from everyframe.families.svd.components import Builders
+from everyframe.families.svd.settle import latent_shape
+
+if TYPE_CHECKING:
+    from everyframe.families.svd.options import SVDOptions
+
+
+def rehearsals(builders: Builders, settings: Settings) -> tuple[Rehearsal, ...]:
+    """Picture, its latents, one step, one chunk of frames."""
+    size = (settings.height, settings.width)
+    chunk = min(int(settings.option("decode_chunk_size")), settings.num_frames)
+    branches = 1 if settings.guidance_scale <= 1 else 2
+    together = min(branches, settings.saving("branches_at_once", branches))
+    config = (repr(builders.config),)
+
+    def one(stage: str, component: str, call: Any, num_calls: float, *sizes: int) -> Rehearsal:
+        return Rehearsal(
+            stage,
+            component,
+            partial(builders.empty, component),
+            call,
+            num_calls,
+            (*config, stage, *sizes),
+            builders.outputs(component),
+        )
+
+    return (
+        one("image", "image_encoder", partial(_image, builders), 1),
+        one("given frames", "vae", partial(_encode, size), 1, *size),
+        one(
+            "denoise", "unet", partial(_denoise, builders, settings),
+            settings.num_inference_steps, *size, settings.num_frames, branches, together,
+        ),
+        one(
+            "decode", "vae", partial(_decode, builders, settings, chunk),
+            ceil(settings.num_frames / chunk), *size, chunk,
+        ),
+    )  # fmt: skip
+
+
+def savings(component: str, settings: Settings, options: SVDOptions) -> Iterator[Saving]:
+    """One branch of guidance after the other; fewer frames decoded at once, if not asked for."""
+    if component == "unet" and settings.guidance_scale > 1:
+        yield Saving(
+            settings.with_saving("branches_at_once", 1),
+            "the two branches of guidance are computed one after the other",
+        )
+    chunk = int(settings.option("decode_chunk_size"))
+    if component != "vae" or options.decode_chunk_size is not None:
+        return
+    while chunk > 1:
+        chunk = ceil(chunk / 2)
+        fewer = dict(settings.options) | {"decode_chunk_size": chunk}
+        yield Saving(
+            replace(settings, options=tuple(fewer.items())),
+            f"frames are decoded {chunk} at once (decode_chunk_size), which changes the picture a "
+            "little: the decoder sees a frame's neighbours only inside of these",
+        )
+
+
+def _image(builders: Builders, encoder: Any, device: str) -> object:
+    import torch
+
+    side = builders.config.image_side
+    pixels = torch.zeros(1, 3, side, side).to(device)
+    return encoder(pixel_values=pixels).image_embeds[:, None].to("cpu", torch.float32)
+
+
+def _encode(size: tuple[int, int], vae: Any, device: str) -> object:
+    import torch
+
+    picture = torch.zeros(1, 3, *size, device=device)
+    return vae.encode(picture).latent_dist.mode().to("cpu", torch.float32)
+
+
+def _denoise(builders: Builders, settings: Settings, unet: Any, device: str) -> object:
+    import torch
+
+    from everyframe.families.svd.stages import Denoiser, Picture
+    from everyframe.samplers import euler_karras
+
+    config = builders.config
+    frames, channels, rows, columns = latent_shape(config, settings)
+    width = int(config.image_encoder.get("projection_dim", 512))
+    picture = Picture(torch.zeros(1, 1, width), torch.zeros(1, channels, rows, columns))
+    denoise = Denoiser(unet, picture, settings, device)
+    sigmas = euler_karras.schedule(settings.num_inference_steps, config.sigma_min, config.sigma_max)
+    start = torch.zeros(1, frames, channels, rows, columns, device=device)
+    return next(euler_karras.sample(denoise, start, sigmas)).x
+
+
+def _decode(builders: Builders, settings: Settings, chunk: int, vae: Any, device: str) -> object:
+    import torch
+
+    config = builders.config
+    latents = torch.zeros(chunk, *latent_shape(config, settings)[1:], device=device)
+    together = {"num_frames": chunk} if config.decodes_together else {}
+    return vae.decode(latents, **together).sample.to("cpu", torch.float32)

@@ -1,0 +1,172 @@
+"""How fast the device here is, by trying: the very products that a plan spends its time on.
+
+A few of them, cut to some hundredths of a second, and one pass over memory: under a second in all,
+and once a process. A device that is not here has a maker's numbers instead (`profiles`).
+Read next: `everyframe.planning.dryrun`, which makes seconds of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from everyframe.core.facts import Product, Rates
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: Operations that one trial is cut to.
+_CPU_OPERATIONS, _CARD_OPERATIONS = 6e8, 2e11
+
+#: Bytes of the tensor that passes through memory.
+_CPU_BYTES, _CARD_BYTES = 32 << 20, 512 << 20
+
+#: Bytes a second from a file that lies in the system's memory into place, cast on the way. Measured
+#: on a server with local disks; a first read from disk is slower and can't be told in advance.
+_LOAD = 1.2e9
+
+
+def measured_rates(products: Sequence[Product], device: str, num_threads: int) -> Rates:
+    """Rates of these products, and of memory, on the device of that torch name."""
+    tried = tuple((product, _rate(product, device, num_threads)) for product in products)
+    by_dtype: dict[str, float] = {}
+    for product, rate in tried:
+        by_dtype[product.dtype] = min(rate, by_dtype.get(product.dtype, rate))
+    memory, launch = _memory(device, num_threads)
+    return Rates(
+        products=tuple(by_dtype.items()) or (("float32", memory),),
+        memory=memory,
+        load=_LOAD,
+        source="measured here",
+        launch=launch,
+        measured=tried,
+    )
+
+
+@lru_cache(maxsize=256)
+def _rate(product: Product, device: str, num_threads: int) -> float:
+    """Operations a second of that product, cut to a fraction where it is large."""
+    most = _CPU_OPERATIONS if device == "cpu" else _CARD_OPERATIONS
+    with _threads(num_threads):
+        run, operations = _TRIALS[product.kind](product, device, most)
+        return operations / _seconds(run, device)
+
+
+@lru_cache(maxsize=16)
+def _memory(device: str, num_threads: int) -> tuple[float, float]:
+    """Bytes a second that are read and written, and seconds of an operation on next to nothing."""
+    import torch
+
+    size = _CPU_BYTES if device == "cpu" else _CARD_BYTES
+    with _threads(num_threads):
+        x = torch.ones(size // 4, device=device)
+        few = torch.ones(8, device=device)
+        passing = _seconds(lambda: torch.nn.functional.silu(x) + x, device)
+        return 5 * size / passing, _seconds(lambda: [few + few for _ in range(100)], device) / 100
+
+
+def _seconds(run: Callable[[], object], device: str) -> float:
+    """The faster of two runs after a first one, which may choose its kernels."""
+    import torch
+
+    def finished() -> float:
+        if device.startswith("cuda"):
+            torch.cuda.synchronize(device)
+        elif device == "mps":
+            torch.mps.synchronize()
+        return time.perf_counter()
+
+    taken = []
+    with torch.inference_mode():
+        for _ in range(3):
+            began = finished()
+            run()
+            taken.append(finished() - began)
+    return max(min(taken[1:]), 1e-7)
+
+
+def _product(product: Product, device: str, most: float) -> tuple[Callable[[], object], float]:
+    import torch
+
+    left, right = product.shapes[-2:]
+    *batch, rows, inner = left
+    columns = right[-1]
+    number = batch[0] if batch else 1
+    number = max(1, min(number, int(most / (2 * rows * inner * columns))))
+    rows = max(1, min(rows, int(most / (2 * number * inner * columns))))
+    operations = 2.0 * number * rows * inner * columns
+    if batch:
+        a = _filled((number, rows, inner), product, device)
+        b = _filled((number, inner, columns), product, device)
+        return lambda: torch.bmm(a, b), operations
+    x = _filled((rows, inner), product, device)
+    # As the weight of a linear layer lies in memory.
+    weight = _filled((columns, inner), product, device)
+    return lambda: torch.nn.functional.linear(x, weight), operations
+
+
+def _convolution(product: Product, device: str, most: float) -> tuple[Callable[[], object], float]:
+    import torch
+
+    given, kernel = list(product.shapes[0]), product.shapes[1]
+    # Rows of the first spatial dimension are dropped once there is one sample left.
+    each = 2.0 * prod(kernel) * prod(given[2:])
+    given[0] = max(1, min(given[0], int(most / each)))
+    if given[0] == 1 and each > most:
+        fewer = int(given[2] * most / each)
+        given[2] = max(min(given[2], kernel[2]), min(given[2], fewer))
+    x = _filled(given, product, device)
+    weight = _filled(kernel, product, device)
+
+    def run() -> Tensor:
+        return torch.convolution(x, weight, None, *product.told)
+
+    with torch.inference_mode():
+        out = run()
+    per_element = prod(kernel[1:]) if not product.told[3] else kernel[0] * prod(kernel[2:])
+    return run, 2.0 * out.numel() * per_element
+
+
+def _attention(product: Product, device: str, most: float) -> tuple[Callable[[], object], float]:
+    import torch
+
+    (batch, heads, length, size), (_, _, keys, _), (*_, width) = product.shapes
+    each = 2.0 * length * keys * (size + width)
+    rows = max(1, min(batch * heads, int(most / each)))
+    if rows == 1 and each > most:
+        length = max(1, int(length * most / each))
+    q = _filled((rows, 1, length, size), product, device)
+    k = _filled((rows, 1, keys, size), product, device)
+    v = _filled((rows, 1, keys, width), product, device)
+    operations = 2.0 * rows * length * keys * (size + width)
+    return lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v), operations
+
+
+_TRIALS = {"product": _product, "convolution": _convolution, "attention": _attention}
+
+
+def _filled(shape: Sequence[int], product: Product, device: str) -> Tensor:
+    import torch
+
+    return torch.full(tuple(shape), 0.5, dtype=getattr(torch, product.dtype), device=device)
+
+
+class _threads:  # noqa: N801 - used like a function
+    """So many CPU threads within."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __enter__(self) -> None:
+        import torch
+
+        self._before = torch.get_num_threads()
+        torch.set_num_threads(self._number)
+
+    def __exit__(self, *_: Any) -> None:
+        import torch
+
+        torch.set_num_threads(self._before)

@@ -1,0 +1,139 @@
+"""A plan run dry: each stage's component called once without numbers, and what follows from it.
+
+Clashes of precision, the peak of memory and the amount of work of every stage, in the precision and
+for the device of the plan, which need not be here. Calls with equal sizes are run once a process.
+Read next: `everyframe.precision.rehearse`, `everyframe.families.family.Rehearsal`, `fitting.py`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from everyframe.core.facts import DeviceFacts, Product, Rates
+from everyframe.core.plan import ComponentPlan, Plan, Precision, StagePlan
+from everyframe.families.family import Rehearsal
+
+if TYPE_CHECKING:
+    from everyframe.precision.rehearse import Rehearsed
+    from everyframe.precision.work import Work
+
+#: Bytes a second over the bus that offloaded weights come by (PCIe 4, half of its peak).
+_BUS = 12e9
+
+_LOCK = threading.Lock()
+_DONE: dict[Any, Rehearsed] = {}
+_MAX_DONE = 256
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """One stage's rehearsal and what it found."""
+
+    rehearsal: Rehearsal
+    found: Rehearsed
+
+    @property
+    def too_large(self) -> bool:
+        """Whether a tensor is beyond what the device can address, which smaller pieces may cure."""
+        return any(finding.kind == "too large" for finding in self.found.findings)
+
+    def clashes(self) -> list[str]:
+        """Findings that would stop the run, with the component before the module."""
+        fatal = [finding for finding in self.found.findings if finding.fatal]
+        return [f"{self.rehearsal.component}: {finding}" for finding in fatal]
+
+    def notes(self) -> list[str]:
+        """What costs time or digits there: one sentence for each kind, with the first place."""
+        kinds: dict[str, list[Any]] = {}
+        for finding in self.found.findings:
+            if not finding.fatal:
+                kinds.setdefault(finding.kind, []).append(finding)
+        return [
+            f"{self.rehearsal.component}, {self.rehearsal.stage}: {kind} in {len(places)} places "
+            f"or more, the first is {places[0]}"
+            for kind, places in kinds.items()
+        ]
+
+
+def dry_run(rehearsal: Rehearsal, precision: Precision, device: DeviceFacts) -> DryRun:
+    """Run that call dry in that precision under the rules of that device."""
+    from everyframe.precision.rehearse import rehearse
+
+    # Memory and speed change nothing of what is found.
+    rules = replace(device, memory=0, free_memory=0, rates=None, index=None)
+    key = (rehearsal.key, rehearsal.component, precision, rules)
+    with _LOCK:  # modules are shared
+        if key not in _DONE:
+            while len(_DONE) >= _MAX_DONE:
+                del _DONE[next(iter(_DONE))]
+            module = rehearsal.module()
+            _DONE[key] = rehearse(module, precision, rehearsal.call, device, rehearsal.outputs)
+        return DryRun(rehearsal, _DONE[key])
+
+
+def stage_plan(run: DryRun, part: ComponentPlan, rates: Rates | None) -> StagePlan:
+    """The stage as the plan holds it; with `rates`, how long it takes."""
+    work = run.found.work
+    return StagePlan(
+        name=run.rehearsal.stage,
+        component=part.name,
+        working_bytes=run.found.working_bytes,
+        num_operations=run.found.num_operations,
+        operations=work.operations * run.rehearsal.num_calls,
+        seconds=None if rates is None else _seconds(run, part, rates),
+    )
+
+
+def _seconds(run: DryRun, part: ComponentPlan, rates: Rates) -> float:
+    call = call_seconds(run.found.work, rates)
+    if part.offload:
+        call += part.weight_bytes / _BUS
+    return part.weight_bytes / rates.load + call * run.rehearsal.num_calls
+
+
+def call_seconds(work: Work, rates: Rates) -> float:
+    """Seconds of one call: products at their rates, everything else at that of the memory."""
+    measured = dict(rates.measured)
+    alike: dict[tuple[str, str], list[float]] = {}
+    for product, rate in rates.measured:
+        alike.setdefault((product.kind, product.dtype), []).append(rate)
+    seconds = work.moved_bytes / rates.memory + work.num_kernels * rates.launch
+    for product, operations in work.products:
+        rate = measured.get(product) or _mean(alike.get((product.kind, product.dtype), ()))
+        seconds += operations / (rate or rates.product(product.dtype))
+    return seconds
+
+
+def _mean(rates: Sequence[float]) -> float | None:
+    return sum(rates) / len(rates) if rates else None
+
+
+def heaviest(runs: Sequence[DryRun], most: int) -> list[Product]:
+    """The products that the plan spends most on, of every kind and dtype at least one."""
+    total: dict[Product, float] = {}
+    for run in runs:
+        for product, operations in run.found.work.products:
+            total[product] = total.get(product, 0.0) + operations * run.rehearsal.num_calls
+    ranked = sorted(total, key=lambda product: total[product], reverse=True)
+    first: Mapping[Any, Product] = {
+        (product.kind, product.dtype): product for product in reversed(ranked)
+    }
+    chosen = sorted(first.values(), key=ranked.index)
+    return list(dict.fromkeys([*chosen, *ranked]))[: max(most, len(chosen))]
+
+
+def clashes_of(runs: Sequence[DryRun]) -> tuple[str, ...]:
+    """Every clash of every stage, each place once."""
+    return tuple(dict.fromkeys(line for run in runs for line in run.clashes()))
+
+
+def says(plan: Plan) -> str:
+    """The verdict of the dry run in a sentence; empty where there was none."""
+    if plan.clashes:
+        return f"{len(plan.clashes)} clashes of precision in {plan.num_operations} operations"
+    if not plan.stages:
+        return ""
+    return f"no clash of precision in {plan.num_operations} operations"

@@ -1,0 +1,217 @@
+"""Makes a video fit into the memory that there is, and finds the largest one that does.
+
+What a component needs is forecast by running its stages dry. Where that is too much, the family's
+savings are tried from the least change to the most, then its weights are offloaded block by block.
+Stages are loaded one after the other in any case. Not here: what is asked and what is said to the
+person (`resolve.py`). Read next: `dryrun.py`, `everyframe.families.family.Rehearsing`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from everyframe.core.facts import DeviceFacts
+from everyframe.core.plan import ComponentPlan, Precision, Settings
+from everyframe.families.family import Component, Model, Rehearsing
+from everyframe.planning.dryrun import DryRun, dry_run
+from everyframe.planning.forecast import fits
+from everyframe.precision.dtypes import num_bytes
+from everyframe.precision.islands import weight_bytes
+from everyframe.precision.policy import choose
+
+_FILE_ELEMENT = 4
+"""Bytes of a number in a file, at most in practice."""
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """Settings and components as they will run; `says` is what was done so that they fit.
+
+    `fits` is whether that was enough.
+    """
+
+    settings: Settings
+    components: tuple[ComponentPlan, ...]
+    runs: tuple[DryRun, ...]
+    says: tuple[str, ...]
+    notes: tuple[str, ...]
+    host_bytes: int
+    fits: bool
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One component at certain settings."""
+
+    plan: ComponentPlan
+    runs: tuple[DryRun, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """A model on a device: `asked` is the dtype of the request, `host_memory` bytes that are free.
+
+    `fit` answers for given settings, `largest` finds smaller ones that fit.
+    """
+
+    model: Model
+    device: DeviceFacts
+    asked: str
+    force: bool
+    host_memory: int
+
+    def fit(self, settings: Settings) -> Fitted:
+        """The components at these settings, with the savings that make each of them fit."""
+        says: list[str] = []
+        parts: list[_Part] = []
+        for component in self.model.components(settings):
+            settings, part, said = self._saved(component.name, settings)
+            says += said
+            parts.append(part)
+        if says:
+            # A saving of one component may be seen by another.
+            offloaded = {part.plan.name for part in parts if part.plan.offload}
+            parts = [
+                self._part(each, settings, offload=each.name in offloaded)
+                for each in self.model.components(settings)
+            ]
+        plans = tuple(part.plan for part in parts)
+        host = self._host_bytes(plans, settings)
+        return Fitted(
+            settings=settings,
+            components=plans,
+            runs=_in_order(self.model, settings, parts),
+            says=tuple(says),
+            notes=tuple(dict.fromkeys(note for part in parts for note in part.notes)),
+            host_bytes=host,
+            fits=all(self._holds(part) for part in parts) and host <= self.host_memory,
+        )
+
+    def largest(self, settings: Settings) -> Fitted | None:
+        """The largest smaller video that fits, or None."""
+        candidates = list(self.model.smaller(settings))
+        low, high = 0, len(candidates)
+        # They are sorted, and what is smaller needs less: halving takes few dry runs.
+        while low < high:
+            middle = (low + high) // 2
+            if self._could(candidates[middle]):
+                high = middle
+            else:
+                low = middle + 1
+        return self.fit(candidates[low]) if low < len(candidates) else None
+
+    def _could(self, settings: Settings) -> bool:
+        """Whether every component fits with all that can be saved."""
+        for component in self.model.components(settings):
+            least = settings
+            if isinstance(self.model, Rehearsing):
+                for saving in self.model.savings(component.name, settings):
+                    least = saving.settings
+            offload = self.device.kind != "cpu"
+            if not self._holds(self._named(component.name, least, offload=offload)):
+                return False
+        return True
+
+    def _saved(self, name: str, settings: Settings) -> tuple[Settings, _Part, list[str]]:
+        """The first settings with which that component fits, or those that need the least."""
+        part = self._named(name, settings)
+        if self._holds(part) or not isinstance(self.model, Rehearsing):
+            return settings, part, []
+        said: list[str] = []
+        for saving in self.model.savings(name, settings):
+            settings, said = saving.settings, [f"{part.plan.title}: {saving.says}"]
+            part = self._named(name, settings)
+            if self._holds(part):
+                return settings, part, said
+        if self.device.kind == "cpu":  # its memory is the host's
+            return settings, part, said
+        part = self._named(name, settings, offload=True)
+        where = "its weights wait in the host's memory and come to the device block by block"
+        return settings, part, [*said, f"{part.plan.title}: {where}"]
+
+    def _holds(self, part: _Part) -> bool:
+        return fits(part.plan.peak_bytes, self.device) and not any(
+            run.too_large for run in part.runs
+        )
+
+    def _named(self, name: str, settings: Settings, *, offload: bool = False) -> _Part:
+        components = self.model.components(settings)
+        component = next(each for each in components if each.name == name)
+        return self._part(component, settings, offload=offload)
+
+    def _part(self, component: Component, settings: Settings, *, offload: bool) -> _Part:
+        precision, notes = (
+            choose(self.device, self.asked, component.needs, force=self.force)
+            if component.has_precision is None
+            else (component.has_precision, ())
+        )
+        runs = self._runs(component.name, settings, precision)
+        resident = _resident_bytes(runs, precision) if offload and runs else None
+        plan = ComponentPlan(
+            name=component.name,
+            title=component.title,
+            stage=component.stage,
+            source=component.source,
+            num_parameters=sum(component.num_elements.values()),
+            device=self.device.torch_name,
+            precision=precision,
+            weight_bytes=weight_bytes(component.num_elements, precision),
+            working_bytes=self._working_bytes(component, runs, precision),
+            offload=resident is not None,
+            resident_bytes=resident,
+        )
+        for run in runs:
+            notes = (*notes, *run.notes())
+        return _Part(plan, runs, notes)
+
+    def _runs(self, name: str, settings: Settings, precision: Precision) -> tuple[DryRun, ...]:
+        if not isinstance(self.model, Rehearsing):
+            return ()
+        rehearsals = self.model.rehearsals(settings)
+        return tuple(
+            dry_run(each, precision, self.device) for each in rehearsals if each.component == name
+        )
+
+    def _working_bytes(
+        self, component: Component, runs: Sequence[DryRun], precision: Precision
+    ) -> int:
+        """The peak of what its stages hold, or of a tensor on its way from the file."""
+        if not runs:
+            assert component.working_bytes is not None, "no rehearsal and no forecast"
+            return component.working_bytes(num_bytes(precision.compute))
+        loading = 0
+        if self.device.kind == "cpu":
+            loading = max(component.num_elements.values(), default=0) * _FILE_ELEMENT
+        return max(loading, *(run.found.working_bytes for run in runs))
+
+    def _host_bytes(self, plans: Sequence[ComponentPlan], settings: Settings) -> int:
+        """What lies in the host's memory beside the device: offloaded weights, finished frames."""
+        if self.device.kind == "cpu":
+            return 0
+        frames = settings.num_frames * settings.height * settings.width * 3
+        waiting = max((plan.weight_bytes for plan in plans if plan.offload), default=0)
+        # As floats while a piece is handed over, and as bytes.
+        return waiting + frames * (4 + 1)
+
+
+def _resident_bytes(runs: Sequence[DryRun], precision: Precision) -> int:
+    from everyframe.families.offload import resident_bytes
+
+    return resident_bytes(runs[0].rehearsal.module(), precision)
+
+
+def _in_order(model: Model, settings: Settings, parts: Sequence[_Part]) -> tuple[DryRun, ...]:
+    """The dry runs in the order of the stages; a component may have several."""
+    if not isinstance(model, Rehearsing):
+        return ()
+    runs = {(run.rehearsal.stage, run.rehearsal.component): run for p in parts for run in p.runs}
+    return tuple(runs[each.stage, each.component] for each in model.rehearsals(settings))
+
+
+def within(device: DeviceFacts, most: int | None) -> DeviceFacts:
+    """The device with no more of its memory free than may be used."""
+    if most is None or most >= device.free_memory:
+        return device
+    return replace(device, free_memory=most)

@@ -1,0 +1,72 @@
+"""Counts the work of a dry run: operations of products by kind and dtype, bytes that pass by.
+
+Operation counts of products are torch's own (`torch.utils.flop_counter`); everything else is taken
+to cost the bytes that it reads and writes. Not here: how fast a device is
+(`everyframe.hardware.rates`) and the seconds that follow (`everyframe.planning.forecast`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+from everyframe.core.facts import Product
+from everyframe.precision.dtypes import dtype_name
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one call takes: products with their operations, other bytes, number of kernels."""
+
+    products: tuple[tuple[Product, float], ...] = ()
+    moved_bytes: int = 0
+    num_kernels: int = 0
+
+    @property
+    def operations(self) -> float:
+        """Multiplications and additions of all products."""
+        return sum(operations for _, operations in self.products)
+
+
+class WorkCounter:
+    """Adds up operations as they are seen; `total` gives them as a value."""
+
+    def __init__(self) -> None:
+        self._products: Counter[Product] = Counter()
+        self._moved = self._kernels = 0
+
+    def attention(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """One fused attention, (B, heads, Q, D) with (B, heads, L, D)."""
+        shapes = (tuple(query.shape), tuple(key.shape), tuple(value.shape))
+        product = Product("attention", dtype_name(query.dtype), shapes)
+        self._products[product] += int(sdpa_flop_count(*shapes))
+        self._kernels += 1
+
+    def operation(
+        self, func: Any, args: Sequence[Any], ins: Sequence[Tensor], outs: Sequence[Tensor]
+    ) -> None:
+        """One operation that is no view, with its tensors."""
+        self._kernels += 1
+        count = flop_registry.get(func._overloadpacket)
+        if count is None:
+            self._moved += sum(t.numel() * t.element_size() for t in (*ins, *outs))
+            return
+        is_convolution = "convolution" in func._schema.name
+        kind = "convolution" if is_convolution else "product"
+        told = tuple(_plain(each) for each in args[3:]) if is_convolution else ()
+        shapes = tuple(tuple(tensor.shape) for tensor in ins)
+        product = Product(kind, dtype_name(outs[0].dtype), shapes, told)
+        self._products[product] += int(count(*args, out_val=outs[0]))
+
+    def total(self) -> Work:
+        """Everything so far."""
+        return Work(tuple(self._products.items()), self._moved, self._kernels)
+
+
+def _plain(value: Any) -> Any:
+    return tuple(value) if isinstance(value, (list, tuple)) else value
