@@ -1,4 +1,4 @@
-"""A tiny random ControlNet inpainting pipeline, written to disk by diffusers' own `save_pretrained`.
+"""A tiny random ControlNet inpainting pipeline, written to disk by diffusers' `save_pretrained`.
 
 Four levels in the autoencoder, as in the released one, so a latent is 8 pixels; two in the UNet.
 """

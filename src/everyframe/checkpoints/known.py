@@ -171,7 +171,7 @@ def controlnet_part(repo_id: str) -> Part:
 
 
 def _inpaint(
-    name: str, repo: str, title: str, num_parameters: int, aliases: tuple[str, ...], note: str
+    name: str, repo: str, title: str, num_parameters: int, aliases: tuple[str, ...]
 ) -> KnownModel:
     """A diffusers folder of Stable Diffusion 1.5, and the ControlNet that was made to inpaint."""
     repo_id = f"stable-diffusion-v1-5/{repo}"
@@ -199,7 +199,7 @@ def _inpaint(
             controlnet_part(CONTROLNETS["inpaint"]),
         ),
         aliases=aliases,
-        note=note,
+        note="repaints a part of a picture or video; another ControlNet by --controlnet",
     )
 
 
@@ -299,6 +299,20 @@ KNOWN: tuple[KnownModel, ...] = (
     ),
     _svd_image_decoder("svd-image-decoder", "stable-video-diffusion-img2vid", 14),
     _svd_image_decoder("svd-xt-image-decoder", "stable-video-diffusion-img2vid-xt", 25),
+    _inpaint(
+        "sd-1.5-inpaint",
+        "stable-diffusion-inpainting",
+        "Stable Diffusion 1.5 for inpainting, with a ControlNet",
+        859_535_364,
+        ("sd15-inpaint", "stable-diffusion-inpainting"),
+    ),
+    _inpaint(
+        "sd-1.5",
+        "stable-diffusion-v1-5",
+        "Stable Diffusion 1.5, inpainting with a ControlNet",
+        859_520_964,
+        ("sd15", "stable-diffusion-1.5", "stable-diffusion-v1-5"),
+    ),
 )
 
 # Models that people will try and that this version can't run: hub id or name -> what it is.

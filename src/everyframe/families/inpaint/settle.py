@@ -146,6 +146,9 @@ def _check_request(facts: Facts, request: Request, options: InpaintOptions) -> N
             "there is nothing for the ControlNet to see; give a picture or video, or one of "
             f"{', '.join(BUILT_IN)}, which are made of the source (control)"
         )
+    for name in ("canny_low", "canny_high"):
+        if getattr(options, name) is not None and "canny" not in str(options.control).casefold():
+            raise InputError(f"{name} has no effect without control canny")
     if options.fit not in _WAYS:
         hint = did_you_mean(options.fit, _WAYS)
         raise InputError(f"fit must be one of {', '.join(_WAYS)}, got {options.fit!r}{hint}")
