@@ -10,9 +10,11 @@ from types import TracebackType
 from typing import Any
 
 from everyframe.core.events import Frames, VideoDone
+from everyframe.core.events import Sound as SoundMade
 from everyframe.core.plan import Plan, Settings
-from everyframe.media.paths import check_output, default_output, numbered
+from everyframe.media.paths import Kind, check_output, default_output, kind_of, numbered
 from everyframe.media.pixels import to_uint8
+from everyframe.media.sound import Sound
 from everyframe.media.write import VideoWriter
 
 
@@ -54,6 +56,7 @@ class Sink:
         self._open: dict[int, VideoWriter] = {}
         self._num_frames = dict.fromkeys(paths, 0)
         self._records: dict[int, Mapping[str, Any]] = {}
+        self._sounds: dict[int, Sound] = {}
 
     def __enter__(self) -> Sink:
         return self
@@ -69,9 +72,19 @@ class Sink:
         self._open[seed].add(to_uint8(event.frames, first_index=first))
         self._num_frames[seed] += event.num_frames
 
+    def add_sound(self, event: SoundMade) -> str | None:
+        """Keep the sound of the video of its seed; a note where its file has no room for it."""
+        path = self._paths[event.seed]
+        if kind_of(path) is not Kind.MP4:
+            return f"the model made sound, and {path} can't hold it; an .mp4 can"
+        self._sounds[event.seed] = Sound(event.samples, event.rate)
+        return None
+
     def finish(self, event: VideoDone) -> str:
         """Put the video of this seed in its place with its record; its path, as it was given."""
         self._records[event.seed] = event.record
+        if event.seed in self._sounds:
+            self._open[event.seed].add_sound(self._sounds.pop(event.seed))
         self._open.pop(event.seed).__exit__(None, None, None)
         return self._paths[event.seed]
 

@@ -21,6 +21,7 @@ from av.video.reformatter import ColorRange, Colorspace
 
 from everyframe.core.errors import MediaError
 from everyframe.media.pixels import Frames, fit_image
+from everyframe.media.sound import Sound, add_stream, packets
 
 _BT709 = 1  # the number of BT.709 in each of H.264's three colour fields (ITU-T H.273)
 # A fixed number of threads, whatever the machine: x264 gives the same bytes for the same number.
@@ -70,11 +71,11 @@ class Mp4Encoder:
         self._container.mux(self._stream.encode(picture))
         self.num_frames += 1
 
-    def finish(self, comment: str) -> None:
-        """Write the last packets, then `path` with `comment`, and check it by reading it."""
+    def finish(self, comment: str, sound: Sound | None = None) -> None:
+        """Write the last packets, then `path` with `comment` and sound; check it by reading it."""
         self._container.mux(self._stream.encode())
         self._container.close()
-        _copy_with_comment(self._encoded, self._path, comment)
+        _copy_with_comment(self._encoded, self._path, comment, sound)
         os.unlink(self._encoded)
         _verify(self._path, self.num_frames, *self._size)
 
@@ -85,7 +86,7 @@ class Mp4Encoder:
             self._container.close()
 
 
-def _copy_with_comment(source: Path, target: Path, comment: str) -> None:
+def _copy_with_comment(source: Path, target: Path, comment: str, sound: Sound | None) -> None:
     flags = {"movflags": "faststart"}
     with (
         av.open(str(source)) as old,
@@ -94,10 +95,16 @@ def _copy_with_comment(source: Path, target: Path, comment: str) -> None:
         new.metadata["comment"] = comment
         old_stream = old.streams.video[0]
         stream = new.add_stream_from_template(old_stream)
+        heard = [] if sound is None else list(packets(add_stream(new, sound), sound))
         for packet in old.demux(old_stream):
-            if packet.dts is not None:  # the last one is empty and only says "end"
-                packet.stream = stream
-                new.mux(packet)
+            if packet.dts is None:  # the last one is empty and only says "end"
+                continue
+            # Sound before the picture that it is heard with: players read a file from its start.
+            while heard and heard[0].dts * heard[0].time_base <= packet.dts * packet.time_base:
+                new.mux(heard.pop(0))
+            packet.stream = stream
+            new.mux(packet)
+        new.mux(heard)
 
 
 def _verify(path: Path, num_frames: int, width: int, height: int) -> None:

@@ -9,15 +9,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from everyframe.core.errors import InputError
-from everyframe.media.paths import PathLike, exact_fps
+from everyframe.media.paths import Kind, PathLike, exact_fps, kind_of
 from everyframe.media.pixels import Frames, to_uint8
 from everyframe.media.record import read_record
+
+if TYPE_CHECKING:
+    from everyframe.media.sound import Sound
 
 # Frames turned to 8 bits and encoded at a time, so that a long float video is not held twice.
 _PIECE = 16
@@ -30,12 +33,14 @@ class Video:
     frames: (T, H, W, 3) RGB, uint8, or float32 with values in 0..1.
     fps: frames a second; floats are made exact fractions.
     record: what made it, or nothing.
+    sound: what is heard with it, where a model makes that; only an .mp4 keeps it.
     Raises `InputError` for frames of another shape or type.
     """
 
     frames: npt.NDArray[Any]
     fps: Fraction
     record: Mapping[str, Any] = field(default_factory=dict)
+    sound: Sound | None = None
 
     def __post_init__(self) -> None:
         frames = self.frames
@@ -73,11 +78,14 @@ class Video:
         """Write the video, the kind told by the ending; see `everyframe.media.write.write`."""
         from everyframe.media.write import write
 
-        return write(path, self.pieces(), self.fps, self.record or None, sidecar=sidecar)
+        sound = self.sound if kind_of(path) is Kind.MP4 else None
+        return write(
+            path, self.pieces(), self.fps, self.record or None, sidecar=sidecar, sound=sound
+        )
 
     @classmethod
     def load(cls, path: PathLike) -> Video:
-        """The video in a file or folder, with its record if `read_record` finds one."""
+        """The video in a file or folder, with its record if `read_record` finds one; no sound."""
         from everyframe.core.errors import MediaError
         from everyframe.media.read import read_video
 

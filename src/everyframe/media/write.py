@@ -28,6 +28,7 @@ from everyframe.media.paths import Kind, PathLike, check_output, exact_fps, side
 from everyframe.media.pictures import AnimationWriter, PngWriter
 from everyframe.media.pixels import Frames
 from everyframe.media.record import compact, complete, readable
+from everyframe.media.sound import Sound
 
 Record = Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None
 
@@ -48,7 +49,8 @@ class VideoWriter:
     ``with VideoWriter("clip.mp4", 24, record) as writer: writer.add(piece)``. The file appears when
     the block ends well. `record` may be a function: it is called after the last frame, when all is
     known that belongs into it. ``sidecar=False`` leaves out ``clip.json`` (a folder of frames keeps
-    its ``record.json``, which holds its frame rate).
+    its ``record.json``, which holds its frame rate). Sound goes into mp4 alone: `holds_sound` says
+    whether this file has room for it.
     """
 
     def __init__(
@@ -70,6 +72,19 @@ class VideoWriter:
         self._work: Path | None = None
         self._encoder: _Encoder | None = None
         self._shape: tuple[int, ...] = ()
+        self._sound: Sound | None = None
+
+    @property
+    def holds_sound(self) -> bool:
+        """Whether this kind of file can hold sound."""
+        return self._kind is Kind.MP4
+
+    def add_sound(self, sound: Sound) -> None:
+        """Give the video its sound, at any time before the end. Raises `MediaError` if the kind of
+        file has no room for it."""
+        if not self.holds_sound:
+            raise MediaError(f"{str(self.path)!r} can't hold sound; an .mp4 can")
+        self._sound = sound
 
     def __enter__(self) -> VideoWriter:
         return self
@@ -133,7 +148,10 @@ class VideoWriter:
         record = complete(given, self._fps, self._encoder.num_frames)
         done = False
         try:
-            self._encoder.finish(compact(record))
+            if isinstance(self._encoder, Mp4Encoder):
+                self._encoder.finish(compact(record), self._sound)
+            else:
+                self._encoder.finish(compact(record))
             place = self._work / target.name
             sidecar = sidecar_of(self._given).name
             if self._kind is Kind.FRAMES:
@@ -160,6 +178,7 @@ def write(
     record: Record = None,
     *,
     sidecar: bool = True,
+    sound: Sound | None = None,
 ) -> Path:
     """Write `pieces`, uint8 arrays (t, H, W, 3), to `path` as they come; see `VideoWriter`.
 
@@ -169,6 +188,8 @@ def write(
     when `pieces` raises, nothing new is left on the disk.
     """
     with VideoWriter(path, fps, record, sidecar=sidecar) as writer:
+        if sound is not None:
+            writer.add_sound(sound)
         for piece in pieces:
             writer.add(piece)
     return writer.path
