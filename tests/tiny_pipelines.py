@@ -366,9 +366,10 @@ def latte(folder: Path) -> None:
     """Latte: its own names for length and number, pictures decoded one by one."""
     transformer = diffusers.LatteTransformer3DModel(
         sample_size=8, video_length=2, num_layers=1, patch_size=2, attention_head_dim=8,
-        num_attention_heads=3, caption_channels=32, in_channels=4, cross_attention_dim=24, out_channels=8,
-        attention_bias=True, activation_fn="gelu-approximate", num_embeds_ada_norm=1000,
-        norm_type="ada_norm_single", norm_elementwise_affine=False, norm_eps=1e-6,
+        num_attention_heads=3, caption_channels=32, in_channels=4, cross_attention_dim=24,
+        out_channels=8, attention_bias=True, activation_fn="gelu-approximate",
+        num_embeds_ada_norm=1000, norm_type="ada_norm_single", norm_elementwise_affine=False,
+        norm_eps=1e-6,
     )  # fmt: skip
     diffusers.LattePipeline(
         transformer=made(transformer), vae=image_vae(), text_encoder=t5(), tokenizer=tokenizer(),

@@ -19,7 +19,7 @@ from torch import nn
 
 import everyframe
 import tiny_pipelines
-from everyframe.core.events import Event, Loaded, Sound, Step
+from everyframe.core.events import Event, Frames, Loaded, Sound, Step
 from everyframe.families.pipeline.interface import NAMES, of_pipeline
 from everyframe.media.pixels import fit_image
 
@@ -90,14 +90,8 @@ def tiny_one(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 def collected(events: Iterator[Event]) -> tuple[list[Event], np.ndarray[Any, Any]]:
     seen = list(events)
-    frames = [event.frames for event in seen if isinstance(event, everyframe_frames())]
+    frames = [event.frames for event in seen if isinstance(event, Frames)]
     return seen, np.concatenate(frames)
-
-
-def everyframe_frames() -> Any:
-    from everyframe.core.events import Frames
-
-    return Frames
 
 
 @pytest.mark.parametrize("tiny_one", NAMED, indirect=True)
@@ -146,7 +140,7 @@ def state_of(pipe: Any) -> dict[str, Any]:
         for path, tensor in part.state_dict(keep_vars=True).items():
             found[f"{name}.{path}.tensor"] = (
                 tensor.dtype, str(tensor.device), tensor.requires_grad, tensor.is_inference(),
-                float(tensor.double().sum()),
+                float(tensor.detach().double().sum()),
             )  # fmt: skip
     return found
 

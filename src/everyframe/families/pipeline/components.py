@@ -53,7 +53,7 @@ def _component(part: Part, files: Files, sizes: Sizes, settings: Settings) -> Co
     )
     return Component(
         name=part.name,
-        title=part.class_name,
+        title=part.name.replace("_", " "),
         stage=STAGE,
         source=f"{files.where}/{part.name}",
         num_elements=count,

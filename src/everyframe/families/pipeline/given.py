@@ -124,7 +124,7 @@ def _component(name: str, module: nn.Module, sizes: Sizes, settings: Settings) -
     dtype = main if main in NUM_BYTES else "float32"
     return Component(
         name=name,
-        title=type(module).__name__,
+        title=name.replace("_", " "),
         stage=STAGE,
         source="given in Python",
         num_elements=count,

@@ -76,7 +76,9 @@ def _component(where: str, part: Part, planned: ComponentPlan) -> tuple[nn.Modul
             f"{where}: tensors of its {part.name} have another shape than its config says: "
             f"{listing(sorted(misshapen))}"
         )
-    module.eval().requires_grad_(False)
+    # Parameters keep `requires_grad`, as in diffusers: torch picks other kernels without, and their
+    # last bits differ. The call runs without gradients anyway.
+    module.eval()
     edges.apply(module, planned.precision, _outputs(module))
     module.to(planned.device)
     return module, sorted(map(str, report.get("unexpected_keys") or ()))

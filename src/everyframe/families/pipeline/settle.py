@@ -13,14 +13,13 @@ from typing import Any
 
 from everyframe.core.errors import InputError, did_you_mean
 from everyframe.core.plan import Settings
-from everyframe.core.request import Request
+from everyframe.core.request import MAX_FRAMES, Request
 from everyframe.families.pipeline.interface import NAMES, OURS, Interface, Parameter
 from everyframe.families.pipeline.options import PipelineOptions
 from everyframe.families.pipeline.sizes import Sizes, denoisers
 from everyframe.media.read import read_image
 
 STEPS = 50
-MAX_FRAMES = 100_000
 
 _WAYS = ("crop", "pad", "stretch")
 _NEVER = {
@@ -46,6 +45,7 @@ def settle(
         notes.append(f"{title} names no frame rate; {fps:g} a second are taken (fps)")
     fps = request.fps or fps
     frames = _num_frames(sizes, request, fps)
+    given = tuple(name for name in ("image", "last_image") if getattr(request, name) is not None)
     steps = interface.default_of("num_inference_steps")
     takes_size = interface.name_of("height") is not None
     settings = Settings(
@@ -60,11 +60,9 @@ def settle(
         guidance_scale=_guidance(sizes, request),
         seed=seed,
         num_videos=request.num_videos,
-        given_frames=tuple(
-            name for name in ("image", "last_image") if getattr(request, name) is not None
-        ),
+        given_frames=given,
         fit=options.fit if takes_size else None,
-        options=(("option", plain(own)), ("fit", options.fit)),
+        options=(*plain(own).items(), *((("fit", options.fit),) if given else ())),
     )
     return settings, tuple(notes)
 

@@ -135,7 +135,7 @@ class PipelineStage:
         return result
 
     def _explained(self, error: Exception, step: int) -> Exception:
-        """What the pipeline raised as what it is: its own check of the input, or its own failure."""
+        """What the pipeline raised as what it is: a check of its input, or its own failure."""
         text = " ".join(str(error).split())
         is_memory = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text
         if is_memory or isinstance(error, EveryframeError):
