@@ -14,6 +14,7 @@ import numpy as np
 
 from everyframe.core.errors import InputError
 from everyframe.core.events import Event, Frames, Planned, VideoDone
+from everyframe.core.events import Sound as SoundMade
 from everyframe.core.plan import Plan
 from everyframe.core.request import Request
 from everyframe.engine import run as engine
@@ -21,6 +22,7 @@ from everyframe.engine.record import recorded_threads, request_from
 from everyframe.media.paths import exact_fps
 from everyframe.media.pixels import to_uint8
 from everyframe.media.record import read_record
+from everyframe.media.sound import Sound
 from everyframe.media.video import Video
 from everyframe.planning.resolve import GivenModel, resolve
 
@@ -93,16 +95,20 @@ def stream(request: Request, *, pipe: Any = None) -> Iterator[Event]:
     return engine.stream(request) if pipe is None else _events_of_pipe(pipe, request, None)
 
 
-def plan(request: Request | str | None = None, **options: Any) -> Plan:
-    """What would run, in which precision, with how much memory; nothing is loaded or fetched.
+def plan(
+    request: Request | str | None = None, *, profile: str | Path | None = None, **options: Any
+) -> Plan:
+    """What would run, in which precision, with how much memory and about how long.
 
-    Takes a request, or what `generate` takes: a prompt and options.
+    Nothing is loaded or fetched. Takes a request, or what `generate` takes: a prompt and options.
+    `profile` plans for a machine that is not here: a shipped profile's name or a file of facts.
     """
     if isinstance(request, Request):
         if options:
             raise InputError(f"a request and options ({', '.join(options)}); give one of them")
-        return resolve(request)
-    return resolve(Request(**options if request is None else {"prompt": request, **options}))
+        return resolve(request, profile)
+    given = options if request is None else {"prompt": request, **options}
+    return resolve(Request(**given), profile)
 
 
 def _events_of_pipe(pipe: Any, request: Request, num_threads: int | None) -> Iterator[Event]:
@@ -159,11 +165,14 @@ def _request(
 
 def _videos(events: Iterator[Event], output: Output) -> Iterator[Video]:
     frames: dict[int, list[np.ndarray[Any, Any]]] = {}
+    sounds: dict[int, Sound] = {}
     fps = Fraction(0)
     for event in events:
         if isinstance(event, Planned):
             # Before hours of work: not every number is a frame rate that can be had.
             fps = exact_fps(event.plan.settings.fps)
+        elif isinstance(event, SoundMade):
+            sounds[event.seed] = Sound(event.samples, event.rate)
         elif isinstance(event, Frames):
             pieces = frames.setdefault(event.seed, [])
             first = sum(len(piece) for piece in pieces)
@@ -171,4 +180,5 @@ def _videos(events: Iterator[Event], output: Output) -> Iterator[Video]:
             whole = to_uint8(event.frames, first_index=first)
             pieces.append(whole if output == "uint8" else event.frames)
         elif isinstance(event, VideoDone):
-            yield Video(np.concatenate(frames.pop(event.seed)), fps, event.record)
+            whole = np.concatenate(frames.pop(event.seed))
+            yield Video(whole, fps, event.record, sounds.pop(event.seed, None))

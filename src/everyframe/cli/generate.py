@@ -8,16 +8,19 @@ Read next: `sink.py`, `progress.py`, `everyframe.engine.run`.
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from everyframe.cli import plan as plan_command
 from everyframe.cli.asking import Asked, asked
 from everyframe.cli.options import RUN_FLAGS, composed
 from everyframe.cli.progress import Reporter, reporter
-from everyframe.core.errors import CannotRunError, ExitCode
-from everyframe.core.events import Frames, Note, Planned, Ready, VideoDone, Written
+from everyframe.core.errors import CannotRunError, ExitCode, InputError
+from everyframe.core.events import Frames, Note, Planned, Ready, Sound, VideoDone, Written
 from everyframe.core.request import Request
 from everyframe.media.paths import check_output
+
+if TYPE_CHECKING:
+    from everyframe.cli.sink import Sink
 
 _HELP = """Make a video of a prompt.
 
@@ -31,6 +34,7 @@ def generate(
     from_record: str | None = None,
     json: bool = False,
     dry_run: bool = False,
+    as_profile: str | None = None,
     **given: Any,
 ) -> int:
     """Make the video; the exit code. `given` holds the options of the request by name."""
@@ -38,7 +42,11 @@ def generate(
     if output is not None:
         check_output(output)
     if dry_run:
-        return plan_command.show(wanted.request, output, as_json=json)
+        return plan_command.show(wanted.request, output, as_json=json, profile=as_profile)
+    if as_profile is not None:
+        raise InputError(
+            f"--as {as_profile} plans for another machine and can make nothing here; give --dry-run"
+        )
     paths: list[str] = []
     try:
         with reporter(json) as shown:
@@ -58,7 +66,8 @@ def _make(wanted: Asked, output: str | None, shown: Reporter, finished: list[str
     """Run the request and write its videos; the path of each goes into `finished`."""
     # Not on top: these bring torch and FFmpeg, and a wrong option should be told at once.
     with shown.starting():
-        from everyframe.cli.sink import Sink, paths_for
+        from everyframe.cli.sink import Sink as OpenFiles
+        from everyframe.cli.sink import paths_for
         from everyframe.engine.run import stream
 
     events = stream(wanted.request, num_threads=wanted.num_threads)
@@ -66,10 +75,12 @@ def _make(wanted: Asked, output: str | None, shown: Reporter, finished: list[str
     assert isinstance(planned, Planned), "the plan comes first"
     paths = paths_for(planned.plan, output)
     shown.show(planned)
-    with Sink(paths, planned.plan.settings.fps) as sink:
+    with OpenFiles(paths, planned.plan.settings.fps) as sink:
         for event in events:
             if isinstance(event, Frames):
                 sink.add(event)
+            if isinstance(event, Sound):
+                _keep_sound(sink, event, shown)
             shown.show(event)
             if isinstance(event, Ready):
                 _show_differences(wanted, event, shown)
@@ -77,6 +88,13 @@ def _make(wanted: Asked, output: str | None, shown: Reporter, finished: list[str
                 path = sink.finish(event)
                 finished.append(path)
                 shown.show(Written(path, event.seed))
+
+
+def _keep_sound(sink: Sink, event: Sound, shown: Reporter) -> None:
+    """Put the sound beside the frames, or say why it can't be."""
+    why_not = sink.add_sound(event)
+    if why_not is not None:
+        shown.show(Note(why_not))
 
 
 def _show_differences(wanted: Asked, ready: Ready, shown: Reporter) -> None:

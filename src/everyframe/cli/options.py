@@ -29,6 +29,11 @@ RUN_FLAGS: Mapping[str, tuple[str, type, str]] = {
     "from_record": ("--from", Path, "Make it again from a video's or sidecar's own record."),
     "json": ("", bool, "Events as lines of JSON on standard output."),
     "dry_run": ("", bool, "Show the plan, and stop."),
+    "as_profile": (
+        "--as",
+        str,
+        "Plan for a machine that is not here: a profile's name, or a file of facts.",
+    ),
     "log_level": ("", str, "debug, info, warning or error; also EVERYFRAME_LOG."),
 }
 
@@ -107,6 +112,8 @@ def _from_field(options: type[Options], name: str, group: Group) -> inspect.Para
         text += f", in {facts['unit']}"
     kinds = [kind for kind in typing.get_args(field.annotation) if kind is not type(None)]
     kind: Any = kinds[0] if kinds else field.annotation
+    if typing.get_origin(field.annotation) is dict:
+        kind = list  # NAME=VALUE, several times
     # What Python takes as a path, an array or a picture is a file here.
     kind = Path if kind is Any else kind
     return _parameter(name, kind, field.default, f"{text}.", tuple(facts["aliases"]), group)
@@ -126,21 +133,24 @@ def _parameter(
         help=help_text,
         alias=aliases,
         group=group,
-        show_default=default is not None and kind is not bool,
-        **({"negative": ()} if kind is bool else _taken_as(kind)),
+        show_default=default is not None and kind not in (bool, list),
+        **_taken_as(kind),
     )
     # Text, whatever the option's type: its own field converts it and words the error.
-    taken = bool if kind is bool else str | None
+    taken: Any = {bool: bool, list: list[str] | None}.get(kind, str | None)
     is_prompt = name == "prompt"
     place = inspect.Parameter.POSITIONAL_OR_KEYWORD if is_prompt else inspect.Parameter.KEYWORD_ONLY
     annotation = typing.cast(Any, Annotated)[taken, how]
-    if default is not None or kind is bool:
+    if kind is list:
+        default = None
+    elif default is not None or kind is bool:
         default = bool(default) if kind is bool else str(default)
     return inspect.Parameter(name, place, default=default, annotation=annotation)
 
 
-def _taken_as(kind: Any) -> dict[str, str]:
-    """What stands for the value in help, where cyclopts is new enough to be told."""
-    words = {int: "N", float: "X", Path: "FILE"}
-    known = "metavar" in inspect.signature(Parameter).parameters
-    return {"metavar": words.get(kind, "TEXT")} if known else {}
+def _taken_as(kind: Any) -> dict[str, Any]:
+    """What stands for the value in help, where cyclopts is new enough to be told; no opposites."""
+    opposites: dict[str, Any] = {"negative": ()} if kind in (bool, list) else {}
+    words = {int: "N", float: "X", Path: "FILE", list: "NAME=VALUE"}
+    known = kind is not bool and "metavar" in inspect.signature(Parameter).parameters
+    return {**opposites, **({"metavar": words.get(kind, "TEXT")} if known else {})}

@@ -17,9 +17,9 @@ from everyframe.core.plan import Plan
 from everyframe.core.request import Request
 from everyframe.media.paths import check_output
 
-_HELP = """Say what would run, in which precision, with how much memory.
+_HELP = """Say what would run, in which precision, with how much memory, and about how long.
 
-Nothing is loaded or fetched. Exit code 3 if it can't be done on this machine.
+Nothing is loaded or fetched. Exit code 3 if it can't be done on this machine, or on that of --as.
 """
 
 
@@ -28,21 +28,25 @@ def plan(
     output: str | None = None,
     from_record: str | None = None,
     json: bool = False,
+    as_profile: str | None = None,
     **given: Any,
 ) -> int:
     """Print the plan of these options; the exit code."""
     wanted = asked(given, from_record)
     if output is not None:
         check_output(output)
-    return show(wanted.request, output, as_json=json)
+    return show(wanted.request, output, as_json=json, profile=as_profile)
 
 
-def show(request: Request, output: str | None, *, as_json: bool) -> int:
-    """Print the plan of a request on standard output. Raises `CannotRunError` if it can't run."""
+def show(request: Request, output: str | None, *, as_json: bool, profile: str | None = None) -> int:
+    """Print the plan of a request on standard output. Raises `CannotRunError` if it can't run.
+
+    `profile` names a machine that is not here, or a file with its facts.
+    """
     # Not on top: this brings torch, and a wrong option should be told at once.
     from everyframe.planning.resolve import resolve
 
-    settled = resolve(request)
+    settled = resolve(request, profile)
     if output is not None:
         settings = settled.settings
         check_output(

@@ -10,6 +10,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from everyframe.cli.text import counted
 from everyframe.core.plan import ComponentPlan, Plan
+from everyframe.planning.dryrun import says
 from everyframe.planning.forecast import describe_bytes
 
 if TYPE_CHECKING:
@@ -45,9 +46,14 @@ def print_plan(plan: Plan, file: IO[str]) -> None:
     out.print(f"{plan.model}: {plan.title}", style="bold")
     out.print()
     rows = _settings_rows(plan.to_json()["settings"])
+    if plan.profile is not None:
+        rows += [("planned as", f"{plan.profile}, not this machine")]
     out.print(_pairs([*rows, ("device", _device(plan.to_json()))]))
     out.print()
     out.print(_components(plan.components))
+    if plan.stages:
+        out.print()
+        out.print(_stages(plan))
     for line in _islands(plan.components):
         out.print(line, style="dim")
     out.print()
@@ -55,6 +61,10 @@ def print_plan(plan: Plan, file: IO[str]) -> None:
         out.print(f"to fetch: {line}", style="cyan")
     for note in plan.notes:
         out.print(f"note: {note}", style="yellow")
+    for clash in plan.clashes:
+        out.print(f"clash: {clash}", style="red")
+    if plan.stages and not plan.clashes:
+        out.print(f"Dry run: {says(plan)}.", style="green")
     if plan.obstacle is None:
         largest = max(plan.components, key=lambda part: part.peak_bytes)
         needs = f"the {largest.stage} stage needs the most memory, about"
@@ -125,7 +135,8 @@ def _settings_rows(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
         f"{name} {value}" for name, value in get("options", ()) if value not in (None, False)
     ]
     given = [str(name) for name in get("given_frames", ())]
-    if given and "edit_strength" in settings:
+    if given and settings.get("edit_strength"):
+        # 0, which keeps them, goes without saying, and means nothing to most families.
         given += [f"edit strength {settings['edit_strength']:g}"]
     rows = [
         ("prompt", str(get("prompt", ""))),
@@ -195,6 +206,40 @@ def _components(parts: Sequence[ComponentPlan]) -> Table:
             describe_bytes(part.peak_bytes),
         )
     return table
+
+
+def _stages(plan: Plan) -> Table:
+    """How much each stage computes, and how long it is expected to take."""
+    table = _table(
+        ("stage", "left"),
+        ("computes", "right"),
+        ("about", "right"),
+    )
+    for stage in plan.stages:
+        table.add_row(stage.name, _operations(stage.operations), _duration(stage.seconds))
+    if plan.seconds is not None:
+        rates = f"one video ({plan.rates})"
+        table.add_row(
+            rates, _operations(sum(s.operations for s in plan.stages)), _duration(plan.seconds)
+        )
+    return table
+
+
+def _operations(count: float) -> str:
+    for unit, size in (("TFLOP", 1e12), ("GFLOP", 1e9)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count / 1e6:.3g} MFLOP"
+
+
+def _duration(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    if seconds >= 5400:
+        return f"{seconds / 3600:.1f} h"
+    if seconds >= 90:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
 
 
 def _table(*columns: tuple[str, Any]) -> Table:

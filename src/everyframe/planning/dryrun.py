@@ -102,8 +102,8 @@ def call_seconds(work: Work, rates: Rates) -> float:
         alike.setdefault((product.kind, product.dtype), []).append(rate)
     seconds = work.moved_bytes / rates.memory + work.num_kernels * rates.launch
     for product, operations in work.products:
-        rate = measured.get(product) or _mean(alike.get((product.kind, product.dtype), ()))
-        seconds += operations / (rate or rates.product(product.dtype))
+        tried = measured.get(product) or _mean(alike.get((product.kind, product.dtype), ()))
+        seconds += operations / (tried or rates.product(product.dtype))
     return seconds
 
 

@@ -96,7 +96,9 @@ def prepare(
     settings, notes = model.settle(request, seed)
     fitting = _fitting(model, facts, device, request)
     fitted = fitting.fit(settings)
-    num_threads = num_threads or _default_threads(facts)
+    # A machine that is not here uses all of its cores, whatever is set on this one.
+    every_core = facts.num_cores if profile is not None else _default_threads(facts)
+    num_threads = num_threads or every_core
     rates = _rates(fitted, device, num_threads) if with_seconds else None
     plan = Plan(
         model=model.name,

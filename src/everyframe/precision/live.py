@@ -44,11 +44,12 @@ class LiveBytes:
         if key in self._seen:
             return
         self.now += size
-        self._seen[key] = weakref.ref(storage, lambda _, k=key, n=size: self._gone(k, n))
 
-    def _gone(self, key: int, size: int) -> None:
-        del self._seen[key]
-        self.now -= size
+        def gone(_: object) -> None:
+            del self._seen[key]
+            self.now -= size
+
+        self._seen[key] = weakref.ref(storage, gone)
 
     def _at_most(self, num_bytes: int, place: str) -> None:
         if num_bytes > self.peak:

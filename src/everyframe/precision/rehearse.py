@@ -139,11 +139,11 @@ class _Attention(TorchFunctionMode):
         return func(*args, **given)
 
 
-class _Run(TorchDispatchMode):
+class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operation on the stand-in device."""
 
     def __init__(self, device: DeviceFacts, islands: tuple[str, ...]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.device, self.islands = device, islands
         self.names: list[str] = []
         self.live, self.work = LiveBytes(), WorkCounter()

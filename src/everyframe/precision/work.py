@@ -44,7 +44,7 @@ class WorkCounter:
         """One fused attention, (B, heads, Q, D) with (B, heads, L, D)."""
         shapes = (tuple(query.shape), tuple(key.shape), tuple(value.shape))
         product = Product("attention", dtype_name(query.dtype), shapes)
-        self._products[product] += int(sdpa_flop_count(*shapes))
+        self._products[product] += int(sdpa_flop_count(*shapes))  # type: ignore[no-untyped-call]
         self._kernels += 1
 
     def operation(

@@ -107,7 +107,7 @@ def _denoise(
 ) -> object:
     import torch
 
-    from everyframe.families.opensora.stages import Denoiser, Text, timesteps_of
+    from everyframe.families.opensora.denoise import Denoiser, Text, timesteps_of
     from everyframe.families.opensora.text import TextEmbedding
     from everyframe.samplers import iddpm, rflow
 
