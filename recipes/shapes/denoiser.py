@@ -183,7 +183,7 @@ def batch_loss(
     x0[alone, :, :1] = latents.first[index[alone]].float()
     noise = torch.randn(x0.shape, generator=generator)
     # Latents repeat themselves, so what a clip shows is decided at high noise: drawn more often.
-    s = torch.sigmoid(torch.randn(len(rows), generator=generator) * 1.2 + 0.9)
+    s = torch.sigmoid(torch.randn(len(rows), generator=generator) * 1.2 + 1.6)
     some = torch.rand(len(rows), generator=generator) < 0.2
     s = torch.where(some, torch.rand(len(rows), generator=generator), s)
     level = s[:, None, None, None, None] * mask[:, None, :, None, None]

@@ -68,8 +68,8 @@ def test_is_diffusers_flow_matching() -> None:
         # diffusers' velocity points from data to noise, upstream's from noise to data.
         v = -velocity(expected, t.expand(2), 1.0)
         expected = other.step(v, t, expected, return_dict=False)[0]
-    s = rflow.transform(torch.linspace(1, 0, 10, dtype=torch.float64)[:, None], 2.5)
-    *_, last = rflow.sample(lambda x, t: velocity(x, t, 1.0), x, s * 1000)
+    schedule = rflow.schedule(9, shift=2.5)
+    *_, last = rflow.sample(lambda x, t: velocity(x, t, 1.0), x, schedule)
     torch.testing.assert_close(last.x, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -168,6 +168,8 @@ def test_refusals() -> None:
         rflow.schedule(0)
     with pytest.raises(InputError, match="both resolution and num_frames"):
         rflow.schedule(3, num_frames=17)
+    with pytest.raises(InputError, match="shift of the timesteps must be above 0, got 0"):
+        rflow.schedule(3, shift=0)
     mask = torch.ones(1, 3)
     with pytest.raises(InputError, match=r"= \(1, 2\), got \(1, 3\)"):
         next(rflow.sample_masked(guided(1.0), x, rflow.schedule(3), mask, lambda i: x))

@@ -30,21 +30,25 @@ def schedule(
     num_timesteps: int = NUM_TIMESTEPS,
     resolution: tuple[float | Tensor, float | Tensor] | None = None,
     num_frames: int | float | Tensor | None = None,
+    shift: float = 1.0,
 ) -> Tensor:
     """The timesteps from `num_timesteps` down to 0, float64 on the CPU.
 
     (num_steps + 1, 1), or (num_steps + 1, B) where sizes are given per sample. With `resolution`
     (height and width in pixels) and `num_frames` (frames of the video, not of its latents), both or
-    neither, they are transformed: larger and longer videos stay longer at high noise.
+    neither, they are transformed: larger and longer videos stay longer at high noise. `shift` does
+    the same for a model whose sizes are its own: above 1, more of the steps are at high noise.
     """
     if num_steps < 1:
         raise InputError(f"a sampler needs 1 step or more, got {num_steps}")
     if (resolution is None) != (num_frames is None):
         raise InputError("the timestep transform needs both resolution and num_frames, or neither")
+    if not shift > 0:
+        raise InputError(f"the shift of the timesteps must be above 0, got {shift}")
     s = torch.linspace(1.0, 0.0, num_steps + 1, dtype=torch.float64, device="cpu")[:, None]
     if resolution is not None and num_frames is not None:
         s = transform(s, size_ratio(*resolution, num_frames))
-    return s * num_timesteps
+    return transform(s, shift) * num_timesteps
 
 
 def size_ratio(
