@@ -115,8 +115,12 @@ def _kinds(annotation: Any) -> tuple[type, ...]:
 
 
 def _gives_frames(cls: type) -> bool:
-    """Whether an output class that its module knows has frames: diffusers declares no returns."""
-    known = vars(sys.modules[cls.__module__]).values()
+    """Whether an output class that its module knows has frames: diffusers declares no returns.
+
+    Its module, or that of a class that it is made from.
+    """
+    homes = [sys.modules[each.__module__] for each in cls.__mro__ if each.__module__ in sys.modules]
+    known = [value for home in homes for value in vars(home).values()]
     return any(
         isinstance(each, type)
         and is_dataclass(each)

@@ -1,0 +1,97 @@
+"""A call as a generator: it stands still between its events and ends when nobody reads them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from everyframe.core.events import Event, Note
+from everyframe.families.pipeline.alternating import alternating
+
+Emit = Callable[[Event], None]
+
+
+def drained(events: Generator[Event, None, Any]) -> tuple[list[str], Any]:
+    texts = []
+    while True:
+        try:
+            event = next(events)
+        except StopIteration as end:
+            return texts, end.value
+        assert isinstance(event, Note)
+        texts.append(event.text)
+
+
+def test_events_come_in_order_and_then_the_result() -> None:
+    def call(emit: Emit) -> int:
+        for number in range(3):
+            emit(Note(str(number)))
+        return 7
+
+    assert drained(alternating(call, 1)) == (["0", "1", "2"], 7)
+
+
+def test_nothing_runs_while_an_event_is_read() -> None:
+    done: list[int] = []
+
+    def call(emit: Emit) -> None:
+        for number in range(3):
+            done.append(number)
+            emit(Note(""))
+
+    events = alternating(call, 1)
+    assert done == [], "nothing before the first event is asked for"
+    for number in range(3):
+        next(events)
+        assert done == list(range(number + 1))
+    events.close()
+
+
+def test_what_the_call_raises_is_raised_to_the_reader() -> None:
+    def call(emit: Emit) -> None:
+        emit(Note(""))
+        raise KeyError("inside")
+
+    events = alternating(call, 1)
+    next(events)
+    with pytest.raises(KeyError, match="inside"):
+        next(events)
+
+
+def test_a_reader_who_leaves_ends_the_call_at_its_next_module() -> None:
+    layer, count = nn.Identity(), [0]
+
+    def call(emit: Emit) -> None:
+        try:
+            emit(Note(""))
+        except BaseException:
+            # A pipeline that catches everything goes on; its next module does not.
+            while True:
+                count[0] += 1
+                layer(torch.zeros(1))
+        raise AssertionError("not reached")
+
+    before = threading.active_count()
+    events = alternating(call, 1)
+    next(events)
+    events.close()
+    assert count == [1]
+    assert threading.active_count() == before
+    assert not nn.modules.module._global_forward_pre_hooks
+
+
+def test_the_call_has_no_gradients_and_its_own_number_of_threads() -> None:
+    here = torch.get_num_threads()
+
+    def call(emit: Emit) -> tuple[bool, bool, int]:
+        return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_num_threads()
+
+    with torch.inference_mode():
+        _, seen = drained(alternating(call, 2))
+    assert seen == (False, False, 2)
+    torch.set_num_threads(here)
