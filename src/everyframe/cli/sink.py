@@ -26,7 +26,11 @@ def paths_for(plan: Plan, output: str | None) -> dict[int, str]:
     settings = plan.settings
     seeds = range(settings.seed, settings.seed + settings.num_videos)
     if output is None:
-        paths = {s: str(default_output(".", plan.model, settings.prompt, s)) for s in seeds}
+        ending = ".png" if settings.num_frames * settings.chain == 1 else ".mp4"
+        paths = {
+            seed: str(default_output(".", plan.model, settings.prompt, seed, ending=ending))
+            for seed in seeds
+        }
     elif settings.num_videos == 1:
         paths = {settings.seed: output}
     else:

@@ -35,7 +35,7 @@ def test_defaults_are_those_of_diffusers(folder: Path) -> None:
     settings = planned(folder).settings
     assert (settings.num_inference_steps, settings.guidance_scale) == (50, 7.5)
     assert (settings.width, settings.height, settings.num_frames) == (32, 24, 1)
-    assert settings.option("controlnet_conditioning_scale") == (0.5,)
+    assert settings.option("controlnet_conditioning_scale") == 0.5
     assert settings.option("strength") == 1
 
 

@@ -192,7 +192,7 @@ def test_two_controlnets(folders: dict[int, Path], pipes: dict[int, Any]) -> Non
 def test_the_control_of_the_inpainting_controlnet(
     folders: dict[int, Path], pipes: dict[int, Any]
 ) -> None:
-    """The source with -1 under the mask, as the ControlNet's authors and diffusers' docs have it."""
+    """The source with -1 under the mask, as its authors and diffusers' documentation have it."""
     tiny_inpaint.with_scheduler(folders[9], "DDIMScheduler")
     pipes[9].scheduler = diffusers.DDIMScheduler(**tiny_inpaint.NOISE)
     source, mask, latents = picture(32, 48), soft_mask(32, 48), latents_of(32, 48)

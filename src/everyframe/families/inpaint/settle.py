@@ -60,6 +60,9 @@ def settle(
     inputs = open_inputs(options, request.image)
     found = survey(inputs.source, "source")
     _check_given(inputs, found, notes)
+    for name in ("canny_low", "canny_high"):
+        if getattr(options, name) is not None and "canny" not in inputs.controls:
+            raise InputError(f"{name} has no effect without control canny")
     height, width = request.asked_size() or (found.height, found.width)
     fps = _fps(inputs, request, notes)
     guidance = GUIDANCE if request.guidance_scale is None else request.guidance_scale
@@ -146,9 +149,6 @@ def _check_request(facts: Facts, request: Request, options: InpaintOptions) -> N
             "there is nothing for the ControlNet to see; give a picture or video, or one of "
             f"{', '.join(BUILT_IN)}, which are made of the source (control)"
         )
-    for name in ("canny_low", "canny_high"):
-        if getattr(options, name) is not None and "canny" not in str(options.control).casefold():
-            raise InputError(f"{name} has no effect without control canny")
     if options.fit not in _WAYS:
         hint = did_you_mean(options.fit, _WAYS)
         raise InputError(f"fit must be one of {', '.join(_WAYS)}, got {options.fit!r}{hint}")
@@ -179,7 +179,7 @@ def _name(control: Any) -> str:
 
 
 def _steering(config: InpaintConfig, options: InpaintOptions) -> tuple[tuple[str, Any], ...]:
-    """Scale, start and end for each ControlNet, and the thresholds of canny."""
+    """Scale, start and end: a number for one ControlNet, a tuple of them for several."""
     count = len(config.controlnets)
     each = {
         name: _for_each(name, getattr(options, name), count)
@@ -202,7 +202,7 @@ def _steering(config: InpaintConfig, options: InpaintOptions) -> tuple[tuple[str
         raise InputError(
             f"there are {count} ControlNets and {given or 1} controls; give one for each, in order"
         )
-    return tuple(each.items())
+    return tuple((name, v if count > 1 else v[0]) for name, v in each.items())
 
 
 def _for_each(name: str, value: Any, count: int) -> tuple[float, ...]:

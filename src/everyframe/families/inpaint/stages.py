@@ -21,6 +21,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from everyframe.core.events import Event, Loaded, Note, Step
+from everyframe.core.plan import Settings
 from everyframe.families.family import Take
 from everyframe.families.inpaint.components import controlnet_name
 from everyframe.families.inpaint.denoiser import Conditions, Denoiser, Steering
@@ -166,7 +167,6 @@ class DenoiseStage:
         mask = known.mask[frames].to(device)
         source = None if known.source is None else known.source[frames].to(device)
         x, start = self._begin(take, scheduler, timesteps, source, len(mask))
-        names = ("controlnet_conditioning_scale", "control_guidance_start", "control_guidance_end")
         takes_mask = job.config.takes_mask
         conditions = Conditions(
             text=take.text.to(device),
@@ -178,7 +178,7 @@ class DenoiseStage:
             unet,
             nets,
             conditions,
-            [Steering(*each) for each in zip(*map(settings.option, names), strict=True)],
+            _steering(settings),
             guidance_scale=settings.guidance_scale,
             guess_mode=bool(settings.option("guess_mode")),
             num_steps=len(timesteps),
@@ -210,3 +210,11 @@ class DenoiseStage:
             assert source is not None, "encoded to begin with"
             return scheduler.add_noise(source, start, timesteps[:1]), start
         return start * scheduler.init_noise_sigma, start
+
+
+def _steering(settings: Settings) -> list[Steering]:
+    """How each ControlNet steers; for one the settings hold numbers, for several tuples."""
+    names = ("controlnet_conditioning_scale", "control_guidance_start", "control_guidance_end")
+    values = [settings.option(name) for name in names]
+    each = [value if isinstance(value, (tuple, list)) else (value,) for value in values]
+    return [Steering(*numbers) for numbers in zip(*each, strict=True)]
