@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from everyframe.checkpoints.folder import listing
-from everyframe.core.errors import CheckpointError
+from everyframe.core.errors import CheckpointError, MissingPackageError
 from everyframe.core.events import Event, Loaded, Note
 from everyframe.core.plan import ComponentPlan, Plan
 from everyframe.families.pipeline.checkpoint import Files, Part
@@ -103,9 +103,7 @@ def _assembled(files: Files, modules: dict[str, nn.Module]) -> Any:
     loaded: dict[str, Any] = dict(modules)
     for part in files.parts:
         if part.name not in modules and (known is None or part.name in known):
-            loaded[part.name] = component_class(part).from_pretrained(
-                str(part.folder), local_files_only=True
-            )
+            loaded[part.name] = _small(files.where, part)
     if pipe is not None:
         pipe.update_components(**{k: v for k, v in loaded.items() if k in pipe.component_names})
         return pipe
@@ -114,3 +112,15 @@ def _assembled(files: Files, modules: dict[str, nn.Module]) -> Any:
     own = {name: value for name, value in files.values.items() if name in taken}
     left_out = {name: None for name in files.left_out if name in taken}
     return cls(**left_out, **own, **loaded)
+
+
+def _small(where: str, part: Part) -> Any:
+    """A component without weights."""
+    try:
+        return component_class(part).from_pretrained(str(part.folder), local_files_only=True)
+    except ImportError as error:
+        text = " ".join(str(error).split())
+        raise MissingPackageError(f"the {part.name} of {where} needs a package: {text}") from error
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        text = " ".join(str(error).split())[:400]
+        raise CheckpointError(f"{where}: its {part.name} can't be read: {text}") from error
