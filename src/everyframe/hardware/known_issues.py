@@ -238,15 +238,15 @@ def _machine_conditions(
     num_devices = sum(device.kind != "cpu" for device in machine.devices)
     for package, versions in where.packages.items():
         yield _fits(software.packages.get(package), versions)
-    for version, versions in (
+    asked: tuple[tuple[str | None, str | None], ...] = (
         (software.cuda, where.cuda),
         (software.library("cublas"), where.cublas),
         (software.library("cudnn"), where.cudnn),
         (software.driver, where.driver),
         (software.system_version if software.system == "macos" else None, where.macos),
         (str(num_devices), where.devices),
-    ):
-        yield versions is None or _fits(version, versions)
+    )
+    yield from (specifier is None or _fits(version, specifier) for version, specifier in asked)
     if where.devices_not_dividing is not None:
         yield num_devices > 0 and where.devices_not_dividing % num_devices != 0
     yield not where.system or software.system in where.system

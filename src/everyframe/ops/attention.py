@@ -29,6 +29,9 @@ def attention(
     # Queries and keys come out of norms and rotations that may be wider than the projection that
     # made them; the kernels want one dtype, and that of the values is the one chosen for products.
     q_BHQD, k_BHLD = q_BHQD.to(v_BHLD.dtype), k_BHLD.to(v_BHLD.dtype)
+    if v_BHLD.device.type == "mps":
+        # Metal's kernel was seen to ignore strides (known issue mps-sdpa-noncontiguous).
+        q_BHQD, k_BHLD, v_BHLD = (x.contiguous() for x in (q_BHQD, k_BHLD, v_BHLD))
     return F.scaled_dot_product_attention(q_BHQD, k_BHLD, v_BHLD, attn_mask=mask, scale=scale)
 
 

@@ -1,0 +1,166 @@
+"""``everyframe doctor``: what is wrong with this machine, or with one made up, and what mends it.
+
+A line a check with one of four marks, details only where there is something to say, the verdict
+last. Exit code 1 if something is wrong. Read next: `everyframe.doctor.diagnose`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import typing
+from typing import IO, TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from everyframe.cli.options import command, flag, run_flag
+from everyframe.cli.text import json_line
+from everyframe.core.errors import ExitCode
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from everyframe.doctor.report import Check, Finding, Mark, Report
+
+#: Mark -> (letter, what stands for it where letters are few, colour).
+_MARKS: dict[Mark, tuple[str, str, str]] = {
+    "fine": ("✓", "ok", "green"),
+    "note": ("!", "!", "yellow"),
+    "trouble": ("✗", "x", "red"),
+    "broke": ("☠", "?", "magenta"),
+}
+
+_HELP = """Check this machine: versions, libraries, known issues, and what it really computes.
+
+Give names of checks to run only those. Exit code 1 if something is wrong.
+"""
+
+
+def doctor(
+    *checks: str,
+    model: str | None = None,
+    smoke: bool = False,
+    json: bool = False,
+    everything: bool = False,
+    share: bool = False,
+    profile: str | None = None,
+) -> int:
+    """Print the report; the exit code."""
+    from everyframe.doctor.diagnose import diagnose
+    from everyframe.doctor.share import shareable
+
+    quiet = json or share
+    told = None if quiet else _teller(sys.stdout, everything=everything)
+    report = diagnose(checks, profile=profile, model=model, smoke=smoke, told=told)
+    if json:
+        data = report.model_dump(mode="json")
+        print(json_line(shareable(data) if share else data))
+    elif share:
+        print(_as_markdown(report))
+    else:
+        _console(sys.stdout).print(report.says, style=_MARKS[report.verdict][2])
+    return int(ExitCode.TROUBLE if report.is_trouble else ExitCode.DONE)
+
+
+def _teller(file: IO[str], *, everything: bool) -> typing.Callable[[Check], None]:
+    """What prints a check as soon as it is done."""
+    out = _console(file)
+
+    def tell(check: Check) -> None:
+        _say(out, 16, f"{_letter(check.mark, file)} {check.name:<13} ", check.says)
+        for finding in check.findings:
+            _tell(out, finding, _letter(finding.mark, file), everything=everything)
+        if everything:
+            for line in check.details:
+                _say(out, 6, "      ", line, "dim")
+
+    return tell
+
+
+def _say(out: Console, indent: int, start: str, text: str, style: str = "") -> None:
+    """Text behind `start`, wrapped at the width with later lines indented."""
+    import textwrap
+
+    lines = textwrap.wrap(
+        text,
+        max(40, out.width),
+        initial_indent=start,
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    out.print("\n".join(lines) or start.rstrip(), style=style, soft_wrap=True)
+
+
+def _tell(out: Console, finding: Finding, letter: str, *, everything: bool) -> None:
+    _say(out, 6, f"    {letter} ", finding.says, _MARKS[finding.mark][2])
+    if finding.cause:
+        _say(out, 6, "      ", finding.cause)
+    for mend in finding.mend:
+        _say(out, 10, "      do: ", mend.do)
+        if mend.command:
+            # Never wrapped, so that it can be copied.
+            out.print(f"          {mend.command}", style="bold", soft_wrap=True)
+    if everything and finding.sources:
+        _say(out, 6, "      reported: ", ", ".join(finding.sources), "dim")
+
+
+def _letter(mark: Mark, file: IO[str]) -> str:
+    letter, plain, _ = _MARKS[mark]
+    try:
+        letter.encode(getattr(file, "encoding", None) or "ascii")
+    except UnicodeEncodeError:
+        return plain
+    return letter
+
+
+def _console(file: IO[str]) -> Console:
+    from everyframe.cli.tables import console
+
+    return console(file)
+
+
+def _as_markdown(report: Report) -> str:
+    """The report as text to paste: no path of a home, no name of host or user."""
+    from everyframe.doctor.share import shareable
+
+    lines = [f"everyframe {report.everyframe} doctor: {report.says}", ""]
+    for check in report.checks:
+        lines.append(f"- {_MARKS[check.mark][0]} {check.name}: {check.says}")
+        for finding in check.findings:
+            lines.append(f"  - {_MARKS[finding.mark][0]} {finding.says}")
+            lines += [f"    {finding.cause}"] if finding.cause else []
+    machine = report.machine
+    software: dict[str, Any] = machine.get("software") or {}
+    for name in ("packages", "libraries", "environment"):
+        for key, value in shareable(software.get(name, {})).items():
+            lines.append(f"- {name}: {key} {value}")
+    text: str = shareable("\n".join(lines))
+    return text
+
+
+def _checks() -> inspect.Parameter:
+    how = Parameter(help="Names of checks, for example known-issues or products.")
+    annotation = typing.cast(Any, Annotated)[str, how]
+    return inspect.Parameter("checks", inspect.Parameter.VAR_POSITIONAL, annotation=annotation)
+
+
+def _doctor(checks: tuple[str, ...] = (), **given: Any) -> int:
+    """As `doctor`, with the names of checks as one argument."""
+    return doctor(*checks, **given)
+
+
+COMMAND = command(
+    _doctor,
+    (
+        _checks(),
+        flag("model", str, "Can this machine run that model? Its plan is a check too."),
+        flag("smoke", bool, "Make a small video in each precision, against float32 on the CPU."),
+        run_flag("json"),
+        flag("everything", bool, "Tell all in detail, and where it was reported.", alias="--all"),
+        flag("share", bool, "A report to paste, without names and paths of this machine."),
+        flag("profile", str, "A machine that is not here: a name, or a file.", alias="--as"),
+        run_flag("log_level"),
+    ),
+    _HELP,
+)

@@ -1,0 +1,293 @@
+"""Checks that look at facts and run nothing: devices, versions, libraries, issues, variables.
+
+Each takes a `Patient` and gives a `Check`; so each answers for made-up machines too.
+Read next: `probing` (those that try), `diagnose` (who calls them all).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from packaging.version import InvalidVersion, Version
+
+from everyframe.core.facts import DeviceFacts, MachineFacts, SoftwareFacts
+from everyframe.doctor import tested, variables
+from everyframe.doctor.report import Check, Finding
+from everyframe.hardware.known_issues import Match, Mend, find
+from everyframe.planning.forecast import describe_bytes
+
+
+@dataclass(frozen=True)
+class Patient:
+    """Who is judged: facts, whether they are of a `profile`, what is `used`, and what probes found.
+
+    `probed` maps a probe's name to whether all devices passed it; it is empty before they ran and
+    for made-up machines. `obstacle` says how asking for the facts went wrong, if it did.
+    """
+
+    machine: MachineFacts
+    profile: str | None = None
+    used: frozenset[str] = frozenset()
+    probed: dict[str, bool] = field(default_factory=dict)
+    obstacle: str | None = None
+
+    @property
+    def software(self) -> SoftwareFacts:
+        """What is around the devices; nothing is known of it for a profile of a device alone."""
+        return self.machine.software or SoftwareFacts(system="linux")
+
+    @property
+    def is_real(self) -> bool:
+        """Whether it is this machine."""
+        return self.profile is None
+
+
+def devices(patient: Patient) -> Check:
+    """What can compute, and cards that torch does not see."""
+    said = "; ".join(_counted(patient.machine))
+    found = []
+    if patient.obstacle is not None:
+        found.append(
+            Finding(
+                mark="trouble",
+                says=f"asking torch for its devices {patient.obstacle}",
+                cause="torch, or a library that it loads, does not work here.",
+                mend=(
+                    Mend(do="install torch anew", command="pip install --force-reinstall torch"),
+                ),
+            )
+        )
+    elif patient.software.driver and patient.is_real:
+        if all(device.kind == "cpu" for device in patient.machine.devices):
+            found.append(_unseen_card(patient.software))
+    return Check.of("devices", said, found)
+
+
+def _counted(machine: MachineFacts) -> Iterator[str]:
+    """A phrase for each kind of device; several of a kind are one."""
+    alike: dict[tuple[str, int], list[DeviceFacts]] = {}
+    for device in machine.devices:
+        alike.setdefault((device.name, device.memory), []).append(device)
+    for (name, memory), group in alike.items():
+        times = f"{len(group)} × " if len(group) > 1 else ""
+        first = group[0]
+        number = ".".join(map(str, first.capability)) if first.capability else ""
+        capability = f"capability {number}, " if number else ""
+        free = describe_bytes(min(device.free_memory for device in group))
+        yield f"{times}{name} ({capability}{free} of {describe_bytes(memory)} free)"
+
+
+def _unseen_card(software: SoftwareFacts) -> Finding:
+    build = software.packages.get("torch", "none")
+    is_cpu_build = software.cuda is None and software.rocm is None
+    return Finding(
+        mark="trouble" if is_cpu_build else "note",
+        says=f"there is an NVIDIA driver ({software.driver}), and torch sees no card",
+        cause=(
+            f"This torch ({build}) was built without CUDA."
+            if is_cpu_build
+            else "The driver may be too old for this torch, or the cards are hidden."
+        ),
+        mend=(
+            Mend(
+                do="install torch for CUDA, from the page that pytorch.org shows for your system",
+                command="pip install --force-reinstall torch",
+            ),
+        ),
+    )
+
+
+def versions(patient: Patient) -> Check:
+    """What is installed against the oldest that can work."""
+    software = patient.software
+    there = {"python": software.python, **software.packages}
+    named = ("python", "torch", "triton", "diffusers", "transformers")
+    said = ", ".join(f"{name} {there[name]}" for name in named if there.get(name))
+    found = [
+        Finding(
+            mark="trouble",
+            says=f"{name} {have} is older than {need}, the oldest that Everyframe works with",
+            mend=(Mend(do="update it", command=_update(name, need)),),
+        )
+        for name, (have, need) in tested.too_old(software).items()
+    ]
+    found += _without_kernels(patient)
+    details = (f"{name} {version}" for name, version in software.packages.items())
+    return Check.of("versions", said or "nothing is known of the software", found, details)
+
+
+def _update(name: str, need: str) -> str:
+    if name == "python":
+        return f"install Python {need} or newer"
+    return f'pip install -U "{name}>={need}"'
+
+
+def _without_kernels(patient: Patient) -> Iterator[Finding]:
+    """Cards that this build of torch has no code for, by torch's own list."""
+    built = [name for name in patient.software.architectures if name.startswith(("sm_", "compute"))]
+    seen = set()
+    for device in patient.machine.devices:
+        if device.capability is None or not built or device.capability in seen:
+            continue
+        seen.add(device.capability)
+        if not any(_runs_on(name, device.capability) for name in built):
+            yield Finding(
+                mark="trouble",
+                says=f"this torch has no kernels for {device.name}",
+                cause=f"It was built for {', '.join(built)}.",
+                mend=(
+                    Mend(
+                        do="install a build for this card, from the page that pytorch.org shows",
+                        command="pip install --force-reinstall torch",
+                    ),
+                ),
+            )
+
+
+def _runs_on(architecture: str, capability: tuple[int, int]) -> bool:
+    """Machine code runs on cards of the same first number, PTX on all later ones."""
+    kind, _, number = architecture.partition("_")
+    digits = "".join(letter for letter in number if letter.isdigit())
+    built = int(digits[:-1]), int(digits[-1])
+    if kind == "compute":
+        return built <= capability
+    return built[0] == capability[0] and built[1] <= capability[1]
+
+
+def libraries(patient: Patient) -> Check:
+    """What is really loaded against what pip lists, and libraries that are there twice."""
+    software = patient.software
+    driver = [f"driver {software.driver}"] if software.driver else []
+    cuda = [f"CUDA {software.cuda}"] if software.cuda else []
+    rocm = [f"ROCm {software.rocm}"] if software.rocm else []
+    loaded = [f"{name} {version}" for name, version in software.libraries.items()]
+    found = [*_other_than_listed(software), *_twice(software)]
+    return Check.of("libraries", ", ".join([*driver, *cuda, *rocm, *loaded]) or "none", found)
+
+
+def _other_than_listed(software: SoftwareFacts) -> Iterator[Finding]:
+    for name, version in software.libraries.items():
+        names = (f"nvidia-{name}", f"nvidia-{name}-cu12", f"nvidia-{name}-cu13")
+        package = next((each for each in names if each in software.packages), None)
+        if package is None or _same(software.packages[package], version):
+            continue
+        yield Finding(
+            mark="note",
+            says=f"{name} {version} is loaded, and pip lists {software.packages[package]}",
+            cause="Another copy comes first in LD_LIBRARY_PATH, or in what torch was built with.",
+            mend=(Mend(do="let torch find its own", command="unset LD_LIBRARY_PATH"),),
+        )
+
+
+def _same(listed: str, loaded: str) -> bool:
+    try:
+        one, other = Version(listed).release, Version(loaded).release
+    except InvalidVersion:
+        return listed == loaded
+    length = min(len(one), len(other))
+    return one[:length] == other[:length]
+
+
+def _twice(software: SoftwareFacts) -> Iterator[Finding]:
+    for name, paths in software.copies.items():
+        yield Finding(
+            mark="note",
+            says=f"{len(paths)} copies of {name} are loaded",
+            cause=f"They are {', '.join(paths)}; which one is called is chance.",
+            mend=(Mend(do="keep one", command="unset LD_LIBRARY_PATH LD_PRELOAD"),),
+        )
+
+
+def known_issues(patient: Patient) -> Check:
+    """The known issues that this machine has, but for those that can't happen here."""
+    matches = find(_known(patient), patient.used)
+    found = [finding for match in matches if (finding := _issue(match, patient)) is not None]
+    avoided = sum(match.issue.avoided and not match.unused for match in matches)
+    said = f"{len(found)} of this machine" if found else "none of this machine"
+    if avoided:
+        said += f"; {avoided} more that Everyframe avoids"
+    return Check.of("known-issues", said, found, map(_in_short, matches))
+
+
+def _in_short(match: Match) -> str:
+    """A line about an issue whose conditions this machine meets, told or not."""
+    if match.unused:
+        return f"{match.issue.id}: only with {', '.join(match.unused)}. {match.issue.here}"
+    way = "avoided" if match.issue.avoided else f"decided by {match.issue.decided_by}"
+    return f"{match.issue.id}: {way}. {match.issue.here}"
+
+
+def _known(patient: Patient) -> MachineFacts:
+    machine = patient.machine
+    return MachineFacts(machine.devices, machine.num_cores, machine.versions, patient.software)
+
+
+def _issue(match: Match, patient: Patient) -> Finding | None:
+    """What is said of a known issue; None where it can't happen, or a probe saw that it doesn't."""
+    issue = match.issue
+    if issue.avoided or match.unused or match.needs == "plan":
+        return None
+    passed = patient.probed.get(issue.probe or "")
+    if match.needs == "probe" and passed is not None:
+        return None  # the probe tells by itself, with what it saw
+    certain = match.needs is None and issue.certainty != "low"
+    return Finding(
+        mark="trouble" if issue.is_severe and certain else "note",
+        says=issue.title + ("" if certain else " (not certain; a probe would tell there)"),
+        cause=f"{issue.symptom} {issue.cause} {issue.here}",
+        mend=issue.mend,
+        issue=issue.id,
+        sources=issue.sources,
+        evidence={"device": match.device.name} if match.device else {},
+    )
+
+
+def environment(patient: Patient) -> Check:
+    """Variables that are set and change what comes out, with what stands for them here."""
+    found = tuple(variables.findings(patient.software.environment, patient.machine.num_cores))
+    environment = patient.software.environment
+    said = "variables that change results" if found else "nothing set that changes results"
+    details = (f"{name}={value}" for name, value in environment.items())
+    return Check.of("environment", said, found, details)
+
+
+def tested_versions(patient: Patient) -> Check:
+    """Whether this combination was tested; if not, the row that would say so."""
+    told = tested.look_up(_known(patient), patient.machine.devices[0], tested.table().rows)
+    least = ", ".join(f"{name} {version}" for name, version in tested.table().minimum.items())
+    found = []
+    if told.answer == "known bad":
+        assert told.row is not None
+        found.append(
+            Finding(
+                mark="trouble",
+                says=f"this combination is known to be bad: {told.row.says}",
+                sources=(told.row.source,) if told.row.source else (),
+            )
+        )
+    elif told.answer == "untested":
+        others = f"; others report it good ({told.row.says})" if told.row else ""
+        row = "if all is fine here, contribute this row of tested.yaml"
+        found.append(
+            Finding(
+                mark="note",
+                says=f"nobody told us yet that this combination works{others}",
+                mend=(Mend(do=row, command=tested.as_line(told.own)),) if patient.is_real else (),
+                sources=(told.row.source,) if told.row and told.row.source else (),
+            )
+        )
+    return Check.of("tested", f"{told.answer}; at least {least}", found)
+
+
+Look = Callable[[Patient], Check]
+
+#: Checks on facts by name, in the order in which they are told.
+LOOKS: dict[str, Look] = {
+    "devices": devices,
+    "versions": versions,
+    "libraries": libraries,
+    "environment": environment,
+    "known-issues": known_issues,
+    "tested": tested_versions,
+}

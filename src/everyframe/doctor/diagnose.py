@@ -1,0 +1,183 @@
+"""The doctor itself: takes the facts once, runs the checks that were asked for, gives a report.
+
+It never dies of what it finds: facts and probes are taken in processes of their own, and a check
+that raises is reported as broken. Read next: `checks`, `probing`, `report`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from everyframe import __version__
+from everyframe.core.errors import InputError, did_you_mean
+from everyframe.core.facts import MachineFacts
+from everyframe.doctor.checks import LOOKS, Patient
+from everyframe.doctor.probes import PROBES, Probe
+from everyframe.doctor.probing import devices_to_probe, probe
+from everyframe.doctor.report import Check, Finding, Report, verdict_line, worst
+from everyframe.doctor.tested import look_up, table
+from everyframe.hardware.isolated import run_isolated
+from everyframe.hardware.loaded import whole_machine, without_torch
+from everyframe.hardware.profiles import find_profile
+
+#: Importing torch from a cold disk takes long; beyond this it hangs.
+_FACTS_SECONDS = 120.0
+
+#: What every family of ours uses, by the tags of known issues.
+_ALWAYS_USED = ("dtype:float32", "op:conv3d", "component:vae", "attention:sdpa")
+
+
+def check_names() -> tuple[str, ...]:
+    """The names of all checks, in the order in which they are told."""
+    return (*LOOKS, *(item.name for item in PROBES))
+
+
+def diagnose(
+    names: Sequence[str] = (),
+    *,
+    profile: str | Path | None = None,
+    model: str | None = None,
+    smoke: bool = False,
+    told: Callable[[Check], None] | None = None,
+) -> Report:
+    """Run these checks, all if none is named, on this machine or on that of a profile.
+
+    `model` narrows to what that model needs: its plan is made, and known issues of what it uses
+    count. `smoke` makes a small video in each precision. `told` is called with each check as soon
+    as it is done. Probes and `smoke` need the real machine.
+
+    Raises:
+        InputError: there is no such check, profile or model.
+    """
+    wanted = _wanted(names)
+    patient = _patient(profile, model)
+    done: list[Check] = []
+    probes = [item for item in PROBES if item.name in wanted] if patient.is_real else []
+    if patient.obstacle is not None:
+        probes = []  # each would end as the question for the facts did
+    if smoke and not patient.is_real:
+        raise InputError("a machine that is not here can't make a video; leave out --smoke or --as")
+    for check in _run(patient, wanted, probes, model, smoke):
+        done.append(check)
+        if told is not None:
+            told(check)
+    where = patient.machine.devices[0].name
+    return Report(
+        everyframe=__version__,
+        profile=None if profile is None else str(profile),
+        model=model,
+        verdict=worst(check.mark for check in done),
+        says=verdict_line(done, where),
+        checks=tuple(done),
+        tested=_tested(patient),
+        machine=patient.machine.to_json(),
+    )
+
+
+def _wanted(names: Sequence[str]) -> tuple[str, ...]:
+    known = check_names()
+    for name in names:
+        if name not in known:
+            raise InputError(
+                f"there is no check {name!r}{did_you_mean(name, known)} "
+                f"(checks are {', '.join(known)})"
+            )
+    return tuple(names) or known
+
+
+def _patient(profile: str | Path | None, model: str | None) -> Patient:
+    if profile is not None:
+        machine, obstacle = find_profile(profile).machine(), None
+    else:
+        machine, obstacle = _facts()
+    used = {*_ALWAYS_USED, *(f"dtype:{dtype}" for dtype in _dtypes(machine))}
+    if model is not None:
+        used.add(f"model:{model}")
+    return Patient(
+        machine, None if profile is None else str(profile), frozenset(used), {}, obstacle
+    )
+
+
+def _facts() -> tuple[MachineFacts, str | None]:
+    """The facts of this machine, and how asking for them ended if it did badly."""
+    ended = run_isolated(facts_as_json, seconds=_FACTS_SECONDS)
+    if not ended.is_well:
+        return without_torch(), str(ended)
+    return TypeAdapter(MachineFacts).validate_python(ended.value), None
+
+
+def facts_as_json() -> dict[str, Any]:
+    """Every fact of this machine as plain data; imports torch."""
+    return whole_machine().to_json()
+
+
+def _dtypes(machine: MachineFacts) -> set[str]:
+    """The narrow dtypes that runs choose on this machine's first device, by `precision.policy`."""
+    from everyframe.precision.policy import CPU_BF16_PARAMETERS, ComponentNeeds, choose
+
+    large = ComponentNeeds("denoiser", CPU_BF16_PARAMETERS)
+    chosen, _ = choose(machine.devices[0], "auto", large)
+    return {chosen.compute}
+
+
+def _run(
+    patient: Patient,
+    wanted: Sequence[str],
+    probes: Sequence[Probe],
+    model: str | None,
+    smoke: bool,
+) -> Iterator[Check]:
+    """Facts first, then probes; known issues and tested versions last, for probes decide some."""
+    late = ("known-issues", "tested")
+    for name, look in LOOKS.items():
+        if name in wanted and name not in late:
+            yield _safely(name, look, patient)
+    devices = devices_to_probe(patient.machine)
+    for item in probes:
+        check = _safely(item.name, lambda _, item=item: probe(item, devices), patient)  # type: ignore[misc]
+        passed = {**patient.probed, item.name: check.mark == "fine"}
+        patient = replace(patient, probed=passed)
+        yield check
+    if model is not None:
+        yield _safely("model", lambda judged: _plan(judged, model), patient)
+    if smoke:
+        yield _safely("smoke", _smoke, patient)
+    for name in late:
+        if name in wanted:
+            yield _safely(name, LOOKS[name], patient)
+
+
+def _safely(name: str, look: Callable[[Patient], Check], patient: Patient) -> Check:
+    """The check, or that it broke: our own fault, and no reason to stop."""
+    try:
+        return look(patient)
+    except InputError:
+        raise
+    except Exception as error:  # noqa: BLE001 - told as what it is
+        text = f"the check itself broke: {type(error).__name__}: {' '.join(str(error).split())}"
+        return Check.of(name, text[:300], [Finding(mark="broke", says=text[:300])])
+
+
+def _plan(patient: Patient, model: str) -> Check:
+    """Whether this machine can run the model as it comes, by its plan."""
+    from everyframe.doctor.models import plan_of
+
+    return plan_of(patient, model)
+
+
+def _smoke(patient: Patient) -> Check:
+    """The embedded model in every precision of this device."""
+    from everyframe.doctor.smoke import smoke
+
+    return smoke(patient)
+
+
+def _tested(patient: Patient) -> dict[str, Any]:
+    machine = replace(patient.machine, software=patient.software)
+    told = look_up(machine, machine.devices[0], table().rows)
+    return {"answer": told.answer, "minimum": table().minimum, "row": told.own}

@@ -1,0 +1,108 @@
+"""Active probes: small pieces of what a run computes, each against what it must come to.
+
+A probe is a function of a device's name (``cuda:0``) that gives an `outcome`, and is called in a
+process of its own with a time limit, because the worst that it can find ends the process. It may
+say that something is wrong or worth knowing; that it died or hung is seen from outside.
+Read next: `arithmetic`, `layers`, `speed`, `collectives`, `extensions`, and
+`everyframe.hardware.isolated`, which runs them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A probe by name: its line for people, where its function is, its limit in `seconds`.
+
+    `needs_several` are run once for all accelerators and only where there are two or more. What
+    `is_optional` finds wrong is only a note: no run needs it. `advice` is what to do if it fails.
+    """
+
+    name: str
+    title: str
+    place: str
+    seconds: float
+    advice: str
+    needs_several: bool = False
+    is_optional: bool = False
+
+
+_HERE = "everyframe.doctor.probes"
+
+PROBES = (
+    Probe(
+        "products", "matrix products against float64", f"{_HERE}.arithmetic:products", 60,
+        "do not use the dtype that is named: everyframe generate … --dtype fp32",
+    ),
+    Probe(
+        "linear", "linear layers of the sizes that killed others", f"{_HERE}.arithmetic:linear", 60,
+        'pip install -U torch (on NVIDIA cards also: pip install "nvidia-cublas-cu12>=12.5.2.13")',
+    ),
+    Probe(
+        "attention", "attention with large keys", f"{_HERE}.arithmetic:large_keys", 60,
+        "compute in float32 here: everyframe generate … --dtype fp32",
+    ),
+    Probe(
+        "strides", "attention of permuted, masked and long rows", f"{_HERE}.arithmetic:strides", 60,
+        "pip install -U torch, or compute on the CPU: everyframe generate … --device cpu",
+    ),
+    Probe(
+        "timestep", "embedding of timesteps", f"{_HERE}.arithmetic:timestep", 30,
+        "compute on the CPU: everyframe generate … --device cpu",
+    ),
+    Probe(
+        "layers", "layers of every dtype", f"{_HERE}.layers:layers", 60,
+        "do not use the dtype that is named: everyframe generate … --dtype fp32",
+    ),
+    Probe(
+        "convolution", "3D convolution, its value and memory", f"{_HERE}.layers:convolution", 90,
+        "decode in float32: everyframe generate … --dtype fp32",
+    ),
+    Probe(
+        "upsampling", "upsampling in autoencoders", f"{_HERE}.layers:upsampling", 30,
+        "decode in float32: everyframe generate … --dtype fp32",
+    ),
+    Probe(
+        "bf16", "whether bf16 is emulated, by timing", f"{_HERE}.speed:bf16", 60,
+        "compute in float32: everyframe generate … --dtype fp32", is_optional=True,
+    ),
+    Probe(
+        "extensions", "attention packages that are installed", f"{_HERE}.extensions:extensions", 60,
+        "pip uninstall the package that is named; torch's own attention is used then",
+    ),
+    Probe(
+        "compile", "compiling a small kernel", f"{_HERE}.speed:compile_kernel", 120,
+        "no run needs it; to have it, install a C++ compiler (apt install g++) or update torch",
+        is_optional=True,
+    ),
+    Probe(
+        "collectives", "all-reduce and uneven all-to-all", f"{_HERE}.collectives:collectives", 90,
+        "export NCCL_P2P_DISABLE=1 NCCL_IB_DISABLE=1", needs_several=True,
+    ),
+)  # fmt: skip
+
+
+def call(place: str, device: str) -> dict[str, Any]:
+    """Call the probe at that place; it brings torch, so only in a process of its own."""
+    module, _, name = place.partition(":")
+    found: dict[str, Any] = getattr(import_module(module), name)(device)
+    return found
+
+
+def outcome(
+    wrong: list[str] | None = None,
+    notes: list[str] | None = None,
+    skipped: str | None = None,
+    **measured: Any,
+) -> dict[str, Any]:
+    """What a probe gives: sentences of what is wrong and of what is worth knowing, and numbers."""
+    return {
+        "wrong": wrong or [],
+        "notes": notes or [],
+        "skipped": skipped,
+        "measured": measured,
+    }

@@ -1,0 +1,185 @@
+"""Probes of products, attention and the timestep embedding, each against float64 on the CPU.
+
+They run as a run does, with float32 that is float32 and wide sums. Read next: `layers`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from everyframe.doctor.probes import outcome
+from everyframe.numerics.compare import largest_error
+from everyframe.ops.attention import attention
+from everyframe.ops.timestep_embedding import timestep_embedding
+from everyframe.precision.full import full_float32
+
+#: How far a sum of about a thousand products may be off, by the largest value of the result: some
+#: ten roundings of the result's dtype. TF32 gives 5e-4 and so fails as float32.
+LIMITS = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+
+#: (dtype, rows, in, out) of linear layers that ended processes or gave errors or zeros: H20 with
+#: cuBLAS 12.1, RTX 4090 with torch 2.9.1, Intel GPUs. See the known issues of the probe `linear`.
+_SHAPES = (
+    (torch.bfloat16, 2, 1024, 18432),
+    (torch.float16, 64, 14688, 1536),
+    (torch.bfloat16, 1, 256, 6144),
+    (torch.float16, 14, 4096, 4096),
+    (torch.float16, 2, 320, 1280),
+    (torch.float32, 2, 320, 1280),
+)
+
+
+def dtypes_of(device: str) -> tuple[torch.dtype, ...]:
+    """The dtypes that runs use on such a device; fp16 on a CPU is none of them."""
+    wide = (torch.float32, torch.bfloat16)
+    return wide if torch.device(device).type == "cpu" else (*wide, torch.float16)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """``float16`` of ``torch.float16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def products(device: str) -> dict[str, Any]:
+    """A product in every dtype, and one whose parts leave the range of fp16 while its sum fits."""
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(192, 1024, generator=generator)
+    b = torch.randn(1024, 192, generator=generator)
+    wrong, errors = [], {}
+    with full_float32():
+        for dtype in dtypes_of(device):
+            x, y = a.to(dtype), b.to(dtype)
+            error = _relative(x.to(device) @ y.to(device), x.double() @ y.double())
+            errors[name_of(dtype)] = error
+            if not error <= LIMITS[dtype]:
+                wrong.append(
+                    f"products in {name_of(dtype)} are off by {error:.1e} of the largest value "
+                    f"(allowed {LIMITS[dtype]:.0e})"
+                )
+            if not _sums_widely(device, dtype):
+                wrong.append(f"products in {name_of(dtype)} are summed too narrowly, and overflow")
+    return outcome(wrong, errors=errors)
+
+
+def _sums_widely(device: str, dtype: torch.dtype) -> bool:
+    """Whether 16 * (4096 - 4096) + 8 comes to 8; the first half alone is beyond fp16."""
+    x = torch.full((16, 8192), 16.0, dtype=dtype, device=device)
+    y = torch.ones(8192, 16, dtype=dtype, device=device)
+    y[4096:] = -1
+    y[0] = 1.5
+    return bool(torch.isclose((x @ y).float().cpu(), torch.tensor(8.0), atol=0.05).all())
+
+
+def linear(device: str) -> dict[str, Any]:
+    """Layers of the sizes of `_SHAPES`, whose exact result is known without computing it."""
+    wrong = []
+    with full_float32():
+        for dtype, rows, wide, out in _SHAPES:
+            if dtype not in dtypes_of(device):
+                continue
+            x = torch.ones(rows, wide, dtype=dtype, device=device)
+            weight = torch.full((out, wide), 2.0**-10, dtype=dtype, device=device)
+            bias = torch.ones(out, dtype=dtype, device=device)
+            want = wide / 1024 + 1
+            error = float((F.linear(x, weight, bias).float().cpu() - want).abs().max()) / want
+            if not error <= 1e-2:
+                wrong.append(
+                    f"a linear layer from {wide} to {out} with {rows} rows in {name_of(dtype)} is "
+                    f"off by {error:.1e}"
+                )
+    return outcome(wrong)
+
+
+def large_keys(device: str) -> dict[str, Any]:
+    """Attention whose scores pass 65504 before they are scaled: half precision sums give NaN."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 2, 128, 128, generator=generator).sign() * 24
+    k = q + 0.5 * torch.randn(q.shape, generator=generator)
+    v = torch.randn(q.shape, generator=generator)
+    wrong, errors = [], {}
+    # On a CPU too: there it is quick at this size, and says whether torch's attention sums widely.
+    for dtype in (torch.float16, torch.bfloat16):
+        a, b, c = (x.to(dtype) for x in (q, k, v))
+        got = attention(a.to(device), b.to(device), c.to(device))
+        want = F.scaled_dot_product_attention(a.double(), b.double(), c.double())
+        error = _relative(got, want)
+        errors[name_of(dtype)] = error
+        if not error <= 0.02:
+            wrong.append(
+                f"attention in {name_of(dtype)} with large keys "
+                + ("is not finite" if not bool(got.isfinite().all()) else f"is off by {error:.1e}")
+            )
+    return outcome(wrong, errors=errors)
+
+
+def strides(device: str) -> dict[str, Any]:
+    """torch's attention of permuted views and with a mask, by every kernel that it has here."""
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randn(2, 200, 4, 64, generator=generator) for _ in range(3)]
+    mask = torch.ones(200, 200, dtype=torch.bool)
+    mask[:, -37:] = False
+    wrong, errors = [], {}
+    kernels = _kernels(device)
+    for dtype in dtypes_of(device):
+        q, k, v = (x.to(dtype) for x in rows)
+        for masked in (None, mask):
+            want = _attend(q.double(), k.double(), v.double(), masked)
+            there = masked.to(device) if masked is not None else None
+            for name, kernel in kernels.items():
+                got = _by_kernel(kernel, q.to(device), k.to(device), v.to(device), there)
+                if got is None:
+                    continue  # this kernel doesn't take such inputs, which torch knows
+                case = f"{name}, {name_of(dtype)}{', masked' if masked is not None else ''}"
+                errors[case] = _relative(got, want)
+                if not errors[case] <= 2 * LIMITS[dtype]:
+                    wrong.append(f"attention ({case}) is off by {errors[case]:.1e}")
+    return outcome(wrong, errors=errors)
+
+
+def _kernels(device: str) -> dict[str, SDPBackend | None]:
+    """The kernels to try by name; None is torch's own choice."""
+    kernels: dict[str, SDPBackend | None] = {"torch's choice": None}
+    if torch.device(device).type == "cuda":
+        for name in ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "MATH"):
+            kernels[name.lower()] = getattr(SDPBackend, name)
+    return kernels
+
+
+def _by_kernel(
+    kernel: SDPBackend | None, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+) -> Tensor | None:
+    """Attention by that kernel; None where torch says that it has none for these inputs."""
+    if kernel is None:
+        return _attend(q, k, v, mask)
+    with sdpa_kernel(kernel):
+        try:
+            return _attend(q, k, v, mask)
+        except RuntimeError as error:
+            if "No available kernel" in str(error):
+                return None
+            raise
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention over (B, N, heads, D), seen as (B, heads, N, D) without a copy."""
+    a, b, c = (x.permute(0, 2, 1, 3) for x in (q, k, v))
+    return F.scaled_dot_product_attention(a, b, c, attn_mask=mask)
+
+
+def timestep(device: str) -> dict[str, Any]:
+    """The embedding of timesteps that bf16 would turn into others."""
+    t = torch.tensor([0.5, 750.0, 937.0, 988.49, 999.4], dtype=torch.float64)
+    got = timestep_embedding(t.float().to(device), 256)
+    # float32 rounds angles of 1000 by 6e-5; kernels with fast sines were seen at 1e-3.
+    error = _relative(got, timestep_embedding(t.float().double(), 256))
+    wrong = [] if error <= 5e-4 else [f"the embedding of timesteps is off by {error:.1e}"]
+    return outcome(wrong, error=error)
+
+
+def _relative(got: Tensor, want: Tensor) -> float:
+    return largest_error(got, want).relative

@@ -1,0 +1,84 @@
+"""Probe of what several devices say to each other: a sum over all, and pieces of uneven size.
+
+Each rank is a process of its own, a child of the probe's, so that all end with it. A hang is found
+by the probe's time limit. Read next: `everyframe.hardware.isolated`.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from everyframe.doctor.probes import outcome
+from everyframe.hardware.isolated import signal_name
+
+#: Ranks give up after this; the probe's own limit is longer, so that they can say so.
+_PATIENCE = timedelta(seconds=30)
+
+
+def collectives(device: str) -> dict[str, Any]:
+    """All cards of this kind by NCCL (or what takes its place with ROCm), a rank each."""
+    count = torch.cuda.device_count() if torch.device(device).type == "cuda" else 0
+    if count < 2:
+        return outcome(skipped="fewer than two devices")
+    return among(count, "nccl")
+
+
+def among(num_ranks: int, backend: str) -> dict[str, Any]:
+    """The probe among that many ranks; with ``gloo`` they compute on the CPU."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="everyframe-") as folder:
+        place = f"file://{folder}/meeting"
+        results = context.SimpleQueue()
+        ranks = [
+            context.Process(target=_rank, args=(rank, num_ranks, backend, place, results))
+            for rank in range(num_ranks)
+        ]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+        said = []
+        while not results.empty():
+            said.append(results.get())
+    wrong = [text for text in said if text]
+    for rank, process in enumerate(ranks):
+        code = process.exitcode or 0
+        if code:
+            how = signal_name(-code) if code < 0 else f"exit code {code}"
+            wrong.append(f"rank {rank} of {num_ranks} ended with {how}")
+    return outcome(wrong, ranks=num_ranks, backend=backend)
+
+
+def _rank(rank: int, num_ranks: int, backend: str, place: str, results: Any) -> None:
+    device = torch.device("cpu" if backend == "gloo" else f"cuda:{rank}")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        backend, init_method=place, rank=rank, world_size=num_ranks, timeout=_PATIENCE
+    )
+    results.put(_sum(device, rank, num_ranks) or _deal(device, rank, num_ranks))
+    dist.destroy_process_group()
+
+
+def _sum(device: torch.device, rank: int, num_ranks: int) -> str:
+    """The sum of each rank's number; an empty text if it is right."""
+    x = torch.full((1 << 16,), float(rank + 1), device=device)
+    dist.all_reduce(x)
+    want = num_ranks * (num_ranks + 1) / 2
+    return "" if bool((x == want).all()) else f"rank {rank}: a sum over all is wrong"
+
+
+def _deal(device: torch.device, rank: int, num_ranks: int) -> str:
+    """Rank r sends each other rank r + 1 numbers that say who sent them."""
+    sent = torch.full(((rank + 1) * num_ranks,), float(rank), device=device)
+    sizes = [other + 1 for other in range(num_ranks)]
+    got = torch.empty(sum(sizes), device=device)
+    dist.all_to_all_single(got, sent, sizes, [rank + 1] * num_ranks)
+    want = torch.cat([torch.full((other + 1,), float(other)) for other in range(num_ranks)])
+    return "" if torch.equal(got.cpu(), want) else f"rank {rank}: uneven pieces arrive wrong"

@@ -1,0 +1,98 @@
+"""Runs the probes, each in a process of its own, and words what came of them.
+
+A probe that dies, hangs or finds a wrong value is trouble with its signal or number named; that the
+probe itself can't be run is told as such. Nothing of it ends the doctor.
+Read next: `probes`, `everyframe.hardware.isolated`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+
+from everyframe.core.facts import DeviceFacts, MachineFacts
+from everyframe.doctor.probes import Probe, call
+from everyframe.doctor.report import Check, Finding, Mark
+from everyframe.hardware.isolated import Ended, run_isolated
+from everyframe.hardware.known_issues import Mend, explaining
+
+
+def devices_to_probe(machine: MachineFacts) -> tuple[DeviceFacts, ...]:
+    """One of each kind of accelerator; the processor where there is nothing else."""
+    different = {(device.name, device.capability): device for device in reversed(machine.devices)}
+    accelerators = [device for device in different.values() if device.kind != "cpu"]
+    return tuple(reversed(accelerators)) or (machine.cpu,)
+
+
+def probe(item: Probe, devices: Sequence[DeviceFacts]) -> Check:
+    """Run a probe on each of these devices."""
+    targets = list(devices[:1] if item.needs_several else devices)
+    found: list[Finding] = []
+    seconds, skipped, details = 0.0, [], []
+    for device in targets:
+        ended = run_isolated(call, item.place, device.torch_name, seconds=item.seconds)
+        seconds += ended.seconds
+        if ended.is_well and ended.value["skipped"]:
+            skipped.append(str(ended.value["skipped"]))
+            continue
+        if ended.is_well:
+            details.append(f"{device.torch_name}: {json.dumps(ended.value['measured'])}")
+        found += _findings(item, device, ended)
+    where = ", ".join(device.torch_name for device in targets)
+    said = f"not run: {skipped[0]}" if skipped else f"{item.title}, on {where}"
+    return Check.of(item.name, said, found, details, seconds)
+
+
+def _findings(item: Probe, device: DeviceFacts, ended: Ended) -> Iterator[Finding]:
+    where = device.torch_name
+    if not ended.is_well:
+        yield _ended_badly(item, where, ended)
+        return
+    for text in ended.value["wrong"]:
+        yield Finding(
+            mark="note" if item.is_optional else "trouble",
+            says=f"{where}: {text}",
+            mend=(Mend(do=item.advice),),
+            evidence=ended.value["measured"],
+        )
+    for text in (*ended.value["notes"], *_slow_bf16(item, device, ended)):
+        yield Finding(
+            mark="note",
+            says=f"{where}: {text}",
+            mend=(Mend(do=item.advice),),
+            evidence=ended.value["measured"],
+        )
+
+
+def _slow_bf16(item: Probe, device: DeviceFacts, ended: Ended) -> Iterator[str]:
+    """Where facts say that bf16 is quick and the clock says that it isn't."""
+    ratio = ended.value["measured"].get("bf16_over_float32")
+    if item.name == "bf16" and device.has_fast_bf16 and ratio is not None and ratio > 1.2:
+        yield f"bf16 takes {ratio:.1f} times as long as float32, although it should be quicker"
+
+
+def _ended_badly(item: Probe, where: str, ended: Ended) -> Finding:
+    """Died, hung, or raised: the last is the program's own word, and may be a known issue."""
+    issues = explaining(f"{ended.printed} {ended.error or ''}")
+    known = [mend for issue in issues for mend in issue.mend]
+    mark: Mark = "note" if item.is_optional else "trouble"
+    return Finding(
+        mark=mark,
+        says=f"{where}: {item.title}: the probe {_how(ended)}",
+        cause=" ".join(issue.cause for issue in issues) or _last_line(ended.printed) or None,
+        mend=(*known, Mend(do=item.advice)),
+        issue=issues[0].id if issues else None,
+        sources=tuple(source for issue in issues for source in issue.sources),
+        evidence={"printed": ended.printed[-800:], "seconds": round(ended.seconds, 2)},
+    )
+
+
+def _how(ended: Ended) -> str:
+    if ended.error is not None:
+        return f"failed: {ended.error}"
+    return str(ended)
+
+
+def _last_line(printed: str) -> str:
+    lines = printed.splitlines()
+    return lines[-1].strip()[:200] if lines else ""

@@ -1,0 +1,96 @@
+"""The small validation of new hardware: the embedded model in every precision of this device.
+
+Each is made in a process of its own, with the same seed and noise, and compared with float32 on the
+CPU frame by frame. Read next: `everyframe.api`, `everyframe.precision.policy`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from everyframe.core.facts import DeviceFacts
+from everyframe.doctor.checks import Patient
+from everyframe.doctor.report import Check, Finding
+from everyframe.hardware.isolated import run_isolated
+from everyframe.hardware.known_issues import Mend
+
+#: A video takes seconds; what takes this long hangs. All together stay under 2 minutes.
+_SECONDS = 60.0
+
+#: The largest mean difference of a frame, of pixels in 0..1, that a precision may make. float32 on
+#: another device differs by rounding only; half precision moves edges by parts of a pixel.
+_BUDGETS = {"float32": 1 / 255, "bfloat16": 8 / 255, "float16": 8 / 255}
+
+_ASKED: dict[str, Any] = {
+    "prompt": "a red circle moves to the right on a white background",
+    "seed": 7,
+    "num_inference_steps": 6,
+}
+
+
+def smoke(patient: Patient) -> Check:
+    """The check ``smoke``: a line a precision, trouble where frames are wrong."""
+    device = patient.machine.devices[0]
+    reference = run_isolated(frames_of, "cpu", "float32", seconds=_SECONDS)
+    seconds = reference.seconds
+    if not reference.is_well:
+        finding = Finding(mark="trouble", says=f"the embedded model on the CPU {reference}")
+        return Check.of("smoke", "float32 on the CPU", [finding], seconds=seconds)
+    found: list[Finding] = []
+    details = []
+    for dtype in _dtypes(device):
+        ended = run_isolated(frames_of, device.torch_name, dtype, seconds=_SECONDS)
+        seconds += ended.seconds
+        if not ended.is_well:
+            found.append(_wrong(device, dtype, str(ended)))
+            continue
+        worst = _worst_frame(ended.value, reference.value)
+        details.append(f"{device.torch_name} in {dtype}: off by {255 * worst:.2f} of 255 at most")
+        if not worst <= _BUDGETS[dtype]:
+            found.append(_wrong(device, dtype, f"is off by {255 * worst:.1f} of 255 in a frame"))
+    said = f"a video in {', '.join(_dtypes(device))} on {device.torch_name} against float32"
+    return Check.of("smoke", said, found, details, seconds)
+
+
+def _dtypes(device: DeviceFacts) -> tuple[str, ...]:
+    """What the device has; on the CPU float32 is the reference itself, and fp16 takes minutes."""
+    if device.kind == "cpu":
+        return ("bfloat16",)
+    return tuple(dtype for dtype in _BUDGETS if dtype in device.dtypes)
+
+
+def _wrong(device: DeviceFacts, dtype: str, how: str) -> Finding:
+    return Finding(
+        mark="trouble",
+        says=f"the embedded model on {device.torch_name} in {dtype} {how}",
+        mend=(
+            Mend(do="compute in float32", command="everyframe generate … --dtype fp32"),
+            Mend(do="or on the CPU", command="everyframe generate … --device cpu"),
+        ),
+    )
+
+
+def frames_of(device: str, dtype: str) -> list[Any]:
+    """The frames of the small video as numbers of 0..255, nested (T, H, W, 3); imports torch."""
+    from everyframe.api import generate
+
+    video = generate(device=device, dtype=dtype, **_ASKED)
+    assert not isinstance(video, list), "one was asked for"
+    frames: list[Any] = video.frames.tolist()
+    return frames
+
+
+def _worst_frame(got: list[Any], want: list[Any]) -> float:
+    """The largest mean difference of a frame, of pixels in 0..1; infinite for another shape."""
+    one, other = np.asarray(got, np.float32), np.asarray(want, np.float32)
+    if one.shape != other.shape:
+        return float("inf")
+    return max(_differences(one, other))
+
+
+def _differences(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> Iterator[float]:
+    for a, b in zip(one, other, strict=True):
+        yield float(np.abs(a - b).mean()) / 255
