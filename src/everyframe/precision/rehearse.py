@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -136,7 +136,11 @@ class _Attention(TorchFunctionMode):
         given = kwargs or {}
         if func is F.scaled_dot_product_attention and args and args[0].device.type == STAND_IN:
             return self._run.attention(*args, **given)
-        return func(*args, **given)
+        try:
+            return func(*args, **given)
+        except RuntimeError as error:
+            # Some functions compare dtypes before any operation is reached.
+            self._run.fails(str(getattr(func, "__name__", func)), error)
 
 
 class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -186,10 +190,8 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live.known(tensors)
         try:
             answer = func(*args, **kwargs)
-        except (RuntimeError, NotImplementedError) as error:
-            said = (str(error).strip() or type(error).__name__).splitlines()[0]
-            self._find(operation, [("fails", said)])
-            raise _Failed from error
+        except RuntimeError as error:
+            self.fails(operation, error)
         results = [each for each in tree_leaves(answer) if isinstance(each, Tensor)]
         place = self._place(operation)
         self.live.made(results, place)
@@ -198,6 +200,12 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.work.operation(func, args, tensors, results)
             self._check(operation, args, tensors, results)
         return answer
+
+    def fails(self, operation: str, error: RuntimeError) -> NoReturn:
+        """An operation raised: a finding, and the end of this run."""
+        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        self._find(operation, [("fails", said)])
+        raise _Failed from error
 
     def attention(
         self,

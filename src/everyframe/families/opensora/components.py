@@ -1,7 +1,7 @@
 """The three parts of an Open-Sora model as components: how they are built, and what they need.
 
-Forecasts count the tensors that are alive at the peak of each part; `tests/planning` holds them
-against what is measured. Read next: `stages.py`, which runs the parts.
+Read next: `stages.py`, which runs the parts, and `rehearsals.py`, by which their memory and time are
+forecast.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from everyframe.core.plan import Settings
@@ -103,9 +102,7 @@ class Sizes:
         return build_encoder(self.text)
 
 
-def components(
-    sizes: Sizes, settings: Settings, sources: Mapping[str, str], prefers: str
-) -> tuple[Component, ...]:
+def components(sizes: Sizes, sources: Mapping[str, str], prefers: str) -> tuple[Component, ...]:
     """Text encoder, denoiser and autoencoder, in the order in which they run."""
     count = sizes.num_elements
 
@@ -118,58 +115,11 @@ def components(
     # Decoded pixels are the product: float32 unless asked otherwise.
     vae = ComponentNeeds("vae", total["vae"], prefers="float32")
     parts = (
-        (text, "T5 text encoder", "text", partial(_text_bytes, sizes)),
-        (denoiser, "STDiT denoiser", "denoise", partial(_denoiser_bytes, sizes, settings)),
-        (vae, "video autoencoder", "decode", partial(_vae_bytes, sizes, settings)),
+        (text, "T5 text encoder", "text"),
+        (denoiser, "STDiT denoiser", "denoise"),
+        (vae, "video autoencoder", "decode"),
     )
     return tuple(
-        Component(need.name, title, stage, sources[need.name], count[need.name], need, working)
-        for need, title, stage, working in parts
+        Component(need.name, title, stage, sources[need.name], count[need.name], need)
+        for need, title, stage in parts
     )
-
-
-def _text_bytes(sizes: Sizes, element: int) -> int:
-    """Scores and the widest hidden layer of one block for one padded prompt."""
-    length = sizes.denoiser.model_max_length
-    config = sizes.text
-    scores = int(config["num_heads"]) * length * length * 4
-    wide = length * (3 * int(config["d_ff"]) + 6 * int(config["d_model"]))
-    return 2 * scores + wide * (element + 4)
-
-
-def _denoiser_bytes(sizes: Sizes, settings: Settings, element: int) -> int:
-    """One block at its widest, for both guidance branches, and the text's keys and values."""
-    config = sizes.denoiser
-    frames, height, width = sizes.vae.latent_size(
-        settings.num_frames, settings.height, settings.width
-    )
-    patch_t, patch_h, patch_w = config.patch_size
-    tokens = ceil(frames / patch_t) * ceil(height / patch_h) * ceil(width / patch_w)
-    batch = 1 if settings.guidance_scale == 1 else 2
-    stream = batch * tokens * config.hidden_size
-    # Float32: the stream, its normed and modulated copies. Narrow: queries, keys and values with
-    # their reordered copies, or the two halves of the MLP.
-    block = stream * (4 * 8 + element * 6)
-    num_blocks = config.depth * (1 if isinstance(config, STDiTConfig) else 2)
-    text = num_blocks * 2 * batch * config.model_max_length * config.hidden_size * element
-    # The text itself comes in float32.
-    given = batch * config.model_max_length * config.caption_channels * 4
-    return block + text + given
-
-
-def _vae_bytes(sizes: Sizes, settings: Settings, element: int) -> int:
-    """The last level of the spatial decoder for one micro-batch, and all frames that came out."""
-    vae = sizes.vae
-    spatial = vae.spatial if isinstance(vae, VideoVAEConfig) else vae
-    channels = spatial.autoencoder.get("block_out_channels", (64,))
-    pixels = settings.height * settings.width
-    widest = int(max(channels[:2]))
-    frames = min(settings.num_frames, spatial.micro_batch_size)
-    level = frames * pixels * widest * element * 5
-    finished = settings.num_frames * pixels * 3 * 4 * 2
-    if not isinstance(vae, VideoVAEConfig):
-        return level + finished
-    piece = min(settings.num_frames, vae.micro_frame_size or settings.num_frames)
-    latent_pixels = pixels // vae.spatial_factor**2
-    temporal = piece * latent_pixels * vae.temporal.filters * 4 * element * 4
-    return max(level, temporal) + finished

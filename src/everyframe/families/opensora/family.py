@@ -69,7 +69,7 @@ class OpenSoraModel:
             "vae": parts.vae.where,
         }
         prefers = str(self.facts.defaults.get("dtype", "bfloat16"))
-        return components(self.sizes, settings, sources, prefers)
+        return components(self.sizes, sources, prefers)
 
     def rehearsals(self, settings: Settings) -> tuple[Rehearsal, ...]:
         """A call of every stage."""

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from everyframe.core.plan import Settings
 from everyframe.families.family import Component
 from everyframe.families.loading import build_on_meta, count_parameters
 from everyframe.families.svd.config import SVDConfig
@@ -97,7 +96,7 @@ def _without_notes(config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in config.items() if not name.startswith("_")}
 
 
-def components(builders: Builders, settings: Settings, where: str) -> tuple[Component, ...]:
+def components(builders: Builders, where: str) -> tuple[Component, ...]:
     """Image encoder, autoencoder and denoiser, in the order in which they first run."""
     config, count = builders.config, builders.num_elements
     total = {name: sum(elements.values()) for name, elements in count.items()}
@@ -111,13 +110,13 @@ def components(builders: Builders, settings: Settings, where: str) -> tuple[Comp
     vae = ComponentNeeds("vae", total["vae"], prefers="float32", force_upcast=config.force_upcast)
     unet = ComponentNeeds("unet", total["unet"], UNET_ISLANDS, prefers="float16")
     parts = (
-        (encoder, "CLIP image encoder", "image", partial(_encoder_bytes, config)),
-        (vae, "video autoencoder", "decode", partial(_vae_bytes, config, settings)),
-        (unet, "video UNet", "denoise", partial(_unet_bytes, config, settings)),
+        (encoder, "CLIP image encoder", "image"),
+        (vae, "video autoencoder", "decode"),
+        (unet, "video UNet", "denoise"),
     )
     return tuple(
-        Component(need.name, title, stage, f"{where}/{need.name}", count[need.name], need, working)
-        for need, title, stage, working in parts
+        Component(need.name, title, stage, f"{where}/{need.name}", count[need.name], need)
+        for need, title, stage in parts
     )
 
 
@@ -126,37 +125,3 @@ def _present(islands: tuple[str, ...], elements: Mapping[str, int]) -> tuple[str
     from everyframe.precision.islands import in_island
 
     return tuple(one for one in islands if any(in_island(name, (one,)) for name in elements))
-
-
-def _encoder_bytes(config: SVDConfig, element: int) -> int:
-    """The widest hidden layer of one block and one picture."""
-    sizes = config.image_encoder
-    tokens = (config.image_side // int(sizes.get("patch_size", 32))) ** 2 + 1
-    wide = 2 * int(sizes.get("intermediate_size", 3072)) + 6 * int(sizes.get("hidden_size", 768))
-    return tokens * wide * (element + 4) + 3 * config.image_side**2 * 4 * 4
-
-
-def _unet_bytes(config: SVDConfig, settings: Settings, element: int) -> int:
-    """One block at full resolution, for both guidance branches, and what skips wait with."""
-    channels = [int(c) for c in config.unet.get("block_out_channels", (320, 640, 1280, 1280))]
-    given = config.unet.get("layers_per_block", 2)
-    layers = int(max(given) if isinstance(given, (list, tuple)) else given)
-    factor = config.spatial_factor
-    pixels = (settings.height // factor) * (settings.width // factor)
-    batch = 1 if settings.guidance_scale <= 1 else 2
-    tokens = batch * settings.num_frames * pixels
-    skips: int = sum((tokens >> 2 * i) * width * (layers + 1) for i, width in enumerate(channels))
-    # Float32: the stream, its normed copies, the skip that is joined to it. Narrow: the gated
-    # hidden layer of the feed-forward, eight times as wide, and its product.
-    block = tokens * channels[0] * (4 * 6 + element * 14)
-    return skips * 4 + block
-
-
-def _vae_bytes(config: SVDConfig, settings: Settings, element: int) -> int:
-    """The last level of the decoder for one chunk, and the frames that came out of it."""
-    channels = [int(c) for c in config.vae.get("block_out_channels", (64,))]
-    pixels = settings.height * settings.width
-    chunk = min(int(settings.option("decode_chunk_size")), settings.num_frames)
-    widest = max(channels[:2])
-    level = max(chunk, 1) * pixels * widest * element * 4
-    return level + chunk * pixels * 3 * 4 * 3

@@ -59,7 +59,7 @@ class SVDModel:
 
     def components(self, settings: Settings) -> tuple[Component, ...]:
         """Image encoder, autoencoder, denoiser."""
-        return components(self.builders, settings, self.files.where)
+        return components(self.builders, self.files.where)
 
     def rehearsals(self, settings: Settings) -> tuple[Rehearsal, ...]:
         """A call of every stage."""

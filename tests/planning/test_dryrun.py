@@ -1,0 +1,198 @@
+"""Every family in the plan of every profile, without its hardware: no clash, and islands hold."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import small_models
+from everyframe.core.facts import DeviceFacts, Product, Rates
+from everyframe.core.plan import Precision, Settings
+from everyframe.families.family import Rehearsing
+from everyframe.hardware.profiles import find_profile, profile_names
+from everyframe.planning import dryrun
+from everyframe.planning.dryrun import DryRun, call_seconds, dry_run, heaviest
+from everyframe.precision.policy import choose
+from everyframe.precision.work import Work
+
+MODELS = small_models.all_models()
+SETTINGS = {
+    "opensora-1.0": small_models.settings(32, 32, 16),
+    "opensora-1.2": small_models.settings(64, 64, 17),
+    "svd": small_models.settings(64, 64, 4),
+}
+NARROW = {"float16", "bfloat16"}
+
+
+def device(profile: str) -> DeviceFacts:
+    return find_profile(profile).machine().devices[0]
+
+
+def runs_of(
+    model: Any, settings: Settings, facts: DeviceFacts, dtype: str = "auto"
+) -> dict[str, DryRun]:
+    """Each stage dry, in the policy that a model of the real size would have there."""
+    needs = {part.name: part.needs for part in model.components(settings)}
+    found = {}
+    for each in model.rehearsals(settings):
+        real = replace(needs[each.component], num_parameters=10**9)
+        precision, _ = choose(facts, dtype, real, force=True)
+        found[each.stage] = dry_run(each, precision, facts)
+    return found
+
+
+@pytest.mark.parametrize("profile", profile_names())
+@pytest.mark.parametrize("name", MODELS)
+def test_every_family_runs_dry_in_every_profile(name: str, profile: str) -> None:
+    facts = device(profile)
+    runs = runs_of(MODELS[name], SETTINGS[name], facts)
+    assert {run: run_.found.findings for run, run_ in runs.items() if run_.found.findings} == {}
+    # It did run, and in what the policy says.
+    assert all(run.found.num_operations > 20 for run in runs.values())
+    dtypes = {dtype for run in runs.values() for _, _, dtype in run.found.seen}
+    auto = {"cpu-fp32": set(), "cuda-sm70": {"float16"}, "cuda-sm75": {"float16"},
+            "mps": {"float16"}}.get(profile, {"bfloat16"})  # fmt: skip
+    assert dtypes & NARROW == auto
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_dtype_that_was_asked_for_has_no_clash_either(name: str, dtype: str) -> None:
+    runs = runs_of(MODELS[name], SETTINGS[name], device("cuda-sm90"), dtype)
+    assert [line for run in runs.values() for line in run.clashes()] == []
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_steers_everything_is_float32_where_products_are_not(name: str) -> None:
+    for profile in ("cuda-sm70", "cuda-sm90", "cpu-bf16"):
+        runs = runs_of(MODELS[name], SETTINGS[name], device(profile))
+        found = runs["denoise"].found
+        # Parameters are narrow; what counts is where numbers are made of them.
+        copies = ("aten::_to_copy", "aten::copy_", "aten::clone")
+        narrow_places = {m for m, op, dtype in found.seen if dtype in NARROW and op not in copies}
+        assert narrow_places, "some products are narrow"
+        # Timesteps, guidance and the sampler are around the model: no module is running.
+        steered = {"", "t_embedder", "t_embedder.sinusoid", "fps_embedder.sinusoid", "rope",
+                   "time_proj", "add_time_proj", "x_embedder", "final_layer"}  # fmt: skip
+        assert not narrow_places & steered
+        for module, operation, dtype in found.seen:
+            last = module.rpartition(".")[2]
+            if (
+                last
+                in (
+                    "modulation",
+                    "modulate",
+                    "modulate1",
+                    "modulate2",
+                    "sinusoid",
+                    "norm1",
+                    "norm2",
+                    "norm_final",
+                )
+                and name != "svd"
+                and operation not in copies
+            ):
+                assert dtype not in NARROW, (module, operation)
+            if operation in ("aten::exp", "aten::cos", "aten::sin", "aten::pow", "aten::log"):
+                assert dtype not in NARROW, (module, operation)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_islands_of_the_plan_compute_in_float32(name: str) -> None:
+    model, settings = MODELS[name], SETTINGS[name]
+    needs = {part.name: part.needs for part in model.components(settings)}
+    runs = runs_of(model, settings, device("cuda-sm90"))
+    for run in runs.values():
+        for island in needs[run.rehearsal.component].islands:
+            dtypes = {
+                dtype
+                for module, operation, dtype in run.found.seen
+                if operation in ("aten::addmm", "aten::mm", "aten::convolution")
+                and module and rules_in(module, island)
+            }  # fmt: skip
+            assert not dtypes & NARROW, (island, dtypes)
+
+
+def rules_in(module: str, island: str) -> bool:
+    from everyframe.precision.islands import in_island
+
+    return in_island(module, (island,))
+
+
+@pytest.mark.parametrize("name", ["opensora-1.2", "svd"])
+def test_an_autoencoder_decodes_in_float32_on_every_device(name: str) -> None:
+    for profile in ("cuda-sm70", "cuda-sm90", "mps"):
+        runs = runs_of(MODELS[name], SETTINGS[name], device(profile))
+        decoded = {dtype for _, _, dtype in runs["decode"].found.seen}
+        assert not decoded & NARROW
+    # The checkpoint's word (force_upcast) stands against --dtype fp16 too.
+    asked = runs_of(MODELS["svd"], SETTINGS["svd"], device("cuda-sm70"), "float16")
+    assert not {dtype for _, _, dtype in asked["decode"].found.seen} & NARROW
+
+
+def test_a_forced_upcast_that_is_undone_is_found() -> None:
+    """diffusers casts SVD's autoencoder back to fp16 before decoding: float32 latents meet it."""
+    rehearsal = MODELS["svd"].rehearsals(SETTINGS["svd"])[3]
+    module = rehearsal.module().half()
+    from everyframe.precision.rehearse import rehearse
+
+    found = rehearse(module, None, rehearsal.call, device("cuda-sm70"))
+    last = found.findings[-1]
+    assert (last.module, last.operation, last.fatal) == ("decoder.conv_in", "conv2d", True)
+    assert "should be the same" in last.problem
+    module.float()
+
+
+def test_given_frames_and_guidance_off_are_run_dry_too() -> None:
+    given = replace(SETTINGS["opensora-1.2"], given_frames=("image",))
+    runs = runs_of(MODELS["opensora-1.2"], given, device("cuda-sm75"))
+    assert list(runs) == ["text", "given frames", "denoise", "decode"]
+    plain = replace(SETTINGS["opensora-1.2"], guidance_scale=1.0)
+    alone = runs_of(MODELS["opensora-1.2"], plain, device("cuda-sm75"))
+    assert not any(run.found.findings for run in (*runs.values(), *alone.values()))
+    work = [each["denoise"].found.work.operations for each in (alone, runs)]
+    assert work[1] > 1.8 * work[0]
+
+
+def test_every_family_can_be_run_dry() -> None:
+    assert all(isinstance(model, Rehearsing) for model in MODELS.values())
+
+
+def test_a_run_is_done_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dryrun, "_DONE", {})
+    rehearsal = MODELS["svd"].rehearsals(SETTINGS["svd"])[0]
+    precision = Precision("float32", "float32")
+    card = device("cuda-sm80")
+    one = dry_run(rehearsal, precision, card)
+    # Another card of the same rules, with another memory.
+    assert dry_run(rehearsal, precision, replace(card, free_memory=1)).found is one.found
+    assert dry_run(rehearsal, precision, device("mps")).found is not one.found
+
+
+MM = Product("product", "float32", ((64, 64), (64, 64)))
+OTHER = replace(MM, shapes=((8, 8), (8, 8)))
+ATTENTION = Product("attention", "bfloat16", ((1, 1, 8, 8),) * 3)
+
+
+def test_seconds_are_work_over_rates() -> None:
+    rates = Rates((("float32", 1e9), ("bfloat16", 4e9)), 1e10, 1e9, "made up", launch=1e-6)
+    work = Work(((MM, 3e9), (ATTENTION, 8e9)), moved_bytes=5 * 10**9, num_kernels=1000)
+    assert call_seconds(work, rates) == pytest.approx(3 + 2 + 0.5 + 0.001)
+    # What was tried counts, and stands for others of its kind.
+    tried = replace(rates, measured=((MM, 2e9),))
+    assert call_seconds(work, tried) == pytest.approx(1.5 + 2 + 0.5 + 0.001)
+    assert call_seconds(Work(((OTHER, 2e9),)), tried) == pytest.approx(1)
+
+
+def test_what_is_tried_is_what_takes_longest_and_one_of_each_kind() -> None:
+    rehearsal = MODELS["svd"].rehearsals(SETTINGS["svd"])[0]
+
+    def run(products: Any, num_calls: float) -> DryRun:
+        found = dry_run(rehearsal, Precision("float32", "float32"), device("cuda-sm80")).found
+        return DryRun(replace(rehearsal, num_calls=num_calls), replace(found, work=Work(products)))
+
+    runs = [run(((MM, 1e9), (OTHER, 2e9)), 1), run(((MM, 1e9), (ATTENTION, 1e6)), 5)]
+    assert heaviest(runs, 1) == [MM, ATTENTION]
+    assert heaviest(runs, 3) == [MM, ATTENTION, OTHER]

@@ -1,0 +1,93 @@
+"""Models of every family that is run dry, made of configs alone: nothing is written or read.
+
+Sizes are tiny, but the structure is that of the released ones.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import tiny
+from everyframe.core.plan import Settings
+from everyframe.families.opensora.components import Sizes
+from everyframe.families.opensora.config import STDiT3Config, STDiTConfig
+from everyframe.families.opensora.family import OpenSoraModel
+from everyframe.families.opensora.options import OpenSoraOptions
+from everyframe.families.opensora.settle import Facts
+from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConfig
+from everyframe.families.svd.components import Builders
+from everyframe.families.svd.config import RELEASED, SVDConfig
+from everyframe.families.svd.family import SVDModel
+from everyframe.families.svd.options import SVDOptions
+
+T5 = {
+    "model_type": "t5", "d_model": 16, "d_ff": 32, "d_kv": 8, "num_heads": 2, "num_layers": 2,
+    "vocab_size": 40, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False,
+}  # fmt: skip
+TEXT = {"caption_channels": 16, "model_max_length": 24}
+UNET = {
+    "block_out_channels": [32, 64], "layers_per_block": 1, "num_frames": 4,
+    "down_block_types": ["CrossAttnDownBlockSpatioTemporal", "DownBlockSpatioTemporal"],
+    "up_block_types": ["UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal"],
+    "cross_attention_dim": 16, "num_attention_heads": 2,
+    "projection_class_embeddings_input_dim": 24, "addition_time_embed_dim": 8,
+}  # fmt: skip
+CLIP = {
+    "hidden_size": 32, "projection_dim": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "image_size": 56, "intermediate_size": 37, "patch_size": 14,
+}  # fmt: skip
+
+
+def opensora(version: str, *, options: OpenSoraOptions | None = None, **sizes: Any) -> Any:
+    """An Open-Sora of that version; `sizes` are the denoiser's."""
+    tiny_sizes = {"hidden_size": 32, "depth": 2, "num_heads": 2, **TEXT, **sizes}
+    spatial = ImageVAEConfig(autoencoder=tiny.AUTOENCODER)
+    if version == "1.0":
+        config: Any = STDiTConfig.from_json({"input_size": [16, 4, 4], **tiny_sizes})
+        vae: Any = spatial
+    else:
+        config = STDiT3Config.from_json(tiny_sizes)
+        vae = VideoVAEConfig.from_json(
+            {
+                "vae_2d": {"config": tiny.AUTOENCODER},
+                "vae_temporal": {"type": "VAE_Temporal_SD", **tiny.TEMPORAL},
+            }
+        )
+    places = SimpleNamespace(where="nowhere")
+    parts: Any = SimpleNamespace(text_encoder=places, denoiser=places, vae=places)
+    facts = Facts(version, f"Open-Sora {version}", vae, config.patch_size, {}, False, 32)
+    return OpenSoraModel(
+        "small", options or OpenSoraOptions(), parts, Sizes(config, vae, T5), facts
+    )
+
+
+def svd(*, options: SVDOptions | None = None, **changes: Any) -> Any:
+    """A Stable Video Diffusion; `changes` are whole configs of parts."""
+    vae = {
+        **RELEASED["vae"], "block_out_channels": [32, 32, 32, 32], "layers_per_block": 1,
+    }  # fmt: skip
+    configs = {**RELEASED, "unet": {**RELEASED["unet"], **UNET}, "vae": vae, "image_encoder": CLIP}
+    config = SVDConfig.from_json("small", {**configs, **changes})
+    files: Any = SimpleNamespace(where="nowhere", missing=lambda: ())
+    return SVDModel("small", "SVD", options or SVDOptions(), files, Builders(config))
+
+
+def settings(
+    height: int = 64, width: int = 64, num_frames: int = 17, guidance: float = 3.0, **more: Any
+) -> Settings:
+    """Settings with every option that a family here asks for."""
+    options = {
+        "motion_bucket_id": 127, "noise_aug_strength": 0.02, "min_guidance_scale": 1.0,
+        "max_guidance_scale": guidance, "decode_chunk_size": num_frames, "fit": "crop",
+        **more.pop("options", {}),
+    }  # fmt: skip
+    return Settings(
+        "a", None, height, width, num_frames, 24.0, 4, guidance, 0,
+        options=tuple(options.items()), **more,
+    )  # fmt: skip
+
+
+def all_models() -> dict[str, Any]:
+    """Every family and version by a name for a test."""
+    return {"opensora-1.0": opensora("1.0"), "opensora-1.2": opensora("1.2"), "svd": svd()}
