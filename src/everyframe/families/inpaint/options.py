@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator
 
 from everyframe.core.options import FamilyOptions, option
+from everyframe.families.shared_options import fit_option, truncate_prompt_option
 
 
 def _split(value: Any) -> Any:
@@ -89,17 +90,11 @@ class InpaintOptions(FamilyOptions):
         gt=0,
         le=1000,
     )
-    fit: str = option(
-        "What becomes of a picture of other proportions: crop, pad or stretch.",
-        group="Family",
-        default="crop",
-    )
+    fit: str = fit_option()
     unblended: bool = option(
         "Keep what the decoder makes outside of the mask too, as diffusers does, and not the "
         "source itself.",
         group="Family",
         default=False,
     )
-    truncate_prompt: bool = option(
-        "Go on with the beginning of a prompt that is too long.", group="Family", default=False
-    )
+    truncate_prompt: bool = truncate_prompt_option()

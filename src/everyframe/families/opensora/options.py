@@ -6,6 +6,7 @@ Read next: `family.py`, which says which version takes which.
 from __future__ import annotations
 
 from everyframe.core.options import FamilyOptions, option
+from everyframe.families.shared_options import truncate_prompt_option
 
 
 class OpenSoraOptions(FamilyOptions):
@@ -26,9 +27,7 @@ class OpenSoraOptions(FamilyOptions):
     camera_motion: str | None = option(
         'How the camera moves, 1.2 only, such as "pan left".', group="Family", max_length=100
     )
-    truncate_prompt: bool = option(
-        "Go on with the beginning of a prompt that is too long.", group="Family", default=False
-    )
+    truncate_prompt: bool = truncate_prompt_option()
     vae: str | None = option(
         "Folder or hub id of the autoencoder, if it is not beside the denoiser.", group="Family"
     )

@@ -15,6 +15,7 @@ from pydantic import field_validator
 from everyframe.core.errors import InputError
 from everyframe.core.options import FamilyOptions
 from everyframe.core.options import option as an_option
+from everyframe.families.shared_options import fit_option
 
 #: What people write for JSON's words on a command line.
 _WORDS = {"True": True, "False": False, "None": None}
@@ -28,11 +29,7 @@ class PipelineOptions(FamilyOptions):
         group="Family",
         default={},
     )
-    fit: str = an_option(
-        "What becomes of a picture of other proportions: crop, pad or stretch.",
-        group="Family",
-        default="crop",
-    )
+    fit: str = fit_option()
     trust_remote_code: bool = an_option(
         "Run Python code that comes with the checkpoint. Read it first.",
         group="Family",

@@ -6,6 +6,7 @@ Names and defaults are those of diffusers' `StableVideoDiffusionPipeline`. Read 
 from __future__ import annotations
 
 from everyframe.core.options import FamilyOptions, option
+from everyframe.families.shared_options import fit_option
 
 
 class SVDOptions(FamilyOptions):
@@ -42,11 +43,7 @@ class SVDOptions(FamilyOptions):
         gt=0,
         le=100_000,
     )
-    fit: str = option(
-        "What becomes of a picture of other proportions: crop, pad or stretch.",
-        group="Family",
-        default="crop",
-    )
+    fit: str = fit_option()
     variant: str | None = option(
         "Stored precision of the weights to take where a model has several, such as fp16.",
         group="Family",

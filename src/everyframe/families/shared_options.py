@@ -1,0 +1,26 @@
+"""Options that more than one family knows: each written once, for their `options.py`. No torch.
+
+Not here: options that every family shares, which are `everyframe.core.request`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from everyframe.core.options import option
+
+
+def fit_option() -> Any:
+    """How a picture of other proportions is brought to the size that is worked at."""
+    return option(
+        "What becomes of a picture of other proportions: crop, pad or stretch.",
+        group="Family",
+        default="crop",
+    )
+
+
+def truncate_prompt_option() -> Any:
+    """Whether a prompt that the text encoder can't hold is cut."""
+    return option(
+        "Go on with the beginning of a prompt that is too long.", group="Family", default=False
+    )
