@@ -198,6 +198,21 @@ def test_differences_are_told(model: Path) -> None:
     assert "torch was 1.0" in lines[2]
 
 
+def test_a_default_that_is_another_now_is_told(model: Path) -> None:
+    record = record_of(model)
+    before = json.loads(json.dumps(record))
+    before["settings"]["guidance_scale"] = 9.5
+    before["settings"]["options"] = [
+        [name, 3 if name == "aesthetic" else value] for name, value in before["settings"]["options"]
+    ]
+    lines = differences(before, record)
+    assert len(lines) == 2
+    assert lines[0].startswith("the default of guidance_scale was 9.5, is ")
+    assert lines[1].startswith("the default of aesthetic was 3, is ")
+    # Another request has other settings, and nobody wonders.
+    assert differences(before, record_of(model, guidance_scale=4)) == ()
+
+
 def test_a_model_of_ones_own_disk_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

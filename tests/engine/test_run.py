@@ -25,6 +25,7 @@ from everyframe.core.events import (
     VideoDone,
 )
 from everyframe.engine import run
+from everyframe.engine.record import make_record
 from everyframe.families.opensora import stages
 
 SIZES: dict[str, Any] = {"size": "16x16", "num_frames": 3, "num_inference_steps": 2}
@@ -181,6 +182,23 @@ def test_a_source_of_floats_is_rounded_and_other_shapes_are_refused(model: str) 
     np.testing.assert_array_equal(given.source, np.full((4, 16, 16, 3), 128, np.uint8))
     with pytest.raises(InputError, match=r"frames \(T, H, W, 3\), got \(16, 16, 3\)"):
         run.read_given(request(model, num_frames=17, extend=source[0]), settings)
+
+
+def test_a_source_may_be_a_video(model: str) -> None:
+    source = everyframe.Video(np.full((4, 16, 16, 3), 0.5, np.float32), Fraction(12))
+    asked = request(model, num_frames=17, fps=12, extend=source)
+    given = run.read_given(asked, everyframe.plan(asked).settings)
+    assert given.source is not None
+    np.testing.assert_array_equal(given.source, np.full((4, 16, 16, 3), 128, np.uint8))
+    assert given.notes == ()
+    plain = request(model, num_frames=17, fps=12, extend=source.frames)
+    records = [
+        make_record(everyframe.plan(each), each, [__file__])["request"]["extend"]
+        for each in (asked, plain)
+    ]
+    assert records[0] == records[1]
+    with pytest.raises(InputError, match=r"a path, an array of frames .* or a Video, got int"):
+        run.read_given(request(model, num_frames=17, extend=7), everyframe.plan(asked).settings)
 
 
 def test_a_source_of_another_rate_is_told(model: str, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import av
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from everyframe.core.errors import InputError, MediaError
@@ -54,6 +55,58 @@ def test_modes(tmp_path: Path) -> None:
     for name, wanted in (("grey", grey_rgb), ("grey16", grey_rgb), ("palette", CORNERS)):
         assert np.array_equal(read_image(tmp_path / f"{name}.png"), wanted), name
     assert np.array_equal(read_image(grey), grey_rgb)
+
+
+def test_torch_tensors_with_channels_first_or_last() -> None:
+    tensor = torch.from_numpy(CORNERS)
+    first = tensor.permute(2, 0, 1)
+    for source in (tensor, first, first[None], first.float() / 255, first.double() / 255):
+        assert np.array_equal(read_image(source), CORNERS)
+    # bfloat16 keeps 8 bits, which is a level or two at the upper end.
+    near = read_image((first.float() / 255).bfloat16())
+    assert np.abs(near.astype(int) - CORNERS).max() <= 1
+    assert np.array_equal(read_image(tensor[..., 0])[..., 0], CORNERS[..., 0])
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "L", "LA", "P", "CMYK", "1", "YCbCr", "HSV", "I;16"])
+def test_every_mode_becomes_rgb(tmp_path: Path, mode: str) -> None:
+    picture = Image.fromarray(np.full((4, 6, 3), 255, np.uint8))
+    if mode == "I;16":
+        picture = Image.fromarray(np.full((4, 6), 65535, np.uint16))
+    elif mode == "HSV":
+        picture = picture.convert("HSV")
+    else:
+        picture = picture.convert(mode)
+    read = read_image(picture)
+    assert read.shape == (4, 6, 3)
+    assert read.min() == 255  # white in any of them
+    if mode == "CMYK":
+        picture.save(tmp_path / "print.jpg", quality=100)
+        assert read_image(tmp_path / "print.jpg").min() >= 254
+
+
+def test_what_is_no_picture_at_all_is_one_line() -> None:
+    with pytest.raises(MediaError, match=r"must be a path, a Pillow image.*got int"):
+        read_image(7)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["moves.gif", "moves.webp", "moves.png"])
+def test_an_animated_picture_is_not_one_picture(tmp_path: Path, name: str) -> None:
+    frames = [Image.fromarray(CORNERS * shade) for shade in (0, 1, 0)]
+    frames[0].save(tmp_path / name, save_all=True, append_images=frames[1:])
+    with pytest.raises(MediaError, match=r"is an animated picture of 3 frames, where one picture"):
+        read_image(tmp_path / name)
+    with Image.open(tmp_path / name) as opened, pytest.raises(MediaError, match="animated"):
+        read_image(opened)
+    frames[1].save(tmp_path / f"still-{name}")
+    assert read_image(tmp_path / f"still-{name}").shape == CORNERS.shape
+
+
+def test_a_phones_picture_with_copies_of_itself_is_one_picture(tmp_path: Path) -> None:
+    frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
+    frames[0].save(tmp_path / "phone.jpg", format="MPO", save_all=True, append_images=frames[1:])
+    red = read_image(tmp_path / "phone.jpg")
+    assert (red[..., 0].min() > 250, red[..., 2].max() < 5) == (True, True)
 
 
 def test_transparency_is_laid_over_white(tmp_path: Path) -> None:

@@ -27,6 +27,9 @@ DTYPES = {
     "float16": "float16",
 }
 
+#: The longest clip that can be asked for, also by its seconds.
+MAX_FRAMES = 100_000
+
 #: Seeds must survive being written in JSON and added to.
 MAX_SEED = 2**53 - 1
 
@@ -60,7 +63,12 @@ class Request(Options):
         "Width to height, such as 16:9 or 9:16; needs --resolution.", group="Size and length"
     )
     num_frames: int | None = option(
-        "Length.", group="Size and length", unit="frames", aliases=("--frames",), gt=0, le=100_000
+        "Length.",
+        group="Size and length",
+        unit="frames",
+        aliases=("--frames",),
+        gt=0,
+        le=MAX_FRAMES,
     )
     seconds: float | None = option("Length.", group="Size and length", unit="seconds", gt=0)
     fps: float | None = option(

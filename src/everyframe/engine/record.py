@@ -8,6 +8,7 @@ into files.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ from everyframe.families.registry import all_options
 from everyframe.hardware.facts import machine_facts
 from everyframe.media.frames import picture_files
 from everyframe.media.paths import RECORD_SCHEMA
+from everyframe.media.video import Video
 
 _GIVEN = ("image", "last_image", "extend")
 #: Options of which only one, or one set, can be given.
@@ -170,6 +172,8 @@ def _as_bytes(value: Any) -> bytes:
     if isinstance(value, torch.Tensor):
         # NumPy has no bfloat16 and sees no other device's memory.
         value = value.detach().to("cpu", torch.float32)
+    if isinstance(value, Video):
+        value = value.frames
     return np.ascontiguousarray(np.asarray(value)).tobytes()
 
 
@@ -256,4 +260,19 @@ def differences(record: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[st
     device = record.get("plan", {}).get("device", {}).get("name")
     if device != other["plan"]["device"]["name"]:
         found.append(f"the device was {device}, is {other['plan']['device']['name']}")
+    if record.get("request") == other["request"]:
+        # What was asked is the same, so a setting that is not has another default now.
+        was, now = (_flat(each.get("settings", {})) for each in (record, other))
+        found += [
+            f"the default of {name} was {was[name]!r}, is {now[name]!r}"
+            for name in was
+            if name in now and was[name] != now[name]
+        ]
     return tuple(found)
+
+
+def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by name, the family's own options among them, as they come out of JSON."""
+    plain = json.loads(json.dumps(settings))
+    options = {str(name): value for name, value in plain.pop("options", ())}
+    return {**plain, **options}

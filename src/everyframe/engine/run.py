@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -37,6 +38,7 @@ from everyframe.families.family import GivenFrames, Model, Stage, Take
 from everyframe.media.paths import exact_fps, sidecar_of
 from everyframe.media.pixels import fit_image, to_uint8
 from everyframe.media.read import read_image, read_video
+from everyframe.media.video import Video
 from everyframe.planning.resolve import GivenModel, check_feasible, prepare
 from everyframe.precision.full import full_float32
 
@@ -133,8 +135,9 @@ def _run_stage(stage: Stage, takes: Sequence[Take], clip: int, num_clips: int) -
     yield from stage.run(takes)
     # The generator is over, and with it the component that it held.
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    for accelerator in (torch.cuda, torch.mps):
+        if accelerator.is_available():
+            accelerator.empty_cache()
     seconds = time.perf_counter() - began
     _log.info("clip %d of %d: %s took %.2f s", clip + 1, num_clips, stage.name, seconds)
     yield StageDone(stage.name, seconds)
@@ -174,10 +177,17 @@ def read_given(request: Request, settings: Settings) -> GivenFrames:
 def _source(extend: Any, settings: Settings) -> tuple[np.ndarray[Any, Any], tuple[str, ...]]:
     """The video to go on from, fitted, and what is to be said of its frame rate."""
     fps = rate = exact_fps(settings.fps)
-    if isinstance(extend, np.ndarray):
+    if isinstance(extend, Video):
+        frames, rate = to_uint8(extend.frames), extend.fps
+    elif isinstance(extend, np.ndarray):
         if extend.ndim != 4 or extend.shape[-1] != 3 or not len(extend):
             raise InputError(f"extend must be frames (T, H, W, 3), got {extend.shape}")
         frames = to_uint8(extend)
+    elif not isinstance(extend, (str, os.PathLike)):
+        raise InputError(
+            "extend must be a path, an array of frames (T, H, W, 3) or a Video, "
+            f"got {type(extend).__name__}"
+        )
     else:
         # Pictures in a folder have no rate of their own; they are taken to have the result's.
         bare = Path(extend).is_dir() and not sidecar_of(f"{extend}/").is_file()

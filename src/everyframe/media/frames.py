@@ -9,7 +9,7 @@ without those before.) Reading one picture or a whole video at once is `everyfra
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -20,7 +20,7 @@ import numpy as np
 from everyframe.core.errors import InputError, MediaError
 from everyframe.media.paths import FOLDER_RECORD, FRAME_NAME, exact_fps
 from everyframe.media.pixels import Frames
-from everyframe.media.read import Background, read_image
+from everyframe.media.read import Background, num_pictures, read_image
 from everyframe.media.record import parse
 
 #: Endings of the pictures that a folder of frames may hold.
@@ -105,7 +105,7 @@ def num_animated(path: str | os.PathLike[str]) -> int:
 
     try:
         with Image.open(path) as picture:
-            return int(getattr(picture, "n_frames", 1))
+            return num_pictures(picture)
     except UnidentifiedImageError:
         return 0
     except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError) as error:
@@ -137,7 +137,7 @@ def _of_path(path: Path, what: str, under: Background) -> FrameSource:
     return FrameSource(path.name, lambda: iter_frames(path), fps=frame_rate(path))
 
 
-def _each(pictures: Sequence[Any], under: Background) -> Iterator[Frames]:
+def _each(pictures: Iterable[Any], under: Background) -> Iterator[Frames]:
     return (read_image(picture, under=under) for picture in pictures)
 
 

@@ -7,9 +7,10 @@ bringing a picture to a model's size is `everyframe.media.pixels.fit_image`.
 from __future__ import annotations
 
 import os
+import sys
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,7 @@ from everyframe.media.pixels import Frames, fit_image, to_uint8
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+    from torch import Tensor
 
 #: What lies under the transparent parts of a picture.
 Background = Literal["white", "black"]
@@ -28,21 +30,34 @@ _ANIMATED = {".gif", ".webp", ".png", ".apng"}
 
 
 def read_image(
-    source: PathLike | Image | npt.NDArray[Any], *, under: Background = "white"
+    source: PathLike | Image | npt.NDArray[Any] | Tensor, *, under: Background = "white"
 ) -> Frames:
-    """A picture as uint8 RGB (H, W, 3): from a file, a Pillow image or an array.
+    """A picture as uint8 RGB (H, W, 3): from a file, a Pillow image, an array or a torch tensor.
 
-    A camera's orientation is applied, palettes and grey become RGB, transparency is laid over
-    `under`, 16 bits are rounded to 8; of an animation the first frame is taken. Arrays are (H, W),
-    or (H, W, C) with 1, 3 or 4 channels, uint8, uint16 or floats in 0..1. Raises `MediaError` for
-    what is missing, no picture or cut off.
+    A camera's orientation is applied, palettes, grey and print colours become RGB, transparency is
+    laid over `under`, 16 bits are rounded to 8. Arrays are (H, W), or (H, W, C) with 1, 3 or 4
+    channels, uint8, uint16 or floats in 0..1; tensors the same, or with channels first, as (C, H,
+    W) or (1, C, H, W). Raises `MediaError` for what is missing, no picture, an animated one or cut
+    off.
     """
     from PIL import Image, UnidentifiedImageError
 
     if isinstance(source, np.ndarray):
         return _from_array(source, under)
+    if is_tensor(source):
+        return _from_array(_channels_last(source), under)
+    if not isinstance(source, (str, os.PathLike, Image.Image)):
+        raise MediaError(
+            "an image must be a path, a Pillow image, a numpy array or a torch tensor, "
+            f"got {type(source).__name__}"
+        )
     if isinstance(source, Image.Image):
-        return _from_pillow(source, "the image", under)
+        try:
+            return _from_pillow(source, "the image", under)
+        except (OSError, SyntaxError, ValueError, EOFError) as error:
+            if isinstance(error, MediaError):
+                raise
+            raise MediaError(f"the image can't be read to its end: {error}") from error
     name = os.fspath(source)
     if not os.path.isfile(name):
         what = "is a folder" if os.path.isdir(name) else "does not exist"
@@ -62,9 +77,39 @@ def read_image(
         raise MediaError(f"image {name!r} can't be read to its end: {error}") from error
 
 
+def num_pictures(picture: Image) -> int:
+    """How many pictures follow each other in an open Pillow image; 1 for a still one.
+
+    A phone's JPEG may carry small or far-sighted copies of itself (MPO): that is one picture.
+    """
+    return 1 if picture.format == "MPO" else int(getattr(picture, "n_frames", 1))
+
+
+def is_tensor(value: Any) -> TypeGuard[Tensor]:
+    """Whether it is a torch tensor; torch is not imported for it."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def _channels_last(tensor: Tensor) -> npt.NDArray[Any]:
+    """A tensor's values as an array (H, W) or (H, W, C)."""
+    values = tensor.detach().cpu()
+    if values.is_floating_point():
+        values = values.float()  # NumPy has no bfloat16
+    array: npt.NDArray[Any] = values.numpy()
+    if array.ndim == 4 and len(array) == 1:
+        array = array[0]
+    return np.moveaxis(array, 0, -1) if array.ndim == 3 and len(array) in (1, 3, 4) else array
+
+
 def _from_pillow(picture: Image, name: str, under: Background) -> Frames:
     from PIL import Image, ImageOps
 
+    if num_pictures(picture) > 1:
+        raise MediaError(
+            f"{name} is an animated picture of {num_pictures(picture)} frames, where one picture "
+            "is wanted; save the frame that is meant"
+        )
     upright = ImageOps.exif_transpose(picture)
     if upright.mode == "F":
         raise MediaError(f"{name} holds bare floats without a range; save it with 8 or 16 bits")

@@ -199,8 +199,9 @@ def test_last_image_is_the_last_latent_frame(model_1_2: Path, seen_latents: list
     # The last piece of 20 frames has 3; standing still, it ends in one latent frame of them all.
     still = torch.from_numpy(image).float().permute(2, 0, 1)[None, :, None] / 255 * 2 - 1
     expected = vae.encode(still.expand(-1, -1, 3, -1, -1))
-    assert torch.equal(seen_latents[0][:, :, -1:], expected)
-    assert not torch.equal(seen_latents[0][:, :, -2:-1], expected)
+    # The spatial half sees one frame in place of three, whose sums may have another order.
+    assert (seen_latents[0][:, :, -1:] - expected).abs().max() < CLOSE
+    assert (seen_latents[0][:, :, -2:-1] - expected).abs().max() > 0.1
 
 
 @pytest.mark.parametrize(

@@ -178,6 +178,22 @@ def test_stages_and_normalisation(vae: VideoVAE) -> None:
     torch.testing.assert_close(vae.decode(vae.encode(video), 17), vae.spatial_vae.decode(undone))
 
 
+def test_a_picture_that_stands_still_is_seen_once(
+    vae: VideoVAE, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    picture = torch.rand(1, 3, 1, 16, 24, generator=torch.Generator().manual_seed(4)) * 2 - 1
+    expected = vae.encode(picture.expand(-1, -1, 17, -1, -1))
+    seen = []
+    encode = vae.spatial_vae.module.encode
+    monkeypatch.setattr(
+        vae.spatial_vae.module, "encode", lambda rows: seen.append(len(rows)) or encode(rows)
+    )
+    found = vae.encode_still(picture, 17)
+    assert seen == [1]
+    # The same sums; a convolution of one frame may add them in another order.
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_posterior_draws_follow_the_generator(vae: VideoVAE) -> None:
     def draw(seed: int) -> torch.Tensor:
         source = torch.Generator().manual_seed(seed)

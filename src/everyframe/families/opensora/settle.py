@@ -13,7 +13,7 @@ from typing import Any
 
 from everyframe.core.errors import InputError
 from everyframe.core.plan import Settings
-from everyframe.core.request import Request
+from everyframe.core.request import MAX_FRAMES, Request
 from everyframe.families.opensora.options import OpenSoraOptions
 from everyframe.families.opensora.prompts import loses_all, lost
 from everyframe.families.opensora.sizes import named_size
@@ -22,7 +22,6 @@ from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConf
 #: Frames of one piece of 1.2's autoencoder; its weights were trained on multiples of it.
 PIECE = 17
 #: As many as `num_frames` may be.
-MAX_FRAMES = 100_000
 #: What 1.2 was trained on, beyond which quality is nobody's promise (upstream #641, #696).
 _TRAINED_FRAMES = (51, 408)
 #: The fps that 1.2 is told for a single picture (upstream `IMG_FPS`).

@@ -204,16 +204,22 @@ class GivenStage:
             # them. Upstream snaps a lone picture to the beginning of a piece, where it is not the
             # last frame; a piece that stands still ends in one that is.
             last_piece = job.sizes.vae.pieces(job.settings.num_frames)[-1].num_frames
-            still = _as_float(take.given.last).expand(last_piece, -1, -1, -1)
-            latents[:, :, -1:] = self._encode(vae, still)[:, :, -1:]
+            still = self._encode(vae, _as_float(take.given.last), last_piece)
+            latents[:, :, -1:] = still[:, :, -1:]
             mask[:, -1:] = job.settings.edit_strength
         return Known(latents, mask)
 
-    def _encode(self, vae: ImageVAE | VideoVAE, frames_THWC: Tensor) -> Tensor:
-        """Frames in 0..1 to latents (1, C, T, h, w), float32 on the CPU."""
+    def _encode(
+        self, vae: ImageVAE | VideoVAE, frames_THWC: Tensor, still: int | None = None
+    ) -> Tensor:
+        """Frames in 0..1 to latents (1, C, T, h, w), float32 on the CPU.
+
+        With `still`, one frame as if it stood still for so many.
+        """
         video = rearrange(frames_THWC, "t h w c -> 1 c t h w") * 2 - 1
-        device = self.job.plan.component("vae").device
-        return vae.encode(video.to(device)).to("cpu", torch.float32)
+        video = video.to(self.job.plan.component("vae").device)
+        latents = vae.encode(video) if still is None else vae.encode_still(video, still)
+        return latents.to("cpu", torch.float32)
 
 
 def _as_float(frames: object) -> Tensor:

@@ -78,6 +78,10 @@ class ImageVAE(nn.Module):
         z = torch.cat(latents) * self.config.scaling_factor
         return rearrange(z, "(b t) c h w -> b c t h w", b=batch)
 
+    def encode_still(self, picture_BCTHW: Tensor, num_frames: int) -> Tensor:
+        """`encode` of one picture (B, 3, 1, H, W) that stands still so long."""
+        return self.encode(picture_BCTHW).expand(-1, -1, num_frames, -1, -1)
+
     def decode(self, latents_BCTHW: Tensor, num_frames: int | None = None) -> Tensor:
         """Scaled latents (B, C, T, h, w) -> pixels (B, 3, T, h * factor, w * factor)."""
         frames = latents_BCTHW.shape[2] if num_frames is None else num_frames
@@ -140,11 +144,19 @@ class VideoVAE(nn.Module):
         The posteriors' means, or draws from both stages (spatial first) for training.
         """
         draws: dict[str, Any] = {"sample_posterior": sample_posterior, "generator": generator}
-        spatial = self.spatial_vae.encode(video_BCTHW, **draws)
-        pieces = self.pieces(video_BCTHW.shape[2])
+        return self._through_time(self.spatial_vae.encode(video_BCTHW, **draws), draws)
+
+    def encode_still(self, picture_BCTHW: Tensor, num_frames: int) -> Tensor:
+        """`encode` of one picture (B, 3, 1, H, W) that stands still so long, seen once."""
+        return self._through_time(self.spatial_vae.encode_still(picture_BCTHW, num_frames), {})
+
+    def _through_time(self, spatial_BCTHW: Tensor, draws: Mapping[str, Any]) -> Tensor:
+        """The spatial half's latents, a frame each, to normalised ones."""
         latents = [
-            self.temporal_vae.encode(spatial[:, :, piece.frame_start : piece.frame_stop], **draws)
-            for piece in pieces
+            self.temporal_vae.encode(
+                spatial_BCTHW[:, :, piece.frame_start : piece.frame_stop], **draws
+            )
+            for piece in self.pieces(spatial_BCTHW.shape[2])
         ]
         return (torch.cat(latents, dim=2) - self.shift) / self.scale
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from everyframe.core.errors import InputError, did_you_mean
 from everyframe.core.plan import Settings
-from everyframe.core.request import Request
+from everyframe.core.request import MAX_FRAMES, Request
 from everyframe.families.svd.config import SVDConfig
 from everyframe.families.svd.options import SVDOptions
 from everyframe.media.read import read_image
@@ -22,7 +22,6 @@ from everyframe.media.read import read_image
 SIZE = (576, 1024)
 FPS = 7.0
 STEPS = 25
-MAX_FRAMES = 100_000
 
 _WAYS = {"crop": "cropped", "pad": "padded", "stretch": "stretched"}
 _NO_USE = {
