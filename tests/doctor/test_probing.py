@@ -1,0 +1,141 @@
+"""A probe that dies, hangs, lies or is itself broken is a finding, and never the doctor's end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from everyframe.core.facts import DeviceFacts, MachineFacts
+from everyframe.doctor import diagnose as diagnosing
+from everyframe.doctor.checks import LOOKS
+from everyframe.doctor.diagnose import diagnose
+from everyframe.doctor.probes import PROBES, Probe
+from everyframe.doctor.probing import devices_to_probe, probe
+from everyframe.hardware.isolated import Ended, run_isolated
+from everyframe.hardware.known_issues import known_issues
+
+CPU = DeviceFacts("a processor", "cpu", None, 1 << 34, 1 << 34, has_fast_bf16=True)
+CARD = DeviceFacts("a card", "cuda", 0, 1 << 34, 1 << 34, (9, 0))
+
+
+def planted(name: str, seconds: float = 120.0, **more: Any) -> Probe:
+    """A probe that does what the function of that name in `planted_faults` does."""
+    return Probe("planted", "a planted probe", f"planted_faults:{name}", seconds, "do this", **more)
+
+
+@pytest.mark.parametrize(
+    ("name", "seconds", "text"),
+    [
+        ("divide_by_zero", 120, "died of SIGFPE"),
+        ("segfault", 120, "died of SIGSEGV"),
+        ("be_killed", 120, "died of SIGKILL"),
+        ("hang", 2, "did not end within 2 s"),
+        ("lie", 120, "products are off by 3.0e-01"),
+        ("leave_the_interpreter", 120, "exit code 3"),
+    ],
+)
+def test_a_fault_is_trouble_with_its_name(name: str, seconds: float, text: str) -> None:
+    run_isolated(max, 1, 2, seconds=120)  # torch is imported by now, so the limit is the probe's
+    check = probe(planted(name, seconds), [CPU])
+    assert check.mark == "trouble"
+    (finding,) = check.findings
+    assert text in finding.says
+    assert finding.says.startswith("cpu: ")
+    assert finding.mend[0].do == "do this"
+
+
+def test_a_probe_that_finds_nothing_is_fine() -> None:
+    check = probe(planted("be_well"), [CPU])
+    assert (check.mark, check.findings) == ("fine", ())
+
+
+def test_what_no_run_needs_is_a_note() -> None:
+    assert probe(planted("lie", is_optional=True), [CPU]).mark == "note"
+
+
+def test_an_error_that_is_known_brings_its_cause_and_remedy() -> None:
+    (finding,) = probe(planted("raise_known_error"), [CPU]).findings
+    assert finding.issue == "svd-float-half-time-embed"
+    assert "autocast" in (finding.cause or "")
+    assert finding.sources
+
+
+def test_the_doctor_goes_on_after_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dead, hanging and nonsensical probes together: each told, the last line says how many."""
+    names = ("divide_by_zero", "give_nonsense", "hang", "be_well")
+    plants = tuple(
+        Probe(name, name, f"planted_faults:{name}", 3.0, "do this", is_optional=name == "hang")
+        for name in names
+    )
+    monkeypatch.setattr(diagnosing, "PROBES", plants)
+    told: list[str] = []
+    report = diagnose([*names, "known-issues"], told=lambda check: told.append(check.name))
+    marks = {check.name: check.mark for check in report.checks}
+    assert told == [*names, "known-issues"]
+    assert marks["divide_by_zero"] == "trouble"
+    assert marks["give_nonsense"] == "broke"
+    assert marks["hang"] == "note"
+    assert marks["be_well"] == "fine"
+    assert report.is_trouble
+    assert report.says.startswith("Not ready: 1 trouble, 1 check that broke, 1 note")
+
+
+def test_a_torch_that_kills_is_told_and_survived(monkeypatch: pytest.MonkeyPatch) -> None:
+    dead = Ended(signal="SIGSEGV", seconds=0.1)
+    monkeypatch.setattr(diagnosing, "run_isolated", lambda *args, **kwargs: dead)
+    report = diagnose(["devices", "products"])
+    (check,) = report.checks  # no probe is tried: it would end in the same way
+    assert check.findings[0].says == "asking torch for its devices died of SIGSEGV"
+    assert report.is_trouble
+
+
+def test_a_look_that_raises_is_broken_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    def look(patient: object) -> None:
+        raise KeyError("nothing")
+
+    monkeypatch.setitem(LOOKS, "versions", look)
+    report = diagnose(["devices", "versions"], profile="cpu")
+    assert [check.mark for check in report.checks] == ["fine", "broke"]
+    assert "the check itself broke: KeyError" in report.checks[1].says
+
+
+def test_one_of_each_kind_is_probed() -> None:
+    cards = [CARD, DeviceFacts("a card", "cuda", 1, 1, 1, (9, 0)),
+             DeviceFacts("another", "cuda", 2, 1, 1, (8, 0))]  # fmt: skip
+    probed = devices_to_probe(MachineFacts((*cards, CPU), 4))
+    assert [device.torch_name for device in probed] == ["cuda:0", "cuda:2"]
+    assert devices_to_probe(MachineFacts((CPU,), 4)) == (CPU,)
+
+
+def test_probes_that_known_issues_name_are_there() -> None:
+    names = {item.name for item in PROBES}
+    assert {issue.probe for issue in known_issues() if issue.probe} <= names
+
+
+def test_a_probe_that_passed_settles_an_issue_that_only_it_can(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from dataclasses import replace
+
+    from everyframe.doctor.checks import Patient
+    from everyframe.doctor.checks import known_issues as check_issues
+    from everyframe.hardware.profiles import find_profile
+
+    machine = find_profile("m1").machine()
+    patient = Patient(machine, None, frozenset())
+    assert check_issues(patient).mark == "note"
+    assert check_issues(replace(patient, probed={"strides": True})).mark == "fine"
+
+
+def test_bf16_that_is_slower_than_facts_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    from everyframe.doctor import probing
+
+    value = {"wrong": [], "notes": [], "skipped": None, "measured": {"bf16_over_float32": 3.0}}
+    monkeypatch.setattr(probing, "run_isolated", lambda *args, **kwargs: Ended(value=value))
+    item = next(item for item in PROBES if item.name == "bf16")
+    assert probe(item, [CPU]).findings[0].says == (
+        "cpu: bf16 takes 3.0 times as long as float32, although it should be quicker"
+    )
+    emulating = DeviceFacts("old", "cpu", None, 1, 1, has_fast_bf16=False)
+    assert probe(item, [emulating]).mark == "fine"  # nobody chooses bf16 there

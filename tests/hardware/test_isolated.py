@@ -1,0 +1,88 @@
+"""Whatever a function does in its process, the caller lives and is told how it ended."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import planted_faults
+from everyframe.hardware.isolated import run_isolated, signal_name
+
+#: Starting the first process imports torch; a hang is cut off long after it could have ended.
+PATIENCE = 120.0
+
+
+def test_a_value_comes_back() -> None:
+    ended = run_isolated(planted_faults.answer, "a", "b", seconds=PATIENCE)
+    assert ended.is_well
+    assert ended.value == ["a", "b"]
+
+
+def test_an_error_is_told_with_what_was_printed() -> None:
+    ended = run_isolated(planted_faults.raise_error, "two\nlines", seconds=PATIENCE)
+    assert not ended.is_well
+    assert ended.error == "RuntimeError: two lines"
+    assert "Traceback" in ended.printed
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (planted_faults.divide_by_zero, "SIGFPE"),
+        (planted_faults.segfault, "SIGSEGV"),
+        (planted_faults.be_killed, "SIGKILL"),
+    ],
+)
+def test_a_death_is_told_by_its_signal(function: object, name: str) -> None:
+    assert callable(function)
+    ended = run_isolated(function, "cpu", seconds=PATIENCE)
+    assert ended.signal == name
+    assert str(ended) == f"died of {name}"
+    if name == "SIGFPE":
+        assert ended.printed == "about to divide"
+
+
+def test_leaving_the_interpreter_is_no_value() -> None:
+    ended = run_isolated(planted_faults.leave_the_interpreter, "cpu", seconds=PATIENCE)
+    assert ended.error == "ended with exit code 3"
+
+
+def test_a_hang_ends_at_its_limit() -> None:
+    run_isolated(planted_faults.answer, seconds=PATIENCE)  # so that torch is imported by now
+    began = time.monotonic()
+    ended = run_isolated(planted_faults.hang, "cpu", seconds=1.0)
+    assert ended.timed_out
+    assert "did not end within 1 s" in str(ended)
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no process groups of this kind")
+def test_what_it_started_ends_with_it(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    ended = run_isolated(planted_faults.hang_with_a_child, str(pid_file), seconds=5.0)
+    assert ended.timed_out
+    child = int(pid_file.read_text())
+    for _ in range(50):  # the kernel takes a moment to bury it
+        if not _is_running(child):
+            return
+        time.sleep(0.1)
+    raise AssertionError("the child outlived the limit")
+
+
+def _is_running(pid: int) -> bool:
+    """Whether that process still runs; a zombie doesn't."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    stat = Path(f"/proc/{pid}/stat")
+    return not (stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] == "Z")
+
+
+def test_signals_have_names() -> None:
+    assert signal_name(8) == "SIGFPE"
+    assert signal_name(250) == "signal 250"
