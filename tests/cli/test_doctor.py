@@ -1,0 +1,92 @@
+"""``everyframe doctor`` on the command line: marks, commands that mend, codes, JSON, sharing."""
+
+from __future__ import annotations
+
+import json
+import platform
+from pathlib import Path
+
+import pytest
+
+from everyframe.cli.main import main
+from everyframe.doctor.report import Report
+
+
+def test_trouble_is_told_with_its_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--as", "a100-oneflow"]) == 1
+    out, err = capsys.readouterr()
+    lines = out.splitlines()
+    assert err == ""
+    assert any(line.startswith("✗ known-issues") for line in lines)
+    command = "export ONEFLOW_ATTENTION_ALLOW_HALF_PRECISION_ACCUMULATION=False"
+    assert command in [line.strip() for line in lines]
+    assert lines[-1] == "Not ready: 1 trouble, 1 note on NVIDIA A100-SXM4-80GB."
+    # Nothing of what is fine is told in detail.
+    assert not any("oneflow 0.9" in line for line in lines)
+
+
+def test_what_is_fine_is_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "versions", "known-issues", "--as", "cpu"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    marks = [line[0] for line in lines if not line.startswith(" ")]
+    assert marks == ["✓", "✓", "R"]
+    assert lines[-1] == "Ready on 8-core AVX2 processor."
+
+
+def test_all_tells_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "versions", "known-issues", "--as", "a100-oneflow", "--all"]) == 1
+    out = capsys.readouterr().out
+    assert "oneflow 0.9.1.dev20240615" in out
+    assert "siliconflow/onediff#958" in out
+    assert "flux-fp16-overflow" not in out  # its condition isn't met
+    assert "sdxl-vae-fp16-nan: only with model:sdxl" in out
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--as", "h20-cublas12.1", "--json"]) == 1
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    report = Report(**json.loads(out))
+    assert (report.profile, report.verdict) == ("h20-cublas12.1", "trouble")
+    assert report.tested["answer"] == "known bad"
+
+
+def test_a_report_to_paste(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(Path.home() / "libraries"))
+    monkeypatch.setattr(platform, "node", lambda: "wintermute")
+    main(["doctor", "devices", "environment", "--share"])
+    out = capsys.readouterr().out
+    assert "- packages: torch " in out
+    assert "LD_LIBRARY_PATH (set)" in out
+    assert "wintermute" not in out
+    assert "libraries/" not in out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("doctor known-isues", "did you mean 'known-issues'"),
+        ("doctor --as a100-oneflo", "did you mean 'a100-oneflow'"),
+        ("doctor --smok", "did you mean '--smoke'"),
+        ("doctor --as cpu --smoke", "can't make a video"),
+    ],
+)
+def test_what_can_not_be_asked(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_marks_without_letters_for_them() -> None:
+    import io
+
+    from everyframe.cli.doctor import _letter
+
+    plain = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    assert [_letter(mark, plain) for mark in ("fine", "note", "trouble", "broke")] == [
+        "ok", "!", "x", "?",
+    ]  # fmt: skip

@@ -1,0 +1,151 @@
+"""A report is data with a schema; shared, it holds nothing private; rows and variables are told."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from everyframe.core.errors import InputError
+from everyframe.core.facts import DeviceFacts, MachineFacts, SoftwareFacts
+from everyframe.doctor import checks, tested, variables
+from everyframe.doctor.checks import Patient, devices, libraries, versions
+from everyframe.doctor.diagnose import diagnose
+from everyframe.doctor.report import Check, Finding, Report, verdict_line, worst
+from everyframe.doctor.share import shareable
+from everyframe.hardware.known_issues import read_yaml
+
+CPU = DeviceFacts("AMD EPYC", "cpu", None, 1 << 34, 1 << 33)
+CARD = DeviceFacts("NVIDIA H20", "cuda", 0, 1 << 36, 1 << 36, (9, 0))
+PROJECT = Path(__file__).parent.parent.parent / "pyproject.toml"
+
+
+def patient(*cards: DeviceFacts, **software: Any) -> Patient:
+    facts = SoftwareFacts(**{"system": "linux", "python": "3.11.9", **software})
+    return Patient(MachineFacts((*cards, CPU), 4, software=facts))
+
+
+def test_json_keeps_to_the_schema() -> None:
+    report = diagnose(profile="a100-oneflow")
+    text = json.dumps(report.model_dump(mode="json"), allow_nan=False)
+    assert Report(**json.loads(text)).checks == report.checks
+    with pytest.raises(InputError, match="mood is no option"):
+        Report(**{**json.loads(text), "mood": "good"})
+    with pytest.raises(InputError, match="verdict"):
+        Report(**{**json.loads(text), "verdict": "good"})
+
+
+def test_the_verdict_counts() -> None:
+    trouble, note = Finding(mark="trouble", says="a"), Finding(mark="note", says="b")
+    one, two = Check.of("x", "x", [trouble, note]), Check.of("y", "y", [note])
+    assert (one.mark, two.mark) == ("trouble", "note")
+    assert verdict_line([one, two], "a card") == "Not ready: 1 trouble, 2 notes on a card."
+    assert verdict_line([two], "a card") == "Ready on a card: 1 note."
+    assert verdict_line([], "a card") == "Ready on a card."
+    assert worst([]) == "fine"
+    assert worst(["broke", "note"]) == "broke"
+
+
+def test_what_is_shared_holds_nothing_private() -> None:
+    private = {"/home/ada/work": "~", "wintermute": "(host)", "ada": "(user)"}
+    data = {
+        "says": "on WINTERMUTE, /home/ada/work/venv/libcublas.so and /Users/bob/x",
+        "list": ["canada", "ada"],
+        "environment": {"LD_LIBRARY_PATH": "/secret/place", "NCCL_P2P_DISABLE": "1"},
+        "number": 3,
+    }
+    assert shareable(data, private) == {
+        "says": "on (host), ~/venv/libcublas.so and ~/x",
+        "list": ["canada", "(user)"],
+        "environment": {"LD_LIBRARY_PATH": "(set)", "NCCL_P2P_DISABLE": "1"},
+        "number": 3,
+    }
+
+
+def test_the_minimum_is_that_of_the_project() -> None:
+    text = PROJECT.read_text()
+    for name, least in tested.table().minimum.items():
+        pattern = rf'requires-python = ">={least}"' if name == "python" else rf'"{name}>={least}"'
+        assert re.search(pattern, text), f"{name} {least} is not what pyproject.toml says"
+
+
+@pytest.mark.parametrize(
+    ("judged", "answer"),
+    [
+        (patient(packages={"torch": "2.13.0+cpu"}), "tested"),
+        (patient(packages={"torch": "2.12.0+cpu"}), "untested"),
+        (patient(CARD, libraries={"cublas": "12.1.3"}), "known bad"),
+        (patient(CARD, libraries={"cublas": "12.5.2.13"}), "untested"),  # by us
+        (patient(CARD), "untested"),  # which cuBLAS is not known
+    ],
+)
+def test_the_answer_of_the_table(judged: Patient, answer: str) -> None:
+    told = tested.look_up(judged.machine, judged.machine.devices[0], tested.table().rows)
+    assert told.answer == answer
+
+
+def test_the_row_to_contribute_makes_it_tested() -> None:
+    judged = patient(CARD, driver="550.1", cuda="12.6", libraries={"cublas": "12.5.2.13"})
+    told = tested.look_up(judged.machine, CARD, tested.table().rows)
+    line = tested.as_line(told.own)
+    (row,) = read_yaml(line)
+    again = tested.look_up(judged.machine, CARD, (tested.Row(**row),))
+    assert again.answer == "tested"
+    other = patient(CARD, driver="550.1", cuda="12.6", libraries={"cublas": "12.6.4.1"})
+    assert tested.look_up(other.machine, CARD, (tested.Row(**row),)).answer == "untested"
+    (finding,) = checks.tested_versions(judged).findings
+    assert finding.mend[0].command == line
+    assert "12.4.5.8" in finding.says  # what others found
+
+
+def test_every_variable_of_the_table_means_something() -> None:
+    names = [name for entry in variables.table() for name in entry.names]
+    assert len(names) == len(set(names))
+    for name in ("ONEFLOW_MLIR_CSE", "ONEFLOW_NEVER_HEARD_OF", "NEXFORT_NEW", "NEXFORT_DEBUG"):
+        entry = variables.meaning(name)
+        assert entry is not None
+        assert entry.here
+    assert variables.meaning("EDITOR") is None
+
+
+def test_variables_are_reported_by_value() -> None:
+    found = list(variables.findings({"NVIDIA_TF32_OVERRIDE": "1"}, 4))
+    assert [finding.mark for finding in found] == ["trouble"]
+    assert found[0].mend[0].command == "unset NVIDIA_TF32_OVERRIDE"
+    assert list(variables.findings({"NVIDIA_TF32_OVERRIDE": "0"}, 4)) == []
+    (threads,) = variables.findings({"OMP_NUM_THREADS": "1"}, 4)
+    assert threads.mark == "note"
+    assert list(variables.findings({"OMP_NUM_THREADS": "4"}, 4)) == []
+
+
+def test_a_card_that_torch_does_not_see() -> None:
+    check = devices(patient(driver="550.1", packages={"torch": "2.13.0+cpu"}))
+    assert check.mark == "trouble"
+    assert "built without CUDA" in (check.findings[0].cause or "")
+    check = devices(patient(driver="550.1", cuda="12.6"))
+    assert check.mark == "note"
+    assert devices(patient()).mark == "fine"
+    assert devices(patient(CARD, driver="550.1", cuda="12.6")).mark == "fine"
+
+
+@pytest.mark.parametrize(
+    ("architectures", "mark"),
+    [
+        (("sm_80", "sm_90"), "fine"),
+        (("sm_90a",), "fine"),
+        (("sm_70", "sm_80"), "trouble"),
+        (("sm_80", "compute_80"), "fine"),  # PTX is compiled for later cards
+        (("sm_100",), "trouble"),
+        ((), "fine"),  # not known
+    ],
+)
+def test_a_build_without_kernels_for_the_card(architectures: tuple[str, ...], mark: str) -> None:
+    assert versions(patient(CARD, architectures=architectures)).mark == mark
+
+
+def test_two_copies_of_a_library() -> None:
+    check = libraries(patient(copies={"cublas": ("/a/libcublas.so.12", "/b/libcublas.so.12")}))
+    assert check.findings[0].says == "2 copies of cublas are loaded"
