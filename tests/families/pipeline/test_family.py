@@ -64,6 +64,19 @@ def test_decoders_stay_wide_and_what_steers_is_an_island(folder: Path) -> None:
     assert "time_embedding" in plan.component("transformer").precision.islands
 
 
+def test_plans_are_made_for_machines_that_are_not_here(folder: Path) -> None:
+    def dtypes(profile: str) -> dict[str, str]:
+        plan = everyframe.plan(model=str(folder), profile=profile, **SMALL)
+        return {part.name: part.precision.parameters for part in plan.components}
+
+    ampere = {"text_encoder": "bfloat16", "transformer": "bfloat16", "vae": "float32"}
+    assert dtypes("cuda-sm80") == ampere
+    assert dtypes("cuda-sm75") == {
+        name: word.replace("bfloat", "float") for name, word in ampere.items()
+    }
+    assert set(dtypes("cpu-fp32").values()) == {"float32"}
+
+
 def test_pipelines_come_last_so_that_others_keep_theirs() -> None:
     assert family_names()[-1] == "pipeline"
 
