@@ -62,7 +62,7 @@ class Offload:
         for unit in units(module).values():
             self._hook(unit)
             for layer in unit.modules():
-                if layer is not unit and any(layer._parameters.values()):
+                if layer is not unit and _has_own(layer):
                     self._hook(layer)
         waiting = {id(p) for unit in units(module).values() for p in unit.parameters()}
         for part in module.modules():
@@ -85,9 +85,7 @@ class Offload:
         def come(*_: object) -> None:
             for layer in part.modules():
                 # Those that came with a unit around them stay until it goes.
-                if layer not in self._on_host and any(
-                    each is not None for each in layer._parameters.values()
-                ):
+                if layer not in self._on_host and _has_own(layer):
                     self._come(layer)
                     mine.append(layer)
 
@@ -115,6 +113,10 @@ class Offload:
 def apply(module: nn.Module, device: str | torch.device) -> Offload:
     """Offload a module whose weights lie on the host; it then computes on `device`."""
     return Offload(module, torch.device(device))
+
+
+def _has_own(layer: nn.Module) -> bool:
+    return any(each is not None for each in layer._parameters.values())
 
 
 def _moved(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:

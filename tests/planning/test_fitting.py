@@ -1,0 +1,162 @@
+"""Savings are chosen where memory is short, and the released models fit into 8 GB with them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import small_models
+from everyframe.core.amounts import parse_bytes
+from everyframe.core.errors import InputError
+from everyframe.core.facts import DeviceFacts
+from everyframe.families.opensora.components import Sizes
+from everyframe.families.opensora.config import STDiT3Config
+from everyframe.families.opensora.family import _T5_XXL
+from everyframe.families.opensora.vae_config import VideoVAEConfig
+from everyframe.families.svd.components import Builders
+from everyframe.families.svd.config import RELEASED, SVDConfig
+from everyframe.families.svd.options import SVDOptions
+from everyframe.hardware.profiles import find_profile
+from everyframe.planning.fitting import Fitted, Fitting, within
+
+GB = 10**9
+CARD = find_profile("cuda-sm86").machine().devices[0]
+
+
+def card(memory: int, profile: str = "cuda-sm86") -> DeviceFacts:
+    device = find_profile(profile).machine().devices[0]
+    return replace(device, memory=memory, free_memory=memory)
+
+
+def fitting(model: Any, device: DeviceFacts, host_memory: int = 32 * GB) -> Fitting:
+    return Fitting(model, device, "auto", False, host_memory)
+
+
+def part(fitted: Fitted, name: str) -> Any:
+    return next(each for each in fitted.components if each.name == name)
+
+
+def test_where_there_is_room_nothing_is_saved() -> None:
+    fitted = fitting(small_models.svd(), CARD).fit(small_models.settings(64, 64, 4))
+    assert fitted.fits
+    assert fitted.says == ()
+    assert fitted.settings.savings == ()
+
+
+def test_savings_come_one_after_the_other() -> None:
+    model, settings = small_models.svd(), small_models.settings(64, 64, 8)
+    roomy = fitting(model, CARD).fit(settings)
+    unet, vae = part(roomy, "unet"), part(roomy, "vae")
+    said = []
+    for share in (1.05, 0.8, 0.5):
+        tight = fitting(model, card(int(max(unet.peak_bytes, vae.peak_bytes) * share / 0.92)))
+        said.append(tight.fit(settings))
+    assert said[0].says == ()
+    assert said[1].settings.option("decode_chunk_size") < 8
+    assert said[2].settings.option("decode_chunk_size") < said[1].settings.option(
+        "decode_chunk_size"
+    )
+    assert any("decoded" in line and "changes the picture" in line for line in said[1].says)
+    assert all(fitted.fits for fitted in said)
+    # What was asked for by name is not changed.
+    asked = small_models.svd(options=SVDOptions(decode_chunk_size=8))
+    kept = fitting(asked, card(int(vae.peak_bytes * 0.5 / 0.92))).fit(settings)
+    assert not kept.fits
+    assert kept.settings.option("decode_chunk_size") == 8
+
+
+def test_weights_wait_on_the_host_where_nothing_else_helps() -> None:
+    model = small_models.opensora("1.2", hidden_size=512, num_heads=4, depth=4)
+    settings = small_models.settings(32, 32, 1, guidance=1.0)
+    roomy = part(fitting(model, CARD).fit(settings), "denoiser")
+    assert roomy.weight_bytes > 5 * roomy.working_bytes
+    device = card(int(roomy.peak_bytes * 0.5 / 0.92))
+    fitted = fitting(model, device).fit(settings)
+    denoiser = part(fitted, "denoiser")
+    assert fitted.fits
+    assert denoiser.offload
+    assert denoiser.resident_bytes < denoiser.weight_bytes / 3
+    assert any("block by block" in line for line in fitted.says)
+    # The host must have room for what waits there.
+    assert fitted.host_bytes > denoiser.weight_bytes
+    assert not fitting(model, device, host_memory=denoiser.weight_bytes // 2).fit(settings).fits
+    # A CPU's memory is the host's: nothing is won there.
+    cpu = replace(device, kind="cpu", index=None)
+    assert not any(each.offload for each in fitting(model, cpu).fit(settings).components)
+
+
+def test_the_largest_that_fits_is_found_by_halving() -> None:
+    model, settings = small_models.svd(), small_models.settings(128, 128, 16)
+    options = SVDOptions(decode_chunk_size=16)
+    model = small_models.svd(options=options)
+    need = max(each.peak_bytes for each in fitting(model, CARD).fit(settings).components)
+    tight = fitting(model, card(need // 3))
+    assert not tight.fit(settings).fits
+    largest = tight.largest(settings)
+    assert largest is not None
+    assert largest.fits
+    # The next larger one does not fit.
+    candidates = list(model.smaller(settings))
+    place = next(
+        i for i, each in enumerate(candidates)
+        if (each.height, each.width, each.num_frames)
+        == (largest.settings.height, largest.settings.width, largest.settings.num_frames)
+    )  # fmt: skip
+    assert place == 0 or not tight.fit(candidates[place - 1]).fits
+    assert fitting(model, card(1000)).largest(settings) is None
+
+
+def test_a_limit_is_no_more_than_there_is() -> None:
+    assert within(CARD, 8 * GB).free_memory == 8 * GB
+    assert within(CARD, None) is CARD
+    assert within(CARD, 999 * GB) is CARD
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("8GB", 8 * GB), ("7.5 GiB", int(7.5 * 2**30)), ("500mb", 500 * 10**6), ("1024", 1024),
+     ("8g", 8 * GB)],
+)  # fmt: skip
+def test_amounts_as_they_are_written(text: str, size: int) -> None:
+    assert parse_bytes(text, "max_memory") == size
+
+
+@pytest.mark.parametrize("text", ["much", "8 parsecs", "-1GB", "0", ""])
+def test_what_is_no_amount(text: str) -> None:
+    with pytest.raises(InputError, match=r"max_memory must be"):
+        parse_bytes(text, "max_memory")
+
+
+def released_svd() -> Any:
+    model = small_models.svd()
+    return replace(model, builders=Builders(SVDConfig.from_json("released", RELEASED)))
+
+
+def released_opensora() -> Any:
+    model = small_models.opensora("1.2")
+    vae = VideoVAEConfig()
+    sizes = Sizes(STDiT3Config(), vae, _T5_XXL)
+    return replace(model, sizes=sizes, facts=replace(model.facts, vae=vae))
+
+
+def test_svd_fits_into_8_gb() -> None:
+    settings = small_models.settings(576, 1024, 14)
+    fitted = fitting(released_svd(), card(8 * GB)).fit(settings)
+    assert fitted.fits, fitted.says
+    assert max(each.peak_bytes for each in fitted.components) < 8 * GB * 0.92
+    assert fitted.settings.height == 576
+    assert fitted.settings.num_frames == 14
+    assert any("decoded" in line for line in fitted.says)
+
+
+def test_opensora_1_2_at_360p_fits_into_8_gb() -> None:
+    settings = small_models.settings(360, 640, 51, guidance=7.0)
+    fitted = fitting(released_opensora(), card(8 * GB)).fit(settings)
+    assert fitted.fits, fitted.says
+    # T5 XXL alone has 9.5 GB of weights.
+    text = part(fitted, "text_encoder")
+    assert text.weight_bytes > 9 * GB
+    assert text.offload
+    assert text.peak_bytes < 3 * GB
