@@ -1,0 +1,135 @@
+"""Are a plan's forecasts of memory and time what is measured?
+
+    python benchmarks/forecasts.py            all cases, a process each, as a table
+    python benchmarks/forecasts.py CASE       one case, in this process, as a line of JSON
+
+A case is one call of a stage of one family, of a size at which it takes 300 MB and more. Memory is
+the most that the process holds above what it held after its imports, sampled every few
+milliseconds; time is the second of two calls. The forecast comes of the dry run and of rates that
+are measured right before, by the code that `everyframe plan` uses.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+#: Case -> family, stage, height, width, frames, and sizes of the model.
+CASES: dict[str, tuple[str, str, int, int, int, dict[str, Any]]] = {
+    "opensora-1.0-decode-768": ("opensora-1.0", "decode", 768, 768, 16, {}),
+    "opensora-1.0-decode-1024": ("opensora-1.0", "decode", 1024, 1024, 16, {}),
+    "opensora-1.2-denoise-340": (
+        "opensora-1.2", "denoise", 256, 256, 340,
+        {"hidden_size": 192, "num_heads": 4, "depth": 1},
+    ),
+    "opensora-1.2-denoise-510": (
+        "opensora-1.2", "denoise", 256, 256, 510,
+        {"hidden_size": 192, "num_heads": 4, "depth": 1},
+    ),
+    "svd-denoise-192": ("svd", "denoise", 128, 128, 192, {}),
+    "svd-denoise-256": ("svd", "denoise", 128, 192, 192, {}),
+    "svd-decode-448": ("svd", "decode", 448, 448, 3, {}),
+}  # fmt: skip
+NUM_THREADS = 1
+
+
+def main() -> None:
+    """The case that was named, or all of them."""
+    if len(sys.argv) > 1:
+        print(json.dumps(measured(sys.argv[1])))
+        return
+    print("| case | memory forecast | measured | ratio | time forecast | measured | ratio |")
+    print("|---|---|---|---|---|---|---|")
+    for name in CASES:
+        done = subprocess.run(
+            [sys.executable, __file__, name], capture_output=True, text=True, check=True
+        )
+        found = json.loads(done.stdout.splitlines()[-1])
+        memory, held = found["forecast_bytes"], found["measured_bytes"]
+        seconds, took = found["forecast_seconds"], found["measured_seconds"]
+        print(
+            f"| {name} | {memory / 1e6:.0f} MB | {held / 1e6:.0f} MB | {memory / held:.2f} "
+            f"| {seconds:.2f} s | {took:.2f} s | {seconds / took:.2f} |",
+            flush=True,
+        )
+
+
+def measured(case: str) -> dict[str, float]:
+    """Forecast and measurement of one case, in bytes and seconds."""
+    import torch
+
+    import small_models
+    from everyframe.core.facts import DeviceFacts
+    from everyframe.core.plan import Precision
+    from everyframe.hardware.rates import measured_rates
+    from everyframe.planning.dryrun import call_seconds, dry_run, heaviest
+    from everyframe.precision.full import full_float32
+
+    torch.set_num_threads(NUM_THREADS)
+    family, stage, height, width, num_frames, sizes = CASES[case]
+    version = family.removeprefix("opensora-")
+    model = small_models.svd() if family == "svd" else small_models.opensora(version, **sizes)
+    settings = small_models.settings(height, width, num_frames)
+    rehearsal = next(each for each in model.rehearsals(settings) if each.stage == stage)
+    cpu = DeviceFacts("here", "cpu", None, 1 << 40, 1 << 40)
+    run = dry_run(rehearsal, Precision("float32", "float32"), cpu)
+    weights = sum(p.numel() * 4 for p in rehearsal.module().parameters())
+    rates = measured_rates(heaviest([run], 6), "cpu", NUM_THREADS)
+    with torch.inference_mode(), full_float32():
+        peak, first = watched(lambda: called(rehearsal))
+    return {
+        "forecast_bytes": weights + run.found.working_bytes,
+        "measured_bytes": peak,
+        "forecast_seconds": call_seconds(run.found.work, rates),
+        "measured_seconds": first,
+    }
+
+
+def called(rehearsal: Any) -> float:
+    """The stage's call with real numbers; seconds of the second one."""
+    import torch
+
+    module = rehearsal.module().to_empty(device="cpu").eval().requires_grad_(False)
+    for each in (*module.parameters(), *module.buffers()):
+        each.fill_(1e-3) if each.is_floating_point() else each.zero_()
+    took = 0.0
+    for _ in range(2):
+        began = time.perf_counter()
+        rehearsal.call(module, "cpu")
+        took = time.perf_counter() - began
+    assert torch.get_num_threads() == NUM_THREADS
+    return took
+
+
+def watched(work: Any) -> tuple[int, float]:
+    """The most that the process held above now while `work` ran, and its answer."""
+    import psutil
+
+    process, stop = psutil.Process(), threading.Event()
+    before = process.memory_info().rss
+    peak = [0]
+
+    def sample() -> None:
+        while not stop.is_set():
+            peak[0] = max(peak[0], process.memory_info().rss - before)
+            time.sleep(0.003)
+
+    watcher = threading.Thread(target=sample)
+    watcher.start()
+    try:
+        answer = work()
+    finally:
+        stop.set()
+        watcher.join()
+    return peak[0], answer
+
+
+if __name__ == "__main__":
+    main()
