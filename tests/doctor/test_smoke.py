@@ -1,0 +1,102 @@
+"""The small validation of new hardware: right frames pass, wrong, dead and late ones are told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from everyframe.core.facts import DeviceFacts, MachineFacts
+from everyframe.doctor import smoke as smoking
+from everyframe.doctor.checks import Patient
+from everyframe.doctor.diagnose import diagnose
+from everyframe.hardware.isolated import Ended
+
+CPU = DeviceFacts("a processor", "cpu", None, 1 << 34, 1 << 34)
+CARD = DeviceFacts("a card", "cuda", 0, 1 << 34, 1 << 34, (9, 0))
+ON_CARD = Patient(MachineFacts((CARD, CPU), 4))
+FRAMES = np.full((3, 8, 8, 3), 100, np.uint8)
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, **answers: Any) -> list[tuple[str, str]]:
+    """Answers in place of videos, by dtype on the card; gives who was asked."""
+    asked: list[tuple[str, str]] = []
+
+    def run(function: object, device: str, dtype: str, *, seconds: float) -> Ended:
+        asked.append((device, dtype))
+        answer = FRAMES if device == "cpu" else answers.get(dtype, FRAMES)
+        return answer if isinstance(answer, Ended) else Ended(answer.tolist(), seconds=10.0)
+
+    monkeypatch.setattr(smoking, "run_isolated", run)
+    return asked
+
+
+def test_every_precision_is_compared_with_float32_on_the_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = plant(monkeypatch, bfloat16=FRAMES + 2)
+    check = smoking.smoke(ON_CARD)
+    assert check.mark == "fine"
+    assert asked == [
+        ("cpu", "float32"), ("cuda:0", "float32"), ("cuda:0", "bfloat16"), ("cuda:0", "float16"),
+    ]  # fmt: skip
+    assert "cuda:0 in bfloat16: off by 2.00 of 255 at most" in check.details
+
+
+def one_bad_frame() -> np.ndarray[Any, Any]:
+    frames = FRAMES.copy()
+    frames[2] = 0  # black
+    return frames
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (one_bad_frame(), "is off by 100.0 of 255 in a frame"),
+        (FRAMES[:2], "is off by inf"),
+        (Ended(signal="SIGFPE", seconds=1.0), "died of SIGFPE"),
+        (Ended(error="NumericsError: not finite", seconds=1.0), "not finite"),
+    ],
+)
+def test_what_is_wrong_is_told_by_precision(
+    answer: object, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch, float16=answer)
+    check = smoking.smoke(ON_CARD)
+    (finding,) = check.findings
+    assert (check.mark, finding.mark) == ("trouble", "trouble")
+    assert "on cuda:0 in float16" in finding.says
+    assert text in finding.says
+
+
+def test_two_minutes_are_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, float32=Ended(FRAMES.tolist(), seconds=102.0))
+    check = smoking.smoke(ON_CARD)
+    assert check.mark == "note"
+    assert [finding.says.split(":")[0] for finding in check.findings] == [
+        "no time was left for bfloat16", "no time was left for float16",
+    ]  # fmt: skip
+
+
+def test_a_model_narrows_to_its_plan() -> None:
+    report = diagnose(["devices"], profile="v100-oneflow", model="shapes")
+    check = next(check for check in report.checks if check.name == "model")
+    assert check.mark in ("fine", "note")
+    assert "shapes" in check.says
+    assert "needs about" in check.says
+
+
+def test_a_model_that_is_not_there_is_a_note() -> None:
+    report = diagnose(["devices"], profile="cpu", model="nobody/has-this")
+    check = next(check for check in report.checks if check.name == "model")
+    assert check.findings[0].mark == "note"
+    assert "nobody/has-this" in check.findings[0].says
+    assert check.findings[0].mend[0].command == "everyframe plan PROMPT --model nobody/has-this"
+
+
+@pytest.mark.slow
+def test_this_machine() -> None:
+    report = diagnose(["devices"], smoke=True)
+    check = next(check for check in report.checks if check.name == "smoke")
+    assert check.mark == "fine", check.findings
