@@ -1,4 +1,4 @@
-"""Write the reference pages that are made from the code: options and exit codes.
+"""Write the reference pages that are made from the code: options, exit codes, known issues.
 
 Run it as ``python docs/generate.py`` (or ``make docs``); a test fails when a page is not what this
 would write. Not here: pages that people write.
@@ -6,6 +6,7 @@ would write. Not here: pages that people write.
 
 from __future__ import annotations
 
+import json
 import types
 import typing
 from collections.abc import Iterator
@@ -17,7 +18,9 @@ from pydantic.fields import FieldInfo
 from everyframe.core.errors import EveryframeError, ExitCode
 from everyframe.core.options import GROUPS, Options, facts_of
 from everyframe.core.request import Request
+from everyframe.doctor.report import Report
 from everyframe.families.registry import all_options
+from everyframe.hardware.known_issues import Issue, Where, known_issues
 
 REFERENCE = Path(__file__).parent / "reference"
 _NOTE = "<!-- Written by docs/generate.py; change the code instead. -->"
@@ -64,8 +67,103 @@ def exit_codes_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+def known_issues_page() -> str:
+    """Every known issue, by what it does to a run."""
+    issues = known_issues()
+    lines = [
+        "# Known issues",
+        "",
+        _NOTE,
+        "",
+        f"What is known to go wrong in image and video diffusion: {len(issues)} issues of",
+        "hardware, libraries and precision, out of public reports. `everyframe doctor` holds each",
+        "against the facts of a machine; the data is `src/everyframe/hardware/known_issues.yaml`.",
+    ]
+    for severity, title in _SEVERITIES.items():
+        lines += ["", f"## {title}"]
+        for issue in issues:
+            if issue.severity == severity:
+                lines += _issue(issue)
+    return "\n".join(lines) + "\n"
+
+
+#: Severity -> the heading of its issues.
+_SEVERITIES = {
+    "crash": "The process ends",
+    "hang": "It hangs",
+    "wrong": "The result is wrong, and nothing says so",
+    "error": "An error stops it",
+    "memory": "It takes more memory",
+    "slow": "It is slow",
+    "differs": "It differs, as it may",
+}
+
+
+def _issue(issue: Issue) -> list[str]:
+    conditions = [*_conditions(issue.where), *(f"using `{tag}`" for tag in issue.uses)]
+    lines = ["", f"### {issue.title}", "", f"`{issue.id}`: {'; '.join(conditions)}."]
+    lines += ["", f"{issue.symptom} {issue.cause}", ""]
+    for mend in issue.mend:
+        command = f": `{mend.command}`" if mend.command else ""
+        lines.append(f"- {mend.do[:1].upper()}{mend.do[1:]}{command}")
+    said = ", ".join(_source(source) for source in issue.sources)
+    lines += ["", f"*Here:* {issue.here}", "", f"Certainty {issue.certainty}; {said}."]
+    return lines
+
+
+def _conditions(where: Where) -> Iterator[str]:
+    """The conditions of a place, each in a few words."""
+    words = {
+        "vendor": "on {}",
+        "capability": "capability {}",
+        "name": "devices called `{}`",
+        "devices": "{} devices",
+        "devices_not_dividing": "a number of devices that does not divide {}",
+        "cuda": "CUDA {}",
+        "cublas": "cuBLAS {}",
+        "cudnn": "cuDNN {}",
+        "driver": "driver {}",
+        "macos": "macOS {}",
+    }
+    for name, text in words.items():
+        value = getattr(where, name)
+        if value is not None:
+            yield text.format(_PROPER.get(value, value))
+    yield from (f"{name} {versions}" for name, versions in where.packages.items())
+    yield from (f"`{name}` set to `{value}`" for name, value in where.set.items())
+    if where.unless_set:
+        yield "unless " + " or ".join(f"`{n}` is `{v}`" for n, v in where.unless_set.items())
+    for name in ("arch", "system"):
+        if getattr(where, name):
+            yield " or ".join(getattr(where, name))
+    if where.cpu_lacks:
+        yield f"without {', '.join(where.cpu_lacks)}"
+    if where.any:
+        yield " or ".join(f"({', '.join(_conditions(part))})" for part in where.any)
+
+
+_PROPER = {"nvidia": "NVIDIA", "amd": "AMD", "apple": "Apple", "intel": "Intel", "cpu": "the CPU"}
+
+
+def _source(source: str) -> str:
+    if "#" not in source or source.startswith("https://"):
+        return f"<{source}>"
+    repository, number = source.split("#")
+    return f"[{source}](https://github.com/{repository}/issues/{number})"
+
+
+def doctor_schema() -> str:
+    """The JSON schema of `everyframe doctor --json`."""
+    return json.dumps(Report.model_json_schema(), indent=1) + "\n"
+
+
 #: Page -> what makes it.
-PAGES = {REFERENCE / "options.md": options_page, REFERENCE / "exit-codes.md": exit_codes_page}
+PAGES = {
+    REFERENCE / "options.md": options_page,
+    REFERENCE / "exit-codes.md": exit_codes_page,
+    REFERENCE / "known-issues.md": known_issues_page,
+    REFERENCE / "doctor.schema.json": doctor_schema,
+}
 
 
 def _rows(model: type[Options], group: str) -> Iterator[str]:

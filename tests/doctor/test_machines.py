@@ -116,6 +116,13 @@ def test_the_setting_that_does_not_mend_it_does_not(tmp_path: Path) -> None:
     assert set(troubles(report)) == {"known-issues"}
 
 
+def test_a_card_with_the_same_chip_and_no_report_is_well(tmp_path: Path) -> None:
+    profile = find_profile("h20-cublas12.1").model_dump(mode="json")
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({**profile, "name": "NVIDIA H200"}))
+    assert troubles(diagnose(profile=path)) == {}
+
+
 def test_imaginairy_on_an_m1(tmp_path: Path) -> None:
     packages = {"torch": "2.13.0", "imaginairy": "14.3.0"}
     report = diagnose(["known-issues"], profile=changed("m1", tmp_path, packages=packages))

@@ -20,6 +20,7 @@ from everyframe.hardware.known_issues import read_yaml
 
 CPU = DeviceFacts("AMD EPYC", "cpu", None, 1 << 34, 1 << 33)
 CARD = DeviceFacts("NVIDIA H20", "cuda", 0, 1 << 36, 1 << 36, (9, 0))
+H200 = DeviceFacts("NVIDIA H200", "cuda", 0, 1 << 37, 1 << 37, (9, 0))
 PROJECT = Path(__file__).parent.parent.parent / "pyproject.toml"
 
 
@@ -80,6 +81,7 @@ def test_the_minimum_is_that_of_the_project() -> None:
         (patient(CARD, libraries={"cublas": "12.1.3"}), "known bad"),
         (patient(CARD, libraries={"cublas": "12.5.2.13"}), "untested"),  # by us
         (patient(CARD), "untested"),  # which cuBLAS is not known
+        (patient(H200, libraries={"cublas": "12.1.3"}), "untested"),  # not the card of the report
     ],
 )
 def test_the_answer_of_the_table(judged: Patient, answer: str) -> None:
