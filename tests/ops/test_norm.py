@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from everyframe.ops.norm import LayerNorm, RMSNorm, layer_norm, rms_norm
+from everyframe.ops.norm import LayerNorm, RMSNorm, layer_norm, rms_norm, widen_norms
 
 # Unit roundoff of each dtype, times two: one rounding of the result and what float32 leaves.
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
@@ -54,3 +54,29 @@ def test_layer_norm_equals_its_formula(dtype: torch.dtype) -> None:
     assert out.dtype == dtype
     # Near the mean a difference of two rounded numbers is left, hence an absolute tolerance too.
     torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+# In the place of a foreign module's norms.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_wide_norms_keep_the_dtype_of_what_they_are_given(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    module = torch.nn.ModuleDict(
+        {"group": torch.nn.GroupNorm(4, 16), "row": torch.nn.LayerNorm(16)}
+    )
+    for parameter in module.parameters():
+        parameter.data = torch.rand(parameter.shape, generator=generator) + 0.5
+    wanted = {name: module[name] for name in module}
+    widen_norms(module)
+    x = torch.randn(2, 16, 6, 5, generator=generator) * 100 + 300
+    for name, given in (("group", x), ("row", x.permute(0, 2, 3, 1))):
+        narrow = given.to(dtype)
+        found = module[name](narrow)
+        assert found.dtype == dtype
+        exact = wanted[name].double()(narrow.double())
+        # One rounding at the end, and in between sums of float32.
+        allowed = torch.finfo(dtype).eps + 2e-5
+        assert ((found.double() - exact).abs() / (exact.abs() + 1)).max() < allowed
+        assert type(module[name]).__name__.startswith("Wide")
+        wanted[name].float()

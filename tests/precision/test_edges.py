@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from everyframe.core.errors import InputError
 from everyframe.core.plan import Precision
+from everyframe.ops.norm import widen_norms
 from everyframe.precision.edges import apply
 
 FP32 = Precision("float32", "float32")
@@ -239,3 +240,18 @@ def test_autoencoder_as_it_comes(islands: tuple[str, ...]) -> None:
     # About twenty bf16 roundings in a row on the way, each 0.17 % rms, and a small last layer.
     assert 1e-4 < relative_error(frame, true_frame) < 2e-2
     assert 1e-4 < relative_error(mode, true_mode) < 2e-2
+
+
+def test_wide_norms_are_not_given_another_dtype_at_their_edges() -> None:
+    """Their parameters are float32, and what comes in stays as narrow as it is."""
+    module = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
+    widen_norms(module)
+    put_on = apply(module, Precision("bfloat16", "bfloat16", ("1",)))
+    seen: list[torch.dtype] = []
+    module[1].register_forward_hook(
+        lambda _, given, answer: seen.extend((given[0].dtype, answer.dtype))
+    )
+    assert module(torch.ones(2, 8)).dtype == torch.float32
+    assert seen == [torch.bfloat16, torch.bfloat16]
+    assert module[1].weight.dtype == torch.float32
+    assert put_on.num_hooks == 3  # two layers' inputs, and the answer

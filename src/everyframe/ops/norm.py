@@ -1,11 +1,13 @@
 """Normalisation over the last dimension with statistics in float32 at least.
 
 PyTorch's own kernels for `layer_norm` and `rms_norm` hold that promise for half precisions; a
-formula written out, such as ``x.pow(2).mean()``, overflows float16 above 256. Not here: group
-norms of the autoencoders, which come with diffusers.
+formula written out, such as ``x.pow(2).mean()``, overflows float16 above 256. `WideGroupNorm` and
+`WideLayerNorm` take the place of PyTorch's in a foreign module whose norms are float32 islands.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -52,3 +54,56 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
+
+
+class WideGroupNorm(nn.GroupNorm):
+    """`nn.GroupNorm` with parameters in float32 for input of any precision, which it keeps.
+
+    Of the same parameter names. Nothing is widened in memory where the kernel can do without.
+    """
+
+    takes_any_dtype = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        def norm(x: Tensor) -> Tensor:
+            return F.group_norm(x, self.num_groups, self.weight, self.bias, self.eps)
+
+        return _in_its_dtype(norm, x, self.weight)
+
+
+class WideLayerNorm(nn.LayerNorm):
+    """`nn.LayerNorm` with parameters in float32 for input of any precision, which it keeps."""
+
+    takes_any_dtype = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        def norm(x: Tensor) -> Tensor:
+            return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+
+        return _in_its_dtype(norm, x, self.weight)
+
+
+def _in_its_dtype(norm: Callable[[Tensor], Tensor], x: Tensor, weight: Tensor) -> Tensor:
+    # The CPU's kernels read narrow numbers and float32 parameters together; others want one dtype.
+    if x.dtype == weight.dtype or (x.device.type == "cpu" and x.dtype.itemsize < 4):
+        return norm(x)
+    return norm(x.to(weight.dtype)).to(x.dtype)
+
+
+def widen_norms(module: nn.Module) -> None:
+    """Put `WideGroupNorm` and `WideLayerNorm` in the place of every norm inside that has weights.
+
+    New parameters are on the same device, without values where it is meta; weights are loaded
+    after.
+    """
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.GroupNorm and child.affine:
+                made: nn.Module = WideGroupNorm(child.num_groups, child.num_channels, child.eps)
+            elif type(child) is nn.LayerNorm and child.elementwise_affine:
+                has_bias = child.bias is not None
+                made = WideLayerNorm(child.normalized_shape, child.eps, bias=has_bias)
+            else:
+                continue
+            made.load_state_dict(child.state_dict(), assign=True)
+            setattr(parent, name, made)

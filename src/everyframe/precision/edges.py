@@ -134,8 +134,11 @@ def _multiplies_its_inputs(module: nn.Module) -> bool:
     """Whether a module multiplies its inputs with parameters of its own, and so needs one dtype.
 
     A module with children may hold parameters that it adds to a wide stream (modulation tables,
-    position tables): there promotion does the right thing, and a cast would narrow the stream.
+    position tables): there promotion does the right thing, and a cast would narrow the stream. So
+    may one that says of itself that it `takes_any_dtype`.
     """
+    if getattr(module, "takes_any_dtype", False):
+        return False
     if isinstance(module, nn.MultiheadAttention):
         return True  # has a child, which it never calls: it takes the child's weight
     return not module._modules and any(True for _ in _own_floats(module))

@@ -19,6 +19,8 @@ from everyframe.precision.policy import ComponentNeeds
 if TYPE_CHECKING:
     from torch import nn
 
+    from everyframe.families.svd.unet import VideoUNet
+
 #: What steers every block, or starts and ends the residual stream, stays in float32: the embedding
 #: of timesteps and of frame rate and motion, norms, the weights by which time and space are mixed.
 UNET_ISLANDS = (
@@ -57,7 +59,6 @@ class Builders:
             # `encode` and `decode` are no calls of the module itself: their last layers are named.
             last = "decoder" if self.config.decodes_together else "decoder.conv_out"
             return (last, "quant_conv")
-        # The UNet as a whole answers with a tuple, so its last layer is named too.
         return ("conv_out",) if component == "unet" else ("",)
 
     def image_encoder(self) -> nn.Module:
@@ -75,12 +76,11 @@ class Builders:
         made: nn.Module = model
         return made
 
-    def unet(self) -> nn.Module:
-        """An empty `UNetSpatioTemporalConditionModel`."""
-        from diffusers import UNetSpatioTemporalConditionModel
+    def unet(self) -> VideoUNet:
+        """An empty `UNetSpatioTemporalConditionModel`, called in our own way."""
+        from everyframe.families.svd.unet import build
 
-        model: nn.Module = UNetSpatioTemporalConditionModel(**_without_notes(self.config.unet))
-        return model
+        return build(_without_notes(self.config.unet))
 
     def vae(self) -> nn.Module:
         """An empty `AutoencoderKLTemporalDecoder`, or the `AutoencoderKL` of single pictures."""

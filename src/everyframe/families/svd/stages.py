@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from einops import rearrange
-from torch import Tensor, nn
+from torch import Tensor
 
 from everyframe.core.events import Event, Frames, Loaded, Step
 from everyframe.core.plan import Plan, Settings
@@ -28,6 +28,7 @@ from everyframe.families.svd.checkpoint import Files
 from everyframe.families.svd.components import Builders
 from everyframe.families.svd.config import SVDConfig
 from everyframe.families.svd.settle import latent_shape
+from everyframe.families.svd.unet import VideoUNet
 from everyframe.samplers import euler_karras, noise
 from everyframe.samplers.step import Step as SamplerStep
 
@@ -176,7 +177,7 @@ class DenoiseStage:
         for take in takes:
             take.known = None
 
-    def _sample(self, unet: nn.Module, take: Take) -> Iterator[SamplerStep]:
+    def _sample(self, unet: VideoUNet, take: Take) -> Iterator[SamplerStep]:
         job, config = self.job, self.job.config
         device = job.device("unet")
         steps = job.settings.num_inference_steps
@@ -198,7 +199,7 @@ class Denoiser:
     after the other.
     """
 
-    def __init__(self, unet: nn.Module, picture: Picture, settings: Settings, device: str) -> None:
+    def __init__(self, unet: VideoUNet, picture: Picture, settings: Settings, device: str) -> None:
         assert picture.latents is not None, "the encoding stage comes before"
         self._unet = unet
         # Frame rates were counted from 0 in training.
@@ -218,14 +219,14 @@ class Denoiser:
             embedding = torch.cat([torch.zeros_like(embedding), embedding])
             latents_BCHW = torch.cat([torch.zeros_like(latents_BCHW), latents_BCHW])
             told_BN = told_BN.expand(2, -1)
-        self._told = told_BN.to(device)
-        self._embedding = embedding.to(device)
+        embedding_BD = embedding[:, 0].to(device)
+        self._context = unet.context(embedding_BD, told_BN.to(device), settings.num_frames)
         still = latents_BCHW[:, None].expand(-1, settings.num_frames, -1, -1, -1)
         self._picture_BTCHW = still.to(device)
 
     def __call__(self, x: Tensor, t: Tensor) -> Tensor:
         """The guided v for scaled x (1, T, C, h, w) and t (1,)."""
-        branches = range(len(self._embedding))
+        branches = range(len(self._picture_BTCHW))
         lots = [branches[i : i + self._at_once] for i in branches[:: self._at_once]]
         answers = [self._answer(x, t, slice(lot.start, lot.stop)) for lot in lots]
         if self._guidance_TCHW is None:
@@ -240,10 +241,8 @@ class Denoiser:
         answer: Tensor = self._unet(
             torch.cat([x.expand(branches, *x.shape[1:]), picture_BTCHW], dim=2),
             t.expand(branches),
-            encoder_hidden_states=self._embedding[rows],
-            added_time_ids=self._told[rows],
-            return_dict=False,
-        )[0]
+            self._context.rows(rows),
+        )
         return answer
 
 

@@ -1,0 +1,258 @@
+"""The video UNet with diffusers' layers, and without the work that need not be done.
+
+Layers, parameter names and results are those of `UNetSpatioTemporalConditionModel`. What differs:
+
+- With one image token, cross-attention is a softmax over one key, which is 1: its answer is the
+  value projection alone, the same for every pixel and step. Frame embeddings and the weights by
+  which space and time are mixed depend on no latents either. All of it is a value, `context`, made
+  once a run.
+- Memory lies frame by frame, row by row, channels last, from the first layer to the last, so that
+  convolutions, norms and attention see it without copies in between.
+- What is the same for all frames (the time) is projected once and not once a frame.
+- Norms read and answer in the precision of what they are given, with weights and statistics in
+  float32 (`everyframe.ops.norm`).
+
+Sums go into memory that is there already wherever nobody else looks at it.
+
+Not here: diffusers' blocks, whose layers are called one by one. Suffixes: B branches of guidance, T
+frames, S pixels, C channels. Read next: `stages.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from diffusers import UNetSpatioTemporalConditionModel
+from torch import Tensor, nn
+
+from everyframe.ops.norm import widen_norms
+
+
+@dataclass(frozen=True)
+class AttentionContext:
+    """What one transformer has of the picture, the frames and its mixing weight.
+
+    `spatial` and `temporal` hold what cross-attention adds, (B, C) a layer; `frames`, (T, C), is
+    added before time is attended to; `mix` is the share of the spatial answer.
+    """
+
+    spatial: tuple[Tensor, ...]
+    temporal: tuple[Tensor, ...]
+    frames: Tensor
+    mix: Tensor
+
+
+@dataclass(frozen=True)
+class Context:
+    """What depends on no latents and on no step, by module name.
+
+    `rests` are the shares that convolutions over time have; `told`, (B, C), is added to
+    the time.
+    """
+
+    attentions: dict[str, AttentionContext]
+    rests: dict[str, Tensor]
+    told: Tensor
+
+    def rows(self, rows: slice) -> Context:
+        """The same for some of the branches."""
+        attentions = {
+            name: AttentionContext(
+                tuple(each[rows] for each in one.spatial),
+                tuple(each[rows] for each in one.temporal),
+                one.frames,
+                one.mix,
+            )
+            for name, one in self.attentions.items()
+        }
+        return Context(attentions, self.rests, self.told[rows])
+
+
+def build(config: Mapping[str, Any]) -> VideoUNet:
+    """The UNet of these sizes, without weights if the default device is meta."""
+    made = VideoUNet(**config)
+    widen_norms(made)
+    return made
+
+
+class VideoUNet(UNetSpatioTemporalConditionModel):
+    """`UNetSpatioTemporalConditionModel` for one image token, in two steps: context, then steps."""
+
+    def context(self, picture_BD: Tensor, told_BN: Tensor, num_frames: int) -> Context:
+        """What every step needs of the picture's embedding and of what is told beside the time."""
+        embedded = self.add_time_proj(told_BN.flatten()).reshape(len(told_BN), -1)
+        attentions, rests = {}, {}
+        for name, module in self.named_modules():
+            kind = type(module).__name__
+            if kind == "TransformerSpatioTemporalModel":
+                attentions[name] = _attention_context(module, picture_BD, num_frames)
+            elif kind == "SpatioTemporalResBlock":
+                rests[name] = 1 - _mix(module.time_mixer, picture_BD)
+        return Context(attentions, rests, self.add_embedding(embedded))
+
+    def forward(self, sample_BTCHW: Tensor, timestep: Tensor, context: Context) -> Tensor:  # type: ignore[override]
+        """v (B, T, C, H, W) for scaled latents and the picture's, (B, T, 2 C, H, W), and t (B,)."""
+        frames = sample_BTCHW.shape[1]
+        time_BC = self.time_embedding(self.time_proj(timestep).to(sample_BTCHW.dtype))
+        walk = _Walk(context, F.silu(time_BC + context.told), frames)
+        x = sample_BTCHW.flatten(0, 1).contiguous(memory_format=torch.channels_last)
+        x = self.conv_in(x)
+        skips = [x]
+        for number, block in enumerate(self.down_blocks):
+            skips += walk.layers(f"down_blocks.{number}", block, x)
+            for sampler in block.downsamplers or ():
+                skips.append(sampler(skips[-1]))
+            x = skips[-1]
+        x = walk.middle("mid_block", self.mid_block, x)
+        for number, block in enumerate(self.up_blocks):
+            x = walk.layers(f"up_blocks.{number}", block, x, skips)[-1]
+            for sampler in block.upsamplers or ():
+                # The size of what it is joined to: halves of odd sizes were rounded up.
+                x = sampler(x, tuple(skips[-1].shape[-2:]))
+        x = self.conv_out(_silu(self.conv_norm_out(x)))
+        return x.unflatten(0, (-1, frames))
+
+
+class _Walk:
+    """One call's way through the blocks."""
+
+    def __init__(self, context: Context, time_BC: Tensor, frames: int) -> None:
+        self._context, self._time_BC, self._frames = context, time_BC, frames
+
+    def layers(
+        self, name: str, block: Any, x: Tensor, skips: list[Tensor] | None = None
+    ) -> list[Tensor]:
+        """The result of each layer of a block; given `skips`, each takes the last of them away."""
+        results = []
+        for number, resnet in enumerate(block.resnets):
+            if skips is not None:
+                x = torch.cat([x, skips.pop()], dim=1)
+            x = self._resnet(f"{name}.resnets.{number}", resnet, x)
+            if getattr(block, "attentions", None):
+                attention = block.attentions[number]
+                x = self._attention(f"{name}.attentions.{number}", attention, x)
+            results.append(x)
+        return results
+
+    def middle(self, name: str, block: Any, x: Tensor) -> Tensor:
+        """The innermost block: convolutions with attention between them."""
+        x = self._resnet(f"{name}.resnets.0", block.resnets[0], x)
+        for number, attention in enumerate(block.attentions):
+            x = self._attention(f"{name}.attentions.{number}", attention, x)
+            x = self._resnet(f"{name}.resnets.{number + 1}", block.resnets[number + 1], x)
+        return x
+
+    def _resnet(self, name: str, block: Any, x: Tensor) -> Tensor:
+        """Convolutions over space, then over time; both add to what came in."""
+        space, time = block.spatial_res_block, block.temporal_res_block
+        h = self._with_time(space.time_emb_proj, space.conv1(_silu(space.norm1(x))))
+        h = space.conv2(_silu(space.norm2(h)))
+        # A sum of its own: what came in is looked at again on the way up.
+        x = (x if space.conv_shortcut is None else space.conv_shortcut(x)) + h
+        y = self._over_time(x)
+        h = self._with_time(time.time_emb_proj, time.conv1(_silu(time.norm1(y))))
+        h = time.conv2(_silu(time.norm2(h)))
+        # mix * x + (1 - mix) * (x + h), where x is the spatial answer.
+        return self._over_space(y.addcmul_(h.to(y.dtype), self._context.rests[name].to(y.dtype)))
+
+    def _with_time(self, project: nn.Module, h: Tensor) -> Tensor:
+        """`h`, frames apart or not, with the projected time added to every pixel, in place."""
+        time_BC = project(self._time_BC)
+        if h.ndim == 5:
+            return h.add_(time_BC[:, :, None, None, None])
+        return h.add_(time_BC.repeat_interleave(self._frames, dim=0)[:, :, None, None])
+
+    def _over_time(self, x: Tensor) -> Tensor:
+        """(B T, C, H, W) as (B, C, T, H, W), the same memory."""
+        return x.unflatten(0, (-1, self._frames)).transpose(1, 2)
+
+    def _over_space(self, x: Tensor) -> Tensor:
+        """(B, C, T, H, W) as (B T, C, H, W), the same memory."""
+        return x.transpose(1, 2).flatten(0, 1)
+
+    def _attention(self, name: str, module: Any, x: Tensor) -> Tensor:
+        """Attention over a frame's pixels, then over a pixel's frames, layer by layer."""
+        known = self._context.attentions[name]
+        height, width = x.shape[-2:]
+        tokens = module.norm(x).permute(0, 2, 3, 1).flatten(1, 2)
+        tokens = module.proj_in(tokens).unflatten(0, (-1, self._frames))
+        pairs = zip(module.transformer_blocks, module.temporal_transformer_blocks, strict=True)
+        for layer, (space, time) in enumerate(pairs):
+            tokens = _spatial_layer(space, tokens, known.spatial[layer])
+            moved = tokens + known.frames[:, None].to(tokens.dtype)
+            moved = _temporal_layer(time, moved, known.temporal[layer])
+            tokens = moved.lerp_(tokens, known.mix.to(tokens.dtype))
+        tokens = module.proj_out(tokens).flatten(0, 1).unflatten(1, (height, width))
+        return x + tokens.permute(0, 3, 1, 2)
+
+
+def _spatial_layer(block: Any, tokens_BTSC: Tensor, picture_BC: Tensor) -> Tensor:
+    """Self-attention within each frame, the picture, the feed-forward."""
+    normed = block.norm1(tokens_BTSC).flatten(0, 1)
+    tokens_BTSC += _self_attention(block.attn1, normed).unflatten(0, tokens_BTSC.shape[:2])
+    tokens_BTSC += picture_BC[:, None, None]
+    tokens_BTSC += _feed_forward(block.ff, block.norm3(tokens_BTSC))
+    return tokens_BTSC
+
+
+def _temporal_layer(block: Any, tokens_BTSC: Tensor, picture_BC: Tensor) -> Tensor:
+    """A feed-forward, self-attention of each pixel over time, the picture, a feed-forward."""
+    widened = _feed_forward(block.ff_in, block.norm_in(tokens_BTSC))
+    tokens_BTSC = tokens_BTSC.add_(widened) if block.is_res else widened
+    # Pixel by pixel, once for queries, keys and values.
+    normed_BSTC = block.norm1(tokens_BTSC).transpose(1, 2).contiguous()
+    attended = _self_attention(block.attn1, normed_BSTC.flatten(0, 1))
+    tokens_BTSC += attended.unflatten(0, normed_BSTC.shape[:2]).transpose(1, 2)
+    tokens_BTSC += picture_BC[:, None, None]
+    answer = _feed_forward(block.ff, block.norm3(tokens_BTSC))
+    return tokens_BTSC.add_(answer) if block.is_res else answer
+
+
+def _self_attention(attention: Any, rows_NLC: Tensor) -> Tensor:
+    """Attention of the tokens of each row to each other."""
+    q, k, v = (
+        project(rows_NLC).unflatten(-1, (attention.heads, -1)).transpose(1, 2)
+        for project in (attention.to_q, attention.to_k, attention.to_v)
+    )
+    mixed = F.scaled_dot_product_attention(q, k, v, scale=attention.scale)
+    answer: Tensor = attention.to_out[0](mixed.transpose(1, 2).flatten(-2))
+    return answer
+
+
+def _feed_forward(block: Any, tokens: Tensor) -> Tensor:
+    """The gated feed-forward; what is widened is gated in place."""
+    wide, gate = block.net[0].proj(tokens).chunk(2, dim=-1)
+    answer: Tensor = block.net[2](F.gelu(gate).mul_(wide))
+    return answer
+
+
+def _silu(fresh: Tensor) -> Tensor:
+    return F.silu(fresh, inplace=True)
+
+
+def _attention_context(module: Any, picture_BD: Tensor, num_frames: int) -> AttentionContext:
+    numbers = torch.arange(num_frames, device=picture_BD.device)
+    frames = module.time_pos_embed(module.time_proj(numbers).to(picture_BD.dtype))
+    spatial, temporal = (
+        tuple(_of_picture(block.attn2, picture_BD) for block in blocks)
+        for blocks in (module.transformer_blocks, module.temporal_transformer_blocks)
+    )
+    return AttentionContext(spatial, temporal, frames, _mix(module.time_mixer, picture_BD))
+
+
+def _of_picture(attention: Any, picture_BD: Tensor) -> Tensor:
+    """What cross-attention to one token answers, whatever is asked."""
+    answer: Tensor = attention.to_out[0](attention.to_v(picture_BD))
+    return answer
+
+
+def _mix(mixer: Any, like: Tensor) -> Tensor:
+    """The share of the spatial answer, as the mixer itself computes it: that of 1 and 0."""
+    one = torch.ones(1, 1, 1, device=like.device, dtype=torch.float32)
+    still = torch.zeros(1, 1, device=like.device)
+    share: Tensor = mixer(one, torch.zeros_like(one), image_only_indicator=still)
+    return share.reshape(())
