@@ -23,7 +23,7 @@ Kind = Literal["embedded", "known", "folder", "file", "hub"]
 
 # What a hub id that nobody listed is taken to need, and what is fetched of it.
 _ANY_WEIGHTS = tuple(f"*{suffix}" for suffix in WEIGHT_SUFFIXES if suffix != ".ckpt")
-_ANY_EXTRAS = ("*.json", "*.model", "*.txt")
+_ANY_EXTRAS = ("*.json", "*.model", "*.txt", "*.jinja")
 
 # ``pytorch_model-00001-of-00002.bin``: the first of two says that there is a second.
 _SHARD = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})(?P<ending>\.\w+)")

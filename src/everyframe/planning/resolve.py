@@ -119,7 +119,9 @@ def prepare(
         stage_plan(run, plan.component(run.rehearsal.component), rates) for run in fitted.runs
     ]
     plan = replace(plan, stages=tuple(stages))
-    return Prepared(replace(plan, obstacle=_obstacle(plan, fitting, fitted, facts)), model)
+    # What somebody has in memory is there already: what is free says nothing against it.
+    obstacle = None if given is not None else _obstacle(plan, fitting, fitted, facts)
+    return Prepared(replace(plan, obstacle=obstacle), model)
 
 
 def _fitting(model: Model, facts: MachineFacts, device: DeviceFacts, request: Request) -> Fitting:

@@ -19,7 +19,10 @@ import tiny_pipelines
 from everyframe.cli.main import main
 from everyframe.core.errors import CheckpointError, InputError
 from everyframe.core.events import Step
+from everyframe.families.pipeline.given import given_pipeline
+from everyframe.families.pipeline.options import PipelineOptions
 from everyframe.families.registry import family_names
+from everyframe.planning.resolve import GivenModel, prepare
 
 SMALL: dict[str, Any] = {
     "prompt": "a fox", "num_inference_steps": 2, "seed": 1,
@@ -75,6 +78,20 @@ def test_plans_are_made_for_machines_that_are_not_here(folder: Path) -> None:
         name: word.replace("bfloat", "float") for name, word in ampere.items()
     }
     assert set(dtypes("cpu-fp32").values()) == {"float32"}
+
+
+def test_tiles_take_less_memory_and_are_refused_where_there_are_none(folder: Path) -> None:
+    large = {**SMALL, "size": "512x512"}
+    whole = everyframe.plan(model=str(folder), **large).component("vae").working_bytes
+    tiled = everyframe.plan(model=str(folder), vae_tiling=True, **large)
+    assert tiled.component("vae").working_bytes < whole
+    assert ("vae_tiling", True) in tiled.settings.options
+    video = everyframe.generate(model=str(folder), vae_tiling=True, **SMALL)
+    # One tile holds all of so small a video.
+    assert isinstance(video, everyframe.Video)
+    plain = everyframe.generate(model=str(folder), **SMALL)
+    assert isinstance(plain, everyframe.Video)
+    assert np.array_equal(video.frames, plain.frames)
 
 
 def test_pipelines_come_last_so_that_others_keep_theirs() -> None:
@@ -239,6 +256,8 @@ def test_given_pipelines_take_their_own_parameters_as_keywords(pipe: Any) -> Non
     assert np.array_equal(again.frames, video.frames)
     with pytest.raises(InputError, match="no parameter 'eeta'; did you mean 'eta'"):
         everyframe.run(pipe, eeta=1, **asked)
+    with pytest.raises(InputError, match=r"call pipe\.vae\.enable_tiling"):
+        everyframe.run(pipe, vae_tiling=True, **asked)
     with pytest.raises(InputError, match="dtype can't be chosen for a pipeline that is loaded"):
         everyframe.run(pipe, dtype="bf16", **asked)
 
@@ -267,6 +286,15 @@ def test_a_reader_who_leaves_leaves_a_given_pipeline_as_it_was(pipe: Any) -> Non
     assert not any(module._forward_pre_hooks for module in pipe.transformer.modules())
     assert vars(pipe.scheduler).keys() == before.keys()
     assert all(vars(pipe.scheduler)[name] is value for name, value in before.items())
+
+
+def test_a_loaded_pipeline_is_not_refused_for_memory_that_it_has(folder: Path, pipe: Any) -> None:
+    asked = {**SMALL, "size": "8192x8192", "num_frames": 401}
+    assert everyframe.plan(model=str(folder), **asked).obstacle is not None
+    given = GivenModel("pipeline", given_pipeline(pipe, PipelineOptions(option=SMALL["option"])))
+    assert prepare(everyframe.Request(**asked), given=given).plan.obstacle is None
+    with pytest.raises(InputError, match="max_memory can't be chosen"):
+        everyframe.run(pipe, max_memory="8GB", **SMALL)
 
 
 @pytest.mark.parametrize("given", [7, torch.nn.Linear(1, 1)])

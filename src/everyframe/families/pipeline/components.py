@@ -30,6 +30,8 @@ _STEERING = (
 )  # fmt: skip
 #: Beyond fp16's range in T5's feed-forward.
 _T5_RANGE = ("*.wo",)
+#: Pixels of a tile, about, in diffusers' autoencoders.
+_TILE = 256 * 256
 _DTYPES = {"BF16": "bfloat16", "F16": "float16"}
 
 
@@ -121,7 +123,10 @@ def _of_denoiser(sizes: Sizes, pixels: int, element: int, branches: int) -> int:
 def _of_decoder(sizes: Sizes, settings: Settings, pixels: int, element: int) -> int:
     """Two copies of the last level's widest tensor for one latent frame, and all frames."""
     channels = sizes.vae.get("block_out_channels") or [sizes.vae.get("base_dim") or 128]
-    at_once = settings.height * settings.width * max(sizes.temporal_factor or 1, 1)
+    area = settings.height * settings.width
+    if dict(settings.options).get("vae_tiling"):
+        area = min(area, _TILE)
+    at_once = area * max(sizes.temporal_factor or 1, 1)
     return 2 * at_once * int(_first(channels)) * 2 * element + pixels * 3 * 4 * 2
 
 

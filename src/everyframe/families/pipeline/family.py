@@ -14,7 +14,7 @@ from pathlib import PurePath
 from typing import Any
 
 from everyframe.checkpoints.find import Location
-from everyframe.core.errors import CheckpointError
+from everyframe.core.errors import CheckpointError, InputError
 from everyframe.core.options import FamilyOptions
 from everyframe.core.plan import Plan, Settings
 from everyframe.core.request import Request
@@ -45,7 +45,13 @@ class PipelineModel:
 
     def settle(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
         """Every value of the request settled, and notes."""
+        if self.options.vae_tiling and not self._can_tile():
+            raise InputError(f"vae_tiling has no effect on {self.title}: its autoencoder has none")
         return settle.settle(self.sizes, self.title, request, self.options, seed)
+
+    def _can_tile(self) -> bool:
+        vae = next((part for part in self.files.models if part.name == "vae"), None)
+        return vae is not None and hasattr(component_class(vae), "enable_tiling")
 
     def smaller(self, settings: Settings) -> Iterator[Settings]:
         """Settings like these that need less memory."""

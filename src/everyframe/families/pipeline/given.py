@@ -52,9 +52,13 @@ class GivenPipeline:
 
     def settle(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
         """Every value of the request settled, and notes."""
-        if request.model is not None or request.dtype != "auto":
-            what = "model" if request.model is not None else "dtype"
-            raise InputError(f"{what} can't be chosen for a pipeline that is loaded already")
+        for name in ("model", "dtype", "max_memory", "max_host_memory"):
+            if getattr(request, name) not in (None, "auto"):
+                raise InputError(f"{name} can't be chosen for a pipeline that is loaded already")
+        if self.options.vae_tiling:
+            raise InputError(
+                "vae_tiling would change a pipeline that is yours; call pipe.vae.enable_tiling()"
+            )
         return settle.settle(self.sizes, self.title, request, self.options, seed)
 
     def components(self, settings: Settings) -> tuple[Component, ...]:

@@ -30,6 +30,11 @@ class PipelineOptions(FamilyOptions):
         default={},
     )
     fit: str = fit_option()
+    vae_tiling: bool = an_option(
+        "Decode in tiles: far less memory for large frames, and faint seams.",
+        group="Family",
+        default=False,
+    )
     trust_remote_code: bool = an_option(
         "Run Python code that comes with the checkpoint. Read it first.",
         group="Family",

@@ -62,9 +62,21 @@ def settle(
         num_videos=request.num_videos,
         given_frames=given,
         fit=options.fit if takes_size else None,
-        options=(*plain(own).items(), *((("fit", options.fit),) if given else ())),
+        options=_shown(own, options, given),
     )
     return settings, tuple(notes)
+
+
+def _shown(
+    own: Mapping[str, Any], options: PipelineOptions, given: tuple[str, ...]
+) -> tuple[tuple[str, Any], ...]:
+    """The options that make a difference here, for plans and records."""
+    shown = dict(plain(own))
+    if given:
+        shown["fit"] = options.fit
+    if options.vae_tiling:
+        shown["vae_tiling"] = True
+    return tuple(shown.items())
 
 
 def plain(value: Any) -> Any:
@@ -80,6 +92,7 @@ def plain(value: Any) -> Any:
 def _standing_notes(sizes: Sizes, request: Request) -> list[str]:
     """What this pipeline can't do, whatever is asked of it."""
     interface, notes = sizes.interface, []
+    notes.append("memory is forecast roughly, and time not at all")
     if denoisers(sizes.configs):
         notes.append("only denoising steps are counted; text, pictures and decoding give no events")
     else:
@@ -176,9 +189,11 @@ def _size(sizes: Sizes, request: Request, notes: list[str]) -> tuple[int, int]:
     """(height, width) asked for, or the pipeline's own."""
     asked, interface = request.asked_size(), sizes.interface
     if interface.name_of("height") is None and request.image is not None:
-        height, width = read_image(request.image).shape[:2]
+        sides = read_image(request.image).shape[:2]
         notes.append("it chooses the video's size itself, by that of the picture")
-        return int(height), int(width)
+        step = sizes.spatial_factor
+        height, width = (max(step, side // step * step) for side in sides)
+        return height, width
     chosen = asked or sizes.default_size()
     if chosen is None:
         raise InputError(
