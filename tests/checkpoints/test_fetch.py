@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
@@ -91,6 +92,7 @@ def test_patterns_and_limits_reach_the_hubs_client(
 
     class Info:
         sha = "0" * 40
+        siblings = None
 
     def download(repo_id: str, **options: Any) -> str:
         asked.update(options, repo_id=repo_id)
@@ -105,9 +107,42 @@ def test_patterns_and_limits_reach_the_hubs_client(
     assert asked["etag_timeout"] <= 3
 
 
+def test_of_a_pipeline_only_what_it_is_loaded_from_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = [
+        "model_index.json", "unet/config.json", "unet/diffusion_pytorch_model.safetensors",
+        "unet/diffusion_pytorch_model.fp16.safetensors", "text_encoder/pytorch_model.bin",
+        "tokenizer/chat_template.jinja", "pipeline.py",
+    ]  # fmt: skip
+    twice = [
+        "v1-5-pruned.safetensors", "v1-5-pruned.ckpt", "unet/diffusion_pytorch_model.bin",
+        "unet/diffusion_pytorch_model.bin.index.json", "README.md", "unet/model.onnx",
+    ]  # fmt: skip
+    asked: dict[str, Any] = {}
+
+    class Info:
+        sha = "0" * 40
+        siblings = tuple(SimpleNamespace(rfilename=name) for name in (*wanted, *twice))
+
+    def download(repo_id: str, **options: Any) -> str:
+        asked.update(options)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: Info())
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    patterns = locate("o/n", hub_cache=tmp_path).parts[0].part.patterns
+    fetch("o/n", patterns, hub_cache=tmp_path)
+    assert asked["allow_patterns"] == wanted
+    # Where somebody knows which files are wanted, those are.
+    fetch("o/n", ["*.ckpt"], hub_cache=tmp_path)
+    assert asked["allow_patterns"] == ["*.ckpt"]
+
+
 def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Info:
         sha = "0" * 40
+        siblings = None
 
     def download(*_: Any, **__: Any) -> str:
         raise OSError(28, "No space left on device")

@@ -7,6 +7,7 @@ Read next: `find`, which says what is missing.
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import shlex
 import threading
@@ -16,10 +17,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from everyframe.checkpoints.find import Location, PartLocation, find_part, names_on_disk
-from everyframe.checkpoints.folder import listing
+from everyframe.checkpoints.folder import WEIGHT_SUFFIXES, listing
 from everyframe.core.errors import CheckpointError, InputError
 
 _Answer = TypeVar("_Answer")
+
+#: What makes a repository a diffusers pipeline.
+_INDEXES = {"model_index.json", "modular_model_index.json"}
 
 ETAG_TIMEOUT_S = 3.0
 FIRST_ANSWER_TIMEOUT_S = 4.0  # all of it: name lookup, connection, answer
@@ -105,13 +109,13 @@ def _fetch(wanted: tuple[Wanted, ...], hub_cache: Path | None, hint: str) -> Pat
     from huggingface_hub import snapshot_download
 
     first = wanted[0]
-    commit = _ask(wanted, hub_cache, hint)
+    commit, names = _ask(wanted, hub_cache, hint)
     try:
         # The branch is passed on, not its commit: only so does the cache record what `main` is.
         folder = snapshot_download(
             first.repo_id,
             revision=first.revision,
-            allow_patterns=list(first.patterns),
+            allow_patterns=list(_of_pipeline(first.patterns, names) or first.patterns),
             cache_dir=hub_cache,
             etag_timeout=ETAG_TIMEOUT_S,
         )
@@ -144,8 +148,34 @@ def download_command(repo_id: str, patterns: Sequence[str], revision: str | None
     return shlex.join(words)
 
 
-def _ask(wanted: tuple[Wanted, ...], hub_cache: Path | None, hint: str) -> str:
-    """The commit that the first's revision stands for, or an error for the person who asked."""
+def _of_pipeline(patterns: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
+    """The files that a diffusers pipeline among `names` is loaded from; none if it is no pipeline.
+
+    Repositories often hold the same weights again: in one file at the top, for other programs, and
+    pickled. Only asked where every kind of weights is wanted.
+    """
+    if "*.safetensors" not in patterns or not _INDEXES & set(names):
+        return ()
+    safe = {name.rpartition("/")[0] for name in names if name.endswith(".safetensors")}
+
+    def is_needed(name: str) -> bool:
+        folder = name.rpartition("/")[0]
+        bare = name.removesuffix(".index.json")
+        if bare.endswith(WEIGHT_SUFFIXES):
+            return bool(folder) and (bare.endswith(".safetensors") or folder not in safe)
+        # Code is fetched to be read; it runs only if that is allowed.
+        return any(fnmatch.fnmatchcase(name, each) for each in (*patterns, "*.py"))
+
+    return tuple(name for name in names if is_needed(name))
+
+
+def _ask(
+    wanted: tuple[Wanted, ...], hub_cache: Path | None, hint: str
+) -> tuple[str, tuple[str, ...]]:
+    """The commit that the first's revision stands for and the names of its files.
+
+    Raises an error for the person who asked.
+    """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -157,9 +187,9 @@ def _ask(wanted: tuple[Wanted, ...], hub_cache: Path | None, hint: str) -> str:
 
     repo_id, revision = wanted[0].repo_id, wanted[0].revision
 
-    def ask() -> str:
+    def ask() -> tuple[str, tuple[str, ...]]:
         info = HfApi().model_info(repo_id, revision=revision, timeout=ETAG_TIMEOUT_S)
-        return info.sha or ""
+        return info.sha or "", tuple(each.rfilename for each in info.siblings or ())
 
     try:
         return _within(FIRST_ANSWER_TIMEOUT_S, ask)
