@@ -10,6 +10,10 @@ from typing import Any
 
 import tiny
 from everyframe.core.plan import Settings
+from everyframe.families.inpaint.components import Builders as InpaintBuilders
+from everyframe.families.inpaint.config import InpaintConfig, released
+from everyframe.families.inpaint.family import InpaintModel
+from everyframe.families.inpaint.options import InpaintOptions
 from everyframe.families.opensora.components import Sizes
 from everyframe.families.opensora.config import STDiT3Config, STDiTConfig
 from everyframe.families.opensora.family import OpenSoraModel
@@ -73,6 +77,28 @@ def svd(*, options: SVDOptions | None = None, **changes: Any) -> Any:
     return SVDModel("small", "SVD", options or SVDOptions(), files, Builders(config))
 
 
+def inpaint(channels: int, *, options: InpaintOptions | None = None) -> Any:
+    """ControlNet inpainting with a UNet of 9 or of 4 channels."""
+    shared = {
+        "block_out_channels": [32, 64], "layers_per_block": 1, "cross_attention_dim": 32,
+        "down_block_types": ["CrossAttnDownBlock2D", "DownBlock2D"], "attention_head_dim": 4,
+    }  # fmt: skip
+    configs = {name: dict(config) for name, config in released(channels).items()}
+    configs["unet"] |= {**shared, "up_block_types": ["UpBlock2D", "CrossAttnUpBlock2D"]}
+    configs["vae"] |= {"block_out_channels": [32, 32, 32, 32], "layers_per_block": 1}
+    configs["text_encoder"] |= {
+        "hidden_size": 32, "intermediate_size": 37, "num_attention_heads": 4,
+        "num_hidden_layers": 2, "vocab_size": 60, "max_position_embeddings": 12,
+    }  # fmt: skip
+    net = {**shared, "conditioning_embedding_out_channels": [16, 16, 16, 16]}
+    config = InpaintConfig.from_json("small", configs, (("net", net),))
+    place = SimpleNamespace(where="nowhere")
+    files: Any = SimpleNamespace(where="nowhere", missing=lambda: (), controlnets=(place,))
+    return InpaintModel(
+        "small", "inpaint", options or InpaintOptions(), files, InpaintBuilders(config)
+    )
+
+
 def settings(
     height: int = 64, width: int = 64, num_frames: int = 17, guidance: float = 3.0, **more: Any
 ) -> Settings:
@@ -80,6 +106,7 @@ def settings(
     options = {
         "motion_bucket_id": 127, "noise_aug_strength": 0.02, "min_guidance_scale": 1.0,
         "max_guidance_scale": guidance, "decode_chunk_size": num_frames, "fit": "crop",
+        "strength": 1.0, "frames_at_once": 2, "guess_mode": False,
         **more.pop("options", {}),
     }  # fmt: skip
     return Settings(
@@ -90,4 +117,10 @@ def settings(
 
 def all_models() -> dict[str, Any]:
     """Every family and version by a name for a test."""
-    return {"opensora-1.0": opensora("1.0"), "opensora-1.2": opensora("1.2"), "svd": svd()}
+    return {
+        "opensora-1.0": opensora("1.0"),
+        "opensora-1.2": opensora("1.2"),
+        "svd": svd(),
+        "inpaint-9": inpaint(9),
+        "inpaint-4": inpaint(4),
+    }

@@ -22,6 +22,8 @@ SETTINGS = {
     "opensora-1.0": small_models.settings(32, 32, 16),
     "opensora-1.2": small_models.settings(64, 64, 17),
     "svd": small_models.settings(64, 64, 4),
+    "inpaint-9": small_models.settings(64, 48, 4),
+    "inpaint-4": small_models.settings(56, 64, 4),
 }
 NARROW = {"float16", "bfloat16"}
 

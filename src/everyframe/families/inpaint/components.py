@@ -1,23 +1,22 @@
 """The parts of ControlNet inpainting: how they are built, and what they need.
 
-The modules are diffusers' and transformers' own. Forecasts count the tensors that are alive at the
-peak of each part. Read next: `stages.py`, which runs the parts.
+The modules are diffusers' and transformers' own. Read next: `stages.py`, which runs the parts, and
+`rehearsals.py`, by which their memory and time are forecast.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from everyframe.core.errors import CheckpointError
-from everyframe.core.plan import Settings
 from everyframe.families.family import Component
 from everyframe.families.inpaint.config import InpaintConfig
-from everyframe.families.inpaint.settle import geometry_of
-from everyframe.families.loading import count_parameters
+from everyframe.families.loading import build_on_meta, count_parameters
 from everyframe.precision.policy import ComponentNeeds
 
 if TYPE_CHECKING:
@@ -28,6 +27,12 @@ UNET_ISLANDS = ("time_embedding", "conv_in", "conv_norm_out", "conv_out", "*norm
 CONTROLNET_ISLANDS = ("time_embedding", "conv_in", "*norm*")
 TEXT_ENCODER_ISLANDS = ("*layer_norm*",)
 
+#: Layers whose results are the residual stream, or go out of the networks.
+_WIDE = re.compile(
+    r"conv_out|down_blocks\.\d+\.downsamplers\.\d+|up_blocks\.\d+\.upsamplers\.\d+"
+    r"|.*\.conv_shortcut|controlnet_down_blocks\.\d+|controlnet_mid_block"
+)
+
 
 @dataclass(frozen=True)
 class Builders:
@@ -35,17 +40,46 @@ class Builders:
 
     config: InpaintConfig
 
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The components' names, in the order in which they first run."""
+        nets = map(controlnet_name, range(len(self.config.controlnets)))
+        return ("text_encoder", "vae", *nets, "unet")
+
     @cached_property
     def num_elements(self) -> Mapping[str, Mapping[str, int]]:
         """Elements of each tensor of each component; counted once, for building takes a while."""
-        builders: dict[str, Callable[[], nn.Module]] = {
-            "text_encoder": self.text_encoder,
-            "vae": self.vae,
-        }
-        for number in range(len(self.config.controlnets)):
-            builders[controlnet_name(number)] = partial(self.controlnet, number)
-        builders["unet"] = self.unet
-        return {name: count_parameters(build) for name, build in builders.items()}
+        return {name: count_parameters(partial(self.empty, name)) for name in self.parts}
+
+    @cached_property
+    def _empty(self) -> dict[str, nn.Module]:
+        return {}
+
+    def empty(self, component: str) -> nn.Module:
+        """One part on meta, the same object at every call, for counting and for dry runs."""
+        if component not in self._empty:
+            self._empty[component] = build_on_meta(partial(self.build, component))
+        return self._empty[component]
+
+    def build(self, component: str) -> nn.Module:
+        """One part, empty, by its name."""
+        if component.startswith("controlnet"):
+            return self.controlnet(self.parts.index(component) - 2)
+        made: nn.Module = getattr(self, component)()
+        return made
+
+    def outputs(self, component: str) -> tuple[str, ...]:
+        """Which submodules' results leave for the engine, in float32 at least."""
+        if component == "vae":
+            # `encode` and `decode` are no calls of the module itself: their last layers are named.
+            has_last = self.config.vae.get("use_quant_conv", True)
+            return ("decoder.conv_out", "quant_conv" if has_last else "encoder.conv_out")
+        if component == "text_encoder":
+            return ("",)
+        # UNet and ControlNets answer with tuples, so what they are made of is named. Layers that
+        # replace the residual stream are among them: it stays wide from the first to the last.
+        names = (name for name, _ in self.empty(component).named_modules())
+        return tuple(name for name in names if _WIDE.fullmatch(name))
 
     def text_encoder(self) -> nn.Module:
         """An empty `CLIPTextModel`."""
@@ -103,77 +137,22 @@ def _made(kind: Any, config: Mapping[str, Any]) -> nn.Module:
     return model
 
 
-def components(
-    builders: Builders, settings: Settings, places: Mapping[str, str]
-) -> tuple[Component, ...]:
+def components(builders: Builders, places: Mapping[str, str]) -> tuple[Component, ...]:
     """Text encoder, autoencoder, ControlNets, denoiser; `places` says where each lies."""
     config, count = builders.config, builders.num_elements
     total = {name: sum(elements.values()) for name, elements in count.items()}
-    nets = [controlnet_name(number) for number in range(len(config.controlnets))]
     text = ComponentNeeds(
         "text_encoder", total["text_encoder"], TEXT_ENCODER_ISLANDS, prefers="float16"
     )
     # Decoded pixels are the product: float32 unless asked otherwise.
     vae = ComponentNeeds("vae", total["vae"], prefers="float32", force_upcast=config.force_upcast)
-    parts: list[tuple[ComponentNeeds, str, str, Any]] = [
-        (text, "CLIP text encoder", "text", partial(_text_bytes, config)),
-        (vae, "autoencoder", "decode", partial(_vae_bytes, config, settings)),
-    ]
-    for net in nets:
+    parts = [(text, "CLIP text encoder", "text"), (vae, "autoencoder", "decode")]
+    for net in builders.parts[2:-1]:
         need = ComponentNeeds(net, total[net], CONTROLNET_ISLANDS, prefers="float16")
-        parts.append((need, "ControlNet", "denoise", partial(_blocks_bytes, config, settings)))
+        parts.append((need, "ControlNet", "denoise"))
     unet = ComponentNeeds("unet", total["unet"], UNET_ISLANDS, prefers="float16")
-    parts.append((unet, "UNet", "denoise", partial(_unet_bytes, config, settings)))
+    parts.append((unet, "UNet", "denoise"))
     return tuple(
-        Component(
-            need.name, title, stage, places[need.name], count[need.name], need, working
-        )
-        for need, title, stage, working in parts
-    )  # fmt: skip
-
-
-def _text_bytes(config: InpaintConfig, element: int) -> int:
-    """The widest hidden layer of one block, for one prompt."""
-    sizes = config.text_encoder
-    wide = 2 * int(sizes.get("intermediate_size", 2048)) + 6 * int(sizes.get("hidden_size", 512))
-    return config.num_tokens * wide * (element + 4)
-
-
-def _batch(settings: Settings) -> int:
-    return (1 if settings.guidance_scale <= 1 else 2) * _together(settings)
-
-
-def _together(settings: Settings) -> int:
-    return min(int(settings.option("frames_at_once")), settings.num_frames)
-
-
-def _latent_pixels(config: InpaintConfig, settings: Settings) -> int:
-    height, width = geometry_of(config, settings).padded
-    return (height // config.spatial_factor) * (width // config.spatial_factor)
-
-
-def _blocks_bytes(config: InpaintConfig, settings: Settings, element: int) -> int:
-    """One block at full resolution, for both guidance branches, and what skips wait with."""
-    channels = [int(c) for c in config.unet.get("block_out_channels", (320, 640, 1280, 1280))]
-    given = config.unet.get("layers_per_block", 2)
-    layers = int(max(given) if isinstance(given, (list, tuple)) else given)
-    tokens = _batch(settings) * _latent_pixels(config, settings)
-    skips: int = sum((tokens >> 2 * i) * width * (layers + 1) for i, width in enumerate(channels))
-    # Float32: the stream, its normed copies, the skip that is joined to it. Narrow: the gated
-    # hidden layer of the feed-forward, eight times as wide, and its product.
-    block = tokens * channels[0] * (4 * 6 + element * 14)
-    return skips * 4 + block
-
-
-def _unet_bytes(config: InpaintConfig, settings: Settings, element: int) -> int:
-    """The UNet's own work, and what the ControlNets add, as wide as its skips."""
-    own = _blocks_bytes(config, settings, element)
-    return own + own // 3
-
-
-def _vae_bytes(config: InpaintConfig, settings: Settings, element: int) -> int:
-    """The last level of the decoder, and the frames that came out of it."""
-    channels = [int(c) for c in config.vae.get("block_out_channels", (64,))]
-    height, width = geometry_of(config, settings).padded
-    pixels = _together(settings) * height * width
-    return pixels * max(channels[:2]) * element * 4 + pixels * 3 * 4 * 4
+        Component(need.name, title, stage, places[need.name], count[need.name], need)
+        for need, title, stage in parts
+    )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -45,18 +45,22 @@ class Conditions:
 
 
 class Denoiser:
-    """The guided answer of the networks. `step` is the sampler's; the caller counts it up."""
+    """The guided answer of the networks. `step` is the sampler's; the caller counts it up.
+
+    Where memory is short the plan has the branches of guidance computed one after the other.
+    """
 
     def __init__(
         self,
-        unet: nn.Module,
-        controlnets: Sequence[nn.Module],
+        unet: Any,
+        controlnets: Sequence[Any],
         conditions: Conditions,
         steering: Sequence[Steering],
         *,
         guidance_scale: float,
         guess_mode: bool,
         num_steps: int,
+        branches_at_once: int = 2,
     ) -> None:
         self.step = 0
         self._unet = unet
@@ -66,33 +70,49 @@ class Denoiser:
         self._guess_mode = guess_mode
         self._num_steps = num_steps
         self._given = conditions
-        self._branches = len(conditions.text)
+        self._at_once = branches_at_once
 
     def __call__(self, x: Tensor, t: Tensor) -> Tensor:
         """The guided answer for scaled latents x (F, 4, h, w) and t (F,)."""
-        given, frames = self._given, len(x)
-        text = given.text.repeat_interleave(frames, dim=0)
-        both, times = self._twice(x), t.repeat(self._branches)
-        steered = self._steered(x, both, t, times, text)
-        if given.mask is not None and given.masked is not None:
-            both = torch.cat([both, self._twice(given.mask), self._twice(given.masked)], dim=1)
-        answer: Tensor = self._unet(
-            both, times, encoder_hidden_states=text, return_dict=False, **steered
-        )[0]
-        if self._branches == 1:
+        branches = len(self._given.text)
+        answers = [
+            self._answer(x, t, range(first, min(first + self._at_once, branches)))
+            for first in range(0, branches, self._at_once)
+        ]
+        answer = torch.cat(answers) if len(answers) > 1 else answers[0]
+        if branches == 1:
             return answer
         uncond, cond = answer.chunk(2)
         return uncond + self._guidance_scale * (cond - uncond)
 
-    def _twice(self, tensor: Tensor) -> Tensor:
-        """The same for each branch of guidance."""
-        return torch.cat([tensor] * self._branches)
+    def _answer(self, x: Tensor, t: Tensor, branches: range) -> Tensor:
+        """The UNet's answer for some branches of guidance, (len(branches) F, 4, h, w)."""
+        given, count = self._given, len(branches)
+        text = given.text[branches.start : branches.stop].repeat_interleave(len(x), dim=0)
+        seen = _repeated(x, count)
+        if given.mask is not None and given.masked is not None:
+            mask, masked = (_repeated(each, count) for each in (given.mask, given.masked))
+            seen = torch.cat([seen, mask, masked], dim=1)
+        answer: Tensor = self._unet(
+            seen,
+            t.repeat(count),
+            encoder_hidden_states=text,
+            return_dict=False,
+            **self._steered(x, t, text, branches),
+        )[0]
+        return answer
 
-    def _steered(
-        self, x: Tensor, both: Tensor, t: Tensor, times: Tensor, text: Tensor
-    ) -> dict[str, Any]:
-        """What the ControlNets add to the UNet's residuals, as its keywords; none, nothing."""
-        cond_alone = self._guess_mode and self._branches == 2
+    def _steered(self, x: Tensor, t: Tensor, text: Tensor, branches: range) -> dict[str, Any]:
+        """What the ControlNets add to the UNet's residuals, as its keywords; none, nothing.
+
+        In guess mode only the prompt's branch is steered, which with guidance is the second.
+        """
+        is_guided = len(self._given.text) == 2
+        unsteered = 0 if branches.start else 1
+        unsteered = unsteered if self._guess_mode and is_guided else 0
+        count = len(branches) - unsteered
+        if not count:
+            return {}
         down: list[Tensor] = []
         mid: Tensor | None = None
         nets = zip(self._controlnets, self._given.controls, self._steering, strict=True)
@@ -101,10 +121,10 @@ class Denoiser:
             if not scale:
                 continue
             added, middle = net(
-                x if cond_alone else both,
-                t if cond_alone else times,
-                encoder_hidden_states=text.chunk(2)[1] if cond_alone else text,
-                controlnet_cond=control if self._guess_mode else self._twice(control),
+                _repeated(x, count),
+                t.repeat(count),
+                encoder_hidden_states=text[unsteered * len(x) :],
+                controlnet_cond=_repeated(control, count),
                 conditioning_scale=scale,
                 guess_mode=self._guess_mode,
                 return_dict=False,
@@ -113,10 +133,15 @@ class Denoiser:
             mid = middle if mid is None else mid + middle
         if mid is None:
             return {}
-        if cond_alone:
+        if unsteered:
             down = [torch.cat([torch.zeros_like(each), each]) for each in down]
             mid = torch.cat([torch.zeros_like(mid), mid])
         return {
             "down_block_additional_residuals": down,
             "mid_block_additional_residual": mid,
         }
+
+
+def _repeated(tensor: Tensor, count: int) -> Tensor:
+    """(F, ...) once for each branch, (count F, ...)."""
+    return torch.cat([tensor] * count) if count > 1 else tensor

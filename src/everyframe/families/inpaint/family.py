@@ -16,12 +16,13 @@ from everyframe.checkpoints.find import Location
 from everyframe.core.options import FamilyOptions
 from everyframe.core.plan import Plan, Settings
 from everyframe.core.request import Request
-from everyframe.families.family import Component, Stage
+from everyframe.families.family import Component, Rehearsal, Saving, Stage
 from everyframe.families.inpaint import settle
 from everyframe.families.inpaint.checkpoint import Files, find_files
 from everyframe.families.inpaint.components import Builders, components, controlnet_name
 from everyframe.families.inpaint.config import InpaintConfig
 from everyframe.families.inpaint.options import InpaintOptions
+from everyframe.families.inpaint.rehearsals import rehearsals, savings
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,15 @@ class InpaintModel:
         places |= {
             controlnet_name(number): net.where for number, net in enumerate(self.files.controlnets)
         }
-        return components(self.builders, settings, places)
+        return components(self.builders, places)
+
+    def rehearsals(self, settings: Settings) -> tuple[Rehearsal, ...]:
+        """A call of every stage."""
+        return rehearsals(self.builders, settings)
+
+    def savings(self, component: str, settings: Settings) -> Iterator[Saving]:
+        """Ways to run a component in less memory."""
+        return savings(component, settings)
 
     def missing(self) -> tuple[str, ...]:
         """What must be fetched first."""

@@ -87,14 +87,12 @@ class Job:
 
     def load_vae(self) -> Any:
         """The autoencoder with its weights."""
-        # `encode` and `decode` are no calls of the module itself: their last layers are named.
-        last = "quant_conv" if self.config.vae.get("use_quant_conv", True) else "encoder.conv_out"
         return load_component(
             self.plan.component("vae"),
             self.builders.vae,
             self.files.part("vae"),
             VAE_KEYS,
-            outputs=("decoder.conv_out", last),
+            outputs=self.builders.outputs("vae"),
         )
 
 

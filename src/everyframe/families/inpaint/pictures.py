@@ -83,12 +83,21 @@ class EncodeStage:
 
     def _latents(self, vae: Any, picture_FCHW: Tensor, noise_1Chw: Tensor) -> Tensor:
         """Scaled latents of pictures, the posterior sampled by that noise."""
-        posterior = vae.encode(picture_FCHW.to(self.job.device("vae"))).latent_dist
-        mean, deviation = (
-            each.to("cpu", torch.float32) for each in (posterior.mean, posterior.std)
-        )
+        mean, deviation = posterior(vae, picture_FCHW.to(self.job.device("vae")))
         latents: Tensor = self.job.config.scaling_factor * (mean + deviation * noise_1Chw)
         return latents
+
+
+def posterior(vae: Any, picture_FCHW: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation (F, 4, h, w) of a picture's latents; float32, on the CPU."""
+    found = vae.encode(picture_FCHW).latent_dist
+    return found.mean.to("cpu", torch.float32), found.std.to("cpu", torch.float32)
+
+
+def decoded(vae: Any, latents_FChw: Tensor) -> Tensor:
+    """Frames (F, H, W, 3) in 0..1 of unscaled latents; float32, on the CPU."""
+    pixels: Tensor = vae.decode(latents_FChw).sample.to("cpu", torch.float32)
+    return (rearrange(pixels, "f c h w -> f h w c") * 0.5 + 0.5).clamp(0, 1)
 
 
 def _joined(pieces: Sequence[Tensor | None]) -> Tensor | None:
@@ -131,8 +140,7 @@ class DecodeStage:
         """Frames (F, H, W, 3) in 0..1 at the result's size."""
         job = self.job
         scaled = (latents / job.config.scaling_factor).to(job.device("vae"))
-        pixels: Tensor = vae.decode(scaled).sample.to("cpu", torch.float32)
-        made = (rearrange(pixels, "f c h w -> f h w c") * 0.5 + 0.5).clamp(0, 1)
+        made = decoded(vae, scaled)
         made = made[:, : job.geometry.height, : job.geometry.width].contiguous()
         if job.settings.option("unblended"):
             return made

@@ -70,11 +70,12 @@ class TextStage:
             text_keys(any(name.startswith("text_model.") for name in self._names())),
         )
         yield Loaded("text_encoder", time.perf_counter() - began)
+        device = job.device("text_encoder")
         uses_mask = bool(job.config.text_encoder.get("use_attention_mask"))
         hidden = []
         for number, (ids, mask) in enumerate(tokens, start=1):
             begun = time.perf_counter()
-            hidden.append(embed(encoder, ids, mask, uses_mask=uses_mask))
+            hidden.append(embed(encoder, ids, mask, device=device, uses_mask=uses_mask))
             seconds = time.perf_counter() - begun
             yield Step(self.name, number, len(tokens), takes[0].seed, seconds)
         for take in takes:
@@ -111,8 +112,7 @@ class DenoiseStage:
             job.builders.unet,
             job.files.part("unet"),
             UNET_KEYS,
-            # With a name of its own: the whole answers with a tuple, which is widened as well.
-            outputs=("conv_out",),
+            outputs=job.builders.outputs("unet"),
         )
         yield Loaded("unet", time.perf_counter() - began)
         total, done = self.num_steps(len(takes)), 0
@@ -135,7 +135,8 @@ class DenoiseStage:
         folder = job.files.controlnets[number].folder
         assert folder is not None, "asked before it was fetched"
         build = partial(job.builders.controlnet, number)
-        return load_component(job.plan.component(name), build, folder, CONTROLNET_KEYS)
+        outputs = job.builders.outputs(name)
+        return load_component(job.plan.component(name), build, folder, CONTROLNET_KEYS, outputs)
 
     def _batches(
         self, unet: nn.Module, nets: Sequence[nn.Module], take: Take
@@ -182,6 +183,7 @@ class DenoiseStage:
             guidance_scale=settings.guidance_scale,
             guess_mode=bool(settings.option("guess_mode")),
             num_steps=len(timesteps),
+            branches_at_once=settings.saving("branches_at_once", 2),
         )
         put_back = None
         if not takes_mask:

@@ -54,13 +54,12 @@ def tokenize(
     return row["input_ids"], row["attention_mask"], cut
 
 
-def embed(encoder: nn.Module, ids: Tensor, mask: Tensor, *, uses_mask: bool) -> Tensor:
+def embed(encoder: nn.Module, ids: Tensor, mask: Tensor, *, device: str, uses_mask: bool) -> Tensor:
     """CLIP's last hidden states (1, L, D) for token ids (1, L); float32, on the CPU.
 
     Padding is read like words, as Stable Diffusion was trained, unless the checkpoint's config
-    says otherwise (`uses_mask`).
+    says otherwise (`uses_mask`). `device` is where the encoder computes.
     """
-    device = next(encoder.parameters()).device
     hidden = encoder(
         input_ids=ids.to(device), attention_mask=mask.to(device) if uses_mask else None
     ).last_hidden_state

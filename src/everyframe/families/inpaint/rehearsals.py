@@ -1,0 +1,175 @@
+"""The stages of an inpainting run, each called once for a dry run, and how to save memory.
+
+What is called is what `stages.py` and `pictures.py` call, at the plan's sizes; host tensors are
+zeros, and those on the device have no numbers. ControlNet and UNet are called one by one: what the
+other would give is made up. Read next: `everyframe.precision.rehearse`, `stages.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from math import ceil
+from typing import TYPE_CHECKING, Any
+
+from everyframe.core.plan import Settings
+from everyframe.families.family import Rehearsal, Saving
+from everyframe.families.inpaint.components import Builders, controlnet_name
+from everyframe.families.inpaint.config import InpaintConfig
+from everyframe.families.inpaint.schedulers import begin, make_scheduler
+from everyframe.families.inpaint.settle import geometry_of, latent_shape
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def rehearsals(builders: Builders, settings: Settings) -> tuple[Rehearsal, ...]:
+    """A prompt, given frames, one step of each network, one batch of frames."""
+    config = builders.config
+    together = min(int(settings.option("frames_at_once")), settings.num_frames)
+    num_batches = ceil(settings.num_frames / together)
+    size = geometry_of(config, settings).padded
+    strength = float(settings.option("strength"))
+    timesteps = begin(make_scheduler(config.scheduler), settings.num_inference_steps, strength)
+    steps = num_batches * len(timesteps)
+    branches = 1 if settings.guidance_scale <= 1 else 2
+    at_once = min(branches, settings.saving("branches_at_once", branches))
+    guess = bool(settings.option("guess_mode"))
+    key = (repr(config), *size, together)
+
+    def one(stage: str, component: str, call: Any, num_calls: float, *more: Any) -> Rehearsal:
+        return Rehearsal(
+            stage,
+            component,
+            partial(builders.empty, component),
+            call,
+            num_calls,
+            (*key, stage, component, *more),
+            builders.outputs(component),
+        )
+
+    step = (branches, at_once, guess)
+    nets = [
+        one("denoise", name, partial(_steer, config, settings, together), steps, *step)
+        for name in map(controlnet_name, range(len(config.controlnets)))
+    ]
+    denoise = partial(_denoise, config, settings, together)
+    return (
+        one("text", "text_encoder", partial(_text, config), branches),
+        one("given frames", "vae", partial(_encode, (together, 3, *size)), num_batches),
+        *nets,
+        one("denoise", "unet", denoise, steps, *step),
+        one("decode", "vae", partial(_decode, config, settings, together), num_batches),
+    )
+
+
+def savings(component: str, settings: Settings) -> Iterator[Saving]:
+    """One branch of guidance after the other. (Frames at once are as many as were asked for.)"""
+    is_net = component == "unet" or component.startswith("controlnet")
+    if is_net and settings.guidance_scale > 1:
+        yield Saving(
+            settings.with_saving("branches_at_once", 1),
+            "the two branches of guidance are computed one after the other",
+        )
+
+
+def _text(config: InpaintConfig, encoder: Any, device: str) -> object:
+    import torch
+
+    from everyframe.families.inpaint.text import embed
+
+    ids = torch.zeros(1, config.num_tokens, dtype=torch.long)
+    uses_mask = bool(config.text_encoder.get("use_attention_mask"))
+    return embed(encoder, ids, torch.ones_like(ids), device=device, uses_mask=uses_mask)
+
+
+def _encode(shape: tuple[int, ...], vae: Any, device: str) -> object:
+    import torch
+
+    from everyframe.families.inpaint.pictures import posterior
+
+    return posterior(vae, torch.zeros(shape, device=device))
+
+
+def _decode(
+    config: InpaintConfig, settings: Settings, together: int, vae: Any, device: str
+) -> object:
+    import torch
+
+    from everyframe.families.inpaint.pictures import decoded
+
+    return decoded(vae, torch.zeros(together, *latent_shape(config, settings), device=device))
+
+
+def _steer(
+    config: InpaintConfig, settings: Settings, together: int, net: Any, device: str
+) -> object:
+    """One ControlNet, with a UNet that answers at once."""
+    import torch
+
+    def unet(x: Tensor, *_: Any, **given: Any) -> tuple[Tensor]:
+        return (torch.zeros_like(x[:, :4]),)
+
+    return _called(config, settings, together, unet, net, device)
+
+
+def _denoise(
+    config: InpaintConfig, settings: Settings, together: int, unet: Any, device: str
+) -> object:
+    """The UNet, with a ControlNet that answers at once."""
+    import torch
+
+    def net(x: Tensor, *_: Any, **given: Any) -> tuple[list[Tensor], Tensor]:
+        shapes = residual_shapes(config, len(x), x.shape[-2], x.shape[-1])
+        *down, middle = [torch.zeros(shape, device=device) for shape in shapes]
+        return down, middle
+
+    return _called(config, settings, together, unet, net, device)
+
+
+def residual_shapes(
+    config: InpaintConfig, batch: int, rows: int, columns: int
+) -> list[tuple[int, int, int, int]]:
+    """What a ControlNet adds: a residual for the input, each layer and each halving; the middle."""
+    channels = [int(c) for c in config.unet.get("block_out_channels", (320, 640, 1280, 1280))]
+    given = config.unet.get("layers_per_block", 2)
+    layers = given if isinstance(given, (list, tuple)) else [given] * len(channels)
+    shapes = [(batch, channels[0], rows, columns)]
+    for number, (width, count) in enumerate(zip(channels, layers, strict=True)):
+        shapes += [(batch, width, rows, columns)] * int(count)
+        if number < len(channels) - 1:
+            rows, columns = ceil(rows / 2), ceil(columns / 2)
+            shapes.append((batch, width, rows, columns))
+    return [*shapes, shapes[-1]]
+
+
+def _called(
+    config: InpaintConfig, settings: Settings, together: int, unet: Any, net: Any, device: str
+) -> object:
+    import torch
+
+    from everyframe.families.inpaint.denoiser import Conditions, Denoiser, Steering
+
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(together, *shape, device=device)
+
+    shape = latent_shape(config, settings)
+    branches = 1 if settings.guidance_scale <= 1 else 2
+    width = int(config.text_encoder.get("hidden_size", 512))
+    conditions = Conditions(
+        text=torch.zeros(branches, config.num_tokens, width, device=device),
+        controls=(zeros(3, *geometry_of(config, settings).padded),),
+        mask=zeros(1, *shape[1:]) if config.takes_mask else None,
+        masked=zeros(*shape) if config.takes_mask else None,
+    )
+    denoise = Denoiser(
+        unet,
+        [net],
+        conditions,
+        [Steering(1.0, 0.0, 1.0)],
+        guidance_scale=settings.guidance_scale,
+        guess_mode=bool(settings.option("guess_mode")),
+        num_steps=1,
+        branches_at_once=settings.saving("branches_at_once", branches),
+    )
+    return denoise(zeros(*shape), torch.zeros(together, device=device))
