@@ -77,3 +77,26 @@ def give_nonsense(device: str) -> str:
 def raise_known_error(device: str) -> None:
     """An error whose text is that of a known issue."""
     raise RuntimeError("mat1 and mat2 must have the same dtype, but got Float and Half")
+
+
+def hang_unless_mended(device: str) -> dict[str, Any]:
+    """A hang that a variable prevents."""
+    if os.environ.get("PLANTED_MENDED") != "1":
+        time.sleep(600)
+    return be_well(device)
+
+
+def lie_beyond_measure(device: str) -> dict[str, Any]:
+    """A probe whose error is infinite, which JSON can't say."""
+    measured = {"error": float("inf"), "errors": [float("nan")]}
+    return {
+        "wrong": ["products are not finite"],
+        "notes": [],
+        "skipped": None,
+        "measured": measured,
+    }
+
+
+def measure_nothing_known(device: str) -> dict[str, Any]:
+    """A probe that gives its numbers in a form that no finding has."""
+    return {"wrong": ["something"], "notes": [], "skipped": None, "measured": [1, 2]}

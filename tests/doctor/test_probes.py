@@ -26,6 +26,21 @@ def test_a_probe_is_content_here(item: Any) -> None:
     assert (told["wrong"], told["notes"], told["skipped"]) == ([], [], None)
 
 
+@pytest.mark.parametrize(
+    ("capability", "dtypes"),
+    [
+        ((7, 0), (torch.float32, torch.float16)),  # bf16 is emulated there, and not used
+        ((8, 0), (torch.float32, torch.bfloat16, torch.float16)),
+    ],
+)
+def test_dtypes_are_those_that_runs_use(
+    capability: tuple[int, int], dtypes: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert arithmetic.dtypes_of("cuda:0") == dtypes
+    assert arithmetic.dtypes_of("cpu") == (torch.float32, torch.bfloat16)
+
+
 def test_a_product_that_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     right = Tensor.__matmul__
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -139,3 +144,43 @@ def test_bf16_that_is_slower_than_facts_say(monkeypatch: pytest.MonkeyPatch) -> 
     )
     emulating = DeviceFacts("old", "cpu", None, 1, 1, has_fast_bf16=False)
     assert probe(item, [emulating]).mark == "fine"  # nobody chooses bf16 there
+
+
+def test_what_mends_it_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hang that ends with two variables set, as NCCL's between consumer cards."""
+    monkeypatch.delenv("PLANTED_MENDED", raising=False)
+    item = planted("hang_unless_mended", 5.0, again_with={"PLANTED_MENDED": "1"})
+    (finding,) = probe(item, [CPU]).findings
+    assert "did not end within 5 s" in finding.says
+    assert finding.mend[0].command == "export PLANTED_MENDED=1"
+    item = planted("hang", 2.0, again_with={"PLANTED_MENDED": "1"})
+    (finding,) = probe(item, [CPU]).findings
+    assert [mend.do for mend in finding.mend] == ["do this"]
+
+
+def test_a_torch_that_ends_the_process_is_named_by_its_signal(tmp_path: Path) -> None:
+    """The whole program, with a torch in its way that dies while it is imported."""
+    (tmp_path / "torch.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
+    path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
+    done = subprocess.run(
+        [sys.executable, "-m", "everyframe", "doctor", "devices", "versions", "products"],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "asking torch for its devices died of SIGSEGV" in done.stdout
+    assert "versions" in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+def test_numbers_that_json_can_not_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("lie_beyond_measure", "measure_nothing_known")
+    plants = [Probe(name, name, f"planted_faults:{name}", 120.0, "do this") for name in names]
+    monkeypatch.setattr(diagnosing, "PROBES", plants)
+    report = diagnose(names)
+    assert [check.mark for check in report.checks] == ["trouble", "broke"]
+    text = json.dumps(report.model_dump(mode="json"), allow_nan=False)
+    assert '"error": "inf"' in text

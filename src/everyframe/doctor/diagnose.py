@@ -156,8 +156,6 @@ def _safely(name: str, look: Callable[[Patient], Check], patient: Patient) -> Ch
     """The check, or that it broke: our own fault, and no reason to stop."""
     try:
         return look(patient)
-    except InputError:
-        raise
     except Exception as error:  # noqa: BLE001 - told as what it is
         text = f"the check itself broke: {type(error).__name__}: {' '.join(str(error).split())}"
         return Check.of(name, text[:300], [Finding(mark="broke", says=text[:300])])

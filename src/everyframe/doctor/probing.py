@@ -8,7 +8,9 @@ Read next: `probes`, `everyframe.hardware.isolated`.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from everyframe.core.facts import DeviceFacts, MachineFacts
 from everyframe.doctor.probes import Probe, call
@@ -46,22 +48,33 @@ def probe(item: Probe, devices: Sequence[DeviceFacts]) -> Check:
 def _findings(item: Probe, device: DeviceFacts, ended: Ended) -> Iterator[Finding]:
     where = device.torch_name
     if not ended.is_well:
-        yield _ended_badly(item, where, ended)
+        yield _ended_badly(item, where, ended, _mended_by(item, where))
         return
     for text in ended.value["wrong"]:
         yield Finding(
             mark="note" if item.is_optional else "trouble",
             says=f"{where}: {text}",
             mend=(Mend(do=item.advice),),
-            evidence=ended.value["measured"],
+            evidence=_finite(ended.value["measured"]),
         )
     for text in (*ended.value["notes"], *_slow_bf16(item, device, ended)):
         yield Finding(
             mark="note",
             says=f"{where}: {text}",
             mend=(Mend(do=item.advice),),
-            evidence=ended.value["measured"],
+            evidence=_finite(ended.value["measured"]),
         )
+
+
+def _finite(measured: Any) -> Any:
+    """The same plain data; JSON has no infinity and no NaN, so they become words."""
+    if isinstance(measured, dict):
+        return {str(name): _finite(value) for name, value in measured.items()}
+    if isinstance(measured, list):
+        return [_finite(value) for value in measured]
+    if isinstance(measured, float) and not math.isfinite(measured):
+        return str(measured)
+    return measured
 
 
 def _slow_bf16(item: Probe, device: DeviceFacts, ended: Ended) -> Iterator[str]:
@@ -71,10 +84,21 @@ def _slow_bf16(item: Probe, device: DeviceFacts, ended: Ended) -> Iterator[str]:
         yield f"bf16 takes {ratio:.1f} times as long as float32, although it should be quicker"
 
 
-def _ended_badly(item: Probe, where: str, ended: Ended) -> Finding:
+def _mended_by(item: Probe, where: str) -> tuple[Mend, ...]:
+    """The variables with which a probe that failed passes, if it does."""
+    if not item.again_with:
+        return ()
+    again = run_isolated(call, item.place, where, dict(item.again_with), seconds=item.seconds)
+    if not again.is_well or again.value["wrong"]:
+        return ()
+    written = " ".join(f"{name}={value}" for name, value in item.again_with.items())
+    return (Mend(do="tried here, and with it the probe passes", command=f"export {written}"),)
+
+
+def _ended_badly(item: Probe, where: str, ended: Ended, mended: tuple[Mend, ...]) -> Finding:
     """Died, hung, or raised: the last is the program's own word, and may be a known issue."""
     issues = explaining(f"{ended.printed} {ended.error or ''}")
-    known = [mend for issue in issues for mend in issue.mend]
+    known = [*mended, *(mend for issue in issues for mend in issue.mend)]
     mark: Mark = "note" if item.is_optional else "trouble"
     return Finding(
         mark=mark,

@@ -64,7 +64,24 @@ def run_isolated(
     process and all that it started are killed after `seconds`.
     """
     began = time.monotonic()
-    context = _context(fresh)
+    ended = _run(_context(fresh), function, arguments, began, seconds)
+    if ended is None and not fresh:
+        # What others are forked from died, most likely while it imported torch. A fresh process
+        # imports nothing before the function does, so how it dies can be seen.
+        ended = _run(_context(fresh=True), function, arguments, began, seconds)
+    if ended is None:
+        return Ended(error="no process could be started", seconds=time.monotonic() - began)
+    return ended
+
+
+def _run(
+    context: Any,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    began: float,
+    seconds: float,
+) -> Ended | None:
+    """How it ended; None if no process could be started."""
     ours, theirs = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory(prefix="everyframe-") as folder:
         log = Path(folder, "printed")
@@ -73,10 +90,10 @@ def run_isolated(
         )
         try:
             process.start()
-        except (OSError, EOFError) as error:
-            # The process that others are forked from died, most likely while importing torch.
-            text = f"no process could be started: {type(error).__name__}: {error}"
-            return Ended(error=text, seconds=time.monotonic() - began)
+        except (OSError, EOFError):
+            ours.close()
+            theirs.close()
+            return None
         theirs.close()
         answer = _answer(ours, began + seconds)
         process.join(max(0.0, min(1.0, began + seconds - time.monotonic())))

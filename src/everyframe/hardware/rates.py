@@ -24,6 +24,9 @@ _CPU_OPERATIONS, _CARD_OPERATIONS = 6e8, 2e11
 #: Bytes of the tensor that passes through memory.
 _CPU_BYTES, _CARD_BYTES = 32 << 20, 512 << 20
 
+#: A trial is repeated until it took so many seconds in all, or so often.
+_ENOUGH, _MOST_RUNS = 0.1, 8
+
 #: Bytes a second from a file that lies in the system's memory into place, cast on the way. Measured
 #: on a server with local disks; a first read from disk is slower and can't be told in advance.
 _LOAD = 1.2e9
@@ -69,7 +72,10 @@ def _memory(device: str, num_threads: int) -> tuple[float, float]:
 
 
 def _seconds(run: Callable[[], object], device: str) -> float:
-    """The faster of two runs after a first one, which may choose its kernels."""
+    """The fastest of a few runs after a first one, which may choose its kernels.
+
+    Whatever else the machine does makes a run slower and none faster.
+    """
     import torch
 
     def finished() -> float:
@@ -79,9 +85,9 @@ def _seconds(run: Callable[[], object], device: str) -> float:
             torch.mps.synchronize()
         return time.perf_counter()
 
-    taken = []
+    taken: list[float] = []
     with torch.inference_mode():
-        for _ in range(3):
+        while len(taken) < 3 or (len(taken) < _MOST_RUNS and sum(taken) < _ENOUGH):
             began = finished()
             run()
             taken.append(finished() - began)

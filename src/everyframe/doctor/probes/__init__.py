@@ -9,7 +9,9 @@ Read next: `arithmetic`, `layers`, `speed`, `collectives`, `extensions`, and
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
@@ -19,7 +21,8 @@ class Probe:
     """A probe by name: its line for people, where its function is, its limit in `seconds`.
 
     `needs_several` are run once for all accelerators and only where there are two or more. What
-    `is_optional` finds wrong is only a note: no run needs it. `advice` is what to do if it fails.
+    `is_optional` finds wrong is only a note: no run needs it. `advice` is what to do if it fails;
+    `again_with` are variables with which one that fails is tried once more.
     """
 
     name: str
@@ -29,6 +32,7 @@ class Probe:
     advice: str
     needs_several: bool = False
     is_optional: bool = False
+    again_with: Mapping[str, str] = field(default_factory=dict)
 
 
 _HERE = "everyframe.doctor.probes"
@@ -81,13 +85,18 @@ PROBES = (
     ),
     Probe(
         "collectives", "all-reduce and uneven all-to-all", f"{_HERE}.collectives:collectives", 90,
-        "export NCCL_P2P_DISABLE=1 NCCL_IB_DISABLE=1", needs_several=True,
+        "look at the cards' connection: nvidia-smi topo -m", needs_several=True,
+        again_with={"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"},
     ),
 )  # fmt: skip
 
 
-def call(place: str, device: str) -> dict[str, Any]:
-    """Call the probe at that place; it brings torch, so only in a process of its own."""
+def call(place: str, device: str, environment: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Call the probe at that place with these variables set too.
+
+    It brings torch and changes the environment, so only in a process of its own.
+    """
+    os.environ.update(environment or {})
     module, _, name = place.partition(":")
     found: dict[str, Any] = getattr(import_module(module), name)(device)
     return found

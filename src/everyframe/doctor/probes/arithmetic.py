@@ -5,6 +5,7 @@ They run as a run does, with float32 that is float32 and wide sums. Read next: `
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from everyframe.doctor.probes import outcome
+from everyframe.hardware.accelerators import accelerator_facts, has_fast_bf16
 from everyframe.numerics.compare import largest_error
 from everyframe.ops.attention import attention
 from everyframe.ops.timestep_embedding import timestep_embedding
@@ -35,9 +37,17 @@ _SHAPES = (
 
 
 def dtypes_of(device: str) -> tuple[torch.dtype, ...]:
-    """The dtypes that runs use on such a device; fp16 on a CPU is none of them."""
-    wide = (torch.float32, torch.bfloat16)
-    return wide if torch.device(device).type == "cpu" else (*wide, torch.float16)
+    """The dtypes that runs use on that device: none that it only emulates, no fp16 on a CPU."""
+    kind = torch.device(device).type
+    if kind == "cpu":
+        return torch.float32, torch.bfloat16
+    if kind == "cuda" and torch.version.hip is None:
+        has_bf16 = has_fast_bf16(torch.cuda.get_device_capability(device))
+    else:
+        known = {each.torch_name: each.has_fast_bf16 for each in accelerator_facts()}
+        has_bf16 = known.get(device, False)
+    narrow = (torch.bfloat16, torch.float16) if has_bf16 else (torch.float16,)
+    return torch.float32, *narrow
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -102,8 +112,8 @@ def large_keys(device: str) -> dict[str, Any]:
     k = q + 0.5 * torch.randn(q.shape, generator=generator)
     v = torch.randn(q.shape, generator=generator)
     wrong, errors = [], {}
-    # On a CPU too: there it is quick at this size, and says whether torch's attention sums widely.
-    for dtype in (torch.float16, torch.bfloat16):
+    # fp16 on a CPU too: at this size it is quick, and its range is what this is about.
+    for dtype in {torch.float16, *dtypes_of(device)} - {torch.float32}:
         a, b, c = (x.to(dtype) for x in (q, k, v))
         got = attention(a.to(device), b.to(device), c.to(device))
         want = F.scaled_dot_product_attention(a.double(), b.double(), c.double())
@@ -124,20 +134,19 @@ def strides(device: str) -> dict[str, Any]:
     mask = torch.ones(200, 200, dtype=torch.bool)
     mask[:, -37:] = False
     wrong, errors = [], {}
-    kernels = _kernels(device)
-    for dtype in dtypes_of(device):
+    for dtype, masked in itertools.product(dtypes_of(device), (None, mask)):
         q, k, v = (x.to(dtype) for x in rows)
-        for masked in (None, mask):
-            want = _attend(q.double(), k.double(), v.double(), masked)
-            there = masked.to(device) if masked is not None else None
-            for name, kernel in kernels.items():
+        want = _attend(q.double(), k.double(), v.double(), masked)
+        there = masked.to(device) if masked is not None else None
+        for name, kernel in _kernels(device).items():
+            with full_float32():
                 got = _by_kernel(kernel, q.to(device), k.to(device), v.to(device), there)
-                if got is None:
-                    continue  # this kernel doesn't take such inputs, which torch knows
-                case = f"{name}, {name_of(dtype)}{', masked' if masked is not None else ''}"
-                errors[case] = _relative(got, want)
-                if not errors[case] <= 2 * LIMITS[dtype]:
-                    wrong.append(f"attention ({case}) is off by {errors[case]:.1e}")
+            if got is None:
+                continue  # this kernel doesn't take such inputs, which torch knows
+            case = f"{name}, {name_of(dtype)}{', masked' if masked is not None else ''}"
+            errors[case] = _relative(got, want)
+            if not errors[case] <= 2 * LIMITS[dtype]:
+                wrong.append(f"attention ({case}) is off by {errors[case]:.1e}")
     return outcome(wrong, errors=errors)
 
 
