@@ -225,6 +225,27 @@ def test_what_can_not_be_loaded_is_refused_in_one_line(copy: Path, what: str) ->
     assert caught.value.exit_code == 2
 
 
+@pytest.mark.slow
+def test_modular_folders(tmp_path: Path) -> None:
+    root = tmp_path / "ltx25"
+    tiny_pipelines.ltx25(root)
+    asked = {"prompt": "a fox", "seed": 1, **tiny_pipelines.CALLS["ltx25"]}
+    plan = everyframe.plan(model=str(root), **asked)
+    assert plan.settings.fps == 24
+    assert "diffusion_decoder" in [part.name for part in plan.components]
+    (root / "modular_config.json").write_text('{"auto_map": {"ModularPipelineBlocks": "a.B"}}')
+    with pytest.raises(CheckpointError, match="code of its own"):
+        everyframe.plan(model=str(root), **asked)
+    (root / "modular_config.json").unlink()
+    index = root / "modular_model_index.json"
+    content = json.loads(index.read_text())
+    content["vocoder"][2]["pretrained_model_name_or_path"] = "somebody/else"
+    index.write_text(json.dumps(content))
+    shutil.rmtree(root / "vocoder")
+    with pytest.raises(CheckpointError, match=r"lacks its component 'vocoder'.*in somebody/else"):
+        everyframe.plan(model=str(root), **asked)
+
+
 def test_pickles_beside_safetensors_are_left_alone(copy: Path) -> None:
     (copy / "vae" / "diffusion_pytorch_model.bin").write_bytes(b"not even a pickle")
     everyframe.plan(model=str(copy), **SMALL)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import av
 import diffusers
 import numpy as np
 import pytest
@@ -19,8 +20,10 @@ from torch import nn
 
 import everyframe
 import tiny_pipelines
+from everyframe.cli.main import main
 from everyframe.core.events import Event, Frames, Loaded, Sound, Step
 from everyframe.families.pipeline.interface import NAMES, of_pipeline
+from everyframe.families.pipeline.sizes import denoisers
 from everyframe.media.pixels import fit_image
 
 PROMPT = "a red fox runs"
@@ -48,6 +51,11 @@ class Tiny:
         if "picture" in name:
             self.asked["image"] = PICTURE
         self.pipe = _loaded(folder)
+
+    @property
+    def num_steps(self) -> int:
+        """The steps that are made: MiniMax-H3 counts the points between which it steps."""
+        return STEPS - 1 if self.name == "minimax_h3" else STEPS
 
     def theirs(self) -> tuple[np.ndarray[Any, Any], Any]:
         """Frames and sound that diffusers makes, called as its documentation says."""
@@ -111,8 +119,7 @@ def test_frames_and_sound_are_those_of_diffusers(
         assert np.array_equal(sound[0], wanted_sound[0].float().numpy())
         assert np.abs(sound[0]).max() > 0
     steps = [(event.step, event.num_steps) for event in seen if isinstance(event, Step)]
-    # MiniMax-H3 counts the points between which it steps.
-    count = STEPS - 1 if tiny_one.name == "minimax_h3" else STEPS
+    count = tiny_one.num_steps
     assert steps == [(step, count) for step in range(1, count + 1)]
     loaded = [event.component for event in seen if isinstance(event, Loaded)]
     modules = [name for name, part in tiny_one.pipe.components.items() if is_module(part)]
@@ -143,6 +150,62 @@ def state_of(pipe: Any) -> dict[str, Any]:
                 float(tensor.detach().double().sum()),
             )  # fmt: skip
     return found
+
+
+#: Calls of each denoiser in two steps: one a step where both prompts go through it together, two
+#: where one after the other; LTX-2 has a third and a fourth branch for its two further guidances.
+CALLS = {
+    "wan": {"transformer": 2, "transformer_2": 2},
+    "wan_of_a_picture": {"transformer": 2, "transformer_2": 2},
+    "cogvideox": {"transformer": 2},
+    "hunyuan15": {"transformer": 4},
+    "hunyuan": {"transformer": 2},
+    "ltx2": {"transformer": 6},
+    "mochi": {"transformer": 2},
+    "latte": {"transformer": 2},
+    "animatediff": {"unet": 2},
+}
+
+
+@pytest.mark.parametrize("tiny_one", NAMED, indirect=True)
+def test_steps_are_not_calls(tiny_one: Tiny) -> None:
+    calls: dict[str, int] = {}
+
+    def count(name: str) -> Any:
+        def hook(*_: Any) -> None:
+            calls[name] = calls.get(name, 0) + 1
+
+        return hook
+
+    parts = {n: p for n, p in tiny_one.pipe.components.items() if n in denoisers((n,))}
+    hooks = [part.register_forward_hook(count(name)) for name, part in parts.items()]
+    events: list[Event] = []
+    everyframe.run(tiny_one.pipe, on_event=events.append, **tiny_one.asked)
+    for hook in hooks:
+        hook.remove()
+    steps = [event.step for event in events if isinstance(event, Step)]
+    if tiny_one.name in CALLS:
+        assert calls == CALLS[tiny_one.name]
+    assert len(steps) == tiny_one.num_steps
+    assert sum(calls.values()) >= len(steps)
+
+
+def test_sound_is_in_the_file_and_is_told_where_there_is_no_room(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if "ltx2" not in _made:
+        _made["ltx2"] = Tiny("ltx2", tmp_path_factory.mktemp("models") / "ltx2")
+    words = ["generate", PROMPT, "--model", str(_made["ltx2"].folder), "--size", "32x32"]
+    words += ["--num-frames", "5", "--steps", "1", "--option", "max_sequence_length=16"]
+    words += ["--option", "spatio-temporal-guidance-blocks=[0]"]
+    assert main([*words, "-o", str(tmp_path / "clip.mp4")]) == 0
+    with av.open(str(tmp_path / "clip.mp4")) as container:
+        assert [stream.type for stream in container.streams] == ["video", "audio"]
+        assert container.streams.audio[0].rate == 16000
+    assert main([*words, "-o", str(tmp_path / "clip.gif")]) == 0
+    told = " ".join(capsys.readouterr().err.split())
+    assert "the model made sound, and" in told
+    assert "can't hold it; an .mp4 can" in told
 
 
 @pytest.mark.parametrize("tiny_one", NAMED, indirect=True)
