@@ -150,3 +150,21 @@ def test_a_check_that_is_not_there() -> None:
 def test_a_made_up_machine_makes_no_video() -> None:
     with pytest.raises(InputError, match="leave out --smoke or --as"):
         diagnose(profile="cpu", smoke=True)
+
+
+def test_a_machine_of_somebodys_report(tmp_path: Path) -> None:
+    """What ``doctor --json`` printed elsewhere can be judged here, say with newer known issues."""
+    first = diagnose(profile="a100-oneflow")
+    path = tmp_path / "theirs.json"
+    path.write_text(json.dumps(first.model_dump(mode="json")))
+    again = diagnose(profile=path)
+    assert again.checks == first.checks
+    assert again.machine == first.machine
+
+
+@pytest.mark.parametrize("text", ["{", '{"type": "doctor", "machine": {"devices": 3}}', "[]"])
+def test_a_file_that_holds_no_facts(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "theirs.json"
+    path.write_text(text)
+    with pytest.raises(InputError, match=r"theirs\.json"):
+        diagnose(profile=path)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -65,12 +67,33 @@ def test_what_it_started_ends_with_it(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     ended = run_isolated(planted_faults.hang_with_a_child, str(pid_file), seconds=5.0)
     assert ended.timed_out
-    child = int(pid_file.read_text())
-    for _ in range(50):  # the kernel takes a moment to bury it
-        if not _is_running(child):
-            return
+    assert _ends(int(pid_file.read_text())), "the child outlived the limit"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no process groups of this kind")
+def test_an_interruption_leaves_nothing_behind(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+
+    def interrupt() -> None:
+        while not (pid_file.exists() and pid_file.read_text()):
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        run_isolated(planted_faults.hang_with_a_child, str(pid_file), seconds=PATIENCE)
+    thread.join()
+    assert _ends(int(pid_file.read_text())), "the child outlived the interruption"
+
+
+def _ends(pid: int) -> bool:
+    """Whether that process ends soon; the kernel takes a moment to bury it."""
+    for _ in range(50):
+        if not _is_running(pid):
+            return True
         time.sleep(0.1)
-    raise AssertionError("the child outlived the limit")
+    return False
 
 
 def _is_running(pid: int) -> bool:

@@ -6,16 +6,18 @@ that raises is reported as broken. Read next: `checks`, `probing`, `report`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from everyframe import __version__
 from everyframe.core.errors import InputError, did_you_mean
 from everyframe.core.facts import MachineFacts
+from everyframe.core.options import explain
 from everyframe.doctor.checks import LOOKS, Patient
 from everyframe.doctor.probes import PROBES, Probe
 from everyframe.doctor.probing import devices_to_probe, probe
@@ -92,7 +94,7 @@ def _wanted(names: Sequence[str]) -> tuple[str, ...]:
 
 def _patient(profile: str | Path | None, model: str | None) -> Patient:
     if profile is not None:
-        machine, obstacle = find_profile(profile).machine(), None
+        machine, obstacle = _made_up(profile), None
     else:
         machine, obstacle = _facts()
     used = {*_ALWAYS_USED, *(f"dtype:{dtype}" for dtype in _dtypes(machine))}
@@ -101,6 +103,22 @@ def _patient(profile: str | Path | None, model: str | None) -> Patient:
     return Patient(
         machine, None if profile is None else str(profile), frozenset(used), {}, obstacle
     )
+
+
+def _made_up(profile: str | Path) -> MachineFacts:
+    """The machine of a profile, or the one that another's ``doctor --json`` was about."""
+    path = Path(profile)
+    if path.is_file():
+        try:
+            given = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise InputError(f"{path} holds no facts: {error}") from error
+        if isinstance(given, dict) and given.get("type") == "doctor":
+            try:
+                return TypeAdapter(MachineFacts).validate_python(given.get("machine"))
+            except ValidationError as error:
+                raise InputError(f"{path}: {explain(error)}") from None
+    return find_profile(profile).machine()
 
 
 def _facts() -> tuple[MachineFacts, str | None]:
@@ -140,8 +158,9 @@ def _run(
     devices = devices_to_probe(patient.machine)
     for item in probes:
         check = _safely(item.name, lambda _, item=item: probe(item, devices), patient)  # type: ignore[misc]
-        passed = {**patient.probed, item.name: check.mark == "fine"}
-        patient = replace(patient, probed=passed)
+        if check.findings or check.details:  # else it had nothing to run on
+            passed = {**patient.probed, item.name: check.mark == "fine"}
+            patient = replace(patient, probed=passed)
         yield check
     if model is not None:
         yield _safely("model", lambda judged: _plan(judged, model), patient)

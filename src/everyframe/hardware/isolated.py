@@ -95,10 +95,14 @@ def _run(
             theirs.close()
             return None
         theirs.close()
-        answer = _answer(ours, began + seconds)
-        process.join(max(0.0, min(1.0, began + seconds - time.monotonic())))
-        timed_out = answer is None and process.exitcode is None
-        _kill_all(process)
+        try:
+            answer = _answer(ours, began + seconds)
+            # One that dies may take a moment longer than its pipe; one that answered need not live.
+            patience = 1.0 if answer else 10.0
+            process.join(max(0.0, min(patience, began + seconds - time.monotonic())))
+            timed_out = answer is None and process.exitcode is None
+        finally:  # Ctrl-C comes through here as well
+            _kill_all(process)
         taken = time.monotonic() - began
         printed = log.read_text(errors="replace")[-_KEPT:].strip() if log.exists() else ""
     return _ended(answer, process.exitcode, timed_out, taken, printed)
@@ -166,8 +170,12 @@ def _serve(
     connection: Connection, log: str, function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
     """In the new process: call the function and send what came of it."""
-    if hasattr(os, "setsid"):
+    if sys.platform != "win32":
+        import resource
+
         os.setsid()
+        # What dies here was meant to be seen and not to fill the disk with its memory.
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with open(log, "wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
