@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 import everyframe
 import tiny_pipelines
 from everyframe.cli.main import main
-from everyframe.core.errors import CheckpointError, InputError
+from everyframe.core.errors import CheckpointError, EveryframeError, InputError
 from everyframe.core.events import Step
 from everyframe.families.pipeline.given import given_pipeline
 from everyframe.families.pipeline.options import PipelineOptions
@@ -194,6 +194,7 @@ REFUSED = {
         "FluxPipeline is not a video pipeline; supported are",
     ),
     "unknown": (class_is("FutureVideoPipeline"), r"FutureVideoPipeline, which diffusers \d"),
+    "a package": (class_is("ConsisIDPipeline"), "ConsisIDPipeline needs packages .*opencv"),
     "code": (class_is(["my_code", "Mine"]), r"code of its own \(my_code.py\).*trust-remote-code"),
     "code in a part": (
         lambda root: (root / "vae" / "diffusers.py").write_text("1/0"),
@@ -219,7 +220,7 @@ REFUSED = {
 def test_what_can_not_be_loaded_is_refused_in_one_line(copy: Path, what: str) -> None:
     change, text = REFUSED[what]
     change(copy)
-    with pytest.raises(CheckpointError, match=text) as caught:
+    with pytest.raises(EveryframeError, match=text) as caught:
         everyframe.generate(model=str(copy), **SMALL)
     assert "\n" not in str(caught.value)
     assert caught.value.exit_code == 2

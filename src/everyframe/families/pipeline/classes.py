@@ -36,6 +36,11 @@ def pipeline_class(files: Files) -> Any:
             f"{files.where} is a {files.class_name}, which diffusers {diffusers.__version__} does "
             "not have; a newer diffusers may (pip install -U diffusers)"
         )
+    needed = getattr(found, "_backends", None)
+    if needed:  # diffusers' stand-in for a class whose packages are not installed
+        raise MissingPackageError(
+            f"{files.class_name} needs packages that are not all installed: {', '.join(needed)}"
+        )
     return found
 
 

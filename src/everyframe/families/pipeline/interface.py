@@ -18,7 +18,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "negative_prompt": ("negative_prompt",),
     "height": ("height",),
     "width": ("width",),
-    "num_frames": ("num_frames", "video_length"),
+    "num_frames": ("num_frames", "video_length", "frames"),
     "fps": ("frame_rate", "fps", "target_fps"),
     "num_inference_steps": ("num_inference_steps",),
     "guidance_scale": ("guidance_scale",),
@@ -89,10 +89,17 @@ def of_blocks(class_name: str, blocks: Any) -> Interface:
         if each.name is not None:
             # What one workflow can't do without, another makes: nothing is required of all.
             parameters[each.name] = Parameter(
-                each.name, each.default, False, _kinds(each.type_hint)
+                each.name, _default(each), False, _kinds(each.type_hint)
             )
     results = tuple(str(each.name) for each in blocks.outputs)
     return Interface(class_name, parameters, VIDEO_RESULT in results, True, results)
+
+
+def _default(given: Any) -> Any:
+    """A block's default; that of all workflows where it is kept by workflow and they agree."""
+    by_block = list((getattr(given, "defaults_by_block", None) or {}).values())
+    agreed = bool(by_block) and all(each == by_block[0] for each in by_block)
+    return by_block[0] if given.default is None and agreed else given.default
 
 
 def of_pipeline(pipe: Any) -> Interface:
@@ -124,6 +131,6 @@ def _gives_frames(cls: type) -> bool:
     return any(
         isinstance(each, type)
         and is_dataclass(each)
-        and any(field.name == "frames" for field in fields(each))
+        and any(field.name in ("frames", "video") for field in fields(each))
         for each in known
     )

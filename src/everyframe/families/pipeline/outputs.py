@@ -11,24 +11,25 @@ from everyframe.core.errors import EveryframeError
 
 Array = np.ndarray[Any, Any]
 
+#: What pipelines call their frames.
+VIDEOS = ("frames", "videos", "video")
 _SOUNDS = ("audio", "audios", "sound")
 _RATES = (("vocoder", "output_sampling_rate"), ("audio_vae", "sampling_rate"),
-          ("audio_vae", "sample_rate"))  # fmt: skip
+          ("audio_vae", "sample_rate"), ("sound_tokenizer", "sampling_rate"))  # fmt: skip
 
 
 def frames_of(result: Any) -> Array:
     """The one video of a result: float32 (T, H, W, 3) in 0..1, or uint8 where it is given so.
 
-    Takes arrays (B, T, H, W, C), tensors (B, T, C, H, W) or (B, C, T, H, W), and lists of pictures.
+    Takes arrays (B, T, H, W, C), tensors (B, T, C, H, W) or (B, C, T, H, W), and lists of pictures,
+    each also without the batch.
     """
-    given = _part(result, "frames")
-    if given is None:
-        given = _part(result, "videos")
+    given = next((part for name in VIDEOS if (part := _part(result, name)) is not None), None)
     if given is None:
         raise EveryframeError(
             f"the pipeline gave a {type(result).__name__} without frames; please report it"
         )
-    video = given[0]
+    video = given[0] if _is_batch(given) else given
     if isinstance(video, torch.Tensor):
         tensor = video.detach().to("cpu", torch.float32)
         is_channels_first = tensor.shape[0] == 3 != tensor.shape[1]
@@ -48,11 +49,18 @@ def sound_of(result: Any, pipe: Any) -> tuple[Array, int] | None:
         raise EveryframeError(
             "the pipeline made sound and names no sampling rate; please report it"
         )
-    samples = given[0]
+    samples = given[0] if not hasattr(given, "ndim") or given.ndim == 3 else given
     if isinstance(samples, torch.Tensor):
         samples = samples.detach().to("cpu", torch.float32).numpy()
     samples = np.asarray(samples, np.float32)
     return (samples[None] if samples.ndim == 1 else samples), int(rate)
+
+
+def _is_batch(given: Any) -> bool:
+    """Whether videos are inside, and not the frames of one."""
+    if hasattr(given, "ndim"):
+        return bool(given.ndim == 5)
+    return isinstance(given[0], list) or getattr(given[0], "ndim", 0) == 4
 
 
 def _rate_of(pipe: Any) -> int | None:

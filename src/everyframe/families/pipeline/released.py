@@ -32,6 +32,7 @@ FRAME_RATES: Mapping[str, float] = {
     "Latte": 8,
     "MiniMaxH3": 24,
     "Mochi": 30,
+    "SanaImageToVideo": 16,
     "SanaVideo": 16,
     "SkyReelsV2": 24,
     "TextToVideoSD": 8,
@@ -43,9 +44,10 @@ FRAME_RATE = 24.0
 SIZES: Mapping[str, tuple[int, int]] = {
     "Mochi": (480, 848),
     "MiniMaxH3": (768, 1344),
+    "Wan": (480, 832),
 }
 #: Frames, likewise.
-LENGTHS: Mapping[str, int] = {"LTX2": 121, "MiniMaxH3": 124}
+LENGTHS: Mapping[str, int] = {"LTX2": 121, "MiniMaxH3": 124, "Wan": 81}
 
 
 def of(table: Mapping[str, _Value], class_name: str) -> _Value | None:

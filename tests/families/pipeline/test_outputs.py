@@ -1,0 +1,75 @@
+"""Whatever form a pipeline's result has, frames are (T, H, W, 3) and sound is (channels, n)."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from everyframe.core.errors import EveryframeError
+from everyframe.families.pipeline.outputs import frames_of, sound_of
+
+FRAMES = np.random.default_rng(0).random((4, 5, 6, 3)).astype(np.float32)
+TCHW = torch.from_numpy(FRAMES).permute(0, 3, 1, 2)
+PICTURES = [Image.fromarray((frame * 255).astype(np.uint8)) for frame in FRAMES]
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        SimpleNamespace(frames=FRAMES[None]),
+        SimpleNamespace(frames=[FRAMES]),
+        SimpleNamespace(frames=TCHW[None]),
+        SimpleNamespace(frames=TCHW.transpose(0, 1)[None]),
+        SimpleNamespace(frames=[list(FRAMES)]),
+        {"videos": FRAMES[None], "audio": None},
+        SimpleNamespace(video=FRAMES, sound=None),
+    ],
+    ids=["array", "list of arrays", "tensor", "channels first", "frames", "modular", "no batch"],
+)
+def test_forms_of_frames(result: Any) -> None:
+    assert np.array_equal(frames_of(result), FRAMES)
+
+
+@pytest.mark.parametrize("given", [[PICTURES], PICTURES], ids=["batch", "no batch"])
+def test_pictures_stay_8_bits(given: Any) -> None:
+    frames = frames_of(SimpleNamespace(frames=given))
+    assert frames.dtype == np.uint8
+    assert np.array_equal(frames, np.stack([np.asarray(each) for each in PICTURES]))
+
+
+def test_three_frames_are_not_taken_for_channels() -> None:
+    assert np.array_equal(frames_of(SimpleNamespace(frames=TCHW[None, :3])), FRAMES[:3])
+
+
+def test_a_result_without_frames_is_told() -> None:
+    with pytest.raises(EveryframeError, match="gave a SimpleNamespace without frames"):
+        frames_of(SimpleNamespace(images=[]))
+
+
+def vocoder(rate: int) -> Any:
+    return SimpleNamespace(
+        vocoder=SimpleNamespace(config=SimpleNamespace(output_sampling_rate=rate))
+    )
+
+
+def test_sound_and_its_rate() -> None:
+    samples = torch.zeros((1, 2, 10), dtype=torch.bfloat16)
+    for result, pipe, rate in (
+        (SimpleNamespace(audio=samples), vocoder(24000), 24000),
+        ({"audio": samples, "sampling_rate": 16000}, vocoder(24000), 16000),
+        (SimpleNamespace(sound=samples[0]), vocoder(8000), 8000),
+    ):
+        found = sound_of(result, pipe)
+        assert found is not None
+        assert (found[0].shape, found[0].dtype, found[1]) == ((2, 10), np.float32, rate)
+    mono = sound_of(SimpleNamespace(audio=torch.zeros((1, 10))[0]), vocoder(8000))
+    assert mono is not None
+    assert mono[0].shape == (1, 10)
+    assert sound_of(SimpleNamespace(frames=FRAMES), vocoder(1)) is None
+    with pytest.raises(EveryframeError, match="names no sampling rate"):
+        sound_of(SimpleNamespace(audio=samples), SimpleNamespace())
