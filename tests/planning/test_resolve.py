@@ -17,6 +17,8 @@ import tiny
 from everyframe.checkpoints import tensors
 from everyframe.core.errors import CannotRunError, CheckpointError, ExitCode, InputError
 from everyframe.core.facts import DeviceFacts, MachineFacts, Rates
+from everyframe.ops.modulation import GatedAdd
+from everyframe.planning import dryrun
 from everyframe.planning import resolve as resolver
 
 SIZES: dict[str, Any] = {"size": "16x16", "num_frames": 3, "num_inference_steps": 2, "seed": 5}
@@ -149,3 +151,74 @@ def test_a_checkpoint_of_no_family(tmp_path: Path) -> None:
     save_file({"foreign.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"a model of no family.*Open-Sora 1\.0 and 1\.2"):
         everyframe.plan("a", model=str(tmp_path))
+
+
+@pytest.mark.parametrize("profile", ["cpu-bf16", "cuda-sm75", "cuda-sm90", "mps", "rocm"])
+def test_a_machine_that_is_not_here(model: str, profile: str) -> None:
+    plan = everyframe.plan("a", model=model, profile=profile, **SIZES)
+    assert plan.profile == profile
+    assert plan.obstacle is None
+    assert plan.clashes == ()
+    assert plan.num_operations > 500
+    assert [stage.name for stage in plan.stages] == ["text", "denoise", "decode"]
+    assert plan.seconds == sum(stage.seconds or 0 for stage in plan.stages)
+    assert plan.seconds > 0
+    assert "maker's peak" in plan.rates
+
+
+def test_a_clash_is_an_obstacle_that_names_the_place(
+    monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    def forward(self: Any, x: torch.Tensor, branch: torch.Tensor, gate: torch.Tensor) -> Any:
+        return torch.lerp(x, branch, 0.5)  # wants one dtype; the stream is float32
+
+    monkeypatch.setattr(GatedAdd, "forward", forward)
+    monkeypatch.setattr(dryrun, "_DONE", {})
+    card = everyframe.plan("a", model=model, profile="cuda-sm90", **SIZES)
+    assert card.clashes[0].startswith("denoiser: spatial_blocks.0.add_attn: lerp: operands in")
+    assert card.obstacle is not None
+    assert "it would fail on NVIDIA H100" in card.obstacle
+    assert "spatial_blocks.0.add_attn" in card.obstacle
+    # In float32 there is nothing to clash.
+    wide = everyframe.plan("a", model=model, profile="cuda-sm90", dtype="fp32", **SIZES)
+    assert wide.obstacle is None
+    monkeypatch.undo()
+
+
+def test_a_dtype_that_a_device_emulates_is_noted(model: str) -> None:
+    plan = everyframe.plan("a", model=model, profile="cuda-sm70", dtype="bf16", **SIZES)
+    assert plan.obstacle is None
+    assert any("emulated" in note and "Tesla V100" in note for note in plan.notes)
+
+
+def test_fp16_on_a_cpu_is_refused_unless_forced(machine: Callable[..., None], model: str) -> None:
+    machine(CPU)
+    with pytest.raises(InputError, match=r"200 to 500 times slower.*--force"):
+        everyframe.plan("a", model=model, dtype="fp16", **SIZES)
+    forced = everyframe.plan("a", model=model, dtype="fp16", force=True, **SIZES)
+    assert {part.precision.compute for part in forced.components} == {"float16"}
+
+
+def test_no_more_memory_than_was_allowed(machine: Callable[..., None], model: str) -> None:
+    machine(CARD)
+    wanted = {"model": model, "num_frames": 34, "size": "256x256", "seed": 5}
+    roomy = everyframe.plan("a", **wanted)
+    assert roomy.settings.savings == ()
+    most = int(roomy.peak_bytes * 0.6 / 0.92)
+    plan = everyframe.plan("a", max_memory=f"{most}", **wanted)
+    assert plan.obstacle is None
+    assert plan.settings.saving("decode_frames", 4) < 4
+    assert plan.peak_bytes < most
+    assert any("frames are decoded" in note for note in plan.notes)
+    # And what was asked of the host holds as well.
+    tight = everyframe.plan("a", max_host_memory="1MB", **wanted)
+    assert tight.obstacle is not None
+    assert "the host would hold" in tight.obstacle
+    with pytest.raises(InputError, match="max_memory must be an amount"):
+        everyframe.plan("a", max_memory="a lot", **wanted)
+
+
+def test_rates_are_measured_for_the_device_that_is_here(model: str) -> None:
+    plan = everyframe.plan("a", model=model, device="cpu", **SIZES)
+    assert plan.rates == "measured here"
+    assert all(stage.seconds is not None and stage.seconds > 0 for stage in plan.stages)

@@ -10,7 +10,7 @@ and small. Read next: `everyframe.families.family.Rehearsal`, `everyframe.planni
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -29,6 +29,7 @@ from everyframe.precision.islands import in_island
 from everyframe.precision.live import LiveBytes
 from everyframe.precision.rules import Finding
 from everyframe.precision.work import Work, WorkCounter
+from everyframe.precision.workspace import workspace
 
 #: The device that stands for the plan's; it computes shapes and dtypes.
 STAND_IN = "meta"
@@ -195,7 +196,7 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         results = [each for each in tree_leaves(answer) if isinstance(each, Tensor)]
         place = self._place(operation)
         self.live.made(results, place)
-        self.live.workspace(_workspace(operation, tensors, results, self.device), place)
+        self.live.workspace(workspace(operation, tensors, results, self.device), place)
         if not func.is_view:
             self.work.operation(func, args, tensors, results)
             self._check(operation, args, tensors, results)
@@ -292,14 +293,3 @@ def _widened(args: Any) -> Any:
         return torch.empty_like(value, dtype=widest) if floats else value
 
     return tree_map(widen, args)
-
-
-def _workspace(
-    operation: str, tensors: Sequence[Tensor], results: Sequence[Tensor], device: DeviceFacts
-) -> int:
-    """Bytes that a kernel holds beside operands and results, where that is known."""
-    if operation != "aten::convolution" or device.kind != "cpu":
-        return 0
-    # oneDNN computes on blocks of channels, and copies what comes in and goes out.
-    moved = (tensors[0], results[0])
-    return sum(tensor.numel() * tensor.element_size() for tensor in moved)
