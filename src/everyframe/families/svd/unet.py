@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from diffusers import UNetSpatioTemporalConditionModel
 from torch import Tensor, nn
 
+from everyframe.ops.gated import gated_gelu
 from everyframe.ops.norm import widen_norms
 
 
@@ -224,10 +225,8 @@ def _self_attention(attention: Any, rows_NLC: Tensor) -> Tensor:
 
 
 def _feed_forward(block: Any, tokens: Tensor) -> Tensor:
-    """The gated feed-forward; what is widened is gated in place."""
-    wide, gate = block.net[0].proj(tokens).chunk(2, dim=-1)
-    answer: Tensor = block.net[2](F.gelu(gate).mul_(wide))
-    return answer
+    """diffusers' `FeedForward`: a gated layer and the one that makes it narrow."""
+    return gated_gelu(tokens, block.net[0].proj, block.net[2], block.net[2].in_features)
 
 
 def _silu(fresh: Tensor) -> Tensor:
