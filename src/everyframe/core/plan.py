@@ -6,6 +6,7 @@ loaded or fetched to make one. Read next: `everyframe.engine`, which runs them.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -104,6 +105,19 @@ class ComponentPlan:
         return self.held_bytes + self.working_bytes
 
 
+def peak_of(components: Iterable[ComponentPlan]) -> int:
+    """What the largest stage needs: components are loaded one stage at a time.
+
+    Those that share a stage are in memory together, and work one after the other.
+    """
+    weights: dict[str, int] = {}
+    working: dict[str, int] = {}
+    for part in components:
+        weights[part.stage] = weights.get(part.stage, 0) + part.held_bytes
+        working[part.stage] = max(working.get(part.stage, 0), part.working_bytes)
+    return max(weights[stage] + working[stage] for stage in weights)
+
+
 @dataclass(frozen=True)
 class StagePlan:
     """What the dry run of a stage found.
@@ -163,16 +177,8 @@ class Plan:
 
     @property
     def peak_bytes(self) -> int:
-        """The largest stage, not the sum: components are loaded one stage at a time.
-
-        Those that share a stage are in memory together, and work one after the other.
-        """
-        weights: dict[str, int] = {}
-        working: dict[str, int] = {}
-        for part in self.components:
-            weights[part.stage] = weights.get(part.stage, 0) + part.held_bytes
-            working[part.stage] = max(working.get(part.stage, 0), part.working_bytes)
-        return max(weights[stage] + working[stage] for stage in weights)
+        """The largest stage, not the sum; see `peak_of`."""
+        return peak_of(self.components)
 
     def for_seed(self, seed: int) -> Plan:
         """The plan of one video out of several."""

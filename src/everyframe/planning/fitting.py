@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from everyframe.core.facts import DeviceFacts
-from everyframe.core.plan import ComponentPlan, Precision, Settings
+from everyframe.core.plan import ComponentPlan, Precision, Settings, peak_of
 from everyframe.families.family import Component, Model, Rehearsing
 from everyframe.planning.dryrun import DryRun, dry_run
 from everyframe.planning.forecast import fits
@@ -86,7 +86,7 @@ class Fitting:
             says=tuple(says),
             notes=tuple(dict.fromkeys(note for part in parts for note in part.notes)),
             host_bytes=host,
-            fits=all(self._holds(part) for part in parts) and host <= self.host_memory,
+            fits=self._hold(parts) and host <= self.host_memory,
         )
 
     def largest(self, settings: Settings) -> Fitted | None:
@@ -104,15 +104,17 @@ class Fitting:
 
     def _could(self, settings: Settings) -> bool:
         """Whether every component fits with all that can be saved."""
+        parts: list[_Part] = []
         for component in self.model.components(settings):
             least = settings
             if isinstance(self.model, Rehearsing):
                 for saving in self.model.savings(component.name, settings):
                     least = saving.settings
             offload = self.device.kind != "cpu"
-            if not self._holds(self._named(component.name, least, offload=offload)):
+            parts.append(self._named(component.name, least, offload=offload))
+            if not self._holds(parts[-1]):
                 return False
-        return True
+        return self._hold(parts)
 
     def _saved(self, name: str, settings: Settings) -> tuple[Settings, _Part, list[str]]:
         """The first settings with which that component fits, or those that need the least."""
@@ -135,6 +137,11 @@ class Fitting:
         return fits(part.plan.peak_bytes, self.device) and not any(
             run.too_large for run in part.runs
         )
+
+    def _hold(self, parts: Sequence[_Part]) -> bool:
+        """Whether all fit, those that share a stage together."""
+        together = fits(peak_of(part.plan for part in parts), self.device)
+        return together and all(self._holds(part) for part in parts)
 
     def _named(self, name: str, settings: Settings, *, offload: bool = False) -> _Part:
         components = self.model.components(settings)

@@ -67,6 +67,18 @@ def test_decoders_stay_wide_and_what_steers_is_an_island(folder: Path) -> None:
     assert "time_embedding" in plan.component("transformer").precision.islands
 
 
+def test_what_does_not_fit_together_is_told(folder: Path) -> None:
+    """Each part alone would fit: all of them are in memory at once."""
+    plan = everyframe.plan(model=str(folder), **SMALL)
+    largest = max(part.peak_bytes for part in plan.components)
+    assert largest < plan.peak_bytes
+    # A tenth more than the largest part needs, after what a plan leaves free of any memory.
+    limit = f"{int(largest * 1.1 / 0.92) // 1000}kB"
+    small = everyframe.plan(model=str(folder), max_memory=limit, **SMALL)
+    assert small.obstacle is not None
+    assert "all of it in memory at once" in small.obstacle
+
+
 def test_plans_are_made_for_machines_that_are_not_here(folder: Path) -> None:
     def dtypes(profile: str) -> dict[str, str]:
         plan = everyframe.plan(model=str(folder), profile=profile, **SMALL)
