@@ -29,7 +29,7 @@ from everyframe.core.events import (
     VideoDone,
 )
 from everyframe.core.facts import DeviceFacts
-from everyframe.core.plan import ComponentPlan, Plan, Precision, Settings
+from everyframe.core.plan import ComponentPlan, Plan, Precision, Settings, StagePlan
 from everyframe.core.request import Request
 
 GIB = 2**30
@@ -80,9 +80,14 @@ class FakeEngine:
         self.nan = nan
         self.requests: list[Request] = []
 
-    def resolve(self, request: Request) -> Plan:
+    def resolve(self, request: Request, profile: str | None = None) -> Plan:
         """As `everyframe.planning.resolve.resolve`."""
-        return plan_of(request, self.obstacle)
+        plan = plan_of(request, self.obstacle)
+        if profile is None:
+            return plan
+        stages = (StagePlan("denoise", "denoise", 30 * 10**6, 500, 3e12, 42.0),)
+        clashes = ("denoise: blocks.0: mm: operands in two dtypes",) if self.obstacle else ()
+        return replace(plan, profile=profile, stages=stages, clashes=clashes, rates="made up")
 
     def stream(self, request: Request, *, num_threads: int | None = None) -> Iterator[Event]:
         """As `everyframe.engine.run.stream`."""

@@ -123,6 +123,26 @@ def test_dry_run_and_plan_say_the_same(
     assert json.loads(capsys.readouterr().out)["plan"]["model"] == "fake"
 
 
+def test_a_plan_for_a_machine_that_is_not_here(
+    engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "x", "--as", "mps"]) == 0
+    out = capsys.readouterr().out
+    for part in ("mps, not this machine", "no clash of precision in 500", "3 TFLOP", "42 s",
+                 "one video (made up)"):  # fmt: skip
+        assert part in out
+    assert max(map(len, out.splitlines())) <= 80
+    assert main(["generate", "x", "--dry-run", "--as", "mps"]) == 0
+    assert capsys.readouterr().out == out
+    # Nothing can be made there.
+    assert main(["generate", "x", "--as", "mps"]) == 2
+    assert "give --dry-run" in capsys.readouterr().err
+    assert not engine.requests
+    engine.obstacle = "1 clashes of precision"
+    assert main(["plan", "x", "--as", "mps"]) == 3
+    assert "clash: denoise: blocks.0: mm: operands in two dtypes" in capsys.readouterr().out
+
+
 def test_what_cannot_run_here(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
     engine.obstacle = "not enough memory; the largest that fits is 32x32"
     for words in ("generate x -o clip.mp4", "generate x --dry-run", "plan x"):

@@ -37,7 +37,17 @@ def test_every_field_is_a_flag() -> None:
 def test_help_shows_every_flag_and_group(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "--help"]) == 0
     shown = capsys.readouterr().out
-    for name in fields() | set(RUN_FLAGS) - {"from_record"} | {"from", "steps", "frames", "cfg"}:
+    for name in (
+        fields()
+        | set(RUN_FLAGS) - {"from_record", "as_profile"}
+        | {
+            "as",
+            "from",
+            "steps",
+            "frames",
+            "cfg",
+        }
+    ):
         assert f"--{name.replace('_', '-')}" in shown, name
     for group in ("Sampling", "Given frames", "Only opensora models"):
         assert group in shown

@@ -133,7 +133,9 @@ def clashes_of(runs: Sequence[DryRun]) -> tuple[str, ...]:
 def says(plan: Plan) -> str:
     """The verdict of the dry run in a sentence; empty where there was none."""
     if plan.clashes:
-        return f"{len(plan.clashes)} clashes of precision in {plan.num_operations} operations"
+        number = len(plan.clashes)
+        clashes = "1 clash" if number == 1 else f"{number} clashes"
+        return f"{clashes} of precision in {plan.num_operations} operations"
     if not plan.stages:
         return ""
     return f"no clash of precision in {plan.num_operations} operations"
