@@ -78,6 +78,7 @@ class Files:
     base: tuple[Place, ...]
     controlnets: tuple[Place, ...]
     known: str | None = None
+    pipeline: str = PIPELINES[0]
     has_safety_checker: bool = False
 
     @property
@@ -169,7 +170,9 @@ def _in_folder(where: str, folder: Path) -> Files | None:
     nets = tuple(Place(f"{where}/{name}", folder / name) for name in present)
     checker = index.get("safety_checker")
     judged = isinstance(checker, list) and any(part is not None for part in checker)
-    return Files(where, (Place(where, folder),), nets, has_safety_checker=judged)
+    pipeline = str(index["_class_name"])
+    base = (Place(where, folder),)
+    return Files(where, base, nets, pipeline=pipeline, has_safety_checker=judged)
 
 
 def _split(asked: Sequence[Any]) -> list[str]:

@@ -37,7 +37,9 @@ class InpaintModel:
 
     def settle(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
         """Every value of the request settled, and notes."""
-        facts = settle.Facts(self.title, self.builders.config, self.files.has_safety_checker)
+        facts = settle.Facts(
+            self.title, self.builders.config, self.files.pipeline, self.files.has_safety_checker
+        )
         return settle.settle(facts, request, self.options, seed)
 
     def smaller(self, settings: Settings) -> Iterator[Settings]:

@@ -48,6 +48,7 @@ class Facts:
 
     title: str
     config: InpaintConfig
+    pipeline: str
     has_safety_checker: bool = False
 
 
@@ -131,8 +132,9 @@ def _check_request(facts: Facts, request: Request, options: InpaintOptions) -> N
         raise InputError(f"{title} can't go on from a clip (chain)")
     if not num_nets:
         raise InputError(
-            f"{title} has no ControlNet, and pictures are repainted with one here; name it "
-            "(controlnet: a folder, a hub id or a short name such as canny)"
+            f"{title} is a {facts.pipeline}, which makes single pictures; to repaint a part of a "
+            "picture or video with it, name a ControlNet (controlnet: a folder, a hub id or a "
+            "short name such as canny)"
         )
     if request.prompt is None:
         raise InputError(f"{title} needs a prompt that says what is painted")
