@@ -28,9 +28,9 @@ DEFAULTS: dict[str, Any] = {
     "width": world.SIDE,
     "num_frames": world.NUM_FRAMES,
     "fps": world.FPS,
-    "num_inference_steps": 24,
-    "guidance_scale": 4.0,
-    "use_timestep_transform": False,
+    "num_inference_steps": 30,
+    "guidance_scale": 1.5,
+    "timestep_shift": denoiser.SHIFT,
     "max_length": text.MAX_LENGTH,
     "dtype": "float32",
 }
