@@ -156,7 +156,7 @@ COMMAND = command(
         _checks(),
         flag("model", str, "Can this machine run that model? Its plan is a check too."),
         flag("smoke", bool, "Make a small video in each precision, against float32 on the CPU."),
-        run_flag("json"),
+        flag("json", bool, "The report as a line of JSON on standard output."),
         flag("everything", bool, "Tell all in detail, and where it was reported.", alias="--all"),
         flag("share", bool, "A report to paste, without names and paths of this machine."),
         flag("profile", str, "A machine that is not here: a name, or a file.", alias="--as"),

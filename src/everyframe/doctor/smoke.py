@@ -1,7 +1,8 @@
 """The small validation of new hardware: the embedded model in every precision of this device.
 
-Each is made in a process of its own, with the same seed and noise, and compared with float32 on the
-CPU frame by frame. Read next: `everyframe.api`, `everyframe.precision.policy`.
+And by every attention kernel of torch's, where the device has several. Each is made in a process of
+its own, with the same seed and noise, and compared with float32 on the CPU frame by frame.
+Read next: `everyframe.api`, `everyframe.precision.policy`.
 """
 
 from __future__ import annotations
@@ -28,50 +29,72 @@ _BUDGETS = {"float32": 1 / 255, "bfloat16": 8 / 255, "float16": 8 / 255}
 _ASKED: dict[str, Any] = {
     "prompt": "a red circle moves to the right on a blue background",
     "seed": 7,
+    "num_frames": 9,
     "num_inference_steps": 4,
 }
 
 
 def smoke(patient: Patient) -> Check:
-    """The check ``smoke``: a line a precision, trouble where frames are wrong."""
+    """The check ``smoke``: trouble for each precision and kernel whose frames are wrong."""
     device = patient.machine.devices[0]
-    reference = run_isolated(frames_of, "cpu", "float32", seconds=_SECONDS)
+    reference = run_isolated(frames_of, "cpu", "float32", None, seconds=_SECONDS)
     seconds = reference.seconds
     if not reference.is_well:
         finding = Finding(mark="trouble", says=f"the embedded model on the CPU {reference}")
         return Check.of("smoke", "float32 on the CPU", [finding], seconds=seconds)
     found: list[Finding] = []
     details = []
-    for dtype in _dtypes(device):
-        left = _SECONDS - seconds
+    for dtype, kernel in _cases(device):
+        left, way = _SECONDS - seconds, _way(dtype, kernel)
         if left < _LEAST:
-            says = f"no time was left for {dtype}: 2 minutes are over"
+            says = f"no time was left for {way}: 2 minutes are over"
             found.append(Finding(mark="note", says=says))
             continue
-        ended = run_isolated(frames_of, device.torch_name, dtype, seconds=left)
+        ended = run_isolated(frames_of, device.torch_name, dtype, kernel, seconds=left)
         seconds += ended.seconds
         if not ended.is_well:
-            found.append(_wrong(device, dtype, str(ended)))
+            found.append(_wrong(device, way, str(ended)))
             continue
         worst = _worst_frame(ended.value, reference.value)
-        details.append(f"{device.torch_name} in {dtype}: off by {255 * worst:.2f} of 255 at most")
+        details.append(f"{device.torch_name} in {way}: off by {255 * worst:.2f} of 255 at most")
         if not worst <= _BUDGETS[dtype]:
-            found.append(_wrong(device, dtype, f"is off by {255 * worst:.1f} of 255 in a frame"))
-    said = f"a video in {', '.join(_dtypes(device))} on {device.torch_name} against float32"
+            found.append(_wrong(device, way, f"is off by {255 * worst:.1f} of 255 in a frame"))
+    ways = "; ".join(_way(*case) for case in _cases(device))
+    said = f"a video on {device.torch_name} against float32 on the CPU: {ways}"
     return Check.of("smoke", said, found, details, seconds)
 
 
-def _dtypes(device: DeviceFacts) -> tuple[str, ...]:
-    """What the device has; on the CPU float32 is the reference itself, and fp16 takes minutes."""
+def _way(dtype: str, kernel: str | None) -> str:
+    return dtype if kernel is None else f"{dtype} by {kernel} attention"
+
+
+def _cases(device: DeviceFacts) -> tuple[tuple[str, str | None], ...]:
+    """Each dtype by torch's own choice of kernels, then each kernel in the dtype that runs take.
+
+    On the CPU float32 is the reference itself, and fp16 takes minutes.
+    """
     if device.kind == "cpu":
-        return ("bfloat16",)
-    return tuple(dtype for dtype in _BUDGETS if dtype in device.dtypes)
+        return (("bfloat16", None), ("float32", "math"))
+    dtypes = tuple(dtype for dtype in _BUDGETS if dtype in device.dtypes)
+    if device.kind != "cuda":
+        return tuple((dtype, None) for dtype in dtypes)
+    taken = "bfloat16" if device.has_fast_bf16 else "float16"
+    kernels = (*_KERNELS, "math")
+    return (*((dtype, None) for dtype in dtypes), *((taken, kernel) for kernel in kernels))
 
 
-def _wrong(device: DeviceFacts, dtype: str, how: str) -> Finding:
+#: torch's attention kernels, and the switch of each. The plain one, math, is always there.
+_KERNELS = {
+    "flash": "enable_flash_sdp",
+    "efficient": "enable_mem_efficient_sdp",
+    "cudnn": "enable_cudnn_sdp",
+}
+
+
+def _wrong(device: DeviceFacts, way: str, how: str) -> Finding:
     return Finding(
         mark="trouble",
-        says=f"the embedded model on {device.torch_name} in {dtype} {how}",
+        says=f"the embedded model on {device.torch_name} in {way} {how}",
         mend=(
             Mend(do="compute in float32", command="everyframe generate … --dtype fp32"),
             Mend(do="or on the CPU", command="everyframe generate … --device cpu"),
@@ -79,10 +102,19 @@ def _wrong(device: DeviceFacts, dtype: str, how: str) -> Finding:
     )
 
 
-def frames_of(device: str, dtype: str) -> list[Any]:
-    """The frames of the small video as numbers of 0..255, nested (T, H, W, 3); imports torch."""
+def frames_of(device: str, dtype: str, kernel: str | None) -> list[Any]:
+    """The frames of the small video as numbers of 0..255, nested (T, H, W, 3).
+
+    With a `kernel` attention is computed by that one where it can be, else by the plain one. It
+    changes torch's switches for good, so only in a process of its own.
+    """
     from everyframe.api import generate
 
+    if kernel is not None:
+        import torch
+
+        for name, switch in _KERNELS.items():
+            getattr(torch.backends.cuda, switch)(name == kernel)
     video = generate(device=device, dtype=dtype, **_ASKED)
     assert not isinstance(video, list), "one was asked for"
     frames: list[Any] = video.frames.tolist()
