@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from recipes.shapes import autoencoder, denoiser, temporal, world
-from recipes.shapes.loop import Task
+from recipes.shapes.loop import Task, num_ranks, rank
 
 FRAMES = 5  # frames of each clip that are decoded to pixels
 
 
-def task(work: Path, num_steps: int = 2000, batch: int = 8) -> Task:
+def task(work: Path, num_steps: int = 2000, batch: int = 16) -> Task:
     """The stage for `loop.train`; starts from the best of stage 2 and the latents of stage 4."""
     vae = denoiser.trained_vae(work, polished=False)
     denoiser.normalise(vae)
@@ -30,21 +30,22 @@ def task(work: Path, num_steps: int = 2000, batch: int = 8) -> Task:
     )
     vae.requires_grad_(False)
     trained.requires_grad_(True)
+    share = batch // num_ranks()
     factor = vae.config.spatial.scaling_factor
     held_clips = world.random_clips(world.train_scenes(), 24, np.random.default_rng(12))
     held = temporal.clip_frames(held_clips)
 
     def loss(step: int) -> tuple[Tensor, dict[str, float]]:
-        draws = np.random.default_rng([41, step])
-        chosen = draws.integers(len(clips), size=batch)
+        draws = np.random.default_rng([41, step, rank()])
+        chosen = draws.integers(len(clips), size=share)
         z = latents.clips[rows_of[chosen]].float()
-        z[: batch // 2, :, :1] = latents.first[rows_of[chosen[: batch // 2]]].float()
+        z[: share // 2, :, :1] = latents.first[rows_of[chosen[: share // 2]]].float()
         z = z + temporal.NOISE * torch.randn_like(z)
         times = np.stack([draws.permutation(17)[:FRAMES] for _ in chosen])
         target = world.draw([clips[i] for i in chosen], times.astype(np.float32) / 16)
         with torch.autocast("cpu", torch.bfloat16):
             out = inner.decode(z * vae.scale + vae.shift, 17)
-            picked = torch.stack([out[i, :, times[i]] for i in range(batch)])
+            picked = torch.stack([out[i, :, times[i]] for i in range(share)])
             pixels = spatial.decode(picked.transpose(1, 2).flatten(0, 1) / factor).sample
         loss = autoencoder.pixel_loss(pixels.float(), autoencoder.to_torch(target).flatten(0, 1))
         return loss, {"pixel": loss.item()}

@@ -18,6 +18,7 @@ from everyframe.checkpoints.places import cache_folder
 from recipes.shapes.loop import Task, train
 
 STAGES = ("autoencoder", "temporal", "text", "denoiser", "polish")
+SHARED = ("denoiser", "polish")  # what several processes can train together
 #: Hours of training, kept where no checkout or clean-up of the sources takes them away.
 WORK = cache_folder() / "recipes" / "shapes"
 
@@ -70,14 +71,16 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=WORK, help="folder of the runs")
     parser.add_argument("--steps", type=int, help="number of steps instead of the stage's own")
     parser.add_argument("--threads", type=int, default=2, help="of a process that trains alone")
-    parser.add_argument("--processes", type=int, default=1, help="for the denoiser, a core each")
+    parser.add_argument(
+        "--processes", type=int, default=1, help="for denoiser and polish, a core each"
+    )
     parser.add_argument(
         "--compile", action="store_true", help="torch.compile; needs a C++ compiler"
     )
     given = parser.parse_args()
     for stage in STAGES if given.stage == "all" else (given.stage,):
         print(f"stage {stage}", flush=True)
-        if stage == "denoiser" and given.processes > 1:
+        if stage in SHARED and given.processes > 1:
             with tempfile.TemporaryDirectory() as folder:
                 given.meeting = Path(folder) / "meeting"
                 mp.spawn(run, (stage, given), nprocs=given.processes)

@@ -1,0 +1,83 @@
+"""The training loop: a stopped run goes on as if it had not stopped; the best weights are kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from recipes.shapes import autoencoder, world
+from recipes.shapes.loop import Task, load_best, train
+from torch import Tensor, nn
+
+
+def _task(num_steps: int) -> Task:
+    modules = nn.ModuleDict({"inner": nn.Linear(6, 6), "outer": nn.Linear(6, 2)})
+    for number, parameter in enumerate(modules.parameters()):
+        nn.init.normal_(parameter, generator=torch.Generator().manual_seed(number))
+
+    def loss(step: int) -> tuple[Tensor, dict[str, float]]:
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+        error = modules["outer"](modules["inner"](x).tanh()) - x[:, :2]
+        return error.square().mean(), {}
+
+    def validate(_: nn.ModuleDict) -> dict[str, float]:
+        return {"score": -loss(1000)[0].item()}
+
+    return Task(
+        modules, loss, validate, clips_per_step=8, num_steps=num_steps, learning_rate=0.05,
+        warmup=2, ema=0.5, validate_every=4, muon=("inner",),
+    )  # fmt: skip
+
+
+def test_a_stopped_run_goes_on_as_if_it_had_not(tmp_path: Path) -> None:
+    say: list[str] = []
+    train(_task(12), tmp_path / "whole", say=say.append)
+    stopped = _task(12)
+    drawn = stopped.loss
+
+    def until_six(step: int) -> tuple[Tensor, dict[str, float]]:
+        if step == 6:
+            raise KeyboardInterrupt
+        return drawn(step)
+
+    stopped.loss = until_six
+    with pytest.raises(KeyboardInterrupt):
+        train(stopped, tmp_path / "parts", say=say.append)
+    train(_task(12), tmp_path / "parts", say=say.append)
+    whole, parts = (
+        torch.load(tmp_path / name / "state.pt", weights_only=True) for name in ("whole", "parts")
+    )
+    for name, value in whole["modules"].items():
+        assert torch.equal(value, parts["modules"][name]), name
+    assert "going on from step 4" in say
+
+
+def test_muon_and_adam_both_learn(tmp_path: Path) -> None:
+    task = _task(12)
+    before = task.validate(task.modules)["score"]
+    kept = {name: value.clone() for name, value in task.modules.state_dict().items()}
+    train(task, tmp_path, say=lambda line: None)
+    assert load_best(task.modules, tmp_path)["score"] > before
+    for name, value in task.modules.state_dict().items():
+        assert not torch.equal(value, kept[name]), name
+
+
+def test_cells_near_the_object_are_those_it_covers() -> None:
+    pixels = -torch.ones(1, 3, world.SIDE, world.SIDE)
+    pixels[:, :, 18:30, 34:38] = 1  # rows 2 and 3, column 4; column 4 begins at pixel 32
+    near = autoencoder.near_cells(pixels)[0, 0]
+    assert near.nonzero().tolist() == [[2, 4], [3, 4]]
+    pixels[:, :, 18:30, 31] = 1  # within 2 pixels of column 4 and in column 3
+    assert autoencoder.near_cells(pixels)[0, 0].sum() == 4
+
+
+def test_strangeness_counts_only_cells_that_are_far() -> None:
+    empty = torch.zeros(1, 4, 8, 8)
+    near = torch.zeros(1, 1, 8, 8)
+    near[..., 2, 2] = 1
+    z = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(0))
+    only_near = z * near
+    assert autoencoder.strangeness(only_near, empty, near) == 0
+    # All of the variance lies in cells that should be empty: the mean square over the variance.
+    assert 0.8 < autoencoder.strangeness(z, empty, near) < 1.2
