@@ -71,9 +71,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=WORK, help="folder of the runs")
     parser.add_argument("--steps", type=int, help="number of steps instead of the stage's own")
     parser.add_argument("--threads", type=int, default=2, help="of a process that trains alone")
-    parser.add_argument(
-        "--processes", type=int, default=1, help="for denoiser and polish, a core each"
-    )
+    parser.add_argument("--processes", type=int, default=1, help="a core each (later stages)")
     parser.add_argument(
         "--compile", action="store_true", help="torch.compile; needs a C++ compiler"
     )
