@@ -1,0 +1,385 @@
+"""How fast is one forward of SVD's UNet, and one whole tiny pipeline, beside diffusers' own?
+
+    python benchmarks/svd.py               # the sizes of the result pages; half an hour
+    python benchmarks/svd.py --no-compile  # without torch.compile; a few minutes
+    python benchmarks/svd.py --busy        # on a machine that does other things as well
+
+The same random weights in diffusers' `UNetSpatioTemporalConditionModel`, eager and compiled, in
+float32 and bfloat16, and in ours, in float32 and in the precision that the policy picks for this
+CPU. All take turns, round after round, with the best matrix product between them, so that a busy
+machine slows each alike; ratios and shares are medians over rounds. Ours makes its context (what
+depends on no latents) before, once, as in a real run. The pipeline is a tiny one from disk; of ours
+the loading is left out, as diffusers' is loaded before. `--busy` takes one thread and its processor
+time. Writes a dated page into `benchmarks/results/` unless told not to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from denoiser import RESULTS, peak, relative, seconds
+from diffusers import (
+    AutoencoderKLTemporalDecoder,
+    EulerDiscreteScheduler,
+    StableVideoDiffusionPipeline,
+    UNetSpatioTemporalConditionModel,
+)
+from PIL import Image
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModelWithProjection
+
+from everyframe.core.events import Loaded, Note, Planned, Ready
+from everyframe.core.plan import Precision
+from everyframe.core.request import Request
+from everyframe.engine.run import stream
+from everyframe.families.svd import unet
+from everyframe.families.svd.components import UNET_ISLANDS
+from everyframe.hardware import machine_facts
+from everyframe.precision import edges
+from everyframe.precision.policy import ComponentNeeds, choose
+
+DTYPES = ("float32", "bfloat16")
+#: What every ratio is to.
+BASE = "diffusers float32"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of one forward; `side` is the latents' height and width, guidance makes two of a batch."""
+
+    widths: tuple[int, ...]
+    frames: int
+    side: int
+    branches: int = 2
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """diffusers' arguments; heads are 64 wide, as released."""
+        heads = tuple(max(1, width // 64) for width in self.widths)
+        return {
+            "block_out_channels": self.widths,
+            "num_attention_heads": heads,
+            "num_frames": self.frames,
+        }
+
+    def __str__(self) -> str:
+        return (
+            f"block_out_channels {self.widths}, {self.frames} frames, "
+            f"{self.side}x{self.side} latents, batch {self.branches}"
+        )
+
+
+@dataclass
+class Inputs:
+    """Latents with the picture's, time, CLIP's embedding, what is told beside the time."""
+
+    x: Tensor
+    t: Tensor
+    picture: Tensor
+    told: Tensor
+
+
+@dataclass
+class Measured:
+    """Seconds by round of each candidate; GFLOP/s of the best product of each dtype by round."""
+
+    times: dict[str, list[float]] = field(default_factory=dict)
+    peaks: dict[str, list[float]] = field(default_factory=lambda: {d: [] for d in DTYPES})
+    flops: dict[str, int] = field(default_factory=dict)
+    errors: dict[str, float] = field(default_factory=dict)
+    compiling: dict[str, float] = field(default_factory=dict)
+
+    def ratio(self, name: str, to: str = BASE) -> float:
+        """How many times as fast as another."""
+        pairs = zip(self.times[to], self.times[name], strict=True)
+        return statistics.median(base / own for base, own in pairs)
+
+    def share(self, name: str, dtype: str) -> float:
+        """Of the matrix-product peak in that dtype, by the products that this one computes."""
+        pairs = zip(self.times[name], self.peaks[dtype], strict=True)
+        return statistics.median(self.flops[name] / took / best for took, best in pairs)
+
+
+def inputs(sizes: Sizes) -> Inputs:
+    """The unconditional branch sees zeros in place of the picture."""
+    generator = torch.Generator().manual_seed(1)
+    shape = (sizes.branches, sizes.frames, 8, sizes.side, sizes.side)
+    picture = torch.randn(sizes.branches, 1024, generator=generator)
+    picture[: sizes.branches - 1] = 0
+    told = torch.tensor([[6.0, 127.0, 0.02]] * sizes.branches)
+    return Inputs(
+        torch.randn(shape, generator=generator),
+        torch.full((sizes.branches,), 1.3),
+        picture,
+        told,
+    )
+
+
+def fill(module: nn.Module) -> nn.Module:
+    """The same random weights for every candidate, of sizes that keep values near 1."""
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in module.named_parameters():
+        if parameter.ndim > 1:
+            parameter.normal_(std=0.8 * parameter[0].numel() ** -0.5, generator=generator)
+        elif name.endswith("bias"):
+            parameter.normal_(std=0.05, generator=generator)
+    return module.eval().requires_grad_(False)
+
+
+def theirs(sizes: Sizes, dtype: str) -> tuple[nn.Module, Callable[[nn.Module, Inputs], Tensor]]:
+    """diffusers' own, all of it in one dtype, as its users have it."""
+    model = fill(UNetSpatioTemporalConditionModel(**sizes.config))
+    wanted = getattr(torch, dtype)
+    model.to(wanted)
+
+    def call(model: nn.Module, given: Inputs) -> Tensor:
+        x, picture, told = (each.to(wanted) for each in (given.x, given.picture, given.told))
+        answer: Tensor = model(x, given.t, picture[:, None], told, return_dict=False)[0]
+        return answer
+
+    return model, call
+
+
+def ours(
+    sizes: Sizes, given: Inputs, precision: Precision
+) -> tuple[nn.Module, Callable[[nn.Module, Inputs], Tensor]]:
+    """Ours in that precision, with its context made."""
+    model = fill(unet.build(sizes.config))
+    edges.apply(model, precision, ("conv_out",))
+    context = model.context(given.picture, given.told, sizes.frames)
+
+    def call(model: nn.Module, given: Inputs) -> Tensor:
+        answer: Tensor = model(given.x, given.t, context)
+        return answer
+
+    return model, call
+
+
+def picked() -> Precision:
+    """What the policy has for SVD's UNet, at its released size, on this CPU."""
+    needs = ComponentNeeds("unet", 1_524_623_082, UNET_ISLANDS, prefers="float16")
+    return choose(machine_facts("cpu").cpu, "auto", needs)[0]
+
+
+def candidates(sizes: Sizes, given: Inputs, compiled: bool) -> dict[str, Callable[[], Tensor]]:
+    """What takes turns, by name."""
+    runs: dict[str, Callable[[], Tensor]] = {}
+    for dtype in DTYPES:
+        model, call = theirs(sizes, dtype)
+        runs[f"diffusers {dtype}"] = partial(call, model, given)
+        if compiled:
+            faster: Any = torch.compile(model)
+            runs[f"diffusers {dtype} compiled"] = partial(call, faster, given)
+    precisions = {"float32": Precision("float32", "float32")}
+    policy = picked()
+    precisions |= {f"{policy.compute} (the policy's)": policy}
+    for name, precision in precisions.items():
+        model, call = ours(sizes, given, precision)
+        runs[f"ours {name}"] = partial(call, model, given)
+    return runs
+
+
+def dtype_of(name: str) -> str:
+    """The dtype in which a candidate multiplies."""
+    return "bfloat16" if "bfloat16" in name else "float32"
+
+
+def count_flops(run: Callable[[], Tensor]) -> int:
+    """Two for each multiply-add of matrix products and convolutions; nothing else."""
+    with FlopCounterMode(display=False) as counter:
+        run()
+    return int(counter.get_total_flops())
+
+
+def measure_forward(sizes: Sizes, rounds: int, compiled: bool) -> Measured:
+    """All candidates, round after round."""
+    given, found = inputs(sizes), Measured()
+    runs = candidates(sizes, given, compiled)
+    answers: dict[str, Tensor] = {}
+    for name, run in runs.items():
+        began = time.perf_counter()
+        answers[name] = run()  # which warms up, and compiles
+        if name.endswith("compiled"):
+            found.compiling[name] = time.perf_counter() - began
+            found.flops[name] = found.flops[name.removesuffix(" compiled")]
+        else:
+            found.flops[name] = count_flops(run)
+        found.errors[name] = relative(answers[name], answers[BASE])
+        found.times[name] = []
+    for _ in range(rounds):
+        for dtype in DTYPES:
+            found.peaks[dtype].append(peak(dtype))
+        for name, run in runs.items():
+            found.times[name].append(seconds(run))
+    return found
+
+
+def tiny_pipeline(folder: Path) -> Path:
+    """A whole random pipeline, saved by diffusers."""
+    vision = CLIPVisionConfig(
+        hidden_size=64, projection_dim=32, num_hidden_layers=2, num_attention_heads=4,
+        image_size=224, intermediate_size=128, patch_size=56,
+    )  # fmt: skip
+    StableVideoDiffusionPipeline(
+        vae=fill(
+            AutoencoderKLTemporalDecoder(
+                block_out_channels=(32,) * 4, down_block_types=("DownEncoderBlock2D",) * 4
+            )
+        ),
+        image_encoder=fill(CLIPVisionModelWithProjection(vision)),
+        unet=fill(
+            UNetSpatioTemporalConditionModel(
+                block_out_channels=(64, 128),
+                num_attention_heads=(1, 2),
+                cross_attention_dim=32,
+                down_block_types=("CrossAttnDownBlockSpatioTemporal", "DownBlockSpatioTemporal"),
+                up_block_types=("UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal"),
+            )
+        ),
+        scheduler=EulerDiscreteScheduler(
+            prediction_type="v_prediction",
+            timestep_type="continuous",
+            use_karras_sigmas=True,
+            timestep_spacing="leading",
+            sigma_min=0.002,
+            sigma_max=700.0,
+        ),
+        feature_extractor=CLIPImageProcessor(crop_size=224, size=224),
+    ).save_pretrained(folder)
+    return folder
+
+
+def measure_pipeline(side: int, frames: int, steps: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds of whole runs by round, from a picture to frames."""
+    shape = {"height": side, "width": side, "num_frames": frames, "num_inference_steps": steps}
+    picture = np.random.default_rng(0).integers(0, 256, (side, side, 3), np.uint8)
+    found: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as place:
+        folder = tiny_pipeline(Path(place, "tiny"))
+        runs: dict[str, Callable[[], float]] = {}
+        for dtype in DTYPES:
+            pipe = StableVideoDiffusionPipeline.from_pretrained(folder, dtype=getattr(torch, dtype))
+            pipe.set_progress_bar_config(disable=True)
+            image = Image.fromarray(picture)
+            runs[f"diffusers {dtype}"] = partial(
+                seconds, partial(pipe, image, output_type="np", **shape)
+            )
+            name = {"float32": "fp32", "bfloat16": "bf16"}[dtype]
+            request = {"model": str(folder), "image": picture, "seed": 1, "dtype": name, **shape}
+            runs[f"ours {dtype}"] = partial(whole_run, request)
+        for run in runs.values():
+            run()
+        for _ in range(rounds):
+            for name, run in runs.items():
+                found.setdefault(name, []).append(run())
+    return found
+
+
+def whole_run(request: Mapping[str, Any]) -> float:
+    """Seconds of one run, planning and loading left out; on the clock that `seconds` goes by."""
+    num_threads = torch.get_num_threads()
+    clock = time.thread_time if num_threads == 1 else time.perf_counter
+    total, before = 0.0, clock()
+    for event in stream(Request(**request), num_threads=num_threads):
+        now = clock()
+        # What ends in one of these was planning, hashing and loading.
+        if not isinstance(event, (Planned, Note, Ready, Loaded)):
+            total += now - before
+        before = now
+    return total
+
+
+def page(sizes: Sizes, found: Measured, whole: Mapping[str, list[float]], rounds: int) -> str:
+    """The result as Markdown."""
+    facts = machine_facts("cpu")
+    versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
+    command = shlex.join(["python", "benchmarks/svd.py", *sys.argv[1:]])
+    rows = [
+        f"| {name} | {statistics.median(times):.2f} s | **{found.ratio(name):.2f}** | "
+        f"{found.flops[name] / 1e12:.2f} | {found.share(name, dtype_of(name)):.0%} | "
+        f"{found.errors[name]:.1e} | {_compiled(found, name)} |"
+        for name, times in found.times.items()
+    ]
+    of_whole = [
+        f"| {name} | {statistics.median(times):.2f} s | "
+        f"{statistics.median(b / a for a, b in zip(times, whole[BASE], strict=True)):.2f} |"
+        for name, times in whole.items()
+    ]
+    lines = "\n".join
+    return f"""# Stable Video Diffusion on a CPU, {date.today().isoformat()}
+
+## One forward of the UNet
+
+{sizes}.
+
+| what | one call | times as fast as {BASE} | TFLOP | share of peak | error | first call |
+| --- | --- | --- | --- | --- | --- | --- |
+{lines(rows)}
+
+The error is the norm of the difference from {BASE} over the norm (random
+weights). TFLOP are those of matrix products and convolutions that this candidate computes; the peak
+is the best square product in its dtype, measured in each round. Times, ratios and shares are
+medians of {rounds} rounds.
+
+## A whole tiny pipeline
+
+| what | one run | times as fast as {BASE} |
+| --- | --- | --- |
+{lines(of_whole)}
+
+Hardware: {facts.cpu.name}, {torch.get_num_threads()} of {facts.num_cores} cores,
+{"processor" if torch.get_num_threads() == 1 else "wall"} time; load at the end
+{os.getloadavg()[0]:.1f}. Versions: {versions}.
+
+Command: `{command}`
+"""
+
+
+def _compiled(found: Measured, name: str) -> str:
+    return f"{found.compiling[name]:.0f} s" if name in found.compiling else ""
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument(
+        "--widths", type=int, nargs=4, default=(128, 256, 512, 512), help="block_out_channels"
+    )
+    for name, default in (("frames", 14), ("side", 32), ("rounds", 5), ("pipeline-side", 128)):
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
+    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
+    parser.add_argument("--busy", action="store_true", help="one thread, processor time")
+    parser.add_argument("--no-page", action="store_true", help="print only")
+    return parser.parse_args()
+
+
+def main() -> None:
+    asked = arguments()
+    torch.set_num_threads(1 if asked.busy else machine_facts("cpu").num_cores)
+    sizes = Sizes(tuple(asked.widths), asked.frames, asked.side)
+    with torch.no_grad():
+        found = measure_forward(sizes, asked.rounds, not asked.no_compile)
+        whole = measure_pipeline(asked.pipeline_side, asked.frames, 5, asked.rounds)
+    text = page(sizes, found, whole, asked.rounds)
+    print(text)
+    if not asked.no_page:
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / f"svd-{date.today().isoformat()}.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()
