@@ -50,6 +50,35 @@ def test_wider_queries_and_keys_follow_the_values() -> None:
     torch.testing.assert_close(out.double(), formula(q, k, v, None, 8**-0.5), atol=3e-2, rtol=0)
 
 
+class Metal:
+    """A tensor's look on an Apple GPU: whose kernel was seen to read views as if contiguous."""
+
+    dtype = torch.float32
+    device = torch.device("mps")
+
+    def __init__(self, is_contiguous: bool = False) -> None:
+        self.is_contiguous = is_contiguous
+
+    def to(self, dtype: torch.dtype) -> Metal:
+        """Nothing to do."""
+        return self
+
+    def contiguous(self) -> Metal:
+        """A copy in order."""
+        return Metal(is_contiguous=True)
+
+
+def test_apples_kernel_gets_tensors_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Metal] = []
+
+    def kernel(*tensors: Metal, **more: object) -> None:
+        given.extend(tensors)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", kernel)
+    attention(Metal(), Metal(), Metal())  # type: ignore[arg-type]
+    assert [tensor.is_contiguous for tensor in given] == [True, True, True]
+
+
 def test_a_row_without_keys_gets_one_to_look_at() -> None:
     mask = torch.tensor([[1, 0, 1], [0, 0, 0], [0, 1, 0]]).bool()
     assert keys_with_a_place_to_look(mask).tolist() == [

@@ -234,7 +234,7 @@ def _issue(match: Match, patient: Patient) -> Finding | None:
     certain = match.needs is None and issue.certainty != "low"
     return Finding(
         mark="trouble" if issue.is_severe and certain else "note",
-        says=issue.title + ("" if certain else " (not certain; a probe would tell there)"),
+        says=issue.title + ("" if certain else " (not certain: only a probe can tell)"),
         cause=f"{issue.symptom} {issue.cause} {issue.here}",
         mend=issue.mend,
         issue=issue.id,
