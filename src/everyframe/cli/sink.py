@@ -15,6 +15,7 @@ from everyframe.core.plan import Plan, Settings
 from everyframe.media.paths import Kind, check_output, default_output, kind_of, numbered
 from everyframe.media.pixels import to_uint8
 from everyframe.media.sound import Sound
+from everyframe.media.spool import Spool
 from everyframe.media.write import VideoWriter
 
 
@@ -52,7 +53,11 @@ def check(path: str, settings: Settings) -> None:
 
 
 class Sink:
-    """The open files of a run; a context manager that leaves no unfinished file behind."""
+    """The files of a run; a context manager that leaves no unfinished file behind.
+
+    One of them is open at a time. In a chain, clips of several videos come by turns: those whose
+    turn it is not wait on the disk.
+    """
 
     def __init__(self, paths: Mapping[int, str], fps: float) -> None:
         self._paths = paths
@@ -61,6 +66,7 @@ class Sink:
         self._num_frames = dict.fromkeys(paths, 0)
         self._records: dict[int, Mapping[str, Any]] = {}
         self._sounds: dict[int, Sound] = {}
+        self._waiting = Spool(next(iter(paths.values())))
 
     def __enter__(self) -> Sink:
         return self
@@ -68,13 +74,22 @@ class Sink:
     def add(self, event: Frames) -> None:
         """Append finished frames to the video of their seed. Raises `NumericsError` for NaN."""
         seed = event.seed
+        piece = to_uint8(event.frames, first_index=self._num_frames[seed])
+        self._num_frames[seed] += event.num_frames
+        if self._open and seed not in self._open:
+            self._waiting.put(seed, piece)
+        else:
+            self._writer(seed).add(piece)
+
+    def _writer(self, seed: int) -> VideoWriter:
+        """The open file of that seed; what waited for it comes first."""
         if seed not in self._open:
             # The record is asked for after the last frame, when `finish` has brought it.
             writer = VideoWriter(self._paths[seed], self._fps, lambda: self._records[seed])
             self._open[seed] = writer.__enter__()
-        first = self._num_frames[seed]
-        self._open[seed].add(to_uint8(event.frames, first_index=first))
-        self._num_frames[seed] += event.num_frames
+            for piece in self._waiting.take(seed):
+                writer.add(piece)
+        return self._open[seed]
 
     def add_sound(self, event: SoundMade) -> str | None:
         """Keep the sound of the video of its seed; a note where its file has no room for it."""
@@ -87,8 +102,9 @@ class Sink:
     def finish(self, event: VideoDone) -> str:
         """Put the video of this seed in its place with its record; its path, as it was given."""
         self._records[event.seed] = event.record
+        writer = self._writer(event.seed)
         if event.seed in self._sounds:
-            self._open[event.seed].add_sound(self._sounds.pop(event.seed))
+            writer.add_sound(self._sounds.pop(event.seed))
         self._open.pop(event.seed).__exit__(None, None, None)
         return self._paths[event.seed]
 
@@ -102,6 +118,7 @@ class Sink:
         broken = error or AssertionError("frames came without the end of their video")
         unfinished = list(self._open.values())
         self._open.clear()
+        self._waiting.close()
         for writer in unfinished:
             writer.__exit__(type(broken), broken, trace)
         if unfinished and error is None:
