@@ -66,6 +66,18 @@ def test_an_error_that_is_known_brings_its_cause_and_remedy() -> None:
     assert finding.sources
 
 
+def test_a_death_as_on_h20_brings_the_cublas_that_mends_it() -> None:
+    item = Probe("linear", "linear layers", "planted_faults:divide_by_zero", 120.0, "do this")
+    (finding,) = probe(item, [CARD]).findings
+    assert "cuda:0: linear layers: the probe died of SIGFPE" in finding.says
+    assert finding.issue == "h20-cublas121-sigfpe"
+    assert finding.mend[0].command == "pip install nvidia-cublas-cu12==12.5.2.13"
+    (finding,) = probe(item, [CPU]).findings  # no cuBLAS there
+    assert finding.issue is None
+    (finding,) = probe(planted("divide_by_zero"), [CARD]).findings  # nor in that probe
+    assert finding.issue is None
+
+
 def test_the_doctor_goes_on_after_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dead, hanging and nonsensical probes together: each told, the last line says how many."""
     names = ("divide_by_zero", "give_nonsense", "hang", "be_well")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from everyframe.core.facts import DeviceFacts, MachineFacts
 from everyframe.doctor.probes import Probe, call
 from everyframe.doctor.report import Check, Finding, Mark
 from everyframe.hardware.isolated import Ended, run_isolated
-from everyframe.hardware.known_issues import Mend, explaining
+from everyframe.hardware.known_issues import Issue, Mend, explaining
 
 
 def devices_to_probe(machine: MachineFacts) -> tuple[DeviceFacts, ...]:
@@ -48,7 +49,7 @@ def probe(item: Probe, devices: Sequence[DeviceFacts]) -> Check:
 def _findings(item: Probe, device: DeviceFacts, ended: Ended) -> Iterator[Finding]:
     where = device.torch_name
     if not ended.is_well:
-        yield _ended_badly(item, where, ended, _mended_by(item, where))
+        yield _ended_badly(item, device, ended, _mended_by(item, where))
         return
     for text in ended.value["wrong"]:
         yield Finding(
@@ -95,20 +96,33 @@ def _mended_by(item: Probe, where: str) -> tuple[Mend, ...]:
     return (Mend(do="tried here, and with it the probe passes", command=f"export {written}"),)
 
 
-def _ended_badly(item: Probe, where: str, ended: Ended, mended: tuple[Mend, ...]) -> Finding:
-    """Died, hung, or raised: the last is the program's own word, and may be a known issue."""
-    issues = explaining(f"{ended.printed} {ended.error or ''}")
-    known = [*mended, *(mend for issue in issues for mend in issue.mend)]
+def _ended_badly(
+    item: Probe, device: DeviceFacts, ended: Ended, mended: tuple[Mend, ...]
+) -> Finding:
+    """Died, hung, or raised: each may be a known issue, with its cause and remedy."""
+    issues = tuple(_explained(item, device, ended))
     mark: Mark = "note" if item.is_optional else "trouble"
     return Finding(
         mark=mark,
-        says=f"{where}: {item.title}: the probe {_how(ended)}",
+        says=f"{device.torch_name}: {item.title}: the probe {_how(ended)}",
         cause=" ".join(issue.cause for issue in issues) or _last_line(ended.printed) or None,
-        mend=(*known, Mend(do=item.advice)),
+        mend=(*mended, *(mend for issue in issues for mend in issue.mend), Mend(do=item.advice)),
         issue=issues[0].id if issues else None,
         sources=tuple(source for issue in issues for source in issue.sources),
         evidence={"printed": ended.printed[-800:], "seconds": round(ended.seconds, 2)},
     )
+
+
+def _explained(item: Probe, device: DeviceFacts, ended: Ended) -> Iterator[Issue]:
+    """Known issues that print what this one printed, or die as it died in the same probe."""
+    yield from explaining(f"{ended.printed} {ended.error or ''}")
+    number = signal.Signals.__members__.get(ended.signal or "")
+    if number is None:
+        return
+    # What a shell writes when a process dies so: "Floating point exception".
+    for issue in explaining(signal.strsignal(number) or "nothing"):
+        if issue.probe == item.name and (issue.where.vendor != "nvidia" or device.kind == "cuda"):
+            yield issue
 
 
 def _how(ended: Ended) -> str:
