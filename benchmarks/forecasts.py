@@ -4,10 +4,10 @@
     python benchmarks/forecasts.py CASE       one case, in this process, as a line of JSON
 
 A case is one call of a stage of one family, of a size at which it takes 300 MB and more. Memory is
-the most that the process holds above what it held after its imports, sampled every few
-milliseconds; time is the second of two calls. The forecast comes of the dry run and of rates that
-are measured right before, by the code that `everyframe plan` uses. With one thread, processor time
-is taken for both, which waiting for other programs doesn't add to.
+the most that the process holds above what it held after its imports, as Linux counts it; time is
+the second of two calls. The forecast comes of the dry run and of rates that are measured right
+before, by the code that `everyframe plan` uses. With one thread, processor time is taken for both,
+which waiting for other programs doesn't add to.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
 import time
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -114,27 +114,22 @@ def called(rehearsal: Any) -> float:
     return took
 
 
-def watched(work: Any) -> tuple[int, float]:
-    """The most that the process held above now while `work` ran, and its answer."""
-    import psutil
+def watched(work: Callable[[], float]) -> tuple[int, float]:
+    """The most that the process held above now while `work` ran, and its answer.
 
-    process, stop = psutil.Process(), threading.Event()
-    before = process.memory_info().rss
-    peak = [0]
+    Linux keeps the peak itself; a thread that samples misses it on a busy machine.
+    """
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    before = _status("VmRSS")
+    answer = work()
+    return _status("VmHWM") - before, answer
 
-    def sample() -> None:
-        while not stop.is_set():
-            peak[0] = max(peak[0], process.memory_info().rss - before)
-            time.sleep(0.003)
 
-    watcher = threading.Thread(target=sample)
-    watcher.start()
-    try:
-        answer = work()
-    finally:
-        stop.set()
-        watcher.join()
-    return peak[0], answer
+def _status(name: str) -> int:
+    """Bytes of one line of what Linux tells of this process."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    line = next(line for line in lines if line.startswith(name))
+    return int(line.split()[1]) * 1024
 
 
 if __name__ == "__main__":

@@ -18,6 +18,10 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from everyframe.core.facts import Product
 from everyframe.precision.dtypes import dtype_name
 
+#: Operations that compute longer than their bytes take to pass, and how many times as long.
+#: Measured on a CPU with AVX-512: GELU of 39 million float32 took 6.4 ns each, passing 2 ns.
+_COSTLY = {"aten::gelu": 3}
+
 
 @dataclass(frozen=True)
 class Work:
@@ -54,7 +58,8 @@ class WorkCounter:
         self._kernels += 1
         count = flop_registry.get(func._overloadpacket)
         if count is None:
-            self._moved += sum(t.numel() * t.element_size() for t in (*ins, *outs))
+            passing = sum(t.numel() * t.element_size() for t in (*ins, *outs))
+            self._moved += passing * _COSTLY.get(func._schema.name, 1)
             return
         is_convolution = "convolution" in func._schema.name
         kind = "convolution" if is_convolution else "product"
