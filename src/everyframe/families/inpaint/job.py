@@ -19,7 +19,7 @@ from everyframe.families.inpaint.components import Builders
 from everyframe.families.inpaint.config import InpaintConfig
 from everyframe.families.inpaint.inputs import Geometry, Inputs, open_inputs
 from everyframe.families.inpaint.options import InpaintOptions
-from everyframe.families.inpaint.schedulers import begin, make_scheduler
+from everyframe.families.inpaint.schedulers import begin, make_scheduler, num_timesteps
 from everyframe.families.inpaint.settle import geometry_of, latent_shape
 from everyframe.families.inpaint.weights import VAE_KEYS
 from everyframe.families.loading import load_component
@@ -74,6 +74,13 @@ class Job:
     def device(self, component: str) -> str:
         """Where a component runs."""
         return self.plan.component(component).device
+
+    @property
+    def num_timesteps(self) -> int:
+        """Steps of the scheduler that each frame takes."""
+        strength = float(self.settings.option("strength"))
+        steps = self.settings.num_inference_steps
+        return num_timesteps(self.config.scheduler, steps, strength)
 
     def scheduled(self, device: str) -> tuple[Any, Tensor]:
         """A fresh scheduler and the timesteps that it is set to."""

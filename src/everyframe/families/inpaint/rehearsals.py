@@ -16,7 +16,7 @@ from everyframe.core.plan import Settings
 from everyframe.families.family import Rehearsal, Saving
 from everyframe.families.inpaint.components import Builders, controlnet_name
 from everyframe.families.inpaint.config import InpaintConfig
-from everyframe.families.inpaint.schedulers import begin, make_scheduler
+from everyframe.families.inpaint.schedulers import num_timesteps
 from everyframe.families.inpaint.settle import geometry_of, latent_shape
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ def rehearsals(builders: Builders, settings: Settings) -> tuple[Rehearsal, ...]:
     num_batches = ceil(settings.num_frames / together)
     size = geometry_of(config, settings).padded
     strength = float(settings.option("strength"))
-    timesteps = begin(make_scheduler(config.scheduler), settings.num_inference_steps, strength)
-    steps = num_batches * len(timesteps)
+    each = num_timesteps(config.scheduler, settings.num_inference_steps, strength)
+    steps = num_batches * each
     branches = 1 if settings.guidance_scale <= 1 else 2
     at_once = min(branches, settings.saving("branches_at_once", branches))
     guess = bool(settings.option("guess_mode"))

@@ -6,7 +6,9 @@ Not here: the loop, which is `everyframe.samplers.scheduled`. Read next: `settle
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from everyframe.core.errors import CheckpointError, InputError, MissingPackageError
@@ -35,6 +37,17 @@ def make_scheduler(config: Mapping[str, Any]) -> Any:
         ) from error
     except (ValueError, NotImplementedError, TypeError) as error:
         raise CheckpointError(f"the checkpoint's {name} can't be made: {error}") from error
+
+
+def num_timesteps(config: Mapping[str, Any], num_inference_steps: int, strength: float) -> int:
+    """How many steps are done: some schedulers make one twice. Raises as `begin` does."""
+    return _num_timesteps(json.dumps(config), num_inference_steps, strength)
+
+
+@lru_cache(maxsize=64)
+def _num_timesteps(config: str, num_inference_steps: int, strength: float) -> int:
+    # Some of diffusers' schedulers speak up whenever they are made, so they are made seldom.
+    return len(begin(make_scheduler(json.loads(config)), num_inference_steps, strength))
 
 
 def begin(scheduler: Any, num_inference_steps: int, strength: float, device: str = "cpu") -> Any:

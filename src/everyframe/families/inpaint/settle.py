@@ -25,7 +25,7 @@ from everyframe.families.inpaint.inputs import (
     open_inputs,
 )
 from everyframe.families.inpaint.options import InpaintOptions
-from everyframe.families.inpaint.schedulers import begin, make_scheduler
+from everyframe.families.inpaint.schedulers import num_timesteps
 from everyframe.media.frames import Survey, num_animated, survey
 
 STEPS = 50
@@ -267,9 +267,9 @@ def _note_size(config: InpaintConfig, settings: Settings, found: Survey, notes: 
 def _note_steps(facts: Facts, settings: Settings, request: Request, notes: list[str]) -> None:
     strength = float(settings.option("strength"))
     steps = settings.num_inference_steps
-    timesteps = begin(make_scheduler(facts.config.scheduler), steps, strength)
+    done = num_timesteps(facts.config.scheduler, steps, strength)
     if strength < 1:
-        notes.append(f"strength {strength:g}: {len(timesteps)} of {steps} steps are done")
+        notes.append(f"strength {strength:g}: {done} of {steps} steps are done")
         if request.latents is not None:
             notes.append(
                 "given latents are begun with as they are, as in diffusers; the source is not "

@@ -95,8 +95,7 @@ class DenoiseStage:
 
     def num_steps(self, num_takes: int) -> int:
         """The scheduler's steps for each batch of frames of each take."""
-        _, timesteps = self.job.scheduled("cpu")
-        return num_takes * self.job.num_batches * len(timesteps)
+        return num_takes * self.job.num_batches * self.job.num_timesteps
 
     def run(self, takes: Sequence[Take]) -> Iterator[Event]:
         """Fill each take's `latents`."""
