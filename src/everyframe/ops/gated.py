@@ -31,13 +31,13 @@ def gated_gelu(
     tokens = x.flatten(0, -2)
     if x.device.type != "cpu" or tokens.shape[0] * 2 * width <= _MANY:
         return _whole(x, widen, narrow)
-    pieces = tokens.split(_ROWS)
+    pieces = torch.split(tokens, _ROWS)
     first = _whole(pieces[0], widen, narrow)
     out = first.new_empty(tokens.shape[0], first.shape[-1])
     out[:_ROWS] = first
     for number, piece in enumerate(pieces[1:], start=1):
         out[number * _ROWS : (number + 1) * _ROWS] = _whole(piece, widen, narrow)
-    return out.unflatten(0, x.shape[:-1])
+    return out.reshape(*x.shape[:-1], out.shape[-1])
 
 
 def _whole(

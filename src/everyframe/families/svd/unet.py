@@ -80,7 +80,7 @@ def build(config: Mapping[str, Any]) -> VideoUNet:
     return made
 
 
-class VideoUNet(UNetSpatioTemporalConditionModel):
+class VideoUNet(UNetSpatioTemporalConditionModel):  # type: ignore[misc]
     """`UNetSpatioTemporalConditionModel` for one image token, in two steps: context, then steps."""
 
     def context(self, picture_BD: Tensor, told_BN: Tensor, num_frames: int) -> Context:
@@ -95,7 +95,7 @@ class VideoUNet(UNetSpatioTemporalConditionModel):
                 rests[name] = 1 - _mix(module.time_mixer, picture_BD)
         return Context(attentions, rests, self.add_embedding(embedded))
 
-    def forward(self, sample_BTCHW: Tensor, timestep: Tensor, context: Context) -> Tensor:  # type: ignore[override]
+    def forward(self, sample_BTCHW: Tensor, timestep: Tensor, context: Context) -> Tensor:
         """v (B, T, C, H, W) for scaled latents and the picture's, (B, T, 2 C, H, W), and t (B,)."""
         frames = sample_BTCHW.shape[1]
         time_BC = self.time_embedding(self.time_proj(timestep).to(sample_BTCHW.dtype))
@@ -114,8 +114,8 @@ class VideoUNet(UNetSpatioTemporalConditionModel):
             for sampler in block.upsamplers or ():
                 # The size of what it is joined to: halves of odd sizes were rounded up.
                 x = sampler(x, tuple(skips[-1].shape[-2:]))
-        x = self.conv_out(_silu(self.conv_norm_out(x)))
-        return x.unflatten(0, (-1, frames))
+        v: Tensor = self.conv_out(_silu(self.conv_norm_out(x)))
+        return v.reshape(-1, frames, *v.shape[1:])
 
 
 class _Walk:
@@ -169,7 +169,7 @@ class _Walk:
 
     def _over_time(self, x: Tensor) -> Tensor:
         """(B T, C, H, W) as (B, C, T, H, W), the same memory."""
-        return x.unflatten(0, (-1, self._frames)).transpose(1, 2)
+        return x.reshape(-1, self._frames, *x.shape[1:]).transpose(1, 2)
 
     def _over_space(self, x: Tensor) -> Tensor:
         """(B, C, T, H, W) as (B T, C, H, W), the same memory."""
@@ -187,14 +187,14 @@ class _Walk:
             moved = tokens + known.frames[:, None].to(tokens.dtype)
             moved = _temporal_layer(time, moved, known.temporal[layer])
             tokens = moved.lerp_(tokens, known.mix.to(tokens.dtype))
-        tokens = module.proj_out(tokens).flatten(0, 1).unflatten(1, (height, width))
-        return x + tokens.permute(0, 3, 1, 2)
+        answer: Tensor = module.proj_out(tokens)
+        return x + answer.reshape(-1, height, width, answer.shape[-1]).permute(0, 3, 1, 2)
 
 
 def _spatial_layer(block: Any, tokens_BTSC: Tensor, picture_BC: Tensor) -> Tensor:
     """Self-attention within each frame, the picture, the feed-forward."""
     normed = block.norm1(tokens_BTSC).flatten(0, 1)
-    tokens_BTSC += _self_attention(block.attn1, normed).unflatten(0, tokens_BTSC.shape[:2])
+    tokens_BTSC += _self_attention(block.attn1, normed).reshape(tokens_BTSC.shape)
     tokens_BTSC += picture_BC[:, None, None]
     tokens_BTSC += _feed_forward(block.ff, block.norm3(tokens_BTSC))
     return tokens_BTSC
@@ -207,7 +207,7 @@ def _temporal_layer(block: Any, tokens_BTSC: Tensor, picture_BC: Tensor) -> Tens
     # Pixel by pixel, once for queries, keys and values.
     normed_BSTC = block.norm1(tokens_BTSC).transpose(1, 2).contiguous()
     attended = _self_attention(block.attn1, normed_BSTC.flatten(0, 1))
-    tokens_BTSC += attended.unflatten(0, normed_BSTC.shape[:2]).transpose(1, 2)
+    tokens_BTSC += attended.reshape(normed_BSTC.shape).transpose(1, 2)
     tokens_BTSC += picture_BC[:, None, None]
     answer = _feed_forward(block.ff, block.norm3(tokens_BTSC))
     return tokens_BTSC.add_(answer) if block.is_res else answer
