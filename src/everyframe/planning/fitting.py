@@ -189,7 +189,8 @@ class Fitting:
             assert component.working_bytes is not None, "no rehearsal and no forecast"
             return component.working_bytes(num_bytes(precision.compute))
         loading = 0
-        if self.device.kind == "cpu":
+        # What has the file's dtype is read straight into its place; the rest is cast on the way.
+        if self.device.kind == "cpu" and num_bytes(precision.parameters) < _FILE_ELEMENT:
             loading = max(component.num_elements.values(), default=0) * _FILE_ELEMENT
         return max(loading, *(run.found.working_bytes for run in runs))
 
