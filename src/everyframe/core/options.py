@@ -33,8 +33,8 @@ def option(
     """A pydantic field that is also an option.
 
     `help_text` is one sentence; `unit` is printed after the value; `aliases` are further flag names
-    (``"--steps"``); `python_only` keeps it off the command line; `names_files` says that the value is,
-    or may be, a picture or video that a record keeps by name and hash; `limits` are pydantic's
+    (``"--steps"``); `python_only` keeps it off the command line; `names_files` says that the value
+    is, or may be, a picture or video that a record keeps by name and hash; `limits` are pydantic's
     ``ge``, ``gt``, ``le``, ``lt``, ``max_length``.
     """
     assert group in GROUPS, group

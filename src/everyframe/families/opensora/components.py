@@ -1,7 +1,7 @@
 """The three parts of an Open-Sora model as components: how they are built, and what they need.
 
-Read next: `stages.py`, which runs the parts, and `rehearsals.py`, by which their memory and time are
-forecast.
+Read next: `stages.py`, which runs the parts, and `rehearsals.py`, by which their memory and time
+are forecast.
 """
 
 from __future__ import annotations
