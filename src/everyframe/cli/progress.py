@@ -16,7 +16,16 @@ from typing import TYPE_CHECKING
 
 from everyframe.cli.tables import headline
 from everyframe.cli.text import clock, duration, json_line
-from everyframe.core.events import Event, Loaded, Note, Planned, StageDone, StageStarted, Step
+from everyframe.core.events import (
+    Event,
+    Loaded,
+    Note,
+    Planned,
+    Repaired,
+    StageDone,
+    StageStarted,
+    Step,
+)
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -100,6 +109,8 @@ class Lines(Reporter):
             self._print(*headline(event.plan))
         elif isinstance(event, Note):
             self._print(f"note: {event.text}")
+        elif isinstance(event, Repaired):
+            self._print(f"repaired: {event.text}")
         elif isinstance(event, StageStarted):
             self._stage = _Stage.started(event)
         elif isinstance(event, StageDone):
@@ -147,6 +158,8 @@ class Bar(Reporter):
             self._progress.start()
         elif isinstance(event, Note):
             self._progress.console.print(f"note: {event.text}", style="yellow")
+        elif isinstance(event, Repaired):
+            self._progress.console.print(f"repaired: {event.text}", style="yellow", markup=False)
         elif isinstance(event, StageStarted):
             if event.stage in self._row_of:  # of the clip before; many clips would fill the screen
                 self._progress.remove_task(self._row_of[event.stage])

@@ -92,6 +92,28 @@ class Note(Event):
 
 
 @dataclass(frozen=True)
+class Repaired(Event):
+    """A value that was not finite was caught, and a module raised in precision so that none is.
+
+    In step `step` of `stage`, `operation` in `module` of `component` made it in `dtype`; `cause` is
+    ``range``, ``kernel``, ``formula``, ``unclear``, or ``blank`` for frames of one colour. `raised`
+    is what runs in `to` from now on: the module, or what is around it where its parts must agree.
+    """
+
+    type: ClassVar[str] = "repaired"
+    stage: str
+    step: int
+    component: str
+    module: str
+    operation: str
+    cause: str
+    dtype: str
+    raised: str
+    to: str
+    text: str
+
+
+@dataclass(frozen=True)
 class Frames(Event):
     """Finished frames of the video with this seed, float32 in 0..1, (T, H, W, 3), in order."""
 

@@ -20,13 +20,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from everyframe.core.errors import CannotRunError, InputError
+from everyframe.core.errors import CannotRunError, InputError, NumericsError
 from everyframe.core.events import (
     Event,
     Frames,
     Note,
     Planned,
     Ready,
+    Repaired,
     StageDone,
     StageStarted,
     VideoDone,
@@ -108,11 +109,16 @@ def _run(
 ) -> Generator[Event, None, None]:
     num_clips = plan.settings.chain
     num_frames = {take.seed: 0 for take in takes}
+    record = dict(record)
     unfinished: list[int] = []
     for clip in range(num_clips):
         for stage in model.stages(plan, clip):
             for event in _run_stage(stage, takes, clip, num_clips):
+                if isinstance(event, Repaired):
+                    repairs = (*record.get("repairs", ()), {"clip": clip, **event.to_json()})
+                    record["repairs"] = [*repairs]
                 if isinstance(event, Frames):
+                    _check_finite(event, stage)
                     num_frames[event.seed] += event.num_frames
                     if clip == num_clips - 1 and event.seed not in unfinished:
                         # Takes come one after the other: where one begins, those before are whole.
@@ -120,6 +126,18 @@ def _run(
                         unfinished = [event.seed]
                 yield event
     yield from _done(unfinished, num_frames, record)
+
+
+def _check_finite(event: Frames, stage: Stage) -> None:
+    """The last gate: frames that are not finite go to nobody, whatever was watched before."""
+    frames = np.asarray(event.frames)
+    # Both carry NaN through, and need no copy as large as the frames.
+    if frames.size and not (np.isfinite(frames.min()) and np.isfinite(frames.max())):
+        raise NumericsError(
+            f"{stage.name} made frames that hold values that are not finite; nothing was written. "
+            "Another precision may not (--dtype fp32), and `everyframe doctor` tells what this "
+            "device is known for"
+        )
 
 
 def _done(

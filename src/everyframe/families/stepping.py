@@ -1,5 +1,7 @@
 """The loop that every denoising stage has: each take through its sampler, each step an event.
 
+Each state is looked at by the stage's guard, and what that repaired comes before the step's event.
+
 Not here: which sampler, and what it is given; that is the family's. Read next: `family.py`.
 """
 
@@ -10,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from everyframe.core.events import Event, Step
 from everyframe.families.family import Take
+from everyframe.families.guarding import Guard
 from everyframe.samplers.step import Step as SamplerStep
 
 
@@ -17,6 +20,7 @@ def denoised(
     stage: str,
     takes: Sequence[Take],
     num_steps: int,
+    guard: Guard,
     sample: Callable[[Take], Iterator[SamplerStep]],
 ) -> Iterator[Event]:
     """Fill each take's `latents` with what `sample` makes of it; `num_steps` is of all takes."""
@@ -24,6 +28,8 @@ def denoised(
     for take in takes:
         begun = time.perf_counter()
         for step in sample(take):
+            guard.latents(step.index + 1, step.x)
+            yield from guard.events()
             now = time.perf_counter()
             done += 1
             take.latents = step.x

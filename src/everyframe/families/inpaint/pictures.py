@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from everyframe.core.events import Event, Frames, Loaded, Step
 from everyframe.families.family import Take
+from everyframe.families.guarding import Guard
 from everyframe.families.inpaint.inputs import WHITE
 from everyframe.families.inpaint.job import Job, Known, batched
 from everyframe.samplers import noise
@@ -42,13 +44,16 @@ class EncodeStage:
         job, began = self.job, time.perf_counter()
         vae = job.load_vae()
         yield Loaded("vae", time.perf_counter() - began)
+        guard = Guard(job.plan, self.name, {"vae": vae})
         pieces: list[list[Known]] = [[] for _ in takes]
         pairs = job.inputs(takes).frames(job.geometry, job.settings.num_frames)
         for number, batch in enumerate(batched(pairs, job.together), start=1):
             begun = time.perf_counter()
             source_FCHW, mask_FCHW = self._tensors(batch)
             for take, known in zip(takes, pieces, strict=True):
-                known.append(self._encode(vae, take, source_FCHW, mask_FCHW))
+                encode = partial(self._encode, vae, take, source_FCHW, mask_FCHW)
+                known.append(guard.call(number, encode))
+            yield from guard.events()
             seconds = time.perf_counter() - begun
             yield Step(self.name, number, job.num_batches, takes[0].seed, seconds)
         for take, known in zip(takes, pieces, strict=True):
@@ -95,9 +100,14 @@ def posterior(vae: Any, picture_FCHW: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decoded(vae: Any, latents_FChw: Tensor) -> Tensor:
-    """Frames (F, H, W, 3) in 0..1 of unscaled latents; float32, on the CPU."""
+    """Pixels (F, 3, H, W) around -1..1 of unscaled latents; float32, on the CPU."""
     pixels: Tensor = vae.decode(latents_FChw).sample.to("cpu", torch.float32)
-    return (rearrange(pixels, "f c h w -> f h w c") * 0.5 + 0.5).clamp(0, 1)
+    return pixels
+
+
+def _as_frames(pixels_FCHW: Tensor) -> Tensor:
+    """Frames (F, H, W, 3) in 0..1."""
+    return (rearrange(pixels_FCHW, "f c h w -> f h w c") * 0.5 + 0.5).clamp(0, 1)
 
 
 def _joined(pieces: Sequence[Tensor | None]) -> Tensor | None:
@@ -122,6 +132,7 @@ class DecodeStage:
         job, began = self.job, time.perf_counter()
         vae = job.load_vae()
         yield Loaded("vae", time.perf_counter() - began)
+        guard = Guard(job.plan, self.name, {"vae": vae})
         total, done = self.num_steps(len(takes)), 0
         for take in takes:
             pairs = job.inputs(takes).frames(job.geometry, job.settings.num_frames)
@@ -130,21 +141,32 @@ class DecodeStage:
             )
             for latents, batch in batches:
                 begun = time.perf_counter()
-                frames = self._decode(vae, latents, batch)
                 done += 1
+                frames = self._decode(vae, guard, done, latents, batch)
+                yield from guard.events()
                 yield Step(self.name, done, total, take.seed, time.perf_counter() - begun)
                 yield Frames(take.seed, len(frames), frames.numpy())
             take.latents = None
 
-    def _decode(self, vae: Any, latents: Tensor, batch: Sequence[tuple[Any, Any]]) -> Tensor:
+    def _decode(
+        self,
+        vae: Any,
+        guard: Guard,
+        number: int,
+        latents: Tensor,
+        batch: Sequence[tuple[Any, Any]],
+    ) -> Tensor:
         """Frames (F, H, W, 3) in 0..1 at the result's size."""
         job = self.job
         scaled = (latents / job.config.scaling_factor).to(job.device("vae"))
-        made = decoded(vae, scaled)
+        given = np.stack([frame for frame, _ in batch])
+        is_asked = bool((given.max(axis=(1, 2)) == given.min(axis=(1, 2))).any())
+        decode = partial(decoded, vae, scaled)
+        made = _as_frames(guard.decoded(number, decode, scaled, is_asked=is_asked))
         made = made[:, : job.geometry.height, : job.geometry.width].contiguous()
         if job.settings.option("unblended"):
             return made
-        source = torch.from_numpy(np.stack([frame for frame, _ in batch])).to(torch.float32) / 255
+        source = torch.from_numpy(given).to(torch.float32) / 255
         grey = torch.from_numpy(np.stack([mask for _, mask in batch])).to(torch.float32)
         share = grey[..., None] / 255
         blended: Tensor = share * made + (1 - share) * source

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from everyframe.core.events import Event, Loaded, Note, Step
 from everyframe.core.plan import Settings
 from everyframe.families.family import Take
+from everyframe.families.guarding import Guard
 from everyframe.families.inpaint.components import controlnet_name
 from everyframe.families.inpaint.denoiser import Conditions, Denoiser, Steering
 from everyframe.families.inpaint.job import Job, batched
@@ -72,10 +73,13 @@ class TextStage:
         yield Loaded("text_encoder", time.perf_counter() - began)
         device = job.device("text_encoder")
         uses_mask = bool(job.config.text_encoder.get("use_attention_mask"))
+        guard = Guard(job.plan, self.name, {"text_encoder": encoder})
         hidden = []
         for number, (ids, mask) in enumerate(tokens, start=1):
             begun = time.perf_counter()
-            hidden.append(embed(encoder, ids, mask, device=device, uses_mask=uses_mask))
+            ask = partial(embed, encoder, ids, mask, device=device, uses_mask=uses_mask)
+            hidden.append(guard.call(number, ask))
+            yield from guard.events()
             seconds = time.perf_counter() - begun
             yield Step(self.name, number, len(tokens), takes[0].seed, seconds)
         for take in takes:
@@ -114,12 +118,16 @@ class DenoiseStage:
             outputs=job.builders.outputs("unet"),
         )
         yield Loaded("unet", time.perf_counter() - began)
+        named = {controlnet_name(number): net for number, net in enumerate(nets)}
+        guard = Guard(job.plan, self.name, {**named, "unet": unet})
         total, done = self.num_steps(len(takes)), 0
         for take in takes:
             finished = []
-            for sampled in self._batches(unet, nets, take):
+            for sampled in self._batches(unet, nets, guard, take):
                 begun = time.perf_counter()
                 for step in sampled:
+                    guard.latents(step.index + 1, step.x)
+                    yield from guard.events()
                     now = time.perf_counter()
                     done += 1
                     take.latents = step.x
@@ -138,7 +146,7 @@ class DenoiseStage:
         return load_component(job.plan.component(name), build, folder, CONTROLNET_KEYS, outputs)
 
     def _batches(
-        self, unet: nn.Module, nets: Sequence[nn.Module], take: Take
+        self, unet: nn.Module, nets: Sequence[nn.Module], guard: Guard, take: Take
     ) -> Iterator[Iterator[SamplerStep]]:
         """The sampler of each batch of frames."""
         job = self.job
@@ -150,13 +158,14 @@ class DenoiseStage:
                 rearrange(torch.from_numpy(np.stack(one)), "f h w c -> f c h w").contiguous()
                 for one in zip(*batch, strict=True)
             )
-            yield self._sampled(unet, nets, take, controls, frames)
+            yield self._sampled(unet, nets, guard, take, controls, frames)
             first += len(batch)
 
     def _sampled(
         self,
         unet: nn.Module,
         nets: Sequence[nn.Module],
+        guard: Guard,
         take: Take,
         controls: tuple[Tensor, ...],
         frames: slice,
@@ -192,8 +201,9 @@ class DenoiseStage:
         def generators(step: int) -> list[torch.Generator]:
             return [noise.generator(take.seed, "step", step) for _ in range(len(mask))]
 
+        watched = guard.denoiser(lambda: denoise)
         for step in scheduled.sample(
-            denoise, x, scheduler, timesteps, known=put_back, generators=generators
+            watched, x, scheduler, timesteps, known=put_back, generators=generators
         ):
             denoise.step = step.index + 1
             yield step

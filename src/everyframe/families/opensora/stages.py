@@ -19,6 +19,7 @@ from torch import Tensor
 from everyframe.core.events import Event, Frames, Loaded, Note, Step
 from everyframe.core.plan import Plan, Settings
 from everyframe.families.family import Take
+from everyframe.families.guarding import Guard
 from everyframe.families.loading import load_component
 from everyframe.families.opensora.checkpoint import Parts
 from everyframe.families.opensora.components import Sizes
@@ -33,7 +34,7 @@ from everyframe.families.opensora.text import (
     load_tokenizer,
     tokenize,
 )
-from everyframe.families.opensora.vae import ImageVAE, VideoVAE
+from everyframe.families.opensora.vae import ImageVAE, Piece, VideoVAE
 from everyframe.families.opensora.vae_config import ImageVAEConfig
 from everyframe.families.opensora.weights import (
     IMAGE_VAE_KEYS,
@@ -144,10 +145,13 @@ class TextStage:
             T5_KEYS,
         )
         yield Loaded("text_encoder", time.perf_counter() - began)
+        guard = Guard(job.plan, self.name, {"text_encoder": encoder})
+        device = job.plan.component("text_encoder").device
         texts: list[TextEmbedding] = []
-        for ids, mask in tokens:
+        for number, (ids, mask) in enumerate(tokens, start=1):
             begun = time.perf_counter()
-            texts.append(embed(encoder, ids, mask, job.plan.component("text_encoder").device))
+            texts.append(guard.call(number, partial(embed, encoder, ids, mask, device)))
+            yield from guard.events()
             seconds = time.perf_counter() - begun
             yield Step("text", len(texts), len(tokens), takes[0].seed, seconds)
         text = Text(texts[0], texts[1] if len(texts) > 1 else None)
@@ -180,9 +184,11 @@ class GivenStage:
         began = time.perf_counter()
         vae = self.job.load_vae()
         yield Loaded("vae", time.perf_counter() - began)
+        guard = Guard(self.job.plan, self.name, {"vae": vae})
         for number, take in enumerate(takes, start=1):
             begun = time.perf_counter()
-            take.known = self._known(vae, take)
+            take.known = guard.call(number, partial(self._known, vae, take))
+            yield from guard.events()
             seconds = time.perf_counter() - begun
             yield Step(self.name, number, len(takes), take.seed, seconds)
 
@@ -251,9 +257,10 @@ class DenoiseStage:
         )
         yield Loaded("denoiser", time.perf_counter() - began)
         steps = self.num_steps(len(takes))
-        yield from denoised(self.name, takes, steps, partial(self._sample, model))
+        guard = Guard(job.plan, self.name, {"denoiser": model})
+        yield from denoised(self.name, takes, steps, guard, partial(self._sample, model, guard))
 
-    def _sample(self, model: STDiT | STDiT3, take: Take) -> Iterator[SamplerStep]:
+    def _sample(self, model: STDiT | STDiT3, guard: Guard, take: Take) -> Iterator[SamplerStep]:
         job, settings = self.job, self.job.settings
         device = job.plan.component("denoiser").device
         shape = job.latent_shape()
@@ -264,7 +271,7 @@ class DenoiseStage:
 
         start = take.start_noise
         x = (noise.start_noise(label, shape)[None] if start is None else start).to(device)
-        denoise = Denoiser(model, take.text, settings, job.facts, device)
+        denoise = guard.denoiser(partial(Denoiser, model, take.text, settings, job.facts, device))
         if job.facts.version == "1.0":
             plan = iddpm.schedule(settings.num_inference_steps)
             yield from iddpm.sample(denoise, x, plan, fresh)
@@ -295,6 +302,7 @@ class DecodeStage:
         job, began = self.job, time.perf_counter()
         vae = job.load_vae()
         yield Loaded("vae", time.perf_counter() - began)
+        guard = Guard(job.plan, self.name, {"vae": vae})
         total, done = self.num_steps(len(takes)), 0
         for take in takes:
             before = job.before(take)
@@ -306,10 +314,11 @@ class DecodeStage:
                     yield Frames(take.seed, len(source), source.numpy())
             begun = time.perf_counter()
             tail: list[Tensor] = []
-            for frames in self._pieces(vae, take):
+            for frames in self._pieces(vae, guard, take):
                 tail = [*tail, frames][-2:]
                 now = time.perf_counter()
                 done += 1
+                yield from guard.events()
                 yield Step(self.name, done, total, take.seed, now - begun)
                 new = frames[min(skip, len(frames)) :]
                 skip -= len(frames) - len(new)
@@ -321,9 +330,18 @@ class DecodeStage:
             follows = job.clip + 1 < job.settings.chain
             take.tail = torch.cat(tail)[-PIECE:] if follows else None
 
-    def _pieces(self, vae: ImageVAE | VideoVAE, take: Take) -> Iterator[Tensor]:
+    def _pieces(self, vae: ImageVAE | VideoVAE, guard: Guard, take: Take) -> Iterator[Tensor]:
         """Frames (T, H, W, 3) in 0..1, piece by piece."""
         latents = take.latents.to(self.job.plan.component("vae").device)
-        for piece in vae.decode_pieces(latents, self.job.settings.num_frames):
-            frames = rearrange(piece[0], "c t h w -> t h w c").to("cpu", torch.float32)
+        given = (take.given.first, take.given.last, take.given.source)
+        is_asked = any(each is not None and each.min() == each.max() for each in given)
+        for number, piece in enumerate(vae.pieces(self.job.settings.num_frames), start=1):
+            decode = partial(_decoded, vae, latents, piece)
+            pixels = guard.decoded(number, decode, latents, is_asked=is_asked)
+            frames = rearrange(pixels, "t c h w -> t h w c").to("cpu", torch.float32)
             yield (frames / 2 + 0.5).clamp(0, 1)
+
+
+def _decoded(vae: ImageVAE | VideoVAE, latents: Tensor, piece: Piece) -> Tensor:
+    """The pixels (T, C, H, W) of one piece."""
+    return rearrange(vae.decode_piece(latents, piece)[0], "c t h w -> t c h w")

@@ -21,6 +21,7 @@ from torch import Tensor
 from everyframe.core.events import Event, Frames, Loaded, Step
 from everyframe.core.plan import Plan, Settings
 from everyframe.families.family import Take
+from everyframe.families.guarding import Guard
 from everyframe.families.loading import load_component
 from everyframe.families.stepping import denoised
 from everyframe.families.svd import pictures
@@ -110,7 +111,10 @@ class ImageStage:
         begun = time.perf_counter()
         shown = pictures.for_clip(_given(takes[0]), job.size, job.fit)
         pixels = pictures.clip_input(shown, job.config).to(job.device("image_encoder"))
-        embedding = encoder(pixel_values=pixels).image_embeds[:, None].to("cpu", torch.float32)
+        guard = Guard(job.plan, self.name, {"image_encoder": encoder})
+        embeds = guard.call(1, lambda: encoder(pixel_values=pixels).image_embeds)
+        yield from guard.events()
+        embedding = embeds[:, None].to("cpu", torch.float32)
         for take in takes:
             take.known = Picture(embedding)
         yield Step(self.name, 1, 1, takes[0].seed, time.perf_counter() - begun)
@@ -133,16 +137,24 @@ class EncodeStage:
         job, began = self.job, time.perf_counter()
         vae = job.load_vae()
         yield Loaded("vae", time.perf_counter() - began)
+        guard = Guard(job.plan, self.name, {"vae": vae})
         strength = float(job.settings.option("noise_aug_strength"))
         for number, take in enumerate(takes, start=1):
             begun = time.perf_counter()
             picture = pictures.for_vae(_given(take), job.size, job.fit)
             if strength:
                 picture = picture + strength * noise.plain_noise(take.seed, picture.shape)
-            latents = vae.encode(picture.to(job.device("vae"))).latent_dist.mode()
+            picture = picture.to(job.device("vae"))
+            latents = guard.call(number, partial(_encoded, vae, picture))
+            yield from guard.events()
             # Not scaled: the denoiser was trained on the encoder's own values here.
             take.known = Picture(take.known.embedding, latents.to("cpu", torch.float32))
             yield Step(self.name, number, len(takes), take.seed, time.perf_counter() - begun)
+
+
+def _encoded(vae: Any, picture: Tensor) -> Tensor:
+    latents: Tensor = vae.encode(picture).latent_dist.mode()
+    return latents
 
 
 def _given(take: Take) -> Any:
@@ -173,11 +185,12 @@ class DenoiseStage:
         )
         yield Loaded("unet", time.perf_counter() - began)
         steps = self.num_steps(len(takes))
-        yield from denoised(self.name, takes, steps, partial(self._sample, unet))
+        guard = Guard(job.plan, self.name, {"unet": unet})
+        yield from denoised(self.name, takes, steps, guard, partial(self._sample, unet, guard))
         for take in takes:
             take.known = None
 
-    def _sample(self, unet: VideoUNet, take: Take) -> Iterator[SamplerStep]:
+    def _sample(self, unet: VideoUNet, guard: Guard, take: Take) -> Iterator[SamplerStep]:
         job, config = self.job, self.job.config
         device = job.device("unet")
         steps = job.settings.num_inference_steps
@@ -186,7 +199,7 @@ class DenoiseStage:
         start = take.start_noise
         if start is None:
             start = noise.start_noise(take.seed, latent_shape(config, job.settings))[None]
-        denoise = Denoiser(unet, take.known, job.settings, device)
+        denoise = guard.denoiser(partial(Denoiser, unet, take.known, job.settings, device))
         return euler_karras.sample(denoise, start.to(device) * scale, sigmas)
 
 
@@ -266,22 +279,25 @@ class DecodeStage:
         yield Loaded("vae", time.perf_counter() - began)
         total, done = self.num_steps(len(takes)), 0
         chunk = int(job.settings.option("decode_chunk_size"))
+        guard = Guard(job.plan, self.name, {"vae": vae})
         for take in takes:
             begun = time.perf_counter()
             for latents_TCHW in take.latents[0].split(chunk):
-                frames = self._decode(vae, latents_TCHW)
-                now = time.perf_counter()
                 done += 1
+                frames = self._decode(vae, guard, done, latents_TCHW)
+                now = time.perf_counter()
+                yield from guard.events()
                 yield Step(self.name, done, total, take.seed, now - begun)
                 yield Frames(take.seed, len(frames), frames.numpy())
                 begun = time.perf_counter()
             take.latents = None
 
-    def _decode(self, vae: Any, latents_TCHW: Tensor) -> Tensor:
+    def _decode(self, vae: Any, guard: Guard, chunk: int, latents_TCHW: Tensor) -> Tensor:
         """Frames (T, H, W, 3) in 0..1 of one chunk."""
         config = self.job.config
         latents = (latents_TCHW * (1 / config.scaling_factor)).to(self.job.device("vae"))
         together = {"num_frames": len(latents)} if config.decodes_together else {}
-        pixels = vae.decode(latents, **together).sample.to("cpu", torch.float32)
+        pixels = guard.decoded(chunk, lambda: vae.decode(latents, **together).sample, latents)
+        pixels = pixels.to("cpu", torch.float32)
         frames: Tensor = rearrange(pixels, "t c h w -> t h w c") / 2 + 0.5
         return frames.clamp(0, 1).contiguous()

@@ -1,0 +1,290 @@
+"""The guard: what a stage computes is watched, and what goes wrong is repaired where it arose.
+
+Every result of a component is looked at by one reduction. When it is not finite the weights are
+checked, the call, whose inputs are still there, is repeated until the first operation that made
+such a value, and the module around that operation is raised by one rung of precision; so on until
+the result is finite, or no rung is left, which is an error that names the place. A stage hands on
+`events` of what was repaired. Without a hit nothing is computed that would not be without a guard,
+so nothing changes. Read next: `everyframe.numerics.locate`, `everyframe.precision.raising`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from everyframe.core.errors import NumericsError
+from everyframe.core.events import Event, Note, Repaired
+from everyframe.core.plan import Plan
+from everyframe.hardware.peak import memory_verdict
+from everyframe.numerics.locate import Fault, bad_weights, locate
+from everyframe.numerics.watch import blank_frames, range_of
+from everyframe.precision.dtypes import dtype_name
+from everyframe.precision.raising import Raised, is_below, narrowest, next_rung
+
+_Result = TypeVar("_Result")
+
+#: So many modules of one call are raised one by one; then the whole component is.
+_MAX_RAISED = 24
+#: A step's answer this many times as large as any before is told.
+_JUMP = 100.0
+#: Frames whose values (-1..1) differ by less than one of 255 steps are of one colour.
+_ONE_COLOUR = 2 / 255
+#: Words of a prompt that ask for frames of one colour.
+_ASKS_FOR_BLANK = re.compile(
+    r"\b(black|dark|darkness|night|white|blank|empty|plain|solid|fades?|fading)\b", re.IGNORECASE
+)
+
+_CAUSES: dict[str, str] = {
+    "range": "in float32 it is {wide}, and {dtype} ends at {limit:.0f}",
+    "kernel": "in float32 it is {wide}, which fits into {dtype}: the kernel is wrong, or "
+    "adds up too narrowly",
+    "formula": "the same operation is not finite in float32 either",
+    "lost": "the operation alone is not finite in float32 either, the module is: {dtype} lost "
+    "something before it",
+    "unclear": "this kernel has no float32 form to compare with",
+}
+
+
+class Guard:
+    """Watches the components `parts` of one stage, by name, for as long as the stage runs."""
+
+    def __init__(self, plan: Plan, stage: str, parts: Mapping[str, nn.Module]) -> None:
+        self._plan = plan
+        self._stage = stage
+        self._parts = dict(parts)
+        self._raised: dict[tuple[str, str], torch.dtype] = {}
+        self._events: list[Event] = []
+
+    def events(self) -> Iterator[Event]:
+        """What was repaired and noticed since this was last asked."""
+        events, self._events = self._events, []
+        yield from events
+
+    def call(self, step: int, compute: Callable[[], _Result]) -> _Result:
+        """The result of `compute`, all of whose floating tensors are finite.
+
+        `compute` is called again where they are not. `step` counts the stage's calls from 1.
+
+        Raises:
+            NumericsError: no rung of precision helps; names step, module and operation.
+        """
+        result = compute()
+        return result if range_of(result).is_finite else self.repaired(step, compute)
+
+    def denoiser(self, make: Callable[[], Callable[..., Tensor]]) -> Callable[..., Tensor]:
+        """``denoise`` as `make` makes it, watched; made again whenever a module was raised.
+
+        What it keeps of a text was computed by modules, too.
+        """
+        return _Denoiser(self, make)
+
+    def latents(self, step: int, latents: Tensor) -> None:
+        """Look at a sampler's state.
+
+        Raises:
+            NumericsError: not finite although the denoiser's answers were.
+        """
+        if not range_of(latents).is_finite:
+            raise NumericsError(
+                f"{self._where(step)}: the sampler made latents that are not finite out of an "
+                "answer that is; another sampler or another number of steps may not"
+            )
+
+    def decoded(
+        self, step: int, compute: Callable[[], Tensor], latents: Tensor, *, is_asked: bool = False
+    ) -> Tensor:
+        """Pixels (T, ...) around -1..1 that are finite and, if it can be helped, not blank.
+
+        Frames of one colour from latents that aren't are decoded again in float32, unless the
+        prompt asks for such or `is_asked` (a given frame is). What stays blank is noted.
+        """
+        pixels = self.call(step, compute)
+        blank = blank_frames(pixels, -1, 1, _ONE_COLOUR)
+        if not blank or is_asked or _ASKS_FOR_BLANK.search(self._plan.settings.prompt):
+            return pixels
+        seen = range_of(latents)
+        if seen.low == seen.high:
+            return pixels
+        narrow = [name for name, part in self._parts.items() if narrowest(part) != torch.float32]
+        if narrow:
+            again = self._in_float32(narrow, step, compute, len(blank))
+            if again is not None:
+                return again
+        self._events.append(
+            Note(
+                f"{self._where(step)}: {len(blank)} of {len(pixels)} frames are of one colour "
+                "though their latents are not, in float32 too; they are written as they are"
+            )
+        )
+        return pixels
+
+    def note(self, text: str) -> None:
+        """Something to be told, though nothing was changed."""
+        self._events.append(Note(text))
+
+    def repaired(self, step: int, compute: Callable[[], _Result]) -> _Result:
+        """The result of `compute`, which was not finite, with as little raised as helps.
+
+        Raises:
+            NumericsError: nothing helps.
+        """
+        self._check_weights(step)
+        done: list[_Repair] = []
+        while True:
+            try:
+                fault, _ = locate(self._parts, compute)
+            except RuntimeError as error:
+                if not done or not done[-1].raised or isinstance(error, torch.OutOfMemoryError):
+                    raise
+                # Two dtypes met beside what was raised: what is around it goes along.
+                last = done.pop()
+                fault, name = last.fault, _around(last.raised)
+            else:
+                if fault is None:
+                    break
+                name = "" if len(done) >= _MAX_RAISED else fault.module
+            done.append(self._raise(step, fault, name))
+        result = compute()
+        if not range_of(result).is_finite:
+            raise NumericsError(
+                f"{self._where(step)}: values that are not finite, which no operation makes when "
+                "each is watched; report it with what this prints: everyframe doctor --share"
+            )
+        if not done:
+            self.note(f"{self._where(step)}: values were not finite, and are when repeated")
+        self._events += [self._event(step, repair) for repair in done]
+        return result
+
+    def _raise(self, step: int, fault: Fault, name: str) -> _Repair:
+        """Put the module of that name, or what is around it, on the fault's next rung."""
+        to = next_rung(fault.dtype, self._plan.device)
+        if to is not None and fault.cause == "formula":
+            to = torch.float32
+        if fault.part and to is not None:
+            while name and not self._is_below(fault.part, name, to):
+                name = _around(name)
+            if self._is_below(fault.part, name, to):
+                Raised(self._parts[fault.part].get_submodule(name), to)
+                self._raised[fault.part, name] = to
+                return _Repair(fault, name, to)
+        raise NumericsError(
+            f"{self._where(step)}: {_told(fault, fault.cause)}. No wider precision helps, and "
+            "nothing was written; other settings (size, guidance, steps) may not reach this"
+        )
+
+    def _is_below(self, part: str, name: str, to: torch.dtype) -> bool:
+        """Whether that module was not put on that rung before."""
+        before = self._raised.get((part, name))
+        return before is None or is_below(before, to)
+
+    def _event(self, step: int, repair: _Repair) -> Repaired:
+        fault, to = repair.fault, dtype_name(repair.to)
+        # It went well in float32, so the formula is right.
+        cause, why = ("range", "lost") if fault.cause == "formula" else (fault.cause, fault.cause)
+        raised = ".".join(each for each in (fault.part, repair.raised) if each)
+        text = f"{self._where(step)}: {_told(fault, why)}. {raised} runs in {to} from here on"
+        dtype = dtype_name(fault.dtype)
+        return Repaired(
+            self._stage, step, fault.part, fault.module, fault.operation, cause, dtype,
+            repair.raised, to, text,
+        )  # fmt: skip
+
+    def _in_float32(
+        self, names: list[str], step: int, compute: Callable[[], Tensor], num_blank: int
+    ) -> Tensor | None:
+        """Pixels by whole components in float32, which stay so if fewer frames are blank then."""
+        dtype = dtype_name(narrowest(self._parts[names[0]]) or torch.float32)
+        raised = [Raised(self._parts[name], torch.float32) for name in names]
+        pixels = compute()
+        is_better = range_of(pixels).is_finite
+        if not is_better or len(blank_frames(pixels, -1, 1, _ONE_COLOUR)) >= num_blank:
+            for each in raised:
+                each.undo()
+            return None
+        self._raised |= {(name, ""): torch.float32 for name in names}
+        text = (
+            f"{self._where(step)}: {num_blank} frames were of one colour in {dtype} and are not in "
+            f"float32; {' and '.join(names)} runs in float32 from here on"
+        )
+        self._events += [
+            Repaired(self._stage, step, name, "", "", "blank", dtype, "", "float32", text)
+            for name in names
+        ]
+        return pixels
+
+    def _check_weights(self, step: int) -> None:
+        bad = bad_weights(self._parts)
+        if not bad:
+            return
+        name, tensor = bad[0]
+        count = int((~tensor.isfinite()).sum())
+        more = f", and {len(bad) - 1} more tensors" if len(bad) > 1 else ""
+        raise NumericsError(
+            f"{self._where(step)}: the weights themselves are not finite: {name} in {count} of "
+            f"{tensor.numel()} values{more}. Either the file is broken, or they do not fit into "
+            f"{dtype_name(tensor.dtype)}; --dtype fp32 tells which. Nothing was written"
+        )
+
+    def _where(self, step: int) -> str:
+        memory = memory_verdict(self._plan.device)
+        return f"step {step} of {self._stage}" + (f" ({memory})" if memory else "")
+
+
+@dataclass(frozen=True)
+class _Repair:
+    """A fault, and the module, by dotted name in its component, that was put to `to` for it."""
+
+    fault: Fault
+    raised: str
+    to: torch.dtype
+
+
+class _Denoiser:
+    """See `Guard.denoiser`."""
+
+    def __init__(self, guard: Guard, make: Callable[[], Callable[..., Tensor]]) -> None:
+        self._guard = guard
+        self._make = make
+        self._denoise = make()
+        self._step = 0
+        self._largest = 0.0
+
+    def __call__(self, *given: Tensor) -> Tensor:
+        self._step += 1
+        answer = self._denoise(*given)
+        seen = range_of(answer)
+        if not seen.is_finite:
+
+            def again() -> Tensor:
+                self._denoise = self._make()
+                return self._denoise(*given)
+
+            answer = self._guard.repaired(self._step, again)
+            seen = range_of(answer)
+        if self._largest and seen.largest > _JUMP * self._largest:
+            self._guard.note(
+                f"step {self._step}: the model's answer reaches {seen.largest:.3g}, and no step "
+                f"before went beyond {self._largest:.3g}"
+            )
+        self._largest = max(self._largest, seen.largest)
+        return answer
+
+
+def _around(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _told(fault: Fault, why: str) -> str:
+    """The fault in a clause; `why` is one of `_CAUSES`."""
+    dtype = dtype_name(fault.dtype)
+    told = _CAUSES[why].format(wide=fault.wide, dtype=dtype, limit=torch.finfo(fault.dtype).max)
+    return (
+        f"{fault.operation} in {fault.place} made values that are not finite in {dtype} "
+        f"(operands {fault.given}, result {fault.made}; {told})"
+    )

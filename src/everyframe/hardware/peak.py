@@ -1,0 +1,38 @@
+"""The most memory that this process has held on a device so far, for telling what was not at fault.
+
+Not here: forecasts (`everyframe.planning.forecast`) and limits (`facts.py`).
+"""
+
+from __future__ import annotations
+
+import sys
+
+from everyframe.core.facts import DeviceFacts
+
+#: Above this share of a device's memory, memory may be what is wrong.
+_NEAR = 0.95
+
+
+def peak_bytes(device: DeviceFacts) -> int | None:
+    """Bytes; None where the system doesn't tell."""
+    if device.kind == "cuda":
+        import torch
+
+        return int(torch.cuda.max_memory_allocated(device.index))
+    if device.kind != "cpu" or sys.platform == "win32":
+        return None
+    import resource
+
+    # In bytes on macOS, in kilobytes elsewhere.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def memory_verdict(device: DeviceFacts) -> str:
+    """Whether memory was near its limit, in a clause; empty where the system doesn't tell."""
+    peak = peak_bytes(device)
+    if peak is None or not device.memory:
+        return ""
+    is_near = peak > _NEAR * device.memory
+    verdict = "near the limit" if is_near else "not memory"
+    return f"peak {peak / 1e9:.1f} of {device.memory / 1e9:.1f} GB: {verdict}"

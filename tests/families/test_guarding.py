@@ -1,0 +1,400 @@
+"""Planted faults in small modules: each is found, named, and repaired or refused.
+
+Overflow is real: weights are scaled until a product leaves float16, on the CPU. What is compared
+with is the same module in float64.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from everyframe.core.errors import NumericsError
+from everyframe.core.events import Event, Note, Repaired
+from everyframe.core.facts import DeviceFacts
+from everyframe.core.plan import Plan, Precision, Settings
+from everyframe.families import guarding
+from everyframe.families.guarding import Guard
+from everyframe.precision import edges
+
+CPU = DeviceFacts("a processor", "cpu", None, memory=10**12, free_memory=10**12)
+#: Of a few layers in float16 among others in float32, to numbers around 1.
+CLOSE = 1e-2
+WITH_BF16 = DeviceFacts("another", "cpu", None, 10**12, 10**12, has_fast_bf16=True)
+
+
+def plan(device: DeviceFacts = CPU, prompt: str = "a red circle") -> Plan:
+    settings = Settings(prompt, None, 8, 8, 4, 8.0, 3, 1.0, 0)
+    return Plan("toy", "toy", "Toy", settings, device, 1, ())
+
+
+class Attention(nn.Module):
+    """Query, key and value by layers of their own, which must come in one dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_q, self.to_k, self.to_v = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (layer(x)[:, None] for layer in (self.to_q, self.to_k, self.to_v))
+        return F.scaled_dot_product_attention(q, k, v)[:, 0]
+
+
+class Plain(nn.Module):
+    """Attention by hand: its products with the keys are no module's of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_q, self.to_k = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = self.to_q(x), self.to_k(x)
+        return (q @ k.transpose(-1, -2) / 1e5).softmax(-1) @ x.to(q.dtype)
+
+
+class Residual(nn.Module):
+    """A stream that grows beyond what its parts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.one(x) + self.two(x)) / 100
+
+
+class Image(nn.Module):
+    """A convolution over what the rest has as (B, 6, 8)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(6, 6, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x)
+
+
+class Net(nn.Module):
+    """Three middle parts, of which one is faulty, between layers that are not."""
+
+    def __init__(self, *parts: nn.Module) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.parts = nn.ModuleList(parts)
+        self.norm = nn.LayerNorm(8)
+        self.last = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for part in self.parts:
+            x = part(x)
+        return self.last(self.norm(x))
+
+
+def scaled(module: nn.Module, by: float) -> nn.Module:
+    """With weights so much larger, none of them beyond float16."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(by)
+            assert parameter.abs().max() < 60_000
+    return module
+
+
+FAULTS: dict[str, tuple[Callable[[], nn.Module], str, str, str]] = {
+    # what is planted; the module named, what is raised, the operation
+    "linear": (lambda: scaled(nn.Linear(8, 8), 1e5), "", "", "linear"),
+    "conv": (lambda: scaled(Image(), 1e5), ".conv", ".conv", "conv1d"),
+    "norm": (lambda: scaled(nn.LayerNorm(8), 5e4), "", "", "layer_norm"),
+    "query": (lambda: _large_query(Attention()), ".to_q", "", "linear"),
+    "products": (lambda: scaled(Plain(), 1e3), "", "", "matmul"),
+    "residual": (lambda: _large_sum(Residual()), "", "", "add"),
+}
+
+
+def _large_sum(residual: Residual) -> nn.Module:
+    for layer in (residual.one, residual.two):
+        layer.bias.data = torch.linspace(-4e4, 4e4, 8)
+    return residual
+
+
+def _large_query(attention: Attention) -> nn.Module:
+    scaled(attention.to_q, 1e5)
+    return attention
+
+
+def inputs(seed: int = 0) -> Tensor:
+    return torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def halved(net: nn.Module, dtype: str = "float16") -> nn.Module:
+    net.eval().requires_grad_(False)
+    edges.apply(net, Precision(dtype, dtype))
+    return net
+
+
+def repairs(guard: Guard) -> list[Repaired]:
+    return [event for event in guard.events() if isinstance(event, Repaired)]
+
+
+CASES = [(name, place) for name in FAULTS for place in range(3)]
+
+
+@pytest.mark.parametrize(("name", "place"), CASES, ids=[f"{name}-{n}" for name, n in CASES])
+def test_overflow_is_found_named_and_repaired(name: str, place: int) -> None:
+    make, module, raised, operation = FAULTS[name]
+    net = planted(make, place)
+    reference = copy.deepcopy(net).double()
+    halved(net)
+    guard = Guard(plan(), "denoise", {"net": net})
+    with torch.inference_mode():
+        wanted = reference(inputs().double())
+        assert not bool(net(inputs()).isfinite().all()), "the fault was not planted"
+        answer = guard.call(2, lambda: net(inputs()))
+        assert bool(answer.isfinite().all())
+        assert float((answer - wanted).abs().max()) < CLOSE
+        first, *more = repairs(guard)
+        assert (first.module, first.raised) == (f"parts.{place}{module}", f"parts.{place}{raised}")
+        assert (first.operation, first.cause) == (operation, "range")
+        assert (first.dtype, first.to, first.step) == ("float16", "float32", 2)
+        assert f"{operation} in net.{first.module}" in first.text
+        assert "not memory" in first.text
+        # Those after it are raised because they are given what float16 can't hold.
+        assert {(each.operation, each.cause) for each in more} <= {("cast", "range")}
+        # What was raised stays so: the next step is right at once.
+        guard.call(3, lambda: net(inputs()))
+        assert not repairs(guard)
+        assert net.first.weight.dtype == torch.float16, "only what is needed is raised"
+
+
+def planted(make: Callable[[], nn.Module], place: int) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        parts: list[nn.Module] = [nn.Linear(8, 8) for _ in range(3)]
+        parts[place] = make()
+        net = Net(*parts)
+    with torch.no_grad():
+        net.first.weight.copy_(torch.eye(8))  # what comes to the faulty part is known
+        for number in range(place):
+            net.parts[number].weight.copy_(torch.eye(8))
+    return net.requires_grad_(False)
+
+
+@pytest.mark.parametrize("name", list(FAULTS))
+def test_bfloat16_is_the_first_rung_where_the_device_has_it(name: str) -> None:
+    net = halved(planted(FAULTS[name][0], 1))
+    guard = Guard(plan(WITH_BF16), "denoise", {"net": net})
+    with torch.inference_mode():
+        assert bool(guard.call(1, lambda: net(inputs())).isfinite().all())
+    assert {event.to for event in repairs(guard)} == {"bfloat16"}
+
+
+@pytest.mark.parametrize("name", [*FAULTS, "nothing"])
+def test_without_a_hit_nothing_is_changed(name: str) -> None:
+    """In float32, where none of the faults is one: the same bits, and not a call more."""
+    make = nn.Identity if name == "nothing" else FAULTS[name][0]
+    net = planted(make, 1).eval()
+    num_calls = 0
+
+    def compute() -> Tensor:
+        nonlocal num_calls
+        num_calls += 1
+        return net(inputs())
+
+    guard = Guard(plan(), "denoise", {"net": net})
+    with torch.inference_mode():
+        assert torch.equal(guard.call(1, compute), net(inputs()))
+    assert num_calls == 1
+    assert not list(guard.events())
+
+
+@pytest.mark.parametrize("where", ["first", "parts.1", "norm", "last"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_bad_weights_are_refused_by_name(where: str, value: float) -> None:
+    net = planted(nn.Identity, 0)
+    net.get_submodule(where).weight.view(-1)[3] = value
+    halved(net)
+    guard = Guard(plan(), "denoise", {"net": net})
+    with (
+        torch.inference_mode(),
+        pytest.raises(NumericsError, match=rf"net\.{where}\.weight in 1 of"),
+    ):
+        guard.call(1, lambda: net(inputs()))
+
+
+@torch.library.custom_op("everyframe_tests::double", mutates_args=())
+def lying_double(x: Tensor) -> Tensor:
+    """Twice x; in float16 this kernel adds up in something that is too narrow."""
+    return x * (torch.inf if x.dtype == torch.float16 else 2)
+
+
+class Lying(nn.Module):
+    """A layer whose kernel is right in float32 only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return lying_double(x)
+
+
+def test_a_kernel_that_lies_is_told_from_overflow() -> None:
+    net = halved(planted(Lying, 1))
+    guard = Guard(plan(), "denoise", {"net": net})
+    with torch.inference_mode():
+        assert bool(guard.call(1, lambda: net(inputs())).isfinite().all())
+    (repair,) = repairs(guard)
+    assert (repair.module, repair.operation, repair.cause) == ("parts.1", "double", "kernel")
+    assert "the kernel is wrong" in repair.text
+
+
+class ZeroByZero(nn.Module):
+    """A formula that is wrong in every precision."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / (x - x) * 0
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_a_wrong_formula_is_refused(dtype: str) -> None:
+    net = planted(ZeroByZero, 1)
+    net = halved(net) if dtype == "float16" else net
+    guard = Guard(plan(), "denoise", {"net": net})
+    with torch.inference_mode(), pytest.raises(NumericsError) as caught:
+        guard.call(3, lambda: net(inputs()))
+    text = str(caught.value)
+    assert "step 3 of denoise" in text
+    assert "div in net.parts.1" in text
+    assert "not finite in float32 either" in text
+    assert caught.value.exit_code == 4
+
+
+class Small(nn.Module):
+    """An epsilon that float16 rounds to zero."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        zero = (x - x).abs() + 1e-9
+        return x * zero / zero
+
+
+def test_what_was_lost_before_an_operation_is_repaired_too() -> None:
+    net = halved(planted(Small, 1))
+    guard = Guard(plan(), "denoise", {"net": net})
+    with torch.inference_mode():
+        assert bool(guard.call(1, lambda: net(inputs())).isfinite().all())
+    assert repairs(guard)[0].module == "parts.1"
+
+
+def test_masks_are_no_fault() -> None:
+    """An attention mask holds -inf on purpose; what overflows after it is named."""
+
+    class Masked(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            mask = torch.zeros(8, 8, dtype=x.dtype).masked_fill(
+                torch.ones(8, 8).triu(1).bool(), -torch.inf
+            )
+            return (x.transpose(-1, -2) @ x + mask).softmax(-1) @ x.transpose(-1, -2)
+
+    net = Net(Masked(), nn.Flatten(), scaled(nn.Linear(48, 8), 3e5))
+    guard = Guard(plan(), "denoise", {"net": halved(net)})
+    with torch.inference_mode():
+        guard.call(1, lambda: net(inputs()))
+    assert repairs(guard)[0].module == "parts.2"
+
+
+def test_what_a_denoiser_keeps_of_a_text_is_made_again() -> None:
+    """Keys made before the first step must come in the dtype of queries that were raised."""
+    attention = halved(_large_query(Attention()))
+
+    def make() -> Callable[[Tensor], Tensor]:
+        keys, values = attention.to_k(inputs(1)), attention.to_v(inputs(1))
+        return lambda x: F.scaled_dot_product_attention(attention.to_q(x), keys, values)
+
+    guard = Guard(plan(), "denoise", {"net": attention})
+    with torch.inference_mode():
+        assert bool(guard.denoiser(make)(1e1 * inputs()).isfinite().all())
+    assert [(event.module, event.raised) for event in repairs(guard)] == [("to_q", "")]
+
+
+def test_a_jump_is_told() -> None:
+    guard = Guard(plan(), "denoise", {})
+    denoise = guard.denoiser(lambda: lambda x: x)
+    for size in (1.0, 3.0, 0.5, 20.0):
+        denoise(size * torch.ones(2))
+    assert not list(guard.events())
+    denoise(torch.full((2,), 5000.0))
+    (note,) = guard.events()
+    assert isinstance(note, Note)
+    assert "5e+03" in note.text
+
+
+def test_latents_that_are_not_finite_are_refused() -> None:
+    guard = Guard(plan(), "denoise", {})
+    guard.latents(1, torch.ones(2))
+    with pytest.raises(NumericsError, match="step 2 of denoise"):
+        guard.latents(2, torch.tensor([1.0, torch.inf]))
+
+
+class Dim(nn.Module):
+    """Weights at the lower end of float16: their products vanish in it, and not in float32."""
+
+    def __init__(self, size: float) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 3, 1, bias=False)
+        nn.init.constant_(self.conv.weight, size)
+
+    def forward(self, latents: Tensor) -> Tensor:
+        return self.conv(latents * 1e-4) * 1e8
+
+
+def decoded(size: float, prompt: str = "a circle", **given: Any) -> tuple[Tensor, list[Event], str]:
+    vae = halved(Dim(size))
+    latents = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0))
+    guard = Guard(plan(prompt=prompt), "decode", {"vae": vae})
+    with torch.inference_mode():
+        pixels = guard.decoded(1, lambda: vae(latents), latents, **given)
+    return pixels, list(guard.events()), str(vae.conv.weight.dtype)
+
+
+def test_frames_that_vanish_in_half_precision_are_decoded_again() -> None:
+    pixels, events, dtype = decoded(6e-6)
+    assert float(pixels.std()) > 0.01
+    (repair,) = events
+    assert isinstance(repair, Repaired)
+    assert (repair.component, repair.cause, repair.to) == ("vae", "blank", "float32")
+    assert dtype == "torch.float32"
+
+
+def test_frames_that_are_blank_in_float32_too_are_noted_and_kept() -> None:
+    pixels, events, dtype = decoded(0.0)
+    assert float(pixels.abs().max()) == 0
+    (note,) = events
+    assert isinstance(note, Note)
+    assert "2 of 2 frames are of one colour" in note.text
+    assert dtype == "torch.float16", "what did not help is taken back"
+
+
+@pytest.mark.parametrize(
+    "given", [{"prompt": "a black screen"}, {"prompt": "it fades out"}, {"is_asked": True}]
+)
+def test_blank_frames_that_were_asked_for_are_no_alarm(given: dict[str, Any]) -> None:
+    assert not decoded(0.0, **given)[1]
+
+
+def test_an_autoencoder_that_overflows_is_repaired() -> None:
+    vae = halved(nn.Sequential(nn.Conv2d(4, 8, 3), nn.GroupNorm(2, 8), nn.Conv2d(8, 3, 3)))
+    scaled(vae[0], 6e4)
+    latents = 10 * torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0))
+    guard = Guard(plan(), "decode", {"vae": vae})
+    with torch.inference_mode():
+        pixels = guard.decoded(1, lambda: vae(latents), latents)
+    assert bool(pixels.isfinite().all())
+    assert repairs(guard)[0].module == "0"
+
+
+def test_events_are_plain_data() -> None:
+    event = guarding.Repaired("denoise", 1, "unet", "conv", "conv2d", "range", "float16", "conv",
+                              "float32", "text")  # fmt: skip
+    assert event.to_json()["type"] == "repaired"

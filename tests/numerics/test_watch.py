@@ -1,0 +1,52 @@
+"""What one reduction tells of tensors, in every floating dtype and inside of anything."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from everyframe.numerics.watch import blank_frames, range_of, tensors_in
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("place", [0, 500, 999])
+def test_one_bad_value_is_seen_anywhere(dtype: torch.dtype, bad: float, place: int) -> None:
+    values = torch.linspace(-3, 4, 1000).to(dtype)
+    assert range_of(values).is_finite
+    assert (range_of(values).low, range_of(values).high, range_of(values).largest) == (-3, 4, 4)
+    values[place] = bad
+    assert not range_of(values).is_finite
+    assert not range_of((torch.ones(2), {"x": values})).is_finite
+
+
+@dataclass(frozen=True)
+class Holder:
+    """As a family keeps what it knows of a text."""
+
+    inner: tuple[Tensor, ...]
+    mask: Tensor
+    missing: Tensor | None = None
+
+
+def test_tensors_are_found_inside_of_anything() -> None:
+    floats, mask = torch.ones(3), torch.ones(3, dtype=torch.bool)
+    holder = Holder((floats, floats), mask)
+    found = list(tensors_in([holder, {"a": floats}, None, 3, "x", torch.zeros(0)]))
+    assert len(found) == 3
+    assert range_of(mask) == range_of(())
+    assert range_of(()).is_finite
+
+
+def test_blank_frames() -> None:
+    pixels = torch.rand(5, 3, 4, 4)
+    pixels[1] = -1.7  # all of it below black
+    pixels[3] = 0.25
+    pixels[4] = torch.tensor([0.9, 0.0, 0.0])[:, None, None]  # red is no black frame
+    assert blank_frames(pixels, -1, 1, 2 / 255) == [1, 3]

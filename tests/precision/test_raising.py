@@ -1,0 +1,62 @@
+"""Rungs of precision: which comes next, and that raising and lowering lose no bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from everyframe.core.facts import DeviceFacts
+from everyframe.core.plan import Precision
+from everyframe.precision import edges
+from everyframe.precision.raising import Raised, narrowest, next_rung
+
+PLAIN = DeviceFacts("plain", "cpu", None, 1, 1)
+FAST = DeviceFacts("fast", "cuda", 0, 1, 1, has_fast_bf16=True)
+WITHOUT = DeviceFacts("odd", "mps", 0, 1, 1, has_fast_bf16=True, dtypes=("float32", "float16"))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "rung"),
+    [
+        (torch.float16, PLAIN, torch.float32),
+        (torch.float16, FAST, torch.bfloat16),
+        (torch.float16, WITHOUT, torch.float32),
+        (torch.bfloat16, FAST, torch.float32),
+        (torch.float32, FAST, None),
+        (torch.float64, FAST, None),
+    ],
+)
+def test_the_ladder(dtype: torch.dtype, device: DeviceFacts, rung: torch.dtype | None) -> None:
+    assert next_rung(dtype, device) == rung
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_one_module_is_raised_and_lowered_without_a_trace(dtype: str) -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)).requires_grad_(False)
+    edges.apply(net, Precision(dtype, dtype))
+    x = torch.randn(2, 4)
+    before, weights = net(x), {k: v.clone() for k, v in net.state_dict().items()}
+    seen: list[torch.dtype] = []
+    handle = net[1].register_forward_hook(lambda _, args, out: seen.append(out.dtype))
+    raised = Raised(net[1], torch.float32)
+    assert narrowest(net[1]) == torch.float32
+    assert narrowest(net) == getattr(torch, dtype)
+    net(x)
+    raised.undo()
+    assert torch.equal(net(x), before)
+    assert seen == [torch.float32, getattr(torch, dtype)]
+    assert all(torch.equal(weights[k], v) for k, v in net.state_dict().items())
+    handle.remove()
+
+
+def test_a_module_without_parameters_is_raised_by_what_it_is_given() -> None:
+    class Product(nn.Module):
+        def forward(self, a: Tensor, *, b: Tensor) -> Tensor:
+            return a * b
+
+    product, big = Product(), torch.full((2,), 300.0, dtype=torch.float16)
+    assert not bool(product(big, b=big).isfinite().all())
+    Raised(product, torch.float32)
+    assert product(big, b=big).tolist() == [9e4, 9e4]
+    assert product(big.double(), b=big).dtype == torch.float64, "nothing is narrowed"
