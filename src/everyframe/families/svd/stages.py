@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from einops import rearrange
 from torch import Tensor
@@ -282,9 +283,12 @@ class DecodeStage:
         guard = Guard(job.plan, self.name, {"vae": vae})
         for take in takes:
             begun = time.perf_counter()
+            given = np.asarray(_given(take))
+            # A picture of one colour may well give frames of one.
+            decode = partial(self._decode, vae, guard, is_asked=bool(given.min() == given.max()))
             for latents_TCHW in take.latents[0].split(chunk):
                 done += 1
-                frames = self._decode(vae, guard, done, latents_TCHW)
+                frames = decode(done, latents_TCHW)
                 now = time.perf_counter()
                 yield from guard.events()
                 yield Step(self.name, done, total, take.seed, now - begun)
@@ -292,12 +296,16 @@ class DecodeStage:
                 begun = time.perf_counter()
             take.latents = None
 
-    def _decode(self, vae: Any, guard: Guard, chunk: int, latents_TCHW: Tensor) -> Tensor:
+    def _decode(
+        self, vae: Any, guard: Guard, chunk: int, latents_TCHW: Tensor, *, is_asked: bool
+    ) -> Tensor:
         """Frames (T, H, W, 3) in 0..1 of one chunk."""
         config = self.job.config
         latents = (latents_TCHW * (1 / config.scaling_factor)).to(self.job.device("vae"))
         together = {"num_frames": len(latents)} if config.decodes_together else {}
-        pixels = guard.decoded(chunk, lambda: vae.decode(latents, **together).sample, latents)
+        pixels = guard.decoded(
+            chunk, lambda: vae.decode(latents, **together).sample, latents, is_asked=is_asked
+        )
         pixels = pixels.to("cpu", torch.float32)
         frames: Tensor = rearrange(pixels, "t c h w -> t h w c") / 2 + 0.5
         return frames.clamp(0, 1).contiguous()
