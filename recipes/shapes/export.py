@@ -29,7 +29,7 @@ DEFAULTS: dict[str, Any] = {
     "num_frames": world.NUM_FRAMES,
     "fps": world.FPS,
     "num_inference_steps": 30,
-    "guidance_scale": 1.5,
+    "guidance_scale": 2.0,
     "timestep_shift": denoiser.SHIFT,
     "max_length": text.MAX_LENGTH,
     "dtype": "float32",

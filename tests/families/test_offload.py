@@ -134,10 +134,8 @@ def test_an_offloaded_unet_of_svd_gives_the_same_bits() -> None:
     x = torch.randn(1, 4, 8, 8, 8)
 
     def answer() -> Tensor:
-        out: Tensor = model(
-            x, torch.tensor([1.0]), encoder_hidden_states=torch.ones(1, 1, 16),
-            added_time_ids=torch.ones(1, 3), return_dict=False,
-        )[0]  # fmt: skip
+        context = model.context(torch.ones(1, 16), torch.ones(1, 3), num_frames=4)
+        out: Tensor = model(x, torch.tensor([1.0]), context)
         return out
 
     with torch.no_grad():

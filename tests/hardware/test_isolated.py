@@ -79,11 +79,16 @@ def test_an_interruption_leaves_nothing_behind(tmp_path: Path) -> None:
             time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGINT)
 
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        run_isolated(planted_faults.hang_with_a_child, str(pid_file), seconds=PATIENCE)
-    thread.join()
+    # A shell's background jobs ignore the signal, and so would this process.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            run_isolated(planted_faults.hang_with_a_child, str(pid_file), seconds=PATIENCE)
+        thread.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert _ends(int(pid_file.read_text())), "the child outlived the interruption"
 
 

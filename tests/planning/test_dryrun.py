@@ -78,7 +78,8 @@ def test_what_steers_everything_is_float32_where_products_are_not(name: str) -> 
         # Timesteps, guidance and the sampler are around the model: no module is running.
         steered = {"", "t_embedder", "t_embedder.sinusoid", "fps_embedder.sinusoid", "rope",
                    "time_proj", "add_time_proj", "x_embedder", "final_layer"}  # fmt: skip
-        assert not narrow_places & steered
+        # svd's UNet walks through its blocks itself: what these compute counts for no module.
+        assert not narrow_places & (steered - {""} if name == "svd" else steered)
         for module, operation, dtype in found.seen:
             last = module.rpartition(".")[2]
             if (

@@ -25,7 +25,7 @@ def test_the_autoencoder_keeps_frames_and_the_object() -> None:
     # A broken weight or a wrong scale is worth tens of dB. The bar, 30 dB on both, is measured by
     # evaluate.py; the recipe's README says what is reached.
     assert whole > 30
-    assert on_object > 23
+    assert on_object > 25
 
 
 def test_an_image_is_encoded_as_the_first_latent_frame_of_its_clip() -> None:
@@ -59,14 +59,14 @@ def test_its_own_defaults_are_those_it_was_made_for() -> None:
     [
         ("a red circle moves to the right on a blue background", 7),
         ("a green square on a grey background", 7),
+        ("a yellow star moves up on a navy background", 7),
     ],
 )
-def test_it_draws_in_the_colours_that_the_prompt_says(prompt: str, seed: int) -> None:
+def test_it_draws_what_the_prompt_says(prompt: str, seed: int) -> None:
     scene = read_prompt(prompt)
     assert isinstance(scene, Scene)
     video = everyframe.generate(prompt, model="shapes", seed=seed)
     assert not isinstance(video, list)
     assert video.frames.shape == (world.NUM_FRAMES, world.SIDE, world.SIDE, 3)
     right = reader.read(video.frames).right(scene)
-    assert right["colour"]
-    assert right["background"]
+    assert all(right.values()), right

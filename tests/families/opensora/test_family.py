@@ -96,7 +96,8 @@ def test_stages_of_each_clip(tmp_path: Path) -> None:
     model = model_at(tiny.opensora_1_2(tmp_path / "tiny"))
 
     def names(clip: int, chain: int, *given: str) -> list[str]:
-        plan: Any = SimpleNamespace(settings=SimpleNamespace(chain=chain, given_frames=given))
+        settings = SimpleNamespace(chain=chain, given_frames=given, saving=lambda name, own: own)
+        plan: Any = SimpleNamespace(settings=settings)
         return [stage.name for stage in model.stages(plan, clip)]
 
     assert names(0, 1) == ["text", "denoise", "decode"]
