@@ -148,5 +148,5 @@ def test_frames_that_are_not_finite_never_come_back(
         return pixels
 
     monkeypatch.setattr(VideoVAE, "decode_piece", broken)
-    with pytest.raises(NumericsError, match="step 1 of decode .*values that are not finite"):
+    with pytest.raises(NumericsError, match=r"step 1 of decode .*values that are not finite"):
         everyframe.generate("a", model=str(model), output=output, **SIZES)
