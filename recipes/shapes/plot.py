@@ -17,6 +17,7 @@ _CURVES = {
     "autoencoder": ("pixel", "psnr_object", "PSNR on the object, dB"),
     "temporal": ("pixel", "psnr_object", "PSNR on the object, dB"),
     "polish": ("pixel", "psnr_object", "PSNR on the object, dB"),
+    "text": ("loss", "score", "captions told right"),
     "denoiser": ("loss", "all", "clips read right in all four"),
 }
 
@@ -39,14 +40,16 @@ def draw(work: Path, target: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, places = pyplot.subplots(1, 4, figsize=(15, 3.4), constrained_layout=True)
-    for stage, place in zip(STAGES, places, strict=True):
+    run = [stage for stage in STAGES if (work / stage / "log.csv").exists()]
+    if not run:
+        raise SystemExit(f"no stage was run in {work}")
+    figure, places = pyplot.subplots(
+        1, len(run), figsize=(4 * len(run), 3.4), squeeze=False, constrained_layout=True
+    )
+    for stage, place in zip(run, places[0], strict=True):
         axis: Any = place
         trained, validated, name = _CURVES[stage]
         log = work / stage / "log.csv"
-        if not log.exists():
-            axis.set_title(f"{stage} (not run)")
-            continue
         axis.plot(*read_log(log, "train", trained), color="tab:blue", linewidth=1)
         axis.set(title=stage, xlabel="minutes", yscale="log")
         axis.set_ylabel(f"training loss ({trained})", color="tab:blue")
