@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from everyframe.core.errors import CheckpointError
+from everyframe.families.latents import AutoencoderSizes
 
 #: Channels that a UNet takes: the latents alone, or with them the mask and the masked source.
 PLAIN_CHANNELS, INPAINTING_CHANNELS = 4, 9
@@ -78,7 +79,7 @@ def released(unet_channels: int) -> Mapping[str, Mapping[str, Any]]:
 
 
 @dataclass(frozen=True)
-class InpaintConfig:
+class InpaintConfig(AutoencoderSizes):
     """The configs of the parts, as their libraries take them; one of `controlnets` for each."""
 
     unet: Mapping[str, Any]
@@ -117,29 +118,9 @@ class InpaintConfig:
         return made
 
     @property
-    def spatial_factor(self) -> int:
-        """Pixels of one latent, along each side."""
-        return int(2 ** (len(self.vae.get("block_out_channels", (64,))) - 1))
-
-    @property
-    def latent_channels(self) -> int:
-        """Channels of the latents."""
-        return int(self.vae.get("latent_channels", 4))
-
-    @property
     def takes_mask(self) -> bool:
         """Whether the UNet sees the mask and the masked source; else known latents are put back."""
         return int(self.unet.get("in_channels", 4)) == INPAINTING_CHANNELS
-
-    @property
-    def scaling_factor(self) -> float:
-        """Latents of the denoiser over latents of the autoencoder."""
-        return float(self.vae.get("scaling_factor", 0.18215))
-
-    @property
-    def force_upcast(self) -> bool:
-        """Whether the autoencoder overflows half precision, by its own word."""
-        return bool(self.vae.get("force_upcast", True))
 
     @property
     def num_tokens(self) -> int:

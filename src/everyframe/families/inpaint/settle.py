@@ -26,6 +26,7 @@ from everyframe.families.inpaint.inputs import (
 )
 from everyframe.families.inpaint.options import InpaintOptions
 from everyframe.families.inpaint.schedulers import num_timesteps
+from everyframe.families.latents import check_latents
 from everyframe.media.frames import Survey, num_animated, survey
 
 STEPS = 50
@@ -96,7 +97,11 @@ def settle(
     )
     _note_size(facts.config, settings, found, notes)
     _note_steps(facts, settings, request, notes)
-    _check_latents(facts.config, request, settings)
+    check_latents(
+        request.latents,
+        (1, *latent_shape(facts.config, settings)),
+        "(1, channels, rows, columns), the start noise of every frame",
+    )
     return settings, tuple(notes)
 
 
@@ -277,15 +282,3 @@ def _note_steps(facts: Facts, settings: Settings, request: Request, notes: list[
             )
     if facts.has_safety_checker:
         notes.append("the checkpoint's safety checker is not run")
-
-
-def _check_latents(config: InpaintConfig, request: Request, settings: Settings) -> None:
-    if request.latents is None:
-        return
-    expected = (1, *latent_shape(config, settings))
-    given = tuple(getattr(request.latents, "shape", ()))
-    if given != expected:
-        raise InputError(
-            f"latents must be an array or tensor of shape {expected} (1, channels, rows, columns), "
-            f"the start noise of every frame, got {given or type(request.latents).__name__}"
-        )

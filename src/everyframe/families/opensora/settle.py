@@ -14,6 +14,7 @@ from typing import Any
 from everyframe.core.errors import InputError
 from everyframe.core.plan import Settings
 from everyframe.core.request import MAX_FRAMES, Request
+from everyframe.families.latents import check_latents
 from everyframe.families.opensora.options import OpenSoraOptions
 from everyframe.families.opensora.prompts import loses_all, lost
 from everyframe.families.opensora.sizes import named_size
@@ -124,7 +125,12 @@ def settle(
         options=_family_settings(facts, options),
     )
     _check_room(facts, settings)
-    _check_latents(facts, request, settings)
+    size = facts.vae.latent_size(settings.num_frames, settings.height, settings.width)
+    check_latents(
+        request.latents,
+        (1, facts.vae.latent_channels, *size),
+        f"for {settings.num_frames} frames of {settings.width}x{settings.height}",
+    )
     return settings, tuple(notes)
 
 
@@ -258,21 +264,6 @@ def _check_room(facts: Facts, settings: Settings) -> None:
         raise InputError(
             f"{settings.num_frames} frames are {latent_frames} latent frames, and the given ones "
             f"take {taken} of them; ask for more frames, for example {enough}"
-        )
-
-
-def _check_latents(facts: Facts, request: Request, settings: Settings) -> None:
-    """Start noise has the shape of the video's latents."""
-    if request.latents is None:
-        return
-    size = facts.vae.latent_size(settings.num_frames, settings.height, settings.width)
-    expected = (1, facts.vae.latent_channels, *size)
-    given = tuple(getattr(request.latents, "shape", ()))
-    if given != expected:
-        raise InputError(
-            f"latents must be an array or tensor of shape {expected} for {settings.num_frames} "
-            f"frames of {settings.width}x{settings.height}, got "
-            f"{given or type(request.latents).__name__}"
         )
 
 

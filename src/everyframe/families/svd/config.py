@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from everyframe.core.errors import CheckpointError
+from everyframe.families.latents import AutoencoderSizes
 
 #: Classes of autoencoders that these pipelines are saved with: Stability's own, which decodes
 #: frames together, and the still picture's (its "image decoder" variants).
@@ -75,7 +76,7 @@ RELEASED: Mapping[str, Mapping[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class SVDConfig:
+class SVDConfig(AutoencoderSizes):
     """The configs of the parts: three modules' as their libraries take them, and plain numbers.
 
     `starts_scaled` is whether start noise is scaled by ``sqrt(sigma^2 + 1)`` and not by sigma.
@@ -115,29 +116,9 @@ class SVDConfig:
         return made
 
     @property
-    def spatial_factor(self) -> int:
-        """Pixels of one latent, along each side."""
-        return int(2 ** (len(self.vae.get("block_out_channels", (64,))) - 1))
-
-    @property
-    def latent_channels(self) -> int:
-        """Channels of the latents that are made, half of what the denoiser is given."""
-        return int(self.vae.get("latent_channels", 4))
-
-    @property
     def decodes_together(self) -> bool:
         """Whether frames are decoded with a view of their neighbours."""
         return bool(self.vae["_class_name"] == TEMPORAL_VAE)
-
-    @property
-    def scaling_factor(self) -> float:
-        """Latents of the denoiser over latents of the decoder."""
-        return float(self.vae.get("scaling_factor", 0.18215))
-
-    @property
-    def force_upcast(self) -> bool:
-        """Whether the autoencoder overflows half precision, by its own word."""
-        return bool(self.vae.get("force_upcast", True))
 
     @property
     def num_frames(self) -> int:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from everyframe.core.errors import InputError, did_you_mean
 from everyframe.core.plan import Settings
 from everyframe.core.request import MAX_FRAMES, Request
+from everyframe.families.latents import check_latents
 from everyframe.families.svd.config import SVDConfig
 from everyframe.families.svd.options import SVDOptions
 from everyframe.media.read import read_image
@@ -74,7 +75,12 @@ def settle(
             ("fit", options.fit),
         ),
     )
-    _check_latents(config, request, settings)
+    check_latents(
+        request.latents,
+        (1, *latent_shape(config, settings)),
+        f"(1, frames, channels, rows, columns) for {settings.num_frames} frames of "
+        f"{settings.width}x{settings.height}",
+    )
     return settings, tuple(notes)
 
 
@@ -139,20 +145,6 @@ def _note_fit(request: Request, size: tuple[int, int], fit: str, notes: list[str
         f"the picture is {width}x{height} and is {_WAYS[fit]} to the proportions of "
         f"{size[1]}x{size[0]} (fit: {others} would be another way)"
     )
-
-
-def _check_latents(config: SVDConfig, request: Request, settings: Settings) -> None:
-    """Start noise has the shape of the video's latents, frames before channels."""
-    if request.latents is None:
-        return
-    expected = (1, *latent_shape(config, settings))
-    given = tuple(getattr(request.latents, "shape", ()))
-    if given != expected:
-        raise InputError(
-            f"latents must be an array or tensor of shape {expected} (1, frames, channels, rows, "
-            f"columns) for {settings.num_frames} frames of {settings.width}x{settings.height}, "
-            f"got {given or type(request.latents).__name__}"
-        )
 
 
 def latent_shape(config: SVDConfig, settings: Settings) -> tuple[int, int, int, int]:
