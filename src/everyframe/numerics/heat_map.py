@@ -1,0 +1,180 @@
+"""A picture of one number for each module and step: rows are modules, columns are steps.
+
+Pillow alone draws it, into the bytes of a png. Numbers are shown by their order of magnitude, from
+pale to dark; what is not finite has a colour of its own, and what is not there is white. Modules
+beyond what a page holds are drawn together, by the name of what is around them.
+Used by `everyframe.numerics.trace` and by the guard's report. Read next: `watch.py`.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Collection, Sequence
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, ImageDraw, ImageFont
+
+from everyframe.core.errors import InputError
+
+_Cell = tuple[int, int]
+_Colour = tuple[int, int, int]
+
+#: More rows than these can't be read on one page.
+MAX_ROWS = 120
+_ROW, _GAP, _TEXT, _BAR = 14, 8, 12, 220
+_WIDEST_NAME = 60
+#: Pale to dark, readable without seeing colours: a straight line in lightness.
+_SCALE: tuple[_Colour, ...] = (
+    (247, 244, 224), (214, 227, 165), (133, 199, 163), (62, 156, 174), (51, 104, 166),
+    (60, 52, 124), (38, 14, 56),
+)  # fmt: skip
+_NOT_FINITE: _Colour = (230, 30, 120)
+_NOT_THERE: _Colour = (255, 255, 255)
+_INK: _Colour = (20, 20, 20)
+
+
+def heat_map(
+    values: npt.ArrayLike,
+    rows: Sequence[str],
+    columns: Sequence[str],
+    *,
+    title: str,
+    unit: str,
+    marked: Collection[_Cell] = (),
+) -> bytes:
+    """The png of `values` (rows, columns), numbers of 0 or more.
+
+    Infinity is what is not finite, NaN what is not there. `title` stands on top, `unit` says beside
+    the scale what the numbers are, and a frame is drawn around each of the `marked` (row, column).
+
+    Raises `InputError` for no values, or as many names as there are not.
+    """
+    table = np.asarray(values, dtype=np.float64)
+    if table.ndim != 2 or table.shape != (len(rows), len(columns)) or not table.size:
+        raise InputError(
+            f"{len(rows)} names of rows and {len(columns)} of columns for values {table.shape}"
+        )
+    table, names, marks = _shortened(table, list(rows), set(marked))
+    low, high = _ends(table)
+    width = max(2, min(24, 900 // table.shape[1]))
+    pen = _Page(names, table.shape[1] * width, title, unit)
+    for (row, column), value in np.ndenumerate(table):
+        pen.cell(row, column, width, _colour(value, low, high))
+    for row, column in sorted(marks):
+        pen.frame(row, column, width)
+    pen.columns(columns, width)
+    pen.scale(low, high, bool(np.isinf(table).any()))
+    return pen.png()
+
+
+def _shortened(
+    table: npt.NDArray[np.float64], names: list[str], marks: set[_Cell]
+) -> tuple[npt.NDArray[np.float64], list[str], set[_Cell]]:
+    """At most `MAX_ROWS` rows: the largest of those with the same beginning of their name."""
+    depth = max(name.count(".") for name in names) + 1
+    groups = names
+    while len(set(groups)) > MAX_ROWS and depth > 1:
+        depth -= 1
+        groups = [".".join(name.split(".")[:depth]) for name in names]
+    places = {group: place for place, group in enumerate(dict.fromkeys(groups))}
+    if len(places) == len(names):
+        return table, names, marks
+    whole = np.full((len(places), table.shape[1]), np.nan)
+    for group, values in zip(groups, table, strict=True):
+        whole[places[group]] = np.fmax(whole[places[group]], values)
+    return whole, list(places), {(places[groups[row]], column) for row, column in marks}
+
+
+def _ends(table: npt.NDArray[np.float64]) -> tuple[int, int]:
+    """The powers of ten that the scale begins and ends with; at most twelve of them."""
+    shown = table[np.isfinite(table) & (table > 0)]
+    if not shown.size:
+        return -1, 0
+    high = math.ceil(math.log10(float(shown.max())))
+    low = max(math.floor(math.log10(float(shown.min()))), high - 12)
+    return low, max(high, low + 1)
+
+
+def _colour(value: float, low: int, high: int) -> _Colour:
+    if math.isnan(value):
+        return _NOT_THERE
+    if math.isinf(value):
+        return _NOT_FINITE
+    place = 0.0 if value <= 0 else (math.log10(value) - low) / (high - low)
+    place = min(max(place, 0.0), 1.0) * (len(_SCALE) - 1)
+    before = min(int(place), len(_SCALE) - 2)
+    share = place - before
+    pair = zip(_SCALE[before], _SCALE[before + 1], strict=True)
+    red, green, blue = (round(a + (b - a) * share) for a, b in pair)
+    return red, green, blue
+
+
+class _Page:
+    """The sheet: title, names on the left, cells, the scale at the bottom."""
+
+    def __init__(self, names: Sequence[str], width: int, title: str, unit: str) -> None:
+        self._font = ImageFont.load_default(_TEXT)
+        labels = [_cut(name) for name in names]
+        self._left = 2 * _GAP + max(round(self._font.getlength(label)) for label in labels)
+        self._top = 3 * _GAP + 2 * _TEXT
+        self._bottom = self._top + len(names) * _ROW
+        self._unit = unit
+        needed = max(width, _BAR + round(self._font.getlength(unit)) + _GAP)
+        needed = max(needed, round(self._font.getlength(title)) - self._left)
+        size = (self._left + needed + _GAP, self._bottom + 3 * _TEXT + 3 * _GAP)
+        self._sheet = Image.new("RGB", size, "white")
+        self._pen = ImageDraw.Draw(self._sheet)
+        self._write(_GAP, _GAP, title)
+        for row, label in enumerate(labels):
+            self._write(_GAP, self._top + row * _ROW, label)
+
+    def cell(self, row: int, column: int, width: int, colour: _Colour) -> None:
+        """Fill one place."""
+        x, y = self._left + column * width, self._top + row * _ROW
+        self._pen.rectangle((x, y, x + width - 1, y + _ROW - 1), fill=colour)
+
+    def frame(self, row: int, column: int, width: int) -> None:
+        """Draw around one place."""
+        x, y = self._left + column * width, self._top + row * _ROW
+        self._pen.rectangle((x - 1, y - 1, x + width, y + _ROW), outline=_NOT_FINITE, width=2)
+
+    def columns(self, names: Sequence[str], width: int) -> None:
+        """The names above the cells, as many as there is room for."""
+        end = 0
+        for column, name in enumerate(names):
+            x = self._left + column * width
+            if x >= end:
+                self._write(x, self._top - _TEXT - 4, name)
+                end = x + round(self._font.getlength(name)) + _GAP
+
+    def scale(self, low: int, high: int, has_infinite: bool) -> None:
+        """What the colours mean."""
+        y = self._bottom + _GAP
+        for place in range(_BAR):
+            value = 10 ** (low + (high - low) * place / (_BAR - 1))
+            x = self._left + place
+            self._pen.line((x, y, x, y + _TEXT), fill=_colour(value, low, high))
+        self._write(self._left + _BAR + _GAP, y - 1, self._unit)
+        self._write(self._left, y + _TEXT + 2, f"1e{low}")
+        end = f"1e{high}"
+        self._write(self._left + _BAR - round(self._font.getlength(end)), y + _TEXT + 2, end)
+        if has_infinite:
+            x, y = self._left, y + 2 * _TEXT + 4
+            self._pen.rectangle((x, y, x + _TEXT, y + _TEXT), fill=_NOT_FINITE)
+            self._write(x + _TEXT + _GAP, y - 1, "not finite")
+
+    def png(self) -> bytes:
+        """The finished picture."""
+        out = io.BytesIO()
+        self._sheet.save(out, "png", optimize=True)
+        return out.getvalue()
+
+    def _write(self, x: int, y: int, text: str) -> None:
+        self._pen.text((x, y), text, fill=_INK, font=self._font)
+
+
+def _cut(name: str) -> str:
+    """The end of a long name says more than its beginning."""
+    return name if len(name) <= _WIDEST_NAME else f"...{name[-_WIDEST_NAME + 3 :]}"
