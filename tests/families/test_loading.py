@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,8 @@ from torch import Tensor, nn
 from everyframe.checkpoints.strict import KeyMap
 from everyframe.core.errors import CheckpointError
 from everyframe.core.plan import ComponentPlan, Precision
-from everyframe.families.loading import count_parameters, load_component
+from everyframe.families import loading
+from everyframe.families.loading import count_parameters, let_go, load_component
 
 
 class Small(nn.Module):
@@ -83,3 +86,40 @@ def test_parameters_are_counted_once_and_not_allocated() -> None:
     assert count_parameters(Small) == {"inner.weight": 9, "inner.bias": 3, "table": 5}
     huge = count_parameters(lambda: nn.Linear(1_000_000, 1_000_000, bias=False))
     assert huge == {"weight": 10**12}
+
+
+def test_what_is_part_of_a_cycle_is_let_go_as_well(
+    weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    collect = gc.collect
+    monkeypatch.setattr(loading.gc, "collect", lambda: asked.append(collect()))
+    gc.disable()
+    try:
+        with let_go():
+            module = load_component(part(), Small, weights, KeyMap())
+            gone = weakref.ref(module)
+            del module
+        assert gone() is None
+        assert not asked  # it looks at everything in the process
+        with let_go():
+            module = load_component(part(), Small, weights, KeyMap())
+            module.itself = [module]
+            gone = weakref.ref(module)
+            del module
+        assert gone() is None
+        assert len(asked) == 1
+    finally:
+        gc.enable()
+
+
+def test_what_somebody_else_holds_is_nobody_elses_affair(
+    weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = load_component(part(), Small, weights, KeyMap())
+    asked: list[int] = []
+    monkeypatch.setattr(loading.gc, "collect", lambda: asked.append(1))
+    with let_go():
+        pass
+    assert held is not None
+    assert not asked

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -143,3 +145,16 @@ def test_an_offloaded_unet_of_svd_gives_the_same_bits() -> None:
         put_on = offload.apply(model, "cpu")
         assert torch.equal(answer(), expected)
     assert put_on.most_bytes < sum(p.nbytes for p in model.parameters()) / 3
+
+
+def test_it_makes_no_cycle_of_the_module() -> None:
+    model = Model()
+    offload.apply(model, "cpu")
+    model(torch.randn(2, 8))
+    gone = weakref.ref(model.blocks[0])
+    gc.disable()
+    try:
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()

@@ -8,7 +8,6 @@ bit for bit what that seed alone gives. Read next: `families/family.py`, `record
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import time
@@ -36,6 +35,7 @@ from everyframe.core.plan import Plan, Settings
 from everyframe.core.request import Request
 from everyframe.engine.record import make_record
 from everyframe.families.family import GivenFrames, Model, Stage, Take
+from everyframe.families.loading import let_go
 from everyframe.media.paths import exact_fps, sidecar_of
 from everyframe.media.pixels import fit_image, to_uint8
 from everyframe.media.read import read_image, read_video
@@ -150,9 +150,9 @@ def _done(
 def _run_stage(stage: Stage, takes: Sequence[Take], clip: int, num_clips: int) -> Iterator[Event]:
     began = time.perf_counter()
     yield StageStarted(stage.name, stage.num_steps(len(takes)), clip, num_clips)
-    yield from stage.run(takes)
-    # The generator is over, and with it the component that it held.
-    gc.collect()
+    with let_go():
+        # When the generator is over, so is the component that it held.
+        yield from stage.run(takes)
     for accelerator in (torch.cuda, torch.mps):
         if accelerator.is_available():
             accelerator.empty_cache()

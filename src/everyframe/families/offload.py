@@ -82,7 +82,8 @@ class Offload:
     def _hook(self, part: nn.Module) -> None:
         mine: list[nn.Module] = []
 
-        def come(*_: object) -> None:
+        # They are given the part, and must not hold it: it would hold itself through its hooks.
+        def come(part: nn.Module, *_: object) -> None:
             for layer in part.modules():
                 # Those that came with a unit around them stay until it goes.
                 if layer not in self._on_host and _has_own(layer):

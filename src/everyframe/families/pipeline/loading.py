@@ -19,6 +19,7 @@ from everyframe.checkpoints.folder import listing
 from everyframe.core.errors import CheckpointError, MissingPackageError
 from everyframe.core.events import Event, Loaded, Note
 from everyframe.core.plan import ComponentPlan, Plan
+from everyframe.families.loading import keep_in_sight
 from everyframe.families.pipeline.checkpoint import Files, Part
 from everyframe.families.pipeline.classes import component_class, empty_modular, pipeline_class
 from everyframe.precision import edges
@@ -79,6 +80,7 @@ def _component(where: str, part: Part, planned: ComponentPlan) -> tuple[nn.Modul
     # Parameters keep `requires_grad`, as in diffusers: torch picks other kernels without, and their
     # last bits differ. The call runs without gradients anyway.
     module.eval()
+    keep_in_sight(module)
     edges.apply(module, planned.precision, _outputs(module))
     module.to(planned.device)
     return module, sorted(map(str, report.get("unexpected_keys") or ()))
