@@ -5,17 +5,24 @@ from __future__ import annotations
 import gc
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from everyframe.checkpoints.strict import KeyMap
 from everyframe.core.errors import CheckpointError
 from everyframe.core.plan import ComponentPlan, Precision
 from everyframe.families import loading
-from everyframe.families.loading import count_parameters, let_go, load_component
+from everyframe.families.loading import (
+    build_on_meta,
+    count_parameters,
+    let_go,
+    load_component,
+)
 
 
 class Small(nn.Module):
@@ -86,6 +93,25 @@ def test_parameters_are_counted_once_and_not_allocated() -> None:
     assert count_parameters(Small) == {"inner.weight": 9, "inner.bias": 3, "table": 5}
     huge = count_parameters(lambda: nn.Linear(1_000_000, 1_000_000, bias=False))
     assert huge == {"weight": 10**12}
+
+
+def test_weights_are_not_drawn_where_there_are_no_numbers() -> None:
+    drawn: list[str] = []
+
+    class Watched(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            drawn.append(getattr(func, "__name__", ""))
+            return func(*args, **(kwargs or {}))
+
+    with Watched():
+        module = build_on_meta(lambda: nn.Linear(3, 3))
+        assert not [name for name in drawn if name.endswith("uniform_")]
+        table = torch.empty(4)
+        build_on_meta(lambda: (nn.init.ones_(table), nn.Linear(1, 1))[1])
+    assert module.weight.is_meta
+    assert torch.equal(table, torch.ones(4))
 
 
 def test_what_is_part_of_a_cycle_is_let_go_as_well(

@@ -14,10 +14,11 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from everyframe.checkpoints.strict import KeyMap, load_strictly
 from everyframe.checkpoints.tensors import TensorFile, open_checkpoint
@@ -99,8 +100,22 @@ def let_go() -> Iterator[None]:
 
 def build_on_meta(build: Callable[[], ModuleT]) -> ModuleT:
     """The module with sizes and no numbers; nothing is allocated."""
-    with torch.device("meta"):
+    with torch.device("meta"), _NothingToDraw():
         return build()
+
+
+class _NothingToDraw(TorchFunctionMode):
+    """First weights are not drawn where there are no numbers, which takes half of the building."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        if getattr(func, "__module__", "") == "torch.nn.init" and func.__name__.endswith("_"):
+            tensor: Tensor = args[0] if args else given["tensor"]
+            if tensor.is_meta:
+                return tensor
+        return func(*args, **given)
 
 
 def count_parameters(build: Callable[[], nn.Module]) -> dict[str, int]:
