@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -114,3 +115,17 @@ def _is_running(pid: int) -> bool:
 def test_signals_have_names() -> None:
     assert signal_name(8) == "SIGFPE"
     assert signal_name(250) == "signal 250"
+
+
+def test_the_callers_own_script_is_not_run_again(tmp_path: Path) -> None:
+    script = tmp_path / "film.py"
+    script.write_text(
+        "from everyframe.hardware.isolated import run_isolated\n"
+        "import math\n"
+        "print('once')\n"
+        "print(run_isolated(math.hypot, 3, 4, seconds=100).value)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=True, timeout=200
+    )
+    assert done.stdout.split() == ["once", "5.0"]

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from everyframe.ops.attention import (
+    KERNELS,
+    AttentionCore,
+    attend_by,
     attention,
+    by_kernel,
     keys_with_a_place_to_look,
     merge_heads,
     split_heads,
@@ -92,3 +98,78 @@ def test_heads_come_apart_and_together() -> None:
     assert heads.shape == (2, 4, 3, 2)
     assert heads[1, 3, 2].tolist() == x[1, 2, 6:].tolist()
     assert merge_heads(heads).equal(x)
+
+
+class Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Whether torch's fused kernel of the CPU ran, for each attention in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+    def fused(self) -> list[bool]:
+        """Since this was last asked, by the operations that every attention has one of."""
+        kinds = [("flash" in name) for name in self.names if "flash" in name or "softmax" in name]
+        self.names = []
+        return kinds
+
+
+class Two(nn.Module):
+    """Two attentions, one after the other, and a failure where it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = AttentionCore(), AttentionCore()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, fails: bool = False) -> Tensor:
+        first: Tensor = self.first(q, k, v)
+        if fails:
+            raise ValueError("planted")
+        return first + self.second(q, k, v)
+
+
+def test_a_module_is_put_on_a_kernel_and_taken_off() -> None:
+    model, given = Two(), tensors()
+    with Seen() as seen, torch.no_grad():
+        plain = attend_by(model, "math")
+        by_math = model(*given)
+        assert seen.fused() == [False, False]
+        plain.remove()
+        plain.remove()
+        by_flash = attend_by(model, "flash")
+        fast = model(*given)
+        assert seen.fused() == [True, True]
+        # The innermost wins: one attention of a fast model on the plain kernel.
+        attend_by(model.second, "math")
+        model(*given)
+        assert seen.fused() == [True, False]
+        by_flash.remove()
+    # Another order of the same sums of 8 and 5 numbers.
+    torch.testing.assert_close(fast, by_math, atol=2e-6, rtol=0)
+
+
+def test_a_call_that_fails_leaves_the_kernels_as_they_were() -> None:
+    model = Two()
+    attend_by(model, "math")
+    with Seen() as seen, torch.no_grad():
+        with pytest.raises(ValueError, match="planted"):
+            model(*tensors(), fails=True)
+        seen.fused()
+        attention(*tensors())
+        assert seen.fused() == [True]
+
+
+def test_what_a_kernel_does_not_take_is_computed_plainly() -> None:
+    q, k, v = tensors()
+    with torch.no_grad():
+        # The CPU has no such kernel at all.
+        with by_kernel("cudnn"):
+            out = attention(q, k, v)
+        with by_kernel("cudnn", strictly=True), pytest.raises(RuntimeError):
+            attention(q, k, v)
+    torch.testing.assert_close(out.double(), formula(q, k, v, None, 8**-0.5), atol=2e-6, rtol=0)
+    assert set(KERNELS.values()) <= set(SDPBackend.__members__.values())

@@ -16,10 +16,12 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 #: How much of what a process printed is kept, in letters.
@@ -59,7 +61,8 @@ def run_isolated(
 ) -> Ended:
     """Call ``function(*arguments)`` in a process of its own and say how it ended.
 
-    `function` is one of a module, its arguments and value are plain data that JSON can hold. With
+    `function` is one of a module and not of a script; its value is plain data that JSON can hold,
+    and its arguments are what pickle can send, which only this process and its child read. With
     `fresh` a new interpreter is started for it, which sees this process's environment of now. The
     process and all that it started are killed after `seconds`.
     """
@@ -89,7 +92,8 @@ def _run(
             target=_serve, args=(theirs, str(log), function, arguments), daemon=False
         )
         try:
-            process.start()
+            with _nobodys_script():
+                process.start()
         except (OSError, EOFError):
             ours.close()
             theirs.close()
@@ -139,6 +143,21 @@ def _context(fresh: bool) -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch"])
     return context
+
+
+@contextmanager
+def _nobodys_script() -> Iterator[None]:
+    """Within, the program that runs is none that a new process would import.
+
+    multiprocessing imports the caller's own script in every process that it starts, to find
+    functions there. Ours are in modules; and a script that makes a video would make it twice.
+    """
+    script = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = script
 
 
 def _answer(connection: Connection, deadline: float) -> bytes | None:

@@ -1,15 +1,32 @@
 """Softmax attention: the one place where its kernel is chosen.
 
-PyTorch's `scaled_dot_product_attention` picks the fastest kernel of its own for the device and
-never needs anything compiled or installed. Splitting a row over devices and projecting tokens to
-queries, keys and values are not done here; see the models in `everyframe.families`.
+PyTorch's `scaled_dot_product_attention` has several kernels and never needs anything compiled or
+installed. `attend_by` puts a module, ours or a foreign one, on one of them. Which one a run takes
+is not decided here (`everyframe.optimize`); splitting a row over devices and projecting tokens to
+queries, keys and values are not done here, see the models in `everyframe.families`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.hooks import RemovableHandle
+
+#: The plain kernel: two products and a softmax in float32, on every device. It holds all scores.
+PLAIN = "math"
+
+#: torch's kernels by our names. CUDA has all of them, a CPU has `flash`; elsewhere there is one.
+KERNELS: dict[str, SDPBackend] = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    PLAIN: SDPBackend.MATH,
+}
 
 
 def attention(
@@ -62,3 +79,53 @@ def keys_with_a_place_to_look(mask_BL: Tensor) -> Tensor:
     first = torch.zeros_like(mask_BL)
     first[:, 0] = ~mask_BL.any(dim=1)
     return mask_BL | first
+
+
+def by_kernel(kernel: str, *, strictly: bool = False) -> AbstractContextManager[None]:
+    """Within, torch's attention is computed by that one of `KERNELS`.
+
+    Where it does not take what it is given (a mask, a dtype) the plain kernel does it; `strictly`
+    torch raises a `RuntimeError` there.
+    """
+    wanted = [KERNELS[kernel]]
+    if not strictly and kernel != PLAIN:
+        wanted.append(KERNELS[PLAIN])
+    context: AbstractContextManager[None] = sdpa_kernel(wanted, set_priority=True)
+    return context
+
+
+class AttendBy:
+    """What `attend_by` has put on a module; `remove` takes it off. A second call does nothing."""
+
+    def __init__(self, parts: Sequence[nn.Module], kernel: str) -> None:
+        self._kernel = kernel
+        self._entered: list[AbstractContextManager[None]] = []
+        self._handles: list[RemovableHandle] = []
+        for part in parts:
+            # Around all other hooks, and left again even if the call raises.
+            self._handles.append(part.register_forward_pre_hook(self._enter, prepend=True))
+            self._handles.append(part.register_forward_hook(self._leave, always_call=True))
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _enter(self, *_: object) -> None:
+        context = by_kernel(self._kernel)
+        context.__enter__()
+        self._entered.append(context)
+
+    def _leave(self, *_: object) -> None:
+        self._entered.pop().__exit__(None, None, None)
+
+
+def attend_by(module: nn.Module, kernel: str, parts: Sequence[str] = ("",)) -> AttendBy:
+    """Compute every attention inside of `module` by that one of `KERNELS`, until it is removed.
+
+    `parts` are the dotted names of what is really called, ``""`` the module itself; an autoencoder
+    whose ``decode`` is called needs its decoder's. The innermost of several wins, so one attention
+    can be put on the plain kernel inside of a model that is on a fast one.
+    """
+    return AttendBy([module.get_submodule(part) for part in parts], kernel)
