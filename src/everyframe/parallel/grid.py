@@ -1,0 +1,123 @@
+"""The tokens of several videos and how they are dealt out over ranks: by places, or by frames.
+
+A batch of videos has B samples of T frames of S places. A *column* is one place of one sample
+through all of its frames, a *row* one frame of one sample with all of its places. What works on
+columns alone (attention in time, to a text, a feed-forward) runs where the columns are, what works
+on rows where the rows are. Both are dealt out as one long list, sample after sample, so shares are
+as even as can be whatever B, T and S are; with a rank a sample nothing has to move at all.
+
+Numbers only, no tensors. Read next: `switch`, which moves tokens from columns to rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from everyframe.parallel.partition import shares, spans, teams
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Samples, frames and places of a batch (B, T, S)."""
+
+    samples: int
+    frames: int
+    places: int
+
+    @property
+    def num_tokens(self) -> int:
+        """All of them."""
+        return self.samples * self.frames * self.places
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Some samples' places ``start`` to ``stop``, the same for each; `here` is where they begin.
+
+    `here` counts columns in the rank's own part.
+    """
+
+    samples: slice
+    places: slice
+    here: slice
+
+
+@dataclass(frozen=True)
+class Deal:
+    """A grid dealt out over ranks of these weights.
+
+    With `groups` above 1 the samples are parted first and each part has ranks of its own (guidance
+    branches apart); else all ranks share in all samples, each in as few as can be.
+    """
+
+    grid: Grid
+    weights: tuple[float, ...]
+    groups: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks there are, those with nothing to do counted in."""
+        return len(self.weights)
+
+    @cached_property
+    def columns(self) -> tuple[range, ...]:
+        """Each rank's columns, counted through all samples (B * S)."""
+        return self._dealt(self.grid.places)
+
+    @cached_property
+    def rows(self) -> tuple[range, ...]:
+        """Each rank's rows, counted through all samples (B * T)."""
+        return self._dealt(self.grid.frames)
+
+    def segments(self, rank: int) -> tuple[Segment, ...]:
+        """A rank's columns by sample; one segment where all of its samples have the same places.
+
+        Never empty: a rank without columns has one segment of no places.
+        """
+        mine, places = self.columns[rank], self.grid.places
+        pieces = list(_cut(mine, places))
+        if not pieces:
+            return (Segment(slice(0, 1), slice(0, 0), slice(0, 0)),)
+        first, last = pieces[0], pieces[-1]
+        if all(piece[1:] == first[1:] for piece in pieces):
+            _, start, stop = first
+            here = slice(0, stop - start)
+            return (Segment(slice(first[0], last[0] + 1), slice(start, stop), here),)
+        segments = []
+        for sample, start, stop in pieces:
+            begin = sample * places + start - mine.start
+            here = slice(begin, begin + stop - start)
+            segments.append(Segment(slice(sample, sample + 1), slice(start, stop), here))
+        return tuple(segments)
+
+    def moved(self, rank: int) -> int:
+        """Tokens that a rank sends to others on the way from columns to rows and back."""
+        grid, kept = self.grid, 0
+        rows = {sample: range(a, b) for sample, a, b in _cut(self.rows[rank], grid.frames)}
+        for sample, start, stop in _cut(self.columns[rank], grid.places):
+            kept += (stop - start) * len(rows.get(sample, ()))
+        held = len(self.columns[rank]) * grid.frames + len(self.rows[rank]) * grid.places
+        return held - 2 * kept
+
+    def _dealt(self, length: int) -> tuple[range, ...]:
+        """B * `length` things dealt out, sample by sample."""
+        parts = shares(self.grid.samples, [1] * self.groups)
+        dealt: list[range] = []
+        start = 0
+        for part, ranks in zip(parts, teams(self.num_ranks, parts, self.weights), strict=True):
+            dealt += spans(part * length, [self.weights[rank] for rank in ranks], start)
+            start += part * length
+        return tuple(dealt)
+
+
+def _cut(span: Sequence[int], length: int) -> Iterator[tuple[int, int, int]]:
+    """A range through all samples as (sample, start, stop) in each of them."""
+    at = span[0] if span else 0
+    end = at + len(span)
+    while at < end:
+        sample, start = divmod(at, length)
+        stop = min(length, start + end - at)
+        yield sample, start, stop
+        at += stop - start

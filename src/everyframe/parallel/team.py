@@ -1,0 +1,219 @@
+"""Ranks that work together, and the few ways in which they exchange tensors.
+
+Three kinds with one interface: `Alone` (one rank: nothing is sent), `Ranks` (processes joined by
+torch.distributed, gloo on CPUs and NCCL on CUDA) and `Imagined` (a rank of a team that is not
+there, for dry runs: shapes are right, numbers are not). All know who sends how much before they do,
+so parts may be of any size, none included, and nothing is padded. Tensors travel as bytes: any
+dtype, and what arrives is bit for bit what was sent. Every byte that leaves a rank is counted.
+
+Not here: how processes come to be and meet. Read next: `switch`, `meeting`.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from everyframe.core.errors import WorkerDiedError
+
+
+class Team(ABC):
+    """One rank's view of its team: `rank` of `size`, and the speeds of all as `weights`.
+
+    `sent` counts the bytes that left this rank, by what they were for. All ranks of a team must
+    call the same exchanges in the same order.
+    """
+
+    def __init__(self, rank: int, weights: Sequence[float]) -> None:
+        self.rank = rank
+        self.weights = tuple(weights)
+        self.sent: Counter[str] = Counter()
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return len(self.weights)
+
+    @property
+    def is_lead(self) -> bool:
+        """Whether this is the rank that speaks for the team: the first."""
+        return self.rank == 0
+
+    def all_to_all(self, x: Tensor, sizes: Sequence[Sequence[int]], what: str) -> Tensor:
+        """Rows of `x` (n, ...) go to their ranks, and what came for this one is given back.
+
+        ``sizes[p][q]`` rows go from rank p to rank q, and every rank knows all of them. Rows are
+        sent in the order of the ranks that get them, and arrive in the order of those that sent.
+        """
+        mine, theirs = sizes[self.rank], [row[self.rank] for row in sizes]
+        assert x.shape[0] == sum(mine), f"{x.shape[0]} rows to send, {sum(mine)} told"
+        self.sent[what] += (sum(mine) - mine[self.rank]) * _row_bytes(x)
+        if not any(n for p, row in enumerate(sizes) for q, n in enumerate(row) if p != q):
+            return x  # nobody has anything for another
+        out = x.new_empty((sum(theirs), *x.shape[1:]))
+        self._all_to_all(out, x, theirs, mine, what)
+        return out
+
+    def gather(self, x: Tensor, sizes: Sequence[int], what: str) -> Tensor:
+        """The rows of all ranks, one behind the other, on every rank; rank p has ``sizes[p]``."""
+        assert x.shape[0] == sizes[self.rank], f"{x.shape[0]} rows, {sizes[self.rank]} told"
+        if self.size == 1:
+            return x
+        self.sent[what] += x.shape[0] * _row_bytes(x) * (self.size - 1)
+        out = x.new_empty((sum(sizes), *x.shape[1:]))
+        parts = list(torch.split(out, list(sizes)))
+        parts[self.rank].copy_(x)
+        self._broadcast([(part, rank) for rank, part in enumerate(parts) if part.numel()], what)
+        return out
+
+    def broadcast(self, x: Tensor, source: int, what: str) -> Tensor:
+        """`x` of rank `source` on every rank; elsewhere `x` is what it is written into."""
+        if self.size > 1 and x.numel():
+            x = x.contiguous()
+            if self.rank == source:
+                self.sent[what] += x.nbytes * (self.size - 1)
+            self._broadcast([(x, source)], what)
+        return x
+
+    def sum(self, x: Tensor, what: str) -> Tensor:
+        """The sum over all ranks, added up in their order: the same bits on every rank."""
+        each = self.gather(x[None], [1] * self.size, what)
+        total = each[0]
+        for other in each[1:]:
+            total = total + other
+        return total
+
+    def share(self, values: Sequence[Tensor] | None, source: int, what: str) -> list[Tensor]:
+        """Tensors of rank `source`, whose number and shapes the others don't know, on the CPU."""
+        if self.size == 1:
+            assert values is not None
+            return list(values)
+        told = self.tell(
+            None if values is None else [[list(v.shape), _name(v.dtype)] for v in values],
+            source, what,
+        )  # fmt: skip
+        if values is None:
+            values = [torch.empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in told]
+        return [self.broadcast(value.cpu(), source, what) for value in values]
+
+    def tell(self, value: Any, source: int, what: str) -> Any:
+        """Plain data (what JSON holds) of rank `source` on every rank."""
+        if self.size == 1:
+            return value
+        written = json.dumps(value).encode() if self.rank == source else b""
+        length = self.broadcast(torch.tensor([len(written)]), source, what)
+        data = torch.empty(int(length), dtype=torch.uint8)
+        if self.rank == source:
+            data = torch.frombuffer(bytearray(written), dtype=torch.uint8)
+        return json.loads(bytes(self.broadcast(data, source, what).tolist()))
+
+    def tell_all(self, value: Any, what: str) -> list[Any]:
+        """Plain data of every rank, in their order, on every rank."""
+        return [self.tell(value, source, what) for source in range(self.size)]
+
+    @abstractmethod
+    def _all_to_all(
+        self, out: Tensor, x: Tensor, receive: Sequence[int], send: Sequence[int], what: str
+    ) -> None: ...
+
+    @abstractmethod
+    def _broadcast(self, parts: Sequence[tuple[Tensor, int]], what: str) -> None:
+        """Each contiguous tensor is filled with what its source rank has in it."""
+
+
+class Alone(Team):
+    """A team of one."""
+
+    def __init__(self) -> None:
+        super().__init__(0, (1.0,))
+
+    def _all_to_all(self, *_: object) -> None:
+        raise AssertionError("a rank alone has nobody to send to")
+
+    def _broadcast(self, *_: object) -> None:
+        raise AssertionError("a rank alone has nobody to send to")
+
+
+class Imagined(Team):
+    """A rank of a team that is not there; what it would receive is left as it was made."""
+
+    def _all_to_all(self, *_: object) -> None:
+        pass
+
+    def _broadcast(self, *_: object) -> None:
+        pass
+
+
+class Ranks(Team):
+    """This process among those of a torch.distributed group; None is the group of all."""
+
+    def __init__(
+        self, weights: Sequence[float] | None = None, group: dist.ProcessGroup | None = None
+    ) -> None:
+        size = dist.get_world_size(group)
+        super().__init__(dist.get_rank(group), (1.0,) * size if weights is None else weights)
+        assert len(self.weights) == size, f"{len(self.weights)} weights for {size} ranks"
+        self._group = group
+        whole = dist.group.WORLD if group is None else group
+        assert whole is not None
+        self._members = dist.get_process_group_ranks(whole)
+
+    def _all_to_all(
+        self, out: Tensor, x: Tensor, receive: Sequence[int], send: Sequence[int], what: str
+    ) -> None:
+        each = _row_bytes(x)
+        with _told(what):
+            dist.all_to_all_single(
+                _bytes(out), _bytes(x.contiguous()),
+                [n * each for n in receive], [n * each for n in send], group=self._group,
+            )  # fmt: skip
+
+    def _broadcast(self, parts: Sequence[tuple[Tensor, int]], what: str) -> None:
+        with _told(what):
+            waiting = [
+                dist.broadcast(_bytes(x), self._members[source], self._group, async_op=True)
+                for x, source in parts
+            ]
+            for each in waiting:
+                each.wait()
+
+
+class _told:  # noqa: N801 - used like a function
+    """An exchange that breaks is told as what it is: another rank went away or does not answer."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RuntimeError):
+            said = str(error).strip().splitlines()[0] if str(error).strip() else "no word"
+            raise WorkerDiedError(
+                f"another rank went away or did not answer while {self._what} ({said})"
+            ) from error
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """A contiguous tensor seen as its bytes."""
+    return x.view(-1).view(torch.uint8)
+
+
+def _row_bytes(x: Tensor) -> int:
+    """Bytes of one row of (n, ...)."""
+    rows = x.element_size()
+    for length in x.shape[1:]:
+        rows *= length
+    return rows
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

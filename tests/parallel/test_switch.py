@@ -1,0 +1,164 @@
+"""Columns become rows and columns again, bit for bit, among any number of ranks.
+
+What each rank should hold is told by plain indexing of the whole tensor; bytes are counted by the
+tests themselves, where torch.distributed is called.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from everyframe.parallel.grid import Deal, Grid
+from everyframe.parallel.switch import Switch
+from everyframe.parallel.team import Imagined, Team
+from ranks import Group, in_every_size, ranks
+
+__all__ = ["ranks"]
+
+GRIDS = [
+    Grid(1, 16, 12),
+    Grid(2, 15, 12),
+    Grid(2, 3, 7),
+    Grid(3, 2, 5),
+    Grid(2, 1, 4),  # a picture: fewer rows than ranks
+    Grid(1, 2, 1),  # one token a frame
+]
+
+
+def whole(grid: Grid, channels: int = 3) -> Tensor:
+    numbers = torch.arange(grid.num_tokens * channels, dtype=torch.float64)
+    return numbers.view(grid.samples, grid.frames, grid.places, channels)
+
+
+def moved(team: Team, grid: Grid, groups: int, dtype: torch.dtype) -> dict[str, Any]:
+    """One rank's way to rows, back and to the whole, and bytes that it sent."""
+    import torch.distributed as dist
+
+    x = whole(grid).to(dtype)
+    switch = Switch(Deal(grid, team.weights, groups), team)
+    mine = switch.take(x)
+    sent, before = 0, dist.all_to_all_single
+
+    def counting(out: Tensor, given: Tensor, receive: Any, send: list[int], **named: Any) -> None:
+        nonlocal sent
+        sent += sum(send) - send[team.rank]
+        before(out, given, receive, send, **named)
+
+    dist.all_to_all_single = counting
+    try:
+        rows = switch.to_rows(mine)
+        back = switch.to_columns(rows)
+    finally:
+        dist.all_to_all_single = before
+    return {
+        "columns": mine,
+        "rows": rows,
+        "back": back,
+        "whole": switch.gather(mine),
+        "sent": sent,
+        "counted": sum(number for what, number in team.sent.items() if "frames" in what),
+        "all sent": team.sent.total(),
+    }
+
+
+@in_every_size
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_what_is_moved_is_what_indexing_gives(
+    ranks: Group, size: int, grid: Grid, groups: int
+) -> None:
+    groups = min(groups, size, grid.samples)
+    deal, x = Deal(grid, (1.0,) * size, groups), whole(grid)
+    rows = x.flatten(0, 1)
+    columns = x.transpose(1, 2).flatten(0, 1)  # (B S, T, C)
+    num_columns = num_rows = 0
+    for rank, found in enumerate(ranks.run(size, moved, grid, groups, torch.float64)):
+        mine = deal.rows[rank]
+        assert torch.equal(found["rows"][0], rows[mine.start : mine.stop])
+        held = found["columns"].transpose(1, 2).flatten(0, 1)
+        assert torch.equal(held, columns[deal.columns[rank].start : deal.columns[rank].stop])
+        assert torch.equal(found["back"], found["columns"])
+        assert torch.equal(found["whole"], x)
+        num_columns += len(held)
+        num_rows += len(found["rows"][0])
+        assert found["sent"] == deal.moved(rank) * 3 * 8
+    assert num_columns == grid.samples * grid.places  # none twice, none padded
+    assert num_rows == grid.samples * grid.frames
+
+
+@pytest.mark.parametrize("weights", [(3.0, 1.0), (1.0, 0.0, 2.0), (5.0, 1.0, 1.0, 1.0, 1.0)])
+def test_shares_of_any_weight(ranks: Group, weights: tuple[float, ...]) -> None:
+    grid = Grid(2, 5, 9)
+    found = ranks.run(len(weights), moved, grid, 1, torch.float64, weights=weights)
+    for rank, each in enumerate(found):
+        ideal = Fraction(18) * Fraction(weights[rank]) / sum(map(Fraction, weights))
+        assert abs(each["columns"].shape[2] - ideal) < 1
+        assert torch.equal(each["back"], each["columns"])
+        assert torch.equal(each["whole"], whole(grid))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int64])
+def test_any_dtype_arrives_bit_for_bit(ranks: Group, dtype: torch.dtype) -> None:
+    grid = Grid(2, 4, 7)
+    for each in ranks.run(3, moved, grid, 1, dtype):
+        assert each["whole"].dtype == each["rows"].dtype == dtype
+        assert torch.equal(each["back"], each["columns"])
+        assert torch.equal(each["whole"], whole(grid).to(dtype))
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_bytes_are_those_of_the_formula(ranks: Group, size: int) -> None:
+    """2 units: one to rows, one back. Sizes that divide, so that the formula is whole."""
+    grid = Grid(1, 30, 30)
+    unit = Fraction(grid.num_tokens * 3 * 8 * (size - 1), size**2)
+    for found in ranks.run(size, moved, grid, 1, torch.float64):
+        assert found["sent"] == 2 * unit
+        assert found["counted"] == found["sent"]
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_two_samples_never_send_more(ranks: Group, size: int) -> None:
+    """Each rank in as few samples as can be: nothing at all where there is a rank a sample."""
+    grid = Grid(2, 30, 30)
+    unit = Fraction(grid.num_tokens * 3 * 8 * (size - 1), size**2)
+    sent = [found["sent"] for found in ranks.run(size, moved, grid, 1, torch.float64)]
+    assert max(sent) <= 2 * unit
+    assert sum(sent) < 2 * unit * size
+    assert size != 2 or sent == [0, 0]
+
+
+def test_an_imagined_rank_has_the_shapes_and_bytes_of_a_real_one(ranks: Group) -> None:
+    grid = Grid(2, 5, 7)
+    for rank, real in enumerate(ranks.run(3, moved, grid, 1, torch.float64)):
+        imagined = Imagined(rank, (1.0,) * 3)
+        found = moved(imagined, grid, 1, torch.float64)
+        for name in ("columns", "rows", "back", "whole"):
+            assert found[name].shape == real[name].shape
+        assert found["all sent"] == real["all sent"] > 0
+
+
+def statistics(team: Team) -> dict[str, Any]:
+    x = torch.tensor([0.1, 0.7]) * (team.rank + 1)
+    told = team.share([x, x.to(torch.bfloat16)] if team.rank == 1 else None, 1, "sharing")
+    return {
+        "sum": team.sum(x, "adding"),
+        "told": team.tell_all({"rank": team.rank, "ä": [1.5, None]}, "telling"),
+        "shared": told,
+        "sent": dict(team.sent),
+    }
+
+
+def test_sums_are_the_same_bits_everywhere_and_values_arrive(ranks: Group) -> None:
+    found = ranks.run(3, statistics)
+    x = torch.tensor([0.1, 0.7])
+    for each in found:
+        assert torch.equal(each["sum"], x + x * 2 + x * 3)
+        assert each["told"] == [{"rank": r, "ä": [1.5, None]} for r in range(3)]
+        assert torch.equal(each["shared"][0], x * 2)
+        assert torch.equal(each["shared"][1], (x * 2).to(torch.bfloat16))
+        assert each["sent"]["adding"] == 2 * 4 * 2  # two floats to two others
