@@ -66,11 +66,14 @@ class Group:
         self._folder.cleanup()
 
     def _answer(self, pipe: Any) -> Any:
-        if not pipe.poll(PATIENCE):
-            for process in self._processes:
-                process.kill()
-            raise RankError("a rank did not answer")
-        return pipe.recv()
+        try:
+            if pipe.poll(PATIENCE):
+                return pipe.recv()
+        except EOFError:
+            raise RankError("a rank died") from None
+        for process in self._processes:
+            process.kill()
+        raise RankError("a rank did not answer")
 
 
 class RankError(Exception):

@@ -31,6 +31,11 @@ def gated_add(x_BTSC: Tensor, branch_BTSC: Tensor, gate_BF1C: Tensor) -> Tensor:
     return torch.addcmul(x_BTSC, branch_BTSC, gate_BF1C)
 
 
+def pick_frames(x_BTSC: Tensor, other_BTSC: Tensor, mask_BT11: Tensor) -> Tensor:
+    """`x` in frames where the mask is True, `other` in those where it is False."""
+    return torch.where(mask_BT11, x_BTSC, other_BTSC)
+
+
 class ModulationTables(nn.Module):
     """`modulation_tables` as a module."""
 
@@ -57,3 +62,10 @@ class Add(nn.Module):
 
     def forward(self, x_BTSC: Tensor, branch_BTSC: Tensor) -> Tensor:
         return x_BTSC + branch_BTSC
+
+
+class PickFrames(nn.Module):
+    """`pick_frames` as a module."""
+
+    def forward(self, x_BTSC: Tensor, other_BTSC: Tensor, mask_BT11: Tensor) -> Tensor:
+        return pick_frames(x_BTSC, other_BTSC, mask_BT11)

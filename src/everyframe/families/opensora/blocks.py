@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from everyframe.families.opensora.context import KeysValues
 from everyframe.ops.attention import AttentionCore, merge_heads, split_heads
-from everyframe.ops.modulation import Modulate, ModulationTables
+from everyframe.ops.modulation import Modulate, ModulationTables, PickFrames
 from everyframe.ops.norm import LayerNorm, RMSNorm
 from everyframe.ops.rope import RotaryTable, Rotate
 from everyframe.ops.timestep_embedding import TimestepEmbedding
@@ -203,6 +203,7 @@ class FinalLayer(nn.Module):
         self.modulation = ModulationTables()
         self.norm_final = LayerNorm()
         self.modulate = Modulate()
+        self.pick = PickFrames()
         self.linear = nn.Linear(hidden_size, out_size)
 
     def forward(
@@ -218,7 +219,7 @@ class FinalLayer(nn.Module):
             # Upstream normalises and modulates given frames twice, first with t, then with t0;
             # its weights were trained with that.
             again = self._modulated(x_BTSC, t0_BC)
-            x_BTSC = torch.where(x_mask_BT[:, :, None, None], x_BTSC, again)
+            x_BTSC = self.pick(x_BTSC, again, x_mask_BT[:, :, None, None])
         out: Tensor = self.linear(x_BTSC)
         return out
 

@@ -89,6 +89,7 @@ class STDiT(nn.Module):
         size = config.hidden_size
         volume = config.patch_size[0] * config.patch_size[1] * config.patch_size[2]
         self.x_embedder = PatchEmbed(config.in_channels, size, config.patch_size)
+        self.add_positions = Add()
         self.t_embedder = ScalarEmbedder(size)
         self.t_block = nn.Sequential(nn.SiLU(), nn.Linear(size, 6 * size))
         self.y_embedder = CaptionEmbedder(config.caption_channels, size, config.model_max_length)
@@ -130,7 +131,7 @@ class STDiT(nn.Module):
         grid = token_grid(latent_size, self.config.patch_size)
         x_BTSC = at_least_float32(self.x_embedder(x))
         dtype, device = x_BTSC.dtype, x.device
-        x_BTSC = x_BTSC + self._space_positions(grid, dtype, device)
+        x_BTSC = self.add_positions(x_BTSC, self._space_positions(grid, dtype, device))
 
         t_BC = self.t_embedder(per_sample(t, "t", x))
         t_B16C = self.t_block(t_BC).unflatten(-1, (6, -1))[:, None]

@@ -90,6 +90,7 @@ class STDiT3(nn.Module):
         volume = config.patch_size[0] * config.patch_size[1] * config.patch_size[2]
         self.rope = RotaryEmbedding(config.head_size)
         self.x_embedder = PatchEmbed(config.in_channels, size, config.patch_size)
+        self.add_positions = Add()
         self.t_embedder = ScalarEmbedder(size)
         self.fps_embedder = ScalarEmbedder(size)
         self.t_block = nn.Sequential(nn.SiLU(), nn.Linear(size, 6 * size))
@@ -154,7 +155,8 @@ class STDiT3(nn.Module):
         x_BTSC = at_least_float32(self.x_embedder(x))
         dtype, device = x_BTSC.dtype, x.device
         pixels = numbers(height, "height", x), numbers(width, "width", x)
-        x_BTSC = x_BTSC + self._positions(grid, list(zip(*pixels, strict=True)), dtype, device)
+        positions = self._positions(grid, list(zip(*pixels, strict=True)), dtype, device)
+        x_BTSC = self.add_positions(x_BTSC, positions)
 
         t = per_sample(t, "t", x)
         fps_BC = self.fps_embedder(per_sample(fps, "fps", x))
