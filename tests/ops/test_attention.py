@@ -61,6 +61,7 @@ class Metal:
 
     dtype = torch.float32
     device = torch.device("mps")
+    shape = (1, 1, 2, 2)
 
     def __init__(self, is_contiguous: bool = False) -> None:
         self.is_contiguous = is_contiguous
@@ -83,6 +84,15 @@ def test_apples_kernel_gets_tensors_in_order(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", kernel)
     attention(Metal(), Metal(), Metal())  # type: ignore[arg-type]
     assert [tensor.is_contiguous for tensor in given] == [True, True, True]
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 3, 4), (1, 2, 0, 4)])
+def test_nothing_asked_is_nothing_answered(shape: tuple[int, ...]) -> None:
+    keys = torch.ones(max(shape[0], 1) if shape[2] == 0 else 0, 2, 5, 4)
+    values = torch.ones(len(keys), 2, 5, 6, dtype=torch.bfloat16)
+    answer = attention(torch.ones(shape), keys, values)
+    assert answer.shape == (*shape[:-1], 6)
+    assert answer.dtype == torch.bfloat16
 
 
 def test_a_row_without_keys_gets_one_to_look_at() -> None:

@@ -43,7 +43,7 @@ def attention(
     A query that may look at no key has no defined result, so every row needs one True.
     `scale` defaults to ``1 / sqrt(D)``.
     """
-    if not q_BHQD.numel():  # a rank without a row has nothing to ask, and kernels refuse that
+    if 0 in q_BHQD.shape:  # a rank without a row has nothing to ask, and kernels refuse that
         return v_BHLD.new_empty((*q_BHQD.shape[:-1], v_BHLD.shape[-1]))
     # Queries and keys come out of norms and rotations that may be wider than the projection that
     # made them; the kernels want one dtype, and that of the values is the one chosen for products.
