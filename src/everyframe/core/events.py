@@ -98,6 +98,7 @@ class Repaired(Event):
     In step `step` of `stage`, `operation` in `module` of `component` made it in `dtype`; `cause` is
     ``range``, ``kernel``, ``formula``, ``unclear``, or ``blank`` for frames of one colour. `raised`
     is what runs in `to` from now on: the module, or what is around it where its parts must agree.
+    `seed` is that of the video that it was needed for, None where it was for all of them.
     """
 
     type: ClassVar[str] = "repaired"
@@ -111,6 +112,7 @@ class Repaired(Event):
     raised: str
     to: str
     text: str
+    seed: int | None = None
 
 
 @dataclass(frozen=True)

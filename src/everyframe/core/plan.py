@@ -74,6 +74,19 @@ class Precision:
 
 
 @dataclass(frozen=True)
+class Remedy:
+    """A repair: `module` of `component`, by its dotted name, runs in `to` where `dtype` is wanted.
+
+    The whole component where the name is empty. Dtypes by torch's names.
+    """
+
+    component: str
+    module: str
+    to: str
+    dtype: str
+
+
+@dataclass(frozen=True)
 class ComponentPlan:
     """One part of the model: what it is read from, where and in which precision it runs.
 

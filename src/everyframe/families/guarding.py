@@ -5,27 +5,27 @@ checked, the call, whose inputs are still there, is repeated until the first ope
 such a value, and the module around that operation is raised by one rung of precision; so on until
 the result is finite, or no rung is left, which is an error that names the place. A stage hands on
 `events` of what was repaired. Without a hit nothing is computed that would not be without a guard,
-so nothing changes. Read next: `everyframe.numerics.locate`, `everyframe.precision.raising`.
+so nothing changes. Read next: `repairing.py`, `everyframe.numerics.locate`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from everyframe.core.errors import NumericsError
 from everyframe.core.events import Event, Note, Repaired
-from everyframe.core.plan import Plan
+from everyframe.core.plan import Plan, Remedy
+from everyframe.families.repairing import Repairs
 from everyframe.hardware.peak import memory_verdict
 from everyframe.numerics.locate import Fault, bad_weights, locate
-from everyframe.numerics.watch import blank_frames, range_of
+from everyframe.numerics.watch import Range, blank_frames, range_of
 from everyframe.precision.dtypes import dtype_name
-from everyframe.precision.raising import Raised, is_below, narrowest, next_rung
 
 _Result = TypeVar("_Result")
 
@@ -52,14 +52,53 @@ _CAUSES: dict[str, str] = {
 
 
 class Guard:
-    """Watches the components `parts` of one stage, by name, for as long as the stage runs."""
+    """Watches the components `parts` of one stage, by name, for as long as the stage runs.
 
-    def __init__(self, plan: Plan, stage: str, parts: Mapping[str, nn.Module]) -> None:
+    What it counts, and what of, is told in its messages: "step 3 of denoise", where nothing else is
+    said.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        stage: str,
+        parts: Mapping[str, nn.Module],
+        *,
+        counts: str = "step",
+        of: str = "",
+    ) -> None:
         self._plan = plan
         self._stage = stage
         self._parts = dict(parts)
-        self._raised: dict[tuple[str, str], torch.dtype] = {}
+        self._counted = (counts, of or stage)
+        self._repairs = Repairs(plan.device, parts)
         self._events: list[Event] = []
+        self._seed: int | None = None
+        self._of_others: dict[int, tuple[Remedy, ...]] = {}
+        self._largest = 0.0
+
+    @property
+    def has_repaired(self) -> bool:
+        """Whether anything is repaired for the video that is being made."""
+        return bool(self._repairs)
+
+    def take(self, seed: int) -> None:
+        """From here on the video with this seed is worked on, as it would be alone.
+
+        It has the repairs that it needed before, and not those of another.
+        """
+        if seed == self._seed:
+            return
+        if self._seed is not None:
+            self._of_others[self._seed] = self._repairs.all()
+        self._repairs.undo()
+        for remedy in self._of_others.pop(seed, ()):
+            self._repairs.put_on(remedy)
+        self._seed, self._largest = seed, 0.0
+
+    def end(self) -> None:
+        """Take every repair off; the components are as they were, bit for bit."""
+        self._repairs.undo()
 
     def events(self) -> Iterator[Event]:
         """What was repaired and noticed since this was last asked."""
@@ -84,6 +123,15 @@ class Guard:
         """
         return _Denoiser(self, make)
 
+    def answered(self, step: int, seen: Range) -> None:
+        """Note an answer of a denoiser that is far larger than any before."""
+        if self._largest and seen.largest > _JUMP * self._largest:
+            self.note(
+                f"{self.place(step)}: the model's answer reaches {seen.largest:.3g}, and none "
+                f"before went beyond {self._largest:.3g}"
+            )
+        self._largest = max(self._largest, seen.largest)
+
     def latents(self, step: int, latents: Tensor) -> None:
         """Look at a sampler's state.
 
@@ -101,28 +149,43 @@ class Guard:
     ) -> Tensor:
         """Pixels (T, ...) around -1..1 that are finite and, if it can be helped, not blank.
 
+        See `not_blank`.
+        """
+        pixels = self.call(step, compute)
+        return self.not_blank(step, pixels, compute, latents, is_asked=is_asked)
+
+    def not_blank(
+        self,
+        step: int,
+        result: _Result,
+        compute: Callable[[], _Result],
+        latents: Tensor,
+        pixels_of: Callable[[Any], Tensor] = lambda result: result,
+        *,
+        is_asked: bool = False,
+    ) -> _Result:
+        """The result, which `compute` gave, or a better one; `pixels_of` it are frames (T, ...).
+
         Frames of one colour from latents that aren't are decoded again in float32, unless the
         prompt asks for such or `is_asked` (a given frame is). What stays blank is noted.
         """
-        pixels = self.call(step, compute)
+        pixels = pixels_of(result)
         blank = blank_frames(pixels, -1, 1, _ONE_COLOUR)
-        if not blank or is_asked or _ASKS_FOR_BLANK.search(self._plan.settings.prompt):
-            return pixels
+        if not blank or is_asked or asks_for_blank(self._plan.settings.prompt):
+            return result
         seen = range_of(latents)
         if seen.low == seen.high:
-            return pixels
-        narrow = [name for name, part in self._parts.items() if narrowest(part) != torch.float32]
-        if narrow:
-            again = self._in_float32(narrow, step, compute, len(blank))
+            return result
+        wide = self._repairs.widest()
+        if wide:
+            again = self._in_float32(wide, step, compute, pixels_of, len(blank))
             if again is not None:
                 return again
-        self._events.append(
-            Note(
-                f"{self._where(step)}: {len(blank)} of {len(pixels)} frames are of one colour "
-                "though their latents are not, in float32 too; they are written as they are"
-            )
+        self.note(
+            f"{self._where(step)}: {len(blank)} of {len(pixels)} frames are of one colour "
+            "though their latents are not, in float32 too; they are written as they are"
         )
-        return pixels
+        return result
 
     def note(self, text: str) -> None:
         """Something to be told, though nothing was changed."""
@@ -135,21 +198,26 @@ class Guard:
             NumericsError: nothing helps.
         """
         self._check_weights(step)
-        done: list[_Repair] = []
+        done: list[_Done] = []
         while True:
             try:
                 fault, _ = locate(self._parts, compute)
             except RuntimeError as error:
-                if not done or not done[-1].raised or isinstance(error, torch.OutOfMemoryError):
+                if not done or isinstance(error, torch.OutOfMemoryError):
                     raise
                 # Two dtypes met beside what was raised: what is around it goes along.
                 last = done.pop()
-                fault, name = last.fault, _around(last.raised)
+                fault, remedy = last.fault, self._repairs.around(last.remedy)
+                if remedy is None:
+                    raise
             else:
                 if fault is None:
                     break
-                name = "" if len(done) >= _MAX_RAISED else fault.module
-            done.append(self._raise(step, fault, name))
+                remedy = self._repairs.for_fault(fault, whole=len(done) >= _MAX_RAISED)
+            if remedy is None:
+                raise self._beyond_repair(step, fault)
+            self._repairs.put_on(remedy)
+            done.append(_Done(fault, remedy))
         result = compute()
         if not range_of(result).is_finite:
             raise NumericsError(
@@ -158,65 +226,57 @@ class Guard:
             )
         if not done:
             self.note(f"{self._where(step)}: values were not finite, and are when repeated")
-        self._events += [self._event(step, repair) for repair in done]
+        self._events += [self._event(step, each) for each in done]
         return result
 
-    def _raise(self, step: int, fault: Fault, name: str) -> _Repair:
-        """Put the module of that name, or what is around it, on the fault's next rung."""
-        to = next_rung(fault.dtype, self._plan.device)
-        if to is not None and fault.cause == "formula":
-            to = torch.float32
-        if fault.part and to is not None:
-            while name and not self._is_below(fault.part, name, to):
-                name = _around(name)
-            if self._is_below(fault.part, name, to):
-                Raised(self._parts[fault.part].get_submodule(name), to)
-                self._raised[fault.part, name] = to
-                return _Repair(fault, name, to)
-        raise NumericsError(
+    def _beyond_repair(self, step: int, fault: Fault) -> NumericsError:
+        return NumericsError(
             f"{self._where(step)}: {_told(fault, fault.cause)}. No wider precision helps, and "
             "nothing was written; other settings (size, guidance, steps) may not reach this"
         )
 
-    def _is_below(self, part: str, name: str, to: torch.dtype) -> bool:
-        """Whether that module was not put on that rung before."""
-        before = self._raised.get((part, name))
-        return before is None or is_below(before, to)
-
-    def _event(self, step: int, repair: _Repair) -> Repaired:
-        fault, to = repair.fault, dtype_name(repair.to)
+    def _event(self, step: int, done: _Done) -> Repaired:
+        fault, remedy = done.fault, done.remedy
         # It went well in float32, so the formula is right.
         cause, why = ("range", "lost") if fault.cause == "formula" else (fault.cause, fault.cause)
-        raised = ".".join(each for each in (fault.part, repair.raised) if each)
-        text = f"{self._where(step)}: {_told(fault, why)}. {raised} runs in {to} from here on"
+        raised = ".".join(each for each in (remedy.component, remedy.module) if each)
+        text = (
+            f"{self._where(step)}: {_told(fault, why)}. {raised} runs in {remedy.to} from here on"
+        )
         dtype = dtype_name(fault.dtype)
         return Repaired(
             self._stage, step, fault.part, fault.module, fault.operation, cause, dtype,
-            repair.raised, to, text,
+            remedy.module, remedy.to, text, self._seed,
         )  # fmt: skip
 
     def _in_float32(
-        self, names: list[str], step: int, compute: Callable[[], Tensor], num_blank: int
-    ) -> Tensor | None:
-        """Pixels by whole components in float32, which stay so if fewer frames are blank then."""
-        dtype = dtype_name(narrowest(self._parts[names[0]]) or torch.float32)
-        raised = [Raised(self._parts[name], torch.float32) for name in names]
-        pixels = compute()
-        is_better = range_of(pixels).is_finite
-        if not is_better or len(blank_frames(pixels, -1, 1, _ONE_COLOUR)) >= num_blank:
-            for each in raised:
-                each.undo()
+        self,
+        wide: Sequence[Remedy],
+        step: int,
+        compute: Callable[[], _Result],
+        pixels_of: Callable[[Any], Tensor],
+        num_blank: int,
+    ) -> _Result | None:
+        """The result by whole components in float32, which stay so if fewer frames are blank."""
+        for remedy in wide:
+            self._repairs.put_on(remedy)
+        result = compute()
+        is_better = range_of(result).is_finite
+        if not is_better or len(blank_frames(pixels_of(result), -1, 1, _ONE_COLOUR)) >= num_blank:
+            for remedy in reversed(wide):
+                self._repairs.take_off(remedy)
             return None
-        self._raised |= {(name, ""): torch.float32 for name in names}
+        names, dtype = [remedy.component for remedy in wide], wide[0].dtype
         text = (
             f"{self._where(step)}: {num_blank} frames were of one colour in {dtype} and are not in "
             f"float32; {' and '.join(names)} runs in float32 from here on"
         )
         self._events += [
-            Repaired(self._stage, step, name, "", "", "blank", dtype, "", "float32", text)
+            Repaired(self._stage, step, name, "", "", "blank", dtype, "", "float32", text,
+                     self._seed)
             for name in names
-        ]
-        return pixels
+        ]  # fmt: skip
+        return result
 
     def _check_weights(self, step: int) -> None:
         bad = bad_weights(self._parts)
@@ -231,18 +291,22 @@ class Guard:
             f"{dtype_name(tensor.dtype)}; --dtype fp32 tells which. Nothing was written"
         )
 
+    def place(self, step: int) -> str:
+        """Such as "step 3 of denoise"."""
+        counts, of = self._counted
+        return f"{counts} {step} of {of}"
+
     def _where(self, step: int) -> str:
         memory = memory_verdict(self._plan.device)
-        return f"step {step} of {self._stage}" + (f" ({memory})" if memory else "")
+        return self.place(step) + (f" ({memory})" if memory else "")
 
 
 @dataclass(frozen=True)
-class _Repair:
-    """A fault, and the module, by dotted name in its component, that was put to `to` for it."""
+class _Done:
+    """A fault, and what was done about it."""
 
     fault: Fault
-    raised: str
-    to: torch.dtype
+    remedy: Remedy
 
 
 class _Denoiser:
@@ -253,7 +317,6 @@ class _Denoiser:
         self._make = make
         self._denoise = make()
         self._step = 0
-        self._largest = 0.0
 
     def __call__(self, *given: Tensor) -> Tensor:
         self._step += 1
@@ -267,17 +330,13 @@ class _Denoiser:
 
             answer = self._guard.repaired(self._step, again)
             seen = range_of(answer)
-        if self._largest and seen.largest > _JUMP * self._largest:
-            self._guard.note(
-                f"step {self._step}: the model's answer reaches {seen.largest:.3g}, and no step "
-                f"before went beyond {self._largest:.3g}"
-            )
-        self._largest = max(self._largest, seen.largest)
+        self._guard.answered(self._step, seen)
         return answer
 
 
-def _around(name: str) -> str:
-    return name.rpartition(".")[0]
+def asks_for_blank(prompt: str) -> bool:
+    """Whether frames of one colour are what the prompt asks for."""
+    return _ASKS_FOR_BLANK.search(prompt) is not None
 
 
 def _told(fault: Fault, why: str) -> str:

@@ -27,6 +27,7 @@ def denoised(
     done = 0
     for take in takes:
         begun = time.perf_counter()
+        guard.take(take.seed)
         for step in sample(take):
             guard.latents(step.index + 1, step.x)
             yield from guard.events()

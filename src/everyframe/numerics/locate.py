@@ -8,8 +8,9 @@ only. Not here: what is done about it (`everyframe.families.guarding`). Read nex
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -31,7 +32,7 @@ _ON_PURPOSE = (
 )  # fmt: skip
 
 #: What torch calls otherwise than a person does.
-_SPOKEN = {"to": "cast", "to_copy": "cast"}
+_SPOKEN = {"to": "cast", "to_copy": "cast", "addmm": "linear"}
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def locate(
     """Repeat `compute`, which calls these modules: the first fault, or None and the result."""
     run = _Run()
     try:
-        with _followed(parts, run.stack), run:
+        with _eager(), _followed(parts, run.stack), run:
             return None, compute()
     except _Found:
         return run.fault, None
@@ -91,6 +92,14 @@ def bad_weights(parts: Mapping[str, nn.Module]) -> list[tuple[str, Tensor]]:
 
 class _Found(BaseException):
     """Ends the repeated call; never leaves this module. No model's own handler may catch it."""
+
+
+def _eager() -> AbstractContextManager[Any]:
+    """What was compiled is run as it was written: to an onlooker it would be one operation."""
+    if "torch._dynamo" not in sys.modules:  # nothing was compiled, and it takes seconds to import
+        return nullcontext()
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 @contextmanager

@@ -89,6 +89,21 @@ def apply(module: nn.Module, precision: Precision, outputs: tuple[str, ...] = ("
     return Edges(handles)
 
 
+def join(module: nn.Module) -> Edges:
+    """Hook the edges of the modules inside, where they are not; parameters stay as they are.
+
+    For a module that nobody put a precision on, and in which two dtypes are about to be. Where all
+    is of one dtype the hooks change nothing.
+    """
+    bare = [part for part in module.modules() if _multiplies_its_inputs(part) and not _casts(part)]
+    hook = _CastInputs()
+    return Edges([part.register_forward_pre_hook(hook, with_kwargs=True) for part in bare])
+
+
+def _casts(part: nn.Module) -> bool:
+    return any(isinstance(hook, _CastInputs) for hook in part._forward_pre_hooks.values())
+
+
 class _Hook:
     """Marks our hooks, so that a module that has them can be told."""
 
@@ -115,7 +130,7 @@ class _WidenOutputs(_Hook):
         self.dtype = dtype
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], result: Any) -> Any:
-        return _map_tensors(result, self._widen)
+        return map_tensors(result, self._widen)
 
     def _widen(self, tensor: Tensor) -> Tensor:
         narrow = tensor.is_floating_point() and tensor.dtype.itemsize < self.dtype.itemsize
@@ -182,18 +197,18 @@ def _all_hooks(module: nn.Module) -> Iterator[object]:
         yield from part._forward_hooks.values()
 
 
-def _map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """The same structure with every tensor in it changed; what holds none stays the same object."""
     if isinstance(value, Tensor):
         return change(value)
     if is_dataclass(value) and not isinstance(value, type):
         # diffusers' and transformers' outputs: dataclasses that are ordered mappings as well.
         names = [field.name for field in fields(value) if field.init]
-        return type(value)(**{n: _map_tensors(getattr(value, n), change) for n in names})
+        return type(value)(**{n: map_tensors(getattr(value, n), change) for n in names})
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_map_tensors(item, change) for item in value))
+        return type(value)(*(map_tensors(item, change) for item in value))
     if isinstance(value, (tuple, list)):
-        return type(value)(_map_tensors(item, change) for item in value)
+        return type(value)(map_tensors(item, change) for item in value)
     if isinstance(value, Mapping):
-        return {key: _map_tensors(item, change) for key, item in value.items()}
+        return {key: map_tensors(item, change) for key, item in value.items()}
     return value

@@ -122,6 +122,7 @@ class DenoiseStage:
         guard = Guard(job.plan, self.name, {**named, "unet": unet})
         total, done = self.num_steps(len(takes)), 0
         for take in takes:
+            guard.take(take.seed)
             finished = []
             for sampled in self._batches(unet, nets, guard, take):
                 begun = time.perf_counter()

@@ -82,6 +82,8 @@ def _component(where: str, part: Part, planned: ComponentPlan) -> tuple[nn.Modul
     module.eval()
     keep_in_sight(module)
     edges.apply(module, planned.precision, _outputs(module))
+    # A pipeline's own code hands half precision to a part in float32, too.
+    edges.join(module)
     module.to(planned.device)
     return module, sorted(map(str, report.get("unexpected_keys") or ()))
 

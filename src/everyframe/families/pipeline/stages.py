@@ -24,9 +24,10 @@ from everyframe.families.pipeline.alternating import alternating
 from everyframe.families.pipeline.arguments import arguments
 from everyframe.families.pipeline.checkpoint import Files
 from everyframe.families.pipeline.components import STAGE
+from everyframe.families.pipeline.guarded import Guarded
 from everyframe.families.pipeline.interface import Interface
 from everyframe.families.pipeline.loading import load
-from everyframe.families.pipeline.outputs import frames_of, sound_of
+from everyframe.families.pipeline.outputs import Array, frames_of, sound_of
 from everyframe.families.pipeline.quiet import quiet_libraries, silent
 from everyframe.families.pipeline.sizes import denoisers
 from everyframe.families.pipeline.untouched import untouched
@@ -97,8 +98,7 @@ class PipelineStage:
 
     def _video(self, pipe: Any, take: Take, number: int, num_takes: int) -> Iterator[Event]:
         call = partial(self._call, pipe, take, number, num_takes)
-        result = yield from alternating(call, self.plan.num_threads)
-        frames, sound = frames_of(result), sound_of(result, pipe)
+        frames, sound = yield from alternating(call, self.plan.num_threads)
         settings = self.plan.settings
         asked = (settings.num_frames, settings.height, settings.width)
         if frames.shape[:3] != asked:
@@ -112,8 +112,10 @@ class PipelineStage:
             yield Sound(take.seed, rate, samples.shape[-1] / rate, samples)
         yield Frames(take.seed, len(frames), frames)
 
-    def _call(self, pipe: Any, take: Take, number: int, num_takes: int, emit: Emit) -> Any:
-        """One call of the pipeline, in the other thread."""
+    def _call(
+        self, pipe: Any, take: Take, number: int, num_takes: int, emit: Emit
+    ) -> tuple[Array, tuple[Array, int] | None]:
+        """One call of the pipeline, in the other thread: its frames, and its sound if any."""
         modules = _modules(pipe)
         names = denoisers(modules)
         begun = time.perf_counter()
@@ -132,13 +134,15 @@ class PipelineStage:
             self.plan.settings.num_inference_steps,
             on_step,
         )
-        with watch:
+        with watch, Guarded(self.plan, modules, watch, take, emit) as guarded:
             try:
                 result = pipe(**arguments(self.interface, self.plan.settings, take, self.own))
             except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
                 raise self._explained(error, watch.begun) from error
             watch.finish()
-        return result
+            frames = frames_of(result)
+            guarded.check_frames(frames)
+        return frames, sound_of(result, pipe)
 
     def _explained(self, error: Exception, step: int) -> Exception:
         """What the pipeline raised as what it is: a check of its input, or its own failure."""

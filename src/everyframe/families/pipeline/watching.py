@@ -9,7 +9,8 @@ than a denoiser runs, or the call returns. Hooks are taken off again whatever ha
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ _TIMESTEP_NAMES = ("timestep", "timesteps", "t", "sigma")
 class StepWatch:
     """Counts steps while it is entered; `on_step(step, num_steps)` is told of each that is done.
 
-    `num_calls` counts the calls of each denoiser by name.
+    `num_calls` counts the calls of each denoiser by name. Nothing is counted while it is paused,
+    because a call is repeated.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class StepWatch:
         self._on_step = on_step
         self._handles: list[RemovableHandle] = []
         self._last: Any = None
+        self.is_paused = False
         self.num_steps = expected
         self.begun = 0
         self.done = 0
@@ -59,6 +62,15 @@ class StepWatch:
             handle.remove()
         self._handles = []
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within, calls are no steps."""
+        self.is_paused = True
+        try:
+            yield
+        finally:
+            self.is_paused = False
+
     def finish(self) -> None:
         """The step that is under way is done."""
         if self.done < self.begun:
@@ -68,6 +80,8 @@ class StepWatch:
 
     def saw(self, name: str, timestep: Any) -> None:
         """A denoiser is about to be called."""
+        if self.is_paused:
+            return
         self.num_calls[name] += 1
         index = getattr(self._scheduler, "step_index", None)
         now = (timestep, index)
@@ -80,7 +94,8 @@ class StepWatch:
         self.begun += 1
 
     def _elsewhere(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        self.finish()
+        if not self.is_paused:
+            self.finish()
 
 
 class _Before:
