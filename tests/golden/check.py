@@ -17,7 +17,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +184,119 @@ def opensora_rflow(golden: Golden) -> Outputs:
     yield "sample", last.x
 
 
+def _constructor(golden: Golden, *leave_out: str) -> dict[str, Any]:
+    """What upstream's class was made with, as its config.json would say it."""
+    name = next((key for key in golden.config if key.startswith("constructor")), "constructor")
+    given: dict[str, Any] = golden.setting(name)
+    return {key: value for key, value in given.items() if key not in leave_out}
+
+
+def _other_way(x: Tensor) -> Tensor:
+    """Step-Video's (B, T, C, H, W) to ours, (B, C, T, H, W), and back."""
+    return x.transpose(1, 2)
+
+
+def stepvideo_dit(golden: Golden) -> Outputs:
+    """One forward call of Step-Video's denoiser."""
+    from everyframe.families.stepvideo.config import StepVideoConfig
+    from everyframe.families.stepvideo.model import StepVideoModel
+
+    given = _constructor(golden)
+    if "rope_ch_split" in golden.config:
+        given["rope_ch_split"] = golden.setting("rope_ch_split")
+    model = StepVideoModel(StepVideoConfig.from_json(given))
+    golden.load(model)
+    clip = golden.tensors.get("encoder_hidden_states_2")  # a model may do without CLIP
+    context = model.context(golden["encoder_hidden_states"], clip, golden["encoder_attention_mask"])
+    x = _other_way(golden["hidden_states"])
+    yield "output", _other_way(model(x, golden["timestep"], context))
+
+
+def stepvideo_vae(golden: Golden) -> Outputs:
+    """Both directions of Step-Video's autoencoder, for every video and every latent."""
+    from everyframe.families.stepvideo.vae import StepVAE
+    from everyframe.families.stepvideo.vae_config import StepVAEConfig
+
+    weights = open_checkpoint(golden.folder / "weights.safetensors")
+    sizes = StepVAEConfig.from_shapes({name: weights.shape(name) for name in weights})
+    # Shapes do not say these three; upstream has them fixed.
+    told = {"frame_len": "frame_len", "latent_len": "latent_len", "group_norm_groups": "num_groups"}
+    given = {told[key]: golden.config[key] for key in told if key in golden.config}
+    vae = StepVAE(replace(sizes, **given))
+    golden.load(vae)
+    for name in golden.tensors:
+        kind, _, case = name.partition("_")
+        if kind == "video":
+            video = _other_way(golden[name])
+            mean, log_variance = (_other_way(each) for each in vae.moments(video))
+            yield f"moments_{case}", _other_way(vae.coded(video))
+            yield f"mean_{case}", mean
+            yield f"logvar_{case}", log_variance
+            yield f"std_{case}", torch.exp(0.5 * log_variance)
+            if f"noise_{case}" in golden:
+                noise = _other_way(golden[f"noise_{case}"])
+                yield f"sample_{case}", _other_way(vae.encode(video, noise))
+        elif kind == "latent":
+            latents = _other_way(golden[name])
+            apart = torch.cat(list(vae.decode_pieces(latents)), dim=2)
+            yield f"decoded_{case}_before_mix", _other_way(apart)
+            yield f"decoded_{case}", _other_way(vae.decode(latents))
+
+
+def stepvideo_llm(golden: Golden) -> Outputs:
+    """Step-LLM on the tokens of every row, and what its tokenizer puts around them."""
+    from everyframe.families.stepvideo.config import StepLLMConfig
+    from everyframe.families.stepvideo.llm import StepLLM, slopes
+    from everyframe.families.stepvideo.text import framed
+
+    model = StepLLM(StepLLMConfig.from_json(_constructor(golden)))
+    golden.load(model)
+    yield "hidden_states", model(golden["input_ids"])
+    yield "alibi_slopes", slopes(model.config.num_attention_heads)
+    if "raw_token_ids" in golden.config:
+        length = golden.setting("max_length")
+        rows = [framed(ids, length) for ids in golden.setting("raw_token_ids")]
+        yield "input_ids", torch.cat([row.ids for row in rows])
+        yield "attention_mask", torch.cat([row.mask for row in rows]).long()
+
+
+def stepvideo_rope(golden: Golden) -> Outputs:
+    """Rotations along frames, rows and columns, and their tables."""
+    from everyframe.ops.rope_axes import axes_table, axis_angles, grid_positions, rotate_axes
+
+    theta = _constructor(golden).get("freq", 10000.0)
+    for case in golden.setting("cases"):
+        tag, sizes, widths = case["tag"], case["rope_positions"], case["ch_split"]
+        table = axes_table(sizes, widths, theta=theta)
+        rotated = rotate_axes(golden[f"{tag}.q"].transpose(1, 2), table)
+        yield f"{tag}.q_rotated", rotated.transpose(1, 2)
+        yield f"{tag}.positions", grid_positions(sizes)
+        for width in sorted(set(widths)):
+            angles = axis_angles(torch.arange(max(sizes)), width, theta).repeat(1, 2)
+            yield f"{tag}.cos_{width}", angles.cos()
+            yield f"{tag}.sin_{width}", angles.sin()
+
+
+def stepvideo_scheduler(golden: Golden) -> Outputs:
+    """Whole runs of Step-Video's sampler on the velocity of its README."""
+    from everyframe.samplers import flow_match
+
+    start = golden["sample_start"]
+    for case in golden.setting("cases"):
+        tag = case["tag"]
+        steps, shift = case["num_inference_steps"], case["time_shift"]
+        sigmas = flow_match.schedule(steps, shift, reverse=case.get("reverse", False))
+        yield f"{tag}.sigmas", sigmas
+        yield f"{tag}.timesteps", sigmas[:-1]
+
+        def velocity(x: Tensor, t: Tensor) -> Tensor:
+            return torch.sin(x) + 0.1 * t.view(-1, *[1] * (x.ndim - 1))
+
+        states = [step.x for step in flow_match.sample(velocity, start, sigmas)]
+        yield f"{tag}.trajectory", torch.stack([start, *states])
+        yield f"{tag}.sample_final", states[-1]
+
+
 @dataclass(frozen=True)
 class Kind:
     """How a part is run, and how far off it may be: one limit is finite."""
@@ -205,6 +318,13 @@ KINDS = {
     "opensora_vae_temporal_v1_2": Kind(opensora_vae_temporal_v1_2, absolute=2e-4),
     "opensora_iddpm": Kind(opensora_iddpm, relative=1e-3),
     "opensora_rflow": Kind(opensora_rflow, relative=1e-3),
+    "stepvideo_dit": Kind(stepvideo_dit, absolute=2e-4),
+    "stepvideo_dit_4heads": Kind(stepvideo_dit, absolute=2e-4),
+    # Pixels and log-variances of the autoencoder's random weights reach tens.
+    "stepvideo_vae": Kind(stepvideo_vae, absolute=1e-3),
+    "stepvideo_llm": Kind(stepvideo_llm, absolute=2e-4),
+    "stepvideo_rope": Kind(stepvideo_rope, absolute=2e-4),
+    "stepvideo_scheduler": Kind(stepvideo_scheduler, absolute=2e-4),
 }
 
 

@@ -1,15 +1,39 @@
 """What families with latents have in common before anything is computed. No torch.
 
-`AutoencoderSizes` reads the config of diffusers' image autoencoders, `check_latents` refuses start
-noise of another shape. Read next: a family's `config.py` and `settle.py`, which use them.
+`Piece` is what a video is coded in at once, `AutoencoderSizes` reads the config of diffusers' image
+autoencoders, `check_latents` refuses start noise of another shape. Read next: a family's
+`config.py` and `settle.py`, which use them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from everyframe.core.errors import InputError
+
+
+class LatentSize(NamedTuple):
+    """Number of latent frames, rows and columns."""
+
+    num_frames: int
+    height: int
+    width: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Frames ``frame_start:frame_stop`` of a video and the latent frames that hold them alone."""
+
+    frame_start: int
+    frame_stop: int
+    latent_start: int
+    latent_stop: int
+
+    @property
+    def num_frames(self) -> int:
+        return self.frame_stop - self.frame_start
 
 
 class AutoencoderSizes:

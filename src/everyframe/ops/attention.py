@@ -36,12 +36,14 @@ def attention(
     mask: Tensor | None = None,
     *,
     scale: float | None = None,
+    is_causal: bool = False,
 ) -> Tensor:
     """``softmax(q k^T scale) v`` as (B, heads, Q, D) in the dtype of `v`.
 
-    `mask` is boolean, True where a key may be looked at, and broadcasts to (B, heads, Q, L).
-    A query that may look at no key has no defined result, so every row needs one True.
-    `scale` defaults to ``1 / sqrt(D)``.
+    `mask` broadcasts to (B, heads, Q, L); boolean, it is True where a key may be looked at,
+    floating, in the dtype of `v`, it is added to the scores. With `is_causal` a query looks at the
+    keys up to its own place. A query that may look at no key has no defined result, so every row
+    needs one True. `scale` defaults to ``1 / sqrt(D)``.
     """
     if 0 in q_BHQD.shape:  # a rank without a row has nothing to ask, and kernels refuse that
         return v_BHLD.new_empty((*q_BHQD.shape[:-1], v_BHLD.shape[-1]))
@@ -51,16 +53,22 @@ def attention(
     if v_BHLD.device.type == "mps":
         # Metal's kernel was seen to ignore strides (known issue mps-sdpa-noncontiguous).
         q_BHQD, k_BHLD, v_BHLD = (x.contiguous() for x in (q_BHQD, k_BHLD, v_BHLD))
-    return F.scaled_dot_product_attention(q_BHQD, k_BHLD, v_BHLD, attn_mask=mask, scale=scale)
+    return F.scaled_dot_product_attention(
+        q_BHQD, k_BHLD, v_BHLD, attn_mask=mask, scale=scale, is_causal=is_causal
+    )
 
 
 class AttentionCore(nn.Module):
     """`attention` as a child module, so that it can be watched, hooked or swapped from outside."""
 
+    def __init__(self, is_causal: bool = False) -> None:
+        super().__init__()
+        self.is_causal = is_causal
+
     def forward(
         self, q_BHQD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, mask: Tensor | None = None
     ) -> Tensor:
-        return attention(q_BHQD, k_BHLD, v_BHLD, mask)
+        return attention(q_BHQD, k_BHLD, v_BHLD, mask, is_causal=self.is_causal)
 
 
 def split_heads(x: Tensor, num_heads: int) -> Tensor:

@@ -4,7 +4,8 @@ One rounded number here multiplies all tokens alike, an error that does not aver
 tables are float32 at least. Source: adaLN-single of PixArt-alpha (arXiv 2310.00426). Each step is
 also a module without parameters, to be watched, hooked or swapped from outside.
 
-Shapes: B batch, F frames or 1 for all of them, K tables, C channels; tokens are (B, T, S, C).
+Shapes: B batch, F frames or 1 for all of them, K tables, C channels; tokens are (B, T, S, C). Where
+all tokens of a sample are one row, (B, N, C), there is no F.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from everyframe.ops.dtypes import at_least_float32
 
 
 def modulation_tables(table_KC: Tensor, t_BFKC: Tensor) -> tuple[Tensor, ...]:
-    """The K tables ``table + t``, each (B, F, 1, C) and float32 at least."""
+    """The K tables ``table + t``, each (B, F, 1, C), or (B, 1, C), and float32 at least."""
     tables = at_least_float32(table_KC) + at_least_float32(t_BFKC)
-    return tuple(table.unsqueeze(2) for table in tables.unbind(2))
+    return tuple(table.unsqueeze(-2) for table in tables.unbind(-2))
 
 
 def modulate(x_BTSC: Tensor, shift_BF1C: Tensor, scale_BF1C: Tensor) -> Tensor:

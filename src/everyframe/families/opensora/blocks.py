@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from everyframe.families.opensora.context import KeysValues
+from everyframe.families.text_context import KeysValues
 from everyframe.ops.attention import AttentionCore, merge_heads, split_heads
 from everyframe.ops.modulation import Modulate, ModulationTables, PickFrames
 from everyframe.ops.norm import LayerNorm, RMSNorm

@@ -1,48 +1,18 @@
-"""What the blocks need of a text, computed once a prompt and then given to every step.
+"""Texts as the denoisers take them: checked, and cut to what the longest row of a batch uses.
 
-A context is a value: it belongs to the parameters that made it, is never changed, and gradients
-flow through it. Not here: the text encoder (`text`) and the layers (`blocks`).
+Not here: what the blocks then keep of them (`everyframe.families.text_context`), the text encoder
+(`text`) and the layers (`blocks`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from everyframe.core.errors import InputError
+from everyframe.families.text_context import KeysValues, TextContext, context_of
 from everyframe.ops.attention import keys_with_a_place_to_look
-
-
-class KeysValues(NamedTuple):
-    """Keys and values of one cross-attention, each (B, heads, L, D)."""
-
-    keys: Tensor
-    values: Tensor
-
-
-@dataclass(frozen=True)
-class TextContext:
-    """Keys and values for each block in the order in which the blocks run, and their mask.
-
-    `mask` is (B, 1, 1, L), True where there is a token, or None where every row is full.
-    """
-
-    blocks: tuple[KeysValues, ...]
-    mask: Tensor | None
-
-    @property
-    def batch_size(self) -> int:
-        return self.blocks[0].keys.shape[0]
-
-    def rows(self, start: int, stop: int) -> TextContext:
-        """The part that belongs to samples ``start:stop`` of the batch; nothing is copied."""
-        return TextContext(
-            tuple(KeysValues(k[start:stop], v[start:stop]) for k, v in self.blocks),
-            None if self.mask is None else self.mask[start:stop],
-        )
 
 
 class Tokens(NamedTuple):
@@ -89,10 +59,4 @@ def cut_to_longest(text: Tensor, mask: Tensor | None, caption_channels: int) -> 
 
 def build_context(tokens: Tokens, blocks: list[KeysValues]) -> TextContext:
     """The context of projected `tokens`; rows without a token attend to zero."""
-    mask, empty = tokens.mask, tokens.empty
-    if mask is None or empty is None:
-        return TextContext(tuple(blocks), None)
-    if bool(empty.any()):
-        nothing = empty[:, None, None, None]
-        blocks = [KeysValues(k, torch.where(nothing, torch.zeros_like(v), v)) for k, v in blocks]
-    return TextContext(tuple(blocks), mask[:, None, None])
+    return context_of(blocks, tokens.mask, tokens.empty)

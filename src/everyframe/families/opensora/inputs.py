@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from everyframe.core.errors import InputError
-from everyframe.families.opensora.context import TextContext
+from everyframe.families.text_context import TextContext
 from everyframe.ops.dtypes import float32_or_wider
 
 

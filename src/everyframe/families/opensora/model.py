@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from everyframe.families.opensora.config import STDiT3Config, STDiTConfig
-from everyframe.families.opensora.context import TextContext
 from everyframe.families.opensora.stdit import STDiT
 from everyframe.families.opensora.stdit3 import STDiT3
+from everyframe.families.text_context import TextContext
 
 __all__ = ["STDiT", "STDiT3", "TextContext", "build_model"]
 

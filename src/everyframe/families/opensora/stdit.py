@@ -25,14 +25,10 @@ from everyframe.families.opensora.blocks import (
     unpatchify,
 )
 from everyframe.families.opensora.config import STDiTConfig
-from everyframe.families.opensora.context import (
-    KeysValues,
-    TextContext,
-    build_context,
-    cut_to_longest,
-)
+from everyframe.families.opensora.context import build_context, cut_to_longest
 from everyframe.families.opensora.initialise import initialise_stdit
 from everyframe.families.opensora.inputs import check_latents, per_sample
+from everyframe.families.text_context import KeysValues, TextContext
 from everyframe.ops.dtypes import at_least_float32
 from everyframe.ops.modulation import Add, GatedAdd, Modulate, ModulationTables
 from everyframe.ops.norm import LayerNorm

@@ -24,10 +24,9 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from everyframe.core.errors import CheckpointError, InputError, did_you_mean
+from everyframe.families.latents import LatentSize, Piece
 from everyframe.families.opensora.vae_config import (
     ImageVAEConfig,
-    LatentSize,
-    Piece,
     TemporalVAEConfig,
     VideoVAEConfig,
 )

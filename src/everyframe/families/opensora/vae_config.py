@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import Any
 
 from everyframe.core.errors import CheckpointError, InputError, did_you_mean
+from everyframe.families.latents import LatentSize, Piece
 
 SDXL_VAE_SIZES: Mapping[str, Any] = {
     "in_channels": 3,
@@ -37,28 +38,6 @@ Open-Sora 1.2's config.json names only the hub repository that they were taken f
 SCALING_FACTOR = 0.18215
 """What both upstream versions multiply spatial latents by, whatever their autoencoder's own
 config.json says (SDXL's says 0.13025, and 1.2 was nevertheless trained with this one)."""
-
-
-class LatentSize(NamedTuple):
-    """Number of latent frames, rows and columns."""
-
-    num_frames: int
-    height: int
-    width: int
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Frames ``frame_start:frame_stop`` of a video and the latent frames that hold them alone."""
-
-    frame_start: int
-    frame_stop: int
-    latent_start: int
-    latent_stop: int
-
-    @property
-    def num_frames(self) -> int:
-        return self.frame_stop - self.frame_start
 
 
 @dataclass(frozen=True)

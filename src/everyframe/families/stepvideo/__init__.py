@@ -1,0 +1,1 @@
+"""Step-Video-T2V and its turbo variant. Read next: `family.py`."""

@@ -1,0 +1,106 @@
+"""The four parts of a Step-Video as components: how they are built, and what they need.
+
+Read next: `stages.py`, which runs the parts, and `rehearsals.py`, by which their memory and time
+are forecast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+from everyframe.families.family import Component
+from everyframe.families.loading import build_on_meta, count_parameters
+from everyframe.families.stepvideo.config import StepLLMConfig, StepVideoConfig
+from everyframe.families.stepvideo.vae_config import StepVAEConfig
+from everyframe.precision.policy import ComponentNeeds
+
+if TYPE_CHECKING:
+    from torch import nn
+
+#: What steers every block or sums over all of them stays in float32: timestep embedding,
+#: modulation, norms of the stream, and the layers that it starts and ends in.
+DENOISER_ISLANDS = (
+    "pos_embed", "adaln_single", "*scale_shift_table", "*.norm1", "*.norm2", "proj_out",
+)  # fmt: skip
+LLM_ISLANDS = ("*attention_norm", "*ffn_norm")
+
+#: Hunyuan CLIP's sizes as far as they are known, for plans made before it is fetched.
+HUNYUAN_CLIP: Mapping[str, Any] = {
+    "model_type": "bert", "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16,
+    "intermediate_size": 4096, "vocab_size": 47020, "max_position_embeddings": 512,
+    "type_vocab_size": 2,
+}  # fmt: skip
+
+#: name, title, stage; in the order in which they run.
+PARTS = (
+    ("step_llm", "Step-LLM text encoder", "text"),
+    ("clip", "CLIP text encoder", "clip text"),
+    ("denoiser", "Step-Video denoiser", "denoise"),
+    ("vae", "video autoencoder", "decode"),
+)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The configs of the parts, and which bias Step-LLM is given (`llm.Bias`)."""
+
+    denoiser: StepVideoConfig
+    llm: StepLLMConfig
+    clip: Mapping[str, Any]
+    vae: StepVAEConfig
+    llm_bias: str = "sqrt"
+
+    @cached_property
+    def num_elements(self) -> Mapping[str, Mapping[str, int]]:
+        """Elements of each tensor of each component; counted once, for building takes a while."""
+        return {name: count_parameters(partial(self.empty, name)) for name, *_ in PARTS}
+
+    @cached_property
+    def _empty(self) -> dict[str, nn.Module]:
+        return {}
+
+    def empty(self, component: str) -> nn.Module:
+        """One part on meta, the same object at every call, for counting and for dry runs."""
+        if component not in self._empty:
+            self._empty[component] = build_on_meta(self.builder(component))
+        return self._empty[component]
+
+    def builder(self, component: str) -> Callable[[], Any]:
+        """Makes one part without weights."""
+        from everyframe.families.stepvideo.llm import Bias, StepLLM
+        from everyframe.families.stepvideo.model import StepVideoModel
+        from everyframe.families.stepvideo.text import build_clip
+        from everyframe.families.stepvideo.vae import StepVAE
+
+        builders: Mapping[str, Callable[[], Any]] = {
+            "step_llm": lambda: StepLLM(self.llm, Bias(self.llm_bias)),
+            "clip": lambda: build_clip(self.clip),
+            "denoiser": lambda: StepVideoModel(self.denoiser),
+            "vae": lambda: StepVAE(self.vae),
+        }
+        return builders[component]
+
+    def outputs(self, component: str) -> tuple[str, ...]:
+        """Which submodules' results leave for the engine, in float32 at least."""
+        return ("decoder",) if component == "vae" else ("",)
+
+
+def components(sizes: Sizes, sources: Mapping[str, str]) -> tuple[Component, ...]:
+    """Both text encoders, denoiser and autoencoder, in the order in which they run."""
+    count = sizes.num_elements
+    total = {name: sum(elements.values()) for name, elements in count.items()}
+    needs = {
+        "step_llm": ComponentNeeds("step_llm", total["step_llm"], LLM_ISLANDS),
+        # Small, and in float32 upstream too.
+        "clip": ComponentNeeds("clip", total["clip"], prefers="float32"),
+        "denoiser": ComponentNeeds("denoiser", total["denoiser"], DENOISER_ISLANDS),
+        # Decoded pixels are the product: float32 unless asked otherwise.
+        "vae": ComponentNeeds("vae", total["vae"], prefers="float32"),
+    }
+    return tuple(
+        Component(name, title, stage, sources[name], count[name], needs[name])
+        for name, title, stage in PARTS
+    )

@@ -1,0 +1,140 @@
+"""`StepVideoModel`, Step-Video-T2V's denoiser: every token of the video looks at every other.
+
+Any number of latent frames and any latent size; positions are rotations along frames, rows and
+columns. Timesteps run from 0 (noise) to 1 (data), and the answer is ``data - noise``.
+Source: stepfun-ai/Step-Video-T2V 675e08c, stepvideo/modules/model.py. What upstream rounds in
+bfloat16 (angles of rotations, timestep, sums of masks) is exact here. Read next: `blocks`.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+from everyframe.core.errors import InputError
+from everyframe.families.stepvideo.blocks import (
+    AdaLayerNormSingle,
+    CaptionProjection,
+    PatchEmbed,
+    StepVideoBlock,
+)
+from everyframe.families.stepvideo.config import StepVideoConfig
+from everyframe.families.text_context import TextContext, context_of
+from everyframe.ops.attention import keys_with_a_place_to_look
+from everyframe.ops.dtypes import at_least_float32
+from everyframe.ops.modulation import Modulate, ModulationTables
+from everyframe.ops.norm import LayerNorm
+from everyframe.ops.rope_axes import RotaryAxes
+
+
+class StepVideoModel(nn.Module):
+    """Step-Video's denoiser; its values mean nothing until weights are loaded."""
+
+    def __init__(self, config: StepVideoConfig) -> None:
+        super().__init__()
+        self.config = config
+        size = config.hidden_size
+        self.rope = RotaryAxes(config.split)
+        self.pos_embed = PatchEmbed(config.in_channels, size, config.patch_size)
+        self.adaln_single = AdaLayerNormSingle(size)
+        self.caption_norm = LayerNorm(config.norm_eps)
+        self.caption_projection = CaptionProjection(config.caption_channels[0], size)
+        if len(config.caption_channels) == 2:
+            self.clip_projection = nn.Linear(config.caption_channels[1], size)
+        self.transformer_blocks = nn.ModuleList(
+            [StepVideoBlock(config) for _ in range(config.num_layers)]
+        )
+        self.norm_out = LayerNorm(config.norm_eps)
+        self.scale_shift_table = nn.Parameter(torch.zeros(2, size))
+        self.modulation, self.modulate_out = ModulationTables(), Modulate()
+        self.proj_out = nn.Linear(size, config.patch_size**2 * config.made_channels)
+
+    def blocks_in_order(self) -> list[StepVideoBlock]:
+        """The blocks as they run."""
+        return cast(list[StepVideoBlock], list(self.transformer_blocks))
+
+    def context(self, llm_BLC: Tensor, clip_BMC: Tensor | None, mask_BN: Tensor) -> TextContext:
+        """What the blocks need of texts, once a prompt.
+
+        Step-LLM's states (B, L, caption_channels[0]) and CLIP's (B, M, caption_channels[1]), None
+        for a model without CLIP; `mask_BN` (B, M + L) is 1 for a token, CLIP's first. Only how many
+        there are in a row counts: a row looks at so many of its first tokens, as upstream has it.
+        """
+        parts = self._checked(llm_BLC, clip_BMC, mask_BN)
+        # Counted exactly, on the host: upstream's sum in bfloat16 rounds what is above 256.
+        lengths = mask_BN.to("cpu").bool().sum(dim=1)
+        # One column is kept for a batch of empty texts, as attention needs something to look at.
+        longest = max(int(lengths.max()), 1)
+        text = torch.cat(parts, dim=1)[:, :longest]
+        blocks = [block.attn2.keys_values(text) for block in self.blocks_in_order()]
+        mask = torch.arange(longest, device="cpu") < lengths[:, None]
+        if bool(mask.all()):
+            return context_of(blocks, None, None)
+        device = text.device
+        opened = keys_with_a_place_to_look(mask)
+        return context_of(blocks, opened.to(device), (lengths == 0).to(device))
+
+    def _checked(
+        self, llm_BLC: Tensor, clip_BMC: Tensor | None, mask_BN: Tensor
+    ) -> tuple[Tensor, ...]:
+        """The texts' projections, CLIP's first."""
+        given = (llm_BLC,) if clip_BMC is None else (llm_BLC, clip_BMC)
+        channels = self.config.caption_channels
+        shapes = tuple(tuple(each.shape) for each in given)
+        fit = len(given) == len(channels) and all(
+            len(shape) == 3 and shape[0] == len(llm_BLC) and shape[2] == width
+            for shape, width in zip(shapes, channels, strict=True)
+        )
+        if not fit:
+            wanted = " and ".join(f"(batch, tokens, {width})" for width in channels)
+            raise InputError(f"texts must be {wanted}, got {' and '.join(map(str, shapes))}")
+        expected = (len(llm_BLC), sum(shape[1] for shape in shapes))
+        if tuple(mask_BN.shape) != expected:
+            raise InputError(
+                f"the texts' mask must be {expected}, CLIP's tokens first, got "
+                f"{tuple(mask_BN.shape)}"
+            )
+        llm = self.caption_projection(self.caption_norm(llm_BLC))
+        return (llm,) if clip_BMC is None else (self.clip_projection(clip_BMC), llm)
+
+    def forward(self, x: Tensor, t: Tensor, context: TextContext) -> Tensor:
+        """The velocity at `t`.
+
+        Args:
+            x: latents (B, in_channels, T, H, W), H and W multiples of the patch.
+            t: (B,) timesteps, 0 (noise) to 1 (data).
+            context: of B texts, from `context`.
+
+        Returns:
+            (B, out_channels, T, H, W) in float32 at least.
+        """
+        grid = self._grid(x, t, context)
+        x_BNC = at_least_float32(self.pos_embed(x))
+        t_BKC, t_BC = self.adaln_single(t.to(x_BNC.dtype))
+        table = self.rope(grid, x_BNC.dtype, x.device)
+        for block, text in zip(self.blocks_in_order(), context.blocks, strict=True):
+            x_BNC = block(x_BNC, t_BKC, text, context.mask, table)
+        shift, scale = self.modulation(self.scale_shift_table, t_BC[:, None])
+        out = self.proj_out(self.modulate_out(self.norm_out(x_BNC), shift, scale))
+        pattern = "b (t h w) (ph pw c) -> b c t (h ph) (w pw)"
+        p = self.config.patch_size
+        sizes = {"t": grid[0], "h": grid[1], "w": grid[2], "ph": p, "pw": p}
+        return at_least_float32(rearrange(out, pattern, **sizes))
+
+    def _grid(self, x: Tensor, t: Tensor, context: TextContext) -> tuple[int, int, int]:
+        """Frames, rows and columns of patches."""
+        channels, p = self.config.in_channels, self.config.patch_size
+        if x.ndim != 5 or x.shape[1] != channels or x.shape[3] % p or x.shape[4] % p:
+            sides = f"rows and columns multiples of {p}" if p > 1 else "rows, columns"
+            raise InputError(
+                f"latents must be (batch, {channels}, frames, {sides}), got {tuple(x.shape)}"
+            )
+        if tuple(t.shape) != (len(x),) or context.batch_size != len(x):
+            raise InputError(
+                f"{len(x)} latents want as many timesteps and texts, got timesteps of shape "
+                f"{tuple(t.shape)} and texts of {context.batch_size}"
+            )
+        return x.shape[2], x.shape[3] // p, x.shape[4] // p

@@ -1,0 +1,178 @@
+"""Step-Video's two text encoders' tokens: a prompt becomes ids, masks and, after them, states.
+
+Step-LLM reads up to 320 pieces of one sentencepiece file, CLIP (a BERT of transformers) up to 77
+tokens of its own vocabulary. What either can't hold is told by `Tokens.cut`. Upstream:
+stepvideo/text_encoder/tokenizer.py and clip.py. Read next: `llm` for the model, `stages` for who
+calls this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from everyframe.checkpoints.folder import describe_missing
+from everyframe.core.errors import CheckpointError
+
+#: Tokens that Step-LLM and CLIP read, marks of begin and end included.
+LLM_LENGTH, CLIP_LENGTH = 320, 77
+LLM_TOKENIZER = "step1_chat_tokenizer.model"
+#: Begin and end of a text in Step-LLM's vocabulary; what comes after is filled up with the end.
+_BEGIN, _END = 1, 2
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Ids and mask (1, L) of one text as an encoder reads it; `cut` are ids that had no room."""
+
+    ids: Tensor
+    mask: Tensor
+    cut: tuple[int, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the whole text, also of what was cut."""
+        return int(self.mask.sum()) + len(self.cut)
+
+
+def framed(ids: Sequence[int], length: int = LLM_LENGTH) -> Tokens:
+    """A text's pieces between the marks of begin and end, filled up to `length`."""
+    kept, cut = list(ids[: length - 2]), tuple(ids[length - 2 :])
+    row = [_BEGIN, *kept, _END]
+    padding = length - len(row)
+    return Tokens(
+        torch.tensor([row + [_END] * padding]),
+        torch.tensor([[True] * len(row) + [False] * padding]),
+        cut,
+    )
+
+
+class StepTokenizer:
+    """Step-LLM's vocabulary: a sentencepiece file."""
+
+    def __init__(self, folder: Path, vocabulary: int) -> None:
+        """`vocabulary` is how many pieces the model has embeddings of.
+
+        Raises `CheckpointError` for a file that is missing, broken or another model's.
+        """
+        from sentencepiece import SentencePieceProcessor
+
+        path = folder / LLM_TOKENIZER
+        if not path.is_file():
+            raise CheckpointError(f"no tokenizer: {describe_missing(folder, [LLM_TOKENIZER])}")
+        try:
+            self._pieces = SentencePieceProcessor(model_file=str(path))
+        except (OSError, RuntimeError) as error:
+            raise CheckpointError(
+                f"{path} is no sentencepiece file: {_first_line(error)}"
+            ) from error
+        marks = (self._pieces.bos_id(), self._pieces.eos_id())
+        if marks != (_BEGIN, _END):
+            raise CheckpointError(
+                f"{path} does not belong to Step-LLM: its marks of begin and end are {marks}, "
+                f"those of the model {(_BEGIN, _END)}"
+            )
+        _check_vocabulary(path, self._pieces.get_piece_size(), vocabulary, "Step-LLM")
+
+    def tokens(self, text: str) -> Tokens:
+        """The text as the model reads it."""
+        return framed([int(index) for index in self._pieces.encode(text)])
+
+    def words(self, ids: Sequence[int]) -> str:
+        """The text of these pieces."""
+        return str(self._pieces.decode(list(ids)))
+
+
+class ClipTokenizer:
+    """CLIP's vocabulary: transformers' BERT tokenizer."""
+
+    def __init__(self, folder: Path, vocabulary: int) -> None:
+        """As `StepTokenizer`'s."""
+        from transformers import BertTokenizer
+
+        files = ["vocab.txt", "tokenizer.json"]
+        if not any((folder / name).is_file() for name in files):
+            raise CheckpointError(f"no tokenizer: {describe_missing(folder, files)}")
+        try:
+            self._words = BertTokenizer.from_pretrained(str(folder), local_files_only=True)
+        except (OSError, ValueError, KeyError, RuntimeError) as error:
+            raise CheckpointError(
+                f"{folder} holds no usable tokenizer: {_first_line(error)}"
+            ) from error
+        _check_vocabulary(folder, len(self._words), vocabulary, "CLIP")
+
+    def tokens(self, text: str) -> Tokens:
+        """The text as the model reads it."""
+        # Without marks, so that the tokenizer has nothing to say of lengths.
+        whole = self._words.convert_tokens_to_ids(self._words.tokenize(text))
+        kept, cut = whole[: CLIP_LENGTH - 2], tuple(whole[CLIP_LENGTH - 2 :])
+        row = [self._words.cls_token_id, *kept, self._words.sep_token_id]
+        padding = CLIP_LENGTH - len(row)
+        return Tokens(
+            torch.tensor([row + [self._words.pad_token_id] * padding]),
+            torch.tensor([[True] * len(row) + [False] * padding]),
+            cut,
+        )
+
+    def words(self, ids: Sequence[int]) -> str:
+        """The text of these tokens."""
+        return str(self._words.decode(list(ids)))
+
+
+@dataclass(frozen=True)
+class TextStates:
+    """What the denoiser gets of one text, on the CPU.
+
+    Step-LLM's states (1, 320, D) in float32, CLIP's (1, 77, D), and the mask of both (1, 397),
+    CLIP's first. All of CLIP's tokens count, padding too: upstream's choice, and its training's.
+    """
+
+    llm: Tensor
+    clip: Tensor
+    mask: Tensor
+
+
+def joined_mask(llm_mask: Tensor, clip_length: int = CLIP_LENGTH) -> Tensor:
+    """The mask of both texts (1, clip_length + L)."""
+    return torch.cat((torch.ones(len(llm_mask), clip_length, dtype=torch.bool), llm_mask), dim=1)
+
+
+def llm_states(model: nn.Module, tokens: Tokens, device: str | torch.device = "cpu") -> Tensor:
+    """Step-LLM's states of one text, float32 on the CPU; `device` is where it computes."""
+    states: Tensor = model(tokens.ids.to(device))
+    return states.to("cpu", torch.float32)
+
+
+def clip_states(model: nn.Module, tokens: Tokens, device: str | torch.device = "cpu") -> Tensor:
+    """CLIP's states of one text, float32 on the CPU; `device` is where it computes."""
+    ids, mask = tokens.ids.to(device), tokens.mask.to(device, torch.long)
+    states: Tensor = model(input_ids=ids, attention_mask=mask).last_hidden_state
+    return states.to("cpu", torch.float32)
+
+
+def build_clip(data: Mapping[str, Any]) -> nn.Module:
+    """An untrained `BertModel` of those sizes, without its pooler, which nothing reads."""
+    from transformers import BertConfig, BertModel
+
+    kind = data.get("model_type", "bert")
+    if kind != "bert":
+        raise CheckpointError(f"CLIP's config.json is of a {kind!r} model, expected bert")
+    model: nn.Module = BertModel(BertConfig.from_dict(dict(data)), add_pooling_layer=False)
+    return model
+
+
+def _check_vocabulary(path: Path, pieces: int, embeddings: int, model: str) -> None:
+    """More pieces than embeddings can't be; fewer than half are another model's."""
+    if pieces > embeddings or 2 * pieces < embeddings:
+        raise CheckpointError(
+            f"{path} does not belong to {model}: it has {pieces} pieces, the model {embeddings}"
+        )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

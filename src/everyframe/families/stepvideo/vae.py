@@ -1,0 +1,224 @@
+"""Step-Video's autoencoder between pixels and latents: 16 x 16 pixels and 17 frames to 3 latents.
+
+A video is coded piece by piece (`vae_config`); where two decoded pieces meet, the two frames beside
+the seam are blended. Latents are neither scaled nor shifted. Parameter names are upstream's. Not
+here: the layers (`vae_layers`), loading, devices, precision, writing frames.
+
+Shapes: B batch, C channels, T frames, H and W rows and columns. Pixels are around -1..1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from everyframe.core.errors import InputError
+from everyframe.families.latents import LatentSize, Piece
+from everyframe.families.stepvideo.vae_config import StepVAEConfig
+from everyframe.families.stepvideo.vae_layers import (
+    CausalConv3d,
+    DoubleAll,
+    DoubleSpace,
+    FrameNorm,
+    HalveAll,
+    HalveSpace,
+    Middle,
+    ResBlock,
+    Wrapped,
+    channels_to_space,
+    mean_of_channels,
+    repeated_channels,
+    space_to_channels,
+)
+
+#: How much of a frame beside a seam stays its own.
+_OWN = 0.6
+
+
+class Level(nn.Module):
+    """Residual blocks, and what halves or doubles after them (`name`), if anything does."""
+
+    def __init__(self, blocks: Iterable[nn.Module], name: str, resample: nn.Module | None) -> None:
+        super().__init__()
+        self.block = nn.ModuleList(blocks)
+        self.name = name
+        if resample is not None:
+            self.add_module(name, resample)
+
+    def forward(self, x_BCTHW: Tensor) -> Tensor:
+        for block in self.block:
+            x_BCTHW = block(x_BCTHW)
+        resample = self._modules.get(self.name)
+        return x_BCTHW if resample is None else resample(x_BCTHW)
+
+
+def _res_blocks(channels: int, width: int, count: int, groups: int) -> list[nn.Module]:
+    inputs = [channels] + [width] * (count - 1)
+    return [ResBlock(each, width, groups) for each in inputs]
+
+
+class Encoder(nn.Module):
+    """One piece's pixels (B, 3, T, H, W) to mean and log-variance in one (B, 2 z, latents, h, w).
+
+    Whatever is made of fewer channels has a shortcut without parameters, which takes means.
+    """
+
+    def __init__(self, config: StepVAEConfig) -> None:
+        super().__init__()
+        self.config = config
+        groups, wide = config.num_groups, config.wide_channels
+        self.conv_in = CausalConv3d(3, config.encoder_channels)
+        self.down = nn.ModuleList()
+        channels, last = config.encoder_channels, len(config.encoder_widths) - 1
+        for level, width in enumerate(config.encoder_widths):
+            blocks = _res_blocks(channels, width, config.encoder_blocks, groups)
+            halve: nn.Module | None = None
+            if level in config.down_sampling_layer:
+                halve = HalveAll(width)
+            elif level < last:
+                halve = HalveSpace(width)
+            self.down.append(Level(blocks, "downsample", halve))
+            channels = width
+        self.mid = Middle(channels, groups)
+        self.norm_out = FrameNorm(channels, groups)
+        self.activation = nn.SiLU()
+        self.conv_patchify = Wrapped(channels, wide // 8)
+        self.conv_out = CausalConv3d(wide, 2 * config.z_channels)
+
+    def forward(self, x_BCTHW: Tensor) -> Tensor:
+        x = self.conv_in(x_BCTHW)
+        for level in self.down:
+            x = level(x)
+        x = self.activation(self.norm_out(self.mid(x)))
+        wide = self.config.wide_channels
+        x = space_to_channels(self.conv_patchify(x)) + mean_of_channels(space_to_channels(x), wide)
+        y: Tensor = self.conv_out(x) + mean_of_channels(x, 2 * self.config.z_channels)
+        return y
+
+
+class Decoder(nn.Module):
+    """One piece's latents (B, z, 1..3, h, w) to pixels (B, 3, T, H, W)."""
+
+    def __init__(self, config: StepVAEConfig) -> None:
+        super().__init__()
+        self.config = config
+        groups, wide = config.num_groups, config.wide_channels
+        channels = config.decoder_widths[-1]
+        self.conv_in = CausalConv3d(config.z_channels, wide)
+        self.conv_unpatchify = Wrapped(wide, 8 * channels)
+        self.mid = Middle(channels, groups)
+        levels: list[nn.Module] = []
+        for level in reversed(range(len(config.decoder_widths))):
+            width = config.decoder_widths[level]
+            blocks = _res_blocks(channels, width, config.decoder_blocks + 1, groups)
+            double: nn.Module | None = None
+            if level in config.temporal_up_layers:
+                double = DoubleAll(width, groups)
+            elif level > 0:
+                double = DoubleSpace(width)
+            levels.insert(0, Level(blocks, "upsample", double))
+            channels = width
+        self.up = nn.ModuleList(levels)
+        self.norm_out = FrameNorm(channels, groups)
+        self.activation = nn.SiLU()
+        self.conv_out = CausalConv3d(channels, 3)
+
+    def forward(self, z_BCTHW: Tensor) -> Tensor:
+        x = self.conv_in(z_BCTHW) + repeated_channels(z_BCTHW, self.config.wide_channels)
+        # What doubles the grid adds to it a shortcut that only deals channels out.
+        dealt = channels_to_space(repeated_channels(x, 8 * self.config.decoder_widths[-1]))
+        x = self.mid(channels_to_space(self.conv_unpatchify(x)) + dealt)
+        for level in reversed(self.up):
+            x = level(x)
+        y: Tensor = self.conv_out(self.activation(self.norm_out(x)))
+        return y[:, :, self.config.dropped_frames :]
+
+
+class StepVAE(nn.Module):
+    """Codes videos; see `StepVAEConfig` for the sizes and the lengths that can be."""
+
+    def __init__(self, config: StepVAEConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.encoder = Encoder(config)
+        self.decoder = Decoder(config)
+
+    def latent_size(self, num_frames: int, height: int, width: int) -> LatentSize:
+        """Latent frames, rows and columns of a video in pixels."""
+        return self.config.latent_size(num_frames, height, width)
+
+    def pieces(self, num_frames: int) -> tuple[Piece, ...]:
+        """The pieces that a video of `num_frames` is decoded in."""
+        return self.config.pieces(num_frames)
+
+    def coded(self, video_BCTHW: Tensor) -> Tensor:
+        """What the encoder says of each piece, (B, 2 z, latents, h, w): means, then log-variances.
+
+        Raises `InputError` for a length that it can't halve: it takes 17 frames at a time, and of
+        the rest 1 to 4 or 9 to 12.
+        """
+        coded = []
+        for chunk in torch.split(video_BCTHW, self.config.frame_len, dim=2):
+            if self.config.code_frames(chunk.shape[2]) is None:
+                raise InputError(
+                    f"{video_BCTHW.shape[2]} frames leave {chunk.shape[2]} after pieces of "
+                    f"{self.config.frame_len}, which this autoencoder can't encode"
+                )
+            coded.append(self.encoder(chunk))
+        return torch.cat(coded, dim=2)
+
+    def moments(self, video_BCTHW: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and log-variance (clamped to -30..20) of the latents, (B, z, latents, h, w) each."""
+        mean, log_variance = self.coded(video_BCTHW).chunk(2, dim=1)
+        return mean, log_variance.clamp(-30.0, 20.0)
+
+    def encode(self, video_BCTHW: Tensor, noise_BCTHW: Tensor | None = None) -> Tensor:
+        """The latents' mean, or with unit `noise` of its shape a draw of them."""
+        mean, log_variance = self.moments(video_BCTHW)
+        if noise_BCTHW is None:
+            return mean
+        return mean + torch.exp(0.5 * log_variance) * noise_BCTHW
+
+    def decode(self, latents_BCTHW: Tensor, num_frames: int | None = None) -> Tensor:
+        """Latents (B, z, latent frames, h, w) to pixels (B, 3, num_frames, H, W)."""
+        return torch.cat(list(blended(self.decode_pieces(latents_BCTHW, num_frames))), dim=2)
+
+    def decode_pieces(
+        self, latents_BCTHW: Tensor, num_frames: int | None = None
+    ) -> Iterator[Tensor]:
+        """The pixels of each of `pieces` in turn, seams as they are; see `blended`."""
+        made = self.config.decoded_frames(latents_BCTHW.shape[2])
+        if num_frames is not None and made != num_frames:
+            raise InputError(
+                f"{latents_BCTHW.shape[2]} latent frames are {made} frames, not {num_frames}"
+            )
+        return (self.decode_piece(latents_BCTHW, piece) for piece in self.pieces(made))
+
+    def decode_piece(self, latents_BCTHW: Tensor, piece: Piece) -> Tensor:
+        """The pixels of one piece of a video whose latents these are."""
+        pixels: Tensor = self.decoder(latents_BCTHW[:, :, piece.latent_start : piece.latent_stop])
+        return pixels
+
+
+def blended(pieces: Iterable[Tensor], dim: int = 2) -> Iterator[Tensor]:
+    """The same frames (along `dim`) with seams blended, as many as are finished at a time.
+
+    At a seam the later frame takes 0.4 of the one before it, then that one 0.4 of what became of
+    the later: upstream's order. One frame is kept back until the next piece is there.
+    """
+    held: Tensor | None = None
+    for piece in pieces:
+        first, rest = piece.narrow(dim, 0, 1), piece.narrow(dim, 1, piece.shape[dim] - 1)
+        ready = []
+        if held is not None:
+            first = _OWN * first + (1 - _OWN) * held
+            ready.append(_OWN * held + (1 - _OWN) * first)
+        done = torch.cat((first, rest), dim=dim)
+        ready.append(done.narrow(dim, 0, piece.shape[dim] - 1))
+        held = done.narrow(dim, piece.shape[dim] - 1, 1)
+        if any(part.shape[dim] for part in ready):
+            yield torch.cat(ready, dim=dim)
+    if held is not None:
+        yield held

@@ -1,0 +1,211 @@
+"""The layers of Step-Video's autoencoder, under upstream's parameter names.
+
+Convolutions never look ahead in time; norms look at one frame at a time. Upstream computes large
+convolutions in parts along time, which changes no number. Put together they are in `vae`.
+
+Shapes: B batch, C channels, T frames, H and W rows and columns.
+Source: stepfun-ai/Step-Video-T2V 675e08c, stepvideo/vae/vae.py (behaviour and names only).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from everyframe.ops.attention import AttentionCore
+
+
+class CausalConv3d(nn.Module):
+    """A 3-D convolution whose padding in time is zeros in front, and zeros around in space."""
+
+    def __init__(
+        self, in_channels: int, out_channels: int, kernel_size: int = 3, stride: int = 1
+    ) -> None:
+        super().__init__()
+        self.front = kernel_size - 1
+        side = kernel_size // 2
+        self.conv = nn.Conv3d(
+            in_channels, out_channels, kernel_size, stride=stride, padding=(0, side, side)
+        )
+
+    def forward(self, x_BCTHW: Tensor) -> Tensor:
+        if self.front:
+            x_BCTHW = F.pad(x_BCTHW, (0, 0, 0, 0, self.front, 0))
+        y: Tensor = self.conv(x_BCTHW)
+        return y
+
+
+class FrameNorm(nn.GroupNorm):
+    """A group norm of each frame by itself: statistics never reach over time."""
+
+    def __init__(self, num_channels: int, num_groups: int) -> None:
+        super().__init__(num_groups, num_channels, eps=1e-5)
+
+    def forward(self, x_BCTHW: Tensor) -> Tensor:
+        frames = super().forward(rearrange(x_BCTHW, "b c t h w -> (b t) c h w"))
+        return rearrange(frames, "(b t) c h w -> b c t h w", b=len(x_BCTHW))
+
+
+class ResBlock(nn.Module):
+    """Twice norm, SiLU, convolution; the shortcut is 1x1x1 where the number of channels changes."""
+
+    def __init__(self, in_channels: int, out_channels: int, num_groups: int) -> None:
+        super().__init__()
+        self.norm1 = FrameNorm(in_channels, num_groups)
+        self.conv1 = CausalConv3d(in_channels, out_channels)
+        self.norm2 = FrameNorm(out_channels, num_groups)
+        self.conv2 = CausalConv3d(out_channels, out_channels)
+        self.activation = nn.SiLU()
+        if in_channels != out_channels:
+            self.nin_shortcut = CausalConv3d(in_channels, out_channels, 1)
+        self.has_shortcut = in_channels != out_channels
+
+    def forward(self, x_BCTHW: Tensor) -> Tensor:
+        h = self.conv1(self.activation(self.norm1(x_BCTHW)))
+        h = self.conv2(self.activation(self.norm2(h)))
+        y: Tensor = (self.nin_shortcut(x_BCTHW) if self.has_shortcut else x_BCTHW) + h
+        return y
+
+
+class CausalAttention(nn.Module):
+    """One head as wide as the channels; a place sees those before it, row by row, and itself."""
+
+    def __init__(self, channels: int, num_groups: int) -> None:
+        super().__init__()
+        self.norm = FrameNorm(channels, num_groups)
+        self.q = CausalConv3d(channels, channels, 1)
+        self.k = CausalConv3d(channels, channels, 1)
+        self.v = CausalConv3d(channels, channels, 1)
+        self.core = AttentionCore(is_causal=True)
+        self.proj_out = CausalConv3d(channels, channels, 1)
+
+    def forward(self, x_BCTHW: Tensor) -> Tensor:
+        h = self.norm(x_BCTHW)
+        q, k, v = (
+            rearrange(part(h), "b c t h w -> b 1 (t h w) c") for part in (self.q, self.k, self.v)
+        )
+        size = dict(zip("thw", x_BCTHW.shape[2:], strict=True))
+        attended = rearrange(self.core(q, k, v), "b 1 (t h w) c -> b c t h w", **size)
+        y: Tensor = x_BCTHW + self.proj_out(attended)
+        return y
+
+
+class Middle(nn.Module):
+    """Residual block, attention, residual block."""
+
+    def __init__(self, channels: int, num_groups: int) -> None:
+        super().__init__()
+        self.block_1 = ResBlock(channels, channels, num_groups)
+        self.attn_1 = CausalAttention(channels, num_groups)
+        self.block_2 = ResBlock(channels, channels, num_groups)
+
+    def forward(self, x_BCTHW: Tensor) -> Tensor:
+        y: Tensor = self.block_2(self.attn_1(self.block_1(x_BCTHW)))
+        return y
+
+
+class HalveSpace(nn.Module):
+    """Rows and columns halved, frame by frame: one zero row below and one zero column right."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, stride=2)
+
+    def forward(self, x_BCTHW: Tensor) -> Tensor:
+        frames = F.pad(rearrange(x_BCTHW, "b c t h w -> (b t) c h w"), (0, 1, 0, 1))
+        y: Tensor = rearrange(self.conv(frames), "(b t) c h w -> b c t h w", b=len(x_BCTHW))
+        return y
+
+
+class HalveAll(nn.Module):
+    """Frames, rows and columns halved, frames rounded up."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = CausalConv3d(channels, channels, stride=2)
+
+    def forward(self, x_BCTHW: Tensor) -> Tensor:
+        y: Tensor = self.conv(x_BCTHW)
+        return y
+
+
+class DoubleSpace(nn.Module):
+    """Rows and columns doubled, frame by frame."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1)
+
+    def forward(self, x_BCTHW: Tensor) -> Tensor:
+        frames = rearrange(x_BCTHW, "b c t h w -> (b t) c h w")
+        frames = F.interpolate(frames, scale_factor=2.0, mode="nearest")
+        y: Tensor = rearrange(self.conv(frames), "(b t) c h w -> b c t h w", b=len(x_BCTHW))
+        return y
+
+
+class SmoothingBlock(nn.Module):
+    """Two convolutions after doubling; their input is added before the last SiLU and after it."""
+
+    def __init__(self, channels: int, num_groups: int) -> None:
+        super().__init__()
+        self.conv1 = CausalConv3d(channels, channels)
+        self.norm1 = FrameNorm(channels, num_groups)
+        self.conv2 = CausalConv3d(channels, channels)
+        self.norm2 = FrameNorm(channels, num_groups)
+        self.activation = nn.SiLU()
+
+    def forward(self, x_BCTHW: Tensor) -> Tensor:
+        h = self.activation(self.norm1(self.conv1(x_BCTHW)))
+        h = self.norm2(self.conv2(h))
+        y: Tensor = self.activation(h + x_BCTHW) + x_BCTHW
+        return y
+
+
+class DoubleAll(nn.Module):
+    """Frames, rows and columns doubled."""
+
+    def __init__(self, channels: int, num_groups: int) -> None:
+        super().__init__()
+        self.conv3d = SmoothingBlock(channels, num_groups)
+
+    def forward(self, x_BCTHW: Tensor) -> Tensor:
+        y: Tensor = self.conv3d(F.interpolate(x_BCTHW, scale_factor=2.0, mode="nearest"))
+        return y
+
+
+class Wrapped(nn.Module):
+    """A causal convolution one level down, for upstream's names."""
+
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__()
+        self.conv = CausalConv3d(in_channels, out_channels)
+
+    def forward(self, x_BCTHW: Tensor) -> Tensor:
+        y: Tensor = self.conv(x_BCTHW)
+        return y
+
+
+_GRID_IN_CHANNELS = "b (c ft fr fc) t h w -> b c (t ft) (h fr) (w fc)"
+
+
+def space_to_channels(x_BCTHW: Tensor) -> Tensor:
+    """A zero frame in front, then each 2x2x2 of places into the channels: (B, 8C, ., H/2, W/2)."""
+    left, right = _GRID_IN_CHANNELS.split(" -> ")
+    return rearrange(F.pad(x_BCTHW, (0, 0, 0, 0, 1, 0)), f"{right} -> {left}", ft=2, fr=2, fc=2)
+
+
+def channels_to_space(x_BCTHW: Tensor) -> Tensor:
+    """The inverse of `space_to_channels`, whose zero frame it drops: T becomes 2T - 1."""
+    return rearrange(x_BCTHW, _GRID_IN_CHANNELS, ft=2, fr=2, fc=2)[:, :, 1:]
+
+
+def mean_of_channels(x_BCTHW: Tensor, channels: int) -> Tensor:
+    """So many channels, each the mean of equally many neighbouring ones."""
+    return torch.unflatten(x_BCTHW, 1, (channels, -1)).mean(dim=2)
+
+
+def repeated_channels(x_BCTHW: Tensor, channels: int) -> Tensor:
+    """So many channels, each one repeated equally often in a row."""
+    return x_BCTHW.repeat_interleave(channels // x_BCTHW.shape[1], dim=1)

@@ -1,0 +1,59 @@
+"""What a denoiser's blocks need of a text, computed once a prompt and then given to every step.
+
+A context is a value: it belongs to the parameters that made it, is never changed, and gradients
+flow through it. Not here: text encoders and the layers, which are the families'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class KeysValues(NamedTuple):
+    """Keys and values of one cross-attention, each (B, heads, L, D)."""
+
+    keys: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True)
+class TextContext:
+    """Keys and values for each block in the order in which the blocks run, and their mask.
+
+    `mask` is (B, 1, 1, L), True where there is a token, or None where every row is full.
+    """
+
+    blocks: tuple[KeysValues, ...]
+    mask: Tensor | None
+
+    @property
+    def batch_size(self) -> int:
+        return self.blocks[0].keys.shape[0]
+
+    def rows(self, start: int, stop: int) -> TextContext:
+        """The part that belongs to samples ``start:stop`` of the batch; nothing is copied."""
+        return TextContext(
+            tuple(KeysValues(k[start:stop], v[start:stop]) for k, v in self.blocks),
+            None if self.mask is None else self.mask[start:stop],
+        )
+
+
+def context_of(
+    blocks: Sequence[KeysValues], mask_BL: Tensor | None, empty_B: Tensor | None
+) -> TextContext:
+    """The context of each block's keys and values.
+
+    `mask_BL` is True where there is a token and, as attention needs a place to look, in one place
+    of each row that `empty_B` calls empty: such rows attend to zero. None: every row is full.
+    """
+    if mask_BL is None or empty_B is None:
+        return TextContext(tuple(blocks), None)
+    if bool(empty_B.any()):
+        nothing = empty_B[:, None, None, None]
+        blocks = [KeysValues(k, torch.where(nothing, torch.zeros_like(v), v)) for k, v in blocks]
+    return TextContext(tuple(blocks), mask_BL[:, None, None])
