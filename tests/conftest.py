@@ -17,6 +17,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [str(Path(__file__).parent.parent / "src"), os.environ.get("PYTHONPATH")])
 )
 os.environ["EVERYFRAME_CACHE"] = str(Path(_CACHE.name, "everyframe"))
+os.environ["EVERYFRAME_RUNS"] = str(Path(_CACHE.name, "runs"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -27,6 +27,7 @@ from everyframe.core.events import Event, Frames, Note, Repaired, VideoDone
 from everyframe.core.request import Request
 from everyframe.engine import run
 from everyframe.families.family import Take
+from everyframe.runs.keeper import Keep, Keeper, Progress
 
 HALF: dict[str, Any] = {"dtype": "float16", "force": True, "device": "cpu"}
 
@@ -171,7 +172,7 @@ def test_frames_that_are_not_finite_pass_no_gate() -> None:
     bad[0, 1, 1, 1] = np.nan
 
     class Careless:
-        name, component = "decode", "vae"
+        name, component, goes_on = "decode", "vae", False
 
         def num_steps(self, num_takes: int) -> int:
             return 0
@@ -184,6 +185,7 @@ def test_frames_that_are_not_finite_pass_no_gate() -> None:
             return [Careless()]
 
     plan = SimpleNamespace(settings=SimpleNamespace(chain=1))
-    events = run._run(plan, Model(), [Take(0)], {})  # type: ignore[arg-type]
+    keeper, progress = Keeper(None, Keep(None)), Progress(takes=[Take(0)])
+    events = run._run(plan, Model(), {}, keeper, progress)  # type: ignore[arg-type]
     with pytest.raises(NumericsError, match="nothing was written"):
         list(events)

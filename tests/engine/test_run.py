@@ -24,6 +24,7 @@ from everyframe.core.events import (
     Step,
     VideoDone,
 )
+from everyframe.engine import given as given_frames
 from everyframe.engine import run
 from everyframe.engine.record import make_record
 from everyframe.families.opensora import stages
@@ -162,12 +163,12 @@ def test_given_pictures_are_read_before_anything_is_loaded(
 def test_given_frames_are_fitted_to_the_size(model: str) -> None:
     asked = request(model, num_frames=17, last_image=np.zeros((50, 80, 3), np.uint8))
     settings = everyframe.plan(asked).settings
-    given = run.read_given(asked, settings)
+    given = given_frames.read_given(asked, settings)
     assert given.last is not None
     assert given.last.shape == (1, 16, 16, 3)
     source = np.zeros((4, 50, 80, 3), np.uint8)
     asked = request(model, num_frames=17, extend=source)
-    given = run.read_given(asked, everyframe.plan(asked).settings)
+    given = given_frames.read_given(asked, everyframe.plan(asked).settings)
     assert given.source is not None
     assert given.source.shape == (4, 16, 16, 3)
 
@@ -176,18 +177,18 @@ def test_a_source_of_floats_is_rounded_and_other_shapes_are_refused(model: str) 
     source = np.full((4, 16, 16, 3), 0.5, np.float32)
     asked = request(model, num_frames=17, extend=source)
     settings = everyframe.plan(asked).settings
-    given = run.read_given(asked, settings)
+    given = given_frames.read_given(asked, settings)
     assert given.source is not None
     # round(127.5) to even; as floats they would have been divided by 255 once more: black.
     np.testing.assert_array_equal(given.source, np.full((4, 16, 16, 3), 128, np.uint8))
     with pytest.raises(InputError, match=r"frames \(T, H, W, 3\), got \(16, 16, 3\)"):
-        run.read_given(request(model, num_frames=17, extend=source[0]), settings)
+        given_frames.read_given(request(model, num_frames=17, extend=source[0]), settings)
 
 
 def test_a_source_may_be_a_video(model: str) -> None:
     source = everyframe.Video(np.full((4, 16, 16, 3), 0.5, np.float32), Fraction(12))
     asked = request(model, num_frames=17, fps=12, extend=source)
-    given = run.read_given(asked, everyframe.plan(asked).settings)
+    given = given_frames.read_given(asked, everyframe.plan(asked).settings)
     assert given.source is not None
     np.testing.assert_array_equal(given.source, np.full((4, 16, 16, 3), 128, np.uint8))
     assert given.notes == ()
@@ -198,31 +199,33 @@ def test_a_source_may_be_a_video(model: str) -> None:
     ]
     assert records[0] == records[1]
     with pytest.raises(InputError, match=r"a path, an array of frames .* or a Video, got int"):
-        run.read_given(request(model, num_frames=17, extend=7), everyframe.plan(asked).settings)
+        given_frames.read_given(
+            request(model, num_frames=17, extend=7), everyframe.plan(asked).settings
+        )
 
 
 def test_a_source_of_another_rate_is_told(model: str, tmp_path: Path) -> None:
     frames = np.zeros((4, 16, 16, 3), np.uint8)
     everyframe.Video(frames, Fraction(12)).save(tmp_path / "clip.mp4")
     asked = request(model, num_frames=17, extend=str(tmp_path / "clip.mp4"))
-    (note,) = run.read_given(asked, everyframe.plan(asked).settings).notes
+    (note,) = given_frames.read_given(asked, everyframe.plan(asked).settings).notes
     assert "has 12 frames a second and the result 24" in note
     asked = request(model, num_frames=17, fps=12, extend=str(tmp_path / "clip.mp4"))
-    assert run.read_given(asked, everyframe.plan(asked).settings).notes == ()
+    assert given_frames.read_given(asked, everyframe.plan(asked).settings).notes == ()
 
 
 def test_pictures_in_a_folder_have_the_rate_of_the_result(model: str, tmp_path: Path) -> None:
     for number in range(3):
         Image.new("RGB", (16, 16), (number, 0, 0)).save(tmp_path / f"{number}.png")
     asked = request(model, num_frames=17, extend=tmp_path)
-    given = run.read_given(asked, everyframe.plan(asked).settings)
+    given = given_frames.read_given(asked, everyframe.plan(asked).settings)
     assert given.source is not None
     assert given.source[:, 0, 0, 0].tolist() == [0, 1, 2]
     assert given.notes == ()
 
 
 def test_a_source_without_end_is_refused(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "_MAX_SOURCE_FRAMES", 3)
+    monkeypatch.setattr(given_frames, "_MAX_SOURCE_FRAMES", 3)
     asked = request(model, num_frames=17, extend=np.zeros((4, 16, 16, 3), np.uint8))
     with pytest.raises(InputError, match="has 4 frames, at most 3 are read"):
         list(run.stream(asked))

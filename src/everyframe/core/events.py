@@ -43,6 +43,15 @@ class Ready(Event):
 
 
 @dataclass(frozen=True)
+class Kept(Event):
+    """How far the run comes is kept in the folder `path`: ``everyframe resume RUN`` goes on."""
+
+    type: ClassVar[str] = "kept"
+    run: str
+    path: str
+
+
+@dataclass(frozen=True)
 class StageStarted(Event):
     """A stage begins, for clip `clip` of `num_clips`; it has `num_steps` steps to do."""
 

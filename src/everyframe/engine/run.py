@@ -9,70 +9,90 @@ bit for bit what that seed alone gives. Read next: `families/family.py`, `record
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from everyframe.core.errors import CannotRunError, InputError, NumericsError
+from everyframe.core.errors import CannotRunError, NumericsError, WorkerDiedError
 from everyframe.core.events import (
     Event,
     Frames,
+    Kept,
     Note,
     Planned,
     Ready,
     Repaired,
     StageDone,
     StageStarted,
+    Step,
     VideoDone,
 )
-from everyframe.core.plan import Plan, Settings
+from everyframe.core.plan import Plan
 from everyframe.core.request import Request
+from everyframe.engine.given import read_given, start_noise
+from everyframe.engine.keeping import begin, kept
 from everyframe.engine.record import make_record
-from everyframe.families.family import GivenFrames, Model, Stage, Take
+from everyframe.families.family import Model, Stage, Take
 from everyframe.families.loading import let_go
-from everyframe.media.paths import exact_fps, sidecar_of
-from everyframe.media.pixels import fit_image, to_uint8
-from everyframe.media.read import read_image, read_video
-from everyframe.media.video import Video
 from everyframe.planning.resolve import GivenModel, check_feasible, prepare
 from everyframe.precision.full import full_float32
+from everyframe.runs.folder import runs_folder
+from everyframe.runs.keeper import Keep, Keeper, Progress
 
 _log = logging.getLogger(__name__)
 
-#: A video to go on from is kept whole in the result; this bounds what is read of it.
-_MAX_SOURCE_FRAMES = 20_000
-
 
 def stream(
-    request: Request, *, num_threads: int | None = None, given_model: GivenModel | None = None
+    request: Request,
+    *,
+    num_threads: int | None = None,
+    given_model: GivenModel | None = None,
+    keep: Keep | None = None,
 ) -> Iterator[Event]:
     """What happens, as it happens: `Planned` first, `VideoDone` last for each video.
 
     Raises an `EveryframeError` for anything that a person should know; nothing was written then.
     `num_threads` overrules the number of CPU threads, which a record asks for to get its bits back.
-    `given_model` is one in memory, in place of one that the request names.
+    `given_model` is one in memory, in place of one that the request names. How far the run comes is
+    kept as `keep` says (None: in `runs_folder`).
     """
     prepared = prepare(request, may_fetch=True, num_threads=num_threads, given=given_model)
     plan, model = prepared.plan, prepared.model
     check_feasible(plan)
-    given = read_given(request, plan.settings)
-    noise = _start_noise(request)
+    takes = takes_of(request, plan)
     _log.debug("plan: %s", plan)
     yield Planned(plan)
+    given = takes[0].given
     for note in (*plan.notes, *given.notes, *(f"fetching {part}" for part in plan.to_fetch)):
         yield Note(note)
     model = model.fetch()
     record = make_record(plan, request, model.weight_files())
     yield Ready(record)
-    seeds = range(plan.settings.seed, plan.settings.seed + plan.settings.num_videos)
-    takes = [Take(seed, given, noise) for seed in seeds]
-    yield from _apart(_run(plan, model, takes, record), plan.num_threads)
+    keeper = begin(Keep(runs_folder()) if keep is None else keep, request, plan, record)
+    yield from work(plan, model, record, keeper, Progress(takes=takes))
+
+
+def takes_of(request: Request, plan: Plan) -> list[Take]:
+    """The videos of a request, none of them begun; what was given is read."""
+    given, noise = read_given(request, plan.settings), start_noise(request)
+    first = plan.settings.seed
+    return [Take(seed, given, noise) for seed in range(first, first + plan.settings.num_videos)]
+
+
+def work(
+    plan: Plan, model: Model, record: dict[str, Any], keeper: Keeper, progress: Progress
+) -> Iterator[Event]:
+    """Run the plan from there on, and let go of what is kept when nothing is left to be done."""
+    with kept(keeper, progress.takes):
+        yield from keeper.notes()
+        if keeper.folder is not None:
+            yield Kept(keeper.folder.name, str(keeper.folder.path))
+        events = _run(plan, model, record, keeper, progress)
+        yield from _apart(events, plan.num_threads)
 
 
 def _apart(events: Generator[Event, None, None], num_threads: int) -> Iterator[Event]:
@@ -91,41 +111,63 @@ def _apart(events: Generator[Event, None, None], num_threads: int) -> Iterator[E
 
 
 def _next(events: Iterator[Event]) -> Event | None:
-    """The next event; torch running out of memory is told as what it is."""
+    """The next event; what torch says of memory and of a lost device is told as what it is."""
     try:
         return next(events, None)
     except RuntimeError as error:
+        said = str(error).splitlines()[0] if str(error) else type(error).__name__
         # torch has a class for accelerators only; its CPU allocator says so in words.
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
             raise CannotRunError(
                 "out of memory while it ran; a smaller size or num_frames takes less, and another "
-                f"program may hold what the plan counted on ({str(error).splitlines()[0]})"
+                f"program may hold what the plan counted on ({said})"
             ) from error
+        if isinstance(error, torch.AcceleratorError):
+            raise WorkerDiedError(f"the device was lost while it ran ({said})") from error
         raise
 
 
 def _run(
-    plan: Plan, model: Model, takes: Sequence[Take], record: dict[str, Any]
+    plan: Plan, model: Model, record: dict[str, Any], keeper: Keeper, progress: Progress
 ) -> Generator[Event, None, None]:
-    num_clips = plan.settings.chain
+    takes, num_clips = progress.takes, plan.settings.chain
     num_frames = {take.seed: 0 for take in takes}
-    record = dict(record)
     unfinished: list[int] = []
-    for clip in range(num_clips):
-        for stage in model.stages(plan, clip):
-            for event in _run_stage(stage, takes, clip, num_clips):
-                if isinstance(event, Repaired):
-                    repairs = (*record.get("repairs", ()), {"clip": clip, **event.to_json()})
-                    record["repairs"] = [*repairs]
-                if isinstance(event, Frames):
-                    _check_finite(event, stage)
-                    num_frames[event.seed] += event.num_frames
-                    if clip == num_clips - 1 and event.seed not in unfinished:
-                        # Takes come one after the other: where one begins, those before are whole.
-                        yield from _done(unfinished, num_frames, record)
-                        unfinished = [event.seed]
-                yield event
-    yield from _done(unfinished, num_frames, record)
+    for frames in keeper.kept_frames(progress):
+        if frames.seed in num_frames:
+            num_frames[frames.seed] += frames.num_frames
+            yield frames
+    for clip, stage in _stages(plan, model, progress):
+        keeper.write(progress)
+        for event in _run_stage(stage, takes, clip, num_clips):
+            if isinstance(event, Repaired):
+                progress.repairs.append({"clip": clip, **event.to_json()})
+            if isinstance(event, Step) and stage.goes_on:
+                keeper.write(progress)
+            if isinstance(event, Frames):
+                _check_finite(event, stage)
+                num_frames[event.seed] += event.num_frames
+                if clip < num_clips - 1:
+                    keeper.frames(progress, event)
+                elif event.seed not in unfinished:
+                    # Takes come one after the other: where one begins, those before are whole.
+                    yield from _done(unfinished, num_frames, record, progress)
+                    unfinished = [event.seed]
+            yield event
+            yield from keeper.notes()
+        for take in takes:
+            take.begin_stage()
+    yield from _done(unfinished, num_frames, record, progress)
+
+
+def _stages(plan: Plan, model: Model, progress: Progress) -> Iterator[tuple[int, Stage]]:
+    """Each stage that is left with its clip; `progress` says which it is."""
+    for clip in range(progress.clip, plan.settings.chain):
+        first = progress.stage if clip == progress.clip else 0
+        for number, stage in enumerate(model.stages(plan, clip)):
+            if number >= first:
+                progress.clip, progress.stage = clip, number
+                yield clip, stage
 
 
 def _check_finite(event: Frames, stage: Stage) -> None:
@@ -141,10 +183,14 @@ def _check_finite(event: Frames, stage: Stage) -> None:
 
 
 def _done(
-    seeds: Sequence[int], num_frames: Mapping[int, int], record: dict[str, Any]
+    seeds: Sequence[int],
+    num_frames: Mapping[int, int],
+    record: dict[str, Any],
+    progress: Progress,
 ) -> Iterator[Event]:
+    whole = {**record, "repairs": [*progress.repairs]} if progress.repairs else record
     for seed in seeds:
-        yield VideoDone(seed, num_frames[seed], for_seed(record, seed))
+        yield VideoDone(seed, num_frames[seed], for_seed(whole, seed))
 
 
 def _run_stage(stage: Stage, takes: Sequence[Take], clip: int, num_clips: int) -> Iterator[Event]:
@@ -169,72 +215,6 @@ def for_seed(record: dict[str, Any], seed: int) -> dict[str, Any]:
     repairs = [each for each in record.get("repairs", ()) if each["seed"] in (None, seed)]
     mine.pop("repairs", None)
     return {**mine, "repairs": repairs} if repairs else mine
-
-
-def read_given(request: Request, settings: Settings) -> GivenFrames:
-    """The pictures and videos of a request, read and, unless the family does it, fitted.
-
-    Raises `MediaError` for a file that is none.
-    """
-
-    def picture(source: Any) -> np.ndarray[Any, Any]:
-        read = read_image(source)
-        if settings.fit is None:
-            return read[None]
-        return fit_image(read, settings.height, settings.width, settings.fit)[None]
-
-    source: np.ndarray[Any, Any] | None = None
-    notes: tuple[str, ...] = ()
-    if request.extend is not None:
-        source, notes = _source(request.extend, settings)
-    return GivenFrames(
-        notes=notes,
-        first=None if request.image is None else picture(request.image),
-        last=None if request.last_image is None else picture(request.last_image),
-        source=source,
-    )
-
-
-def _source(extend: Any, settings: Settings) -> tuple[np.ndarray[Any, Any], tuple[str, ...]]:
-    """The video to go on from, fitted, and what is to be said of its frame rate."""
-    fps = rate = exact_fps(settings.fps)
-    if isinstance(extend, Video):
-        frames, rate = to_uint8(extend.frames), extend.fps
-    elif isinstance(extend, np.ndarray):
-        if extend.ndim != 4 or extend.shape[-1] != 3 or not len(extend):
-            raise InputError(f"extend must be frames (T, H, W, 3), got {extend.shape}")
-        frames = to_uint8(extend)
-    elif not isinstance(extend, (str, os.PathLike)):
-        raise InputError(
-            "extend must be a path, an array of frames (T, H, W, 3) or a Video, "
-            f"got {type(extend).__name__}"
-        )
-    else:
-        # Pictures in a folder have no rate of their own; they are taken to have the result's.
-        bare = Path(extend).is_dir() and not sidecar_of(f"{extend}/").is_file()
-        size = (settings.height, settings.width)
-        frames, rate = read_video(extend, fps=fps if bare else None, size=size)
-    if len(frames) > _MAX_SOURCE_FRAMES:
-        raise InputError(
-            f"the video to go on from has {len(frames)} frames, "
-            f"at most {_MAX_SOURCE_FRAMES} are read"
-        )
-    notes: tuple[str, ...] = ()
-    if rate != fps:
-        notes = (
-            f"the given video has {float(rate):g} frames a second and the result {float(fps):g}, "
-            f"so it will not play at its own speed; --fps {float(rate):g} keeps that",
-        )
-    return fit_image(frames, settings.height, settings.width), notes
-
-
-def _start_noise(request: Request) -> torch.Tensor | None:
-    if request.latents is None:
-        return None
-    noise = torch.as_tensor(request.latents).to("cpu", torch.float32)
-    if not torch.isfinite(noise).all():
-        raise InputError("latents hold values that are not finite")
-    return noise
 
 
 class _Threads:

@@ -67,6 +67,11 @@ class Take:
     `text` and `known` are the family's own: what it made of prompts and of given frames.
     `latents` come of denoising, `tail` are the last frames of the clip before (float32 0..1,
     (T, H, W, 3)) that a chained clip goes on from.
+
+    While a stage that `goes_on` runs, `step` counts its steps that are done for this take, `latents`
+    is the state after them, `memory` what else the sampler needs to go on, and `finished` the
+    latents of batches before the one that is worked on. `answers` are those of a foreign pipeline's
+    models, for a stage that is gone on with by replay.
     """
 
     seed: int
@@ -76,6 +81,26 @@ class Take:
     known: Any = None
     latents: Any = None
     tail: Any = None
+    step: int = 0
+    memory: Any = None
+    finished: tuple[Any, ...] = ()
+    answers: Answers | None = None
+
+    def begin_stage(self) -> None:
+        """Forget how far the stage before was."""
+        self.step, self.memory, self.finished = 0, None, ()
+
+
+class Answers(Protocol):
+    """What a foreign pipeline's models answered, call by call, kept over the end of a process."""
+
+    def next(self) -> Any:
+        """The answer to the next call; None where the call has to be made."""
+        ...
+
+    def keep(self, answer: Any) -> None:
+        """Keep the answer to the call that was made."""
+        ...
 
 
 class Stage(Protocol):
@@ -89,6 +114,14 @@ class Stage(Protocol):
     @property
     def component(self) -> str:
         """The component that it loads."""
+        ...
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether its takes say at every `Step` how far they are, so that it can go on from there.
+
+        Any other stage is done again from its beginning, with takes as they were then.
+        """
         ...
 
     def num_steps(self, num_takes: int) -> int:

@@ -1,5 +1,6 @@
 """The loop that every denoising stage has: each take through its sampler, each step an event.
 
+After each step the take says how far it is, so that a run that is broken off goes on from there.
 Each state is looked at by the stage's guard, and what that repaired comes before the step's event.
 
 Not here: which sampler, and what it is given; that is the family's. Read next: `family.py`.
@@ -8,32 +9,49 @@ Not here: which sampler, and what it is given; that is the family's. Read next: 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
 
 from everyframe.core.events import Event, Step
 from everyframe.families.family import Take
 from everyframe.families.guarding import Guard
 from everyframe.samplers.step import Step as SamplerStep
 
+Batches = Callable[[Take], Iterable[Iterator[SamplerStep]]]
+"""The samplers of a take's batches from that one on which `Take.step` is in, begun at that step."""
+
 
 def denoised(
-    stage: str,
-    takes: Sequence[Take],
-    num_steps: int,
-    guard: Guard,
-    sample: Callable[[Take], Iterator[SamplerStep]],
+    stage: str, takes: Sequence[Take], num_steps: int, guard: Guard, batches: Batches
 ) -> Iterator[Event]:
-    """Fill each take's `latents` with what `sample` makes of it; `num_steps` is of all takes."""
-    done = 0
-    for take in takes:
+    """Fill each take's `latents` with what its samplers make of it, one batch after the other.
+
+    `num_steps` is of one take. The latents of several batches are joined along the first axis.
+    """
+    for number, take in enumerate(takes):
+        if take.step == num_steps:
+            continue  # done before the run was broken off
         begun = time.perf_counter()
         guard.take(take.seed)
-        for step in sample(take):
-            guard.latents(step.index + 1, step.x)
-            yield from guard.events()
-            now = time.perf_counter()
-            done += 1
-            take.latents = step.x
-            yield Step(stage, done, num_steps, take.seed, now - begun)
-            begun = now
-        take.latents = take.latents.to("cpu")
+        for sampled in batches(take):
+            for step in sampled:
+                guard.latents(step.index + 1, step.x)
+                yield from guard.events()
+                _take_step(take, step, take.step + 1 == num_steps)
+                now = time.perf_counter()
+                done, total = number * num_steps + take.step, len(takes) * num_steps
+                yield Step(stage, done, total, take.seed, now - begun)
+                begun = now
+
+
+def _take_step(take: Take, step: SamplerStep, is_last: bool) -> None:
+    """Put the state after a step into its take, whole at every moment in which others see it."""
+    take.step += 1
+    take.latents, take.memory = step.x, step.memory
+    if step.index + 1 == step.num_steps:
+        take.finished = (*take.finished, step.x.to("cpu"))
+        take.latents = take.memory = None
+    if is_last:
+        take.latents = torch.cat(take.finished) if len(take.finished) > 1 else take.finished[0]
+        take.finished = ()

@@ -89,7 +89,7 @@ def prepare(
     else:
         if request.model is None:
             refuse_if_not_drawable(request)
-        model, family_name = _find_model(request, may_fetch)
+        model, family_name = find_model(request, may_fetch)
     facts = machine_facts(request.device) if profile is None else find_profile(profile).machine()
     device = within(pick_device(facts, request.device), _asked_bytes(request, "max_memory"))
     seed = random_seed() if request.seed is None else request.seed
@@ -161,7 +161,12 @@ def check_feasible(plan: Plan) -> None:
         raise CannotRunError(plan.obstacle)
 
 
-def _find_model(request: Request, may_fetch: bool) -> tuple[Model, str]:
+def find_model(request: Request, may_fetch: bool) -> tuple[Model, str]:
+    """The model that a request names, and its family's name.
+
+    Raises:
+        InputError: there is none, or it has to be fetched first and may not be.
+    """
     # Before the family is known: what is fetched depends on it.
     variant = request.family_options.get("variant")
     location = locate(request.model or EMBEDDED_MODEL, variant=variant)

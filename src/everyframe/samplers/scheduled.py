@@ -11,14 +11,15 @@ Read next: `step`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from everyframe.samplers.step import Denoise, Step
+from everyframe.core.errors import InputError
+from everyframe.samplers.step import Denoise, Step, check_start
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,16 +40,26 @@ def sample(
     *,
     known: KnownLatents | None = None,
     generators: Callable[[int], list[torch.Generator]] | None = None,
+    start: int = 0,
+    memory: Mapping[str, Any] | None = None,
 ) -> Iterator[Step]:
-    """From x (B, ...) at ``timesteps[0]`` along `timesteps`, which `scheduler` is set to.
+    """From x (B, ...) at ``timesteps[start]`` along `timesteps`, which `scheduler` is set to.
 
-    `scheduler` is fresh: it counts its steps and remembers earlier answers, so a sampler can't be
-    begun in the middle. `generators` gives those of one step, one for each of the batch, to a
-    scheduler that draws noise.
+    `scheduler` is fresh: it counts its steps and remembers earlier answers, which is the `memory`
+    of a step, and what a `start` in the middle needs. `generators` gives those of one step, one for
+    each of the batch, to a scheduler that draws noise.
     """
     num_steps = len(timesteps)
+    check_start(start, num_steps)
+    if start:
+        if memory is None:
+            raise InputError(
+                f"a scheduler goes on at step {start} with the memory of the one before"
+            )
+        vars(scheduler).update(memory)
     draws = "generator" in inspect.signature(scheduler.step).parameters
-    for index, t in enumerate(timesteps):
+    for index in range(start, num_steps):
+        t = timesteps[index]
         given = scheduler.scale_model_input(x, t)
         answer = denoise(given, t.expand(x.shape[0]).to(x.device))
         noise = {"generator": generators(index)} if draws and generators is not None else {}
@@ -59,4 +70,13 @@ def sample(
                 following = torch.tensor([timesteps[index + 1]])
                 kept = scheduler.add_noise(kept, known.noise, following)
             x = (1 - known.mask) * kept + known.mask * x
-        yield Step(index, num_steps, t.expand(x.shape[0]), x)
+        yield Step(index, num_steps, t.expand(x.shape[0]), x, _memory(scheduler))
+
+
+def _memory(scheduler: Any) -> dict[str, Any]:
+    """Everything that a scheduler is, but its config; lists are its own and are copied."""
+    return {
+        name: list(value) if isinstance(value, list) else value
+        for name, value in vars(scheduler).items()
+        if name != "_internal_dict"
+    }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,14 +27,16 @@ class Step:
     """The state after one step.
 
     `index` counts up from 0; `t` (B,) is the timestep that the denoiser was called with; `x` is
-    what the next step begins with, and after the last step the sample. To go on from a saved step,
-    pass its `x` and ``start=index + 1``.
+    what the next step begins with, and after the last step the sample. `memory` is what else the
+    next step depends on, for samplers that look back. To go on from a saved step, pass its `x`, its
+    `memory` where there is one, and ``start=index + 1``.
     """
 
     index: int
     num_steps: int
     t: Tensor
     x: Tensor
+    memory: Any = None
 
 
 def as_state(x: Tensor) -> Tensor:

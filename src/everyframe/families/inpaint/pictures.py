@@ -34,6 +34,7 @@ class EncodeStage:
     job: Job
     name: str = "given frames"
     component: str = "vae"
+    goes_on: bool = False
 
     def num_steps(self, num_takes: int) -> int:
         """One a batch of frames, for all takes."""
@@ -123,6 +124,7 @@ class DecodeStage:
     job: Job
     name: str = "decode"
     component: str = "vae"
+    goes_on: bool = False
 
     def num_steps(self, num_takes: int) -> int:
         """One a batch of frames."""

@@ -30,6 +30,7 @@ from everyframe.families.inpaint.job import Job, batched
 from everyframe.families.inpaint.text import embed, load_tokenizer, tokenize
 from everyframe.families.inpaint.weights import CONTROLNET_KEYS, UNET_KEYS, text_keys
 from everyframe.families.loading import load_component
+from everyframe.families.stepping import denoised
 from everyframe.samplers import noise, scheduled
 from everyframe.samplers.step import Step as SamplerStep
 
@@ -41,6 +42,7 @@ class TextStage:
     job: Job
     name: str = "text"
     component: str = "text_encoder"
+    goes_on: bool = False
 
     def num_steps(self, num_takes: int) -> int:
         """One a prompt."""
@@ -96,6 +98,7 @@ class DenoiseStage:
     job: Job
     name: str = "denoise"
     component: str = "unet"
+    goes_on: bool = True
 
     def num_steps(self, num_takes: int) -> int:
         """The scheduler's steps for each batch of frames of each take."""
@@ -120,22 +123,10 @@ class DenoiseStage:
         yield Loaded("unet", time.perf_counter() - began)
         named = {controlnet_name(number): net for number, net in enumerate(nets)}
         guard = Guard(job.plan, self.name, {**named, "unet": unet})
-        total, done = self.num_steps(len(takes)), 0
+        batches = partial(self._batches, unet, nets, guard)
+        steps = job.num_batches * job.num_timesteps
+        yield from denoised(self.name, takes, steps, guard, batches)
         for take in takes:
-            guard.take(take.seed)
-            finished = []
-            for sampled in self._batches(unet, nets, guard, take):
-                begun = time.perf_counter()
-                for step in sampled:
-                    guard.latents(step.index + 1, step.x)
-                    yield from guard.events()
-                    now = time.perf_counter()
-                    done += 1
-                    take.latents = step.x
-                    yield Step(self.name, done, total, take.seed, now - begun)
-                    begun = now
-                finished.append(take.latents.to("cpu"))
-            take.latents = torch.cat(finished)
             take.known = None
 
     def _load_controlnet(self, number: int) -> nn.Module:
@@ -149,18 +140,21 @@ class DenoiseStage:
     def _batches(
         self, unet: nn.Module, nets: Sequence[nn.Module], guard: Guard, take: Take
     ) -> Iterator[Iterator[SamplerStep]]:
-        """The sampler of each batch of frames."""
+        """The sampler of each batch of frames that is not done."""
         job = self.job
+        num_done = take.step // job.num_timesteps
         pictures = job.inputs([take]).control_pictures(job.geometry, job.settings.num_frames)
         first = 0
-        for batch in batched(pictures, job.together):
+        for number, batch in enumerate(batched(pictures, job.together)):
             frames = slice(first, first + len(batch))
+            first = frames.stop
+            if number < num_done:
+                continue
             controls = tuple(
                 rearrange(torch.from_numpy(np.stack(one)), "f h w c -> f c h w").contiguous()
                 for one in zip(*batch, strict=True)
             )
             yield self._sampled(unet, nets, guard, take, controls, frames)
-            first += len(batch)
 
     def _sampled(
         self,
@@ -176,7 +170,10 @@ class DenoiseStage:
         scheduler, timesteps = job.scheduled(device)
         mask = known.mask[frames].to(device)
         source = None if known.source is None else known.source[frames].to(device)
-        x, start = self._begin(take, scheduler, timesteps, source, len(mask))
+        x, noised = self._begin(take, scheduler, timesteps, source, len(mask))
+        start = take.step % len(timesteps)
+        if start:
+            x = take.latents.to(device)
         takes_mask = job.config.takes_mask
         conditions = Conditions(
             text=take.text.to(device),
@@ -197,14 +194,22 @@ class DenoiseStage:
         put_back = None
         if not takes_mask:
             assert source is not None, "encoded for a UNet that takes no mask"
-            put_back = scheduled.KnownLatents(source, mask, start)
+            put_back = scheduled.KnownLatents(source, mask, noised)
 
         def generators(step: int) -> list[torch.Generator]:
             return [noise.generator(take.seed, "step", step) for _ in range(len(mask))]
 
         watched = guard.denoiser(lambda: denoise)
+        denoise.step = start
         for step in scheduled.sample(
-            watched, x, scheduler, timesteps, known=put_back, generators=generators
+            watched,
+            x,
+            scheduler,
+            timesteps,
+            known=put_back,
+            generators=generators,
+            start=start,
+            memory=take.memory,
         ):
             denoise.step = step.index + 1
             yield step

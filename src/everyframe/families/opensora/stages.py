@@ -109,6 +109,7 @@ class TextStage:
     job: Job
     name: str = "text"
     component: str = "text_encoder"
+    goes_on: bool = False
 
     def num_steps(self, num_takes: int) -> int:
         """One a prompt."""
@@ -174,6 +175,7 @@ class GivenStage:
     job: Job
     name: str = "given frames"
     component: str = "vae"
+    goes_on: bool = False
 
     def num_steps(self, num_takes: int) -> int:
         """One a take."""
@@ -240,6 +242,7 @@ class DenoiseStage:
     job: Job
     name: str = "denoise"
     component: str = "denoiser"
+    goes_on: bool = True
 
     def num_steps(self, num_takes: int) -> int:
         """The sampler's steps for each take."""
@@ -257,9 +260,12 @@ class DenoiseStage:
             STDIT_KEYS if job.facts.version == "1.0" else STDIT3_KEYS,
         )
         yield Loaded("denoiser", time.perf_counter() - began)
-        steps = self.num_steps(len(takes))
         guard = Guard(job.plan, self.name, {"denoiser": model})
-        yield from denoised(self.name, takes, steps, guard, partial(self._sample, model, guard))
+
+        def batches(take: Take) -> Iterator[Iterator[SamplerStep]]:
+            yield self._sample(model, guard, take)
+
+        yield from denoised(self.name, takes, job.settings.num_inference_steps, guard, batches)
 
     def _sample(self, model: STDiT | STDiT3, guard: Guard, take: Take) -> Iterator[SamplerStep]:
         job, settings = self.job, self.job.settings
@@ -270,20 +276,24 @@ class DenoiseStage:
         def fresh(step: int) -> Tensor:
             return noise.step_noise(label, step, shape)[None]
 
-        start = take.start_noise
-        x = (noise.start_noise(label, shape)[None] if start is None else start).to(device)
+        x, start = take.latents, take.step
+        if not start:
+            given = take.start_noise
+            x = noise.start_noise(label, shape)[None] if given is None else given
+        x = x.to(device)
         denoise = guard.denoiser(partial(Denoiser, model, take.text, settings, job.facts, device))
         if job.facts.version == "1.0":
             plan = iddpm.schedule(settings.num_inference_steps)
-            yield from iddpm.sample(denoise, x, plan, fresh)
+            yield from iddpm.sample(denoise, x, plan, fresh, start=start)
             return
         timesteps = timesteps_of(settings, job.facts)
         if take.known is None:
-            yield from rflow.sample(denoise, x, timesteps)
+            yield from rflow.sample(denoise, x, timesteps, start=start)
             return
         mask = take.known.mask.to(device)
-        x = torch.where(mask[:, None, :, None, None] == 1, x, take.known.latents.to(device))
-        yield from rflow.sample_masked(denoise, x, timesteps, mask, fresh)
+        if not start:
+            x = torch.where(mask[:, None, :, None, None] == 1, x, take.known.latents.to(device))
+        yield from rflow.sample_masked(denoise, x, timesteps, mask, fresh, start=start)
 
 
 @dataclass(frozen=True)
@@ -293,6 +303,7 @@ class DecodeStage:
     job: Job
     name: str = "decode"
     component: str = "vae"
+    goes_on: bool = False
 
     def num_steps(self, num_takes: int) -> int:
         """One a piece."""

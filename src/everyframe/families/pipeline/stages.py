@@ -49,6 +49,8 @@ class PipelineStage:
     files: Files | None = None
     pipe: Any = None
     name: str = STAGE
+    # Its answers are kept call by call, and served again when it is called again.
+    goes_on: bool = False
 
     @property
     def component(self) -> str:

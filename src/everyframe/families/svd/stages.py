@@ -95,6 +95,7 @@ class ImageStage:
     job: Job
     name: str = "image"
     component: str = "image_encoder"
+    goes_on: bool = False
 
     def num_steps(self, num_takes: int) -> int:
         """One: the picture is everybody's."""
@@ -128,6 +129,7 @@ class EncodeStage:
     job: Job
     name: str = "given frames"
     component: str = "vae"
+    goes_on: bool = False
 
     def num_steps(self, num_takes: int) -> int:
         """One a take: each has noise of its own."""
@@ -171,6 +173,7 @@ class DenoiseStage:
     job: Job
     name: str = "denoise"
     component: str = "unet"
+    goes_on: bool = True
 
     def num_steps(self, num_takes: int) -> int:
         """The sampler's steps for each take."""
@@ -186,9 +189,12 @@ class DenoiseStage:
             outputs=job.builders.outputs("unet"),
         )
         yield Loaded("unet", time.perf_counter() - began)
-        steps = self.num_steps(len(takes))
         guard = Guard(job.plan, self.name, {"unet": unet})
-        yield from denoised(self.name, takes, steps, guard, partial(self._sample, unet, guard))
+
+        def batches(take: Take) -> Iterator[Iterator[SamplerStep]]:
+            yield self._sample(unet, guard, take)
+
+        yield from denoised(self.name, takes, job.settings.num_inference_steps, guard, batches)
         for take in takes:
             take.known = None
 
@@ -197,11 +203,14 @@ class DenoiseStage:
         device = job.device("unet")
         steps = job.settings.num_inference_steps
         sigmas = euler_karras.schedule(steps, config.sigma_min, config.sigma_max)
+        denoise = guard.denoiser(partial(Denoiser, unet, take.known, job.settings, device))
+        if take.step:
+            x = take.latents.to(device)
+            return euler_karras.sample(denoise, x, sigmas, start=take.step)
         scale = euler_karras.start_scale(sigmas) if config.starts_scaled else sigmas[0].float()
         start = take.start_noise
         if start is None:
             start = noise.start_noise(take.seed, latent_shape(config, job.settings))[None]
-        denoise = guard.denoiser(partial(Denoiser, unet, take.known, job.settings, device))
         return euler_karras.sample(denoise, start.to(device) * scale, sigmas)
 
 
@@ -268,6 +277,7 @@ class DecodeStage:
     job: Job
     name: str = "decode"
     component: str = "vae"
+    goes_on: bool = False
 
     def num_steps(self, num_takes: int) -> int:
         """One a chunk."""

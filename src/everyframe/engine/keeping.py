@@ -1,0 +1,95 @@
+"""How a run is kept: what is written when it begins, and what becomes of it when it ends.
+
+Read next: `resuming.py`, which reads it; `everyframe.runs.keeper`, which writes how far it came.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from everyframe.core.errors import EveryframeError, InputError, NumericsError
+from everyframe.core.plain import NotPlainError, to_plain
+from everyframe.core.plan import Plan
+from everyframe.core.request import Request
+from everyframe.families.family import Take
+from everyframe.runs.answers import KeptAnswers
+from everyframe.runs.folder import RunFolder, new_run
+from everyframe.runs.keeper import Keep, Keeper
+from everyframe.runs.store import Store
+
+
+def begin(how: Keep, request: Request, plan: Plan, record: dict[str, Any]) -> Keeper:
+    """A new run folder with what was asked and planned.
+
+    Where it can't be written, nothing is kept and the keeper has a note of it.
+    """
+    if how.root is None:
+        return Keeper(None, how)
+    folder: RunFolder | None = None
+    try:
+        folder = new_run(how.root)
+        lock = folder.locked()
+        keep = Store(folder.given).keep
+        folder.write_run(
+            {
+                "began": time.time(),
+                "place": os.getcwd(),
+                "output": how.output,
+                "as_uint8": how.as_uint8,
+                "request": to_plain(request, keep),
+                "plan": to_plain(plan, keep),
+                "record": record,
+            }
+        )
+    except (OSError, NotPlainError) as error:
+        if folder is not None:
+            folder.remove()
+        why = getattr(error, "strerror", None) or str(error)
+        keeper = Keeper(None, how)
+        keeper.note(
+            f"this run can't be kept in {how.root} ({why}); it can't be gone on with if it is "
+            "broken off. EVERYFRAME_RUNS names another folder"
+        )
+        return keeper
+    return Keeper(folder, how, lock)
+
+
+@contextmanager
+def kept(keeper: Keeper, takes: Sequence[Take]) -> Iterator[None]:
+    """Within, the run is this process's own, and answers of foreign pipelines are kept.
+
+    Afterwards it is removed if it is done, or can't be done at all; else it stays and says how to
+    go on with it.
+    """
+    folder = keeper.folder
+    for take in takes if folder is not None else ():
+        assert folder is not None
+        take.answers = KeptAnswers(folder.answers / str(take.seed), partial(_failed, keeper))
+    remove = False
+    try:
+        yield
+        remove = keeper.cleans
+    except (InputError, NumericsError):
+        # The same would come of it again.
+        remove = True
+        raise
+    except EveryframeError as error:
+        if folder is None:
+            raise
+        raise type(error)(
+            f"{error}; go on from where it was: everyframe resume {folder.name}"
+        ) from (error.__cause__)
+    finally:
+        keeper.finish(remove=remove)
+
+
+def _failed(keeper: Keeper, why: str) -> None:
+    keeper.note(
+        f"the answers of this pipeline's models can't be kept ({why}); it goes on, and if it is "
+        "broken off they are computed again"
+    )

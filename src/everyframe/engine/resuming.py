@@ -1,0 +1,177 @@
+"""Goes on with a run that was broken off: the same plan, from the last state that was written.
+
+What is computed again has the same bits, so the frames are those of an unbroken run; where that
+can't be promised because something else changed since (weights, a given picture, the device) it is
+an error, and what may matter (versions) is a note. Read next: `run.py`, `keeping.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from everyframe.core.errors import CannotRunError, InputError
+from everyframe.core.events import Event, Note, Planned, Ready
+from everyframe.core.plain import DamagedError, from_plain
+from everyframe.core.plan import Plan
+from everyframe.core.request import Request
+from everyframe.engine.record import differences, make_record
+from everyframe.engine.run import takes_of, work
+from everyframe.hardware.facts import machine_facts
+from everyframe.planning.resolve import GivenModel, find_model
+from everyframe.runs.folder import RunFolder
+from everyframe.runs.keeper import Keep, Keeper, Pace, Progress
+from everyframe.runs.store import Store
+
+
+@dataclass(frozen=True)
+class BrokenOff:
+    """A run that was broken off: what was asked and planned, and how it was kept."""
+
+    folder: RunFolder
+    request: Request
+    plan: Plan
+    record: dict[str, Any]
+    place: Path
+    output: str | None
+    as_uint8: bool
+
+
+def read_run(folder: RunFolder) -> BrokenOff:
+    """A run as it was begun.
+
+    Raises:
+        DamagedError: the folder holds none, or not as it was written.
+    """
+    written = folder.run()
+    fetch = Store(folder.given).fetch
+    try:
+        request, plan = (from_plain(written[name], fetch) for name in ("request", "plan"))
+        found = BrokenOff(
+            folder=folder,
+            request=request,
+            plan=plan,
+            record=dict(written["record"]),
+            place=Path(written["place"]),
+            output=written["output"],
+            as_uint8=bool(written["as_uint8"]),
+        )
+    except (KeyError, TypeError) as error:
+        raise DamagedError(f"{folder.path} can't be read: {error}") from error
+    if not isinstance(request, Request) or not isinstance(plan, Plan):
+        raise DamagedError(f"{folder.path} holds no request and plan")
+    return found
+
+
+def go_on(
+    folder: RunFolder,
+    *,
+    skip: Collection[int] = (),
+    given_model: GivenModel | None = None,
+    cleans: bool = True,
+    pace: Pace = Pace(),  # noqa: B008 - frozen
+) -> Iterator[Event]:
+    """What happens from there on, as `everyframe.engine.run.stream` yields it.
+
+    `skip` are seeds whose videos are not wanted again; `given_model` is the model, for a run whose
+    model was in memory. Raises an `EveryframeError` for anything that stands in the way.
+    """
+    lock = folder.locked()
+    try:
+        run = read_run(folder)
+        plan = run.plan
+        _check_place(run)
+        _check_device(run)
+        model = _model(run, given_model)
+        yield Planned(plan)
+        model = model.fetch()
+        record = make_record(plan, run.request, model.weight_files())
+        for line in _compared(run, record):
+            yield Note(f"the frames may differ from those of an unbroken run: {line}")
+        yield Ready(record)
+        takes = [take for take in takes_of(run.request, plan) if take.seed not in skip]
+        how = Keep(folder.path.parent, run.output, run.as_uint8, cleans, pace)
+        keeper = Keeper(folder, how, lock)
+        progress, says = _progress(keeper, run, [*takes])
+        yield Note(says)
+        yield from work(plan, model, record, keeper, progress)
+    finally:
+        lock.release()
+
+
+def _progress(keeper: Keeper, run: BrokenOff, takes: list[Any]) -> tuple[Progress, str]:
+    """How far it came, and that in a line."""
+    name = run.folder.name
+    try:
+        progress = keeper.read(takes)
+    except DamagedError as error:
+        # All of it follows from what was asked, so nothing but time is lost.
+        fresh = takes_of(run.request, run.plan)
+        wanted = {take.seed for take in takes}
+        again = Progress(takes=[take for take in fresh if take.seed in wanted])
+        return again, f"begins {name} again: {error}"
+    if progress is None:
+        return Progress(takes=takes), f"goes on with {name} from its beginning"
+    clip = f"clip {progress.clip + 1} of {run.plan.settings.chain}, " if progress.clip else ""
+    steps = sum(take.step for take in takes)
+    return (
+        progress,
+        f"goes on with {name}: {clip}stage {progress.stage + 1}, {steps} steps of it done",
+    )
+
+
+def _model(run: BrokenOff, given: GivenModel | None) -> Any:
+    if given is not None:
+        return given.model
+    if run.record.get("model", {}).get("sha256") is None:
+        raise InputError(
+            f"the run {run.folder.name} was made with a {run.plan.model} that was given in Python; "
+            f"load that again and call everyframe.resume({run.folder.name!r}, pipe=pipe)"
+        )
+    return find_model(run.request, may_fetch=True)[0]
+
+
+def _check_place(run: BrokenOff) -> None:
+    """Raise `InputError` for files that were given relative to another folder than this one."""
+    if Path.cwd() == run.place:
+        return
+    for name, value in {**run.request.given(), **run.request.family_options}.items():
+        is_text = isinstance(value, (str, Path)) and name != "prompt"
+        if is_text and not Path(value).is_absolute() and (run.place / value).exists():
+            raise InputError(
+                f"the run {run.folder.name} was begun in {run.place}, where its {name} "
+                f"{str(value)!r} lies; go there first: cd {run.place}"
+            )
+
+
+def _check_device(run: BrokenOff) -> None:
+    wanted = run.plan.device
+    there = machine_facts(run.request.device).devices
+    if not any((d.torch_name, d.name) == (wanted.torch_name, wanted.name) for d in there):
+        names = ", ".join(f"{device.torch_name} ({device.name})" for device in there)
+        raise CannotRunError(
+            f"the run {run.folder.name} was on {wanted.torch_name} ({wanted.name}), and here is "
+            f"{names}: another device gives other bits, so it can't be gone on with, but made "
+            "again from its beginning"
+        )
+
+
+def _compared(run: BrokenOff, record: dict[str, Any]) -> tuple[str, ...]:
+    """What may make a difference; `InputError` for what surely does."""
+    was = run.record
+    record = json.loads(json.dumps(record))  # as the other one came out of its file
+    if was["model"]["sha256"] != record["model"]["sha256"]:
+        raise InputError(
+            f"the weights of {run.plan.model} are not those that {run.folder.name} was begun with; "
+            "it can't be gone on with"
+        )
+    for name, value in was["request"].items():
+        if record["request"].get(name) != value:
+            raise InputError(
+                f"{name} is not what {run.folder.name} was begun with: the file was changed since; "
+                "put the old one back to go on with it"
+            )
+    return differences(was, record)

@@ -1,0 +1,207 @@
+"""Where runs lie, what there is of each, and whose it is at the moment. No torch here.
+
+A run's folder is called by the time at which it began. In it: ``run.json``, written once (what was
+asked, the plan, the record, with arrays that were given in ``given/``), ``state.json`` (how far it
+came, with ``tensors/`` that it names), ``answers/``, and ``lock``, which is the running process's for as long as it lives.
+Read next: `keeper.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from everyframe.core.errors import EveryframeError, InputError, did_you_mean
+from everyframe.core.plain import DamagedError
+from everyframe.runs.files import write_whole
+
+#: What a run folder says that it is; another number is another version's.
+SCHEMA = "everyframe.run/1"
+_RUN, _STATE, _LOCK = "run.json", "state.json", "lock"
+#: The value that turns keeping off.
+OFF = "off"
+
+
+class BusyError(EveryframeError):
+    """A run that another process is working on."""
+
+
+def runs_folder() -> Path | None:
+    """``EVERYFRAME_RUNS`` (None for ``off``), else ``everyframe/runs`` in the place for states:
+    ``XDG_STATE_HOME``, else ``~/.local/state``."""
+    own = os.environ.get("EVERYFRAME_RUNS")
+    if own:
+        return None if own == OFF else Path(own).expanduser()
+    shared = os.environ.get("XDG_STATE_HOME")
+    base = Path(shared).expanduser() if shared else Path.home() / ".local" / "state"
+    return base / "everyframe" / "runs"
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The folder of one run."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+        return self.path.name
+
+    @property
+    def tensors(self) -> Path:
+        """Where its tensors lie."""
+        return self.path / "tensors"
+
+    @property
+    def given(self) -> Path:
+        """Where tensors and pictures lie that came with the request."""
+        return self.path / "given"
+
+    @property
+    def answers(self) -> Path:
+        """Where the answers of a foreign pipeline's models lie."""
+        return self.path / "answers"
+
+    def write_run(self, values: Mapping[str, Any]) -> None:
+        """Write what does not change. Raises `OSError`."""
+        write_whole(self.path / _RUN, _as_json({"schema": SCHEMA, **values}))
+
+    def write_state(self, values: Mapping[str, Any]) -> None:
+        """Put this in the place of the state. Raises `OSError`; the old one holds then."""
+        write_whole(self.path / _STATE, _as_json(values))
+
+    def run(self) -> dict[str, Any]:
+        """What `write_run` wrote. Raises `DamagedError` for what is no run, or another version's."""
+        values = _read(self.path / _RUN)
+        if values is None or values.get("schema") != SCHEMA:
+            found = "nothing" if values is None else repr(values.get("schema"))
+            raise DamagedError(f"{self.path} holds no run of {SCHEMA!r}, but {found}")
+        return values
+
+    def state(self) -> dict[str, Any] | None:
+        """What `write_state` wrote last; None before the first time."""
+        return _read(self.path / _STATE)
+
+    def locked(self) -> Lock:
+        """The run for this process alone. Raises `BusyError` if another one has it."""
+        return Lock(self.path / _LOCK)
+
+    def is_busy(self) -> bool:
+        """Whether a process is working on it."""
+        try:
+            self.locked().release()
+        except BusyError:
+            return True
+        return False
+
+    def num_bytes(self) -> int:
+        """What it takes on the disk."""
+        return sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
+
+    def remove(self) -> None:
+        """Remove it all: first what makes it a run, so that half of it is never taken for one."""
+        (self.path / _RUN).unlink(missing_ok=True)
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+class Lock:
+    """A run that is this process's own until `release`, or until it ends, however it does."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: IO[bytes] | None = path.open("ab")
+        try:
+            _lock(self._file)
+        except OSError as error:
+            self._file.close()
+            self._file = None
+            raise BusyError(
+                f"the run {path.parent.name} is being worked on by another process; wait for it, "
+                "or end it first"
+            ) from error
+
+    def release(self) -> None:
+        """Let others have it."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _lock(file: IO[bytes]) -> None:
+    """Take the file, which the system gives back when the process ends; `OSError` if it's taken."""
+    if os.name == "posix":
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    else:
+        import msvcrt
+
+        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined,unused-ignore]
+
+
+def new_run(root: Path) -> RunFolder:
+    """A new, empty run folder in `root`. Raises `OSError`."""
+    root.mkdir(parents=True, exist_ok=True)
+    began = time.strftime("%Y%m%d-%H%M%S")
+    for number in range(1000):
+        path = root / (f"{began}-{number}" if number else began)
+        try:
+            # What was asked is nobody else's business.
+            path.mkdir(mode=0o700)
+        except FileExistsError:
+            continue
+        return RunFolder(path)
+    raise FileExistsError(f"there are too many runs in {root}")
+
+
+def all_runs(root: Path | None = None) -> Iterator[RunFolder]:
+    """The runs in a folder (that of `runs_folder` if None), oldest first."""
+    root = runs_folder() if root is None else root
+    if root is None or not root.is_dir():
+        return
+    for path in sorted(root.iterdir()):
+        if (path / _RUN).is_file():
+            yield RunFolder(path)
+
+
+def find_run(name: str | Path | None = None, root: Path | None = None) -> RunFolder:
+    """The run of that name or at that path; without a name the last one that nobody works on.
+
+    Raises:
+        InputError: there is none.
+    """
+    if name is not None and (Path(name) / _RUN).is_file():
+        return RunFolder(Path(name).absolute())
+    found = list(all_runs(root))
+    if name is None:
+        free = [run for run in found if not run.is_busy()]
+        if not free:
+            raise InputError("no run was broken off: there is nothing to go on with")
+        return free[-1]
+    for run in found:
+        if run.name == str(name):
+            return run
+    near = did_you_mean(str(name), [run.name for run in found])
+    raise InputError(f"there is no run {str(name)!r}{near}; everyframe resume --list shows all")
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        values = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise DamagedError(f"{path} can't be read: {error}") from error
+    if not isinstance(values, dict):
+        raise DamagedError(f"{path} holds no state")
+    return values
+
+
+def _as_json(values: Mapping[str, Any]) -> bytes:
+    return (json.dumps(values, indent=1) + "\n").encode()

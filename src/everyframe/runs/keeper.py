@@ -1,0 +1,203 @@
+"""Writes how far a run came, so often that it costs a hundredth of the run at most, and reads it.
+
+The state on the disk is always one that was true at some moment, and all that follows from it is
+computed again with the same bits; so nothing depends on how often it is written. A disk that is
+full or gone is told once: the run goes on, and the state stays the last one that was whole.
+Read next: `folder.py`, `store.py`; `everyframe.engine.run`, which tells what happens.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from everyframe.core.events import Event, Frames, Note
+from everyframe.core.plain import DamagedError, NotPlainError, from_plain, to_plain
+from everyframe.families.family import Take
+from everyframe.media.pixels import to_uint8
+from everyframe.runs.folder import Lock, RunFolder
+from everyframe.runs.store import Store, hashes_in
+
+#: Seconds that go by after a write that failed.
+_AFTER_FAILURE = 30.0
+#: What is kept of a take.
+_OF_TAKE = ("seed", "text", "known", "latents", "tail", "step", "memory", "finished")
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How often the state is written: `pause` seconds apart at least, and so seldom that it takes
+    no more than that `share` of the run."""
+
+    pause: float = 1.0
+    share: float = 0.01
+
+
+#: At every step, whatever it costs.
+EVERY_STEP = Pace(0.0, math.inf)
+
+
+@dataclass(frozen=True)
+class Keep:
+    """How a run is kept: below `root`, a folder of runs, or not at all.
+
+    `output` is what its videos are to be called; frames are kept `as_uint8` where nobody wants them
+    finer. `cleans` removes the folder when the run is over; else whoever reads its events does.
+    """
+
+    root: Path | None
+    output: str | None = None
+    as_uint8: bool = False
+    cleans: bool = True
+    pace: Pace = Pace()
+
+
+@dataclass
+class Progress:
+    """How far a run came: which stage of which clip comes next, with takes as they were then.
+
+    `frames` are those of the clips before, in order, with what they were kept as; `repairs` what
+    was raised in precision so far, as the record holds it.
+    """
+
+    clip: int = 0
+    stage: int = 0
+    takes: Sequence[Take] = ()
+    repairs: list[dict[str, Any]] = field(default_factory=list)
+    frames: list[tuple[int, int, Any]] = field(default_factory=list)
+
+
+class Keeper:
+    """The state of one run, while it runs. Without a folder nothing is kept."""
+
+    def __init__(self, folder: RunFolder | None, how: Keep, lock: Lock | None = None) -> None:
+        self.folder = folder
+        self._how = how
+        self._lock = lock
+        self._store = None if folder is None else Store(folder.tensors)
+        self._notes: list[Event] = []
+        self._last = time.monotonic()
+        self._pause = how.pace.pause
+        # Seconds that were spent on the disk since the last write.
+        self._spent = 0.0
+        self._is_off = False
+
+    @property
+    def cleans(self) -> bool:
+        """Whether the folder is removed when the run is over."""
+        return self._how.cleans
+
+    def note(self, text: str) -> None:
+        """Something that has to be told."""
+        self._notes.append(Note(text))
+
+    def notes(self) -> Iterator[Event]:
+        """What has to be told since this was last asked."""
+        notes, self._notes = self._notes, []
+        yield from notes
+
+    def write(self, progress: Progress) -> None:
+        """Write the state if it is due."""
+        waited = time.monotonic() - self._last
+        least = max(self._pause, self._spent / self._how.pace.share)
+        if self.folder is None or self._is_off or waited < least:
+            return
+        began = time.monotonic()
+        try:
+            self._write(self.folder, progress)
+        except OSError as error:
+            self._failed(f"{error.strerror or error}")
+        except NotPlainError as error:
+            self._failed(str(error))
+            self._is_off = True
+        else:
+            self._pause = self._how.pace.pause
+        self._last = time.monotonic()
+        self._spent = self._last - began
+
+    def frames(self, progress: Progress, event: Frames) -> None:
+        """Keep frames of a clip that others follow: they can't be made again from what is kept."""
+        if self._store is None or self._is_off:
+            return
+        began = time.monotonic()
+        frames = event.frames
+        if self._how.as_uint8:
+            frames = to_uint8(frames)
+        try:
+            kept = to_plain(frames, self._store.keep)
+        except OSError as error:
+            self._failed(f"{error.strerror or error}")
+            # A state without these frames would be none to go on from; the last one still is.
+            self._is_off = True
+            return
+        progress.frames.append((event.seed, event.num_frames, kept))
+        self._spent += time.monotonic() - began
+
+    def kept_frames(self, progress: Progress) -> Iterator[Frames]:
+        """The frames of the clips before, again."""
+        for seed, num_frames, kept in progress.frames:
+            assert self._store is not None
+            yield Frames(seed, num_frames, from_plain(kept, self._store.fetch))
+
+    def read(self, takes: Sequence[Take]) -> Progress | None:
+        """How far the run came, with `takes` as they were then; None where it is at its beginning.
+
+        Raises:
+            DamagedError: what was kept is not as it was written.
+        """
+        assert self.folder is not None
+        assert self._store is not None
+        state = self.folder.state()
+        if state is None:
+            return None
+        try:
+            kept = {each["seed"]: each for each in state["takes"]}
+            for take in takes:
+                for name in _OF_TAKE:
+                    setattr(take, name, from_plain(kept[take.seed][name], self._store.fetch))
+            frames = [(seed, count, mark) for seed, count, mark in state["frames"]]
+            return Progress(state["clip"], state["stage"], takes, state["repairs"], frames)
+        except (KeyError, TypeError, ValueError) as error:
+            raise DamagedError(f"the state of {self.folder.path} can't be read: {error}") from error
+
+    def finish(self, *, remove: bool) -> None:
+        """Let go of the run, and with `remove` of all that was kept."""
+        if self.folder is not None and remove:
+            self.folder.remove()
+        if self._lock is not None:
+            self._lock.release()
+
+    def _write(self, folder: RunFolder, progress: Progress) -> None:
+        assert self._store is not None
+        store = self._store
+        memo: dict[int, Any] = {}
+
+        def plain(value: Any) -> Any:
+            # All takes of a run share one text.
+            if id(value) not in memo:
+                memo[id(value)] = to_plain(value, store.keep)
+            return memo[id(value)]
+
+        takes = [{name: plain(getattr(t, name)) for name in _OF_TAKE} for t in progress.takes]
+        state = {
+            "clip": progress.clip,
+            "stage": progress.stage,
+            "takes": takes,
+            "repairs": progress.repairs,
+            "frames": progress.frames,
+        }
+        folder.write_state(state)
+        store.sweep(hashes_in(takes) | hashes_in([list(each) for each in progress.frames]))
+
+    def _failed(self, why: str) -> None:
+        assert self.folder is not None
+        if self._pause < _AFTER_FAILURE:
+            self.note(
+                f"how far this run came can't be written to {self.folder.path} ({why}); it goes "
+                "on, and if it is broken off it begins again where it was written last"
+            )
+        self._pause = max(self._how.pace.pause, _AFTER_FAILURE)

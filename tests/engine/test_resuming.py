@@ -1,0 +1,123 @@
+"""Runs that are broken off and gone on with, against unbroken ones: the same bits, whatever stopped.
+
+Here a run is broken off by letting go of its events, which leaves the folder as a kill does: the
+state is written at every step, and nothing is written on the way out.
+`test_killed.py` kills processes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import everyframe
+import tiny
+import tiny_inpaint
+import tiny_svd
+from everyframe.core.events import Event, Frames, Kept, Step, VideoDone
+from everyframe.engine import resuming, run
+from everyframe.runs.folder import RunFolder, all_runs
+from everyframe.runs.keeper import EVERY_STEP, Keep
+
+STEPS = 3
+PICTURE = np.random.default_rng(0).integers(0, 255, (24, 24, 3), np.uint8)
+OPEN_SORA: dict[str, Any] = {
+    "prompt": "a red circle", "size": "16x16", "num_frames": 3, "num_inference_steps": STEPS,
+    "seed": 3,
+}  # fmt: skip
+INPAINT: dict[str, Any] = {
+    "prompt": "a red ball", "num_inference_steps": 4, "seed": 3, "control": "canny",
+    "mask": "4,4,20,20", "source": np.stack([PICTURE, PICTURE[::-1], PICTURE[:, ::-1]]),
+    "frames_at_once": 2,
+}  # fmt: skip
+
+#: The cases of every run of the tests; the others are slow ones.
+FAST = ("opensora-1.2-chain", "svd", "inpaint-unipc")
+
+#: What is broken off: the maker of its model, and what is asked of it.
+CASES: dict[str, tuple[Callable[[Path], Any], dict[str, Any]]] = {
+    "opensora-1.2": (tiny.opensora_1_2, OPEN_SORA),
+    "opensora-1.2-chain": (
+        tiny.opensora_1_2,
+        {**OPEN_SORA, "chain": 2, "num_videos": 2, "image": PICTURE, "edit_strength": 0.5},
+    ),
+    "opensora-1.0": (tiny.opensora_1_0, {**OPEN_SORA, "num_videos": 2}),
+    "svd": (
+        tiny_svd.svd,
+        {"image": PICTURE, "height": 32, "width": 32, "num_frames": 3, "seed": 3,
+         "num_inference_steps": STEPS},
+    ),
+    "inpaint-pndm": (tiny_inpaint.inpaint, INPAINT),
+    "inpaint-ancestral": (
+        lambda folder: _scheduled(folder, "EulerAncestralDiscreteScheduler"), INPAINT
+    ),
+    "inpaint-unipc": (lambda folder: _scheduled(folder, "UniPCMultistepScheduler"), INPAINT),
+    "inpaint-dpm": (lambda folder: _scheduled(folder, "DPMSolverMultistepScheduler"), INPAINT),
+}  # fmt: skip
+
+
+def _scheduled(folder: Path, name: str) -> Path:
+    made = tiny_inpaint.inpaint(folder, channels=4)
+    tiny_inpaint.with_scheduler(made, name)
+    return made
+
+
+def begun(root: Path, **options: Any) -> Iterator[Event]:
+    return run.stream(everyframe.Request(**options), keep=Keep(root, pace=EVERY_STEP))
+
+
+def videos(events: list[Event]) -> dict[int, np.ndarray[Any, Any]]:
+    seeds = {e.seed for e in events if isinstance(e, Frames)}
+    return {
+        seed: np.concatenate([e.frames for e in events if isinstance(e, Frames) and e.seed == seed])
+        for seed in seeds
+    }
+
+
+def same(events: list[Event], others: list[Event]) -> None:
+    """The same videos, bit for bit, with the same records."""
+    mine, theirs = videos(events), videos(others)
+    assert mine.keys() == theirs.keys()
+    for seed, frames in mine.items():
+        np.testing.assert_array_equal(frames, theirs[seed])
+    records = [[e.record for e in each if isinstance(e, VideoDone)] for each in (events, others)]
+    assert records[0] == records[1]
+
+
+def broken_off(events: Iterator[Event], number: int) -> RunFolder:
+    """The folder of a run that ended before the event of that number."""
+    name = None
+    for event in itertools.islice(events, number):
+        name = event.path if isinstance(event, Kept) else name
+    events.close()  # type: ignore[attr-defined]
+    assert name is not None
+    return RunFolder(Path(name))
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
+def test_a_run_that_is_broken_off_anywhere_gives_the_same_bits(case: str, tmp_path: Path) -> None:
+    make, options = CASES[case]
+    options = {"model": str(make(tmp_path / "model")), **options}
+    root = tmp_path / "runs"
+    whole = list(begun(root, **options))
+    assert not list(all_runs(root)), "a run that is done is removed"
+    first = next(place for place, e in enumerate(whole) if isinstance(e, Kept))
+    places = [p for p, e in enumerate(whole) if p > first and isinstance(e, Step)]
+    for place in places[2 :: max(1, len(places) // 3)]:
+        folder = broken_off(begun(root, **options), place + 1)
+        again = list(resuming.go_on(folder))
+        same(whole, again)
+        steps = [e for e in again if isinstance(e, Step) and e.stage == "denoise"]
+        done = [e for e in whole[: place + 1] if isinstance(e, Step) and e.stage == "denoise"]
+        first_done = next((e.step for e in steps), None)
+        if len(done) > 0 and options.get("chain", 1) == 1:
+            expected = len(done) + 1 if steps else None
+            assert first_done == expected, "nothing that was done is done again"
+        assert not list(all_runs(root))
