@@ -1,4 +1,4 @@
-"""Runs that are broken off and gone on with, against unbroken ones: the same bits, whatever stopped.
+"""Runs that are broken off and gone on with, against unbroken ones: the same bits.
 
 Here a run is broken off by letting go of its events, which leaves the folder as a kill does: the
 state is written at every step, and nothing is written on the way out.

@@ -81,9 +81,8 @@ def kept(keeper: Keeper, takes: Sequence[Take]) -> Iterator[None]:
     except EveryframeError as error:
         if folder is None:
             raise
-        raise type(error)(
-            f"{error}; go on from where it was: everyframe resume {folder.name}"
-        ) from (error.__cause__)
+        text = f"{error}; go on from where it was: everyframe resume {folder.name}"
+        raise type(error)(text) from error.__cause__
     finally:
         keeper.finish(remove=remove)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from everyframe.core.events import Event
 from everyframe.core.options import FamilyOptions
-from everyframe.core.plan import Plan, Settings
+from everyframe.core.plan import Plan, Remedy, Settings
 from everyframe.core.request import Request
 
 if TYPE_CHECKING:
@@ -68,10 +68,11 @@ class Take:
     `latents` come of denoising, `tail` are the last frames of the clip before (float32 0..1,
     (T, H, W, 3)) that a chained clip goes on from.
 
-    While a stage that `goes_on` runs, `step` counts its steps that are done for this take, `latents`
-    is the state after them, `memory` what else the sampler needs to go on, and `finished` the
-    latents of batches before the one that is worked on. `answers` are those of a foreign pipeline's
-    models, for a stage that is gone on with by replay.
+    While a stage that `goes_on` runs, `step` counts its steps that are done for this take,
+    `latents` is the state after them, `memory` what else the sampler needs to go on, `finished`
+    the latents of batches before the one that is worked on, and `remedies` what was repaired for
+    it. `answers` are those of a foreign
+    pipeline's models, for a stage that is gone on with by replay.
     """
 
     seed: int
@@ -84,11 +85,12 @@ class Take:
     step: int = 0
     memory: Any = None
     finished: tuple[Any, ...] = ()
+    remedies: tuple[Remedy, ...] = ()
     answers: Answers | None = None
 
     def begin_stage(self) -> None:
         """Forget how far the stage before was."""
-        self.step, self.memory, self.finished = 0, None, ()
+        self.step, self.memory, self.finished, self.remedies = 0, None, (), ()
 
 
 class Answers(Protocol):

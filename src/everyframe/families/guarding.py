@@ -82,17 +82,22 @@ class Guard:
         """Whether anything is repaired for the video that is being made."""
         return bool(self._repairs)
 
-    def take(self, seed: int) -> None:
+    def remedies(self) -> tuple[Remedy, ...]:
+        """What is repaired for the video that is being made, in the order in which it was."""
+        return self._repairs.all()
+
+    def take(self, seed: int, remedies: Sequence[Remedy] = ()) -> None:
         """From here on the video with this seed is worked on, as it would be alone.
 
-        It has the repairs that it needed before, and not those of another.
+        It has the repairs that it needed before, and not those of another; `remedies` are those of
+        a run that was broken off.
         """
         if seed == self._seed:
             return
         if self._seed is not None:
             self._of_others[self._seed] = self._repairs.all()
         self._repairs.undo()
-        for remedy in self._of_others.pop(seed, ()):
+        for remedy in self._of_others.pop(seed, remedies):
             self._repairs.put_on(remedy)
         self._seed, self._largest = seed, 0.0
 
@@ -116,12 +121,14 @@ class Guard:
         result = compute()
         return result if range_of(result).is_finite else self.repaired(step, compute)
 
-    def denoiser(self, make: Callable[[], Callable[..., Tensor]]) -> Callable[..., Tensor]:
+    def denoiser(
+        self, make: Callable[[], Callable[..., Tensor]], start: int = 0
+    ) -> Callable[..., Tensor]:
         """``denoise`` as `make` makes it, watched; made again whenever a module was raised.
 
-        What it keeps of a text was computed by modules, too.
+        What it keeps of a text was computed by modules, too. `start` steps were done before.
         """
-        return _Denoiser(self, make)
+        return _Denoiser(self, make, start)
 
     def answered(self, step: int, seen: Range) -> None:
         """Note an answer of a denoiser that is far larger than any before."""
@@ -312,11 +319,11 @@ class _Done:
 class _Denoiser:
     """See `Guard.denoiser`."""
 
-    def __init__(self, guard: Guard, make: Callable[[], Callable[..., Tensor]]) -> None:
+    def __init__(self, guard: Guard, make: Callable[[], Callable[..., Tensor]], start: int) -> None:
         self._guard = guard
         self._make = make
         self._denoise = make()
-        self._step = 0
+        self._step = start
 
     def __call__(self, *given: Tensor) -> Tensor:
         self._step += 1

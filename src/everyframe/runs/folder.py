@@ -2,8 +2,8 @@
 
 A run's folder is called by the time at which it began. In it: ``run.json``, written once (what was
 asked, the plan, the record, with arrays that were given in ``given/``), ``state.json`` (how far it
-came, with ``tensors/`` that it names), ``answers/``, and ``lock``, which is the running process's for as long as it lives.
-Read next: `keeper.py`.
+came, with ``tensors/`` that it names), ``answers/``, and ``lock``, which is the running process's
+for as long as it lives. Read next: `keeper.py`.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class RunFolder:
         write_whole(self.path / _STATE, _as_json(values))
 
     def run(self) -> dict[str, Any]:
-        """What `write_run` wrote. Raises `DamagedError` for what is no run, or another version's."""
+        """What `write_run` wrote. Raises `DamagedError` for no run, or another version's."""
         values = _read(self.path / _RUN)
         if values is None or values.get("schema") != SCHEMA:
             found = "nothing" if values is None else repr(values.get("schema"))

@@ -25,7 +25,8 @@ from everyframe.runs.store import Store, hashes_in
 #: Seconds that go by after a write that failed.
 _AFTER_FAILURE = 30.0
 #: What is kept of a take.
-_OF_TAKE = ("seed", "text", "known", "latents", "tail", "step", "memory", "finished")
+_OF_TAKE = ("seed", "text", "known", "latents", "tail", "step", "memory", "finished",
+            "remedies")  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -199,7 +199,7 @@ class DenoiseStage:
         def generators(step: int) -> list[torch.Generator]:
             return [noise.generator(take.seed, "step", step) for _ in range(len(mask))]
 
-        watched = guard.denoiser(lambda: denoise)
+        watched = guard.denoiser(lambda: denoise, start)
         denoise.step = start
         for step in scheduled.sample(
             watched,

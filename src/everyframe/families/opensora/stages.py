@@ -281,7 +281,8 @@ class DenoiseStage:
             given = take.start_noise
             x = noise.start_noise(label, shape)[None] if given is None else given
         x = x.to(device)
-        denoise = guard.denoiser(partial(Denoiser, model, take.text, settings, job.facts, device))
+        make = partial(Denoiser, model, take.text, settings, job.facts, device)
+        denoise = guard.denoiser(make, start)
         if job.facts.version == "1.0":
             plan = iddpm.schedule(settings.num_inference_steps)
             yield from iddpm.sample(denoise, x, plan, fresh, start=start)

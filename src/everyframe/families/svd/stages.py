@@ -203,7 +203,8 @@ class DenoiseStage:
         device = job.device("unet")
         steps = job.settings.num_inference_steps
         sigmas = euler_karras.schedule(steps, config.sigma_min, config.sigma_max)
-        denoise = guard.denoiser(partial(Denoiser, unet, take.known, job.settings, device))
+        make = partial(Denoiser, unet, take.known, job.settings, device)
+        denoise = guard.denoiser(make, take.step)
         if take.step:
             x = take.latents.to(device)
             return euler_karras.sample(denoise, x, sigmas, start=take.step)
