@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from everyframe.checkpoints.places import cache_folder
@@ -33,7 +33,31 @@ def digest(files: Sequence[str | Path]) -> str:
     """
     if not files:
         raise ValueError("digest needs at least one file")
-    each = [file_digest(path) for path in files]
+    return _together([file_digest(path) for path in files])
+
+
+def known_digest(files: Sequence[str | Path]) -> str | None:
+    """The digest of these files if all were hashed before and are as they were; nothing is read."""
+    table = _remembered()
+    each = [_known(Path(path), table) for path in files]
+    known = [value for value in each if value is not None]
+    return _together(known) if files and len(known) == len(each) else None
+
+
+def _known(path: Path, table: Mapping[str, object]) -> str | None:
+    """What was remembered of a file that has not changed since."""
+    try:
+        real = path.resolve(strict=True)
+        stat = real.stat()
+    except OSError:
+        return None
+    known = table.get(str(real))
+    if isinstance(known, list) and known[:2] == [stat.st_size, stat.st_mtime_ns]:
+        return str(known[2]) if len(known) == 3 else None
+    return None
+
+
+def _together(each: Sequence[str]) -> str:
     if len(each) == 1:
         return each[0]
     return hashlib.sha256("\n".join(each).encode("ascii")).hexdigest()
@@ -42,13 +66,13 @@ def digest(files: Sequence[str | Path]) -> str:
 def file_digest(path: str | Path) -> str:
     """sha256 in hex of one file's bytes, from memory where the file has not changed since."""
     path = Path(path)
+    known = _known(path, _remembered())
+    if known is not None:
+        return known
     try:
         real = path.resolve(strict=True)
         stat = real.stat()
         key = [stat.st_size, stat.st_mtime_ns]
-        known = _remembered().get(str(real))
-        if isinstance(known, list) and known[:2] == key and len(known) == 3:
-            return str(known[2])
         hasher = hashlib.sha256()
         with real.open("rb") as file:
             while chunk := file.read(_CHUNK_BYTES):

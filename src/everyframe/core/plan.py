@@ -73,17 +73,27 @@ class Precision:
     islands: tuple[str, ...] = ()
 
 
+#: What a remedy's module runs in whose fast kernel is wrong.
+PLAIN = "plain kernels"
+
+
 @dataclass(frozen=True)
 class Remedy:
     """A repair: `module` of `component`, by its dotted name, runs in `to` where `dtype` is wanted.
 
-    The whole component where the name is empty. Dtypes by torch's names.
+    The whole component where the name is empty. Dtypes by torch's names; `to` may also be
+    `PLAIN`, for attention, and whatever else has a fast way and a plain one, the plain way.
     """
 
     component: str
     module: str
     to: str
     dtype: str
+
+    @property
+    def place(self) -> str:
+        """Component and module, as one dotted name."""
+        return ".".join(each for each in (self.component, self.module) if each)
 
 
 @dataclass(frozen=True)
@@ -92,7 +102,8 @@ class ComponentPlan:
 
     `weight_bytes` is what its parameters take in that precision, `working_bytes` the forecast peak
     of everything else while it runs. With `offload` the parameters lie in the host's memory, and
-    `resident_bytes` of them at most are on the device at any time.
+    `resident_bytes` of them at most are on the device at any time. `remedies` are repairs that it
+    has from the start.
     """
 
     name: str
@@ -106,6 +117,7 @@ class ComponentPlan:
     working_bytes: int
     offload: bool = False
     resident_bytes: int | None = None
+    remedies: tuple[Remedy, ...] = ()
 
     @property
     def held_bytes(self) -> int:

@@ -15,6 +15,7 @@ from pydantic import model_validator
 from everyframe.core.amounts import parse_bytes
 from everyframe.core.errors import InputError
 from everyframe.core.options import Options, option
+from everyframe.core.plan import Remedy
 
 #: Spellings of each precision. `auto` leaves the choice to the plan.
 DTYPES = {
@@ -129,10 +130,21 @@ class Request(Options):
     max_host_memory: str | None = option(
         "Use no more of the host's memory than this, such as 16GB.", group="Machine"
     )
+    forget_repairs: bool = option(
+        "Forget the repairs that earlier runs of this model needed on this device.",
+        group="Machine",
+        default=False,
+    )
     force: bool = option(
         "Do what is refused for its price alone, such as fp16 on a CPU.",
         group="Machine",
         default=False,
+    )
+
+    remedies: tuple[Remedy, ...] | None = option(
+        "The repairs to begin with, exactly; a record has them.",
+        group="Machine",
+        python_only=True,
     )
 
     family_options: dict[str, Any] = option(

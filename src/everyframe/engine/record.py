@@ -22,15 +22,18 @@ from everyframe.checkpoints.digest import digest
 from everyframe.checkpoints.find import locate
 from everyframe.core.errors import InputError
 from everyframe.core.options import facts_of
-from everyframe.core.plan import Plan
+from everyframe.core.plan import Plan, Remedy
 from everyframe.core.request import Request
 from everyframe.families.registry import all_options
+from everyframe.families.remembered import remedy_from
 from everyframe.hardware.facts import machine_facts
 from everyframe.media.frames import picture_files
 from everyframe.media.paths import RECORD_SCHEMA
 from everyframe.media.video import Video
 
 _GIVEN = ("image", "last_image", "extend")
+#: What is in force is in the plan, and is taken from there.
+_OF_THIS_MACHINE = ("forget_repairs", "remedies")
 #: Options of which only one, or one set, can be given.
 _ALIKE = (
     {"size", "height", "width", "resolution"},
@@ -92,7 +95,7 @@ def _asked(request: Request, plan: Plan) -> dict[str, Any]:
     asked = {
         name: value
         for name, value in request.given().items()
-        if name not in (*_GIVEN, "latents", "family_options", "model")
+        if name not in (*_GIVEN, *_OF_THIS_MACHINE, "latents", "family_options", "model")
     }
     files = _options_of_files()
     for name, value in request.family_options.items():
@@ -195,9 +198,22 @@ def request_from(record: Mapping[str, Any], overrides: Mapping[str, Any]) -> Req
     asked |= wanted
     if "model" not in wanted:
         _check_local_model(record)
+    asked.setdefault("remedies", _remedies(record))
     for name in (*_GIVEN, "latents", *_options_of_files()):
         asked |= {name: _found(name, asked[name])} if name in asked else {}
     return Request(**asked)
+
+
+def _remedies(record: Mapping[str, Any]) -> tuple[Remedy, ...]:
+    """The repairs that the recorded run began with; those that it needed later come by themselves.
+
+    Without them, and with others that this machine remembers, the bits would be different ones.
+    """
+    parts = record.get("plan", {}).get("components", ())
+    try:
+        return tuple(remedy_from(each) for part in parts for each in part.get("remedies", ()))
+    except (TypeError, AttributeError) as error:
+        raise InputError(f"the repairs in this record can't be read: {error}") from error
 
 
 def _found(name: str, given: Any) -> Any:

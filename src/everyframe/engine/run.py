@@ -31,13 +31,14 @@ from everyframe.core.events import (
     Step,
     VideoDone,
 )
-from everyframe.core.plan import Plan
+from everyframe.core.plan import Plan, Remedy
 from everyframe.core.request import Request
 from everyframe.engine.given import read_given, start_noise
 from everyframe.engine.keeping import begin, kept
 from everyframe.engine.record import make_record
 from everyframe.families.family import Model, Stage, Take
 from everyframe.families.loading import let_go
+from everyframe.families.remembered import Key, forget, key_of, remember
 from everyframe.planning.resolve import GivenModel, check_feasible, prepare
 from everyframe.precision.full import full_float32
 from everyframe.runs.folder import runs_folder
@@ -71,6 +72,9 @@ def stream(
         yield Note(note)
     model = model.fetch()
     record = make_record(plan, request, model.weight_files())
+    key = _memory(record, plan)
+    if request.forget_repairs and key is not None and forget(key):
+        yield Note("what was remembered of repairs for this model on this device is forgotten")
     yield Ready(record)
     keeper = begin(Keep(runs_folder()) if keep is None else keep, request, plan, record)
     yield from work(plan, model, record, keeper, Progress(takes=takes))
@@ -131,6 +135,7 @@ def _run(
     plan: Plan, model: Model, record: dict[str, Any], keeper: Keeper, progress: Progress
 ) -> Generator[Event, None, None]:
     takes, num_clips = progress.takes, plan.settings.chain
+    key = _memory(record, plan)
     num_frames = {take.seed: 0 for take in takes}
     unfinished: list[int] = []
     for frames in keeper.kept_frames(progress):
@@ -142,6 +147,7 @@ def _run(
         for event in _run_stage(stage, takes, clip, num_clips):
             if isinstance(event, Repaired):
                 progress.repairs.append({"clip": clip, **event.to_json()})
+                _remember(key, plan, event)
             if isinstance(event, Step) and stage.goes_on:
                 keeper.write(progress)
             if isinstance(event, Frames):
@@ -158,6 +164,19 @@ def _run(
         for take in takes:
             take.begin_stage()
     yield from _done(unfinished, num_frames, record, progress)
+
+
+def _memory(record: Mapping[str, Any], plan: Plan) -> Key | None:
+    """Where repairs are remembered; None for weights that somebody had in memory."""
+    sha256 = record.get("model", {}).get("sha256")
+    return None if sha256 is None else key_of(sha256, plan.device, record["versions"])
+
+
+def _remember(key: Key | None, plan: Plan, event: Repaired) -> None:
+    """Have the next plan begin with this repair."""
+    if key is not None:
+        dtype = plan.component(event.component).precision.parameters
+        remember(key, Remedy(event.component, event.raised, event.to, dtype))
 
 
 def _stages(plan: Plan, model: Model, progress: Progress) -> Iterator[tuple[int, Stage]]:

@@ -69,10 +69,10 @@ class Take:
     (T, H, W, 3)) that a chained clip goes on from.
 
     While a stage that `goes_on` runs, `step` counts its steps that are done for this take,
-    `latents` is the state after them, `memory` what else the sampler needs to go on, `finished`
-    the latents of batches before the one that is worked on, and `remedies` what was repaired for
-    it. `answers` are those of a foreign
-    pipeline's models, for a stage that is gone on with by replay.
+    `latents` is the state after them, `memory` what else the sampler needs to go on, and `finished`
+    the latents of batches before the one that is worked on. `remedies` are the repairs that it
+    needed in the stage that runs. `answers` are those of a foreign pipeline's models, for a stage
+    that is gone on with by replay.
     """
 
     seed: int

@@ -11,7 +11,7 @@ so nothing changes. Read next: `repairing.py`, `everyframe.numerics.locate`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from everyframe.core.errors import NumericsError
 from everyframe.core.events import Event, Note, Repaired
-from everyframe.core.plan import Plan, Remedy
+from everyframe.core.plan import PLAIN, Plan, Remedy
+from everyframe.families.family import Take
 from everyframe.families.repairing import Repairs
 from everyframe.hardware.peak import memory_verdict
 from everyframe.numerics.locate import Fault, bad_weights, locate
@@ -73,8 +74,7 @@ class Guard:
         self._counted = (counts, of or stage)
         self._repairs = Repairs(plan.device, parts)
         self._events: list[Event] = []
-        self._seed: int | None = None
-        self._of_others: dict[int, tuple[Remedy, ...]] = {}
+        self._take: Take | None = None
         self._largest = 0.0
 
     @property
@@ -82,24 +82,18 @@ class Guard:
         """Whether anything is repaired for the video that is being made."""
         return bool(self._repairs)
 
-    def remedies(self) -> tuple[Remedy, ...]:
-        """What is repaired for the video that is being made, in the order in which it was."""
-        return self._repairs.all()
+    def take(self, take: Take) -> None:
+        """From here on this video is worked on, as it would be alone.
 
-    def take(self, seed: int, remedies: Sequence[Remedy] = ()) -> None:
-        """From here on the video with this seed is worked on, as it would be alone.
-
-        It has the repairs that it needed before, and not those of another; `remedies` are those of
-        a run that was broken off.
+        It has the repairs that it needed before in this stage, and not those of another.
         """
-        if seed == self._seed:
+        if take is self._take:
             return
-        if self._seed is not None:
-            self._of_others[self._seed] = self._repairs.all()
         self._repairs.undo()
-        for remedy in self._of_others.pop(seed, remedies):
-            self._repairs.put_on(remedy)
-        self._seed, self._largest = seed, 0.0
+        for remedy in take.remedies:
+            if remedy.component in self._parts:
+                self._repairs.put_on(remedy)
+        self._take, self._largest = take, 0.0
 
     def end(self) -> None:
         """Take every repair off; the components are as they were, bit for bit."""
@@ -220,6 +214,8 @@ class Guard:
             else:
                 if fault is None:
                     break
+                if done and done[-1].is_vain(fault):
+                    self._repairs.take_off(done.pop().remedy)
                 remedy = self._repairs.for_fault(fault, whole=len(done) >= _MAX_RAISED)
             if remedy is None:
                 raise self._beyond_repair(step, fault)
@@ -233,8 +229,15 @@ class Guard:
             )
         if not done:
             self.note(f"{self._where(step)}: values were not finite, and are when repeated")
-        self._events += [self._event(step, each) for each in done]
+        self._tell(self._event(step, each) for each in done)
         return result
+
+    def _tell(self, repaired: Iterable[Repaired]) -> None:
+        """Hand on what was repaired, and keep with the video what it has now."""
+        self._events += repaired
+        if self._take is not None:
+            others = [each for each in self._take.remedies if each.component not in self._parts]
+            self._take.remedies = (*others, *self._repairs.all())
 
     def _beyond_repair(self, step: int, fault: Fault) -> NumericsError:
         return NumericsError(
@@ -246,15 +249,17 @@ class Guard:
         fault, remedy = done.fault, done.remedy
         # It went well in float32, so the formula is right.
         cause, why = ("range", "lost") if fault.cause == "formula" else (fault.cause, fault.cause)
-        raised = ".".join(each for each in (remedy.component, remedy.module) if each)
-        text = (
-            f"{self._where(step)}: {_told(fault, why)}. {raised} runs in {remedy.to} from here on"
-        )
+        told = _told(fault, why)
+        text = f"{self._where(step)}: {told}. {remedy.place} runs in {remedy.to} from here on"
         dtype = dtype_name(fault.dtype)
         return Repaired(
             self._stage, step, fault.part, fault.module, fault.operation, cause, dtype,
             remedy.module, remedy.to, text, self._seed,
         )  # fmt: skip
+
+    @property
+    def _seed(self) -> int | None:
+        return None if self._take is None else self._take.seed
 
     def _in_float32(
         self,
@@ -278,11 +283,11 @@ class Guard:
             f"{self._where(step)}: {num_blank} frames were of one colour in {dtype} and are not in "
             f"float32; {' and '.join(names)} runs in float32 from here on"
         )
-        self._events += [
+        self._tell(
             Repaired(self._stage, step, name, "", "", "blank", dtype, "", "float32", text,
                      self._seed)
             for name in names
-        ]  # fmt: skip
+        )  # fmt: skip
         return result
 
     def _check_weights(self, step: int) -> None:
@@ -314,6 +319,11 @@ class _Done:
 
     fault: Fault
     remedy: Remedy
+
+    def is_vain(self, next_fault: Fault) -> bool:
+        """Whether the same went wrong again although other kernels compute it."""
+        same = (next_fault.part, next_fault.module) == (self.fault.part, self.fault.module)
+        return same and self.remedy.to == PLAIN
 
 
 class _Denoiser:

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from everyframe.checkpoints.strict import KeyMap, load_strictly
 from everyframe.checkpoints.tensors import TensorFile, open_checkpoint
 from everyframe.core.plan import ComponentPlan
-from everyframe.families import offload
+from everyframe.families import offload, repairing
 from everyframe.precision import edges
 from everyframe.precision.dtypes import torch_dtype
 from everyframe.precision.islands import parameter_dtype
@@ -65,6 +65,8 @@ def load_component(
     module.eval().requires_grad_(False)
     keep_in_sight(module)
     put_on = edges.apply(module, part.precision, outputs)
+    for remedy in part.remedies:
+        repairing.put_on(module, remedy)
     if part.offload:
         offload.apply(module, part.device)
     _log.debug(

@@ -7,18 +7,66 @@ every bit back. Read next: `guarding.py`, which decides; `everyframe.precision.r
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
+from everyframe.core.errors import InputError
 from everyframe.core.facts import DeviceFacts
-from everyframe.core.plan import Remedy
+from everyframe.core.plan import PLAIN, Remedy
 from everyframe.numerics.locate import Fault
+from everyframe.ops import attention
 from everyframe.precision import edges
 from everyframe.precision.dtypes import dtype_name, torch_dtype
 from everyframe.precision.edges import Edges
 from everyframe.precision.raising import Raised, is_below, narrowest, next_rung
+
+#: What undoes a repair.
+Undo = Callable[[], None]
+
+
+def put_on(component: nn.Module, remedy: Remedy) -> Undo:
+    """Put a remedy on its component; what takes it off again.
+
+    Raises:
+        InputError: the component has no such module.
+    """
+    try:
+        module = component.get_submodule(remedy.module)
+    except AttributeError:
+        raise InputError(
+            f"{remedy.place} is to run in {remedy.to}, and this model has no such part; it is from "
+            "a record of another model, or of another version of it"
+        ) from None
+    if remedy.to == PLAIN:
+        return _plain(module)
+    return Raised(module, torch_dtype(remedy.to)).undo
+
+
+def _plain(module: nn.Module) -> Undo:
+    """Have everything in the module computed by plain kernels."""
+    undo: list[Undo] = [attention.attend_by(module, attention.PLAIN).remove]
+    for part in module.modules():
+        if getattr(part, "is_plain", None) is False:
+            undo.append(_set(part, "is_plain", True))
+        # diffusers' attention processors, of which each module has one.
+        processor = getattr(part, "processor", None)
+        if getattr(processor, "_attention_backend", None) is not None:
+            undo.append(_set(processor, "_attention_backend", None))
+
+    def undo_all() -> None:
+        for each in reversed(undo):
+            each()
+
+    return undo_all
+
+
+def _set(owner: Any, name: str, value: Any) -> Undo:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    return lambda: setattr(owner, name, before)
 
 
 class Repairs:
@@ -27,8 +75,8 @@ class Repairs:
     def __init__(self, device: DeviceFacts, parts: Mapping[str, nn.Module]) -> None:
         self._device = device
         self._parts = dict(parts)
-        self._rungs: dict[tuple[str, str], torch.dtype] = {}
-        self._put_on: list[tuple[Remedy, Raised]] = []
+        self._put_on: list[tuple[Remedy, Undo]] = []
+        self._tried: set[Remedy] = set()
         self._joined: list[Edges] = []
         self._dtypes = {
             name: dtype_name(narrowest(part) or torch.float32) for name, part in parts.items()
@@ -45,10 +93,16 @@ class Repairs:
     def for_fault(self, fault: Fault, *, whole: bool = False) -> Remedy | None:
         """The least that may help: that module one rung up, or what is around it; None: nothing.
 
-        With `whole`, the whole component.
+        With `whole`, the whole component. A kernel that is wrong is not used, if there is another.
         """
+        if not fault.part:
+            return None
+        if fault.cause in ("kernel", "unclear"):
+            plain = Remedy(fault.part, fault.module, PLAIN, self._dtypes[fault.part])
+            if _has_two_ways(self._parts[fault.part], fault) and plain not in self._tried:
+                return plain
         to = next_rung(fault.dtype, self._device)
-        if to is None or not fault.part:
+        if to is None:
             return None
         if fault.cause == "formula":
             to = torch.float32
@@ -56,7 +110,7 @@ class Repairs:
 
     def around(self, remedy: Remedy) -> Remedy | None:
         """The same for what is around that module, as two dtypes met beside it; or None."""
-        if not remedy.module:
+        if not remedy.module or remedy.to == PLAIN:
             return None
         return self._raising(remedy.component, _around(remedy.module), torch_dtype(remedy.to))
 
@@ -69,21 +123,26 @@ class Repairs:
 
     def _is_below(self, component: str, module: str, to: torch.dtype) -> bool:
         """Whether that module was not put on that rung before."""
-        before = self._rungs.get((component, module))
-        return before is None or is_below(before, to)
+        before = [
+            torch_dtype(each.to)
+            for each in self.all()
+            if (each.component, each.module) == (component, module) and each.to != PLAIN
+        ]
+        return not before or is_below(before[-1], to)
 
     def put_on(self, remedy: Remedy) -> None:
         """Do it."""
-        part, to = self._parts[remedy.component], torch_dtype(remedy.to)
+        part = self._parts[remedy.component]
         # Does nothing where the plan has put casts on already; somebody else's module has none.
         self._joined.append(edges.join(part))
-        self._put_on.append((remedy, Raised(part.get_submodule(remedy.module), to)))
-        self._rungs[remedy.component, remedy.module] = to
+        self._put_on.append((remedy, put_on(part, remedy)))
+        self._tried.add(remedy)
 
     def take_off(self, remedy: Remedy) -> None:
         """Undo that one, which was put on last."""
-        self._put_on.pop()[1].undo()
-        del self._rungs[remedy.component, remedy.module]
+        last, undo = self._put_on.pop()
+        assert last == remedy, "repairs come off in the opposite order"
+        undo()
 
     def undo(self) -> None:
         """Everything as it was before the first repair, bit for bit."""
@@ -92,6 +151,7 @@ class Repairs:
         for joined in self._joined:
             joined.remove()
         self._joined = []
+        self._tried = set()
 
     def widest(self) -> Sequence[Remedy]:
         """Each component that has parameters in half precision, wholly in float32."""
@@ -100,6 +160,14 @@ class Repairs:
             for name, part in self._parts.items()
             if narrowest(part) not in (None, torch.float32)
         ]
+
+
+def _has_two_ways(part: nn.Module, fault: Fault) -> bool:
+    """Whether there are other kernels for what went wrong, which are put on by `_plain`."""
+    module = part.get_submodule(fault.module)
+    if "attention" in fault.operation:
+        return True
+    return any(getattr(each, "is_plain", None) is False for each in module.modules())
 
 
 def _around(name: str) -> str:

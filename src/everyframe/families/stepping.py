@@ -33,13 +33,12 @@ def denoised(
         if take.step == num_steps:
             continue  # done before the run was broken off
         begun = time.perf_counter()
-        guard.take(take.seed, take.remedies)
+        guard.take(take)
         for sampled in batches(take):
             for step in sampled:
                 guard.latents(step.index + 1, step.x)
                 yield from guard.events()
                 _take_step(take, step, take.step + 1 == num_steps)
-                take.remedies = guard.remedies()
                 now = time.perf_counter()
                 done, total = number * num_steps + take.step, len(takes) * num_steps
                 yield Step(stage, done, total, take.seed, now - begun)

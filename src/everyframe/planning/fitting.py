@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from everyframe.core.facts import DeviceFacts
-from everyframe.core.plan import ComponentPlan, Precision, Settings, peak_of
+from everyframe.core.plan import ComponentPlan, Precision, Remedy, Settings, peak_of
 from everyframe.families.family import Component, Model, Rehearsing
+from everyframe.families.remembered import remedies_for
 from everyframe.planning.dryrun import DryRun, dry_run
 from everyframe.planning.forecast import fits
 from everyframe.precision.dtypes import num_bytes
@@ -51,7 +52,8 @@ class _Part:
 
 @dataclass(frozen=True)
 class Fitting:
-    """A model on a device: `asked` is the dtype of the request, `host_memory` bytes that are free.
+    """A model on a device: `asked` is the dtype of the request, `host_memory` bytes that are free,
+    `remedies` the repairs that components have from the start where they have that dtype.
 
     `fit` answers for given settings, `largest` finds smaller ones that fit.
     """
@@ -61,6 +63,7 @@ class Fitting:
     asked: str
     force: bool
     host_memory: int
+    remedies: tuple[Remedy, ...] = ()
 
     def fit(self, settings: Settings) -> Fitted:
         """The components at these settings, with the savings that make each of them fit."""
@@ -155,6 +158,7 @@ class Fitting:
             else (component.has_precision, ())
         )
         runs = self._runs(component.name, settings, precision)
+        remedies = remedies_for(component.name, precision.parameters, self.remedies)
         resident = _resident_bytes(runs, precision) if offload and runs else None
         plan = ComponentPlan(
             name=component.name,
@@ -164,10 +168,11 @@ class Fitting:
             num_parameters=sum(component.num_elements.values()),
             device=self.device.torch_name,
             precision=precision,
-            weight_bytes=weight_bytes(component.num_elements, precision),
+            weight_bytes=weight_bytes(component.num_elements, precision, remedies),
             working_bytes=self._working_bytes(component, runs, precision),
             offload=resident is not None,
             resident_bytes=resident,
+            remedies=remedies,
         )
         for run in runs:
             notes = (*notes, *run.notes())

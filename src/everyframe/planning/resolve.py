@@ -7,7 +7,7 @@ out, `engine/run.py` for who runs it.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from everyframe.checkpoints.find import Location, locate
 from everyframe.core.amounts import parse_bytes
 from everyframe.core.errors import CannotRunError, CheckpointError, InputError
 from everyframe.core.facts import DeviceFacts, MachineFacts, Rates
-from everyframe.core.plan import Plan
+from everyframe.core.plan import Plan, Remedy
 from everyframe.core.request import DTYPES, Request, random_seed
 from everyframe.families.family import Model
 from everyframe.families.registry import (
@@ -27,6 +27,7 @@ from everyframe.families.registry import (
     family_options,
     options_of,
 )
+from everyframe.families.remembered import known_key, remembered, said_of
 from everyframe.hardware.facts import machine_facts, pick_device
 from everyframe.hardware.profiles import find_profile
 from everyframe.hardware.rates import measured_rates
@@ -94,7 +95,11 @@ def prepare(
     device = within(pick_device(facts, request.device), _asked_bytes(request, "max_memory"))
     seed = random_seed() if request.seed is None else request.seed
     settings, notes = model.settle(request, seed)
-    fitting = _fitting(model, facts, device, request)
+    # What is known of this machine says nothing of one that is not here, and a model that somebody
+    # has in memory may hold any weights.
+    own = profile is None and given is None
+    remedies = _remedies(request, model, device, facts) if own else ()
+    fitting = replace(_fitting(model, facts, device, request), remedies=remedies)
     fitted = fitting.fit(settings)
     # A machine that is not here uses all of its cores, whatever is set on this one.
     every_core = facts.num_cores if profile is not None else _default_threads(facts)
@@ -109,7 +114,7 @@ def prepare(
         num_threads=num_threads,
         components=fitted.components,
         to_fetch=model.missing(),
-        notes=(*notes, *fitted.notes, *fitted.says),
+        notes=(*notes, *fitted.notes, *fitted.says, *_of_repairs(fitted)),
         clashes=clashes_of(fitted.runs),
         host_bytes=fitted.host_bytes,
         rates="" if rates is None else rates.source,
@@ -135,6 +140,22 @@ def _fitting(model: Model, facts: MachineFacts, device: DeviceFacts, request: Re
         force=request.force,
         host_memory=host.free_memory,
     )
+
+
+def _remedies(
+    request: Request, model: Model, device: DeviceFacts, facts: MachineFacts
+) -> tuple[Remedy, ...]:
+    """The repairs to begin with: a record's own, else those that earlier runs needed here."""
+    if request.remedies is not None:
+        return tuple(request.remedies)
+    if request.forget_repairs:
+        return ()
+    key = known_key(model, device, facts.versions)
+    return () if key is None else remembered(key)
+
+
+def _of_repairs(fitted: Fitted) -> Iterator[str]:
+    return (line for part in fitted.components for line in said_of(part))
 
 
 def _asked_bytes(request: Request, name: str) -> int | None:

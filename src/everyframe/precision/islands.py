@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
 from everyframe.core.errors import InputError
-from everyframe.core.plan import Precision
+from everyframe.core.plan import PLAIN, Precision, Remedy
 from everyframe.precision.dtypes import at_least_float32, num_bytes
 
 
@@ -30,11 +30,23 @@ def parameter_dtype(name: str, precision: Precision) -> str:
     return precision.parameters
 
 
-def weight_bytes(num_elements: Mapping[str, int], precision: Precision) -> int:
-    """Bytes of all parameters, from the number of elements of each by name."""
-    return sum(
-        count * num_bytes(parameter_dtype(name, precision)) for name, count in num_elements.items()
-    )
+def weight_bytes(
+    num_elements: Mapping[str, int], precision: Precision, remedies: Iterable[Remedy] = ()
+) -> int:
+    """Bytes of all parameters, from the number of elements of each by name.
+
+    `remedies` are those of the component: what they name may be wider.
+    """
+    raised = [each for each in remedies if each.to != PLAIN]
+
+    def width(name: str) -> int:
+        own = num_bytes(parameter_dtype(name, precision))
+        inside = (
+            each for each in raised if f"{name}.".startswith(each.module and f"{each.module}.")
+        )
+        return max([own, *(num_bytes(each.to) for each in inside)])
+
+    return sum(count * width(name) for name, count in num_elements.items())
 
 
 def check_islands(islands: Iterable[str], names: Iterable[str]) -> None:

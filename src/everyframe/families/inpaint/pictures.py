@@ -52,7 +52,7 @@ class EncodeStage:
             begun = time.perf_counter()
             source_FCHW, mask_FCHW = self._tensors(batch)
             for take, known in zip(takes, pieces, strict=True):
-                guard.take(take.seed)
+                guard.take(take)
                 encode = partial(self._encode, vae, take, source_FCHW, mask_FCHW)
                 known.append(guard.call(number, encode))
             yield from guard.events()
@@ -138,7 +138,7 @@ class DecodeStage:
         guard = Guard(job.plan, self.name, {"vae": vae})
         total, done = self.num_steps(len(takes)), 0
         for take in takes:
-            guard.take(take.seed)
+            guard.take(take)
             pairs = job.inputs(takes).frames(job.geometry, job.settings.num_frames)
             batches = zip(
                 take.latents.split(job.together), batched(pairs, job.together), strict=True

@@ -189,7 +189,7 @@ class GivenStage:
         guard = Guard(self.job.plan, self.name, {"vae": vae})
         for number, take in enumerate(takes, start=1):
             begun = time.perf_counter()
-            guard.take(take.seed)
+            guard.take(take)
             take.known = guard.call(number, partial(self._known, vae, take))
             yield from guard.events()
             seconds = time.perf_counter() - begun
@@ -318,7 +318,7 @@ class DecodeStage:
         guard = Guard(job.plan, self.name, {"vae": vae})
         total, done = self.num_steps(len(takes)), 0
         for take in takes:
-            guard.take(take.seed)
+            guard.take(take)
             before = job.before(take)
             skip = 0 if before is None else len(before)
             if job.clip == 0 and take.given.source is not None:

@@ -57,7 +57,7 @@ class Guarded:
             denoises = bool(denoisers((name,)))
             counts = {"counts": "step", "of": STAGE} if denoises else {"counts": "call", "of": name}
             guard = Guard(plan, STAGE, {name: module}, **counts)
-            guard.take(take.seed)
+            guard.take(take)
             made = _Denoiser if denoises else _Coder if _has_frames(name) else _Part
             self._parts.append(made(guard, name, module, watch, emit, is_asked=is_asked))
 

@@ -19,6 +19,7 @@ from everyframe.checkpoints.folder import listing
 from everyframe.core.errors import CheckpointError, MissingPackageError
 from everyframe.core.events import Event, Loaded, Note
 from everyframe.core.plan import ComponentPlan, Plan
+from everyframe.families import repairing
 from everyframe.families.loading import keep_in_sight
 from everyframe.families.pipeline.checkpoint import Files, Part
 from everyframe.families.pipeline.classes import component_class, empty_modular, pipeline_class
@@ -84,6 +85,8 @@ def _component(where: str, part: Part, planned: ComponentPlan) -> tuple[nn.Modul
     edges.apply(module, planned.precision, _outputs(module))
     # A pipeline's own code hands half precision to a part in float32, too.
     edges.join(module)
+    for remedy in planned.remedies:
+        repairing.put_on(module, remedy)
     module.to(planned.device)
     return module, sorted(map(str, report.get("unexpected_keys") or ()))
 

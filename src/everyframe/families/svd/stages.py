@@ -144,7 +144,7 @@ class EncodeStage:
         strength = float(job.settings.option("noise_aug_strength"))
         for number, take in enumerate(takes, start=1):
             begun = time.perf_counter()
-            guard.take(take.seed)
+            guard.take(take)
             picture = pictures.for_vae(_given(take), job.size, job.fit)
             if strength:
                 picture = picture + strength * noise.plain_noise(take.seed, picture.shape)
@@ -295,7 +295,7 @@ class DecodeStage:
         guard = Guard(job.plan, self.name, {"vae": vae})
         for take in takes:
             begun = time.perf_counter()
-            guard.take(take.seed)
+            guard.take(take)
             given = np.asarray(_given(take))
             # A picture of one colour may well give frames of one.
             decode = partial(self._decode, vae, guard, is_asked=bool(given.min() == given.max()))
