@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 COMMANDS = {
     "generate": ("everyframe.cli.generate:COMMAND", "Make a video of a prompt."),
     "plan": ("everyframe.cli.plan:COMMAND", "Say what would run; nothing is loaded or fetched."),
+    "paths": ("everyframe.cli.paths:COMMAND", "List fast paths, and what came of each here."),
     "doctor": ("everyframe.cli.doctor:COMMAND", "Check this machine, and say what mends it."),
     "inspect": ("everyframe.cli.inspect:COMMAND", "Say what made a video."),
     "models": ("everyframe.cli.models:COMMAND", "List known models and what they need."),

@@ -41,10 +41,16 @@ _RUN = Group("Output and run", sort_key=len(GROUPS) + 100)
 
 
 def composed(
-    function: Callable[..., int], flags: Sequence[str], help_text: str
+    function: Callable[..., int],
+    flags: Sequence[str],
+    help_text: str,
+    own: Sequence[inspect.Parameter] = (),
 ) -> Callable[..., int]:
-    """`function` as a command that takes every option of a request, and `flags` of `RUN_FLAGS`."""
-    parameters = list(_request_parameters())
+    """`function` as a command that takes every option of a request, and `flags` of `RUN_FLAGS`.
+
+    `own` are parameters that it has besides.
+    """
+    parameters = [*_request_parameters(), *own]
     parameters += [_run_parameter(name) for name in flags]
     return command(function, parameters, help_text)
 
@@ -112,11 +118,14 @@ def _from_field(options: type[Options], name: str, group: Group) -> inspect.Para
         text += f", in {facts['unit']}"
     kinds = [kind for kind in typing.get_args(field.annotation) if kind is not type(None)]
     kind: Any = kinds[0] if kinds else field.annotation
-    if typing.get_origin(field.annotation) is dict:
-        kind = list  # NAME=VALUE, several times
+    if typing.get_origin(field.annotation) in (dict, tuple):
+        kind = list  # several times
+    word = "NAME" if typing.get_origin(field.annotation) is tuple else None
     # What Python takes as a path, an array or a picture is a file here.
     kind = Path if kind is Any else kind
-    return _parameter(name, kind, field.default, f"{text}.", tuple(facts["aliases"]), group)
+    return _parameter(
+        name, kind, field.default, f"{text}.", tuple(facts["aliases"]), group, word=word
+    )
 
 
 def _parameter(
@@ -127,6 +136,7 @@ def _parameter(
     aliases: tuple[str, ...],
     group: Group,
     written: str | None = None,
+    word: str | None = None,
 ) -> inspect.Parameter:
     how = Parameter(
         name=written,
@@ -134,7 +144,7 @@ def _parameter(
         alias=aliases,
         group=group,
         show_default=default is not None and kind not in (bool, list),
-        **_taken_as(kind),
+        **_taken_as(kind, word),
     )
     # Text, whatever the option's type: its own field converts it and words the error.
     taken: Any = {bool: bool, list: list[str] | None}.get(kind, str | None)
@@ -148,9 +158,9 @@ def _parameter(
     return inspect.Parameter(name, place, default=default, annotation=annotation)
 
 
-def _taken_as(kind: Any) -> dict[str, Any]:
+def _taken_as(kind: Any, word: str | None = None) -> dict[str, Any]:
     """What stands for the value in help, where cyclopts is new enough to be told; no opposites."""
     opposites: dict[str, Any] = {"negative": ()} if kind in (bool, list) else {}
     words = {int: "N", float: "X", Path: "FILE", list: "NAME=VALUE"}
     known = kind is not bool and "metavar" in inspect.signature(Parameter).parameters
-    return {**opposites, **({"metavar": words.get(kind, "TEXT")} if known else {})}
+    return {**opposites, **({"metavar": word or words.get(kind, "TEXT")} if known else {})}

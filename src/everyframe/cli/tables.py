@@ -54,7 +54,7 @@ def print_plan(plan: Plan, file: IO[str]) -> None:
     if plan.stages:
         out.print()
         out.print(_stages(plan))
-    for line in _islands(plan.components):
+    for line in (*_islands(plan.components), *_paths(plan.components)):
         out.print(line, style="dim")
     out.print()
     for line in plan.to_fetch:
@@ -185,8 +185,23 @@ def _islands(parts: Sequence[ComponentPlan]) -> Iterator[str]:
         yield f"in float32 in {', '.join(names)}: {', '.join(islands)}"
 
 
+def _paths(parts: Sequence[ComponentPlan]) -> Iterator[str]:
+    """The fast paths of each component, one line for all that have the same."""
+    alike: dict[str, list[str]] = {}
+    for part in parts:
+        weighed = {choice.path: choice for choice in part.choices}
+        if part.paths:
+            names = [
+                f"{name} (not tried here yet)" if weighed[name].verdict == "expected" else name
+                for name in part.paths
+            ]
+            alike.setdefault(", ".join(names), []).append(part.name)
+    for listed, components in alike.items():
+        yield f"fast paths of {', '.join(components)}: {listed}"
+
+
 def _components(parts: Sequence[ComponentPlan]) -> Table:
-    table = _table(
+    shown = table(
         ("stage", "left"),
         ("component", "left"),
         ("device", "left"),
@@ -196,7 +211,7 @@ def _components(parts: Sequence[ComponentPlan]) -> Table:
         ("peak", "right"),
     )
     for part in parts:
-        table.add_row(
+        shown.add_row(
             part.stage,
             part.title,
             part.device,
@@ -205,24 +220,24 @@ def _components(parts: Sequence[ComponentPlan]) -> Table:
             describe_bytes(part.working_bytes),
             describe_bytes(part.peak_bytes),
         )
-    return table
+    return shown
 
 
 def _stages(plan: Plan) -> Table:
     """How much each stage computes, and how long it is expected to take."""
-    table = _table(
+    shown = table(
         ("stage", "left"),
         ("computes", "right"),
         ("about", "right"),
     )
     for stage in plan.stages:
-        table.add_row(stage.name, _operations(stage.operations), _duration(stage.seconds))
+        shown.add_row(stage.name, _operations(stage.operations), _duration(stage.seconds))
     if plan.seconds is not None:
         rates = f"one video ({plan.rates})"
-        table.add_row(
+        shown.add_row(
             rates, _operations(sum(s.operations for s in plan.stages)), _duration(plan.seconds)
         )
-    return table
+    return shown
 
 
 def _operations(count: float) -> str:
@@ -242,15 +257,15 @@ def _duration(seconds: float | None) -> str:
     return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
 
 
-def _table(*columns: tuple[str, Any]) -> Table:
+def table(*columns: tuple[str, Any], wraps: str = "component") -> Table:
+    """An empty table of these columns and how they are justified; one of them may break lines."""
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
     for name, justify in columns:
-        wraps = name == "component"
-        table.add_column(name, justify=justify, no_wrap=not wraps, overflow="fold")
-    return table
+        made.add_column(name, justify=justify, no_wrap=name != wraps, overflow="fold")
+    return made
 
 
 def _pairs(rows: Iterable[tuple[str, str]]) -> Table:

@@ -14,7 +14,8 @@ class Product:
     """A matrix product, convolution or attention of certain sizes: what a device is fast at or not.
 
     `kind` is ``product``, ``convolution`` or ``attention``; `shapes` are those of its operands,
-    `told` a convolution's stride, padding and so on, as `torch.convolution` takes them.
+    `told` a convolution's stride, padding and so on, as `torch.convolution` takes them; ``masked``
+    of an attention that has a mask.
     """
 
     kind: str

@@ -97,13 +97,33 @@ class Remedy:
 
 
 @dataclass(frozen=True)
+class Choice:
+    """A fast path that was weighed for a component, and what came of it.
+
+    `verdict` is ``certified`` or ``refused`` by its certificate, ``untried`` without one,
+    ``pinned`` or ``off`` by the person who asked, ``avoided`` for a known issue, ``expected`` in a
+    plan that nobody runs yet. `error` is relative to float32, `limit` what it may be, `gain` the
+    plain path's time over its own.
+    """
+
+    path: str
+    verdict: str
+    reason: str
+    error: float | None = None
+    limit: float | None = None
+    gain: float | None = None
+
+
+@dataclass(frozen=True)
 class ComponentPlan:
     """One part of the model: what it is read from, where and in which precision it runs.
 
     `weight_bytes` is what its parameters take in that precision, `working_bytes` the forecast peak
     of everything else while it runs. With `offload` the parameters lie in the host's memory, and
     `resident_bytes` of them at most are on the device at any time. `remedies` are repairs that it
-    has from the start.
+    has from the start. `paths` are the fast paths that it runs by (`everyframe.optimize`), None
+    where nobody chose and torch does as it likes; `choices` say why, of these and of those that it
+    does not run by.
     """
 
     name: str
@@ -118,6 +138,8 @@ class ComponentPlan:
     offload: bool = False
     resident_bytes: int | None = None
     remedies: tuple[Remedy, ...] = ()
+    paths: tuple[str, ...] | None = None
+    choices: tuple[Choice, ...] = ()
 
     @property
     def held_bytes(self) -> int:

@@ -10,7 +10,7 @@ import os
 import re
 from typing import Any
 
-from pydantic import model_validator
+from pydantic import field_validator, model_validator
 
 from everyframe.core.amounts import parse_bytes
 from everyframe.core.errors import InputError
@@ -130,6 +130,20 @@ class Request(Options):
     max_host_memory: str | None = option(
         "Use no more of the host's memory than this, such as 16GB.", group="Machine"
     )
+    attention: str | None = option(
+        "Compute attention by this kernel, certified or not: flash, efficient, cudnn or math.",
+        group="Machine",
+    )
+    without: tuple[str, ...] = option(
+        "A fast path that is not to be used, as `everyframe paths` names it; may be repeated.",
+        group="Machine",
+        default=(),
+    )
+    compile: bool = option(
+        "Compile the blocks of the denoiser; takes minutes at first, and needs a C++ compiler.",
+        group="Machine",
+        default=False,
+    )
     forget_repairs: bool = option(
         "Forget the repairs that earlier runs of this model needed on this device.",
         group="Machine",
@@ -141,6 +155,11 @@ class Request(Options):
         default=False,
     )
 
+    paths: dict[str, tuple[str, ...]] | None = option(
+        "The fast paths of each component, exactly; a record has them.",
+        group="Machine",
+        python_only=True,
+    )
     remedies: tuple[Remedy, ...] | None = option(
         "The repairs to begin with, exactly; a record has them.",
         group="Machine",
@@ -150,6 +169,16 @@ class Request(Options):
     family_options: dict[str, Any] = option(
         "Options of one family, collected.", group="Family", default={}, python_only=True
     )
+
+    @field_validator("without", mode="before")
+    @classmethod
+    def _names(cls, given: Any) -> Any:
+        """A list of names, or names in a text with commas."""
+        listed = [given] if isinstance(given, str) else given
+        if not isinstance(listed, (list, tuple)):
+            return given
+        names = (name for each in listed for name in str(each).split(","))
+        return tuple(name.strip() for name in names if name.strip())
 
     @model_validator(mode="before")
     @classmethod

@@ -65,13 +65,14 @@ def plan_as_json(model: str, profile: str | None) -> dict[str, Any]:
 
 
 def _requests(model: str) -> list[Request]:
-    """What may be asked of a model of which only the name is known: a text, or a picture."""
+    """What may be asked of a model of which only the name is known."""
+    return [Request(model=model, **asked) for asked in least_asked()]
+
+
+def least_asked() -> tuple[dict[str, Any], ...]:
+    """What models ask for at least, one of these: a text, a picture, or both."""
     import numpy as np
 
     picture = np.full((64, 64, 3), 128, np.uint8)
     prompt = "a red circle moves to the right"
-    return [
-        Request(prompt=prompt, model=model),
-        Request(image=picture, model=model),
-        Request(prompt=prompt, image=picture, model=model),
-    ]
+    return {"prompt": prompt}, {"image": picture}, {"prompt": prompt, "image": picture}

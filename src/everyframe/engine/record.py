@@ -33,7 +33,7 @@ from everyframe.media.video import Video
 
 _GIVEN = ("image", "last_image", "extend")
 #: What is in force is in the plan, and is taken from there.
-_OF_THIS_MACHINE = ("forget_repairs", "remedies")
+_OF_THIS_MACHINE = ("forget_repairs", "remedies", "paths")
 #: Options of which only one, or one set, can be given.
 _ALIKE = (
     {"size", "height", "width", "resolution"},
@@ -41,6 +41,8 @@ _ALIKE = (
     {"num_frames", "seconds"},
     {"image", "extend"},
 )
+#: Options with which the recorded fast paths are no longer those that are wanted.
+_CHOOSE_ANEW = {"model", "device", "dtype", "attention", "without", "compile", "paths"}
 #: What a picture generator has to say of its output (IPTC digital source type).
 _SOURCE_TYPE = "http://cv.iptc.org/newscodes/digitalsourcetype/trainedAlgorithmicMedia"
 
@@ -196,6 +198,8 @@ def request_from(record: Mapping[str, Any], overrides: Mapping[str, Any]) -> Req
     replaced = {name for group in _ALIKE if wanted.keys() & group for name in group}
     asked = {name: value for name, value in record["request"].items() if name not in replaced}
     asked |= wanted
+    if not wanted.keys() & _CHOOSE_ANEW:
+        asked |= _recorded_paths(record)
     if "model" not in wanted:
         _check_local_model(record)
     asked.setdefault("remedies", _remedies(record))
@@ -254,6 +258,17 @@ def _find_given(name: str, identity: Mapping[str, str]) -> str:
             f"(its hash differs); give the right one by {flag} FILE"
         )
     return str(path)
+
+
+def _recorded_paths(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The fast paths of the recorded run: others give other last bits."""
+    parts = record.get("plan", {}).get("components", ())
+    known = {
+        str(part["name"]): tuple(map(str, part["paths"]))
+        for part in parts
+        if isinstance(part, Mapping) and isinstance(part.get("paths"), (list, tuple))
+    }
+    return {"paths": known} if known else {}
 
 
 def recorded_threads(record: Mapping[str, Any]) -> int | None:

@@ -61,7 +61,9 @@ def stream(
     `given_model` is one in memory, in place of one that the request names. How far the run comes is
     kept as `keep` says (None: in `runs_folder`).
     """
-    prepared = prepare(request, may_fetch=True, num_threads=num_threads, given=given_model)
+    prepared = prepare(
+        request, may_fetch=True, num_threads=num_threads, given=given_model, will_run=True
+    )
     plan, model = prepared.plan, prepared.model
     check_feasible(plan)
     takes = takes_of(request, plan)

@@ -24,6 +24,7 @@ from everyframe.checkpoints.strict import KeyMap, load_strictly
 from everyframe.checkpoints.tensors import TensorFile, open_checkpoint
 from everyframe.core.plan import ComponentPlan
 from everyframe.families import offload, repairing
+from everyframe.optimize.put_on import after_weights, before_weights
 from everyframe.precision import edges
 from everyframe.precision.dtypes import torch_dtype
 from everyframe.precision.islands import parameter_dtype
@@ -50,6 +51,7 @@ def load_component(
     engine (see `edges.apply`). Raises `CheckpointError` for anything missing, extra or misshapen.
     """
     module = build_on_meta(build)
+    before_weights(module, part.paths)
     persistent = set(module.state_dict())
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
 
@@ -69,6 +71,7 @@ def load_component(
         repairing.put_on(module, remedy)
     if part.offload:
         offload.apply(module, part.device)
+    after_weights(module, part.paths, outputs)
     _log.debug(
         "%s: %d parameters from %s on %s in %s, %d casts at module edges",
         part.name, part.num_parameters, opened.source, part.device, part.precision.parameters,

@@ -49,17 +49,23 @@ def with_loaded(software: SoftwareFacts) -> SoftwareFacts:
     import torch
 
     paths = loaded_files(_maps())
-    versions = {name: _version(name, found[0]) for name, found in paths.items()}
     # Python's stubs know these as attributes that may be None.
     cuda, rocm = torch.version.cuda, torch.version.hip
     return replace(
         software,
-        libraries={name: version for name, version in versions.items() if version},
+        libraries=loaded_versions(),
         copies={name: tuple(found) for name, found in paths.items() if len(found) > 1},
         cuda=cuda,
         rocm=rocm,
         architectures=tuple(torch.cuda.get_arch_list()) if cuda or rocm else (),
     )
+
+
+def loaded_versions() -> dict[str, str]:
+    """Library -> its version, of those that are in this process."""
+    paths = loaded_files(_maps())
+    versions = {name: _version(name, found[0]) for name, found in paths.items()}
+    return {name: version for name, version in versions.items() if version}
 
 
 def loaded_files(maps: str) -> dict[str, list[str]]:

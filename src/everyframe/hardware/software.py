@@ -48,7 +48,7 @@ def software_facts() -> SoftwareFacts:
         system_version=_system_version(),
         python=platform.python_version(),
         packages=_packages(),
-        driver=_nvidia_driver(),
+        driver=driver_version(),
         cpu_flags=tuple(sorted(processor_flags())),
         environment=variables_that_matter(os.environ),
     )
@@ -84,8 +84,8 @@ def _system_version() -> str:
     return platform.mac_ver()[0] if sys.platform == "darwin" else platform.release()
 
 
-def _nvidia_driver() -> str | None:
-    """The driver's version by the kernel's own word, else by nvidia-smi; None without one."""
+def driver_version() -> str | None:
+    """NVIDIA's driver by the kernel's own word, else by nvidia-smi; None without one."""
     try:
         text = Path("/proc/driver/nvidia/version").read_text()
     except OSError:

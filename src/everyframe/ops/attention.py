@@ -91,24 +91,40 @@ def keys_with_a_place_to_look(mask_BL: Tensor) -> Tensor:
     return mask_BL | first
 
 
-def by_kernel(kernel: str, *, strictly: bool = False) -> AbstractContextManager[None]:
-    """Within, torch's attention is computed by that one of `KERNELS`.
+def by_kernel(*kernels: str, strictly: bool = False) -> AbstractContextManager[None]:
+    """Within, torch's attention is computed by the first of these `KERNELS` that takes it.
 
-    Where it does not take what it is given (a mask, a dtype) the plain kernel does it; `strictly`
-    torch raises a `RuntimeError` there.
+    Where none takes what is given (a mask, a dtype) the plain kernel does it; `strictly` torch
+    raises a `RuntimeError` there.
     """
-    wanted = [KERNELS[kernel]]
-    if not strictly and kernel != PLAIN:
+    wanted = [KERNELS[kernel] for kernel in kernels]
+    if not strictly and PLAIN not in kernels:
         wanted.append(KERNELS[PLAIN])
     context: AbstractContextManager[None] = sdpa_kernel(wanted, set_priority=True)
     return context
 
 
+def takes(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> bool:
+    """Whether that kernel computes attention of such tensors here, as torch itself knows."""
+    with by_kernel(kernel, strictly=True):
+        try:
+            F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        except RuntimeError as error:
+            if not any(words in str(error) for words in _NONE_TAKES):
+                raise
+            return False
+    return True
+
+
+#: What torch says where no kernel that it may use takes what it is given.
+_NONE_TAKES = ("No available kernel", "No viable backend", "no viable backend")
+
+
 class AttendBy:
     """What `attend_by` has put on a module; `remove` takes it off. A second call does nothing."""
 
-    def __init__(self, parts: Sequence[nn.Module], kernel: str) -> None:
-        self._kernel = kernel
+    def __init__(self, parts: Sequence[nn.Module], kernels: Sequence[str]) -> None:
+        self._kernels = tuple(kernels)
         self._entered: list[AbstractContextManager[None]] = []
         self._handles: list[RemovableHandle] = []
         for part in parts:
@@ -123,7 +139,7 @@ class AttendBy:
         self._handles = []
 
     def _enter(self, *_: object) -> None:
-        context = by_kernel(self._kernel)
+        context = by_kernel(*self._kernels)
         context.__enter__()
         self._entered.append(context)
 
@@ -131,11 +147,11 @@ class AttendBy:
         self._entered.pop().__exit__(None, None, None)
 
 
-def attend_by(module: nn.Module, kernel: str, parts: Sequence[str] = ("",)) -> AttendBy:
-    """Compute every attention inside of `module` by that one of `KERNELS`, until it is removed.
+def attend_by(module: nn.Module, *kernels: str, parts: Sequence[str] = ("",)) -> AttendBy:
+    """Compute every attention inside of `module` as `by_kernel` does, until it is removed.
 
     `parts` are the dotted names of what is really called, ``""`` the module itself; an autoencoder
     whose ``decode`` is called needs its decoder's. The innermost of several wins, so one attention
     can be put on the plain kernel inside of a model that is on a fast one.
     """
-    return AttendBy([module.get_submodule(part) for part in parts], kernel)
+    return AttendBy([module.get_submodule(part) for part in parts], kernels)

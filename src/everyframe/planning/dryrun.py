@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from everyframe.core.facts import DeviceFacts, Product, Rates
@@ -123,6 +124,22 @@ def heaviest(runs: Sequence[DryRun], most: int) -> list[Product]:
     }
     chosen = sorted(first.values(), key=ranked.index)
     return list(dict.fromkeys([*chosen, *ranked]))[: max(most, len(chosen))]
+
+
+def largest_scores(runs: Sequence[DryRun]) -> int:
+    """Bytes that the largest attention holds where it is computed plainly, its scores written out.
+
+    Twice, in float32: before the softmax and after.
+    """
+    return max(
+        (
+            prod(product.shapes[0][:-1]) * product.shapes[1][-2] * 2 * 4
+            for run in runs
+            for product, _ in run.found.work.products
+            if product.kind == "attention"
+        ),
+        default=0,
+    )
 
 
 def clashes_of(runs: Sequence[DryRun]) -> tuple[str, ...]:

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from everyframe.core.facts import DeviceFacts
-from everyframe.core.plan import ComponentPlan, Precision, Remedy, Settings, peak_of
+from everyframe.core.plan import Choice, ComponentPlan, Precision, Remedy, Settings, peak_of
 from everyframe.families.family import Component, Model, Rehearsing
 from everyframe.families.remembered import remedies_for
+from everyframe.planning.choosing import Chooser, score_bytes, told, used
 from everyframe.planning.dryrun import DryRun, dry_run
 from everyframe.planning.forecast import fits
 from everyframe.precision.dtypes import num_bytes
@@ -55,7 +56,8 @@ class Fitting:
     """A model on a device: `asked` is the dtype of the request, `host_memory` bytes that are free,
     `remedies` the repairs that components have from the start where they have that dtype.
 
-    `fit` answers for given settings, `largest` finds smaller ones that fit.
+    `chooser` chooses fast paths; without one those are expected that the device could have. `fit`
+    answers for given settings, `largest` finds smaller ones that fit.
     """
 
     model: Model
@@ -64,6 +66,7 @@ class Fitting:
     force: bool
     host_memory: int
     remedies: tuple[Remedy, ...] = ()
+    chooser: Chooser | None = None
 
     def fit(self, settings: Settings) -> Fitted:
         """The components at these settings, with the savings that make each of them fit."""
@@ -152,12 +155,21 @@ class Fitting:
         return self._part(component, settings, offload=offload)
 
     def _part(self, component: Component, settings: Settings, *, offload: bool) -> _Part:
+        chooser = self.chooser or Chooser(self.device)
         precision, notes = (
             choose(self.device, self.asked, component.needs, force=self.force)
             if component.has_precision is None
             else (component.has_precision, ())
         )
         runs = self._runs(component.name, settings, precision)
+        weighed: tuple[Choice, ...] = ()
+        if component.has_precision is None and self.asked == "auto":
+            dtype, weighed = chooser.dtype(component, precision, runs)
+            if dtype != precision.compute:
+                precision, notes = choose(self.device, dtype, component.needs, force=self.force)
+                runs = self._runs(component.name, settings, precision)
+        choices = (*weighed, *chooser.choices(component.name, precision, runs))
+        paths = used(choices) if runs or choices else None
         remedies = remedies_for(component.name, precision.parameters, self.remedies)
         resident = _resident_bytes(runs, precision) if offload and runs else None
         plan = ComponentPlan(
@@ -169,11 +181,15 @@ class Fitting:
             device=self.device.torch_name,
             precision=precision,
             weight_bytes=weight_bytes(component.num_elements, precision, remedies),
-            working_bytes=self._working_bytes(component, runs, precision),
+            working_bytes=self._working_bytes(component, runs, precision)
+            + score_bytes(runs, paths),
             offload=resident is not None,
             resident_bytes=resident,
             remedies=remedies,
+            paths=paths,
+            choices=choices,
         )
+        notes = (*notes, *told(component.title, choices, precision))
         for run in runs:
             notes = (*notes, *run.notes())
         return _Part(plan, runs, notes)

@@ -17,7 +17,7 @@ from everyframe.checkpoints.find import Location, locate
 from everyframe.core.amounts import parse_bytes
 from everyframe.core.errors import CannotRunError, CheckpointError, InputError
 from everyframe.core.facts import DeviceFacts, MachineFacts, Rates
-from everyframe.core.plan import Plan, Remedy
+from everyframe.core.plan import Plan, Remedy, Settings
 from everyframe.core.request import DTYPES, Request, random_seed
 from everyframe.families.family import Model
 from everyframe.families.registry import (
@@ -31,6 +31,8 @@ from everyframe.families.remembered import known_key, remembered, said_of
 from everyframe.hardware.facts import machine_facts, pick_device
 from everyframe.hardware.profiles import find_profile
 from everyframe.hardware.rates import measured_rates
+from everyframe.planning import certifying
+from everyframe.planning.choosing import Chooser, pins_of
 from everyframe.planning.dryrun import clashes_of, heaviest, says, stage_plan
 from everyframe.planning.fitting import Fitted, Fitting, within
 from everyframe.planning.forecast import describe_bytes, fits
@@ -52,10 +54,12 @@ class GivenModel:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A plan and the model that it is for."""
+    """A plan and the model that it is for, with what chose its fast paths and memory."""
 
     plan: Plan
     model: Model
+    fitted: Fitted
+    chooser: Chooser
 
 
 def resolve(request: Request, profile: str | Path | None = None) -> Plan:
@@ -76,12 +80,15 @@ def prepare(
     given: GivenModel | None = None,
     profile: str | Path | None = None,
     with_seconds: bool = False,
+    will_run: bool = False,
 ) -> Prepared:
     """The plan with its model; with `may_fetch` a hub model's configs may be fetched for it.
 
     `num_threads` (of the CPU) is the number of usable cores unless a record asks for another.
     `given` is a model that somebody has in memory, in place of one that the request names.
     `with_seconds` measures how fast this machine is, for up to a second, and forecasts times.
+    With `will_run` fast paths that nobody tried here are tried, for some seconds at most, and the
+    plan holds nothing but what is certified; without, it says what it expects.
     """
     check_option_names(request)
     if given is not None:
@@ -95,15 +102,13 @@ def prepare(
     device = within(pick_device(facts, request.device), _asked_bytes(request, "max_memory"))
     seed = random_seed() if request.seed is None else request.seed
     settings, notes = model.settle(request, seed)
-    # What is known of this machine says nothing of one that is not here, and a model that somebody
-    # has in memory may hold any weights.
+    num_threads = num_threads or _default_threads(facts, is_here=profile is None)
+    chooser = _chooser(request, facts, device, num_threads, is_here=profile is None)
+    # Repairs are of this machine, and a model that somebody has in memory may hold any weights.
     own = profile is None and given is None
     remedies = _remedies(request, model, device, facts) if own else ()
-    fitting = replace(_fitting(model, facts, device, request), remedies=remedies)
-    fitted = fitting.fit(settings)
-    # A machine that is not here uses all of its cores, whatever is set on this one.
-    every_core = facts.num_cores if profile is not None else _default_threads(facts)
-    num_threads = num_threads or every_core
+    fitting = _fitting(model, facts, device, request, chooser, remedies)
+    fitting, fitted = _fitted(fitting, settings, chooser, will_run=will_run)
     rates = _rates(fitted, device, num_threads) if with_seconds else None
     plan = Plan(
         model=model.name,
@@ -120,16 +125,46 @@ def prepare(
         rates="" if rates is None else rates.source,
         profile=None if profile is None else str(profile),
     )
-    stages = [
+    stages = (
         stage_plan(run, plan.component(run.rehearsal.component), rates) for run in fitted.runs
-    ]
+    )
     plan = replace(plan, stages=tuple(stages))
     # What somebody has in memory is there already: what is free says nothing against it.
     obstacle = None if given is not None else _obstacle(plan, fitting, fitted, facts)
-    return Prepared(replace(plan, obstacle=obstacle), model)
+    return Prepared(replace(plan, obstacle=obstacle), model, fitted, chooser)
 
 
-def _fitting(model: Model, facts: MachineFacts, device: DeviceFacts, request: Request) -> Fitting:
+def _chooser(
+    request: Request, facts: MachineFacts, device: DeviceFacts, num_threads: int, *, is_here: bool
+) -> Chooser:
+    """What chooses fast paths: what was asked for, what is certified, and what is known here."""
+    return Chooser(
+        device,
+        pins_of(request, device),
+        certifying.Certificates(device, num_threads) if is_here else None,
+        certifying.avoided(facts, device),
+    )
+
+
+def _fitted(
+    fitting: Fitting, settings: Settings, chooser: Chooser, *, will_run: bool
+) -> tuple[Fitting, Fitted]:
+    """What fits; before a run what it needs at once is tried, and only certified paths are left."""
+    fitted = fitting.fit(settings)
+    if not will_run or not certifying.make_at_once(chooser.certificates, fitted):
+        return fitting, fitted
+    fitting = replace(fitting, chooser=replace(chooser, expects=False))
+    return fitting, fitting.fit(settings)
+
+
+def _fitting(
+    model: Model,
+    facts: MachineFacts,
+    device: DeviceFacts,
+    request: Request,
+    chooser: Chooser,
+    remedies: tuple[Remedy, ...],
+) -> Fitting:
     host = within(facts.cpu, _asked_bytes(request, "max_host_memory"))
     if device.kind == "cpu":  # both limits are of the same memory
         device = within(device, host.free_memory)
@@ -139,6 +174,8 @@ def _fitting(model: Model, facts: MachineFacts, device: DeviceFacts, request: Re
         asked=DTYPES[request.dtype],
         force=request.force,
         host_memory=host.free_memory,
+        chooser=chooser,
+        remedies=remedies,
     )
 
 
@@ -170,9 +207,9 @@ def _rates(fitted: Fitted, device: DeviceFacts, num_threads: int) -> Rates | Non
     return measured_rates(heaviest(fitted.runs, _NUM_TRIALS), device.torch_name, num_threads)
 
 
-def _default_threads(facts: MachineFacts) -> int:
-    """Every usable core, or as many as OMP_NUM_THREADS allows."""
-    limit = os.environ.get("OMP_NUM_THREADS", "")
+def _default_threads(facts: MachineFacts, *, is_here: bool) -> int:
+    """Every usable core, or as many as OMP_NUM_THREADS allows on this machine."""
+    limit = os.environ.get("OMP_NUM_THREADS", "") if is_here else ""
     return min(int(limit), facts.num_cores) if limit.isdigit() and int(limit) else facts.num_cores
 
 

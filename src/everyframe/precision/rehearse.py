@@ -229,7 +229,7 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.device.kind == "mps":  # its scores are a tensor
             scores = batch * heads * length * key.shape[-2] * query.element_size()
             self.live.workspace(scores, place)
-        self.work.attention(query, key, value)
+        self.work.attention(query, key, value, attn_mask)
         self._check("attention", (), tensors, [out])
         return out
 

@@ -44,10 +44,13 @@ class WorkCounter:
         self._products: Counter[Product] = Counter()
         self._moved = self._kernels = 0
 
-    def attention(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+    def attention(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
+    ) -> None:
         """One fused attention, (B, heads, Q, D) with (B, heads, L, D)."""
         shapes = (tuple(query.shape), tuple(key.shape), tuple(value.shape))
-        product = Product("attention", dtype_name(query.dtype), shapes)
+        told = () if mask is None else ("masked",)
+        product = Product("attention", dtype_name(query.dtype), shapes, told)
         self._products[product] += int(sdpa_flop_count(*shapes))  # type: ignore[no-untyped-call]
         self._kernels += 1
 

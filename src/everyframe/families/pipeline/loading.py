@@ -23,6 +23,7 @@ from everyframe.families import repairing
 from everyframe.families.loading import keep_in_sight
 from everyframe.families.pipeline.checkpoint import Files, Part
 from everyframe.families.pipeline.classes import component_class, empty_modular, pipeline_class
+from everyframe.optimize.put_on import after_weights
 from everyframe.precision import edges
 from everyframe.precision.dtypes import torch_dtype
 
@@ -88,6 +89,7 @@ def _component(where: str, part: Part, planned: ComponentPlan) -> tuple[nn.Modul
     for remedy in planned.remedies:
         repairing.put_on(module, remedy)
     module.to(planned.device)
+    after_weights(module, planned.paths, _outputs(module))
     return module, sorted(map(str, report.get("unexpected_keys") or ()))
 
 

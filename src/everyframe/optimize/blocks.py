@@ -1,0 +1,168 @@
+"""Blocks of a component, alone: with numbers in place of weights, called as the dry run calls them.
+
+A component is rehearsed without numbers and every block notes what it is given. Then the block is
+filled with numbers of a trained model's size, and what it is given too, so that it can be computed
+without the rest of the model and before any weights are there. Equal blocks stand for each other.
+Read next: `trials`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from everyframe.core.plan import Precision
+from everyframe.optimize.put_on import block_names
+from everyframe.optimize.subject import Call, Subject
+from everyframe.precision import edges
+from everyframe.precision.islands import in_island
+from everyframe.precision.rehearse import rehearse
+
+#: Some channels of what a block is given are so many times as large as the others, as in trained
+#: models; sums that are kept too narrowly overflow there.
+_LARGE, _EVERY = 20.0, 64
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a block is called with: positional and keyword arguments, tensors on meta."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block with numbers, in float32 on the device, and what it is given.
+
+    `count` blocks are alike. `given` are the arguments as the plan's precision has them, `wide`
+    those in float32, of the same numbers.
+    """
+
+    name: str
+    count: int
+    module: nn.Module
+    given: Given
+    wide: Given
+    precision: Precision
+
+    def prepared(self, change: Callable[[nn.Module], None] | None = None) -> nn.Module:
+        """A copy in the plan's precision; `change` is made before, as in a real run."""
+        module = copy.deepcopy(self.module)
+        if change is not None:
+            change(module)
+        edges.apply(module, self.precision, outputs=())
+        return module
+
+
+def blocks_of(subject: Subject) -> Iterator[Block]:
+    """Every kind of block of the component that is called as a whole, filled with numbers."""
+    for call in subject.calls:
+        module = call.module()
+        names = block_names(module)
+        given = _noted(subject, call, names, subject.precision)
+        wide = _noted(subject, call, names, Precision("float32", "float32"))
+        alike: dict[Any, list[str]] = {}
+        for name in names:
+            if name in given:
+                alike.setdefault(_kind(module.get_submodule(name), given[name]), []).append(name)
+        for same in alike.values():
+            yield _block(subject, module, same, given[same[0]], wide[same[0]])
+
+
+def _noted(
+    subject: Subject, call: Call, names: tuple[str, ...], precision: Precision
+) -> dict[str, Given]:
+    """What each of these parts is given first, in that precision."""
+    module = call.module()
+    given: dict[str, Given] = {}
+
+    def noting(name: str) -> Callable[..., None]:
+        def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            given.setdefault(name, Given(args, kwargs))
+
+        return note
+
+    handles = [
+        module.get_submodule(name).register_forward_pre_hook(
+            noting(name), prepend=True, with_kwargs=True
+        )
+        for name in names
+    ]
+    try:
+        rehearse(module, precision, call.call, subject.device, call.outputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return given
+
+
+def _kind(module: nn.Module, given: Given) -> Any:
+    """What makes two blocks alike: class, parameters, sizes of what they are given."""
+    shapes: list[Any] = [type(module)]
+    shapes += [(name, tuple(p.shape)) for name, p in module.named_parameters()]
+
+    def note(tensor: Tensor) -> Tensor:
+        shapes.append(tuple(tensor.shape))
+        return tensor
+
+    edges.map_tensors((given.args, given.kwargs), note)
+    return tuple(shapes)
+
+
+def _block(
+    subject: Subject, whole: nn.Module, names: list[str], given: Given, wide: Given
+) -> Block:
+    name, device = names[0], subject.device.torch_name
+    # Weights of the dry run have the dtype of its last precision, and no numbers.
+    module = copy.deepcopy(whole.get_submodule(name)).to_empty(device=device)
+    _fill(module)
+    module.eval().requires_grad_(False)
+    inside = [own for own, _ in module.named_parameters()]
+    islands = [own for own in inside if in_island(f"{name}.{own}", subject.precision.islands)]
+    precision = Precision(subject.precision.parameters, subject.precision.compute, tuple(islands))
+    return Block(
+        name, len(names), module, _numbers(given, device), _numbers(wide, device), precision
+    )
+
+
+def _fill(module: nn.Module) -> None:
+    """Numbers of the size that layers are trained to: a product keeps its input's magnitude."""
+    generator = torch.Generator().manual_seed(0)
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if not tensor.is_floating_point():
+            tensor.data.zero_()
+            continue
+        values = torch.randn(tensor.shape, generator=generator)
+        if tensor.ndim >= 2:
+            values /= max(tensor[0].numel(), 1) ** 0.5
+        elif name.endswith("weight"):
+            values = 1 + 0.1 * values
+        else:
+            values *= 0.02
+        tensor.data = values.to(tensor.device)
+
+
+def _numbers(given: Given, device: str) -> Given:
+    """The same arguments with numbers, equal in every precision but for rounding."""
+    generator = torch.Generator().manual_seed(1)
+
+    def filled(tensor: Tensor) -> Tensor:
+        if tensor.device.type != "meta":
+            return tensor
+        if tensor.dtype == torch.bool:
+            return torch.ones(tensor.shape, dtype=torch.bool, device=device)
+        if not tensor.is_floating_point():
+            return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+        values = torch.randn(tensor.shape, generator=generator)
+        if values.ndim > 1:
+            values[..., ::_EVERY] *= _LARGE
+        return values.to(device, tensor.dtype)
+
+    args, kwargs = edges.map_tensors((given.args, given.kwargs), filled)
+    return Given(args, kwargs)

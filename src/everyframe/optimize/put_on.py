@@ -1,0 +1,81 @@
+"""Puts fast paths on a plain module from outside: children swapped, hooks around its calls.
+
+A swap comes before the weights, as casts at the edges sit on the children (`precision.edges`);
+everything else after. Precisions are no matter of this module. Read next: `catalogue`, `fused`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+from torch import nn
+
+from everyframe.ops.attention import PLAIN, attend_by
+from everyframe.optimize.catalogue import kernel_of
+from everyframe.optimize.fused import fuse, pairs
+
+
+def block_names(module: nn.Module) -> tuple[str, ...]:
+    """The items of the outermost lists of modules: what a model does again and again."""
+    return tuple(_blocks(module, ""))
+
+
+def _blocks(module: nn.Module, name: str) -> Iterator[str]:
+    for key, child in module.named_children():
+        place = f"{name}.{key}" if name else key
+        if isinstance(child, nn.ModuleList):
+            yield from (f"{place}.{number}" for number, _ in child.named_children())
+        else:
+            yield from _blocks(child, place)
+
+
+def has_place(name: str, module: nn.Module) -> bool:
+    """Whether the path of that name finds anything in the module that it could take the place of.
+
+    Only for paths that are known by the modules that they need; others say so when they are tried.
+    """
+    return name not in _SWAPS or bool(pairs(module, block_names(module)))
+
+
+def before_weights(module: nn.Module, paths: Sequence[str] | None) -> None:
+    """Swap children for those of the fast paths of these names; parameters keep their names."""
+    for name in paths or ():
+        swap = _SWAPS.get(name)
+        if swap is not None:
+            swap(module, block_names(module))
+
+
+def after_weights(
+    module: nn.Module, paths: Sequence[str] | None, outputs: Sequence[str] = ("",)
+) -> None:
+    """Put these fast paths around a module that has its weights and precision.
+
+    `outputs` are the parts that are really called, as in `edges.apply`. Without a path for it
+    attention is computed plainly; with None nobody chose, and torch does as it likes.
+    """
+    if paths is None:
+        return
+    kernels = [kernel for kernel in map(kernel_of, paths) if kernel]
+    attend_by(module, *(kernels or [PLAIN]), parts=outputs)
+    for name in paths:
+        if name in _AROUND:
+            _AROUND[name](module)
+
+
+def _compile(module: nn.Module) -> None:
+    from everyframe.optimize.compiling import compile_blocks
+
+    compile_blocks(module, block_names(module))
+
+
+_SWAPS: Mapping[str, Callable[[nn.Module, tuple[str, ...]], Any]] = {"linear-gelu": fuse}
+_AROUND: Mapping[str, Callable[[nn.Module], None]] = {"compile": _compile}
+
+
+def function(place: str) -> Callable[..., Any]:
+    """The function at ``module:name``."""
+    module, _, name = place.partition(":")
+    found: Callable[..., Any] = getattr(import_module(module), name)
+    return found

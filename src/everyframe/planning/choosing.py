@@ -1,0 +1,227 @@
+"""Which fast paths each component runs by: what is certified, less what is off, and why.
+
+A path is used if a certificate for this very device, driver, model and size says so, or if the
+person who asked pinned it; else the plain way is taken. A plan that nobody runs yet tells what it
+expects of the paths that were not tried. Not here: how certificates are made
+(`everyframe.optimize.certify`) and put on a module (`everyframe.optimize.put_on`). Read next:
+`fitting.py`, which asks; `certifying.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from everyframe.core.facts import DeviceFacts
+from everyframe.core.plan import Choice, Precision
+from everyframe.core.request import DTYPES, Request
+from everyframe.families.family import Component
+from everyframe.optimize.catalogue import (
+    CATALOGUE,
+    PRECISIONS,
+    FastPath,
+    check_kernel,
+    for_device,
+    kernel_of,
+    path_of_kernel,
+    switched_off,
+)
+from everyframe.optimize.certificate import Certificate
+from everyframe.planning.certifying import Certificates, operations
+from everyframe.planning.dryrun import DryRun, largest_scores
+
+#: Verdicts with which a path is used.
+USED = ("certified", "pinned", "expected")
+
+#: A component that is called fewer times is not compiled, and one that computes less in a run only
+#: if that is asked for: minutes on a CPU, which compiling takes too.
+_AGAIN_AND_AGAIN, _VERY_LONG = 4, 1e14
+
+
+@dataclass(frozen=True)
+class Pins:
+    """What the person who asked wants of the paths: a kernel of attention, some off, `compile`.
+
+    `exact` are those of each component, as a record has them. `dtype` is that of the request.
+    """
+
+    dtype: str = "auto"
+    kernel: str | None = None
+    off: frozenset[str] = frozenset()
+    compile: bool = False
+    exact: Mapping[str, tuple[str, ...]] | None = None
+
+
+def pins_of(request: Request, device: DeviceFacts) -> Pins:
+    """The wishes of a request for that device.
+
+    Raises:
+        InputError: no kernel or path of that name; names the nearest.
+    """
+    kernel = request.attention
+    return Pins(
+        dtype=DTYPES[request.dtype],
+        kernel=None if kernel is None else check_kernel(kernel, device),
+        off=switched_off(request.without),
+        compile=request.compile,
+        exact=request.paths,
+    )
+
+
+@dataclass(frozen=True)
+class Chooser:
+    """Chooses by certificates; None stands for a machine that is not here, which has none.
+
+    `expects` is whether untried paths are told as expected: the plan is shown and not run, or is
+    of a machine that is not here. `avoided` are paths with a known issue here, with its words.
+    """
+
+    device: DeviceFacts
+    pins: Pins = Pins()
+    certificates: Certificates | None = None
+    avoided: Mapping[str, str] = field(default_factory=dict)
+    expects: bool = True
+
+    def dtype(
+        self, component: Component, by_facts: Precision, runs: Sequence[DryRun]
+    ) -> tuple[str, tuple[Choice, ...]]:
+        """The dtype to compute in where the facts of the device say `by_facts`, and why.
+
+        `runs` are the dry runs in that precision.
+        """
+        name = next((name for name, dtype in PRECISIONS.items() if dtype == by_facts.compute), None)
+        if name is None or self.pins.dtype != "auto":
+            return by_facts.compute, ()
+        certificates = self._certificates(component.name, by_facts, runs)
+        choice = self._judge(component.name, CATALOGUE[name], certificates)
+        return (by_facts.compute if choice.verdict in USED else "float32"), (choice,)
+
+    def choices(
+        self, component: str, precision: Precision, runs: Sequence[DryRun]
+    ) -> tuple[Choice, ...]:
+        """What came of every path but precisions, best first; none where nothing is known."""
+        if not runs:
+            return self._blindly(component)
+        certificates = self._certificates(component, precision, runs)
+        found = [
+            self._judge(component, path, certificates)
+            for path in candidates(runs, self.device)
+            if not path.on_demand or self._demands(component, path, runs, certificates)
+        ]
+        return tuple(sorted(found, key=lambda choice: -(choice.gain or 0.0)))
+
+    def _certificates(
+        self, component: str, precision: Precision, runs: Sequence[DryRun]
+    ) -> Mapping[str, Certificate]:
+        if self.certificates is None or not runs or self.pins.exact is not None:
+            return {}
+        return self.certificates.of(component, precision, runs)
+
+    def _blindly(self, component: str) -> tuple[Choice, ...]:
+        """What was asked for by name, for a component whose sizes nobody knows before it runs."""
+        return tuple(
+            choice
+            for path in for_device(self.device)
+            if path.group == "attention"
+            for choice in (self._judge(component, path, {}),)
+            if choice.verdict == "pinned"
+        )
+
+    def _judge(
+        self, component: str, path: FastPath, certificates: Mapping[str, Certificate]
+    ) -> Choice:
+        pins = self.pins
+        if path.name in pins.off:
+            return Choice(path.name, "off", "turned off by --without")
+        if pins.exact is not None:
+            if self._exactly(component, path):
+                return Choice(path.name, "pinned", "by the record")
+            return Choice(path.name, "off", "the record does without")
+        if path.group == "attention" and pins.kernel is not None:
+            if path.name == path_of_kernel(pins.kernel):
+                return Choice(path.name, "pinned", f"by --attention {pins.kernel}")
+            return Choice(path.name, "off", f"by --attention {pins.kernel}")
+        if path.name in self.avoided:
+            return Choice(path.name, "avoided", self.avoided[path.name])
+        if path.name in certificates:
+            return of_certificate(certificates[path.name])
+        if self.expects and (path.at_once or path.on_demand):
+            return Choice(path.name, "expected", "a first run tries it")
+        return Choice(path.name, "untried", "not tried yet")
+
+    def _demands(
+        self,
+        component: str,
+        path: FastPath,
+        runs: Sequence[DryRun],
+        certificates: Mapping[str, Certificate],
+    ) -> bool:
+        """Whether a path that is for demand alone is asked for, or known to pay here."""
+        if self._exactly(component, path):
+            return True
+        if max(run.rehearsal.num_calls for run in runs) < _AGAIN_AND_AGAIN:
+            return False
+        return self.pins.compile or (path.name in certificates and operations(runs) >= _VERY_LONG)
+
+    def _exactly(self, component: str, path: FastPath) -> bool:
+        return self.pins.exact is not None and path.name in self.pins.exact.get(component, ())
+
+
+def of_certificate(certificate: Certificate) -> Choice:
+    """What a certificate says of its path."""
+    return Choice(
+        certificate.what,
+        certificate.verdict,
+        certificate.reason,
+        certificate.error,
+        certificate.limit,
+        certificate.gain,
+    )
+
+
+def candidates(runs: Sequence[DryRun], device: DeviceFacts) -> tuple[FastPath, ...]:
+    """The paths beside precisions that make sense, by the device and by what is computed."""
+    # Not on top: this brings torch, which a dry run has brought already.
+    from everyframe.optimize.put_on import has_place
+
+    has_attention = any(
+        product.kind == "attention" for run in runs for product, _ in run.found.work.products
+    )
+    return tuple(
+        path
+        for path in for_device(device)
+        if path.group != "precision"
+        and (path.group != "attention" or has_attention)
+        and has_place(path.name, runs[0].rehearsal.module())
+    )
+
+
+def used(choices: Sequence[Choice]) -> tuple[str, ...]:
+    """The names of the paths to put on, in the order of their use."""
+    return tuple(choice.path for choice in choices if choice.verdict in USED)
+
+
+def score_bytes(runs: Sequence[DryRun], paths: Sequence[str] | None) -> int:
+    """What the plain attention holds beside everything else, where no other kernel is used."""
+    if paths is None or any(kernel_of(path) for path in paths):
+        return 0
+    return largest_scores(runs)
+
+
+def told(title: str, choices: Sequence[Choice], precision: Precision) -> tuple[str, ...]:
+    """What the person should know: each path that was refused or is avoided, with its reason."""
+    lines = []
+    for choice in choices:
+        if choice.verdict in ("refused", "avoided"):
+            says = choice.verdict if choice.verdict == "refused" else "is avoided"
+            if choice.path in PRECISIONS:
+                lines.append(f"{title}: {precision.compute}, as {choice.path} {_was(says)} here: "
+                            f"{choice.reason}")  # fmt: skip
+            elif choice.verdict == "avoided" or "no faster" not in choice.reason:
+                lines.append(f"{title}: without {choice.path}, which {_was(says)} here: "
+                            f"{choice.reason}")  # fmt: skip
+    return tuple(lines)
+
+
+def _was(says: str) -> str:
+    return says if says.startswith("is ") else f"was {says}"

@@ -1,0 +1,71 @@
+"""Every fast path of a request's components with what is known of it, for `everyframe paths`.
+
+Read next: `choosing.py`, `certifying.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from everyframe.core.plan import Choice, Plan
+from everyframe.core.request import Request
+from everyframe.optimize.catalogue import CATALOGUE, PRECISIONS
+from everyframe.planning import certifying
+from everyframe.planning.resolve import Prepared, prepare
+
+
+@dataclass(frozen=True)
+class PathRow:
+    """One path of one component: what it is, and what came of it. `in_use` is of a run now."""
+
+    component: str
+    title: str
+    choice: Choice
+    in_use: bool
+
+
+@dataclass(frozen=True)
+class Survey:
+    """The plan of a request, and a row for each of its paths in the order of the components."""
+
+    plan: Plan
+    rows: tuple[PathRow, ...]
+
+
+def survey(request: Request, *, certify: bool = False) -> Survey:
+    """What every fast path of this request came to; with `certify` those are tried that were not.
+
+    Raises `InputError` for what can't be asked of the model.
+    """
+    prepared = prepare(request)
+    untried: Mapping[str, str] = {}
+    if certify:
+        untried = _certified(prepared)
+        prepared = prepare(request)
+    rows = []
+    for part in prepared.plan.components:
+        for choice in part.choices:
+            why = untried.get(f"{part.name} {choice.path}")
+            if why is not None:
+                choice = replace(choice, verdict="untried", reason=why)
+            title = CATALOGUE[choice.path].title
+            rows.append(
+                PathRow(part.name, title, choice, choice.verdict in ("certified", "pinned"))
+            )
+    return Survey(prepared.plan, tuple(rows))
+
+
+def _certified(prepared: Prepared) -> dict[str, str]:
+    """Try what was not tried; what there was no time for, with why."""
+    certificates = prepared.chooser.certificates
+    assert certificates is not None, "it is this machine's"
+    missing = []
+    for part in prepared.plan.components:
+        untried = [each.path for each in part.choices if each.verdict in ("expected", "untried")]
+        # A precision comes first: which attentions and blocks there are follows from it.
+        names = [name for name in untried if name in PRECISIONS] or untried
+        paths = tuple(CATALOGUE[name] for name in names)
+        if paths:
+            missing.append(certifying.Missing(part.name, part.precision, paths))
+    return certifying.make(certificates, missing, prepared.fitted.runs, certifying.IN_ALL)
