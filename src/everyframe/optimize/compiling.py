@@ -32,10 +32,10 @@ def why_not() -> str | None:
     return f"no C++ compiler ({wanted}): apt install g++, or name another one in CXX"
 
 
-def compile_blocks(module: nn.Module, names: Iterable[str]) -> None:
+def compile_blocks(module: nn.Module, names: Iterable[str], backend: str = "inductor") -> None:
     """Compile the parts with these dotted names in place; the first call of each takes long."""
     # torch's switches are made at import, so type checkers see none of them.
     config: Any = torch._dynamo.config
     config.skip_nnmodule_hook_guards = False
     for name in names:
-        module.get_submodule(name).compile()
+        module.get_submodule(name).compile(backend=backend)

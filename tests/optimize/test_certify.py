@@ -1,0 +1,98 @@
+"""What is wrong, slow, or deadly is refused with its reason, and what is right is certified."""
+
+from __future__ import annotations
+
+import pytest
+
+import planted_paths
+from everyframe.core.facts import DeviceFacts, Product
+from everyframe.core.plan import Precision
+from everyframe.optimize import store
+from everyframe.optimize.catalogue import CATALOGUE
+from everyframe.optimize.certify import Made, certify
+from everyframe.optimize.subject import Subject
+
+#: Trials take some hundredths of a second each; a busy machine may take a hundred times as long.
+PATIENCE = 120.0
+
+CPU = DeviceFacts("a processor", "cpu", None, 10**9, 10**9)
+SUBJECT = Subject("denoiser", CPU, 1, Precision("float32", "float32"), "plan", "device")
+NAMES = ("crashes", "wrong", "slow", "not_finite", "another_shape", "raises", "right")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EVERYFRAME_CACHE", str(tmp_path_factory.mktemp("cache")))
+        return certify(SUBJECT, [planted_paths.planted(name) for name in NAMES], PATIENCE)
+
+
+@pytest.mark.parametrize(
+    ("name", "verdict", "reason"),
+    [
+        ("right", "certified", "right, and faster"),
+        ("wrong", "refused", "exponentials is off by 1.0e-03, allowed 1.0e-05 of float32"),
+        ("slow", "refused", "no faster than the plain way"),
+        ("not_finite", "refused", "exponentials is not finite, allowed 1.0e-05 of float32"),
+        ("another_shape", "refused", "exponentials is not finite, allowed 1.0e-05 of float32"),
+        ("raises", "refused", "no kernel image is available for execution on the device"),
+        ("crashes", "refused", "died of SIGFPE"),
+    ],
+)
+def test_the_verdict_and_its_reason(made: Made, name: str, verdict: str, reason: str) -> None:
+    certificate = {each.what: each for each in made.certificates}[name]
+    assert (certificate.verdict, certificate.reason) == (verdict, reason)
+    assert (certificate.device, certificate.plan) == ("device", "plan")
+    if name == "right":
+        assert certificate.error == 0
+        assert certificate.gain is not None
+        assert certificate.gain > 2
+    if name == "slow":
+        assert certificate.gain is not None
+        assert certificate.gain < 1
+
+
+def test_a_hang_is_cut_off_and_what_comes_after_it_is_tried(
+    tmp_path: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path))
+    paths = [planted_paths.planted("hangs"), planted_paths.planted("right")]
+    made = certify(SUBJECT, paths, 4.0, grace=0.5)
+    assert made.certificates[0].reason == "did not end, 0 s after its time was over"
+    # The time is up with the first.
+    assert made.untried == {"right": "there was no time to try it"}
+    # It is kept, so that nobody waits for it again.
+    assert store.find("device", "plan")["hangs"].verdict == "refused"
+
+
+def test_attention_of_the_request_is_tried_with_keys_as_large_as_they_come(
+    tmp_path: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path))
+    shapes = ((2, 4, 200, 64), (2, 4, 200, 64), (2, 4, 200, 64))
+    products = (
+        (Product("attention", "bfloat16", shapes), 1e9),
+        (Product("attention", "bfloat16", shapes, ("masked",)), 1e9),
+    )
+    precision = Precision("bfloat16", "bfloat16")
+    subject = Subject("denoiser", CPU, 1, precision, "plan", "device", products=products)
+    made = certify(subject, [CATALOGUE["attention-flash"]], PATIENCE)
+    (certificate,) = made.certificates
+    assert certificate.error is not None
+    assert certificate.limit is not None
+    # Whether it is faster is this processor's affair; that it is right is torch's.
+    assert 0 < certificate.error < certificate.limit < 0.05
+
+
+def test_a_precision_is_tried_by_its_products(
+    tmp_path: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path))
+    products = ((Product("product", "bfloat16", ((96, 256), (256, 192))), 1e9),)
+    precision = Precision("bfloat16", "bfloat16")
+    subject = Subject("denoiser", CPU, 1, precision, "plan", "device", products=products)
+    (certificate,) = certify(subject, [CATALOGUE["bf16"]], PATIENCE).certificates
+    assert certificate.error is not None
+    # Three roundings to 8 bits, each about 2^-9 in the mean square.
+    assert 5e-4 < certificate.error < 6e-3
+    assert certificate.gain is not None

@@ -1,0 +1,114 @@
+"""A compiled block is never stale: what changed is computed, whatever it was compiled for."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from everyframe.ops.attention import attend_by
+from everyframe.optimize.compiling import compile_blocks, why_not
+
+
+class Block(nn.Module):
+    """A layer, a scalar of its own, and one that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.scale = 2.0
+
+    def forward(self, x: Tensor, gain: float, is_doubled: bool = False) -> Tensor:
+        y: Tensor = self.linear(x) * self.scale + gain
+        return y * 2 if is_doubled else y
+
+
+class Model(nn.Module):
+    """Two blocks in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x: Tensor, gain: float, is_doubled: bool = False) -> Tensor:
+        for block in self.blocks:
+            x = block(x, gain, is_doubled)
+        return x
+
+
+@pytest.fixture
+def model() -> Model:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    made = Model().eval().requires_grad_(False)
+    # torch's own way of running a graph: graphs and guards are those of every backend.
+    compile_blocks(made, ("blocks.0", "blocks.1"), backend="eager")
+    return made
+
+
+def plainly(model: Model, *given: object) -> Tensor:
+    with torch.compiler.set_stance("force_eager"):
+        out: Tensor = model(*given)
+    return out
+
+
+@torch.no_grad()
+def test_nothing_that_changes_is_baked_in(model: Model) -> None:
+    x = torch.randn(3, 8)
+    block = model.blocks[0]
+    assert isinstance(block, Block)
+
+    def check(*given: object) -> Tensor:
+        got: Tensor = model(*given)
+        # Graphs run by the very kernels of the plain way.
+        assert got.equal(plainly(model, *given))
+        return got
+
+    seen = [check(x, 0.5)]
+    seen.append(check(x, 0.9))  # a scalar that it is given
+    seen.append(check(x, 0.9, True))  # a branch
+    block.scale = 3.0  # a scalar of its own
+    seen.append(check(x, 0.9))
+    block.linear.weight.data = block.linear.weight.data * 2  # other weights in its place
+    seen.append(check(x, 0.9))
+    block.linear.weight.data.mul_(2)  # the same memory, other numbers
+    seen.append(check(x, 0.9))
+    block.linear.bias = nn.Parameter(torch.ones(8), requires_grad=False)
+    seen.append(check(x, 0.9))
+    handle = block.linear.register_forward_hook(lambda *given: given[2] + 1)  # a hook, put on
+    seen.append(check(x, 0.9))
+    handle.remove()  # and taken off
+    assert check(x, 0.9).equal(seen[-2])
+    assert all(not a.equal(b) for a, b in pairwise(seen))
+    for rows in (1, 2, 5, 7):  # other shapes
+        check(torch.randn(rows, 8), 0.9)
+    check(x.double().float(), 0.9)
+
+
+@torch.no_grad()
+def test_a_raised_block_is_computed_as_raised(model: Model) -> None:
+    x = torch.randn(3, 8)
+    model.to(torch.bfloat16)
+    narrow = model(x.bfloat16(), 0.5)
+    model.to(torch.float32)
+    wide = model(x, 0.5)
+    assert (narrow.dtype, wide.dtype) == (torch.bfloat16, torch.float32)
+    assert wide.equal(plainly(model, x, 0.5))
+
+
+def test_names_and_parameters_stay(model: Model) -> None:
+    assert list(model.state_dict()) == list(Model().state_dict())
+    attend_by(model, "math").remove()
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert why_not() == "no C++ compiler (g++): apt install g++, or name another one in CXX"
+    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/g++")
+    assert why_not() is None

@@ -1,0 +1,118 @@
+"""Certificates are found by whom they were made for, and by nobody else; damage is no crash."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from everyframe.core.facts import DeviceFacts
+from everyframe.core.plan import Precision
+from everyframe.optimize import keys, store
+from everyframe.optimize.certificate import Certificate
+
+CARD = DeviceFacts("a card", "cuda", 0, 10**9, 10**9, (9, 0), True, True)
+CPU = DeviceFacts("a processor", "cpu", None, 10**9, 10**9)
+MADE = Certificate(
+    "attention-flash", "denoiser", "device", "plan", "certified", "right, and faster",
+    2e-7, 1e-5, 3.4, "2026-11-21",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path))
+
+
+def test_what_is_kept_is_found_and_replaced() -> None:
+    assert store.find("device", "plan") == {}
+    refused = replace(MADE, what="compile", verdict="refused", error=None, gain=None)
+    store.keep([MADE, refused])
+    store.keep([replace(MADE, gain=2.0)])
+    found = store.find("device", "plan")
+    assert found == {"attention-flash": replace(MADE, gain=2.0), "compile": refused}
+    assert [file.suffix for file in (store.folder() / "device").iterdir()] == [".json"]
+
+
+def test_another_drivers_certificate_is_not_used(tmp_path: Path) -> None:
+    store.keep([MADE])
+    assert store.find("other-device", "plan") == {}
+    assert store.find("device", "other-plan") == {}
+    # Not even where somebody copies the file to where it would be looked for.
+    shutil.copytree(store.folder() / "device", store.folder() / "other-device")
+    assert store.find("other-device", "plan") == {}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"", b"{", b"\xff\xfe", b"[]", b'{"schema": "another"}',
+        b'{"schema": "everyframe.certificates/1", "certificates": 5}',
+        b'{"schema": "everyframe.certificates/1", "certificates": [{"what": "attention-flash"}]}',
+    ],
+)  # fmt: skip
+def test_a_damaged_file_is_as_none(damage: bytes) -> None:
+    store.keep([MADE])
+    (file,) = (store.folder() / "device").iterdir()
+    file.write_bytes(damage)
+    assert store.find("device", "plan") == {}
+    store.keep([MADE])
+    assert store.find("device", "plan") == {"attention-flash": MADE}
+
+
+def test_one_wrong_entry_does_not_hide_the_others() -> None:
+    store.keep([MADE])
+    (file,) = (store.folder() / "device").iterdir()
+    whole = json.loads(file.read_text())
+    whole["certificates"].append({**MADE.to_json(), "what": "compile", "verdict": "splendid"})
+    file.write_text(json.dumps(whole))
+    assert list(store.find("device", "plan")) == ["attention-flash"]
+
+
+def test_where_nothing_can_be_written_they_last_as_long_as_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_the_way = tmp_path / "file"
+    in_the_way.write_text("")
+    monkeypatch.setenv("EVERYFRAME_CACHE", str(in_the_way / "below"))
+    store.keep([MADE])
+    assert store.find("device", "plan") == {"attention-flash": MADE}
+
+
+def test_the_device_key_changes_with_whatever_matters(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = {"driver": "570.1", "libraries": {"cublas": "12.8", "cudnn": "9.8"}, "torch": "2.13"}
+    monkeypatch.setattr(keys, "_driver", lambda: facts["driver"])
+    monkeypatch.setattr(keys, "_libraries", lambda: facts["libraries"])
+    monkeypatch.setattr(keys, "_torch_version", lambda: facts["torch"])
+    seen = {keys.device_key(CARD, 4)}
+    for name, value in (
+        ("driver", "571.2"),
+        ("libraries", {"cublas": "12.9", "cudnn": "9.8"}),
+        ("libraries", {"cublas": "12.8", "cudnn": "9.9"}),
+        ("torch", "2.14"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setitem(facts, name, value)
+            seen.add(keys.device_key(CARD, 4))
+    seen.add(keys.device_key(replace(CARD, name="another card"), 4))
+    seen.add(keys.device_key(replace(CARD, capability=(8, 0)), 4))
+    seen |= {keys.device_key(CPU, threads) for threads in (1, 2)}
+    assert len(seen) == 9
+    # Threads of the host are nothing to a card, nor is what is free there now.
+    assert keys.device_key(replace(CARD, free_memory=5), 1) in seen
+
+
+def test_the_plan_key_changes_with_model_and_precision() -> None:
+    wide, narrow = Precision("float32", "float32"), Precision("bfloat16", "bfloat16", ("a",))
+    seen = {
+        keys.plan_key("denoiser", wide, [("hidden 32", 16)]),
+        keys.plan_key("denoiser", wide, [("hidden 64", 16)]),
+        keys.plan_key("denoiser", wide, [("hidden 32", 32)]),
+        keys.plan_key("denoiser", narrow, [("hidden 32", 16)]),
+        keys.plan_key("denoiser", replace(narrow, islands=()), [("hidden 32", 16)]),
+        keys.plan_key("vae", wide, [("hidden 32", 16)]),
+    }
+    assert len(seen) == 6

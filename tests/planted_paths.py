@@ -1,0 +1,96 @@
+"""Fast paths to plant: right, wrong, slow, crashing, hanging, lying; their trials run elsewhere.
+
+A module of its own, because those processes import what they run by name.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from everyframe.optimize.catalogue import FastPath
+from everyframe.optimize.measure import Contest
+from everyframe.optimize.subject import Subject
+
+#: Seconds that the plain way takes; none of it is computing, so a busy machine is no matter.
+_PLAIN = 0.02
+
+
+def planted(name: str) -> FastPath:
+    """The path of that name, whose trial is the function of that name here."""
+    return FastPath(name, name, name, ("cpu",), f"{__name__}:{name}", at_once=True)
+
+
+def _contest(fast: Callable[[Tensor], Tensor]) -> Iterator[Contest]:
+    x = torch.linspace(-1, 1, 64)
+
+    def plain() -> Tensor:
+        time.sleep(_PLAIN)
+        return x.exp()
+
+    yield Contest("exponentials", truth=x.exp, plain=plain, fast=lambda: fast(x))
+
+
+def right(subject: Subject, path: FastPath) -> Iterator[Contest]:
+    """The same, at once."""
+    yield from _contest(torch.exp)
+
+
+def wrong(subject: Subject, path: FastPath) -> Iterator[Contest]:
+    """Off by a thousandth: more than rounding, less than anybody would see at first."""
+    yield from _contest(lambda x: x.exp() * 1.001)
+
+
+def slow(subject: Subject, path: FastPath) -> Iterator[Contest]:
+    """Right, and half as fast."""
+
+    def fast(x: Tensor) -> Tensor:
+        time.sleep(2 * _PLAIN)
+        return x.exp()
+
+    yield from _contest(fast)
+
+
+def not_finite(subject: Subject, path: FastPath) -> Iterator[Contest]:
+    """One value of many is not a number."""
+    yield from _contest(lambda x: x.exp().index_fill(0, torch.tensor([3]), float("nan")))
+
+
+def another_shape(subject: Subject, path: FastPath) -> Iterator[Contest]:
+    """One value, which broadcasting would let pass."""
+    yield from _contest(lambda x: x.exp().mean())
+
+
+def raises(subject: Subject, path: FastPath) -> Iterator[Contest]:
+    """As a kernel does that does not exist for this card."""
+
+    def fast(x: Tensor) -> Tensor:
+        raise RuntimeError("no kernel image is available for execution on the device")
+
+    yield from _contest(fast)
+
+
+def crashes(subject: Subject, path: FastPath) -> Iterator[Contest]:
+    """As cuBLAS 12.1 does on H20."""
+
+    def fast(x: Tensor) -> Tensor:
+        os.kill(os.getpid(), signal.SIGFPE)
+        return x
+
+    yield from _contest(fast)
+
+
+def hangs(subject: Subject, path: FastPath) -> Iterator[Contest]:
+    """As a collective does whose other side is gone: in C, where no Python signal comes through."""
+
+    def fast(x: Tensor) -> Tensor:
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        time.sleep(600)
+        return x
+
+    yield from _contest(fast)
