@@ -16,6 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+#: What the kernel computes in at all.
+_DTYPES = (torch.float32, torch.bfloat16)
+
 
 class LinearGelu(nn.Linear):
     """``gelu(x W^T + b)``; `approximate` is `F.gelu`'s. Without a kernel for it, the plain way."""
@@ -28,7 +31,8 @@ class LinearGelu(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         # Dry runs have no numbers, training has gradients, and a repair may widen the weights.
-        if x.device.type != "cpu" or x.dtype != self.weight.dtype or torch.is_grad_enabled():
+        kept = x.dtype in _DTYPES and x.dtype == self.weight.dtype
+        if x.device.type != "cpu" or not kept or torch.is_grad_enabled():
             return F.gelu(F.linear(x, self.weight, self.bias), approximate=self.approximate)
         operators: Any = torch.ops.mkldnn
         fused: Tensor = operators._linear_pointwise(

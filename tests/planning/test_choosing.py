@@ -1,0 +1,188 @@
+"""What is certified is used and nothing else; each path can be pinned and turned off."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import everyframe
+import tiny
+from everyframe.core.errors import InputError
+from everyframe.core.facts import DeviceFacts, MachineFacts
+from everyframe.core.plan import Plan
+from everyframe.optimize import store
+from everyframe.optimize.certificate import Certificate
+from everyframe.planning import certifying
+from everyframe.planning import resolve as resolver
+from everyframe.planning.certifying import Certificates, Missing
+from everyframe.planning.resolve import Prepared, prepare
+
+SIZES: dict[str, Any] = {"size": "16x16", "num_frames": 3, "num_inference_steps": 2, "seed": 5}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny.opensora_1_2(tmp_path_factory.mktemp("models") / "tiny"))
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path))
+    monkeypatch.delenv("EVERYFRAME_WITHOUT", raising=False)
+
+
+def prepared(model: str, *, will_run: bool = False, **options: Any) -> Prepared:
+    request = everyframe.Request(prompt="a", model=model, **{**SIZES, **options})
+    return prepare(request, will_run=will_run)
+
+
+def certificates_of(found: Prepared, verdict: Any, gain: float = 3.0) -> list[Certificate]:
+    """One for attention of each component of that plan."""
+    certificates = found.chooser.certificates
+    assert certificates is not None
+    made = []
+    for part in found.plan.components:
+        runs = [run for run in found.fitted.runs if run.rehearsal.component == part.name]
+        subject = certificates.subject(part.name, part.precision, runs)
+        made.append(
+            Certificate(
+                "attention-flash",
+                part.name,
+                subject.device_key,
+                subject.plan_key,
+                verdict,
+                "planted",
+                1e-7,
+                1e-5,
+                gain,
+                "2026-11-22",
+            )
+        )
+    return made
+
+
+def verdict(plan: Plan, path: str, component: str = "denoiser") -> str:
+    return {each.path: each.verdict for each in plan.component(component).choices}[path]
+
+
+def test_what_nobody_tried_is_expected_in_a_plan_and_not_used_in_a_run(model: str) -> None:
+    shown = prepared(model).plan
+    assert verdict(shown, "attention-flash") == "expected"
+    # Too short a run to try it for.
+    run = prepared(model, will_run=True).plan
+    assert verdict(run, "attention-flash") == "untried"
+    assert run.component("denoiser").paths == ()
+
+
+def test_what_is_certified_is_used_and_what_is_refused_is_not(model: str) -> None:
+    found = prepared(model)
+    store.keep(certificates_of(found, "certified"))
+    assert prepared(model, will_run=True).plan.component("denoiser").paths == ("attention-flash",)
+    store.keep(certificates_of(found, "refused"))
+    refused = prepared(model, will_run=True).plan
+    assert refused.component("denoiser").paths == ()
+    # In one line each, and in what the record holds.
+    assert any(
+        "without attention-flash, which was refused here: planted" in n for n in refused.notes
+    )
+    assert refused.to_json()["components"][1]["choices"][0]["reason"] == "planted"
+
+
+def test_a_certificate_of_another_driver_is_not_used(model: str) -> None:
+    found = prepared(model)
+    others = [replace(each, device="other") for each in certificates_of(found, "certified")]
+    store.keep(others)
+    assert prepared(model, will_run=True).plan.component("denoiser").paths == ()
+
+
+def test_one_of_other_sizes_is_not_used(model: str) -> None:
+    store.keep(certificates_of(prepared(model), "certified"))
+    assert prepared(model, will_run=True, size="32x16").plan.component("denoiser").paths == ()
+
+
+def test_paths_are_turned_off_by_name(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.keep(certificates_of(prepared(model), "certified"))
+    without = prepared(model, will_run=True, without=["attention-flash"]).plan
+    assert without.component("denoiser").paths == ()
+    assert verdict(without, "attention-flash") == "off"
+    monkeypatch.setenv("EVERYFRAME_WITHOUT", "compile, attention-flash")
+    assert prepared(model, will_run=True).plan.component("denoiser").paths == ()
+    monkeypatch.setenv("EVERYFRAME_WITHOUT", "atention-flash")
+    with pytest.raises(InputError, match=r"EVERYFRAME_WITHOUT.*did you mean 'attention-flash'"):
+        prepared(model)
+    monkeypatch.delenv("EVERYFRAME_WITHOUT")
+    with pytest.raises(InputError, match=r"without: there is no fast path 'bf1'.*mean 'bf16'"):
+        prepared(model, without="bf1")
+
+
+def test_a_kernel_is_pinned_by_name(model: str) -> None:
+    assert prepared(model, will_run=True, attention="flash").plan.component("denoiser").paths == (
+        "attention-flash",
+    )
+    store.keep(certificates_of(prepared(model), "certified"))
+    assert prepared(model, will_run=True, attention="math").plan.component("denoiser").paths == ()
+    with pytest.raises(InputError, match=r"one of flash, math on .*, got 'flahs'.*mean 'flash'"):
+        prepared(model, attention="flahs")
+
+
+def test_the_plain_attentions_scores_are_forecast(model: str) -> None:
+    plain = prepared(model, attention="math").plan.component("denoiser")
+    fast = prepared(model, attention="flash").plan.component("denoiser")
+    assert plain.working_bytes > fast.working_bytes
+
+
+def test_half_precision_is_used_where_it_is_certified(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = DeviceFacts("a card", "cuda", 0, 10**10, 10**10, (9, 0), True, True)
+    cpu = DeviceFacts("a processor", "cpu", None, 10**10, 10**10)
+    facts = MachineFacts((card, cpu), 2, {})
+    monkeypatch.setattr(resolver, "machine_facts", lambda device="auto": facts)
+    tried: list[Missing] = []
+
+    def make(certificates: Certificates, missing: list[Missing], *_: Any) -> dict[str, str]:
+        tried.extend(missing)
+        for each in missing:
+            runs = [run for run in planned.fitted.runs if run.rehearsal.component == each.component]
+            subject = certificates.subject(each.component, each.precision, runs)
+            good = each.component == "denoiser"
+            store.keep(
+                Certificate(
+                    path.name, each.component, subject.device_key, subject.plan_key,
+                    "certified" if good else "refused", "planted", 2e-3, 2e-2, 3.0, "2026-11-22",
+                )
+                for path in each.paths
+            )  # fmt: skip
+        return {}
+
+    monkeypatch.setattr(certifying, "make", make)
+    planned = prepared(model)
+    assert [part.precision.compute for part in planned.plan.components] == [
+        "bfloat16", "bfloat16", "float32",
+    ]  # fmt: skip
+    run = prepared(model, will_run=True).plan
+    assert {(each.component, path.name) for each in tried for path in each.paths} == {
+        ("text_encoder", "bf16"), ("denoiser", "bf16"),
+    }  # fmt: skip
+    assert [part.precision.compute for part in run.components] == [
+        "float32", "bfloat16", "float32",
+    ]  # fmt: skip
+    assert run.component("denoiser").paths == ("bf16",)
+    assert any("float32, as bf16 was refused here: planted" in note for note in run.notes)
+    # Asked for by name, nobody's certificate is needed.
+    asked = prepared(model, will_run=True, dtype="bf16").plan
+    assert asked.component("text_encoder").precision.compute == "bfloat16"
+
+
+def test_a_known_issue_stands_against_a_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = DeviceFacts("an old card", "cuda", 0, 10**10, 10**10, (6, 1), False, False)
+    machine = MachineFacts((old,), 2, {})
+    found = certifying.avoided(machine, old)
+    assert found["compile"].startswith("known issue triton-needs-sm70: ")
+    new = replace(old, capability=(9, 0))
+    assert "compile" not in certifying.avoided(MachineFacts((new,), 2, {}), new)
+    processor = DeviceFacts("a processor", "cpu", None, 10**9, 10**9)
+    assert certifying.avoided(MachineFacts((processor,), 2, {}), processor) == {}
