@@ -167,7 +167,7 @@ def deepfloyd_t5(folder: Path, *, seed: int = 2) -> Path:
     encoder["shared.weight"] = encoder["encoder.embed_tokens.weight"] = rows
     (folder / "config.json").write_text(json.dumps({**config, "vocab_size": len(rows)}))
     (folder / "model.safetensors").unlink()
-    _shards(folder, encoder, "pytorch_model", "bin")
+    shards(folder, encoder, "pytorch_model", "bin")
     return folder
 
 
@@ -190,10 +190,11 @@ def shard(folder: Path) -> None:
     whole = folder / "model.safetensors"
     tensors = load_file(whole)
     whole.unlink()
-    _shards(folder, tensors, "model", "safetensors")
+    shards(folder, tensors, "model", "safetensors")
 
 
-def _shards(folder: Path, tensors: dict[str, torch.Tensor], stem: str, suffix: str) -> None:
+def shards(folder: Path, tensors: dict[str, torch.Tensor], stem: str, suffix: str) -> None:
+    """Two files of tensors, and the index that names them."""
     names = list(tensors)
     half = len(names) // 2
     table: dict[str, str] = {}

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-#: Bytes of a parameter as weights are stored: in float32, or in the variant of that name.
-_FLOAT32_BYTES = 4
+#: Bytes of a parameter in the variant of that name.
 _VARIANT_BYTES = {"fp16": 2, "bf16": 2}
 _WEIGHTS = ".safetensors"
 
@@ -20,12 +19,14 @@ class Part:
     """One piece of a model in one hub repository.
 
     Attributes:
-        role: ``denoiser``, ``vae``, ``text_encoder``, ``image_encoder`` or ``controlnet``.
+        role: ``denoiser``, ``vae``, ``text_encoder``, ``image_encoder``, ``controlnet``, or a name
+            of the family's own.
         repo_id: hub id, ``owner/name``.
         needs: groups of file patterns; a file of each group must be there, any one of its
             alternatives will do. All patterns together are what is fetched.
         num_parameters: None where it is not known (a hub id that nobody listed).
         variant: which of several stored precisions of the weights, such as ``fp16``.
+        parameter_bytes: of a parameter as it is stored where there is no variant.
     """
 
     role: str
@@ -34,6 +35,7 @@ class Part:
     extras: tuple[str, ...] = ()
     num_parameters: int | None = None
     variant: str | None = None
+    parameter_bytes: int = 4
 
     def as_variant(self, variant: str) -> Part:
         """The same part with its weights in that variant: ``*.fp16.safetensors``."""
@@ -51,7 +53,7 @@ class Part:
         """About what the files take, by the bytes of a parameter. Nothing was asked of the hub."""
         if self.num_parameters is None:
             return None
-        return self.num_parameters * _VARIANT_BYTES.get(self.variant or "", _FLOAT32_BYTES)
+        return self.num_parameters * _VARIANT_BYTES.get(self.variant or "", self.parameter_bytes)
 
 
 @dataclass(frozen=True)
@@ -238,6 +240,58 @@ def _opensora_1_0(size: str) -> KnownModel:
     )
 
 
+_STEP_VIDEO = "stepfun-ai/stepvideo-t2v"
+
+
+def _step_video_denoiser(repo_id: str) -> Part:
+    """Six shards in bfloat16, as diffusers saves them."""
+    needs = (("transformer/config.json",), ("transformer/*.safetensors",))
+    extras = ("transformer/*.index.json", "scheduler/scheduler_config.json", "model_index.json")
+    return Part("denoiser", repo_id, needs, extras, 29_342_478_400, parameter_bytes=2)
+
+
+#: Both variants read the same three other parts, which lie in the base model's repository.
+STEP_VIDEO_PARTS = (
+    Part(
+        "step_llm",
+        _STEP_VIDEO,
+        (
+            ("step_llm/config.json",),
+            ("step_llm/*.safetensors",),
+            ("step_llm/step1_chat_tokenizer.model",),
+        ),
+        ("step_llm/*.index.json",),
+        19_579_600_896,
+        parameter_bytes=2,
+    ),
+    Part(
+        "clip",
+        _STEP_VIDEO,
+        (
+            ("hunyuan_clip/clip_text_encoder/config.json",),
+            _either("hunyuan_clip/clip_text_encoder/pytorch_model"),
+            ("hunyuan_clip/tokenizer/vocab.txt",),
+        ),
+        ("hunyuan_clip/tokenizer/*.json",),
+        # As far as it is known; the file holds unused tensors too.
+        350_986_240,
+    ),
+    Part("vae", _STEP_VIDEO, (("vae/vae_v2.safetensors",),), (), 498_818_819),
+)
+
+
+def _step_video(name: str, title: str, aliases: tuple[str, ...], note: str) -> KnownModel:
+    return KnownModel(
+        name=name,
+        family="stepvideo",
+        title=title,
+        licence="MIT",
+        parts=(_step_video_denoiser(f"stepfun-ai/{name}"), *STEP_VIDEO_PARTS),
+        aliases=aliases,
+        note=note,
+    )
+
+
 KNOWN: tuple[KnownModel, ...] = (
     KnownModel(
         name="shapes",
@@ -299,6 +353,18 @@ KNOWN: tuple[KnownModel, ...] = (
     ),
     _svd_image_decoder("svd-image-decoder", "stable-video-diffusion-img2vid", 14),
     _svd_image_decoder("svd-xt-image-decoder", "stable-video-diffusion-img2vid-xt", 25),
+    _step_video(
+        "stepvideo-t2v",
+        "Step-Video-T2V, up to 204 frames of 992 x 544",
+        ("stepvideo", "step-video", "step-video-t2v"),
+        "reads Chinese and English; 50 steps",
+    ),
+    _step_video(
+        "stepvideo-t2v-turbo",
+        "Step-Video-T2V Turbo, up to 204 frames of 992 x 544",
+        ("stepvideo-turbo", "step-video-t2v-turbo"),
+        "as stepvideo-t2v in 10 to 15 steps",
+    ),
     _inpaint(
         "sd-1.5-inpaint",
         "stable-diffusion-inpainting",

@@ -26,6 +26,10 @@ _FAMILIES = {
         ("everyframe.families.inpaint.options", "InpaintOptions"),
         ("everyframe.families.inpaint.family", "INPAINT"),
     ),
+    "stepvideo": (
+        ("everyframe.families.stepvideo.options", "StepVideoOptions"),
+        ("everyframe.families.stepvideo.family", "STEP_VIDEO"),
+    ),
     # Last: it takes every diffusers folder that makes videos and that no other family took.
     "pipeline": (
         ("everyframe.families.pipeline.options", "PipelineOptions"),

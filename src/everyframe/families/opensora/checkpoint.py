@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from everyframe.checkpoints.fetch import fetch_parts
-from everyframe.checkpoints.find import Location, PartLocation, find_part
-from everyframe.checkpoints.folder import WEIGHT_SUFFIXES, read_json
+from everyframe.checkpoints.find import Location, find_part
+from everyframe.checkpoints.folder import WEIGHT_SUFFIXES
 from everyframe.checkpoints.known import KNOWN, SUPPORTED_VERSIONS, T5_XXL, Part
 from everyframe.core.errors import CheckpointError, InputError
 from everyframe.families.opensora.options import OpenSoraOptions
+from everyframe.families.sources import Source
 
 #: By `model_type` and `architectures` (the class), or by `type` as upstream's own configs write it.
 _VERSION_OF_CLASS = {
@@ -32,33 +33,6 @@ _VERSION_OF_KNOWN = {
 }
 #: Keys of a denoiser's config.json that 1.3 added to the class that it shares with 1.2.
 _KEYS_OF_1_3 = ("use_spatial_rope", "kernel_size", "force_pad_h_for_sp_size")
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where one part of a model is read from: a place on this disk, or a hub repository.
-
-    `path` is None until the part is fetched. `where` is for people and for records.
-    """
-
-    where: str
-    path: Path | None
-    part: PartLocation | None = None
-
-    def missing(self) -> tuple[str, ...]:
-        """What must be fetched, a line each."""
-        if self.part is None or self.part.complete:
-            return ()
-        size = self.part.bytes_to_fetch
-        about = f", about {size / 1e9:.1f} GB" if size else ""
-        return (f"{self.part.part.repo_id}: {', '.join(self.part.missing)}{about}",)
-
-    def config(self, name: str = "config.json") -> dict[str, Any] | None:
-        """The JSON file of that name beside the weights, None if it is not there."""
-        if self.path is None:
-            return None
-        folder = self.path if self.path.is_dir() else self.path.parent
-        return read_json(folder / name) if (folder / name).is_file() else None
 
 
 @dataclass(frozen=True)

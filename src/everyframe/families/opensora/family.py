@@ -20,12 +20,13 @@ from everyframe.core.plan import Plan, Settings
 from everyframe.core.request import Request
 from everyframe.families.family import Component, Rehearsal, Saving, Stage
 from everyframe.families.opensora import settle
-from everyframe.families.opensora.checkpoint import Parts, Source, find_parts
+from everyframe.families.opensora.checkpoint import Parts, find_parts
 from everyframe.families.opensora.components import Sizes, components
 from everyframe.families.opensora.config import STDiT3Config, STDiTConfig
 from everyframe.families.opensora.options import OpenSoraOptions
 from everyframe.families.opensora.rehearsals import rehearsals, savings
 from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConfig
+from everyframe.families.sources import Source
 
 #: T5 v1.1 XXL's encoder, for plans made before it is fetched.
 _T5_XXL: Mapping[str, Any] = {

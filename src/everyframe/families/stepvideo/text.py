@@ -128,18 +128,28 @@ class ClipTokenizer:
 class TextStates:
     """What the denoiser gets of one text, on the CPU.
 
-    Step-LLM's states (1, 320, D) in float32, CLIP's (1, 77, D), and the mask of both (1, 397),
-    CLIP's first. All of CLIP's tokens count, padding too: upstream's choice, and its training's.
+    Step-LLM's states (1, 320, D) in float32 with the mask of its tokens, and, once CLIP has run,
+    its states (1, 77, D).
     """
 
     llm: Tensor
-    clip: Tensor
-    mask: Tensor
+    llm_mask: Tensor
+    clip: Tensor | None = None
 
+    @property
+    def clip_states(self) -> Tensor:
+        """CLIP's, which has run."""
+        assert self.clip is not None, "the stage of CLIP comes before"
+        return self.clip
 
-def joined_mask(llm_mask: Tensor, clip_length: int = CLIP_LENGTH) -> Tensor:
-    """The mask of both texts (1, clip_length + L)."""
-    return torch.cat((torch.ones(len(llm_mask), clip_length, dtype=torch.bool), llm_mask), dim=1)
+    @property
+    def mask(self) -> Tensor:
+        """The mask of both (1, 397), CLIP's first.
+
+        All of CLIP's tokens count, padding too: upstream's choice, and its training's.
+        """
+        whole = torch.ones(self.clip_states.shape[:2], dtype=torch.bool)
+        return torch.cat((whole, self.llm_mask), dim=1)
 
 
 def llm_states(model: nn.Module, tokens: Tokens, device: str | torch.device = "cpu") -> Tensor:
@@ -162,8 +172,14 @@ def build_clip(data: Mapping[str, Any]) -> nn.Module:
     kind = data.get("model_type", "bert")
     if kind != "bert":
         raise CheckpointError(f"CLIP's config.json is of a {kind!r} model, expected bert")
-    model: nn.Module = BertModel(BertConfig.from_dict(dict(data)), add_pooling_layer=False)
-    return model
+    model: Any = BertModel(BertConfig.from_dict(dict(data)), add_pooling_layer=False)
+    # Tables that no checkpoint holds; made for real, as the rest is made on meta.
+    embeddings = model.embeddings
+    positions = torch.arange(model.config.max_position_embeddings, device="cpu")[None]
+    embeddings.register_buffer("position_ids", positions, persistent=False)
+    embeddings.register_buffer("token_type_ids", torch.zeros_like(positions), persistent=False)
+    made: nn.Module = model
+    return made
 
 
 def _check_vocabulary(path: Path, pieces: int, embeddings: int, model: str) -> None:

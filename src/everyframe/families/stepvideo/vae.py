@@ -183,12 +183,20 @@ class StepVAE(nn.Module):
 
     def decode(self, latents_BCTHW: Tensor, num_frames: int | None = None) -> Tensor:
         """Latents (B, z, latent frames, h, w) to pixels (B, 3, num_frames, H, W)."""
-        return torch.cat(list(blended(self.decode_pieces(latents_BCTHW, num_frames))), dim=2)
+        decoded = list(self.decode_pieces(latents_BCTHW, num_frames))
+        seams = Seams(dim=2)
+        return torch.cat(
+            [
+                seams.add(piece, is_last=number == len(decoded))
+                for number, piece in enumerate(decoded, start=1)
+            ],
+            dim=2,
+        )
 
     def decode_pieces(
         self, latents_BCTHW: Tensor, num_frames: int | None = None
     ) -> Iterator[Tensor]:
-        """The pixels of each of `pieces` in turn, seams as they are; see `blended`."""
+        """The pixels of each of `pieces` in turn, seams as they are; see `Seams`."""
         made = self.config.decoded_frames(latents_BCTHW.shape[2])
         if num_frames is not None and made != num_frames:
             raise InputError(
@@ -202,23 +210,24 @@ class StepVAE(nn.Module):
         return pixels
 
 
-def blended(pieces: Iterable[Tensor], dim: int = 2) -> Iterator[Tensor]:
-    """The same frames (along `dim`) with seams blended, as many as are finished at a time.
+class Seams:
+    """Blends the two frames beside each seam while pieces come one after the other.
 
-    At a seam the later frame takes 0.4 of the one before it, then that one 0.4 of what became of
-    the later: upstream's order. One frame is kept back until the next piece is there.
+    The later frame takes 0.4 of the one before it, then that one 0.4 of what became of the later:
+    upstream's order. One frame is kept back until the next piece is there. `dim` is that of frames.
     """
-    held: Tensor | None = None
-    for piece in pieces:
-        first, rest = piece.narrow(dim, 0, 1), piece.narrow(dim, 1, piece.shape[dim] - 1)
+
+    def __init__(self, dim: int) -> None:
+        self._dim = dim
+        self._held: Tensor | None = None
+
+    def add(self, piece: Tensor, *, is_last: bool) -> Tensor:
+        """The frames that are finished once this piece is there."""
+        dim, last = self._dim, piece.shape[self._dim] - 1
         ready = []
-        if held is not None:
-            first = _OWN * first + (1 - _OWN) * held
-            ready.append(_OWN * held + (1 - _OWN) * first)
-        done = torch.cat((first, rest), dim=dim)
-        ready.append(done.narrow(dim, 0, piece.shape[dim] - 1))
-        held = done.narrow(dim, piece.shape[dim] - 1, 1)
-        if any(part.shape[dim] for part in ready):
-            yield torch.cat(ready, dim=dim)
-    if held is not None:
-        yield held
+        if self._held is not None:
+            first = _OWN * piece.narrow(dim, 0, 1) + (1 - _OWN) * self._held
+            ready.append(_OWN * self._held + (1 - _OWN) * first)
+            piece = torch.cat((first, piece.narrow(dim, 1, last)), dim=dim)
+        self._held = None if is_last else piece.narrow(dim, last, 1)
+        return torch.cat((*ready, piece if is_last else piece.narrow(dim, 0, last)), dim=dim)

@@ -4,7 +4,7 @@ Upstream's folder has no config of it, so sizes are read off the names and shape
 (`from_shapes`); the defaults are the released ones (version 2). Not here: the modules (`vae`).
 
 A video is coded in *pieces* of 17 frames and 3 latent frames that know nothing of each other; only
-where two of them meet, the two frames beside the seam are blended (`vae.blended`).
+where two of them meet, the two frames beside the seam are blended (`vae.Seams`).
 """
 
 from __future__ import annotations

@@ -1,0 +1,162 @@
+"""Where the parts of a Step-Video lie: upstream's folder as it is, here or on the hub.
+
+``transformer/`` (shards), ``vae/vae_v2.safetensors``, ``step_llm/`` (shards and a tokenizer),
+``hunyuan_clip/`` (encoder and tokenizer) and ``scheduler/``. The turbo repository holds only the
+denoiser; the other parts are the base model's. Weights are not read here. Read next: `family.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePath
+
+from everyframe.checkpoints.fetch import fetch_parts
+from everyframe.checkpoints.find import Location, find_part
+from everyframe.checkpoints.folder import read_json
+from everyframe.checkpoints.known import STEP_VIDEO_PARTS, Part
+from everyframe.core.errors import CheckpointError, InputError
+from everyframe.families.sources import Source
+
+PIPELINE, DENOISER = "StepVideoPipeline", "StepVideoModel"
+#: Where each component lies in upstream's folder.
+_FOLDERS = {
+    "denoiser": "transformer",
+    "step_llm": "step_llm",
+    "clip": "hunyuan_clip",
+    "vae": "vae",
+}
+VAE_FILE = "vae_v2.safetensors"
+CLIP_ENCODER, CLIP_TOKENIZER = "clip_text_encoder", "tokenizer"
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The sources of one model by component, and whether it is the turbo variant."""
+
+    sources: Mapping[str, Source]
+    is_turbo: bool
+
+    def folder(self, component: str) -> Path:
+        """The folder of a component, which is on this disk."""
+        path = self.sources[component].path
+        assert path is not None, "asked before it was fetched"
+        return path
+
+    def weights(self, component: str) -> Path:
+        """The file or folder that holds a component's weights."""
+        folder = self.folder(component)
+        if component == "vae" and folder.is_dir():
+            return folder / VAE_FILE
+        return folder / CLIP_ENCODER if component == "clip" else folder
+
+    def missing(self) -> tuple[str, ...]:
+        """What must be fetched first, a line each."""
+        return tuple(line for source in self.sources.values() for line in source.missing())
+
+    def fetched(self) -> Parts:
+        """The same parts with all files on this disk."""
+        places = [source.part for source in self.sources.values() if source.part is not None]
+        # All at once, so that somebody without a network is told of all that is missing.
+        found = {place.part: _of_part(place.part) for place in fetch_parts(places)}
+        return replace(
+            self,
+            sources={
+                name: source if source.part is None else found[source.part.part]
+                for name, source in self.sources.items()
+            },
+        )
+
+
+def find_parts(location: Location, base: str | None) -> Parts | None:
+    """The parts of a Step-Video at that place; None if it is another family's.
+
+    `base` is where the parts lie that are not beside the denoiser.
+
+    Raises:
+        InputError: `base` is neither a folder nor a hub id.
+        CheckpointError: a folder that says it is a Step-Video and lacks the denoiser.
+    """
+    if location.known is not None:
+        if location.known.family != "stepvideo":
+            return None
+        sources = {place.part.role: _of_part(place.part) for place in location.parts}
+        return _completed(sources, location.known.name, base)
+    folder = location.path
+    if folder is None:
+        place = location.parts[0]
+        folder = place.folder if place.complete else None
+    if folder is None or not folder.is_dir() or not _is_ours(folder):
+        return None
+    return _completed(_beside(folder), location.asked, base)
+
+
+def _completed(sources: Mapping[str, Source], name: str, base: str | None) -> Parts:
+    """Every part: beside the denoiser, where `base` says, else the base model's on the hub."""
+    others = _of_base(base)
+    whole = {part: sources.get(part) or others[part] for part in _FOLDERS}
+    if base is not None:
+        whole |= {part: source for part, source in others.items() if part != "denoiser"}
+    # Both variants are of one class, and no config tells them apart.
+    return Parts(whole, "turbo" in PurePath(name).name.casefold())
+
+
+def _is_ours(folder: Path) -> bool:
+    """By the class that the folder's own files name."""
+    for file, name in (("model_index.json", PIPELINE), ("transformer/config.json", DENOISER)):
+        if (folder / file).is_file():
+            return read_json(folder / file).get("_class_name") == name
+    return False
+
+
+def _beside(folder: Path) -> dict[str, Source]:
+    if not (folder / "transformer").is_dir():
+        raise CheckpointError(
+            f"{folder} is a Step-Video without its denoiser: it lacks transformer/"
+        )
+    _check_scheduler(folder)
+    return {
+        part: Source(f"{folder.name}/{sub}", folder / sub)
+        for part, sub in _FOLDERS.items()
+        if (folder / sub).is_dir()
+    }
+
+
+def _check_scheduler(folder: Path) -> None:
+    """The sampler here is the one that upstream releases; its config can't ask for another."""
+    file = folder / "scheduler" / "scheduler_config.json"
+    if not file.is_file():
+        return
+    config = read_json(file)
+    for name, expected in (("reverse", False), ("solver", "euler")):
+        if config.get(name, expected) != expected:
+            raise CheckpointError(
+                f"{file} sets {name} to {config[name]!r}; supported: {expected!r}, as upstream "
+                "released it"
+            )
+
+
+def _of_base(base: str | None) -> dict[str, Source]:
+    if base is None:
+        return {part.role: _of_part(part) for part in STEP_VIDEO_PARTS}
+    path = Path(base).expanduser()
+    if path.is_dir():
+        lacking = [sub for part, sub in _FOLDERS.items()
+                   if part != "denoiser" and not (path / sub).is_dir()]  # fmt: skip
+        if lacking:
+            raise InputError(f"base: {path} lacks {', '.join(lacking)}")
+        return {part: Source(f"{path.name}/{sub}", path / sub) for part, sub in _FOLDERS.items()}
+    if base.count("/") != 1 or path.exists():
+        raise InputError(f"base must be a folder or a hub id OWNER/NAME, got {base!r}")
+    return {part.role: _of_part(replace(part, repo_id=base)) for part in STEP_VIDEO_PARTS}
+
+
+def _of_part(part: Part) -> Source:
+    """The source of a hub part, as far as it is on this disk."""
+    found = find_part(part)
+    sub = _FOLDERS[part.role]
+    if not found.complete:
+        return Source(f"{part.repo_id}/{sub}", None, found)
+    assert found.folder is not None
+    _check_scheduler(found.folder)
+    return Source(f"{part.repo_id}/{sub}", found.folder / sub, found)

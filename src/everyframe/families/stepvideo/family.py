@@ -1,0 +1,170 @@
+"""The Step-Video family: text to video with Step-Video-T2V and its turbo variant.
+
+Upstream: stepfun-ai/Step-Video-T2V. Image to video (Step-Video-TI2V) is another model and not here.
+Read next: `checkpoint.py` (what lies where), `settle.py` (request to settings), `components.py`
+(parts and memory), `stages.py` (the run).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+from everyframe.checkpoints.find import Location
+from everyframe.checkpoints.folder import read_json
+from everyframe.core.errors import CheckpointError
+from everyframe.core.options import FamilyOptions
+from everyframe.core.plan import Plan, Settings
+from everyframe.core.request import Request
+from everyframe.families.family import Component, Rehearsal, Saving, Stage
+from everyframe.families.stepvideo import settle
+from everyframe.families.stepvideo.checkpoint import CLIP_ENCODER, Parts, find_parts
+from everyframe.families.stepvideo.components import HUNYUAN_CLIP, PARTS, Sizes, components
+from everyframe.families.stepvideo.config import StepLLMConfig, StepVideoConfig
+from everyframe.families.stepvideo.options import StepVideoOptions
+from everyframe.families.stepvideo.rehearsals import rehearsals, savings
+from everyframe.families.stepvideo.vae_config import StepVAEConfig
+
+
+@dataclass(frozen=True)
+class StepVideo:
+    """One checkpoint of this family, its configs read and its weights not."""
+
+    name: str
+    options: StepVideoOptions
+    parts: Parts
+    sizes: Sizes
+    facts: settle.Facts
+
+    @property
+    def title(self) -> str:
+        """What it is, for a person."""
+        return self.facts.title
+
+    def settle(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
+        """Every value of the request settled, and notes."""
+        return settle.settle(self.facts, request, self.options, seed)
+
+    def smaller(self, settings: Settings) -> Iterator[Settings]:
+        """Settings like these that need less memory."""
+        return settle.smaller(self.facts, settings)
+
+    def components(self, settings: Settings) -> tuple[Component, ...]:
+        """Both text encoders, denoiser, autoencoder."""
+        return components(self.sizes, {name: self.parts.sources[name].where for name, *_ in PARTS})
+
+    def rehearsals(self, settings: Settings) -> tuple[Rehearsal, ...]:
+        """A call of every stage."""
+        return rehearsals(self.sizes, self.facts, settings)
+
+    def savings(self, component: str, settings: Settings) -> Iterator[Saving]:
+        """Ways to run a component in less memory."""
+        return savings(component, settings)
+
+    def missing(self) -> tuple[str, ...]:
+        """What must be fetched first."""
+        return self.parts.missing()
+
+    def fetch(self) -> StepVideo:
+        """The same model with all of its files on this disk."""
+        if not self.missing():
+            return self
+        return _model(self.name, self.title, self.parts.fetched(), self.options)
+
+    def weight_files(self) -> tuple[str, ...]:
+        """Every file that holds weights."""
+        from everyframe.checkpoints.tensors import open_checkpoint
+
+        opened = (open_checkpoint(self.parts.weights(name)) for name, *_ in PARTS)
+        return tuple(str(file) for each in opened for file in each.files)
+
+    def stages(self, plan: Plan, clip: int) -> Sequence[Stage]:
+        """Both texts, denoise, decode."""
+        from everyframe.families.stepvideo.stages import (
+            ClipStage,
+            DecodeStage,
+            DenoiseStage,
+            Job,
+            LLMStage,
+        )
+
+        assert clip == 0, "a chain is refused when the request is settled"
+        job = Job(plan, self.sizes, self.parts, self.facts)
+        return (LLMStage(job), ClipStage(job), DenoiseStage(job), DecodeStage(job))
+
+
+class StepVideoFamily:
+    """The family object of the registry."""
+
+    name = "stepvideo"
+    title = "Step-Video-T2V"
+    options: type[FamilyOptions] = StepVideoOptions
+
+    def recognise(self, location: Location, options: FamilyOptions) -> StepVideo | None:
+        """The model at that place if it is a Step-Video, by its configs alone."""
+        assert isinstance(options, StepVideoOptions)
+        parts = find_parts(location, options.base)
+        if parts is None:
+            return None
+        known = location.known
+        variant = f"{self.title} Turbo" if parts.is_turbo else self.title
+        title = known.title if known else f"{variant} ({PurePath(location.name).name})"
+        return _model(location.name, title, parts, options)
+
+
+def _model(name: str, title: str, parts: Parts, options: StepVideoOptions) -> StepVideo:
+    denoiser = _config(parts, "denoiser")
+    llm = _config(parts, "step_llm")
+    sizes = Sizes(
+        denoiser=StepVideoConfig.from_json(denoiser) if denoiser else StepVideoConfig(),
+        llm=StepLLMConfig.from_json(llm) if llm else StepLLMConfig(),
+        clip=_config(parts, "clip") or HUNYUAN_CLIP,
+        vae=_vae_config(parts),
+        llm_bias=options.llm_bias,
+    )
+    _check_fit(sizes)
+    facts = settle.Facts(title, parts.is_turbo, sizes.vae, sizes.denoiser.patch_size)
+    return StepVideo(name, options, parts, sizes, facts)
+
+
+def _config(parts: Parts, component: str) -> Mapping[str, Any] | None:
+    """A component's config.json, which must be there once the component is; None before."""
+    path = parts.sources[component].path
+    if path is None:
+        return None
+    return read_json((path / CLIP_ENCODER if component == "clip" else path) / "config.json")
+
+
+def _vae_config(parts: Parts) -> StepVAEConfig:
+    if parts.sources["vae"].path is None:
+        return StepVAEConfig()
+    from everyframe.checkpoints.tensors import open_checkpoint
+
+    tensors = open_checkpoint(parts.weights("vae"))
+    try:
+        return StepVAEConfig.from_shapes({name: tensors.shape(name) for name in tensors})
+    except CheckpointError as error:
+        raise CheckpointError(f"{tensors.source}: {error}") from None
+
+
+def _check_fit(sizes: Sizes) -> None:
+    """Parts of different models, put together by hand, are told before anything is loaded."""
+    channels = sizes.denoiser.caption_channels
+    if len(channels) != 2:
+        raise CheckpointError("this denoiser reads Step-LLM alone; released ones read CLIP too")
+    pairs = (
+        ("latent channels", "autoencoder", sizes.vae.z_channels, sizes.denoiser.in_channels),
+        ("channels", "Step-LLM", sizes.llm.hidden_size, channels[0]),
+        ("channels", "CLIP", sizes.clip.get("hidden_size"), channels[1]),
+    )
+    for what, part, gives, takes in pairs:
+        if gives != takes:
+            raise CheckpointError(
+                f"the {part} has {gives} {what}, but the denoiser takes {takes}; "
+                "these parts belong to different models"
+            )
+
+
+STEP_VIDEO = StepVideoFamily()

@@ -1,0 +1,32 @@
+"""Options that only Step-Video models know. No torch here.
+
+Read next: `settle.py`, which fills in what each variant recommends.
+"""
+
+from __future__ import annotations
+
+from everyframe.core.options import FamilyOptions, option
+from everyframe.families.shared_options import truncate_prompt_option
+
+
+class StepVideoOptions(FamilyOptions):
+    """How steps are spread, what is added to the prompt, and where parts lie."""
+
+    time_shift: float | None = option(
+        "How many of the steps are at high noise; above 1 is more.", group="Family", gt=0, le=1000
+    )
+    pos_magic: str | None = option(
+        "What is put behind the prompt; '' for nothing. By default upstream's words for quality.",
+        group="Family",
+        max_length=2000,
+    )
+    llm_bias: str = option(
+        "How Step-LLM weighs the distance of words: sqrt (derived, not verified), linear or none.",
+        group="Family",
+        default="sqrt",
+    )
+    truncate_prompt: bool = truncate_prompt_option()
+    base: str | None = option(
+        "Folder or hub id of step_llm, hunyuan_clip and vae, if they are not beside the denoiser.",
+        group="Family",
+    )

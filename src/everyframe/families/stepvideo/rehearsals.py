@@ -1,0 +1,117 @@
+"""The stages of a Step-Video, each called once for a dry run, and how to save memory.
+
+What is called is what `stages.py` calls, at the plan's sizes and for a prompt of full length; host
+tensors are zeros, and those on the device have no numbers.
+Read next: `everyframe.precision.rehearse`, `stages.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from everyframe.core.plan import Settings
+from everyframe.families.family import Rehearsal, Saving
+from everyframe.families.stepvideo.components import PARTS, Sizes
+from everyframe.families.stepvideo.settle import Facts, latent_shape
+
+if TYPE_CHECKING:
+    from everyframe.families.stepvideo.text import TextStates, Tokens
+
+
+def rehearsals(sizes: Sizes, facts: Facts, settings: Settings) -> tuple[Rehearsal, ...]:
+    """Both texts, one step, one piece."""
+    config = (repr(sizes.denoiser), repr(sizes.llm), repr(sizes.clip), repr(sizes.vae))
+    shape = latent_shape(facts, settings)
+    branches = 1 if settings.guidance_scale == 1 else 2
+    together = min(branches, settings.saving("branches_at_once", branches))
+    pieces = facts.vae.pieces(settings.num_frames)
+    calls: dict[str, tuple[Any, float, tuple[Any, ...]]] = {
+        "step_llm": (_llm, branches, (sizes.llm_bias,)),
+        "clip": (_clip, branches, ()),
+        "denoiser": (
+            partial(_denoise, sizes, facts, settings),
+            settings.num_inference_steps,
+            (*shape, branches, together),
+        ),
+        "vae": (partial(_decode, facts, shape), len(pieces), shape),
+    }
+    return tuple(
+        Rehearsal(
+            stage=stage,
+            component=name,
+            module=partial(sizes.empty, name),
+            call=calls[name][0],
+            num_calls=calls[name][1],
+            key=(*config, stage, *calls[name][2]),
+            outputs=sizes.outputs(name),
+        )
+        for name, _, stage in PARTS
+    )
+
+
+def savings(component: str, settings: Settings) -> Iterator[Saving]:
+    """One branch of guidance after the other."""
+    if component == "denoiser" and settings.guidance_scale != 1:
+        yield Saving(
+            settings.with_saving("branches_at_once", 1),
+            "the two branches of guidance are computed one after the other",
+        )
+
+
+def _tokens(length: int) -> Tokens:
+    import torch
+
+    from everyframe.families.stepvideo.text import Tokens
+
+    ids = torch.zeros(1, length, dtype=torch.long)
+    return Tokens(ids, torch.ones(1, length, dtype=torch.bool))
+
+
+def _llm(model: Any, device: str) -> object:
+    from everyframe.families.stepvideo.text import LLM_LENGTH, llm_states
+
+    return llm_states(model, _tokens(LLM_LENGTH), device)
+
+
+def _clip(model: Any, device: str) -> object:
+    from everyframe.families.stepvideo.text import CLIP_LENGTH, clip_states
+
+    return clip_states(model, _tokens(CLIP_LENGTH), device)
+
+
+def _denoise(sizes: Sizes, facts: Facts, settings: Settings, model: Any, device: str) -> object:
+    import torch
+
+    from everyframe.families.stepvideo.denoise import Denoiser, Text
+    from everyframe.families.stepvideo.text import LLM_LENGTH
+    from everyframe.samplers import flow_match
+
+    # A negative prompt is shorter than the prompt, so there is a mask.
+    text = Text(
+        _states(sizes, LLM_LENGTH),
+        None if settings.guidance_scale == 1 else _states(sizes, LLM_LENGTH // 4),
+    )
+    denoise = Denoiser(model, text, settings, device)
+    x = torch.zeros(1, *latent_shape(facts, settings), device=device)
+    sigmas = flow_match.schedule(settings.num_inference_steps, settings.option("time_shift"))
+    return next(flow_match.sample(denoise, x, sigmas)).x
+
+
+def _states(sizes: Sizes, num_tokens: int) -> TextStates:
+    import torch
+
+    from everyframe.families.stepvideo.text import CLIP_LENGTH, LLM_LENGTH, TextStates
+
+    llm, clip = sizes.denoiser.caption_channels
+    mask = torch.arange(LLM_LENGTH, device="cpu")[None] < num_tokens
+    return TextStates(torch.zeros(1, LLM_LENGTH, llm), mask, torch.zeros(1, CLIP_LENGTH, clip))
+
+
+def _decode(facts: Facts, shape: tuple[int, ...], vae: Any, device: str) -> object:
+    import torch
+
+    latents = torch.zeros(1, *shape, device=device)
+    frames = facts.vae.decoded_frames(shape[1])
+    return vae.decode_piece(latents, vae.pieces(frames)[0]).to("cpu", torch.float32)

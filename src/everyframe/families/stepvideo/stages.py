@@ -1,0 +1,273 @@
+"""The stages of a Step-Video run: Step-LLM, CLIP, denoising, decoding.
+
+Each loads one component, works on every take with it and lets go of it when its generator ends, so
+that memory peaks at the largest stage and not at the sum. What differs from upstream on purpose:
+the seed reaches the noise, pixels are not cropped, and no filter is put on the video. Read next:
+`components.py`, `denoise.py`, `text.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from everyframe.core.errors import InputError
+from everyframe.core.events import Event, Frames, Loaded, Note, Step
+from everyframe.core.plan import Plan, Settings
+from everyframe.families.family import Take
+from everyframe.families.guarding import Guard
+from everyframe.families.latents import Piece
+from everyframe.families.loading import load_component
+from everyframe.families.stepping import denoised
+from everyframe.families.stepvideo.checkpoint import CLIP_TOKENIZER, Parts
+from everyframe.families.stepvideo.components import Sizes
+from everyframe.families.stepvideo.denoise import Denoiser, Text
+from everyframe.families.stepvideo.model import StepVideoModel
+from everyframe.families.stepvideo.settle import Facts, latent_shape
+from everyframe.families.stepvideo.text import (
+    CLIP_LENGTH,
+    LLM_LENGTH,
+    ClipTokenizer,
+    StepTokenizer,
+    TextStates,
+    Tokens,
+    clip_states,
+    llm_states,
+)
+from everyframe.families.stepvideo.vae import Seams, StepVAE
+from everyframe.families.stepvideo.weights import KEYS
+from everyframe.samplers import flow_match, noise
+from everyframe.samplers.step import Step as SamplerStep
+
+_SHOWN = 200
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all stages share: the plan, the model's sizes and places."""
+
+    plan: Plan
+    sizes: Sizes
+    parts: Parts
+    facts: Facts
+
+    @property
+    def settings(self) -> Settings:
+        """The plan's settings."""
+        return self.plan.settings
+
+    def device(self, component: str) -> str:
+        """Where a component runs."""
+        return self.plan.component(component).device
+
+    def load(self, component: str) -> Any:
+        """A component with its weights."""
+        return load_component(
+            self.plan.component(component),
+            self.sizes.builder(component),
+            self.parts.weights(component),
+            KEYS[component],
+            outputs=self.sizes.outputs(component),
+        )
+
+    def texts(self) -> list[str]:
+        """The prompt with what is put behind it and, where there is guidance, the negative one."""
+        settings = self.settings
+        texts = [settings.prompt + settings.option("pos_magic")]
+        if settings.guidance_scale != 1:
+            assert settings.negative_prompt is not None, "settled with guidance"
+            texts.append(settings.negative_prompt)
+        return texts
+
+    def clip_tokenizer(self) -> ClipTokenizer:
+        """CLIP's."""
+        folder = self.parts.folder("clip") / CLIP_TOKENIZER
+        return ClipTokenizer(folder, int(self.sizes.clip["vocab_size"]))
+
+
+@dataclass(frozen=True)
+class LLMStage:
+    """Prompt and negative prompt through Step-LLM, once for all takes."""
+
+    job: Job
+    name: str = "text"
+    component: str = "step_llm"
+
+    def num_steps(self, num_takes: int) -> int:
+        """One a text."""
+        return len(self.job.texts())
+
+    def run(self, takes: Sequence[Take]) -> Iterator[Event]:
+        """Begin each take's `text`."""
+        job, began = self.job, time.perf_counter()
+        # Tokens of both encoders first: what is too long is told before gigabytes are read.
+        tokens, told = self._tokens()
+        yield from (Note(text) for text in told)
+        model = job.load(self.component)
+        yield Loaded(self.component, time.perf_counter() - began)
+        guard = Guard(job.plan, self.name, {self.component: model})
+        states = []
+        for number, each in enumerate(tokens, start=1):
+            begun = time.perf_counter()
+            encode = partial(llm_states, model, each, job.device(self.component))
+            states.append(TextStates(guard.call(number, encode), each.mask))
+            yield from guard.events()
+            seconds = time.perf_counter() - begun
+            yield Step(self.name, number, len(tokens), takes[0].seed, seconds)
+        for take in takes:
+            take.text = Text(states[0], states[1] if len(states) > 1 else None)
+
+    def _tokens(self) -> tuple[list[Tokens], list[str]]:
+        """Each text's tokens, and what of it is not read, which is never cut in silence."""
+        job = self.job
+        folder = job.parts.folder(self.component)
+        llm = StepTokenizer(folder, job.sizes.llm.padded_vocab_size)
+        clip = job.clip_tokenizer()
+        tokens, told = [], []
+        for which, text in zip(("prompt", "negative prompt"), job.texts(), strict=False):
+            read, seen = llm.tokens(text), clip.tokens(text)
+            if read.cut:
+                cut = _shown(llm.words(read.cut))
+                if not job.settings.option("truncate_prompt"):
+                    raise InputError(
+                        f"the {which} has {read.num_tokens} tokens, what is put behind it "
+                        f"included, and Step-LLM reads {LLM_LENGTH}; shorten it, or go on without "
+                        f"its end by --truncate-prompt, which cuts: {cut}"
+                    )
+                told.append(f"the {which} is too long for Step-LLM; its end was cut: {cut}")
+            if seen.cut:
+                # As upstream has it: CLIP sees the beginning, and Step-LLM the whole.
+                told.append(
+                    f"of the {which}'s {seen.num_tokens} tokens CLIP reads {CLIP_LENGTH}, and not "
+                    f"{_shown(clip.words(seen.cut))}; Step-LLM does"
+                )
+            tokens.append(read)
+        return tokens, told
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…")
+
+
+@dataclass(frozen=True)
+class ClipStage:
+    """The same texts through CLIP."""
+
+    job: Job
+    name: str = "clip text"
+    component: str = "clip"
+
+    def num_steps(self, num_takes: int) -> int:
+        """One a text."""
+        return len(self.job.texts())
+
+    def run(self, takes: Sequence[Take]) -> Iterator[Event]:
+        """Complete each take's `text`."""
+        job, began = self.job, time.perf_counter()
+        tokenizer = job.clip_tokenizer()
+        model = job.load(self.component)
+        yield Loaded(self.component, time.perf_counter() - began)
+        guard = Guard(job.plan, self.name, {self.component: model})
+        begun_text: Text = takes[0].text
+        whole = []
+        texts = job.texts()
+        for number, (text, states) in enumerate(
+            zip(texts, begun_text.branches, strict=True), start=1
+        ):
+            begun = time.perf_counter()
+            encode = partial(clip_states, model, tokenizer.tokens(text), job.device(self.component))
+            whole.append(replace(states, clip=guard.call(number, encode)))
+            yield from guard.events()
+            seconds = time.perf_counter() - begun
+            yield Step(self.name, number, len(texts), takes[0].seed, seconds)
+        for take in takes:
+            take.text = Text(whole[0], whole[1] if len(whole) > 1 else None)
+
+
+@dataclass(frozen=True)
+class DenoiseStage:
+    """Noise becomes latents (1, C, T, h, w): the sampler, guidance and the denoiser."""
+
+    job: Job
+    name: str = "denoise"
+    component: str = "denoiser"
+
+    def num_steps(self, num_takes: int) -> int:
+        """The sampler's steps for each take."""
+        return num_takes * self.job.settings.num_inference_steps
+
+    def run(self, takes: Sequence[Take]) -> Iterator[Event]:
+        """Fill each take's `latents`."""
+        job, began = self.job, time.perf_counter()
+        model = job.load(self.component)
+        yield Loaded(self.component, time.perf_counter() - began)
+        steps = self.num_steps(len(takes))
+        guard = Guard(job.plan, self.name, {self.component: model})
+        yield from denoised(self.name, takes, steps, guard, partial(self._sample, model, guard))
+
+    def _sample(self, model: StepVideoModel, guard: Guard, take: Take) -> Iterator[SamplerStep]:
+        settings, device = self.job.settings, self.job.device(self.component)
+        start = take.start_noise
+        if start is None:
+            start = noise.start_noise(take.seed, latent_shape(self.job.facts, settings))[None]
+        denoise = guard.denoiser(partial(Denoiser, model, take.text, settings, device))
+        sigmas = flow_match.schedule(settings.num_inference_steps, settings.option("time_shift"))
+        yield from flow_match.sample(denoise, start.to(device), sigmas)
+
+
+@dataclass(frozen=True)
+class DecodeStage:
+    """Latents become frames, in the pieces that the autoencoder was trained on."""
+
+    job: Job
+    name: str = "decode"
+    component: str = "vae"
+
+    def num_steps(self, num_takes: int) -> int:
+        """One a piece."""
+        return num_takes * len(self._pieces())
+
+    def _pieces(self) -> tuple[Piece, ...]:
+        return self.job.facts.vae.pieces(self.job.settings.num_frames)
+
+    def run(self, takes: Sequence[Take]) -> Iterator[Event]:
+        """Yield the frames of each take as they are finished; one waits at each seam."""
+        job, began = self.job, time.perf_counter()
+        vae: StepVAE = job.load(self.component)
+        yield Loaded(self.component, time.perf_counter() - began)
+        guard = Guard(job.plan, self.name, {self.component: vae})
+        total, done, pieces = self.num_steps(len(takes)), 0, self._pieces()
+        for take in takes:
+            guard.take(take.seed)
+            begun = time.perf_counter()
+            latents = take.latents.to(job.device(self.component))
+            seams = Seams(dim=0)
+            for number, piece in enumerate(pieces, start=1):
+                pixels = guard.decoded(number, partial(_decoded, vae, latents, piece), latents)
+                ready = seams.add(pixels, is_last=number == len(pieces))
+                done += 1
+                yield from guard.events()
+                now = time.perf_counter()
+                yield Step(self.name, done, total, take.seed, now - begun)
+                if len(ready):
+                    yield Frames(take.seed, len(ready), _frames(ready).numpy())
+                begun = time.perf_counter()
+            take.latents = None
+
+
+def _decoded(vae: StepVAE, latents: Tensor, piece: Piece) -> Tensor:
+    """The pixels (T, C, H, W) of one piece."""
+    return rearrange(vae.decode_piece(latents, piece)[0], "c t h w -> t c h w")
+
+
+def _frames(pixels: Tensor) -> Tensor:
+    """Frames (T, H, W, 3) in 0..1 on the host."""
+    frames = rearrange(pixels, "t c h w -> t h w c").to("cpu", torch.float32)
+    return (frames / 2 + 0.5).clamp(0, 1).contiguous()
