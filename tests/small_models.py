@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import tiny
+import tiny_step
 from everyframe.core.plan import Settings
 from everyframe.families.inpaint.components import Builders as InpaintBuilders
 from everyframe.families.inpaint.config import InpaintConfig, released
@@ -20,6 +21,11 @@ from everyframe.families.opensora.family import OpenSoraModel
 from everyframe.families.opensora.options import OpenSoraOptions
 from everyframe.families.opensora.settle import Facts
 from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConfig
+from everyframe.families.stepvideo import components as stepvideo_parts
+from everyframe.families.stepvideo.config import StepLLMConfig, StepVideoConfig
+from everyframe.families.stepvideo.family import StepVideo
+from everyframe.families.stepvideo.options import StepVideoOptions
+from everyframe.families.stepvideo.settle import Facts as StepVideoFacts
 from everyframe.families.svd.components import Builders
 from everyframe.families.svd.config import RELEASED, SVDConfig
 from everyframe.families.svd.family import SVDModel
@@ -99,6 +105,17 @@ def inpaint(channels: int, *, options: InpaintOptions | None = None) -> Any:
     )
 
 
+def stepvideo(*, options: StepVideoOptions | None = None, **sizes: Any) -> Any:
+    """A Step-Video; `sizes` are the denoiser's."""
+    config = StepVideoConfig.from_json({**tiny_step.DENOISER, **sizes})
+    llm = StepLLMConfig.from_json(tiny_step.LLM)
+    whole = stepvideo_parts.Sizes(config, llm, tiny_step.CLIP, tiny_step.VAE)
+    places = {name: SimpleNamespace(where="nowhere") for name, *_ in stepvideo_parts.PARTS}
+    parts: Any = SimpleNamespace(sources=places, missing=lambda: ())
+    facts = StepVideoFacts("Step-Video", False, tiny_step.VAE, config.patch_size)
+    return StepVideo("small", options or StepVideoOptions(), parts, whole, facts)
+
+
 def settings(
     height: int = 64, width: int = 64, num_frames: int = 17, guidance: float = 3.0, **more: Any
 ) -> Settings:
@@ -107,6 +124,7 @@ def settings(
         "motion_bucket_id": 127, "noise_aug_strength": 0.02, "min_guidance_scale": 1.0,
         "max_guidance_scale": guidance, "decode_chunk_size": num_frames, "fit": "crop",
         "strength": 1.0, "frames_at_once": 2, "guess_mode": False,
+        "time_shift": 13.0, "pos_magic": "", "llm_bias": "sqrt",
         **more.pop("options", {}),
     }  # fmt: skip
     return Settings(
@@ -123,4 +141,5 @@ def all_models() -> dict[str, Any]:
         "svd": svd(),
         "inpaint-9": inpaint(9),
         "inpaint-4": inpaint(4),
+        "stepvideo": stepvideo(),
     }

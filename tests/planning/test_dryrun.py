@@ -24,6 +24,7 @@ SETTINGS = {
     "svd": small_models.settings(64, 64, 4),
     "inpaint-9": small_models.settings(64, 48, 4),
     "inpaint-4": small_models.settings(56, 64, 4),
+    "stepvideo": small_models.settings(32, 48, 18),
 }
 NARROW = {"float16", "bfloat16"}
 
@@ -72,12 +73,13 @@ def test_what_steers_everything_is_float32_where_products_are_not(name: str) -> 
         runs = runs_of(MODELS[name], SETTINGS[name], device(profile))
         found = runs["denoise"].found
         # Parameters are narrow; what counts is where numbers are made of them.
-        copies = ("aten::_to_copy", "aten::copy_", "aten::clone")
+        copies = ("aten::_to_copy", "aten::copy_", "aten::clone", "aten::cat")
         narrow_places = {m for m, op, dtype in found.seen if dtype in NARROW and op not in copies}
         assert narrow_places, "some products are narrow"
         # Timesteps, guidance and the sampler are around the model: no module is running.
         steered = {"", "t_embedder", "t_embedder.sinusoid", "fps_embedder.sinusoid", "rope",
-                   "time_proj", "add_time_proj", "x_embedder", "final_layer"}  # fmt: skip
+                   "time_proj", "add_time_proj", "x_embedder", "final_layer", "pos_embed",
+                   "adaln_single", "proj_out"}  # fmt: skip
         # svd's UNet walks through its blocks itself: what these compute counts for no module.
         assert not narrow_places & (steered - {""} if name == "svd" else steered)
         for module, operation, dtype in found.seen:

@@ -45,6 +45,7 @@ def counted(model: Any, settings: Any, stage: str, monkeypatch: pytest.MonkeyPat
         ("opensora-1.2", "decode", (64, 64, 34)),
         ("svd", "denoise", (64, 96, 4)),
         ("svd", "decode", (64, 64, 3)),
+        ("stepvideo", "decode", (32, 32, 17)),
     ],
 )
 def test_what_is_counted_without_numbers_is_what_lives_with_them(

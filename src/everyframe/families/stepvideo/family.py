@@ -124,7 +124,7 @@ def _model(name: str, title: str, parts: Parts, options: StepVideoOptions) -> St
         vae=_vae_config(parts),
         llm_bias=options.llm_bias,
     )
-    _check_fit(sizes)
+    _check_fit(sizes, parts)
     facts = settle.Facts(title, parts.is_turbo, sizes.vae, sizes.denoiser.patch_size)
     return StepVideo(name, options, parts, sizes, facts)
 
@@ -149,20 +149,25 @@ def _vae_config(parts: Parts) -> StepVAEConfig:
         raise CheckpointError(f"{tensors.source}: {error}") from None
 
 
-def _check_fit(sizes: Sizes) -> None:
+def _check_fit(sizes: Sizes, parts: Parts) -> None:
     """Parts of different models, put together by hand, are told before anything is loaded."""
     channels = sizes.denoiser.caption_channels
     if len(channels) != 2:
         raise CheckpointError("this denoiser reads Step-LLM alone; released ones read CLIP too")
     pairs = (
-        ("latent channels", "autoencoder", sizes.vae.z_channels, sizes.denoiser.in_channels),
-        ("channels", "Step-LLM", sizes.llm.hidden_size, channels[0]),
-        ("channels", "CLIP", sizes.clip.get("hidden_size"), channels[1]),
+        (
+            "vae",
+            "the autoencoder has {} latent channels",
+            sizes.vae.z_channels,
+            sizes.denoiser.in_channels,
+        ),
+        ("step_llm", "Step-LLM has {} channels", sizes.llm.hidden_size, channels[0]),
+        ("clip", "CLIP has {} channels", sizes.clip.get("hidden_size"), channels[1]),
     )
-    for what, part, gives, takes in pairs:
-        if gives != takes:
+    for part, what, gives, takes in pairs:
+        if gives != takes and parts.sources[part].path is not None:
             raise CheckpointError(
-                f"the {part} has {gives} {what}, but the denoiser takes {takes}; "
+                f"{what.format(gives)}, but the denoiser takes {takes}; "
                 "these parts belong to different models"
             )
 

@@ -8,6 +8,7 @@ calls this.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,7 +100,11 @@ class ClipTokenizer:
         if not any((folder / name).is_file() for name in files):
             raise CheckpointError(f"no tokenizer: {describe_missing(folder, files)}")
         try:
-            self._words = BertTokenizer.from_pretrained(str(folder), local_files_only=True)
+            # What is too long is told by us; the tokenizer's own warning is of errors that can't
+            # come.
+            self._words = BertTokenizer.from_pretrained(
+                str(folder), local_files_only=True, model_max_length=sys.maxsize
+            )
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             raise CheckpointError(
                 f"{folder} holds no usable tokenizer: {_first_line(error)}"
