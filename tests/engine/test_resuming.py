@@ -18,6 +18,7 @@ import pytest
 import everyframe
 import tiny
 import tiny_inpaint
+import tiny_step
 import tiny_svd
 from everyframe.core.events import Event, Frames, Kept, Step, VideoDone
 from everyframe.engine import resuming, run
@@ -50,6 +51,11 @@ CASES: dict[str, tuple[Callable[[Path], Any], dict[str, Any]]] = {
     "svd": (
         tiny_svd.svd,
         {"image": PICTURE, "height": 32, "width": 32, "num_frames": 3, "seed": 3,
+         "num_inference_steps": STEPS},
+    ),
+    "stepvideo": (
+        tiny_step.stepvideo,
+        {"prompt": "a red circle", "size": "16x16", "num_frames": 1, "num_videos": 2, "seed": 3,
          "num_inference_steps": STEPS},
     ),
     "inpaint-pndm": (tiny_inpaint.inpaint, INPAINT),

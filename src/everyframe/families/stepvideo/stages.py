@@ -99,6 +99,7 @@ class LLMStage:
     job: Job
     name: str = "text"
     component: str = "step_llm"
+    goes_on: bool = False
 
     def num_steps(self, num_takes: int) -> int:
         """One a text."""
@@ -163,6 +164,7 @@ class ClipStage:
     job: Job
     name: str = "clip text"
     component: str = "clip"
+    goes_on: bool = False
 
     def num_steps(self, num_takes: int) -> int:
         """One a text."""
@@ -198,6 +200,7 @@ class DenoiseStage:
     job: Job
     name: str = "denoise"
     component: str = "denoiser"
+    goes_on: bool = True
 
     def num_steps(self, num_takes: int) -> int:
         """The sampler's steps for each take."""
@@ -208,18 +211,23 @@ class DenoiseStage:
         job, began = self.job, time.perf_counter()
         model = job.load(self.component)
         yield Loaded(self.component, time.perf_counter() - began)
-        steps = self.num_steps(len(takes))
         guard = Guard(job.plan, self.name, {self.component: model})
-        yield from denoised(self.name, takes, steps, guard, partial(self._sample, model, guard))
+
+        def batches(take: Take) -> Iterator[Iterator[SamplerStep]]:
+            yield self._sample(model, guard, take)
+
+        yield from denoised(self.name, takes, job.settings.num_inference_steps, guard, batches)
 
     def _sample(self, model: StepVideoModel, guard: Guard, take: Take) -> Iterator[SamplerStep]:
         settings, device = self.job.settings, self.job.device(self.component)
-        start = take.start_noise
-        if start is None:
-            start = noise.start_noise(take.seed, latent_shape(self.job.facts, settings))[None]
-        denoise = guard.denoiser(partial(Denoiser, model, take.text, settings, device))
+        x, start = take.latents, take.step
+        if not start:
+            fresh = noise.start_noise(take.seed, latent_shape(self.job.facts, settings))[None]
+            x = fresh if take.start_noise is None else take.start_noise
+        make = partial(Denoiser, model, take.text, settings, device)
         sigmas = flow_match.schedule(settings.num_inference_steps, settings.option("time_shift"))
-        yield from flow_match.sample(denoise, start.to(device), sigmas)
+        denoise = guard.denoiser(make, start)
+        yield from flow_match.sample(denoise, x.to(device), sigmas, start=start)
 
 
 @dataclass(frozen=True)
@@ -229,6 +237,7 @@ class DecodeStage:
     job: Job
     name: str = "decode"
     component: str = "vae"
+    goes_on: bool = False
 
     def num_steps(self, num_takes: int) -> int:
         """One a piece."""
@@ -245,7 +254,7 @@ class DecodeStage:
         guard = Guard(job.plan, self.name, {self.component: vae})
         total, done, pieces = self.num_steps(len(takes)), 0, self._pieces()
         for take in takes:
-            guard.take(take.seed)
+            guard.take(take)
             begun = time.perf_counter()
             latents = take.latents.to(job.device(self.component))
             seams = Seams(dim=0)
