@@ -29,7 +29,7 @@ def test_every_known_model_is_listed() -> None:
     assert list(rows) == [
         "shapes", "opensora-1.2", "opensora-1.0-16x256x256", "opensora-1.0-16x512x512",
         "svd", "svd-xt", "svd-xt-1.1", "svd-image-decoder", "svd-xt-image-decoder",
-        "sd-1.5-inpaint", "sd-1.5",
+        "stepvideo-t2v", "stepvideo-t2v-turbo", "sd-1.5-inpaint", "sd-1.5",
     ]  # fmt: skip
     big = rows["opensora-1.2"]
     assert not big.on_disk
