@@ -17,6 +17,9 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [str(Path(__file__).parent.parent / "src"), os.environ.get("PYTHONPATH")])
 )
 os.environ["EVERYFRAME_CACHE"] = str(Path(_CACHE.name, "everyframe"))
+# A worker process would import torch for each of the commands that the tests give; those of
+# `engine/test_workers.py` have one.
+os.environ["EVERYFRAME_IN_PROCESS"] = "1"
 os.environ["EVERYFRAME_RUNS"] = str(Path(_CACHE.name, "runs"))
 
 

@@ -89,7 +89,9 @@ class FakeEngine:
         clashes = ("denoise: blocks.0: mm: operands in two dtypes",) if self.obstacle else ()
         return replace(plan, profile=profile, stages=stages, clashes=clashes, rates="made up")
 
-    def stream(self, request: Request, *, num_threads: int | None = None) -> Iterator[Event]:
+    def stream(
+        self, request: Request, *, num_threads: int | None = None, keep: Any = None
+    ) -> Iterator[Event]:
         """As `everyframe.engine.run.stream`."""
         self.requests.append(request)
         plan = plan_of(request, self.obstacle)

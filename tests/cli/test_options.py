@@ -30,7 +30,7 @@ def fields() -> set[str]:
 
 def test_every_field_is_a_flag() -> None:
     assert flags_of(generate.COMMAND) == fields() | set(RUN_FLAGS)
-    assert flags_of(plan.COMMAND) == fields() | set(RUN_FLAGS) - {"dry_run"}
+    assert flags_of(plan.COMMAND) == fields() | set(RUN_FLAGS) - {"dry_run", "run_dir"}
     assert "latents" not in flags_of(generate.COMMAND)
 
 

@@ -7,7 +7,11 @@ Read next: `sink.py`, `progress.py`, `everyframe.engine.run`.
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from everyframe.cli import plan as plan_command
@@ -15,9 +19,21 @@ from everyframe.cli.asking import Asked, asked
 from everyframe.cli.options import RUN_FLAGS, composed
 from everyframe.cli.progress import Reporter, reporter
 from everyframe.core.errors import CannotRunError, ExitCode, InputError
-from everyframe.core.events import Frames, Note, Planned, Ready, Sound, VideoDone, Written
+from everyframe.core.events import (
+    Event,
+    Events,
+    Frames,
+    Kept,
+    Note,
+    Planned,
+    Ready,
+    Sound,
+    VideoDone,
+    Written,
+)
 from everyframe.core.request import Request
 from everyframe.media.paths import check_output
+from everyframe.runs.folder import RunFolder, root_of
 
 if TYPE_CHECKING:
     from everyframe.cli.sink import Sink
@@ -35,6 +51,7 @@ def generate(
     json: bool = False,
     dry_run: bool = False,
     as_profile: str | None = None,
+    run_dir: str | None = None,
     **given: Any,
 ) -> int:
     """Make the video; the exit code. `given` holds the options of the request by name."""
@@ -47,13 +64,53 @@ def generate(
         raise InputError(
             f"--as {as_profile} plans for another machine and can make nothing here; give --dry-run"
         )
-    paths: list[str] = []
     try:
-        with reporter(json) as shown:
-            _make(wanted, output, shown, paths)
+        return make(_events(wanted, output, run_dir), output, json=json, wanted=wanted)
     except CannotRunError:
         _show_impossible(wanted.request, as_json=json)
         raise
+
+
+def _events(wanted: Asked, output: str | None, run_dir: str | None) -> Callable[[], Events]:
+    """What starts the engine, in a worker process where that can be."""
+    place = None if output is None else absolute(output)
+
+    def started() -> Events:
+        # Not on top: these bring NumPy, or torch, and a wrong option should be told at once.
+        from everyframe.engine.launch import Job, is_possible, launched
+
+        root = root_of(run_dir)
+        if is_possible():
+            return launched(
+                Job(wanted.request, num_threads=wanted.num_threads, root=root, output=place,
+                    as_uint8=True)
+            )  # fmt: skip
+        from everyframe.engine.run import stream
+        from everyframe.runs.keeper import Keep
+
+        keep = Keep(root, place, as_uint8=True)
+        return stream(wanted.request, num_threads=wanted.num_threads, keep=keep)
+
+    return started
+
+
+def absolute(output: str) -> str:
+    """The output by its whole path; a folder is still named as one."""
+    return os.path.abspath(output) + ("/" if output.endswith(("/", os.sep)) else "")
+
+
+def make(
+    start: Callable[[], Events],
+    output: str | None,
+    *,
+    json: bool,
+    wanted: Asked | None = None,
+) -> int:
+    """Take the events of a run and write its videos; the exit code."""
+    paths: list[str] = []
+    try:
+        with reporter(json) as shown:
+            _make(start, output, shown, paths, wanted)
     finally:
         # After the bar is gone; and what was finished is named even if a later video failed.
         if not json:
@@ -62,32 +119,57 @@ def generate(
     return int(ExitCode.DONE)
 
 
-def _make(wanted: Asked, output: str | None, shown: Reporter, finished: list[str]) -> None:
+def _make(
+    start: Callable[[], Events],
+    output: str | None,
+    shown: Reporter,
+    finished: list[str],
+    wanted: Asked | None,
+) -> None:
     """Run the request and write its videos; the path of each goes into `finished`."""
-    # Not on top: these bring torch and FFmpeg, and a wrong option should be told at once.
     with shown.starting():
+        events = start()
+        # Not on top: it brings FFmpeg. The worker, where there is one, is starting meanwhile.
         from everyframe.cli.sink import Sink as OpenFiles
         from everyframe.cli.sink import paths_for
-        from everyframe.engine.run import stream
 
-    events = stream(wanted.request, num_threads=wanted.num_threads)
-    planned = next(events)
+        planned = next(events)
     assert isinstance(planned, Planned), "the plan comes first"
     paths = paths_for(planned.plan, output)
     shown.show(planned)
-    with OpenFiles(paths, planned.plan.settings.fps) as sink:
-        for event in events:
-            if isinstance(event, Frames):
-                sink.add(event)
-            if isinstance(event, Sound):
-                _keep_sound(sink, event, shown)
-            shown.show(event)
-            if isinstance(event, Ready):
-                _show_differences(wanted, event, shown)
-            if isinstance(event, VideoDone):
-                path = sink.finish(event)
-                finished.append(path)
-                shown.show(Written(path, event.seed))
+    run: RunFolder | None = None
+    try:
+        with closing(events), OpenFiles(paths, planned.plan.settings.fps) as sink:
+            for event in events:
+                if isinstance(event, Kept):
+                    run = RunFolder(Path(event.path))
+                _take(event, sink, shown)
+                if isinstance(event, Ready) and wanted is not None:
+                    _show_differences(wanted, event, shown)
+                if isinstance(event, VideoDone):
+                    finished.append(_finish(event, sink, shown, run))
+    except KeyboardInterrupt as error:
+        how = "nothing unfinished was left behind"
+        if run is not None and run.path.is_dir():
+            how = f"go on from where it was: everyframe resume {run.name}"
+        raise KeyboardInterrupt(f"interrupted; {how}") from error
+
+
+def _take(event: Event, sink: Sink, shown: Reporter) -> None:
+    if isinstance(event, Frames):
+        sink.add(event)
+    if isinstance(event, Sound):
+        _keep_sound(sink, event, shown)
+    shown.show(event)
+
+
+def _finish(event: VideoDone, sink: Sink, shown: Reporter, run: RunFolder | None) -> str:
+    """Put a video in its place; its path."""
+    path = sink.finish(event)
+    if run is not None and run.path.is_dir():
+        run.mark_done(event.seed)
+    shown.show(Written(path, event.seed))
+    return path
 
 
 def _keep_sound(sink: Sink, event: Sound, shown: Reporter) -> None:

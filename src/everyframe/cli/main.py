@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 #: Command -> (where it is, its line in the list of commands). Imported only when it is called.
 COMMANDS = {
     "generate": ("everyframe.cli.generate:COMMAND", "Make a video of a prompt."),
+    "resume": ("everyframe.cli.resume:COMMAND", "Go on with a run that was broken off."),
     "plan": ("everyframe.cli.plan:COMMAND", "Say what would run; nothing is loaded or fetched."),
     "paths": ("everyframe.cli.paths:COMMAND", "List fast paths, and what came of each here."),
     "doctor": ("everyframe.cli.doctor:COMMAND", "Check this machine, and say what mends it."),
@@ -51,8 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _run(words)
         sys.stdout.flush()
         return code
-    except KeyboardInterrupt:
-        return _say("interrupted; nothing unfinished was left behind", 130, as_json)
+    except KeyboardInterrupt as stop:
+        text = str(stop) or "interrupted; nothing unfinished was left behind"
+        return _say(text, int(ExitCode.INTERRUPTED), as_json)
     except BrokenPipeError:
         # Whoever read our output has gone. Point it nowhere, or Python complains on its way out.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

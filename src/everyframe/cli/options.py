@@ -34,6 +34,11 @@ RUN_FLAGS: Mapping[str, tuple[str, type, str]] = {
         str,
         "Plan for a machine that is not here: a profile's name, or a file of facts.",
     ),
+    "run_dir": (
+        "",
+        Path,
+        "Keep how far the run comes in this folder, for `everyframe resume`; off keeps nothing.",
+    ),
     "log_level": ("", str, "debug, info, warning or error; also EVERYFRAME_LOG."),
 }
 
@@ -84,6 +89,13 @@ def positional(name: str, help_text: str) -> inspect.Parameter:
     """A required word without a flag."""
     annotation = typing.cast(Any, Annotated)[str, Parameter(help=help_text)]
     return inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY, annotation=annotation)
+
+
+def optional(name: str, help_text: str) -> inspect.Parameter:
+    """A word without a flag that may be left out."""
+    annotation = typing.cast(Any, Annotated)[str | None, Parameter(help=help_text)]
+    kind = inspect.Parameter.POSITIONAL_ONLY
+    return inspect.Parameter(name, kind, default=None, annotation=annotation)
 
 
 def run_flag(name: str) -> inspect.Parameter:

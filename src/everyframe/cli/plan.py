@@ -72,4 +72,6 @@ def print_it(settled: Plan, file: IO[str], *, as_json: bool) -> None:
     print_plan(settled, file)
 
 
-COMMAND = composed(plan, tuple(name for name in RUN_FLAGS if name != "dry_run"), _HELP)
+COMMAND = composed(
+    plan, tuple(name for name in RUN_FLAGS if name not in ("dry_run", "run_dir")), _HELP
+)

@@ -29,6 +29,12 @@ def duration(seconds: float) -> str:
     return clock(seconds)
 
 
+def shortened(text: str, length: int) -> str:
+    """The text in one line, cut where it is longer than that."""
+    line = " ".join(text.split())
+    return line if len(line) <= length else line[: length - 1] + "…"
+
+
 def counted(number: int, thing: str) -> str:
     """``"1 frame"``, ``"17 frames"``."""
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"

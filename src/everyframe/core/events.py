@@ -6,8 +6,9 @@ prints each as one line. Arrays never go into the JSON.
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 from everyframe.core.plan import Plan
 
@@ -24,6 +25,10 @@ class Event:
         values = {name: getattr(self, name) for name in shown}
         plain = {k: v.to_json() if hasattr(v, "to_json") else v for k, v in values.items()}
         return {"type": self.type, **plain}
+
+
+#: What a run is to whoever reads it: closing it ends the run.
+Events: TypeAlias = Generator[Event, None, None]
 
 
 @dataclass(frozen=True)

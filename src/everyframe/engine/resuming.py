@@ -8,13 +8,13 @@ an error, and what may matter (versions) is a note. Read next: `run.py`, `keepin
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from everyframe.core.errors import CannotRunError, InputError
-from everyframe.core.events import Event, Note, Planned, Ready
+from everyframe.core.events import Events, Note, Planned, Ready
 from everyframe.core.plain import DamagedError, from_plain
 from everyframe.core.plan import Plan
 from everyframe.core.request import Request
@@ -73,7 +73,7 @@ def go_on(
     given_model: GivenModel | None = None,
     cleans: bool = True,
     pace: Pace = Pace(),  # noqa: B008 - frozen
-) -> Iterator[Event]:
+) -> Events:
     """What happens from there on, as `everyframe.engine.run.stream` yields it.
 
     `skip` are seeds whose videos are not wanted again; `given_model` is the model, for a run whose
@@ -93,6 +93,10 @@ def go_on(
             yield Note(f"the frames may differ from those of an unbroken run: {line}")
         yield Ready(record)
         takes = [take for take in takes_of(run.request, plan) if take.seed not in skip]
+        if not takes:
+            yield Note(f"all videos of {folder.name} were made")
+            folder.remove()
+            return
         how = Keep(folder.path.parent, run.output, run.as_uint8, cleans, pace)
         keeper = Keeper(folder, how, lock)
         progress, says = _progress(keeper, run, [*takes])

@@ -20,6 +20,7 @@ import torch
 from everyframe.core.errors import CannotRunError, NumericsError, WorkerDiedError
 from everyframe.core.events import (
     Event,
+    Events,
     Frames,
     Kept,
     Note,
@@ -53,7 +54,7 @@ def stream(
     num_threads: int | None = None,
     given_model: GivenModel | None = None,
     keep: Keep | None = None,
-) -> Iterator[Event]:
+) -> Events:
     """What happens, as it happens: `Planned` first, `VideoDone` last for each video.
 
     Raises an `EveryframeError` for anything that a person should know; nothing was written then.
@@ -91,7 +92,7 @@ def takes_of(request: Request, plan: Plan) -> list[Take]:
 
 def work(
     plan: Plan, model: Model, record: dict[str, Any], keeper: Keeper, progress: Progress
-) -> Iterator[Event]:
+) -> Events:
     """Run the plan from there on, and let go of what is kept when nothing is left to be done."""
     with kept(keeper, progress.takes):
         yield from keeper.notes()

@@ -23,7 +23,7 @@ from everyframe.runs.files import write_whole
 
 #: What a run folder says that it is; another number is another version's.
 SCHEMA = "everyframe.run/1"
-_RUN, _STATE, _LOCK = "run.json", "state.json", "lock"
+_RUN, _STATE, _LOCK, _DONE = "run.json", "state.json", "lock", "done-"
 #: The value that turns keeping off.
 OFF = "off"
 
@@ -41,6 +41,13 @@ def runs_folder() -> Path | None:
     shared = os.environ.get("XDG_STATE_HOME")
     base = Path(shared).expanduser() if shared else Path.home() / ".local" / "state"
     return base / "everyframe" / "runs"
+
+
+def root_of(given: str | Path | None) -> Path | None:
+    """The folder of runs that was given, else that of `runs_folder`; None for ``off``."""
+    if given is None:
+        return runs_folder()
+    return None if str(given) == OFF else Path(given).expanduser().absolute()
 
 
 @dataclass(frozen=True)
@@ -88,6 +95,14 @@ class RunFolder:
     def state(self) -> dict[str, Any] | None:
         """What `write_state` wrote last; None before the first time."""
         return _read(self.path / _STATE)
+
+    def mark_done(self, seed: int) -> None:
+        """Note that the video of this seed is where it belongs, and need not be made again."""
+        (self.path / f"{_DONE}{seed}").touch()
+
+    def done(self) -> tuple[int, ...]:
+        """The seeds of `mark_done`."""
+        return tuple(int(each.name.removeprefix(_DONE)) for each in self.path.glob(f"{_DONE}*"))
 
     def locked(self) -> Lock:
         """The run for this process alone. Raises `BusyError` if another one has it."""

@@ -1,0 +1,92 @@
+"""``everyframe resume``: go on with a run that was broken off, list such runs, forget them.
+
+The video goes where it was to go. Read next: `generate.py`, `everyframe.engine.resuming`.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from everyframe.cli.generate import make
+from everyframe.cli.options import command, flag, optional, run_flag
+from everyframe.cli.text import json_line
+from everyframe.core.errors import ExitCode, InputError
+from everyframe.core.events import Events
+from everyframe.media.paths import check_output
+from everyframe.runs.folder import RunFolder, find_run, root_of
+from everyframe.runs.listing import list_runs
+
+_HELP = """Go on with a run that was broken off: the video is that of an unbroken run, bit for bit.
+
+Without RUN it is the last one. Runs are kept until they are done or forgotten.
+"""
+
+
+def resume(
+    run: str | None = None,
+    *,
+    list: bool = False,  # noqa: A002 - the flag's name
+    forget: bool = False,
+    output: str | None = None,
+    json: bool = False,
+    run_dir: str | None = None,
+) -> int:
+    """Go on, list, or forget; the exit code."""
+    if list and (forget or run is not None):
+        raise InputError("--list shows all runs; leave out the rest")
+    root = root_of(run_dir)
+    if list:
+        return _list(root, as_json=json)
+    found = find_run(run, root)
+    if forget:
+        if run is None:
+            raise InputError(f"say which run is to be forgotten: everyframe resume {found.name} "
+                             "--forget")  # fmt: skip
+        found.locked().release()
+        found.remove()
+        return int(ExitCode.DONE)
+    if output is not None:
+        check_output(output)
+    written = found.run()
+    place = output if output is not None else written["output"]
+    return make(lambda: _events(found, Path(written["place"])), place, json=json)
+
+
+def _events(found: RunFolder, where: Path) -> Events:
+    from everyframe.engine.launch import Job, is_possible, launched
+
+    if is_possible():
+        job = Job(run=found.path, skip=found.done(), as_uint8=True)
+        return launched(job, where if where.is_dir() else None)
+    from everyframe.engine.resuming import go_on
+
+    return go_on(found, skip=found.done())
+
+
+def _list(root: Path | None, *, as_json: bool) -> int:
+    rows = list_runs(root)
+    if as_json:
+        for row in rows:
+            print(json_line({"type": "run", **asdict(row)}))
+        return int(ExitCode.DONE)
+    from everyframe.cli.tables import print_runs
+
+    print_runs(rows, sys.stdout)
+    return int(ExitCode.DONE)
+
+
+COMMAND = command(
+    resume,
+    (
+        optional("run", "Name or folder of the run; see --list."),
+        flag("list", bool, "List the runs that can be gone on with, and stop."),
+        flag("forget", bool, "Remove the run and all that is kept of it, and stop."),
+        run_flag("output"),
+        run_flag("json"),
+        run_flag("run_dir"),
+        run_flag("log_level"),
+    ),
+    _HELP,
+)

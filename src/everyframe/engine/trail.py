@@ -1,0 +1,91 @@
+"""What a worker is at: stage, step and the module that is called, readable after it has died.
+
+It is written into a mapped file, which the system keeps whatever becomes of the process: a name is
+a number in it, and a call costs a few bytes of memory and no call of the system. No torch here.
+Read next: `worker.py`, which writes it, and `obituary.py`, which reads it.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_SIZE, _TEXT, _MOST = 4096, 2048, 6
+#: Number of the module, of the dtype, of dimensions, and these.
+_CALL = struct.Struct(f"<iii{_MOST}i")
+_LENGTH = struct.Struct("<i")
+_NAMES = ".names"
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """What a process was at: `module` and `operand` are empty before the first module is called.
+
+    `module` is a dotted name with its class behind it, `operand` the shape and dtype of the first
+    tensor that it was called with.
+    """
+
+    stage: str = ""
+    step: int = 0
+    num_steps: int = 0
+    module: str = ""
+    operand: str = ""
+
+    def __str__(self) -> str:
+        if not self.stage:
+            return "before its first stage"
+        step = f"step {self.step} of {self.num_steps} of " if self.num_steps else ""
+        module = f", in {self.module}" if self.module else ""
+        return f"in {step}{self.stage}{module}" + (f" on {self.operand}" if self.operand else "")
+
+
+class Trail:
+    """Written by the process that computes."""
+
+    def __init__(self, path: Path) -> None:
+        path.write_bytes(bytes(_SIZE))
+        with path.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), _SIZE)
+        self._names = path.with_name(path.name + _NAMES).open("w", encoding="utf-8", buffering=1)
+        self._count = 0
+        self._call = _CALL.pack_into
+
+    def at(self, stage: str, step: int = 0, num_steps: int = 0) -> None:
+        """A stage, and the step of it that is under way."""
+        text = json.dumps([stage, step, num_steps]).encode()[: _TEXT - _LENGTH.size]
+        self._map[_LENGTH.size : _LENGTH.size + len(text)] = text
+        _LENGTH.pack_into(self._map, 0, len(text))
+        self._call(self._map, _TEXT, 0, 0, 0, *[0] * _MOST)
+
+    def learn(self, name: str) -> int:
+        """The number of a name from now on."""
+        self._names.write(json.dumps(name) + "\n")
+        self._count += 1
+        return self._count
+
+    def enter(self, module: int, dtype: int, shape: Sequence[int]) -> None:
+        """A module is called with a tensor of that shape; numbers of `learn`, 0 for unknown."""
+        count = min(len(shape), _MOST)
+        self._call(self._map, _TEXT, module, dtype, count, *shape[:_MOST], *[0] * (_MOST - count))
+
+
+def read_trail(path: Path) -> Whereabouts:
+    """What the process was at when it wrote last."""
+    try:
+        data = path.read_bytes()
+        lines = path.with_name(path.name + _NAMES).read_text(encoding="utf-8").splitlines()
+        length = _LENGTH.unpack_from(data)[0]
+        if not length:
+            return Whereabouts()
+        stage, step, num_steps = json.loads(data[_LENGTH.size : _LENGTH.size + length])
+        names = ["", *(json.loads(line) for line in lines)]
+        module, dtype, count, *shape = _CALL.unpack_from(data, _TEXT)
+        operand = "x".join(map(str, shape[:count])) + (f" {names[dtype]}" if dtype else "")
+        return Whereabouts(stage, step, num_steps, names[module], operand if count else "")
+    except (OSError, ValueError, IndexError, struct.error):
+        # It died while it wrote that; where it was stays unknown.
+        return Whereabouts()

@@ -1,0 +1,192 @@
+"""The process that computes: it gets a job, sends what happens, and leaves a trail.
+
+It ends when the process that started it does, however that ended; Ctrl-C is that one's affair.
+What libraries print goes into a file, log records go to the other process. Read next: `launch.py`.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from everyframe.core.errors import EveryframeError
+from everyframe.core.events import Event, Frames, Loaded, Ready, StageStarted, Step
+from everyframe.engine.launch import Job
+from everyframe.engine.trail import Trail
+from everyframe.engine.wire import receive, send
+
+
+def serve(descriptor: int) -> None:
+    """Do the job that comes through that descriptor."""
+    os.set_inheritable(descriptor, False)
+    connection = Connection(descriptor)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    name, job = receive(connection)
+    assert name == "job", name
+    threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
+    os.dup2(2, 1)  # standard output is the other process's
+    _log_to(connection, job.log_level)
+    try:
+        trail = Trail(job.folder / f"trail-{job.rank}")
+        for event in _watched(_events(job), trail):
+            if isinstance(event, Ready):
+                # Until then bars of what is fetched may be shown.
+                _print_into(job.folder / f"printed-{job.rank}")
+            # All ranks make the same; the first one speaks for them.
+            if job.rank == 0:
+                send(connection, "event", _light(event, job.as_uint8))
+        send(connection, "end")
+    except BrokenPipeError:
+        return  # nobody is there to be told
+    except Exception as error:  # noqa: BLE001 - raised again in the other process
+        send(connection, "error", _told(error))
+
+
+def _end_with(connection: Connection) -> None:
+    """End when the other process does, in whatever this one is then.
+
+    Nothing more comes from there, so what ends the wait is that it is gone.
+    """
+    try:
+        connection.recv_bytes()
+    except (EOFError, OSError):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _print_into(path: Path) -> None:
+    """What anything prints from here on goes there; so do the calls that a fatal signal ended."""
+    file = path.open("wb")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(file.fileno(), 1)
+    os.dup2(file.fileno(), 2)
+    faulthandler.enable(file)
+
+
+def _log_to(connection: Connection, level: str) -> None:
+    class ToTheOther(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            send(connection, "log", [record.name, record.levelno, self.format(record)])
+
+    logging.getLogger().addHandler(ToTheOther())
+    logging.getLogger("everyframe").setLevel(level)
+    logging.captureWarnings(True)
+
+
+def _events(job: Job) -> Iterator[Event]:
+    # Not on top: this brings torch, and the job should be there when it comes.
+    from everyframe.engine.resuming import go_on
+    from everyframe.engine.run import stream
+    from everyframe.runs.folder import RunFolder
+    from everyframe.runs.keeper import Keep, Pace
+
+    pace = Pace(*job.pace) if job.pace is not None else Pace()
+    if job.run is not None:
+        return go_on(RunFolder(job.run), skip=job.skip, cleans=False, pace=pace)
+    keeps = job.root if job.rank == 0 else None
+    keep = Keep(keeps, job.output, job.as_uint8, cleans=False, pace=pace)
+    assert job.request is not None
+    return stream(job.request, num_threads=job.num_threads, keep=keep)
+
+
+def _watched(events: Iterator[Event], trail: Trail) -> Iterator[Event]:
+    """The same events; the trail says what goes on between them."""
+    watch = _Watch(trail)
+    stage, num_steps = "", 0
+    for event in events:
+        if isinstance(event, StageStarted):
+            stage, num_steps = event.stage, event.num_steps
+            trail.at(stage, 1, num_steps)
+            watch.begin()
+        elif isinstance(event, Loaded):
+            watch.loaded(event.component)
+        elif isinstance(event, Step):
+            trail.at(stage, event.step + 1, num_steps)
+        yield event
+
+
+class _Watch:
+    """Writes each module that is called into the trail, by a hook on all of them.
+
+    Modules are known by their place in memory and not held: holding one would keep its weights.
+    """
+
+    def __init__(self, trail: Trail) -> None:
+        from torch.nn.modules.module import register_module_forward_pre_hook
+
+        self._trail = trail
+        self._components: list[str] = []
+        self._numbers: dict[int, int] = {}
+        self._dtypes: dict[Any, int] = {}
+        register_module_forward_pre_hook(self._before)
+
+    def begin(self) -> None:
+        """Another stage: what was known is gone, and others may be in its place."""
+        self._components.clear()
+        self._numbers.clear()
+
+    def loaded(self, component: str) -> None:
+        """That component is one of this stage's."""
+        self._components.append(component)
+        self._numbers.clear()
+
+    def _before(self, module: Any, given: tuple[Any, ...]) -> None:
+        import torch
+
+        if torch.compiler.is_compiling():
+            return
+        number = self._numbers.get(id(module)) or self._learn(module)
+        if given and isinstance(given[0], torch.Tensor):
+            first = given[0]
+            dtype = self._dtypes.get(first.dtype)
+            if dtype is None:
+                name = str(first.dtype).removeprefix("torch.")
+                dtype = self._dtypes[first.dtype] = self._trail.learn(name)
+            self._trail.enter(number, dtype, first.shape)
+        else:
+            self._trail.enter(number, 0, ())
+
+    def _learn(self, module: Any) -> int:
+        """Number it and all of its parts: who is called first is the outermost."""
+        alone = self._components[0] if len(self._components) == 1 else type(module).__name__
+        for name, part in module.named_modules():
+            place = ".".join(each for each in (alone, name) if each)
+            told = f"{place} ({type(part).__name__})"
+            self._numbers[id(part)] = self._trail.learn(told)
+        return self._numbers[id(module)]
+
+
+def _light(event: Event, as_uint8: bool) -> Event:
+    """The event with frames as they are wanted on the other side."""
+    if not (isinstance(event, Frames) and as_uint8):
+        return event
+    from everyframe.media.pixels import to_uint8
+
+    return Frames(event.seed, event.num_frames, to_uint8(event.frames))
+
+
+def _told(error: Exception) -> dict[str, Any]:
+    """What the other process needs to raise it again."""
+    told: dict[str, Any] = {"class": type(error).__name__, "text": str(error)}
+    if isinstance(error, OSError):
+        told |= {"errno": error.errno, "strerror": error.strerror, "file": _text(error.filename)}
+    if not isinstance(error, EveryframeError):
+        told["trace"] = "".join(traceback.format_exception(error))
+    return told
+
+
+def _text(value: Any) -> str | None:
+    return None if value is None else str(value)
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]))
