@@ -65,8 +65,6 @@ def _end_with(connection: Connection) -> None:
 def _print_into(path: Path) -> None:
     """What anything prints from here on goes there; so do the calls that a fatal signal ended."""
     file = path.open("wb")
-    sys.stdout.flush()
-    sys.stderr.flush()
     os.dup2(file.fileno(), 1)
     os.dup2(file.fileno(), 2)
     faulthandler.enable(file)
