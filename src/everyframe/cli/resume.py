@@ -6,17 +6,19 @@ The video goes where it was to go. Read next: `generate.py`, `everyframe.engine.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import IO
 
 from everyframe.cli.generate import make
 from everyframe.cli.options import command, flag, optional, run_flag
-from everyframe.cli.text import json_line
+from everyframe.cli.text import json_line, shortened
 from everyframe.core.errors import ExitCode, InputError
 from everyframe.core.events import Events
 from everyframe.media.paths import check_output
 from everyframe.runs.folder import RunFolder, find_run, root_of
-from everyframe.runs.listing import list_runs
+from everyframe.runs.listing import Listed, list_runs
 
 _HELP = """Go on with a run that was broken off: the video is that of an unbroken run, bit for bit.
 
@@ -71,10 +73,26 @@ def _list(root: Path | None, *, as_json: bool) -> int:
         for row in rows:
             print(json_line({"type": "run", **asdict(row)}))
         return int(ExitCode.DONE)
-    from everyframe.cli.tables import print_runs
-
     print_runs(rows, sys.stdout)
     return int(ExitCode.DONE)
+
+
+def print_runs(rows: Sequence[Listed], file: IO[str]) -> None:
+    """One row a run that can be gone on with, and what it is to show."""
+    from everyframe.cli.tables import console, table
+    from everyframe.planning.forecast import describe_bytes
+
+    out = console(file)
+    if not rows:
+        out.print("no run was broken off")
+        return
+    shown = table(*((name, "left") for name in ("run", "model", "how far", "kept")))
+    for row in rows:
+        far = f"{row.progress}; at work" if row.is_busy else row.progress
+        shown.add_row(row.run, row.model, far, describe_bytes(row.num_bytes))
+    out.print(shown)
+    for row in rows:
+        out.print(f"{row.run}  {shortened(row.prompt, 58)}", style="dim")
 
 
 COMMAND = command(

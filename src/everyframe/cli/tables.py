@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
-from everyframe.cli.text import counted, shortened
+from everyframe.cli.text import counted
 from everyframe.core.plan import ComponentPlan, Plan
 from everyframe.planning.dryrun import says
 from everyframe.planning.forecast import describe_bytes
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from everyframe.planning.models import ModelRow
-    from everyframe.runs.listing import Listed
 
 
 def console(file: IO[str]) -> Console:
@@ -109,21 +108,6 @@ def print_models(rows: Sequence[ModelRow], file: IO[str]) -> None:
         out.print(laid_out(line).rstrip())
         about = "; ".join(text for text in (row.title, row.note) if text)
         out.print(Padding(about, (0, 0, 0, 2)), style="dim")
-
-
-def print_runs(rows: Sequence[Listed], file: IO[str]) -> None:
-    """One row a run that can be gone on with."""
-    if not rows:
-        console(file).print("no run was broken off")
-        return
-    table = _table(*((name, "left") for name in ("run", "model", "how far", "kept")))
-    for row in rows:
-        far = f"{row.progress}; at work" if row.is_busy else row.progress
-        table.add_row(row.run, row.model, far, describe_bytes(row.num_bytes))
-    out = console(file)
-    out.print(table)
-    for row in rows:
-        out.print(f"{row.run}  {shortened(row.prompt, 58)}", style="dim")
 
 
 def _on_disk(row: ModelRow) -> str:
