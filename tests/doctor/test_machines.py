@@ -33,7 +33,7 @@ SICK = {
         "opensora-sp-divisibility": ("torchrun --nproc_per_node 2 scripts/inference.py CONFIG")
     },
 }
-WELL = ("v100-oneflow", "rtx4090-nexfort", "h20-cublas12.5.2.13", "m1", "cpu")
+WELL = ("v100-oneflow", "rtx4090-nexfort", "h20-cublas12.5.2.13", "m1", "cpu", "4gpu-stepvideo")
 
 #: Troubles that are no known issue: what else is wrong with the machine, by check.
 OTHERS = {"rtx2080ti-nexfort": {"versions"}, "h20-cublas12.1": {"tested"}}

@@ -107,6 +107,7 @@ def test_profiles_need_no_torch() -> None:
 MACHINES = {
     "v100-oneflow", "a100-oneflow", "a30-oneflow", "rtx2080ti-nexfort", "rtx4090-nexfort",
     "h20-cublas12.1", "h20-cublas12.5.2.13", "m1", "cpu", "3gpu-opensora",
+    "4gpu-stepvideo",
 }  # fmt: skip
 
 
