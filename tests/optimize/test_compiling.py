@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from everyframe.core.events import Note
+from everyframe.core.facts import DeviceFacts
+from everyframe.core.plan import ComponentPlan, Plan, Precision, Settings
+from everyframe.families.guarding import Guard
 from everyframe.ops.attention import attend_by
-from everyframe.optimize.compiling import compile_blocks, why_not
+from everyframe.optimize.compiling import compile_blocks, run_as_written
+from everyframe.optimize.tools import why_not
 
 
 class Block(nn.Module):
@@ -112,3 +119,27 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert why_not() == "no C++ compiler (g++): apt install g++, or name another one in CXX"
     monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/g++")
     assert why_not() is None
+
+
+@torch.no_grad()
+def test_a_graph_that_gives_no_numbers_is_left_for_the_block_as_it_is_written() -> None:
+    def broken(graph: torch.fx.GraphModule, inputs: object) -> Callable[..., Any]:
+        return lambda *given: tuple(each * float("nan") for each in graph(*given))
+
+    torch._dynamo.reset()
+    model, x = Model().eval().requires_grad_(False), torch.randn(3, 8)
+    want = model(x, 0.5)
+    compile_blocks(model, ("blocks.1",), backend=broken)
+    device = DeviceFacts("a processor", "cpu", None, 10**9, 10**9)
+    part = ComponentPlan("m", "m", "denoise", "", 0, "cpu", Precision("float32", "float32"), 0, 0)
+    plan = Plan("m", "m", "m", settings(), device, 1, (part,))
+    guard = Guard(plan, "denoise", {"m": model})
+    assert guard.call(1, lambda: model(x, 0.5)).equal(want)
+    (told,) = guard.events()
+    assert isinstance(told, Note)
+    assert "compiled blocks made values that are not finite" in told.text
+    assert not run_as_written(model)
+
+
+def settings() -> Settings:
+    return Settings("a", None, 16, 16, 3, 24.0, 2, 7.0, 1)

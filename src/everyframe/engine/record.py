@@ -42,7 +42,7 @@ _ALIKE = (
     {"image", "extend"},
 )
 #: Options with which the recorded fast paths are no longer those that are wanted.
-_CHOOSE_ANEW = {"model", "device", "dtype", "attention", "without", "compile", "paths"}
+_CHOOSE_ANEW = {"device", "dtype", "attention", "without", "compile", "paths"}
 #: What a picture generator has to say of its output (IPTC digital source type).
 _SOURCE_TYPE = "http://cv.iptc.org/newscodes/digitalsourcetype/trainedAlgorithmicMedia"
 

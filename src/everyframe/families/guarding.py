@@ -26,6 +26,7 @@ from everyframe.families.repairing import Repairs
 from everyframe.hardware.peak import memory_verdict
 from everyframe.numerics.locate import Fault, bad_weights, locate
 from everyframe.numerics.watch import Range, blank_frames, range_of
+from everyframe.optimize.compiling import run_as_written
 from everyframe.precision.dtypes import dtype_name
 
 _Result = TypeVar("_Result")
@@ -222,12 +223,21 @@ class Guard:
             self._repairs.put_on(remedy)
             done.append(_Done(fault, remedy))
         result = compute()
+        compiled = []
+        if not range_of(result).is_finite:
+            compiled = [name for name, part in self._parts.items() if run_as_written(part)]
+        if compiled:
+            self.note(
+                f"{self._where(step)}: compiled blocks made values that are not finite, and the "
+                "same blocks as they are written do not; they run so from here on"
+            )
+            result = compute()
         if not range_of(result).is_finite:
             raise NumericsError(
                 f"{self._where(step)}: values that are not finite, which no operation makes when "
                 "each is watched; report it with what this prints: everyframe doctor --share"
             )
-        if not done:
+        if not done and not compiled:
             self.note(f"{self._where(step)}: values were not finite, and are when repeated")
         self._tell(self._event(step, each) for each in done)
         return result

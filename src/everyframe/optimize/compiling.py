@@ -3,36 +3,30 @@
 A block is compiled where it stands: its name, parameters and hooks stay. torch guards a graph by
 the shapes, dtypes and plain values that it was made for, and takes weights as inputs; hooks it does
 not guard unless told, and a hook is how a precision is raised and a kernel chosen, so it is told
-here. Compilation needs a C++ compiler and takes minutes: only on demand. Read next: `put_on`.
+here. Compilation needs a C++ compiler and takes minutes: only on demand. Read next: `tools`,
+`put_on`.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
-import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
 
-def why_not() -> str | None:
-    """What is missing for compiling on a CPU, and the command that brings it; None if nothing."""
-    if sys.platform == "win32":
-        return (
-            None if shutil.which("cl") else "no C++ compiler: install Visual Studio's build tools"
-        )
-    wanted = os.environ.get("CXX") or "g++"
-    if shutil.which(wanted) or shutil.which("clang++"):
-        return None
-    if sys.platform == "darwin":
-        return "no C++ compiler: xcode-select --install"
-    return f"no C++ compiler ({wanted}): apt install g++, or name another one in CXX"
+def run_as_written(module: nn.Module) -> bool:
+    """Take compilation off every part of the module; whether any was compiled."""
+    compiled = [part for part in module.modules() if part._compiled_call_impl is not None]
+    for part in compiled:
+        part._compiled_call_impl = None
+    return bool(compiled)
 
 
-def compile_blocks(module: nn.Module, names: Iterable[str], backend: str = "inductor") -> None:
+def compile_blocks(
+    module: nn.Module, names: Iterable[str], backend: str | Callable[..., Any] = "inductor"
+) -> None:
     """Compile the parts with these dotted names in place; the first call of each takes long."""
     # torch's switches are made at import, so type checkers see none of them.
     config: Any = torch._dynamo.config

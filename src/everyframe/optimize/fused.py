@@ -21,7 +21,12 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 
 class LinearGelu(nn.Linear):
-    """``gelu(x W^T + b)``; `approximate` is `F.gelu`'s. Without a kernel for it, the plain way."""
+    """``gelu(x W^T + b)``; `approximate` is `F.gelu`'s. Without a kernel for it, the plain way.
+
+    A repair that wants plain kernels sets `is_plain`.
+    """
+
+    is_plain = False
 
     def __init__(self, linear: nn.Linear, approximate: str) -> None:
         nn.Module.__init__(self)
@@ -32,7 +37,7 @@ class LinearGelu(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         # Dry runs have no numbers, training has gradients, and a repair may widen the weights.
         kept = x.dtype in _DTYPES and x.dtype == self.weight.dtype
-        if x.device.type != "cpu" or not kept or torch.is_grad_enabled():
+        if self.is_plain or x.device.type != "cpu" or not kept or torch.is_grad_enabled():
             return F.gelu(F.linear(x, self.weight, self.bias), approximate=self.approximate)
         operators: Any = torch.ops.mkldnn
         fused: Tensor = operators._linear_pointwise(

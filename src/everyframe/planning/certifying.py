@@ -18,6 +18,7 @@ from everyframe.hardware.known_issues import find, known_issues
 from everyframe.optimize.catalogue import CATALOGUE, PRECISIONS, FastPath, for_device
 from everyframe.optimize.certificate import Certificate
 from everyframe.optimize.subject import Call, Subject
+from everyframe.optimize.tools import why_not
 from everyframe.planning.dryrun import DryRun, largest_scores
 
 if TYPE_CHECKING:
@@ -170,6 +171,12 @@ def avoided(machine: MachineFacts, device: DeviceFacts) -> dict[str, str]:
 
     Nothing is looked up where no issue is about such a device.
     """
+    found = _known(machine, device)
+    missing = why_not() if device.kind == "cpu" else None
+    return {**found, **({"compile": missing} if missing else {})}
+
+
+def _known(machine: MachineFacts, device: DeviceFacts) -> dict[str, str]:
     vendors = _VENDORS.get(device.kind, ())
     paths = {path.name: set(path.uses) for path in for_device(device)}
     in_question = [

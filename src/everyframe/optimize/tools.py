@@ -1,0 +1,24 @@
+"""What compiling needs beside torch, and how that is got. Imports no torch.
+
+Read next: `compiling`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+
+
+def why_not() -> str | None:
+    """What is missing for compiling on a CPU, and the command that brings it; None if nothing."""
+    if sys.platform == "win32":
+        return (
+            None if shutil.which("cl") else "no C++ compiler: install Visual Studio's build tools"
+        )
+    wanted = os.environ.get("CXX") or "g++"
+    if shutil.which(wanted) or shutil.which("clang++"):
+        return None
+    if sys.platform == "darwin":
+        return "no C++ compiler: xcode-select --install"
+    return f"no C++ compiler ({wanted}): apt install g++, or name another one in CXX"
