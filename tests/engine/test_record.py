@@ -85,8 +85,9 @@ def test_start_noise_is_known_by_its_hash(model: Path, latents: Any) -> None:
 def test_it_becomes_the_same_request(model: Path) -> None:
     record = record_of(model, aesthetic=5.0)
     again = request_from(record, {"model": str(model)})
-    # It begins with the repairs of the recorded run, which are none.
-    asked = {"prompt": "a", "aesthetic": 5.0, "remedies": (), **SIZES}
+    # It begins with the repairs of the recorded run, which are none, and runs by its fast paths.
+    paths = {part["name"]: tuple(part["paths"]) for part in record["plan"]["components"]}
+    asked = {"prompt": "a", "aesthetic": 5.0, "remedies": (), "paths": paths, **SIZES}
     assert again == everyframe.Request(model=str(model), **asked)
 
 
