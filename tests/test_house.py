@@ -28,6 +28,8 @@ PUBLIC_NAMES = {
     "plan",
     "run",
     "stream",
+    "trace",
+    "trace_diff",
 }
 
 #: Imports that take long; the package's own import and `--help` must do without them.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from everyframe.api import generate, plan, run, stream
+    from everyframe.api import generate, plan, run, stream, trace, trace_diff
     from everyframe.core.errors import EveryframeError, InputError
     from everyframe.core.plan import Plan
     from everyframe.core.request import Request
@@ -29,6 +29,8 @@ __all__ = [
     "plan",
     "run",
     "stream",
+    "trace",
+    "trace_diff",
 ]
 
 _HOMES = {
@@ -41,6 +43,8 @@ _HOMES = {
     "plan": "everyframe.api",
     "run": "everyframe.api",
     "stream": "everyframe.api",
+    "trace": "everyframe.api",
+    "trace_diff": "everyframe.api",
 }
 
 

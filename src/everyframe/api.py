@@ -1,11 +1,12 @@
-"""The Python surface: `generate`, `run`, `stream`, `plan`. Flags are keywords, with underscores.
+"""The Python surface: `generate`, `run`, `stream`, `plan`, `trace`. Flags are keywords here.
 
 Read next: `core/request.py` for the options, `engine/run.py` for what happens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +19,7 @@ from everyframe.core.events import Sound as SoundMade
 from everyframe.core.plan import Plan
 from everyframe.core.request import Request
 from everyframe.engine import run as engine
+from everyframe.engine import tracing
 from everyframe.engine.record import recorded_threads, request_from
 from everyframe.media.paths import exact_fps
 from everyframe.media.pixels import to_uint8
@@ -109,6 +111,46 @@ def plan(
         return resolve(request, profile)
     given = options if request is None else {"prompt": request, **options}
     return resolve(Request(**given), profile)
+
+
+def trace(what: Any, path: str | Path, *, full: Sequence[str] = ()) -> AbstractContextManager[None]:
+    """Keep what every module computes in the block, as fingerprints that are small enough to mail.
+
+    ``with everyframe.trace(pipe, "a.trace"): pipe(...)``; the file is written at the end of the
+    block, also of one that raises. Nothing that is computed changes by it.
+
+    Args:
+        what: a torch module, several by name, or a diffusers pipeline.
+        path: where to.
+        full: modules whose tensors are kept whole, such as ``unet.mid_block``, so that they can be
+            replayed; a lone module is called ``model``.
+
+    Raises:
+        InputError: nothing to trace, no such module, or a file that can't be written.
+    """
+    return tracing.recording(what, path, full=full)
+
+
+def trace_diff(a: str | Path, b: str | Path, what: Any = None) -> tracing.Verdict:
+    """The first place where two traces differ by more than precision explains.
+
+    ``.is_explained`` says whether there is none, ``.place.says`` what it is, ``.png(title)`` draws
+    all differences. `what`, the modules that were traced, is for replays of those that both traces
+    hold whole; without it the model of a run of ours is loaded when it is needed.
+
+    Raises:
+        InputError: no traces, or of runs that can't be compared, and why.
+    """
+    if what is None:
+        return tracing.diff(a, b)
+    modules = tracing.modules_of(what)
+
+    def find(component: str) -> Any:
+        if component not in modules:
+            raise InputError(f"no {component!r} among {', '.join(modules)}, which were given")
+        return modules[component]
+
+    return tracing.diff(a, b, find)
 
 
 def _events_of_pipe(pipe: Any, request: Request, num_threads: int | None) -> Iterator[Event]:

@@ -30,7 +30,12 @@ COMMANDS = {
     "doctor": ("everyframe.cli.doctor:COMMAND", "Check this machine, and say what mends it."),
     "inspect": ("everyframe.cli.inspect:COMMAND", "Say what made a video."),
     "models": ("everyframe.cli.models:COMMAND", "List known models and what they need."),
+    "trace record": ("everyframe.cli.trace:RECORD", "Run, and keep what every module computed."),
+    "trace diff": ("everyframe.cli.trace:DIFF", "Name the first module that two runs differ in."),
 }
+
+#: Commands of two words: the first -> its line in the list of commands.
+GROUPS = {"trace": "Keep what every module computed, and compare two runs."}
 
 #: What a lone ``-`` is called while the words are parsed, which would take it for an option. No
 #: word of a real command line can hold a NUL.
@@ -115,8 +120,12 @@ def _app() -> App:
         help_format="plaintext",
         help_epilogue='everyframe generate "a red circle moves to the right" -o clip.mp4',
     )
+    groups = {name: App(name=name, help=help_text) for name, help_text in GROUPS.items()}
     for name, (place, help_text) in COMMANDS.items():
-        app.command(place, name=name, help=help_text)
+        *group, own = name.split()
+        (groups[group[0]] if group else app).command(place, name=own, help=help_text)
+    for group_app in groups.values():
+        app.command(group_app)
     return app
 
 

@@ -22,7 +22,8 @@ from everyframe.core.errors import InputError, did_you_mean
 
 def complain(error: CycloptsError, words: Sequence[str], commands: Sequence[str]) -> NoReturn:
     """Raise `InputError` that says what is wrong with `words` and how to see what is allowed."""
-    command = next((word for word in words if word in commands), None)
+    # A command may have two words.
+    command = next((name for name in commands if set(name.split()) <= set(words)), None)
     raise InputError(f"{_reason(error, words, commands)} (see {_help_of(command)})") from None
 
 
@@ -35,8 +36,9 @@ def _reason(error: CycloptsError, words: Sequence[str], commands: Sequence[str])
         word = (error.unused_tokens or words)[0]
         if word.startswith("-"):
             return f"unknown option {word!r}{did_you_mean(word, ('--help', '--version'))}"
-        known = f"commands are {', '.join(commands)}"
-        return f"unknown command {word!r}{did_you_mean(word, commands)} ({known})"
+        inner = [name.split()[1] for name in commands if name.split()[0] in words[:1]]
+        hint = did_you_mean(word, inner or commands)
+        return f"unknown command {word!r}{hint} (commands are {', '.join(inner or commands)})"
     if isinstance(error, UnknownOptionError):
         word = error.token.keyword or error.token.value
         return f"unknown option {word!r}{did_you_mean(word, _flags(error))}"

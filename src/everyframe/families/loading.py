@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,6 +37,30 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 #: What was loaded and still lives. Several runs may go on in several threads.
 _LOADED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _LOCK = threading.Lock()
+
+Look = Callable[[str, nn.Module], object]
+"""Shown each component by name as soon as it is loaded, before its first call."""
+
+_LOOKS: ContextVar[tuple[Look, ...]] = ContextVar("looks", default=())
+
+
+@contextmanager
+def shown_to(look: Look) -> Iterator[None]:
+    """In the block, `look` is shown every component that is loaded, whatever the family.
+
+    So that hooks can be put on from outside of what loads (traces).
+    """
+    token = _LOOKS.set((*_LOOKS.get(), look))
+    try:
+        yield
+    finally:
+        _LOOKS.reset(token)
+
+
+def show(component: str, module: nn.Module) -> None:
+    """Show a component that was loaded to all who look."""
+    for look in _LOOKS.get():
+        look(component, module)
 
 
 def load_component(
@@ -72,6 +97,7 @@ def load_component(
     if part.offload:
         offload.apply(module, part.device)
     after_weights(module, part.paths, outputs)
+    show(part.name, module)
     _log.debug(
         "%s: %d parameters from %s on %s in %s, %d casts at module edges",
         part.name, part.num_parameters, opened.source, part.device, part.precision.parameters,

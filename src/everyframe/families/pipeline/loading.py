@@ -20,7 +20,7 @@ from everyframe.core.errors import CheckpointError, MissingPackageError
 from everyframe.core.events import Event, Loaded, Note
 from everyframe.core.plan import ComponentPlan, Plan
 from everyframe.families import repairing
-from everyframe.families.loading import keep_in_sight
+from everyframe.families.loading import keep_in_sight, show
 from everyframe.families.pipeline.checkpoint import Files, Part
 from everyframe.families.pipeline.classes import component_class, empty_modular, pipeline_class
 from everyframe.optimize.put_on import after_weights
@@ -44,6 +44,7 @@ def load(plan: Plan, files: Files, found: list[Any]) -> Iterator[Event]:
         # The engine runs in inference mode; what is made in it can't be changed outside of it.
         with torch.inference_mode(False), torch.no_grad():
             modules[part.name], extra = _component(files.where, part, plan.component(part.name))
+        show(part.name, modules[part.name])
         if extra:
             yield Note(f"{part.name}: its files hold {len(extra)} tensors more than it has "
                        f"({listing(extra)})")  # fmt: skip

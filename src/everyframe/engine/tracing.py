@@ -1,0 +1,325 @@
+"""Traces of runs: recorded while the engine runs a request or somebody's own modules, and compared.
+
+What a trace is, and how two are held against each other, is in `everyframe.numerics.trace`; here is
+what knows of requests, pipelines and models: which modules there are, what has to be the same, and
+where the module of a replay comes from. Read next: `everyframe.cli.trace`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import nn
+
+from everyframe.core.errors import InputError, NumericsError, did_you_mean
+from everyframe.core.events import Event, Planned, Ready
+from everyframe.core.plan import Plan
+from everyframe.core.request import Request
+from everyframe.engine.record import request_from
+from everyframe.engine.run import stream
+from everyframe.families.family import Take
+from everyframe.families.loading import shown_to
+from everyframe.numerics.trace import file
+from everyframe.numerics.trace.diff import Comparison, Place, compare
+from everyframe.numerics.trace.draw import picture
+from everyframe.numerics.trace.recording import Recorder
+from everyframe.numerics.trace.replay import Replayed, is_kept, replay
+from everyframe.planning.resolve import prepare
+from everyframe.precision.full import full_float32
+from everyframe.runs.keeper import Keep
+
+AnyPath = str | PathLike[str]
+
+
+def record(
+    request: Request, path: AnyPath, full: Sequence[str] = (), *, num_threads: int | None = None
+) -> Iterator[Event]:
+    """Run a request as `stream` does, and write the trace of all its modules when it ends.
+
+    A run that ends with `NumericsError` leaves its trace too: that is the one to look at.
+
+    Raises:
+        InputError: the trace can't be written there; a module of `full` that isn't there.
+    """
+    place = file.check_place(path)
+    recorder = Recorder(full)
+    # Nothing is kept to go on from: a run that was resumed would have no trace of its beginning.
+    events = stream(request, num_threads=num_threads, keep=Keep(None))
+    same: Mapping[str, str] = {}
+    about: Mapping[str, str] = {}
+    ended: NumericsError | None = None
+    try:
+        while True:
+            # For each event anew: whoever reads between two may load models of their own.
+            with shown_to(recorder.watch):
+                try:
+                    event = next(events, None)
+                except NumericsError as error:
+                    ended, event = error, None
+            if event is None:
+                break
+            if isinstance(event, Planned):
+                _check_components(full, event.plan)
+            if isinstance(event, Ready):
+                same, about = _of_a_run(event.record)
+            yield event
+    finally:
+        recorder.remove()
+        events.close()  # type: ignore[attr-defined]
+    file.write(recorder.trace(same, about, str(ended or "")), place)
+    if ended is not None:
+        raise ended
+    _check_called(recorder)
+
+
+@contextmanager
+def recording(what: Any, path: AnyPath, *, full: Sequence[str] = ()) -> Iterator[None]:
+    """Trace every call of these modules in the block, and write the trace at its end.
+
+    `what` is a module (its component is called ``model``), several by name, or a diffusers
+    pipeline. `full` are modules whose tensors are kept whole, such as ``unet.mid_block``. A block
+    that raises leaves its trace too.
+
+    Raises:
+        InputError: nothing to trace, no module of such a name, or the trace can't be written there.
+    """
+    place = file.check_place(path)
+    modules = modules_of(what)
+    unknown = [name for name in full if name.split(".")[0] not in modules]
+    if unknown:
+        raise InputError(
+            f"there is no component of {unknown[0]!r}{did_you_mean(unknown[0], modules)} "
+            f"(there are {', '.join(modules)})"
+        )
+    recorder = Recorder(full)
+    same, about = _of_modules(modules)
+    ended = ""
+    try:
+        for name, module in modules.items():
+            recorder.watch(name, module)
+        yield
+    except Exception as error:
+        ended = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise
+    finally:
+        recorder.remove()
+        trace = recorder.trace(same, about, ended)
+        if trace.calls:
+            file.write(trace, place)
+    if not trace.calls:
+        raise InputError(f"none of {', '.join(modules)} was called in the block: nothing to trace")
+    _check_called(recorder)
+
+
+def modules_of(what: Any) -> dict[str, nn.Module]:
+    """Modules by name: one, several, or a pipeline's. Raises `InputError` for what has none."""
+    if isinstance(what, nn.Module):
+        return {"model": what}
+    parts = what if isinstance(what, Mapping) else getattr(what, "components", None)
+    found = {str(name): part for name, part in (parts or {}).items() if isinstance(part, nn.Module)}
+    if not found:
+        raise InputError(
+            "what is traced must be a torch module, several by name, or a diffusers pipeline, "
+            f"got {type(what).__name__}"
+        )
+    return found
+
+
+Find = Callable[[str], nn.Module]
+"""Gives a component's module by name. Raises `InputError` where it can't."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of a comparison: the `place` of the source, None if all is explained.
+
+    `replayed` are the places that were computed again in float32, and `notes` what else a person
+    should know.
+    """
+
+    compared: Comparison
+    place: Place | None
+    replayed: tuple[Replayed, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def is_explained(self) -> bool:
+        """Whether precision explains every difference."""
+        return self.place is None
+
+    def png(self, title: str) -> bytes:
+        """Differences by module and call, drawn."""
+        return picture(self.compared, title)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data: what the command line prints."""
+        place = None
+        if self.place is not None:
+            seen = self.compared.a.seen[self.place.seen]
+            call = self.compared.a.calls[seen.call]
+            name = self.compared.a.parts[call.part].name
+            place = {"module": name, "call": call.number, "kind": seen.kind, "tensor": seen.name}
+            rest = {k: v for k, v in asdict(self.place).items() if k != "seen"}
+            place |= {k: _finite(v) for k, v in rest.items()}
+        replayed = [
+            {"module": each.name, "errors": [_finite(error) for error in each.errors],
+             "explained": [*each.explained], "growth": _finite(each.growth), "wrong": [*each.wrong]}
+            for each in self.replayed
+        ]  # fmt: skip
+        return {
+            "type": "trace_diff",
+            "explained": self.is_explained,
+            "place": place,
+            "largest": _finite(self.compared.largest),
+            "num_calls": len(self.compared.partners),
+            "replayed": replayed,
+            "notes": [*self.notes],
+        }
+
+
+def diff(a: AnyPath, b: AnyPath, find: Find | None = None, *, model: str | None = None) -> Verdict:
+    """Compare two traces; see `everyframe.numerics.trace.diff`.
+
+    Where both hold whole tensors of a place that precision does not explain, it is replayed with
+    the module that `find` gives; what is growth alone is passed over. Without `find` the model that
+    the first trace was recorded of is loaded, if it was a run of ours; `model` says where it lies.
+
+    Raises:
+        InputError: no traces, or of runs that can't be compared, and why.
+    """
+    compared = compare(file.read(a), file.read(b))
+    finder = find or model_of(compared.a.about, model)
+    replayed: list[Replayed] = []
+    notes = list(compared.notes)
+    for place in compared.places:
+        call = compared.a.seen[place.seen].call
+        if place.is_between:
+            call = compared.a.calls[call].parent
+        if compared.a.seen[place.seen].kind == "weight" or call < 0 or not is_kept(compared, call):
+            return Verdict(compared, place, tuple(replayed), tuple(notes))
+        part = compared.a.parts[compared.a.calls[call].part]
+        try:
+            module = finder(part.component).get_submodule(part.module)
+            with full_float32():
+                found = replay(compared, call, module)
+        except InputError as error:
+            notes.append(str(error))
+            return Verdict(compared, place, tuple(replayed), tuple(notes))
+        replayed.append(found)
+        if found.wrong:
+            return Verdict(compared, place, tuple(replayed), tuple(notes))
+    return Verdict(compared, None, tuple(replayed), tuple(notes))
+
+
+def model_of(about: Mapping[str, str], model: str | None = None) -> Find:
+    """Finds components by loading them as the run of that trace did, here and in float32.
+
+    `model` says where the model lies if it isn't found by the name that it had there.
+    """
+
+    def find(component: str) -> nn.Module:
+        if "record" not in about:
+            raise InputError(
+                "whole tensors were recorded, and the module to replay is not known here: give it "
+                "from Python, everyframe.trace_diff(a, b, what)"
+            )
+        more: dict[str, Any] = {} if model is None else {"model": model}
+        request = request_from(json.loads(about["record"]), {"dtype": "fp32", **more})
+        prepared = prepare(request, may_fetch=False)
+        return _component(prepared.plan, prepared.model, component)
+
+    return find
+
+
+def _component(plan: Plan, model: Any, name: str) -> nn.Module:
+    """One component, loaded as its stage loads it."""
+    found: dict[str, nn.Module] = {}
+    for stage in model.stages(plan, 0):
+        if plan.component(stage.component).stage != plan.component(name).stage:
+            continue
+        events = stage.run([Take(plan.settings.seed)])
+        with shown_to(found.__setitem__), torch.inference_mode():
+            while name not in found and next(events, None) is not None:
+                pass
+        events.close()
+        if name in found:
+            return found[name]
+    raise InputError(f"the model has no component {name!r} that could be loaded alone")
+
+
+def _of_a_run(record: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
+    """What must be the same in another trace of a run, and what is told of this one."""
+    settings = dict(record["settings"])
+    size = f"{settings.pop('width')}x{settings.pop('height')}"
+    same = {"model": record["model"]["name"], "weights": str(record["model"]["sha256"])}
+    same |= {"size": size, "frames": str(settings.pop("num_frames"))}
+    same |= {"steps": str(settings.pop("num_inference_steps"))}
+    same |= {name.replace("_", " "): _plain(value) for name, value in settings.items()}
+    plan = record["plan"]
+    dtypes = {part["name"]: part["precision"]["compute"] for part in plan["components"]}
+    about = {
+        "precision": ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items()),
+        "device": plan["device"]["name"],
+        "torch": torch.__version__,
+        "record": json.dumps(record),
+    }
+    return same, about
+
+
+def _of_modules(modules: Mapping[str, nn.Module]) -> tuple[dict[str, str], dict[str, str]]:
+    same, dtypes, devices = {}, [], set()
+    for name, module in modules.items():
+        same[name] = type(module).__name__
+        same[f"parameters of {name}"] = str(sum(each.numel() for each in module.parameters()))
+        config = getattr(module, "config", None)
+        if isinstance(config, Mapping):
+            plain = {k: v for k, v in config.items() if not k.startswith("_") and "dtype" not in k}
+            same[f"config of {name}"] = hashlib.sha256(_plain(plain).encode()).hexdigest()[:12]
+        found = {str(each.dtype).removeprefix("torch.") for each in module.parameters()}
+        dtypes.append(f"{name} {' and '.join(sorted(found))}")
+        devices |= {each.device for each in module.parameters()}
+    about = {
+        "precision": ", ".join(dtypes),
+        "device": ", ".join(sorted({_device_name(device) for device in devices})),
+        "torch": torch.__version__,
+    }
+    if any(device.type == "cuda" for device in devices):
+        uses_tf32 = torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32
+        about["float32 products"] = "tf32" if uses_tf32 else "float32"
+    return same, about
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity."""
+    return str(value) if isinstance(value, float) and value in (float("inf"),) else value
+
+
+def _check_components(full: Sequence[str], plan: Plan) -> None:
+    known = [part.name for part in plan.components]
+    for name in full:
+        if name.split(".")[0] not in known:
+            raise InputError(
+                f"there is no component of {name!r} in {plan.model}"
+                f"{did_you_mean(name.split('.')[0], known)} (there are {', '.join(known)})"
+            )
+
+
+def _check_called(recorder: Recorder) -> None:
+    missing = recorder.never_called()
+    if missing:
+        raise InputError(f"{missing[0]} was never called, so nothing of it was kept whole")

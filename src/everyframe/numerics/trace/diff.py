@@ -1,0 +1,310 @@
+"""Two traces side by side: the first place whose difference their precision does not explain.
+
+Everything that was seen is taken in the order of time. What a module gives is held against what it
+was given; what it is given, against what its surroundings had by then. A difference is *explained*
+if it is at most `GROWTH` times the largest before it, plus what rounding in the narrower dtype
+makes. So a difference that grows from module to module is followed to where it came from, and code
+between two modules is told from the modules. Weights are compared too. Read next: `replay`, which
+tells growth from source; `draw`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from everyframe.core.errors import InputError
+from everyframe.numerics.trace.fingerprint import difference, is_finite
+from everyframe.numerics.trace.trace import Call, Seen, Trace
+
+#: A module may make the difference that it is given so many times larger. Between float32 and
+#: bfloat16 the most that was measured is 2.2, in the modulation of the embedded model.
+GROWTH = 8.0
+#: What a module's own roundings add up to, in those of the narrower dtype. One rounding of all
+#: elements is 0.4 to 0.6 of it (measured); a sum of 300 terms kept in float16 is 3.6.
+ROUNDINGS = 2.0
+#: Sums in float32 are off by so many of its roundings, some thousand terms deep.
+_SUM_ROUNDINGS = 64.0
+
+_EXPONENT = {
+    "float64": -53, "float32": -24, "tf32": -11, "float16": -11, "bfloat16": -8,
+    "float8_e4m3fn": -4, "float8_e4m3fnuz": -4, "float8_e5m2": -3, "float8_e5m2fnuz": -3,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a difference is larger than it can be explained.
+
+    `seen` is its place in the first trace. `apart` is the relative difference there, `before` the
+    largest of what went into it, `explained` what precision explains, `dtype` the narrower one.
+    `is_between` says that it is not what a module gave, but what it was given: the code around it
+    made the difference.
+    """
+
+    seen: int
+    apart: float
+    before: float
+    explained: float
+    dtype: str
+    is_between: bool
+    says: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two traces side by side.
+
+    `apart` is the relative difference of everything seen in the first, NaN for what the second
+    lacks; `partners` are the calls of the second by those of the first; `places` are those that
+    precision does not explain, in their order.
+    """
+
+    a: Trace
+    b: Trace
+    apart: npt.NDArray[np.float64]
+    partners: Mapping[int, int]
+    places: tuple[Place, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def largest(self) -> float:
+        """The largest difference of anything that a module gave."""
+        given = [apart for apart, seen in zip(self.apart, self.a.seen, strict=True)
+                 if seen.kind == "output" and not math.isnan(apart)]  # fmt: skip
+        return max(given, default=0.0)
+
+
+def compare(a: Trace, b: Trace) -> Comparison:
+    """Line up two traces of the same model, sizes, seed and steps.
+
+    Raises `InputError` that says why two can't be lined up.
+    """
+    _check_same(a, b)
+    partners = _partners(a, b)
+    walk = _Walk(a, b, partners)
+    apart = np.array([walk.step(place) for place in range(len(a.seen))], dtype=np.float64)
+    if not len(apart) or np.isnan(apart).all():
+        raise InputError("the two traces have no call in common")
+    return Comparison(a, b, apart, partners, tuple(walk.places), tuple(_notes(a, b, partners)))
+
+
+def rounding(unit: float) -> float:
+    """What a module's own arithmetic explains, where results are rounded by `unit`."""
+    sums = 2.0 ** _EXPONENT["float32" if unit > 1e-12 else "float64"]
+    return ROUNDINGS * unit + _SUM_ROUNDINGS * sums
+
+
+def unit_of(dtype: str, trace: Trace) -> float:
+    """The unit roundoff of a dtype in that run; 0 for whole numbers, which are exact."""
+    if dtype == "float32" and trace.about.get("float32 products") == "tf32":
+        dtype = "tf32"
+    exponent = _EXPONENT.get(dtype)
+    return 0.0 if exponent is None else 2.0**exponent
+
+
+class _Walk:
+    """Goes through the first trace in the order of time."""
+
+    def __init__(self, a: Trace, b: Trace, partners: Mapping[int, int]) -> None:
+        self._a, self._b, self._partners = a, b, partners
+        self._of_b = _by_name(b)
+        self._orders = _Orders(a), _Orders(b)
+        # By call, -1 for what is outside of all: the largest difference so far, and the narrowest
+        # dtype with its unit.
+        self._before: dict[int, float] = {}
+        self._narrow: dict[int, tuple[float, str]] = {}
+        self._weights: dict[int, float] = {}
+        self.places: list[Place] = []
+
+    def step(self, place: int) -> float:
+        """The difference at that place; NaN where the second trace has none."""
+        seen = self._a.seen[place]
+        made = self._a.calls[seen.call]
+        other = self._other(place, seen)
+        if other is None:
+            return math.nan
+        self._check_shape(seen, other)
+        apart = difference(self._a.numbers[seen.row], self._b.numbers[other.row])
+        scope = made.parent if seen.kind == "input" else seen.call
+        before = 0.0 if seen.kind == "weight" else self._known(scope)
+        own = max((unit_of(seen.dtype, self._a), seen.dtype),
+                  (unit_of(other.dtype, self._b), other.dtype))  # fmt: skip
+        narrow = own if seen.kind == "weight" else max(own, self._narrow.get(scope, own))
+        explained = GROWTH * before + rounding(narrow[0])
+        if apart > explained or (apart == math.inf and before != math.inf):
+            self.places.append(self._place(place, other, apart, before, explained, narrow[1]))
+        self._learn(seen, made, apart, own)
+        return apart
+
+    def _other(self, place: int, seen: Seen) -> Seen | None:
+        """The same in the second trace: by name, or by its order where names are others (another
+        class may stand in the module's place)."""
+        call = self._partners.get(seen.call, -1)
+        named = self._of_b.get((call, seen.kind, seen.name))
+        if named is not None or seen.kind == "weight":
+            return named
+        one = self._orders[0].of(seen.call, seen.kind)
+        two = self._orders[1].of(call, seen.kind)
+        return self._b.seen[two[one.index(place)]] if len(one) == len(two) else None
+
+    def _known(self, scope: int) -> float:
+        own = self._weights.get(self._a.calls[scope].part, 0.0) if scope >= 0 else 0.0
+        return max(self._before.get(scope, 0.0), own)
+
+    def _learn(self, seen: Seen, made: Call, apart: float, own: tuple[float, str]) -> None:
+        call = seen.call
+        self._narrow[call] = max(own, self._narrow.get(call, own))
+        if seen.kind == "weight":
+            self._weights[made.part] = max(apart, self._weights.get(made.part, 0.0))
+            return
+        around = made.parent
+        scopes = [call] if seen.kind == "input" else [around]
+        if seen.kind == "input" and around < 0:
+            scopes.append(around)  # what came from outside once may come again
+        for scope in scopes:
+            self._before[scope] = max(apart, self._before.get(scope, 0.0))
+        if seen.kind == "output":
+            self._narrow[around] = max(self._narrow[call], self._narrow.get(around, own))
+
+    def _check_shape(self, seen: Seen, other: Seen) -> None:
+        if seen.shape != other.shape:
+            raise InputError(
+                f"two sizes: the {_thing(seen)} of {self._a.place(seen.call)} is {seen.shape} in "
+                f"the first trace and {other.shape} in the second; record both at one size"
+            )
+
+    def _place(
+        self, place: int, other: Seen, apart: float, before: float, explained: float, dtype: str
+    ) -> Place:
+        seen = self._a.seen[place]
+        where, thing = self._a.place(seen.call), _thing(seen)
+        first, second = (
+            is_finite(trace.numbers[each.row])
+            for trace, each in ((self._a, seen), (self._b, other))
+        )
+        if first != second:
+            which = "first" if second else "second"
+            differs = f"is not finite in the {which} trace"
+        else:
+            differs = f"differs by {apart:.1e}; {dtype} explains {explained:.1e}"
+        is_between = seen.kind == "input"
+        if seen.kind == "weight":
+            says = f"the weights of {where}: {seen.name} {differs}: these are not the same weights"
+        elif not is_between:
+            says = f"{where}: its {thing} {differs}, with {_given(before)}"
+        elif self._a.calls[seen.call].parent < 0:
+            says = (
+                f"before any module: the {thing} that {where} was given {differs}, with "
+                f"{_given(before)}"
+            )
+        else:
+            parent = self._a.place(self._a.calls[seen.call].parent)
+            says = (
+                f"{parent}: the {thing} that it gives to {where} {differs}, with {_given(before)}: "
+                "its own code, between its modules"
+            )
+        return Place(place, apart, before, explained, dtype, is_between, says)
+
+
+def _by_name(trace: Trace) -> dict[tuple[int, str, str], Seen]:
+    return {(each.call, each.kind, each.name): each for each in trace.seen}
+
+
+class _Orders:
+    """What was seen of a call, in order."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._places: dict[tuple[int, str], list[int]] = {}
+        for place, seen in enumerate(trace.seen):
+            self._places.setdefault((seen.call, seen.kind), []).append(place)
+
+    def of(self, call: int, kind: str) -> list[int]:
+        return self._places.get((call, kind), [])
+
+
+def _thing(seen: Seen) -> str:
+    if seen.kind == "weight":
+        return f"weight {seen.name}"
+    return f"{seen.kind} {seen.name}".strip()
+
+
+def _given(before: float) -> str:
+    if before == 0:
+        return "the same going in, to the bit"
+    return f"{before:.1e} going in"
+
+
+_Key = tuple[str, int, str, int]
+
+
+def _partners(a: Trace, b: Trace) -> dict[int, int]:
+    """Call of the first trace -> the same call of the second."""
+    of_b = {key: call for call, key in enumerate(_keys(b))}
+    return {call: of_b[key] for call, key in enumerate(_keys(a)) if key in of_b}
+
+
+def _keys(trace: Trace) -> Iterator[_Key]:
+    """What each call is known by in any trace: the outermost module's, and its own."""
+    outermost: list[str] = []
+    for call in trace.calls:
+        name = trace.parts[call.part].name
+        outermost.append(outermost[call.parent] if call.parent >= 0 else name)
+        yield outermost[-1], call.number, name, call.nth
+
+
+def _check_same(a: Trace, b: Trace) -> None:
+    """Raises `InputError` for two runs that were not asked for the same."""
+    for key in {**a.same, **b.same}:
+        one, two = a.same.get(key, "nothing"), b.same.get(key, "nothing")
+        if one != two:
+            kind = "two sizes" if key in ("size", "frames") else "not the same run"
+            raise InputError(
+                f"{kind}: {key} is {_short(one)} in the first trace and {_short(two)} in the "
+                "second; record both with one request"
+            )
+    if a.ended or b.ended:
+        return
+    counts = _outermost(a), _outermost(b)
+    for name in {**counts[0], **counts[1]}:
+        first, second = (count.get(name, 0) for count in counts)
+        if first != second:
+            raise InputError(
+                f"not the same run: {name} was called {first} times in the first trace and "
+                f"{second} times in the second; record both with the same steps"
+            )
+
+
+def _outermost(trace: Trace) -> dict[str, int]:
+    """How often each module was called by something else than a module."""
+    counts: dict[str, int] = {}
+    for call in trace.calls:
+        if call.parent < 0:
+            name = trace.parts[call.part].name
+            counts[name] = counts.get(name, 0) + 1
+    return counts
+
+
+def _short(value: str) -> str:
+    return value if len(value) <= 60 else f"{value[:57]}..."
+
+
+def _notes(a: Trace, b: Trace, partners: Mapping[int, int]) -> Iterator[str]:
+    """What a person should know of the comparison itself."""
+    for which, trace in (("first", a), ("second", b)):
+        if trace.ended:
+            yield f"the {which} run ended early: {trace.ended}"
+    alone = [call for call in range(len(a.calls)) if call not in partners]
+    lone = len(a.calls) + len(b.calls) - 2 * len(partners)
+    if lone and not (a.ended or b.ended):
+        example = f", such as {a.place(alone[0])}" if alone else ""
+        yield f"{lone} calls are in one of the two traces alone{example}; the rest was compared"
+    kinds = [{part.name: part.kind for part in trace.parts} for trace in (a, b)]
+    others = [name for name in kinds[0] if kinds[1].get(name, kinds[0][name]) != kinds[0][name]]
+    if others:
+        one, two = (kind[others[0]] for kind in kinds)
+        yield f"{others[0]} is a {one} in the first run and a {two} in the second"

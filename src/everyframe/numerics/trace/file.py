@@ -1,0 +1,198 @@
+"""A trace as a file: a zip of a JSON header and tables of numbers as safetensors.
+
+Nothing in it is a program, and it holds no name or path of a machine. Written beside its place and
+renamed when it is whole. A file that is none, is cut off or does not fit together is an
+`InputError` of one line. Read next: `trace`, for what the tables mean.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Any, Final, Literal, TypeVar
+
+import numpy as np
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from everyframe.core.errors import InputError
+from everyframe.numerics.trace.fingerprint import NUM_NUMBERS
+from everyframe.numerics.trace.trace import Call, Kind, Part, Seen, Trace
+
+SCHEMA: Final = "everyframe.trace/1"
+_HEADER, _TABLES, _FULL = "trace.json", "tables.safetensors", "full.safetensors"
+_KINDS: tuple[Kind, ...] = ("weight", "input", "output")
+#: No trace of ours is near it; a small file that unpacks to more is none of ours.
+_MOST_BYTES = 1 << 30
+
+_Name = TypeVar("_Name")
+
+
+class _Header(BaseModel):
+    """The JSON part. Names are written once, and by their place in the tables."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    schema_: Literal["everyframe.trace/1"]
+    same: dict[str, str]
+    about: dict[str, str]
+    ended: str
+    parts: list[list[str]]
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    arguments: dict[str, Any]
+
+
+def write(trace: Trace, path: str | os.PathLike[str]) -> None:
+    """Write the trace. Raises `InputError` where it can't be, and `OSError` for a full disk."""
+    place = check_place(path)
+    names, dtypes = _Numbered[str](), _Numbered[str]()
+    shapes = _Numbered[tuple[int, ...]]()
+    calls = [(call.part, call.number, call.nth, call.parent) for call in trace.calls]
+    seen = [
+        (each.call, _KINDS.index(each.kind), names[each.name], dtypes[each.dtype],
+         shapes[each.shape], each.row)
+        for each in trace.seen
+    ]  # fmt: skip
+    tables = {
+        "calls": torch.tensor(calls, dtype=torch.int32).reshape(-1, 4),
+        "seen": torch.tensor(seen, dtype=torch.int32).reshape(-1, 6),
+        "numbers": torch.from_numpy(trace.numbers),
+    }
+    header = _Header(
+        schema_=SCHEMA, same=dict(trace.same), about=dict(trace.about), ended=trace.ended,
+        parts=[[part.component, part.module, part.kind] for part in trace.parts],
+        names=list(names), dtypes=list(dtypes), shapes=[list(shape) for shape in shapes],
+        arguments={str(call): each for call, each in trace.arguments.items()},
+    )  # fmt: skip
+    work = place.with_name(f".{place.name}.partial")
+    try:
+        with zipfile.ZipFile(work, "w", zipfile.ZIP_DEFLATED) as file:
+            file.writestr(_HEADER, header.model_dump_json())
+            file.writestr(_TABLES, save(tables))
+            if trace.full:
+                full = {str(row): tensor for row, tensor in trace.full.items()}
+                # Bits of activations do not pack.
+                file.writestr(_FULL, save(full), zipfile.ZIP_STORED)
+        os.replace(work, place)
+    finally:
+        work.unlink(missing_ok=True)
+
+
+def read(path: str | os.PathLike[str]) -> Trace:
+    """The trace in a file. Raises `InputError` for what is none, or is broken."""
+    text = os.fspath(path)
+    if not os.path.isfile(text):
+        raise InputError(f"there is no trace {text!r}")
+    try:
+        with zipfile.ZipFile(text) as file:
+            inside = {info.filename: info.file_size for info in file.infolist()}
+            if {_HEADER, _TABLES} - inside.keys() or inside.keys() - {_HEADER, _TABLES, _FULL}:
+                raise InputError(f"{text!r} is a zip, and no trace of everyframe")
+            if inside[_HEADER] + inside[_TABLES] > _MOST_BYTES:
+                raise InputError(f"{text!r} unpacks to more than any trace of everyframe")
+            header = _Header.model_validate_json(file.read(_HEADER))
+            tables = load(file.read(_TABLES))
+            full = load(file.read(_FULL)) if _FULL in inside else {}
+        return _trace(header, tables, full)
+    except zipfile.BadZipFile:
+        raise InputError(f"{text!r} is no trace of everyframe, or was cut off") from None
+    except ValidationError as error:
+        told = error.errors()[0]
+        where = ".".join(map(str, told["loc"]))
+        raise InputError(
+            f"{text!r} is no trace that this version reads ({SCHEMA}): {where}: {told['msg']}"
+        ) from None
+    except (SafetensorError, _BrokenError, zlib.error, struct.error, EOFError, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"the trace {text!r} is broken: {error}") from None
+
+
+def check_place(path: str | os.PathLike[str]) -> Path:
+    """The place for a new trace. Raises `InputError` for a folder, or for somebody else's file."""
+    place = Path(path)
+    if place.is_dir() or not place.name:
+        raise InputError(f"{str(path)!r} is a folder; name a file for the trace, such as a.trace")
+    if not place.parent.is_dir():
+        raise InputError(f"there is no folder {str(place.parent)!r} for {place.name!r}")
+    if not os.access(place.parent, os.W_OK):
+        raise InputError(f"the folder {str(place.parent)!r} can't be written to")
+    if place.exists() and place.stat().st_size and not _is_ours(place):
+        raise InputError(f"{str(path)!r} is there already and is no trace; name another file")
+    return place
+
+
+def _is_ours(place: Path) -> bool:
+    try:
+        with zipfile.ZipFile(place) as file:
+            return {_HEADER, _TABLES} <= set(file.namelist())
+    except (zipfile.BadZipFile, OSError):
+        return False
+
+
+class _BrokenError(Exception):
+    """Tables that do not fit together."""
+
+
+class _Numbered(dict[_Name, int]):
+    """Gives each key the number of keys before it, when it is first asked for."""
+
+    def __missing__(self, key: _Name) -> int:
+        self[key] = len(self)
+        return self[key]
+
+
+def _trace(header: _Header, tables: dict[str, Tensor], full: dict[str, Tensor]) -> Trace:
+    if set(tables) != {"calls", "seen", "numbers"}:
+        raise _BrokenError(f"it has the tables {', '.join(sorted(tables))}")
+    numbers = tables["numbers"].numpy()
+    if numbers.ndim != 2 or numbers.shape[1] != NUM_NUMBERS or numbers.dtype.kind != "f":
+        raise _BrokenError(f"its fingerprints are {numbers.dtype} {numbers.shape}")
+    calls, seen = _table(tables["calls"], 4), _table(tables["seen"], 6)
+    _check_below(calls[:, 0], len(header.parts), "modules")
+    parents = calls[:, 3]
+    if (parents >= np.arange(len(calls))).any() or (parents < -1).any():
+        raise _BrokenError("its calls are not in order")
+    for column, known, what in (
+        (0, len(calls), "calls"), (1, len(_KINDS), "kinds"), (2, len(header.names), "names"),
+        (3, len(header.dtypes), "dtypes"), (4, len(header.shapes), "shapes"),
+        (5, len(numbers), "fingerprints"),
+    ):  # fmt: skip
+        _check_below(seen[:, column], known, what)
+    if any(len(part) != 3 for part in header.parts):
+        raise _BrokenError("its modules are not named as they should be")
+    shapes = [tuple(shape) for shape in header.shapes]
+    return Trace(
+        header.same,
+        header.about,
+        tuple(Part(*part) for part in header.parts),
+        tuple(Call(*map(int, row)) for row in calls.tolist()),
+        tuple(
+            Seen(call, _KINDS[kind], header.names[name], header.dtypes[dtype], shapes[shape], row)
+            for call, kind, name, dtype, shape, row in seen.tolist()
+        ),
+        numbers,
+        header.ended,
+        {int(key): tensor for key, tensor in full.items()},
+        {int(key): each for key, each in header.arguments.items()},
+    )
+
+
+def _table(tensor: Tensor, width: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+    if tensor.dtype != torch.int32 or tensor.ndim != 2 or tensor.shape[1] != width:
+        raise _BrokenError(f"one of its tables is {tensor.dtype} {tuple(tensor.shape)}")
+    table: np.ndarray[Any, np.dtype[np.int32]] = tensor.numpy()
+    return table
+
+
+def _check_below(column: np.ndarray[Any, Any], known: int, what: str) -> None:
+    if len(column) and (column.min() < 0 or column.max() >= known):
+        raise _BrokenError(f"it speaks of {what} that it does not hold")

@@ -1,0 +1,156 @@
+"""One call made again in float32, on what each of two runs gave it: growth, or source?
+
+A run that is far from float32 on its own inputs computes that module wrong, whatever came in. If
+both are near, the module only makes a difference larger that came from elsewhere. Needs whole
+tensors in both traces and the module itself. Read next: `diff`.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from everyframe.core.errors import InputError
+from everyframe.numerics.trace.arguments import packed, unpacked
+from everyframe.numerics.trace.diff import Comparison, rounding, unit_of
+from everyframe.numerics.trace.trace import Trace
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What a replay of one call found.
+
+    `errors` are the relative errors of the first and the second run against float32 on their own
+    inputs, `explained` what their precision explains of each; `growth` is how many times as large
+    float32 makes the difference of the inputs (infinite where these are the same).
+    """
+
+    name: str
+    errors: tuple[float, float]
+    explained: tuple[float, float]
+    growth: float
+
+    @property
+    def wrong(self) -> tuple[str, ...]:
+        """Which of the runs computed it wrong: ``first``, ``second``, both or none."""
+        pairs = zip(("first", "second"), self.errors, self.explained, strict=True)
+        return tuple(which for which, error, explained in pairs if error > explained)
+
+    @property
+    def says(self) -> str:
+        """The finding in a sentence."""
+        (one, two), (may_one, may_two) = self.errors, self.explained
+        off = (
+            f"replayed in float32 on its own inputs, the first run is off by {one:.1e} (its "
+            f"precision explains {may_one:.1e}) and the second by {two:.1e} ({may_two:.1e})"
+        )
+        if self.wrong:
+            runs = " and ".join(self.wrong)
+            return f"{self.name}: {off}: the source is here, in the {runs} run"
+        return (
+            f"{self.name}: {off}: both are right. It makes differences {self.growth:.1f} times as "
+            "large in float32 too: growth, and the source is before it"
+        )
+
+
+def is_kept(compared: Comparison, call: int) -> bool:
+    """Whether both traces hold whole tensors of that call of the first."""
+    other = compared.partners.get(call)
+    return call in compared.a.arguments and other in compared.b.arguments
+
+
+def replay(compared: Comparison, call: int, module: nn.Module) -> Replayed:
+    """Make that call of the first trace, and the same of the second, in float32.
+
+    `module` is the module itself, with its weights in any precision.
+
+    Raises `InputError` where its arguments are more than a trace keeps, or don't fit the module.
+    """
+    name = compared.a.parts[compared.a.calls[call].part].name
+    wide = _widened(module)
+    runs = ((compared.a, call), (compared.b, compared.partners[call]))
+    try:
+        results = [_again(wide, trace, made) for trace, made in runs]
+    except (RuntimeError, TypeError, KeyError, InputError) as error:
+        text = " ".join(str(error).split())[:300]
+        raise InputError(f"{name} can't be replayed: {text}") from error
+    given = [_kept(trace, made, "output") for trace, made in runs]
+    errors = tuple(_apart(got, want, name) for got, want in zip(given, results, strict=True))
+    first, second = (_kept(trace, made, "input") for trace, made in runs)
+    inputs, outputs = _apart(first, second, name), _apart(results[0], results[1], name)
+    explained = tuple(_explained(trace, made) for trace, made in runs)
+    growth = outputs / inputs if inputs else math.inf if outputs else 1.0
+    return Replayed(name, (errors[0], errors[1]), (explained[0], explained[1]), growth)
+
+
+def _widened(module: nn.Module) -> nn.Module:
+    """A copy in float32 that nothing from outside hangs on."""
+    with torch.inference_mode(False):
+        wide = copy.deepcopy(module).float().eval()
+    for part in wide.modules():
+        # Casts at edges and the coming and going of weights: all is in float32 and here.
+        part._forward_pre_hooks.clear()
+        part._forward_hooks.clear()
+    return wide
+
+
+def _again(wide: nn.Module, trace: Trace, call: int) -> list[Tensor]:
+    device = next((each.device for each in wide.parameters()), torch.device("cpu"))
+
+    def widen(tensor: Tensor) -> Tensor:
+        return tensor.to(device, torch.float32 if tensor.is_floating_point() else None)
+
+    arrangement = trace.arguments[call]
+    args = [unpacked(each, trace.full, widen) for each in arrangement["args"]]
+    kwargs = {key: unpacked(each, trace.full, widen) for key, each in arrangement["kwargs"].items()}
+    found: list[Tensor] = []
+
+    def keep(_: str, tensor: Tensor) -> int:
+        found.append(tensor)
+        return 0
+
+    with torch.no_grad():
+        packed(wide(*args, **kwargs), "", keep)
+    return found
+
+
+def _kept(trace: Trace, call: int, kind: str) -> list[Tensor]:
+    return [
+        trace.full[place]
+        for place, seen in enumerate(trace.seen)
+        if seen.call == call and seen.kind == kind and place in trace.full
+    ]
+
+
+def _apart(got: Sequence[Tensor], want: Sequence[Tensor], name: str) -> float:
+    """The largest relative difference of tensors, pair by pair, in float64."""
+    shapes = [[tuple(each.shape) for each in side] for side in (got, want)]
+    if shapes[0] != shapes[1]:
+        raise InputError(f"{name} can't be replayed: {shapes[0]} can't be compared to {shapes[1]}")
+    largest = 0.0
+    for pair in zip(got, want, strict=True):
+        a, b = (each.detach().cpu().double() for each in pair)
+        size = float(b.norm())
+        apart = float((a - b).norm())
+        error = 0.0 if apart == 0 else apart / size if size else math.inf
+        largest = max(largest, error if math.isfinite(error) else math.inf)
+    return largest
+
+
+def _explained(trace: Trace, call: int) -> float:
+    """What the narrowest dtype in that call explains.
+
+    Roundings of the calls made in it add up as random ones do; those of weights count as well.
+    """
+    inside = {call}
+    for later in range(call + 1, len(trace.calls)):
+        if trace.calls[later].parent not in inside:
+            break  # calls made in one follow it without a gap
+        inside.add(later)
+    units = (unit_of(seen.dtype, trace) for seen in trace.seen if seen.call in inside)
+    return rounding(max(units, default=0.0)) * max(2.0, math.sqrt(len(inside)))
