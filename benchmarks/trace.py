@@ -93,10 +93,11 @@ def measured(name: str, rounds: int) -> str:
         file.write(trace, path)
         size = path.stat().st_size
     share = statistics.median(b / a for a, b in zip(plain, traced, strict=True)) - 1
+    once = statistics.median(weights) * 1e3
     return (
         f"| {name} | {statistics.median(plain) * 1e3:.0f} ms | {share:.0%} | "
-        f"{statistics.median(weights) * 1e3:.0f} ms | {len(trace.seen) // CALLS} | {size / 1e6:.2f} MB | "
-        f"{size / len(trace.seen):.0f} |"
+        f"{once:.0f} ms | {len(trace.seen) // CALLS} | {size / 1e6:.2f} MB | "
+        f"{size / len(trace.seen):.0f} bytes |"
     )
 
 
@@ -109,9 +110,15 @@ def main() -> None:
     torch.set_num_threads(1)
     rows = [measured(name, asked.rounds) for name in SIZES]
     head = (
-        "| model | one call | recording adds | weights, once | tensors a call | file | bytes each |"
+        "model",
+        "one call",
+        "recording adds",
+        "weights, once",
+        "tensors a call",
+        "file",
+        "each",
     )
-    table = "\n".join([head, "| --- " * 7 + "|", *rows])
+    table = "\n".join([f"| {' | '.join(head)} |", "| --- " * len(head) + "|", *rows])
     facts = machine_facts(None)
     versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
     page = (

@@ -49,8 +49,12 @@ def recorded(model: Path, path: Path, *full: str, **more: Any) -> list[Event]:
 @pytest.fixture(scope="module")
 def right(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("traces") / "a.trace"
-    recorded(model, path, CORE)
+    EVENTS[path] = recorded(model, path, CORE)
     return path
+
+
+#: What happened while a trace was recorded.
+EVENTS: dict[Path, list[Event]] = {}
 
 
 def planting(component: str, module: nn.Module) -> None:
@@ -68,12 +72,12 @@ def wrong(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_recording_changes_no_frame(model: Path, tmp_path: Path) -> None:
+def test_recording_changes_no_frame(model: Path, right: Path) -> None:
     def frames(events: Iterable[Event]) -> np.ndarray[Any, Any]:
         return np.concatenate([each.frames for each in events if isinstance(each, Frames)])
 
     plain = frames(stream(request(model)))
-    assert np.array_equal(frames(recorded(model, tmp_path / "a.trace")), plain)
+    assert np.array_equal(frames(EVENTS[right]), plain)
 
 
 def test_a_trace_holds_every_component_and_no_path(model: Path, right: Path) -> None:
