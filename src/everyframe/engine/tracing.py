@@ -72,7 +72,7 @@ def record(
             yield event
     finally:
         recorder.remove()
-        events.close()  # type: ignore[attr-defined]
+        events.close()
     file.write(recorder.trace(same, about, str(ended or "")), place)
     if ended is not None:
         raise ended
