@@ -72,7 +72,7 @@ def test_the_list_of_commands(capsys: pytest.CaptureFixture[str]) -> None:
     for words in ([], ["--help"], ["-h"]):
         assert main(words) == 0
         shown = capsys.readouterr().out
-        assert all(name in shown for name in COMMANDS)
+        assert all(name.split()[0] in shown for name in COMMANDS)
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
