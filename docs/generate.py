@@ -59,7 +59,12 @@ def exit_codes_page() -> str:
         "| code | name | errors (`everyframe.core.errors`) |",
         "|---|---|---|",
     ]
-    kinds: list[type[EveryframeError]] = [EveryframeError, *_descendants(EveryframeError)]
+    # A room's own error is one of these by its code; it is known only where it was imported.
+    kinds = [
+        kind
+        for kind in (EveryframeError, *_descendants(EveryframeError))
+        if kind.__module__ == EveryframeError.__module__
+    ]
     for code in ExitCode:
         names = [f"`{kind.__name__}`" for kind in kinds if kind.exit_code is code]
         words = code.name.lower().replace("_", " ")
