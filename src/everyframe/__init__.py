@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from everyframe.api import generate, plan, run, stream, trace, trace_diff
+    from everyframe.api import (
+        generate,
+        list_runs,
+        plan,
+        resume,
+        run,
+        stream,
+        trace,
+        trace_diff,
+    )
     from everyframe.core.errors import EveryframeError, InputError
     from everyframe.core.plan import Plan
     from everyframe.core.request import Request
@@ -26,7 +35,9 @@ __all__ = [
     "Video",
     "__version__",
     "generate",
+    "list_runs",
     "plan",
+    "resume",
     "run",
     "stream",
     "trace",
@@ -40,7 +51,9 @@ _HOMES = {
     "Request": "everyframe.core.request",
     "Video": "everyframe.media.video",
     "generate": "everyframe.api",
+    "list_runs": "everyframe.api",
     "plan": "everyframe.api",
+    "resume": "everyframe.api",
     "run": "everyframe.api",
     "stream": "everyframe.api",
     "trace": "everyframe.api",

@@ -20,13 +20,20 @@ from everyframe.core.plan import Plan
 from everyframe.core.request import Request
 from everyframe.engine import run as engine
 from everyframe.engine import tracing
+from everyframe.engine.launch import Job, launched
 from everyframe.engine.record import recorded_threads, request_from
+from everyframe.engine.resuming import go_on, read_run
+from everyframe.families.registry import check_option_names, family_options
 from everyframe.media.paths import exact_fps
 from everyframe.media.pixels import to_uint8
 from everyframe.media.record import read_record
 from everyframe.media.sound import Sound
 from everyframe.media.video import Video
 from everyframe.planning.resolve import GivenModel, resolve
+from everyframe.runs import listing
+from everyframe.runs.folder import find_run, root_of
+from everyframe.runs.keeper import Keep
+from everyframe.runs.listing import Listed
 
 Output = Literal["uint8", "float"]
 
@@ -36,25 +43,69 @@ def generate(
     *,
     output: Output = "uint8",
     from_record: str | Path | Mapping[str, Any] | None = None,
+    isolate: bool = False,
+    run_dir: str | Path | None = None,
     **options: Any,
 ) -> Video | list[Video]:
     """Make a video; a list of them if ``num_videos`` is more than 1.
+
+    How far it comes is kept until it is done, so that `resume` goes on with it.
 
     Args:
         prompt: what it shows.
         output: ``"uint8"`` gives frames (T, H, W, 3) as ``round(255 x)``, ``"float"`` the float32
             in 0..1 before rounding.
         from_record: a video, sidecar or record to make again; other options overrule it.
+        isolate: compute in a process of its own, whose death is an error that says where it was.
+        run_dir: the folder of runs to keep it in; ``"off"`` keeps nothing.
         options: every option of `Request` and of the model's family.
 
     Raises:
         InputError: something can't be asked for. CannotRunError: this machine is too small for it.
+        WorkerDiedError: the process of `isolate` died.
     """
     _check_output(output)
     given = options if prompt is None else {"prompt": prompt, **options}
     request, num_threads = _request(given, from_record)
-    videos = list(_videos(engine.stream(request, num_threads=num_threads), output))
+    root, as_uint8 = root_of(run_dir), output == "uint8"
+    if isolate:
+        job = Job(request, num_threads=num_threads, root=root, as_uint8=as_uint8)
+        events = launched(job)
+    else:
+        keep = Keep(root, as_uint8=as_uint8)
+        events = engine.stream(request, num_threads=num_threads, keep=keep)
+    videos = list(_videos(events, output))
     return videos if request.num_videos > 1 else videos[0]
+
+
+def resume(
+    run: str | Path | None = None, *, pipe: Any = None, output: Output = "uint8"
+) -> Video | list[Video]:
+    """Go on with a run that was broken off; the videos are those of an unbroken one, bit for bit.
+
+    Args:
+        run: its name or folder (see `list_runs`); without one, the last that was broken off.
+        pipe: the loaded pipeline, for a run of `everyframe.run`.
+        output: as in `generate`; what was kept of earlier clips for ``"uint8"`` is no finer.
+
+    Raises:
+        InputError: there is no such run, or something that it needs was changed.
+    """
+    _check_output(output)
+    folder = find_run(run)
+    begun = read_run(folder)
+    if output == "float" and begun.as_uint8 and begun.plan.settings.chain > 1:
+        raise InputError(f'{folder.name} was begun for output="uint8"; its clips are kept so')
+    given = None
+    if pipe is not None:
+        given = GivenModel("pipeline", _model_of(pipe, begun.request))
+    videos = list(_videos(go_on(folder, given_model=given), output))
+    return videos if begun.plan.settings.num_videos > 1 else videos[0]
+
+
+def list_runs(run_dir: str | Path | None = None) -> list[Listed]:
+    """The runs that can be gone on with, oldest first."""
+    return listing.list_runs(root_of(run_dir))
 
 
 def run(
@@ -153,13 +204,16 @@ def trace_diff(a: str | Path, b: str | Path, what: Any = None) -> tracing.Verdic
     return tracing.diff(a, b, find)
 
 
-def _events_of_pipe(pipe: Any, request: Request, num_threads: int | None) -> Iterator[Event]:
-    # Not on top: this brings torch.
+def _model_of(pipe: Any, request: Request) -> Any:
+    # Not on top: this brings diffusers.
     from everyframe.families.pipeline.given import given_pipeline
-    from everyframe.families.registry import check_option_names, family_options
 
+    return given_pipeline(pipe, family_options("pipeline", request))
+
+
+def _events_of_pipe(pipe: Any, request: Request, num_threads: int | None) -> Iterator[Event]:
     check_option_names(request)
-    model = given_pipeline(pipe, family_options("pipeline", request))
+    model = _model_of(pipe, request)
     here = Request(**{**request.given(), "device": model.device})
     given = GivenModel("pipeline", model)
     return engine.stream(here, num_threads=num_threads, given_model=given)

@@ -100,8 +100,12 @@ class Answers(Protocol):
         """The answer to the next call; None where the call has to be made."""
         ...
 
-    def keep(self, answer: Any) -> None:
-        """Keep the answer to the call that was made."""
+    def keep(self, answer: Any, remedies: tuple[Remedy, ...]) -> None:
+        """Keep the answer to the call that was made, with the repairs that it needed."""
+        ...
+
+    def remedies(self) -> tuple[Remedy, ...]:
+        """The repairs of the last answer that is there."""
         ...
 
 

@@ -7,11 +7,11 @@ the first that is missing or damaged is computed again. Read next:
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, is_dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,11 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from everyframe.core.plain import DamagedError, NotPlainError
+from everyframe.core.plan import Remedy
 from everyframe.runs.files import UNFINISHED
 from everyframe.runs.store import flattened, laid_out
 
-_FORM = "form"
+_FORM, _REMEDIES = "form", "remedies"
 #: Libraries whose classes of outputs are made again; they are mappings of tensors.
 _LIBRARIES = ("diffusers", "transformers")
 
@@ -56,14 +57,27 @@ class KeptAnswers:
         self._number += 1
         return answer
 
-    def keep(self, answer: Any) -> None:
-        """Keep the answer to the call that was made."""
+    def remedies(self) -> tuple[Remedy, ...]:
+        """The repairs that the last answer that is there was made with."""
+        if not self._files:
+            return ()
+        try:
+            with safe_open(self._files[-1], "pt") as opened:
+                return tuple(Remedy(**each) for each in json.loads(opened.metadata()[_REMEDIES]))
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError):
+            # It is not as it was written, so neither it nor what comes after it is served.
+            self._files.pop().unlink(missing_ok=True)
+            return self.remedies()
+
+    def keep(self, answer: Any, remedies: tuple[Remedy, ...]) -> None:
+        """Keep the answer to the call that was made, with the repairs that it needed."""
         if self._is_off:
             return
         try:
             tensors: dict[str, Tensor] = {}
             form = json.dumps(_taken_apart(answer, tensors))
-            data = save_tensors(tensors, metadata={_FORM: form})
+            told = {_FORM: form, _REMEDIES: json.dumps([asdict(each) for each in remedies])}
+            data = save_tensors(tensors, metadata=told)
             self._folder.mkdir(parents=True, exist_ok=True)
             # Not awaited: what a power cut takes of it is seen by its hash, and made again.
             path = self._folder / f"{self._number:06d}-{_hash(data)}.safetensors"
@@ -137,5 +151,5 @@ def _output_class(place: str) -> type[Any]:
 
 
 def _is_known(kind: type[Any]) -> bool:
-    is_output = issubclass(kind, dict) and dataclasses.is_dataclass(kind)
+    is_output = issubclass(kind, dict) and is_dataclass(kind)
     return is_output and kind.__module__.partition(".")[0] in _LIBRARIES

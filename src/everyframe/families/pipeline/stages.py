@@ -29,6 +29,7 @@ from everyframe.families.pipeline.interface import Interface
 from everyframe.families.pipeline.loading import load
 from everyframe.families.pipeline.outputs import Array, frames_of, sound_of
 from everyframe.families.pipeline.quiet import quiet_libraries, silent
+from everyframe.families.pipeline.replaying import Replaying
 from everyframe.families.pipeline.sizes import denoisers
 from everyframe.families.pipeline.untouched import untouched
 from everyframe.families.pipeline.watching import StepWatch
@@ -129,14 +130,19 @@ class PipelineStage:
             emit(Step(self.name, done, total, take.seed, now - begun))
             begun = time.perf_counter()
 
+        denoising = {name: modules[name] for name in names}
         watch = StepWatch(
-            {name: modules[name] for name in names},
+            denoising,
             [module for name, module in modules.items() if name not in names],
             getattr(pipe, "scheduler", None),
             self.plan.settings.num_inference_steps,
             on_step,
         )
-        with watch, Guarded(self.plan, modules, watch, take, emit) as guarded:
+        with (
+            watch,
+            Replaying(denoising, watch, take),
+            Guarded(self.plan, modules, watch, take, emit) as guarded,
+        ):
             try:
                 result = pipe(**arguments(self.interface, self.plan.settings, take, self.own))
             except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:

@@ -107,11 +107,21 @@ class _Before:
         self._signature = signature
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = {**self._signature.bind_partial(*args, **kwargs).arguments, **kwargs}
-        found = next((given[name] for name in _TIMESTEP_NAMES if name in given), None)
-        # Without a timestep each call is taken for a step.
-        key = self._watch.num_calls[self._name] if found is None else _value(found)
-        self._watch.saw(self._name, key)
+        seen_before(self._watch, self._name, self._signature, args, kwargs)
+
+
+def seen_before(
+    watch: StepWatch,
+    name: str,
+    signature: inspect.Signature,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> None:
+    """Tell the watch of a call of that denoiser, which is about to be made or served."""
+    given = {**signature.bind_partial(*args, **kwargs).arguments, **kwargs}
+    found = next((given[each] for each in _TIMESTEP_NAMES if each in given), None)
+    # Without a timestep each call is taken for a step.
+    watch.saw(name, watch.num_calls[name] if found is None else _value(found))
 
 
 def _value(timestep: Any) -> tuple[float, float]:

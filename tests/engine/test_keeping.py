@@ -1,0 +1,241 @@
+"""What may happen to a run and to what is kept of it: each planted, and the same bits again."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers.models.modeling_outputs import Transformer2DModelOutput
+from PIL import Image
+from torch.nn.modules.module import register_module_forward_hook
+
+import everyframe
+import tiny
+import tiny_pipelines
+from engine.test_resuming import OPEN_SORA, PICTURE, begun, broken_off, same, videos
+from everyframe.core.errors import CannotRunError, InputError, WorkerDiedError
+from everyframe.core.events import Event, Kept, Note, Step
+from everyframe.core.plan import Remedy
+from everyframe.engine import resuming
+from everyframe.families.opensora import stdit3
+from everyframe.hardware.facts import machine_facts
+from everyframe.runs import files
+from everyframe.runs.answers import KeptAnswers
+from everyframe.runs.folder import BusyError, RunFolder, all_runs, find_run
+
+PIPELINE: dict[str, Any] = {
+    "prompt": "a red circle", "seed": 1, "num_inference_steps": 4, "guidance_scale": 5.0,
+    **tiny_pipelines.CALLS["wan"],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny.opensora_1_2(tmp_path_factory.mktemp("models") / "tiny"))
+
+
+@pytest.fixture(scope="module")
+def whole(model: str, tmp_path_factory: pytest.TempPathFactory) -> list[Event]:
+    """An unbroken run."""
+    return list(begun(tmp_path_factory.mktemp("runs"), model=model, **OPEN_SORA))
+
+
+def cut(model: str, root: Path, **options: Any) -> RunFolder:
+    """A run that was broken off in the middle of denoising."""
+    stream = begun(root, model=model, **{**OPEN_SORA, **options})
+    folder = None
+    for event in stream:
+        folder = RunFolder(Path(event.path)) if isinstance(event, Kept) else folder
+        if isinstance(event, Step) and (event.stage, event.step) == ("denoise", 2):
+            break
+    stream.close()  # type: ignore[attr-defined]
+    assert folder is not None
+    return folder
+
+
+def steps(events: list[Event]) -> list[int]:
+    return [e.step for e in events if isinstance(e, Step) and e.stage == "denoise"]
+
+
+def test_a_foreign_pipeline_goes_on_by_replay(tmp_path: Path) -> None:
+    """Wan's two experts, with guidance, and a scheduler that looks back."""
+    tiny_pipelines.wan(tmp_path / "wan")
+    options, root = {"model": str(tmp_path / "wan"), **PIPELINE}, tmp_path / "runs"
+    calls: list[str] = []
+
+    def count(module: Any, given: Any, answer: Any) -> None:
+        if type(module).__name__ == "WanTransformer3DModel":
+            calls.append("call")
+
+    hook = register_module_forward_hook(count)
+    try:
+        unbroken = list(begun(root, **options))
+        num_calls = len(calls)
+        third = [place for place, e in enumerate(unbroken) if isinstance(e, Step)][2]
+        folder = broken_off(begun(root, **options), third + 1)
+        num_kept = len(list(folder.answers.glob("*/*.safetensors")))
+        calls.clear()
+        again = list(resuming.go_on(folder))
+    finally:
+        hook.remove()
+    same(unbroken, again)
+    assert 0 < num_kept < num_calls
+    assert len(calls) == num_calls - num_kept, "what was answered is not computed again"
+    assert [e.step for e in again if isinstance(e, Step)] == [1, 2, 3, 4]
+    assert not list(all_runs(root))
+
+
+def test_an_answer_that_is_damaged_is_computed_again(tmp_path: Path) -> None:
+    told: list[str] = []
+    answers = KeptAnswers(tmp_path / "3", told.append)
+    remedy = Remedy("unet", "conv", "float32", "float16")
+    laid_out = torch.zeros(1, 2).t().expand(2, 3)
+    given = (
+        torch.arange(4.0),
+        (torch.ones(2, dtype=torch.bfloat16), None),
+        Transformer2DModelOutput(sample=laid_out),
+    )
+    for number, answer in enumerate(given):
+        assert answers.next() is None
+        answers.keep(answer, (remedy,) if number else ())
+    again = KeptAnswers(tmp_path / "3", told.append)
+    assert again.remedies() == (remedy,)
+    assert torch.equal(again.next(), given[0])
+    assert torch.equal(again.next()[0], given[1][0])
+    output = again.next()
+    assert isinstance(output, Transformer2DModelOutput)
+    assert output.sample.stride() == laid_out.stride()
+    paths = sorted((tmp_path / "3").iterdir())
+    paths[1].write_bytes(paths[1].read_bytes()[:-1])
+    again = KeptAnswers(tmp_path / "3", told.append)
+    assert again.next() is not None
+    assert again.next() is None
+    assert [path.name for path in (tmp_path / "3").iterdir()] == [paths[0].name]
+    again.keep(object(), ())
+    assert told == ["a model answered with a object, which can't be kept"]
+
+
+def test_a_disk_that_is_full_is_told_once_and_the_state_stays_good(
+    model: str, whole: list[Event], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is full from the second step on; the run goes on, and its state is that of the first."""
+    real, done = os.fsync, 0
+
+    def full(descriptor: int) -> None:
+        if done >= 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(descriptor)
+
+    monkeypatch.setattr(files.os, "fsync", full)
+    events: list[Event] = []
+    stream = begun(tmp_path, model=model, **OPEN_SORA)
+    for event in stream:
+        events.append(event)
+        done += isinstance(event, Step) and event.stage == "denoise"
+        if isinstance(event, Step) and event.stage == "decode":
+            break
+    (folder,) = all_runs(tmp_path)
+    copy = tmp_path / "copy" / "copied"
+    shutil.copytree(folder.path, copy)
+    events += list(stream)
+    monkeypatch.undo()
+    same(whole, events)
+    told = [e.text for e in events if isinstance(e, Note) and "No space left" in e.text]
+    assert len(told) == 1
+    assert "it goes on" in told[0]
+    again = list(resuming.go_on(RunFolder(copy)))
+    same(whole, again)
+    assert steps(again) == [2, 3]
+
+
+def test_where_nothing_can_be_kept_the_run_goes_on(
+    model: str, whole: list[Event], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("no folder")
+    events = list(begun(tmp_path / "file" / "runs", model=model, **OPEN_SORA))
+    same(whole, events)
+    (note,) = [e.text for e in events if isinstance(e, Note) and "can't be kept" in e.text]
+    assert "EVERYFRAME_RUNS" in note
+
+
+def test_a_device_that_is_lost_leaves_a_good_state(
+    model: str, whole: list[Event], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(*_: Any, **__: Any) -> Any:
+        raise torch.AcceleratorError("CUDA error: unspecified launch failure")
+
+    def until_it_is_lost() -> None:
+        for event in begun(tmp_path, model=model, **OPEN_SORA):
+            if isinstance(event, Step) and (event.stage, event.step) == ("denoise", 2):
+                monkeypatch.setattr(stdit3.STDiT3, "forward", lost)
+
+    with pytest.raises(WorkerDiedError) as told:
+        until_it_is_lost()
+    monkeypatch.undo()
+    (folder,) = all_runs(tmp_path)
+    assert "the device was lost" in str(told.value)
+    assert f"everyframe resume {folder.name}" in str(told.value)
+    again = list(resuming.go_on(folder))
+    same(whole, again)
+    assert steps(again) == [3]
+
+
+@pytest.mark.parametrize("what", ["tensors", "state.json"])
+def test_a_state_that_is_damaged_costs_time_and_nothing_else(
+    what: str, model: str, whole: list[Event], tmp_path: Path
+) -> None:
+    folder = cut(model, tmp_path)
+    path = folder.path / what
+    path = next(path.iterdir()) if path.is_dir() else path
+    path.write_bytes(path.read_bytes()[:-9])
+    again = list(resuming.go_on(folder))
+    same(whole, again)
+    assert any(isinstance(e, Note) and "begins" in e.text and path.name in e.text for e in again)
+    assert steps(again) == [1, 2, 3]
+
+
+def test_what_was_changed_since_is_refused(model: str, tmp_path: Path) -> None:
+    picture, root = tmp_path / "first.png", tmp_path / "runs"
+    Image.fromarray(PICTURE).save(picture)
+    folder = cut(model, root, image=str(picture), edit_strength=0.5)
+    Image.fromarray(PICTURE[::-1]).save(picture)
+    with pytest.raises(InputError, match=r"image is not what .* was begun with"):
+        list(resuming.go_on(folder))
+    Image.fromarray(PICTURE).save(picture)
+    written = folder.path / "run.json"
+    name = json.dumps(machine_facts("cpu").cpu.name)
+    written.write_text(written.read_text().replace(name, '"Another CPU"'))
+    with pytest.raises(CannotRunError, match="Another CPU"):
+        list(resuming.go_on(folder))
+    lock = folder.locked()
+    with pytest.raises(BusyError, match="another process"):
+        list(resuming.go_on(folder))
+    with pytest.raises(InputError, match="nothing to go on with"):
+        find_run(None, root)
+    lock.release()
+    assert find_run(None, root) == find_run(folder.name, root) == folder
+    with pytest.raises(InputError, match="there is no run"):
+        find_run("another", root)
+
+
+def test_python_goes_on_with_a_run(
+    model: str, whole: list[Event], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EVERYFRAME_RUNS", str(tmp_path))
+    cut(model, tmp_path)
+    (listed,) = everyframe.list_runs()
+    assert (listed.prompt, listed.is_busy) == ("a red circle", False)
+    assert listed.progress == "stage 2, 2 steps of it"
+    video = everyframe.resume(listed.run, output="float")
+    assert isinstance(video, everyframe.Video)
+    np.testing.assert_array_equal(video.frames, videos(whole)[3])
+    assert everyframe.list_runs() == []
+    with pytest.raises(InputError, match="nothing to go on with"):
+        everyframe.resume()
