@@ -18,20 +18,11 @@ from torch import Tensor, nn
 from everyframe.core.errors import NumericsError
 from everyframe.core.events import Event, Note, Repaired
 from everyframe.core.facts import DeviceFacts
-from everyframe.core.plan import Plan, Precision, Settings
 from everyframe.families import guarding
 from everyframe.families.guarding import Guard
-from everyframe.precision import edges
+from guarded_nets import CLOSE, Net, halved, inputs, plan, repairs, scaled
 
-CPU = DeviceFacts("a processor", "cpu", None, memory=10**12, free_memory=10**12)
-#: Of a few layers in float16 among others in float32, to numbers around 1.
-CLOSE = 1e-2
 WITH_BF16 = DeviceFacts("another", "cpu", None, 10**12, 10**12, has_fast_bf16=True)
-
-
-def plan(device: DeviceFacts = CPU, prompt: str = "a red circle") -> Plan:
-    settings = Settings(prompt, None, 8, 8, 4, 8.0, 3, 1.0, 0)
-    return Plan("toy", "toy", "Toy", settings, device, 1, ())
 
 
 class Attention(nn.Module):
@@ -80,32 +71,6 @@ class Image(nn.Module):
         return self.conv(x)
 
 
-class Net(nn.Module):
-    """Three middle parts, of which one is faulty, between layers that are not."""
-
-    def __init__(self, *parts: nn.Module) -> None:
-        super().__init__()
-        self.first = nn.Linear(8, 8)
-        self.parts = nn.ModuleList(parts)
-        self.norm = nn.LayerNorm(8)
-        self.last = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for part in self.parts:
-            x = part(x)
-        return self.last(self.norm(x))
-
-
-def scaled(module: nn.Module, by: float) -> nn.Module:
-    """With weights so much larger, none of them beyond float16."""
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.mul_(by)
-            assert parameter.abs().max() < 60_000
-    return module
-
-
 FAULTS: dict[str, tuple[Callable[[], nn.Module], str, str, str]] = {
     # what is planted; the module named, what is raised, the operation
     "linear": (lambda: scaled(nn.Linear(8, 8), 1e5), "", "", "linear"),
@@ -126,20 +91,6 @@ def _large_sum(residual: Residual) -> nn.Module:
 def _large_query(attention: Attention) -> nn.Module:
     scaled(attention.to_q, 1e5)
     return attention
-
-
-def inputs(seed: int = 0) -> Tensor:
-    return torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(seed))
-
-
-def halved(net: nn.Module, dtype: str = "float16") -> nn.Module:
-    net.eval().requires_grad_(False)
-    edges.apply(net, Precision(dtype, dtype))
-    return net
-
-
-def repairs(guard: Guard) -> list[Repaired]:
-    return [event for event in guard.events() if isinstance(event, Repaired)]
 
 
 CASES = [(name, place) for name in FAULTS for place in range(3)]
