@@ -291,6 +291,11 @@ def differences(record: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[st
     device = record.get("plan", {}).get("device", {}).get("name")
     if device != other["plan"]["device"]["name"]:
         found.append(f"the device was {device}, is {other['plan']['device']['name']}")
+    found += [
+        f"it ran out of memory in {repair.get('stage')} and went on otherwise: {repair.get('to')}"
+        for repair in record.get("repairs", ())
+        if repair.get("cause") == "memory"
+    ]
     if record.get("request") == other["request"]:
         # What was asked is the same, so a setting that is not has another default now.
         was, now = (_flat(each.get("settings", {})) for each in (record, other))

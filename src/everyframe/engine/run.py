@@ -40,6 +40,7 @@ from everyframe.engine.record import make_record
 from everyframe.families.family import Model, Stage, Take
 from everyframe.families.loading import let_go
 from everyframe.families.remembered import Key, forget, key_of, remember
+from everyframe.hardware.peak import is_out_of_memory
 from everyframe.planning.resolve import GivenModel, check_feasible, prepare
 from everyframe.precision.full import full_float32
 from everyframe.runs.folder import runs_folder
@@ -123,8 +124,7 @@ def _next(events: Iterator[Event]) -> Event | None:
         return next(events, None)
     except RuntimeError as error:
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
-        # torch has a class for accelerators only; its CPU allocator says so in words.
-        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+        if is_out_of_memory(error):
             raise CannotRunError(
                 "out of memory while it ran; a smaller size or num_frames takes less, and another "
                 f"program may hold what the plan counted on ({said})"
@@ -176,8 +176,8 @@ def _memory(record: Mapping[str, Any], plan: Plan) -> Key | None:
 
 
 def _remember(key: Key | None, plan: Plan, event: Repaired) -> None:
-    """Have the next plan begin with this repair."""
-    if key is not None:
+    """Have the next plan begin with this repair; how much memory is free is of this moment."""
+    if key is not None and event.cause != "memory":
         dtype = plan.component(event.component).precision.parameters
         remember(key, Remedy(event.component, event.raised, event.to, dtype))
 

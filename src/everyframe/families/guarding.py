@@ -15,15 +15,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
-from everyframe.core.errors import NumericsError
+from everyframe.core.errors import CannotRunError, NumericsError
 from everyframe.core.events import Event, Note, Repaired
-from everyframe.core.plan import PLAIN, Plan, Remedy
+from everyframe.core.plan import PLAIN, Plan, Remedy, Settings
 from everyframe.families.family import Take
 from everyframe.families.repairing import Repairs
-from everyframe.hardware.peak import memory_verdict
+from everyframe.families.sparing import Reliefs, Savings
+from everyframe.families.telling import told_of
+from everyframe.hardware.peak import is_out_of_memory, memory_verdict
 from everyframe.numerics.locate import Fault, bad_weights, locate
 from everyframe.numerics.watch import Range, blank_frames, range_of
 from everyframe.optimize.compiling import run_as_written
@@ -42,16 +43,6 @@ _ASKS_FOR_BLANK = re.compile(
     r"\b(black|dark|darkness|night|white|blank|empty|plain|solid|fades?|fading)\b", re.IGNORECASE
 )
 
-_CAUSES: dict[str, str] = {
-    "range": "in float32 it is {wide}, and {dtype} ends at {limit:.0f}",
-    "kernel": "in float32 it is {wide}, which fits into {dtype}: the kernel is wrong, or "
-    "adds up too narrowly",
-    "formula": "the same operation is not finite in float32 either",
-    "lost": "the operation alone is not finite in float32 either, the module is: {dtype} lost "
-    "something before it",
-    "unclear": "this kernel has no float32 form to compare with",
-}
-
 
 class Guard:
     """Watches the components `parts` of one stage, by name, for as long as the stage runs.
@@ -68,15 +59,22 @@ class Guard:
         *,
         counts: str = "step",
         of: str = "",
+        savings: Savings | None = None,
     ) -> None:
         self._plan = plan
         self._stage = stage
         self._parts = dict(parts)
         self._counted = (counts, of or stage)
         self._repairs = Repairs(plan.device, parts)
+        self._reliefs = Reliefs(plan, parts, savings)
         self._events: list[Event] = []
         self._take: Take | None = None
         self._largest = 0.0
+
+    @property
+    def settings(self) -> Settings:
+        """The plan's settings, with what had to be done by now to need less memory."""
+        return self._reliefs.settings
 
     @property
     def has_repaired(self) -> bool:
@@ -113,15 +111,54 @@ class Guard:
         Raises:
             NumericsError: no rung of precision helps; names step, module and operation.
         """
-        result = compute()
+        result = self.spared(step, compute)
         return result if range_of(result).is_finite else self.repaired(step, compute)
+
+    def spared(
+        self,
+        step: int,
+        compute: Callable[[], _Result],
+        again: Callable[[], _Result] | None = None,
+    ) -> _Result:
+        """The result of `compute`, done in less memory if there is too little.
+
+        `again` is called in its place then, if it is given. See `settings`.
+
+        Raises:
+            CannotRunError: there is too little for any way that is known.
+        """
+        while True:
+            try:
+                return compute()
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                said = str(error).partition("\n")[0]
+            # Out of the handler, so that nothing holds what the failed call had made.
+            self._relieve(step, said)
+            compute = again or compute
+
+    def _relieve(self, step: int, said: str) -> None:
+        relief = self._reliefs.next()
+        if relief is None:
+            raise CannotRunError(
+                f"{self._where(step)}: out of memory, and nothing is left that takes less; a "
+                "smaller size or num_frames does, and another program may hold what the plan "
+                f"counted on ({said})"
+            )
+        text = f"{self._where(step)}: out of memory ({said}); it goes on: {relief.says}"
+        self._events.append(
+            Repaired(self._stage, step, relief.component, "", "", "memory", "", "", relief.says,
+                     text)
+        )  # fmt: skip
 
     def denoiser(
         self, make: Callable[[], Callable[..., Tensor]], start: int = 0
     ) -> Callable[..., Tensor]:
         """``denoise`` as `make` makes it, watched; made again whenever a module was raised.
 
-        What it keeps of a text was computed by modules, too. `start` steps were done before.
+        What it keeps of a text was computed by modules, too. Also where memory ran out, with
+        the guard's `settings` of then. `start` steps were done before.
         """
         return _Denoiser(self, make, start)
 
@@ -205,7 +242,7 @@ class Guard:
             try:
                 fault, _ = locate(self._parts, compute)
             except RuntimeError as error:
-                if not done or isinstance(error, torch.OutOfMemoryError):
+                if not done or is_out_of_memory(error):
                     raise
                 # Two dtypes met beside what was raised: what is around it goes along.
                 last = done.pop()
@@ -251,7 +288,7 @@ class Guard:
 
     def _beyond_repair(self, step: int, fault: Fault) -> NumericsError:
         return NumericsError(
-            f"{self._where(step)}: {_told(fault, fault.cause)}. No wider precision helps, and "
+            f"{self._where(step)}: {told_of(fault, fault.cause)}. No wider precision helps, and "
             "nothing was written; other settings (size, guidance, steps) may not reach this"
         )
 
@@ -259,7 +296,7 @@ class Guard:
         fault, remedy = done.fault, done.remedy
         # It went well in float32, so the formula is right.
         cause, why = ("range", "lost") if fault.cause == "formula" else (fault.cause, fault.cause)
-        told = _told(fault, why)
+        told = told_of(fault, why)
         text = f"{self._where(step)}: {told}. {remedy.place} runs in {remedy.to} from here on"
         dtype = dtype_name(fault.dtype)
         return Repaired(
@@ -342,19 +379,19 @@ class _Denoiser:
     def __init__(self, guard: Guard, make: Callable[[], Callable[..., Tensor]], start: int) -> None:
         self._guard = guard
         self._make = make
-        self._denoise = make()
+        self._denoise = guard.spared(start + 1, make)
         self._step = start
 
     def __call__(self, *given: Tensor) -> Tensor:
         self._step += 1
-        answer = self._denoise(*given)
+
+        def again() -> Tensor:
+            self._denoise = self._make()
+            return self._denoise(*given)
+
+        answer = self._guard.spared(self._step, lambda: self._denoise(*given), again)
         seen = range_of(answer)
         if not seen.is_finite:
-
-            def again() -> Tensor:
-                self._denoise = self._make()
-                return self._denoise(*given)
-
             answer = self._guard.repaired(self._step, again)
             seen = range_of(answer)
         self._guard.answered(self._step, seen)
@@ -364,13 +401,3 @@ class _Denoiser:
 def asks_for_blank(prompt: str) -> bool:
     """Whether frames of one colour are what the prompt asks for."""
     return _ASKS_FOR_BLANK.search(prompt) is not None
-
-
-def _told(fault: Fault, why: str) -> str:
-    """The fault in a clause; `why` is one of `_CAUSES`."""
-    dtype = dtype_name(fault.dtype)
-    told = _CAUSES[why].format(wide=fault.wide, dtype=dtype, limit=torch.finfo(fault.dtype).max)
-    return (
-        f"{fault.operation} in {fault.place} made values that are not finite in {dtype} "
-        f"(operands {fault.given}, result {fault.made}; {told})"
-    )

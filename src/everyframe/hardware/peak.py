@@ -1,4 +1,4 @@
-"""The most memory that this process has held on a device so far, for telling what was not at fault.
+"""The most memory that this process has held on a device so far, and whether it was too much.
 
 Not here: forecasts (`everyframe.planning.forecast`) and limits (`facts.py`).
 """
@@ -26,6 +26,19 @@ def peak_bytes(device: DeviceFacts) -> int | None:
     # In bytes on macOS, in kilobytes elsewhere.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether that is an allocator that found no memory.
+
+    torch has a class of its own for accelerators only; elsewhere it says so in words.
+    """
+    import torch
+
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    words = ("can't allocate memory", "out of memory")
+    return isinstance(error, RuntimeError) and any(each in str(error) for each in words)
 
 
 def memory_verdict(device: DeviceFacts) -> str:

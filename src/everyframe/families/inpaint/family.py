@@ -87,7 +87,7 @@ class InpaintModel:
         from everyframe.families.inpaint.stages import DenoiseStage, TextStage
 
         assert clip == 0, "a chain is refused when the request is settled"
-        job = Job(plan, self.builders, self.files, self.options)
+        job = Job(plan, self.builders, self.files, self.options, self.savings)
         return (TextStage(job), EncodeStage(job), DenoiseStage(job), DecodeStage(job))
 
 

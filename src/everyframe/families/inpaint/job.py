@@ -23,6 +23,7 @@ from everyframe.families.inpaint.schedulers import begin, make_scheduler, num_ti
 from everyframe.families.inpaint.settle import geometry_of, latent_shape
 from everyframe.families.inpaint.weights import VAE_KEYS
 from everyframe.families.loading import load_component
+from everyframe.families.sparing import Savings
 
 _Item = TypeVar("_Item")
 
@@ -35,6 +36,7 @@ class Job:
     builders: Builders
     files: Files
     options: InpaintOptions
+    savings: Savings | None = None
 
     @property
     def settings(self) -> Settings:

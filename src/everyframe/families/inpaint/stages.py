@@ -122,7 +122,7 @@ class DenoiseStage:
         )
         yield Loaded("unet", time.perf_counter() - began)
         named = {controlnet_name(number): net for number, net in enumerate(nets)}
-        guard = Guard(job.plan, self.name, {**named, "unet": unet})
+        guard = Guard(job.plan, self.name, {**named, "unet": unet}, savings=job.savings)
         batches = partial(self._batches, unet, nets, guard)
         steps = job.num_batches * job.num_timesteps
         yield from denoised(self.name, takes, steps, guard, batches)
@@ -165,7 +165,7 @@ class DenoiseStage:
         controls: tuple[Tensor, ...],
         frames: slice,
     ) -> Iterator[SamplerStep]:
-        job, settings, known = self.job, self.job.settings, take.known
+        job, known = self.job, take.known
         device = job.device("unet")
         scheduler, timesteps = job.scheduled(device)
         mask = known.mask[frames].to(device)
@@ -181,16 +181,14 @@ class DenoiseStage:
             mask=mask if takes_mask else None,
             masked=known.masked[frames].to(device) if takes_mask else None,
         )
-        denoise = Denoiser(
-            unet,
-            nets,
-            conditions,
-            _steering(settings),
-            guidance_scale=settings.guidance_scale,
-            guess_mode=bool(settings.option("guess_mode")),
-            num_steps=len(timesteps),
-            branches_at_once=settings.saving("branches_at_once", 2),
-        )
+        done = start
+        made: list[Denoiser] = []
+
+        def make() -> Denoiser:
+            made[:] = [_denoiser(unet, nets, conditions, guard.settings, len(timesteps))]
+            made[0].step = done
+            return made[0]
+
         put_back = None
         if not takes_mask:
             assert source is not None, "encoded for a UNet that takes no mask"
@@ -199,8 +197,7 @@ class DenoiseStage:
         def generators(step: int) -> list[torch.Generator]:
             return [noise.generator(take.seed, "step", step) for _ in range(len(mask))]
 
-        watched = guard.denoiser(lambda: denoise, start)
-        denoise.step = start
+        watched = guard.denoiser(make, start)
         for step in scheduled.sample(
             watched,
             x,
@@ -211,7 +208,7 @@ class DenoiseStage:
             start=start,
             memory=take.memory,
         ):
-            denoise.step = step.index + 1
+            done = made[0].step = step.index + 1
             yield step
 
     def _begin(
@@ -227,6 +224,25 @@ class DenoiseStage:
             assert source is not None, "encoded to begin with"
             return scheduler.add_noise(source, start, timesteps[:1]), start
         return start * scheduler.init_noise_sigma, start
+
+
+def _denoiser(
+    unet: nn.Module,
+    nets: Sequence[nn.Module],
+    conditions: Conditions,
+    settings: Settings,
+    num_steps: int,
+) -> Denoiser:
+    return Denoiser(
+        unet,
+        nets,
+        conditions,
+        _steering(settings),
+        guidance_scale=settings.guidance_scale,
+        guess_mode=bool(settings.option("guess_mode")),
+        num_steps=num_steps,
+        branches_at_once=settings.saving("branches_at_once", 2),
+    )
 
 
 def _steering(settings: Settings) -> list[Steering]:

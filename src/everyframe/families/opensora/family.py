@@ -111,7 +111,8 @@ class OpenSoraModel:
             TextStage,
         )
 
-        job = Job(plan, self.sizes.saving(plan.settings), self.parts, self.facts, clip)
+        sizes = self.sizes.saving(plan.settings)
+        job = Job(plan, sizes, self.parts, self.facts, clip, self.savings)
         stages: list[Stage] = [TextStage(job)] if clip == 0 else []
         given = plan.settings.given_frames
         if job.goes_on() or "image" in given or (

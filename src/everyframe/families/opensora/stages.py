@@ -43,6 +43,7 @@ from everyframe.families.opensora.weights import (
     T5_KEYS,
     VIDEO_VAE_KEYS,
 )
+from everyframe.families.sparing import Savings
 from everyframe.families.stepping import denoised
 from everyframe.samplers import iddpm, noise, rflow
 from everyframe.samplers.step import Step as SamplerStep
@@ -57,6 +58,7 @@ class Job:
     parts: Parts
     facts: Facts
     clip: int
+    savings: Savings | None = None
 
     @property
     def settings(self) -> Settings:
@@ -260,7 +262,7 @@ class DenoiseStage:
             STDIT_KEYS if job.facts.version == "1.0" else STDIT3_KEYS,
         )
         yield Loaded("denoiser", time.perf_counter() - began)
-        guard = Guard(job.plan, self.name, {"denoiser": model})
+        guard = Guard(job.plan, self.name, {"denoiser": model}, savings=job.savings)
 
         def batches(take: Take) -> Iterator[Iterator[SamplerStep]]:
             yield self._sample(model, guard, take)
@@ -281,7 +283,10 @@ class DenoiseStage:
             given = take.start_noise
             x = noise.start_noise(label, shape)[None] if given is None else given
         x = x.to(device)
-        make = partial(Denoiser, model, take.text, settings, job.facts, device)
+
+        def make() -> Denoiser:
+            return Denoiser(model, take.text, guard.settings, job.facts, device)
+
         denoise = guard.denoiser(make, start)
         if job.facts.version == "1.0":
             plan = iddpm.schedule(settings.num_inference_steps)
@@ -315,7 +320,7 @@ class DecodeStage:
         job, began = self.job, time.perf_counter()
         vae = job.load_vae()
         yield Loaded("vae", time.perf_counter() - began)
-        guard = Guard(job.plan, self.name, {"vae": vae})
+        guard = Guard(job.plan, self.name, {"vae": vae}, savings=job.savings)
         total, done = self.num_steps(len(takes)), 0
         for take in takes:
             guard.take(take)
@@ -350,12 +355,14 @@ class DecodeStage:
         given = (take.given.first, take.given.last, take.given.source)
         is_asked = any(each is not None and each.min() == each.max() for each in given)
         for number, piece in enumerate(vae.pieces(self.job.settings.num_frames), start=1):
-            decode = partial(_decoded, vae, latents, piece)
+            decode = partial(_decoded, vae, guard, latents, piece)
             pixels = guard.decoded(number, decode, latents, is_asked=is_asked)
             frames = rearrange(pixels, "t c h w -> t h w c").to("cpu", torch.float32)
             yield (frames / 2 + 0.5).clamp(0, 1)
 
 
-def _decoded(vae: ImageVAE | VideoVAE, latents: Tensor, piece: Piece) -> Tensor:
+def _decoded(vae: ImageVAE | VideoVAE, guard: Guard, latents: Tensor, piece: Piece) -> Tensor:
     """The pixels (T, C, H, W) of one piece."""
-    return rearrange(vae.decode_piece(latents, piece)[0], "c t h w -> t c h w")
+    # As the autoencoder was planned, or less where memory ran out.
+    at_once = guard.settings.saving("decode_frames", 0) or None
+    return rearrange(vae.decode_piece(latents, piece, at_once)[0], "c t h w -> t c h w")

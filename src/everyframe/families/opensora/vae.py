@@ -91,17 +91,20 @@ class ImageVAE(nn.Module):
         _check_frames(self.config, latents_BCTHW, num_frames)
         return (self.decode_piece(latents_BCTHW, piece) for piece in self.pieces(num_frames))
 
-    def decode_piece(self, latents_BCTHW: Tensor, piece: Piece) -> Tensor:
-        """The pixels of one piece of a video whose latents these are."""
-        return self.decode_frames(latents_BCTHW[:, :, piece.latent_start : piece.latent_stop])
+    def decode_piece(
+        self, latents_BCTHW: Tensor, piece: Piece, at_once: int | None = None
+    ) -> Tensor:
+        """The pixels of one piece of a video whose latents these are; see `decode_frames`."""
+        latents = latents_BCTHW[:, :, piece.latent_start : piece.latent_stop]
+        return self.decode_frames(latents, at_once)
 
-    def decode_frames(self, latents_BCTHW: Tensor) -> Tensor:
-        """All frames of these latents, `micro_batch_size` in a call."""
+    def decode_frames(self, latents_BCTHW: Tensor, at_once: int | None = None) -> Tensor:
+        """All frames of these latents, `at_once` in a call, or as many as the config says."""
         batch = latents_BCTHW.shape[0]
         rows = rearrange(latents_BCTHW, "b c t h w -> (b t) c h w") / self.config.scaling_factor
         frames = [
             self.module.decode(group).sample
-            for group in torch.split(rows, self.config.micro_batch_size)
+            for group in torch.split(rows, at_once or self.config.micro_batch_size)
         ]
         return rearrange(torch.cat(frames), "(b t) c h w -> b c t h w", b=batch)
 
@@ -171,11 +174,13 @@ class VideoVAE(nn.Module):
         _check_frames(self.config, latents_BCTHW, num_frames)
         return (self.decode_piece(latents_BCTHW, piece) for piece in self.pieces(num_frames))
 
-    def decode_piece(self, latents_BCTHW: Tensor, piece: Piece) -> Tensor:
-        """The pixels of one piece of a video whose latents these are."""
+    def decode_piece(
+        self, latents_BCTHW: Tensor, piece: Piece, at_once: int | None = None
+    ) -> Tensor:
+        """The pixels of one piece of a video whose latents these are, `at_once` frames a call."""
         latents = latents_BCTHW[:, :, piece.latent_start : piece.latent_stop]
         spatial = self.temporal_vae.decode(latents * self.scale + self.shift, piece.num_frames)
-        return self.spatial_vae.decode_frames(spatial)
+        return self.spatial_vae.decode_frames(spatial, at_once)
 
 
 def _per_channel(values: tuple[float, ...]) -> Tensor:

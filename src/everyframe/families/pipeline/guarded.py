@@ -55,8 +55,8 @@ class Guarded:
         self._parts: list[_Part] = []
         for name, module in modules.items():
             denoises = bool(denoisers((name,)))
-            counts = {"counts": "step", "of": STAGE} if denoises else {"counts": "call", "of": name}
-            guard = Guard(plan, STAGE, {name: module}, **counts)
+            counts, of = ("step", STAGE) if denoises else ("call", name)
+            guard = Guard(plan, STAGE, {name: module}, counts=counts, of=of)
             guard.take(take)
             made = _Denoiser if denoises else _Coder if _has_frames(name) else _Part
             self._parts.append(made(guard, name, module, watch, emit, is_asked=is_asked))

@@ -95,7 +95,7 @@ class SVDModel:
         )
 
         assert clip == 0, "a chain is refused when the request is settled"
-        job = Job(plan, self.builders, self.files)
+        job = Job(plan, self.builders, self.files, self.savings)
         return (ImageStage(job), EncodeStage(job), DenoiseStage(job), DecodeStage(job))
 
 

@@ -24,6 +24,7 @@ from everyframe.core.plan import Plan, Settings
 from everyframe.families.family import Take
 from everyframe.families.guarding import Guard
 from everyframe.families.loading import load_component
+from everyframe.families.sparing import Savings
 from everyframe.families.stepping import denoised
 from everyframe.families.svd import pictures
 from everyframe.families.svd.checkpoint import Files
@@ -42,6 +43,7 @@ class Job:
     plan: Plan
     builders: Builders
     files: Files
+    savings: Savings | None = None
 
     @property
     def settings(self) -> Settings:
@@ -161,6 +163,12 @@ def _encoded(vae: Any, picture: Tensor) -> Tensor:
     return latents
 
 
+def _decoded(vae: Any, config: SVDConfig, latents: Tensor) -> Tensor:
+    together = {"num_frames": len(latents)} if config.decodes_together else {}
+    pixels: Tensor = vae.decode(latents, **together).sample
+    return pixels
+
+
 def _given(take: Take) -> Any:
     assert take.given.first is not None, "settled without a picture"
     return take.given.first
@@ -189,7 +197,7 @@ class DenoiseStage:
             outputs=job.builders.outputs("unet"),
         )
         yield Loaded("unet", time.perf_counter() - began)
-        guard = Guard(job.plan, self.name, {"unet": unet})
+        guard = Guard(job.plan, self.name, {"unet": unet}, savings=job.savings)
 
         def batches(take: Take) -> Iterator[Iterator[SamplerStep]]:
             yield self._sample(unet, guard, take)
@@ -203,7 +211,10 @@ class DenoiseStage:
         device = job.device("unet")
         steps = job.settings.num_inference_steps
         sigmas = euler_karras.schedule(steps, config.sigma_min, config.sigma_max)
-        make = partial(Denoiser, unet, take.known, job.settings, device)
+
+        def make() -> Denoiser:
+            return Denoiser(unet, take.known, guard.settings, device)
+
         denoise = guard.denoiser(make, take.step)
         if take.step:
             x = take.latents.to(device)
@@ -292,7 +303,7 @@ class DecodeStage:
         yield Loaded("vae", time.perf_counter() - began)
         total, done = self.num_steps(len(takes)), 0
         chunk = int(job.settings.option("decode_chunk_size"))
-        guard = Guard(job.plan, self.name, {"vae": vae})
+        guard = Guard(job.plan, self.name, {"vae": vae}, savings=job.savings)
         for take in takes:
             begun = time.perf_counter()
             guard.take(take)
@@ -315,10 +326,15 @@ class DecodeStage:
         """Frames (T, H, W, 3) in 0..1 of one chunk."""
         config = self.job.config
         latents = (latents_TCHW * (1 / config.scaling_factor)).to(self.job.device("vae"))
-        together = {"num_frames": len(latents)} if config.decodes_together else {}
-        pixels = guard.decoded(
-            chunk, lambda: vae.decode(latents, **together).sample, latents, is_asked=is_asked
-        )
+
+        def decode() -> Tensor:
+            # A chunk as it was planned, or in smaller ones where memory ran out.
+            at_once = int(guard.settings.option("decode_chunk_size"))
+            return torch.cat(
+                [_decoded(vae, config, part) for part in torch.split(latents, at_once)]
+            )
+
+        pixels = guard.decoded(chunk, decode, latents, is_asked=is_asked)
         pixels = pixels.to("cpu", torch.float32)
         frames: Tensor = rearrange(pixels, "t c h w -> t h w c") / 2 + 0.5
         return frames.clamp(0, 1).contiguous()

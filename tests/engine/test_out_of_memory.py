@@ -1,0 +1,212 @@
+"""An allocator that finds no memory, planted in whole runs: done in less, or refused in a sentence.
+
+The videos are those of a run that was planned with that little from the start, bit for bit: the
+same code does it, only later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import everyframe
+import tiny
+import tiny_inpaint
+import tiny_svd
+from everyframe.core.errors import CannotRunError
+from everyframe.core.events import Event, Frames, Repaired, VideoDone
+from everyframe.core.facts import DeviceFacts
+from everyframe.core.plan import ComponentPlan, Plan, Precision
+from everyframe.core.request import Request
+from everyframe.engine.record import differences
+from everyframe.families.guarding import Guard
+from everyframe.families.sparing import Reliefs
+from guarded_nets import Net, inputs, plan
+
+PICTURE = np.random.default_rng(0).integers(0, 255, (32, 32, 3), np.uint8)
+MASK = np.zeros((32, 32), np.uint8)
+MASK[8:24, 8:24] = 255
+
+ASKED: dict[str, tuple[Callable[[Path], Path], dict[str, Any]]] = {
+    "svd": (tiny_svd.svd, {"image": PICTURE, "size": "32x32", "num_frames": 4}),
+    "inpaint": (
+        tiny_inpaint.inpaint,
+        {"prompt": "a red ball", "image": PICTURE, "mask": MASK, "control": "canny"},
+    ),
+    "opensora": (tiny.opensora_1_2, {"prompt": "a red circle", "size": "32x32", "num_frames": 2}),
+}
+
+#: The cheapest, which runs always.
+FAST = "opensora"
+
+#: As torch's CPU allocator says it.
+TOO_LITTLE = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 GB"
+
+
+@contextmanager
+def no_room(kind: str, above: int, after: int = 0) -> Iterator[list[int]]:
+    """Within, modules of that class find no memory for more than `above` rows, after some calls."""
+    calls: list[int] = []
+
+    def check(module: nn.Module, args: Any, kwargs: Any) -> None:
+        if type(module).__name__ == kind:
+            rows = len(next(each for each in (*args, *kwargs.values()) if torch.is_tensor(each)))
+            calls.append(rows)
+            if rows > above and len(calls) > after:
+                raise RuntimeError(TOO_LITTLE)
+
+    def hook(module: nn.Module, args: Any) -> None:
+        check(module, args, {})
+
+    handle = nn.modules.module.register_module_forward_pre_hook(hook)
+    try:
+        yield calls
+    finally:
+        handle.remove()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    root, made = tmp_path_factory.mktemp("models"), {}
+
+    def folder(family: str) -> Path:
+        if family not in made:
+            made[family] = ASKED[family][0](root / family)
+        return made[family]
+
+    return folder
+
+
+def events_of(folder: Path, family: str, **more: Any) -> list[Event]:
+    asked = {
+        "num_inference_steps": 2, "seed": 1, "device": "cpu", "dtype": "fp32",
+        **ASKED[family][1], **more,
+    }  # fmt: skip
+    return list(everyframe.stream(Request(model=str(folder), **asked)))
+
+
+def frames_of(events: list[Event]) -> np.ndarray[Any, Any]:
+    return np.concatenate([event.frames for event in events if isinstance(event, Frames)])
+
+
+def repairs_of(events: list[Event]) -> list[Repaired]:
+    return [event for event in events if isinstance(event, Repaired)]
+
+
+#: The class of the denoiser, and how far two orders of the same sums in float32 may be apart.
+DENOISERS = {
+    "svd": "VideoUNet", "inpaint": "UNet2DConditionModel",
+    "opensora": "STDiT3Block",
+}  # fmt: skip
+CLOSE = 1e-4
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["svd", *(pytest.param(each, marks=pytest.mark.slow) for each in ASKED if each != "svd")],
+)
+def test_a_step_goes_on_with_one_branch_after_the_other(
+    family: str, folders: Callable[[str], Path]
+) -> None:
+    usual = frames_of(events_of(folders(family), family))
+    kind = DENOISERS[family]
+    with no_room(kind, above=1, after=1 if family != "opensora" else 4) as calls:
+        events = events_of(folders(family), family)
+    assert max(calls) > 1, "the fault was not planted"
+    (repair,) = repairs_of(events)
+    assert (repair.stage, repair.cause, repair.step) == ("denoise", "memory", 2)
+    assert "one after the other" in repair.to
+    assert "can't allocate memory" in repair.text
+    assert np.abs(frames_of(events) - usual).max() < CLOSE
+    (done,) = [event for event in events if isinstance(event, VideoDone)]
+    assert [each["cause"] for each in done.record["repairs"]] == ["memory"]
+    # Other bits can't be ruled out when it is made again, and that is said.
+    said = differences(done.record, {**done.record, "repairs": []})
+    assert [line for line in said if "ran out of memory in denoise" in line]
+
+
+@pytest.mark.slow
+def test_decoding_goes_on_in_smaller_pieces(folders: Callable[[str], Path]) -> None:
+    wanted = frames_of(events_of(folders("svd"), "svd", decode_chunk_size=1))
+    with no_room("TemporalDecoder", above=1):
+        events = events_of(folders("svd"), "svd")
+    assert [repair.stage for repair in repairs_of(events)] == ["decode", "decode"]
+    assert np.array_equal(frames_of(events), wanted), "frame by frame from the first chunk on"
+
+
+@pytest.mark.slow
+def test_opensora_decodes_fewer_frames_in_a_call(folders: Callable[[str], Path]) -> None:
+    usual = frames_of(events_of(folders("opensora"), "opensora"))
+    with no_room("Decoder", above=1):
+        events = events_of(folders("opensora"), "opensora")
+    repairs = repairs_of(events)
+    assert {repair.stage for repair in repairs} == {"decode"}
+    assert repairs[-1].to.startswith("frames are decoded 1 at once")
+    assert np.abs(frames_of(events) - usual).max() < CLOSE
+
+
+@pytest.mark.parametrize("family", [pytest.param("svd", marks=pytest.mark.slow), "opensora"])
+def test_where_nothing_takes_less_it_is_refused(
+    family: str, folders: Callable[[str], Path]
+) -> None:
+    with no_room(DENOISERS[family], above=0), pytest.raises(CannotRunError) as caught:
+        events_of(folders(family), family)
+    text = str(caught.value)
+    assert text.startswith("step 1 of denoise")
+    assert "nothing is left that takes less" in text
+    assert caught.value.exit_code == 3
+
+
+def test_other_errors_stay_what_they_are() -> None:
+    guard = Guard(plan(), "denoise", {})
+
+    def broken() -> torch.Tensor:
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        guard.call(1, broken)
+
+
+CARD = DeviceFacts("a card", "cuda", 0, 10**12, 10**12)
+
+
+def on_a_card() -> Plan:
+    """As if it ran on a card, which the host's memory stands for."""
+    whole = Precision("float32", "float32")
+    part = ComponentPlan("net", "Net", "denoise", "toy", 0, "cpu", whole, 0, 0)
+    return replace(plan(CARD), components=(part,))
+
+
+def test_weights_wait_on_the_host_at_last() -> None:
+    net = Net(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)).requires_grad_(False).eval()
+    wanted = net(inputs())
+    failures = 2
+
+    def compute() -> torch.Tensor:
+        nonlocal failures
+        if failures:
+            failures -= 1
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return net(inputs())
+
+    guard = Guard(on_a_card(), "denoise", {"net": net})
+    assert torch.equal(guard.call(1, compute), wanted)
+    first, second = [event for event in guard.events() if isinstance(event, Repaired)]
+    assert "given back" in first.to
+    assert "wait in the host's memory" in second.to
+    hooks = sum(len(part._forward_pre_hooks) for part in net.modules())
+    assert hooks, "offloaded"
+
+
+def test_each_way_is_tried_once() -> None:
+    reliefs = Reliefs(on_a_card(), {}, None)
+    assert reliefs.next() is not None
+    assert reliefs.next() is None
