@@ -10,7 +10,6 @@ so nothing changes. Read next: `repairing.py`, `everyframe.numerics.locate`.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -23,7 +22,7 @@ from everyframe.core.plan import PLAIN, Plan, Remedy, Settings
 from everyframe.families.family import Take
 from everyframe.families.repairing import Repairs
 from everyframe.families.sparing import Reliefs, Savings
-from everyframe.families.telling import told_of
+from everyframe.families.telling import asks_for_blank, told_of
 from everyframe.hardware.peak import is_out_of_memory, memory_verdict
 from everyframe.numerics.locate import Fault, bad_weights, locate
 from everyframe.numerics.watch import Range, blank_frames, range_of
@@ -38,10 +37,6 @@ _MAX_RAISED = 24
 _JUMP = 100.0
 #: Frames whose values (-1..1) differ by less than one of 255 steps are of one colour.
 _ONE_COLOUR = 2 / 255
-#: Words of a prompt that ask for frames of one colour.
-_ASKS_FOR_BLANK = re.compile(
-    r"\b(black|dark|darkness|night|white|blank|empty|plain|solid|fades?|fading)\b", re.IGNORECASE
-)
 
 
 class Guard:
@@ -396,8 +391,3 @@ class _Denoiser:
             seen = range_of(answer)
         self._guard.answered(self._step, seen)
         return answer
-
-
-def asks_for_blank(prompt: str) -> bool:
-    """Whether frames of one colour are what the prompt asks for."""
-    return _ASKS_FOR_BLANK.search(prompt) is not None

@@ -1,11 +1,18 @@
-"""A fault in words: which operation, where, and why. Read next: `guarding.py`."""
+"""Words: of a fault, and of prompts that ask for what else would be one. Read next: `guarding.py`."""
 
 from __future__ import annotations
+
+import re
 
 import torch
 
 from everyframe.numerics.locate import Fault
 from everyframe.precision.dtypes import dtype_name
+
+#: Words of a prompt that ask for frames of one colour.
+_ASKS_FOR_BLANK = re.compile(
+    r"\b(black|dark|darkness|night|white|blank|empty|plain|solid|fades?|fading)\b", re.IGNORECASE
+)
 
 _CAUSES: dict[str, str] = {
     "range": "in float32 it is {wide}, and {dtype} ends at {limit:.0f}",
@@ -26,3 +33,8 @@ def told_of(fault: Fault, why: str) -> str:
         f"{fault.operation} in {fault.place} made values that are not finite in {dtype} "
         f"(operands {fault.given}, result {fault.made}; {told})"
     )
+
+
+def asks_for_blank(prompt: str) -> bool:
+    """Whether frames of one colour are what the prompt asks for."""
+    return _ASKS_FOR_BLANK.search(prompt) is not None

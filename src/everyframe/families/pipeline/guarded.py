@@ -22,10 +22,11 @@ from everyframe.core.errors import NumericsError
 from everyframe.core.events import Event, Note
 from everyframe.core.plan import Plan
 from everyframe.families.family import Take
-from everyframe.families.guarding import Guard, asks_for_blank
+from everyframe.families.guarding import Guard
 from everyframe.families.pipeline.components import STAGE
 from everyframe.families.pipeline.sizes import denoisers
 from everyframe.families.pipeline.watching import StepWatch
+from everyframe.families.telling import asks_for_blank
 from everyframe.numerics.watch import blank_frames, range_of, tensors_in
 from everyframe.precision.edges import map_tensors
 
