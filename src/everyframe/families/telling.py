@@ -1,4 +1,4 @@
-"""Words: of a fault, and of prompts that ask for what else would be one. Read next: `guarding.py`."""
+"""Words: of a fault, and of prompts that ask for what else is one. Read next: `guarding.py`."""
 
 from __future__ import annotations
 
