@@ -37,6 +37,7 @@ from everyframe.families.opensora.context import TextContext
 from everyframe.families.opensora.stdit3 import STDiT3
 from everyframe.hardware import machine_facts
 from everyframe.ops.attention import AttentionCore
+from everyframe.optimize.put_on import after_weights, before_weights
 from everyframe.precision import edges
 
 RESULTS = Path(__file__).parent / "results"
@@ -56,6 +57,7 @@ class Sizes:
     frames: int
     side: int
     text: int
+    paths: tuple[str, ...] = ()
 
     @property
     def config(self) -> STDiT3Config:
@@ -72,6 +74,7 @@ class Sizes:
             f"hidden {self.hidden}, {self.heads} heads, {self.depth}+{self.depth} blocks, "
             f"{self.frames} latent frames x {(self.side // 2) ** 2} tokens, "
             f"{self.text} text tokens, batch 1"
+            + (f", by {', '.join(self.paths)}" if self.paths else "")
         )
 
 
@@ -124,7 +127,10 @@ def build(sizes: Sizes, dtype: str, plain: bool) -> STDiT3:
     if plain:
         with_plain_attention(model)
     islands = () if dtype == "float32" else DENOISER_ISLANDS
+    paths = () if plain else sizes.paths
+    before_weights(model, paths)
     edges.apply(model, Precision(dtype, dtype, islands))
+    after_weights(model, paths or None)
     return model
 
 
@@ -266,6 +272,8 @@ def arguments() -> argparse.Namespace:
         ("text", 120), ("rounds", 5),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
+    parser.add_argument("--path", action="append", default=[], help="a fast path of `everyframe "
+                        "paths`, besides attention-flash; may be repeated")  # fmt: skip
     parser.add_argument("--busy", action="store_true", help="one thread, processor time")
     parser.add_argument("--profile", action="store_true", help="operators by time, and stop")
     parser.add_argument("--no-page", action="store_true", help="print only")
@@ -276,7 +284,10 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     asked = arguments()
     torch.set_num_threads(1 if asked.busy else machine_facts("cpu").num_cores)
-    sizes = Sizes(asked.hidden, asked.heads, asked.depth, asked.frames, asked.side, asked.text)
+    paths = ("attention-flash", *asked.path) if asked.path else ()
+    sizes = Sizes(
+        asked.hidden, asked.heads, asked.depth, asked.frames, asked.side, asked.text, paths
+    )
     if asked.profile:
         print(profile(sizes))
         return

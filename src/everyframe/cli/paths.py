@@ -106,7 +106,10 @@ def print_paths(found: Survey, file: IO[str]) -> None:
         )
     out.print(f"{found.plan.model} on {_device(found)}", style="bold")
     out.print(shown)
-    untried = sum(row.choice.verdict in ("expected", "untried") for row in found.rows)
+    untried = sum(
+        row.choice.verdict == "expected" or row.choice.reason == "not tried yet"
+        for row in found.rows
+    )
     if untried:
         out.print(f"{untried} not tried here yet: everyframe paths --certify", style="dim")
 

@@ -17,6 +17,7 @@ from everyframe.doctor.checks import Patient
 from everyframe.doctor.report import Check, Finding
 from everyframe.hardware.isolated import run_isolated
 from everyframe.hardware.known_issues import Mend
+from everyframe.optimize.catalogue import PLAIN, kernels_for
 
 #: All together stay under 2 minutes; a precision for which less than this is left is not tried.
 _SECONDS = 115.0
@@ -69,26 +70,16 @@ def _way(dtype: str, kernel: str | None) -> str:
 
 
 def _cases(device: DeviceFacts) -> tuple[tuple[str, str | None], ...]:
-    """Each dtype by torch's own choice of kernels, then each kernel in the dtype that runs take.
+    """Each dtype by plain attention, then each other kernel in the dtype that runs take.
 
-    On the CPU float32 is the reference itself, and fp16 takes minutes.
+    On the CPU float32 by plain attention is the reference itself, and fp16 takes minutes.
     """
+    kernels = [kernel for kernel in kernels_for(device) if kernel != PLAIN]
     if device.kind == "cpu":
-        return (("bfloat16", None), ("float32", "math"))
-    dtypes = tuple(dtype for dtype in _BUDGETS if dtype in device.dtypes)
-    if device.kind != "cuda":
-        return tuple((dtype, None) for dtype in dtypes)
+        return (("bfloat16", None), *(("float32", kernel) for kernel in kernels))
+    dtypes = [dtype for dtype in _BUDGETS if dtype in device.dtypes]
     taken = "bfloat16" if device.has_fast_bf16 else "float16"
-    kernels = (*_KERNELS, "math")
     return (*((dtype, None) for dtype in dtypes), *((taken, kernel) for kernel in kernels))
-
-
-#: torch's attention kernels, and the switch of each. The plain one, math, is always there.
-_KERNELS = {
-    "flash": "enable_flash_sdp",
-    "efficient": "enable_mem_efficient_sdp",
-    "cudnn": "enable_cudnn_sdp",
-}
 
 
 def _wrong(device: DeviceFacts, way: str, how: str) -> Finding:
@@ -105,17 +96,11 @@ def _wrong(device: DeviceFacts, way: str, how: str) -> Finding:
 def frames_of(device: str, dtype: str, kernel: str | None) -> list[Any]:
     """The frames of the small video as numbers of 0..255, nested (T, H, W, 3).
 
-    With a `kernel` attention is computed by that one where it can be, else by the plain one. It
-    changes torch's switches for good, so only in a process of its own.
+    With a `kernel` attention is computed by that one where it can be, else by the plain one.
     """
     from everyframe.api import generate
 
-    if kernel is not None:
-        import torch
-
-        for name, switch in _KERNELS.items():
-            getattr(torch.backends.cuda, switch)(name == kernel)
-    video = generate(device=device, dtype=dtype, **_ASKED)
+    video = generate(device=device, dtype=dtype, attention=kernel or PLAIN, **_ASKED)
     assert not isinstance(video, list), "one was asked for"
     frames: list[Any] = video.frames.tolist()
     return frames

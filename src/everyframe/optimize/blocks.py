@@ -9,7 +9,7 @@ Read next: `trials`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from everyframe.core.plan import Precision
-from everyframe.optimize.put_on import block_names
+from everyframe.optimize.put_on import after_weights, before_weights, block_names
 from everyframe.optimize.subject import Call, Subject
 from everyframe.precision import edges
 from everyframe.precision.islands import in_island
@@ -36,6 +36,17 @@ class Given:
     kwargs: dict[str, Any]
 
 
+class Alone(nn.Module):
+    """A block where it stands in a model, an item of a list, without the rest of the model."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([block])
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.blocks[0](*args, **kwargs)
+
+
 @dataclass(frozen=True)
 class Block:
     """A block with numbers, in float32 on the device, and what it is given.
@@ -51,13 +62,14 @@ class Block:
     wide: Given
     precision: Precision
 
-    def prepared(self, change: Callable[[nn.Module], None] | None = None) -> nn.Module:
-        """A copy in the plan's precision; `change` is made before, as in a real run."""
-        module = copy.deepcopy(self.module)
-        if change is not None:
-            change(module)
-        edges.apply(module, self.precision, outputs=())
-        return module
+    def alone(self, paths: Sequence[str], *, in_float32: bool = False) -> Alone:
+        """A copy in the plan's precision or in float32 that runs by these paths, as in a run."""
+        alone = Alone(copy.deepcopy(self.module))
+        before_weights(alone, paths)
+        wide = Precision("float32", "float32")
+        edges.apply(alone, wide if in_float32 else self.precision, outputs=())
+        after_weights(alone, paths)
+        return alone
 
 
 def blocks_of(subject: Subject) -> Iterator[Block]:
@@ -124,7 +136,9 @@ def _block(
     _fill(module)
     module.eval().requires_grad_(False)
     inside = [own for own, _ in module.named_parameters()]
-    islands = [own for own in inside if in_island(f"{name}.{own}", subject.precision.islands)]
+    islands = [
+        f"blocks.0.{own}" for own in inside if in_island(f"{name}.{own}", subject.precision.islands)
+    ]
     precision = Precision(subject.precision.parameters, subject.precision.compute, tuple(islands))
     return Block(
         name, len(names), module, _numbers(given, device), _numbers(wide, device), precision

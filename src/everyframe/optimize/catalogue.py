@@ -16,6 +16,9 @@ from everyframe.core.facts import DeviceFacts
 #: Names of fast paths that are off, with commas, for every run.
 WITHOUT_VARIABLE = "EVERYFRAME_WITHOUT"
 
+#: The kernel of attention that needs no certificate; see `everyframe.ops.attention`.
+PLAIN = "math"
+
 _ATTENTION = "attention-"
 
 
@@ -81,7 +84,7 @@ def for_device(device: DeviceFacts) -> tuple[FastPath, ...]:
 def kernels_for(device: DeviceFacts) -> tuple[str, ...]:
     """Names of attention's kernels on that kind of device, the plain one last."""
     return (*(kernel_of(path.name) or "" for path in for_device(device) if kernel_of(path.name)),
-            "math")  # fmt: skip
+            PLAIN)  # fmt: skip
 
 
 def kernel_of(name: str) -> str | None:

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from everyframe.core.facts import Product
 from everyframe.hardware.watchdog import ends_after
 from everyframe.ops.attention import PLAIN, by_kernel, takes
-from everyframe.optimize.blocks import Block, Given, blocks_of
+from everyframe.optimize.blocks import Alone, Given, blocks_of
 from everyframe.optimize.catalogue import FastPath, kernel_of
 from everyframe.optimize.measure import Contest, OutOfTimeError, hold
-from everyframe.optimize.put_on import after_weights, before_weights, function
+from everyframe.optimize.put_on import function, has_place
 from everyframe.optimize.subject import Subject
 from everyframe.precision.dtypes import torch_dtype
 from everyframe.precision.full import full_float32
@@ -104,21 +104,14 @@ def precision(subject: Subject, path: FastPath) -> Iterator[Contest]:
 def block(subject: Subject, path: FastPath) -> Iterator[Contest]:
     """Each kind of block of the component with that path on it, against the block as it is."""
     for each in blocks_of(subject):
-        fast = each.prepared(lambda module: before_weights(module, (path.name,)))
-        after_weights(fast, (path.name,))
-        yield _of_block(each, fast)
-
-
-def _of_block(block: Block, fast: nn.Module) -> Contest:
-    plain = block.prepared()
-    after_weights(plain, ())
-    return Contest(
-        f"block {block.name}, one of {block.count}",
-        truth=partial(_called, block.module, block.wide),
-        plain=partial(_called, plain, block.given),
-        fast=partial(_called, fast, block.given),
-        weight=block.count,
-    )
+        if has_place(path.name, Alone(each.module)):
+            yield Contest(
+                f"block {each.name}, one of {each.count}",
+                truth=partial(_called, each.alone((), in_float32=True), each.wide),
+                plain=partial(_called, each.alone(()), each.given),
+                fast=partial(_called, each.alone((path.name,)), each.given),
+                weight=each.count,
+            )
 
 
 def _called(module: nn.Module, given: Given) -> Any:

@@ -110,6 +110,19 @@ class Chooser:
         ]
         return tuple(sorted(found, key=lambda choice: -(choice.gain or 0.0)))
 
+    def on_demand(self, component: str, runs: Sequence[DryRun]) -> tuple[Choice, ...]:
+        """Paths that nobody demands, but could, for a component; for a list of all there are."""
+        own = [run for run in runs if run.rehearsal.component == component]
+        if self.pins.compile or not own or _num_calls(own) < _AGAIN_AND_AGAIN:
+            return ()
+        found = []
+        for path in candidates(own, self.device):
+            if path.on_demand and path.name in self.avoided:
+                found.append(Choice(path.name, "avoided", self.avoided[path.name]))
+            elif path.on_demand and path.name not in self.pins.off:
+                found.append(Choice(path.name, "untried", f"on demand: --{path.name}"))
+        return tuple(found)
+
     def _certificates(
         self, component: str, precision: Precision, runs: Sequence[DryRun]
     ) -> Mapping[str, Certificate]:
@@ -159,7 +172,7 @@ class Chooser:
         """Whether a path that is for demand alone is asked for, or known to pay here."""
         if self._exactly(component, path):
             return True
-        if max(run.rehearsal.num_calls for run in runs) < _AGAIN_AND_AGAIN:
+        if _num_calls(runs) < _AGAIN_AND_AGAIN:
             return False
         return self.pins.compile or (path.name in certificates and operations(runs) >= _VERY_LONG)
 
@@ -196,6 +209,10 @@ def candidates(runs: Sequence[DryRun], device: DeviceFacts) -> tuple[FastPath, .
     )
 
 
+def _num_calls(runs: Sequence[DryRun]) -> float:
+    return max(run.rehearsal.num_calls for run in runs)
+
+
 def used(choices: Sequence[Choice]) -> tuple[str, ...]:
     """The names of the paths to put on, in the order of their use."""
     return tuple(choice.path for choice in choices if choice.verdict in USED)
@@ -217,10 +234,15 @@ def told(title: str, choices: Sequence[Choice], precision: Precision) -> tuple[s
             if choice.path in PRECISIONS:
                 lines.append(f"{title}: {precision.compute}, as {choice.path} {_was(says)} here: "
                             f"{choice.reason}")  # fmt: skip
-            elif choice.verdict == "avoided" or "no faster" not in choice.reason:
+            elif choice.verdict == "avoided" or _is_news(choice):
                 lines.append(f"{title}: without {choice.path}, which {_was(says)} here: "
                             f"{choice.reason}")  # fmt: skip
     return tuple(lines)
+
+
+def _is_news(choice: Choice) -> bool:
+    """Whether a refusal is told: not that something is just no faster, unless it was asked for."""
+    return CATALOGUE[choice.path].on_demand or "no faster" not in choice.reason
 
 
 def _was(says: str) -> str:

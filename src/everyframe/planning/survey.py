@@ -45,7 +45,7 @@ def survey(request: Request, *, certify: bool = False) -> Survey:
         prepared = prepare(request)
     rows = []
     for part in prepared.plan.components:
-        for choice in part.choices:
+        for choice in (*part.choices, *prepared.chooser.on_demand(part.name, prepared.fitted.runs)):
             why = untried.get(f"{part.name} {choice.path}")
             if why is not None:
                 choice = replace(choice, verdict="untried", reason=why)

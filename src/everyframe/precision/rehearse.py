@@ -76,8 +76,9 @@ def rehearse(
     put_on = edges.apply(module, precision, outputs) if precision is not None else None
     run = _Run(device, precision.islands if precision is not None else ())
     try:
-        with torch.no_grad(), _names(module, run.names), _Attention(run), run:
-            _until_it_fails(call, module)
+        # In inference mode some questions (`if mask.all()`) are not taken apart into operations.
+        with torch.inference_mode(False), torch.no_grad():
+            _followed(call, module, run)
     finally:
         if put_on is not None:
             put_on.remove()
@@ -89,6 +90,11 @@ def rehearse(
         work=run.work.total(),
         seen=tuple(run.seen),
     )
+
+
+def _followed(call: Callable[[Any, str], object], module: nn.Module, run: _Run) -> None:
+    with _names(module, run.names), _Attention(run), run:
+        _until_it_fails(call, module)
 
 
 class _Failed(Exception):  # noqa: N818 - never leaves this module

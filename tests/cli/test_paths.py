@@ -1,0 +1,54 @@
+"""``everyframe paths``: a line a path, what was asked for by name, and the exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import tiny
+from everyframe.cli.main import main
+from everyframe.optimize.tools import why_not
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny.opensora_1_2(tmp_path_factory.mktemp("models") / "tiny"))
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path))
+
+
+def test_every_path_has_a_line(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["paths", "--model", model, "--size", "16x16", "--num-frames", "3", "--device", "cpu"]
+    assert main([*asked, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    rows = {(row["component"], row["path"]): row for row in told["paths"]}
+    assert rows["denoiser", "attention-flash"]["verdict"] == "expected"
+    assert rows["denoiser", "linear-gelu"]["verdict"] == "untried"
+    assert rows["denoiser", "compile"]["reason"] in (
+        "on demand: --compile", why_not(),
+    )  # fmt: skip
+    assert not any(row["in_use"] for row in rows.values())
+    assert main([*asked, "--attention", "flash", "--without", "linear-gelu"]) == 0
+    table = capsys.readouterr().out
+    assert "✓   attention-flash   denoiser" in table
+    assert "by --attention flash" in table.replace("\n", " ") or "pinned" in table
+    assert "-   linear-gelu       denoiser" in table
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--without", "linear-gello"], "did you mean 'linear-gelu'?"),
+        (["--attention", "mathe"], "did you mean 'math'?"),
+    ],
+)
+def test_a_wrong_name_is_told_with_the_nearest(
+    words: list[str], says: str, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["paths", "--model", model, *words]) == 2
+    assert says in capsys.readouterr().err
