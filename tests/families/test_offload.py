@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import small_models
 import tiny
-from everyframe.core.plan import Precision
+from everyframe.checkpoints.strict import KeyMap
+from everyframe.core.errors import CheckpointError
+from everyframe.core.plan import ComponentPlan, Precision
 from everyframe.families import offload
+from everyframe.families.loading import load_component
 from everyframe.precision import edges
+from everyframe.precision.raising import Raised
 
 WIDE = Precision("float32", "float32")
 
@@ -57,13 +64,14 @@ def test_units_are_the_blocks() -> None:
     assert "blocks.0.inner" in offload.units(Model(2))
 
 
-def test_resident_bytes_are_those_of_the_largest_unit_and_what_is_no_units() -> None:
+def test_resident_bytes_are_those_of_two_units_and_of_what_is_no_unit_s() -> None:
     model = Model(12)
     block = sum(p.nbytes for p in model.blocks[0].parameters())
-    assert offload.resident_bytes(model, WIDE) == block + model.scale.nbytes
+    assert offload.resident_bytes(model, WIDE) == 2 * block + model.scale.nbytes
     put_on = offload.apply(model, "cpu")
     model(torch.randn(2, 8))
-    assert put_on.most_bytes == block
+    # One computes, the next one is on its way.
+    assert put_on.most_bytes == 2 * block
 
 
 def test_the_same_bits_and_the_weights_go_back() -> None:
@@ -88,8 +96,8 @@ def test_a_failing_block_lets_its_weights_go() -> None:
     put_on = offload.apply(model, "cpu")
     with pytest.raises(RuntimeError):
         model.blocks[0](torch.randn(2, 9))
-    assert put_on._on_host == {}
-    assert put_on._now == 0
+    assert put_on._waiting == {}
+    assert put_on._bytes == 0
 
 
 def ready(model: Any, component: str, dtype: str) -> Any:
@@ -158,3 +166,97 @@ def test_it_makes_no_cycle_of_the_module() -> None:
         assert gone() is None
     finally:
         gc.enable()
+
+
+def stored(model: nn.Module, folder: Path) -> Path:
+    path = folder / "model.safetensors"
+    save_file({name: each.contiguous() for name, each in model.state_dict().items()}, path)
+    return path
+
+
+def plan_of(model: nn.Module, dtype: str = "float32", **told: bool) -> ComponentPlan:
+    count = sum(p.numel() for p in model.parameters())
+    return ComponentPlan(
+        "model", "model", "denoise", "here", count, "cpu", Precision(dtype, dtype),
+        count * 4, 0, offload=True, **told,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_that_stay_in_their_files_give_the_same_bits(dtype: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    source = Model(12)
+    path, x = stored(source, tmp_path), torch.randn(2, 8)
+    held, streamed = (
+        load_component(plan_of(source, dtype, streams=streams), lambda: Model(12), path, KeyMap())
+        for streams in (False, True)
+    )
+    assert streamed.blocks[3].inner.weight.is_meta
+    assert not streamed.scale.is_meta
+    for _ in range(3):
+        assert torch.equal(streamed(x), held(x))
+    assert all(p.is_meta for p in streamed.blocks.parameters())
+
+
+def test_a_file_that_is_wrong_is_told_before_anything_runs(tmp_path: Path) -> None:
+    source = Model(12)
+    path = stored(source, tmp_path)
+    tensors = load_file(path)
+    del tensors["blocks.7.inner.weight"]
+    save_file(tensors, path)
+    with pytest.raises(CheckpointError, match=r"blocks\.7\.inner\.weight"):
+        load_component(plan_of(source, streams=True), lambda: Model(12), path, KeyMap())
+
+
+def test_a_file_that_is_cut_short_under_a_run_is_told(tmp_path: Path) -> None:
+    """Also where it is read in another thread, for a part that comes later."""
+    source = Model(12)
+    path = stored(source, tmp_path)
+    model = load_component(plan_of(source, streams=True), lambda: Model(12), path, KeyMap())
+    with path.open("rb+") as file:
+        file.truncate(path.stat().st_size // 2)
+    with pytest.raises(CheckpointError, match="truncated"):
+        model(torch.randn(2, 8))
+
+
+def test_what_is_raised_while_it_waits_comes_raised(tmp_path: Path) -> None:
+    """What was sent for in the old precision is not taken."""
+    torch.manual_seed(0)
+    source = Model(12)
+    path, x = stored(source, tmp_path), torch.randn(2, 8)
+    for streams in (False, True):
+        plan = plan_of(source, "bfloat16", streams=streams)
+        model = load_component(plan, lambda: Model(12), path, KeyMap())
+        model(x)
+        raised = Raised(model.blocks[0], torch.float32)
+        seen: list[torch.dtype] = []
+        model.blocks[0].inner.register_forward_pre_hook(
+            lambda part, _, seen=seen: seen.append(part.weight.dtype)
+        )
+        model(x)
+        raised.undo()
+        model(x)
+        assert seen == [torch.float32, torch.bfloat16]
+
+
+def test_the_next_part_is_on_its_way_while_one_computes() -> None:
+    model = Model(12)
+    came: list[str] = []
+    bring = offload.from_host(torch.device("cpu"))
+
+    def noted(name: str, waiting: nn.Parameter) -> Tensor:
+        came.append(name)
+        return bring(name, waiting)
+
+    offload.apply(model, "cpu", noted)
+    seen: list[bool] = []
+
+    def look(*_: object) -> None:
+        deadline = time.monotonic() + 10
+        while not (there := "blocks.6.table" in came) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        seen.append(there)
+
+    model.blocks[5].inner.register_forward_pre_hook(look)
+    model(torch.randn(2, 8))
+    assert seen == [True]

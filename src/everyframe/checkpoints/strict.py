@@ -12,7 +12,7 @@ after loading. Read next: `tensors`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,11 +53,15 @@ class KeyMap:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What was loaded: names in the module and bytes, and which names were ignored."""
+    """What was loaded: names in the module and bytes, and which names were ignored.
+
+    `left` are those that were to stay in the files: their names there by their names in the module.
+    """
 
     loaded: tuple[str, ...]
     ignored: tuple[str, ...]
     num_bytes: int
+    left: Mapping[str, str]
 
 
 def load_strictly(
@@ -67,6 +71,7 @@ def load_strictly(
     keys: KeyMap | None = None,
     dtype: torch.dtype | DtypeRule | None = None,
     device: str | torch.device = "cpu",
+    leave: Collection[str] = (),
 ) -> LoadReport:
     """Fill every parameter and persistent buffer of `module` from `checkpoint`.
 
@@ -77,6 +82,8 @@ def load_strictly(
         dtype: of floating tensors in the module: one for all, or a rule per name; None keeps the
             module's own. Integer and boolean tensors always keep the module's.
         device: where the tensors go.
+        leave: names in the module that are compared like all others and not read: they are put on
+            meta, in their dtype, for whoever reads them later.
 
     Raises:
         CheckpointError: a tensor missing, extra, misshapen, of another kind, or two for one
@@ -93,6 +100,7 @@ def load_strictly(
 
     filled: set[int] = set()
     num_bytes = 0
+    left: dict[str, str] = {}
     with torch.no_grad():
         for target, source in sources.items():
             group = groups[target]
@@ -100,12 +108,16 @@ def load_strictly(
                 _check_equal(checkpoint, source, slots[group[0]])
                 continue
             wanted = _wanted_dtype(target, slots[target].tensor, dtype)
-            tensor = checkpoint.load(source, device, wanted)
+            if target in leave:
+                tensor = torch.empty(checkpoint.shape(source), dtype=wanted, device="meta")
+                left |= dict.fromkeys(group, source)
+            else:
+                tensor = checkpoint.load(source, device, wanted)
             _place(tensor, [slots[name] for name in group])
             filled.add(id(group))
-            num_bytes += tensor.nbytes
+            num_bytes += 0 if tensor.is_meta else tensor.nbytes
     _reset_buffers(module, torch.device(device))
-    return LoadReport(tuple(sources), ignored, num_bytes)
+    return LoadReport(tuple(sources), ignored, num_bytes, left)
 
 
 @dataclass

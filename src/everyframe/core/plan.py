@@ -119,8 +119,9 @@ class ComponentPlan:
     """One part of the model: what it is read from, where and in which precision it runs.
 
     `weight_bytes` is what its parameters take in that precision, `working_bytes` the forecast peak
-    of everything else while it runs. With `offload` the parameters lie in the host's memory, and
-    `resident_bytes` of them at most are on the device at any time. `remedies` are repairs that it
+    of everything else while it runs. With `offload` the parameters lie in the host's memory, or in
+    their files if it `streams`, and `resident_bytes` of them at most are on the device at any time.
+    `remedies` are repairs that it
     has from the start. `paths` are the fast paths that it runs by (`everyframe.optimize`), None
     where nobody chose and torch does as it likes; `choices` say why, of these and of those that it
     does not run by.
@@ -136,6 +137,7 @@ class ComponentPlan:
     weight_bytes: int
     working_bytes: int
     offload: bool = False
+    streams: bool = False
     resident_bytes: int | None = None
     remedies: tuple[Remedy, ...] = ()
     paths: tuple[str, ...] | None = None

@@ -88,14 +88,18 @@ def load_component(
 
     opened = open_checkpoint(weights) if isinstance(weights, Path) else weights
     device = torch.device("cpu" if part.offload else part.device)
-    load_strictly(module, opened, keys=keys, dtype=dtype_of, device=device)
+    # Units that are read at each call: here they are held against the file and not read.
+    leave = offload.unit_parameters(module) if part.streams else frozenset[str]()
+    found = load_strictly(module, opened, keys=keys, dtype=dtype_of, device=device, leave=leave)
     module.eval().requires_grad_(False)
     keep_in_sight(module)
     put_on = edges.apply(module, part.precision, outputs)
     for remedy in part.remedies:
         repairing.put_on(module, remedy)
     if part.offload:
-        offload.apply(module, part.device)
+        where = torch.device(part.device)
+        bring = offload.from_files(opened, found.left, where) if part.streams else None
+        offload.apply(module, where, bring)
     after_weights(module, part.paths, outputs)
     show(part.name, module)
     _log.debug(

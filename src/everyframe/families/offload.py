@@ -1,10 +1,11 @@
-"""Offload block by block: weights wait in the host's memory and come to the device for their call.
+"""Offload block by block: weights wait on the host or in their files and come for their call.
 
 Put on a loaded module from outside. A *unit* is a part small enough to come as a whole, such as a
-block; when it is called its parameters are copied to the device, and let go when it returns. A
-layer of a unit that is called by itself (keys and values of a text, before any block runs) comes
-alone. What belongs to no unit, and every buffer, stays on the device. The arithmetic is the same,
-so the result is too, bit for bit; the price is the way of all weights to the device at every call.
+block; when it is called its parameters are brought to the device, and let go when it returns; the
+next one is then already on its way (`ahead`). A layer of a unit that is called by itself (keys and
+values of a text, before any block runs) comes alone. What belongs to no unit, and every buffer,
+stays on the device. The arithmetic is the same, so the result is too, bit for bit; the price is the
+way of all weights to the device at every call.
 
 Read next: `everyframe.families.loading`, which puts it on; `everyframe.planning.fitting`, which
 decides where.
@@ -12,13 +13,16 @@ decides where.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from everyframe.checkpoints.tensors import TensorFile
 from everyframe.core.plan import Precision
+from everyframe.families.ahead import Ahead, Bring
 from everyframe.precision.dtypes import num_bytes
 from everyframe.precision.islands import parameter_dtype
 
@@ -35,8 +39,20 @@ def units(module: nn.Module) -> dict[str, nn.Module]:
     return dict(_split(module, "", limit))
 
 
+def unit_parameters(module: nn.Module) -> frozenset[str]:
+    """Dotted names of the parameters that belong to units."""
+    return frozenset(
+        f"{unit}.{name}"
+        for unit, part in units(module).items()
+        for name, _ in part.named_parameters(remove_duplicate=False)
+    )
+
+
 def resident_bytes(module: nn.Module, precision: Precision) -> int:
-    """Bytes of parameters that are on the device at most, when `module` is offloaded."""
+    """Bytes of parameters that are on the device at most, when `module` is offloaded.
+
+    The largest unit and the next largest: one computes, one is on its way.
+    """
     sizes = {
         name: parameter.numel() * num_bytes(parameter_dtype(name, precision))
         for name, parameter in module.named_parameters()
@@ -45,30 +61,56 @@ def resident_bytes(module: nn.Module, precision: Precision) -> int:
     of_parts = {
         part: sum(size for name, size in sizes.items() if name.startswith(part)) for part in parts
     }
-    return sum(sizes.values()) - sum(of_parts.values()) + max(of_parts.values(), default=0)
+    largest = sorted(of_parts.values())[-2:]
+    return sum(sizes.values()) - sum(of_parts.values()) + sum(largest)
+
+
+def from_host(device: torch.device) -> Bring:
+    """Copies of what waits in the host's memory, made even where the device is the host."""
+
+    def bring(name: str, waiting: nn.Parameter) -> Tensor:
+        return torch.empty_like(waiting, device=device).copy_(waiting)
+
+    return bring
+
+
+def from_files(weights: TensorFile, sources: Mapping[str, str], device: torch.device) -> Bring:
+    """Parameters read out of their files again; `sources` are the file's names by the module's.
+
+    Nothing of them waits anywhere: in the module they lie on meta.
+    """
+
+    def bring(name: str, waiting: nn.Parameter) -> Tensor:
+        return weights.load(sources[name], device, waiting.dtype)
+
+    return bring
 
 
 class Offload:
-    """What `apply` has put on a module; `remove` takes it off and leaves the weights on the host.
+    """What `apply` has put on a module; `remove` takes it off and leaves the weights waiting.
 
-    `most_bytes` is the most that units had on the device at once since it was put on.
+    `most_bytes` is the most that units had on the device at once since it was put on, those on
+    their way included.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, module: nn.Module, device: torch.device, bring: Bring) -> None:
         self._handles: list[RemovableHandle] = []
-        self._on_host: dict[nn.Module, dict[str, nn.Parameter]] = {}
-        self._now = self.most_bytes = 0
-        for unit in units(module).values():
+        self._waiting: dict[nn.Module, dict[str, nn.Parameter]] = {}
+        self._names = WeakKeyDictionary({part: name for name, part in module.named_modules()})
+        found = units(module)
+        self._ahead = Ahead(bring, device, list(found))
+        self._bytes = 0
+        self.most_bytes = 0
+        for unit in found.values():
             self._hook(unit)
             for layer in unit.modules():
                 if layer is not unit and _has_own(layer):
                     self._hook(layer)
-        waiting = {id(p) for unit in units(module).values() for p in unit.parameters()}
+        waiting = {id(p) for unit in found.values() for p in unit.parameters()}
         for part in module.modules():
             for name, parameter in part._parameters.items():
                 if parameter is not None and id(parameter) not in waiting:
-                    part._parameters[name] = _moved(parameter, device)
+                    part._parameters[name] = _parameter(parameter.to(device, copy=True))
             for name, buffer in part._buffers.items():
                 if buffer is not None:
                     part._buffers[name] = buffer.to(device)
@@ -78,52 +120,83 @@ class Offload:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._ahead.forget()
 
     def _hook(self, part: nn.Module) -> None:
         mine: list[nn.Module] = []
 
         # They are given the part, and must not hold it: it would hold itself through its hooks.
         def come(part: nn.Module, *_: object) -> None:
-            for layer in part.modules():
-                # Those that came with a unit around them stay until it goes.
-                if layer not in self._on_host and _has_own(layer):
-                    self._come(layer)
-                    mine.append(layer)
+            # Those that came with a unit around them stay until it goes.
+            layers = [each for each in part.modules() if each not in self._waiting]
+            wanted = [(each, _own(each)) for each in layers if _has_own(each)]
+            if not wanted:
+                return
+            named = {
+                self._named(layer, name): parameter
+                for layer, own in wanted
+                for name, parameter in own.items()
+            }
+            came = self._ahead.take(self._names[part], named)
+            for layer, own in wanted:
+                self._waiting[layer] = own
+                mine.append(layer)
+                for name in own:
+                    tensor = came[self._named(layer, name)]
+                    layer._parameters[name] = _parameter(tensor)
+                    self._bytes += tensor.nbytes
+            following = self._ahead.following(self._names[part])
+            if following is not None:
+                self._ahead.send_for(following, self._of(following))
+            self.most_bytes = max(self.most_bytes, self._bytes + self._ahead.num_bytes)
 
         def go(*_: object) -> None:
             while mine:
-                self._go(mine.pop())
+                layer = mine.pop()
+                for name, parameter in self._waiting.pop(layer).items():
+                    came = layer._parameters[name]
+                    self._bytes -= 0 if came is None else came.nbytes
+                    layer._parameters[name] = parameter
 
         self._handles.append(part.register_forward_pre_hook(come, prepend=True))
         self._handles.append(part.register_forward_hook(go, always_call=True))
 
-    def _come(self, layer: nn.Module) -> None:
-        kept = {name: each for name, each in layer._parameters.items() if each is not None}
-        self._on_host[layer] = kept
-        for name, parameter in kept.items():
-            layer._parameters[name] = _moved(parameter, self._device)
-            self._now += parameter.nbytes
-        self.most_bytes = max(self.most_bytes, self._now)
+    def _of(self, part: str) -> dict[str, nn.Parameter]:
+        """The parameters of that part that wait, by their names."""
+        module = next((each for each, name in self._names.items() if name == part), None)
+        if module is None:
+            return {}
+        layers = (layer for layer in module.modules() if layer not in self._waiting)
+        return {
+            self._named(layer, name): parameter
+            for layer in layers
+            for name, parameter in _own(layer).items()
+        }
 
-    def _go(self, layer: nn.Module) -> None:
-        for name, parameter in self._on_host.pop(layer).items():
-            layer._parameters[name] = parameter
-            self._now -= parameter.nbytes
+    def _named(self, layer: nn.Module, name: str) -> str:
+        """A parameter's dotted name in the whole module."""
+        return f"{self._names[layer]}.{name}".lstrip(".")
 
 
-def apply(module: nn.Module, device: str | torch.device) -> Offload:
-    """Offload a module whose weights lie on the host; it then computes on `device`."""
-    return Offload(module, torch.device(device))
+def apply(module: nn.Module, device: str | torch.device, bring: Bring | None = None) -> Offload:
+    """Offload a module whose weights lie on the host, or wherever `bring` gets them from.
+
+    It then computes on `device`.
+    """
+    device = torch.device(device)
+    return Offload(module, device, bring or from_host(device))
 
 
 def _has_own(layer: nn.Module) -> bool:
     return any(each is not None for each in layer._parameters.values())
 
 
-def _moved(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """A copy on the device, made even where the device is the host: it is let go afterwards."""
-    copy = torch.empty_like(parameter, device=device).copy_(parameter)
-    return nn.Parameter(copy, requires_grad=False)
+def _own(layer: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: each for name, each in layer._parameters.items() if each is not None}
+
+
+def _parameter(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor.detach(), requires_grad=False)
 
 
 def _split(module: nn.Module, name: str, limit: float) -> Iterator[tuple[str, nn.Module]]:

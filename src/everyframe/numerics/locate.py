@@ -82,6 +82,8 @@ def bad_weights(parts: Mapping[str, nn.Module]) -> list[tuple[str, Tensor]]:
     found = []
     for part, module in parts.items():
         for name, parameter in module.named_parameters():
+            if parameter.is_meta:  # it waits in its file, and is looked at where it is used
+                continue
             if not range_of(parameter.detach()).is_finite:
                 found.append((f"{part}.{name}", parameter.detach()))
         for name, buffer in module.named_buffers():

@@ -91,7 +91,8 @@ def stage_plan(run: DryRun, part: ComponentPlan, rates: Rates | None) -> StagePl
 def _seconds(run: DryRun, part: ComponentPlan, rates: Rates) -> float:
     call = call_seconds(run.found.work, rates)
     if part.offload:
-        call += part.weight_bytes / _BUS
+        # The next block comes while one computes: whichever takes longer.
+        call = max(call, part.weight_bytes / (rates.load if part.streams else _BUS))
     return part.weight_bytes / rates.load + call * run.rehearsal.num_calls
 
 

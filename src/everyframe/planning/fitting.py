@@ -137,6 +137,11 @@ class Fitting:
             return settings, part, said
         part = self._named(name, settings, offload=True)
         where = "its weights wait in the host's memory and come to the device block by block"
+        if part.plan.streams:
+            where = (
+                "its weights are read from their files block by block at every call, as the host's "
+                "memory does not hold them"
+            )
         return settings, part, [*said, f"{part.plan.title}: {where}"]
 
     def _holds(self, part: _Part) -> bool:
@@ -172,6 +177,8 @@ class Fitting:
         paths = used(choices) if runs or choices else None
         remedies = remedies_for(component.name, precision.parameters, self.remedies)
         resident = _resident_bytes(runs, precision) if offload and runs else None
+        weights = weight_bytes(component.num_elements, precision, remedies)
+        waits = weights + _frame_bytes(settings)
         plan = ComponentPlan(
             name=component.name,
             title=component.title,
@@ -180,10 +187,11 @@ class Fitting:
             num_parameters=sum(component.num_elements.values()),
             device=self.device.torch_name,
             precision=precision,
-            weight_bytes=weight_bytes(component.num_elements, precision, remedies),
+            weight_bytes=weights,
             working_bytes=self._working_bytes(component, runs, precision)
             + score_bytes(runs, paths),
             offload=resident is not None,
+            streams=resident is not None and waits > self.host_memory,
             resident_bytes=resident,
             remedies=remedies,
             paths=paths,
@@ -219,10 +227,13 @@ class Fitting:
         """What lies in the host's memory beside the device: offloaded weights, finished frames."""
         if self.device.kind == "cpu":
             return 0
-        frames = settings.num_frames * settings.height * settings.width * 3
-        waiting = max((plan.weight_bytes for plan in plans if plan.offload), default=0)
-        # As floats while a piece is handed over, and as bytes.
-        return waiting + frames * (4 + 1)
+        waiting = [plan.weight_bytes for plan in plans if plan.offload and not plan.streams]
+        return max(waiting, default=0) + _frame_bytes(settings)
+
+
+def _frame_bytes(settings: Settings) -> int:
+    """Finished frames on the host: as floats while a piece is handed over, and as bytes."""
+    return settings.num_frames * settings.height * settings.width * 3 * (4 + 1)
 
 
 def _resident_bytes(runs: Sequence[DryRun], precision: Precision) -> int:
