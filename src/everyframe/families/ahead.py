@@ -41,7 +41,9 @@ class Ahead:
         self._last: str | None = None
         self._sent: _Sent | None = None
         # Copies have a stream of their own, or they would wait for what is being computed.
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._worker: ThreadPoolExecutor | None = None
         if device.type in _KINDS:
             self._worker = ThreadPoolExecutor(1, "everyframe-weights")
