@@ -1,0 +1,256 @@
+"""Does a run that is killed at any moment go on and give the frames of an unbroken one?
+
+    python benchmarks/kill.py              # 100 kills of the embedded model; about 20 minutes
+    python benchmarks/kill.py --kills 20   # fewer
+    python benchmarks/kill.py model=FOLDER size=16x16 num_frames=3  # another model
+
+Each run is a process of its own that is ended by SIGKILL: two times out of three at a random moment
+after a random event, in whatever it does then (loading, text, a step, decoding), and the third time
+inside a write of its state: before or after a random one of the calls that put bytes on the disk
+and names in their places. The state is written at every step here, to be in danger as often as can
+be. What is left is gone on with in another process, and its frames are compared bit for bit. A
+third of those that go on are killed again and gone on with once more. Writes a dated page into
+`benchmarks/results/` unless told not to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from everyframe.core.events import Event, Frames, Loaded, StageStarted, Step
+from everyframe.core.request import Request
+from everyframe.engine.resuming import go_on
+from everyframe.engine.run import stream
+from everyframe.hardware import machine_facts
+from everyframe.runs import files
+from everyframe.runs.folder import all_runs
+from everyframe.runs.keeper import EVERY_STEP, Keep
+
+RESULTS = Path(__file__).parent / "results"
+#: Two clips, so that frames are encoded and kept as well; as few steps as show something.
+OPTIONS: dict[str, Any] = {
+    "prompt": "a red circle moves to the right on a blue background", "seed": 7,
+    "num_inference_steps": 3, "num_frames": 17, "chain": 2,
+}  # fmt: skip
+#: The longest wait after an event before the kill, in seconds.
+_DELAY = 1.0
+#: What a write of the state is made of.
+_CALLS = ("fsync", "replace")
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When a process dies: `delay` seconds after the event of that number, or around a call of
+    `_CALLS` of that number."""
+
+    event: int | None = None
+    delay: float = 0.0
+    call: int | None = None
+    after: bool = False
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How many events and calls of `_CALLS` a run has."""
+
+    events: int
+    calls: int
+
+
+def die() -> None:
+    """As the system ends a process that takes too much memory."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run_to(place: Path, events: Iterator[Event], moment: Moment | None) -> None:
+    """Take the events until that moment; without one, write frames and counts to `place`."""
+    calls = _counted(moment)
+    frames, number, stage = [], 0, ""
+    (place / "stage").write_text("before the first stage")
+    for number, event in enumerate(events, start=1):
+        if isinstance(event, StageStarted | Loaded | Step):
+            stage = event.stage if isinstance(event, StageStarted) else stage
+            what = "loading" if isinstance(event, StageStarted) else "working"
+            (place / "stage").write_text(f"{stage}, {what}")
+        if isinstance(event, Frames):
+            frames.append(np.asarray(event.frames, np.float32))
+        if moment is not None and moment.event == number:
+            threading.Timer(moment.delay, die).start()
+    np.save(place / "frames.npy", np.concatenate(frames))
+    (place / "counts").write_text(f"{number} {calls()}")
+
+
+def _counted(moment: Moment | None) -> Callable[[], int]:
+    """Count the calls that a write is made of, and die at the one of that number."""
+    count = 0
+
+    def counting(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any) -> Any:
+            nonlocal count
+            count += 1
+            is_it = moment is not None and moment.call == count
+            if is_it and moment is not None and not moment.after:
+                die()
+            result = real(*given)
+            if is_it:
+                die()
+            return result
+
+        return call
+
+    class Watched:
+        def __getattr__(self, name: str) -> Any:
+            real = getattr(os, name)
+            return counting(real) if name in _CALLS else real
+
+    files.os = Watched()  # type: ignore[assignment]
+    return lambda: count
+
+
+def begin(root: Path, place: Path, options: dict[str, Any], moment: Moment | None) -> None:
+    """In a process of its own: run from the beginning."""
+    request = Request(**options)
+    run_to(place, stream(request, keep=Keep(root, pace=EVERY_STEP)), moment)
+
+
+def resume(root: Path, place: Path, options: dict[str, Any], moment: Moment | None) -> None:
+    """In a process of its own: go on with the only run that there is."""
+    (folder,) = all_runs(root)
+    run_to(place, go_on(folder, pace=EVERY_STEP), moment)
+
+
+def process(
+    work: Callable[..., None], root: Path, options: dict[str, Any], moment: Moment | None = None
+) -> int:
+    """The exit code of that work in a process of its own, negative for a signal."""
+    # Forked, so that nothing is imported again; this process itself has computed nothing.
+    forked = multiprocessing.get_context("fork")
+    child = forked.Process(target=work, args=(root / "runs", root, options, moment))
+    child.start()
+    child.join()
+    code = child.exitcode
+    assert code is not None
+    return code
+
+
+def whole(root: Path, options: dict[str, Any]) -> tuple[np.ndarray[Any, Any], Counts]:
+    """The frames of an unbroken run, and how many events and writes it has."""
+    if process(begin, root, options) != 0:
+        sys.exit("the unbroken run failed")
+    events, calls = (root / "counts").read_text().split()
+    return np.load(root / "frames.npy"), Counts(int(events), int(calls))
+
+
+def moment_of(chance: random.Random, number: int, counts: Counts) -> Moment:
+    """The moment of the kill of that number."""
+    if number % 3 == 2:
+        return Moment(call=chance.randint(1, counts.calls), after=chance.random() < 0.5)
+    return Moment(event=chance.randint(1, counts.events), delay=chance.uniform(0, _DELAY))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one kill: where it hit, whether it did, how often, and the frames."""
+
+    where: str
+    kills: int
+    same: bool
+
+
+def kill_once(
+    root: Path,
+    options: dict[str, Any],
+    wanted: np.ndarray[Any, Any],
+    moment: Moment,
+    again: Moment | None = None,
+) -> Outcome:
+    """Kill a run at that moment, and what goes on with it at `again`; compare what comes of it."""
+    kills = int(process(begin, root, options, moment) == -signal.SIGKILL)
+    where = (root / "stage").read_text()
+    where = "writing the state" if moment.call is not None else where
+    while any(all_runs(root / "runs")):
+        code = process(resume, root, options, again)
+        again = None
+        kills += code == -signal.SIGKILL
+        if code > 0:
+            return Outcome(where, kills, same=False)
+    is_made = (root / "frames.npy").exists()
+    if not is_made:
+        # It was killed before it was a run, or after it had been one.
+        where += ", with nothing left to go on with"
+        process(begin, root, options)
+    found = np.load(root / "frames.npy")
+    return Outcome(where, kills, same=found.tobytes() == wanted.tobytes())
+
+
+def main() -> None:
+    """Kill, go on, compare, and write the page."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=1e9, help="stop after so long")
+    parser.add_argument("--no-page", action="store_true")
+    given = parser.parse_args()
+    chance, began = random.Random(given.seed), time.monotonic()
+    options = {**OPTIONS, **dict(each.split("=", 1) for each in given.options)}
+    outcomes: list[Outcome] = []
+    with tempfile.TemporaryDirectory() as folder:
+        (base := Path(folder, "whole")).mkdir()
+        wanted, counts = whole(base, options)
+        for number in range(given.kills):
+            if time.monotonic() - began > 60 * given.minutes:
+                break
+            (root := Path(folder, str(number))).mkdir()
+            moment = moment_of(chance, number, counts)
+            again = moment_of(chance, number // 3, counts) if number % 3 == 0 else None
+            outcomes.append(kill_once(root, options, wanted, moment, again))
+            print(number + 1, outcomes[-1], flush=True)
+    page = report(outcomes, counts, options)
+    print(page)
+    if not given.no_page:
+        (RESULTS / f"kill-{date.today()}.md").write_text(page)
+
+
+def report(outcomes: list[Outcome], counts: Counts, options: dict[str, Any]) -> str:
+    """The result page."""
+    model = "a tiny random Open-Sora 1.2" if "model" in options else "the embedded model"
+    same = sum(outcome.same for outcome in outcomes)
+    lines = [
+        f"# Runs that are killed, {date.today()}",
+        "",
+        f"{same} of {len(outcomes)} runs gave the bits of an unbroken run; "
+        f"{sum(outcome.kills for outcome in outcomes)} processes were killed. Of {model}, "
+        f"{options['chain']} clips of {options['num_frames']} frames in "
+        f"{options['num_inference_steps']} steps each, on {machine_facts('cpu').cpu.name}; {counts.events} events and {counts.calls} "
+        "calls of the disk in an unbroken run, the state written at every step. "
+        "`python benchmarks/kill.py` does it again.",
+        "",
+        "| killed while | runs | the same bits |",
+        "|---|---|---|",
+    ]
+    hit = Counter(outcome.where for outcome in outcomes)
+    good = Counter(outcome.where for outcome in outcomes if outcome.same)
+    lines += [f"| {where} | {count} | {good[where]} |" for where, count in sorted(hit.items())]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()
