@@ -239,7 +239,8 @@ def report(outcomes: list[Outcome], counts: Counts, options: dict[str, Any]) -> 
         f"{same} of {len(outcomes)} runs gave the bits of an unbroken run; "
         f"{sum(outcome.kills for outcome in outcomes)} processes were killed. Of {model}, "
         f"{options['chain']} clips of {options['num_frames']} frames in "
-        f"{options['num_inference_steps']} steps each, on {machine_facts('cpu').cpu.name}; {counts.events} events and {counts.calls} "
+        f"{options['num_inference_steps']} steps each, on "
+        f"{machine_facts('cpu').cpu.name}; {counts.events} events and {counts.calls} "
         "calls of the disk in an unbroken run, the state written at every step. "
         "`python benchmarks/kill.py` does it again.",
         "",
