@@ -201,9 +201,8 @@ def kill_once(
 
 def main() -> None:
     """Kill, go on, compare, and write the page."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description="Kill runs, go on with them, compare.")
+    parser.add_argument("options", nargs="*", metavar="NAME=VALUE", help="of the request")
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=1e9, help="stop after so long")
