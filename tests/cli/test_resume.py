@@ -1,0 +1,99 @@
+"""``everyframe resume``: lists, forgets, goes on; and Ctrl-C on a real run in a worker process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tiny
+from engine.test_resuming import OPEN_SORA, begun
+from everyframe.cli.main import main
+from everyframe.core.events import Kept, Step
+from everyframe.runs.folder import RunFolder, all_runs
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny.opensora_1_2(tmp_path_factory.mktemp("models") / "tiny"))
+
+
+def cut(model: str, root: Path) -> RunFolder:
+    """A run that was broken off in the middle of denoising."""
+    stream = begun(root, model=model, **OPEN_SORA)
+    folder = None
+    for event in stream:
+        folder = RunFolder(Path(event.path)) if isinstance(event, Kept) else folder
+        if isinstance(event, Step) and (event.stage, event.step) == ("denoise", 2):
+            break
+    stream.close()  # type: ignore[attr-defined]
+    assert folder is not None
+    return folder
+
+
+def test_list_forget_and_go_on(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("EVERYFRAME_RUNS", str(tmp_path / "runs"))
+    assert main(["resume", "--list"]) == 0
+    assert capsys.readouterr().out == "no run was broken off\n"
+    assert main(["resume"]) == 2
+    assert "nothing to go on with" in capsys.readouterr().err
+    first, second = cut(model, tmp_path / "runs"), cut(model, tmp_path / "runs")
+    assert main(["resume", "--list", "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["run"] for row in rows] == [first.name, second.name]
+    assert {row["progress"] for row in rows} == {"stage 2, 2 steps of it"}
+    assert main(["resume", "--list"]) == 0
+    shown = capsys.readouterr().out
+    assert first.name in shown
+    assert "a red circle" in shown
+    assert main(["resume", "--forget"]) == 2
+    assert main(["resume", first.name, "--forget"]) == 0
+    capsys.readouterr()
+    assert main(["resume", "-o", "clip.mp4"]) == 0
+    assert capsys.readouterr().out == "clip.mp4\n"
+    assert main(["generate", "a red circle", "-o", "whole.mp4", "--model", model, "--size", "16x16",
+                 "--num-frames", "3", "--steps", "3", "--seed", "3"]) == 0  # fmt: skip
+    assert Path("clip.mp4").read_bytes() == Path("whole.mp4").read_bytes()
+    assert not list(all_runs(tmp_path / "runs"))
+    assert main(["resume", first.name]) == 2
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_a_run_that_goes_on(model: str, tmp_path: Path) -> None:
+    environment = {**os.environ, "EVERYFRAME_RUNS": str(tmp_path / "runs")}
+    environment.pop("EVERYFRAME_IN_PROCESS")
+    command = [sys.executable, "-m", "everyframe"]
+    asked = ["generate", "a red circle", "--model", model, "--size", "16x16", "--num-frames", "3",
+             "--steps", "40", "--seed", "3"]  # fmt: skip
+
+    def started(*words: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [*command, *words], cwd=tmp_path, env=environment, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )  # fmt: skip
+
+    process = started(*asked, "-o", "clip.mp4", "--json")
+    assert process.stdout is not None
+    while '"denoise", "step": 9' not in process.stdout.readline():
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 130
+    (run,) = all_runs(tmp_path / "runs")
+    assert err == f"interrupted; go on from where it was: everyframe resume {run.name}\n"
+    assert not list(tmp_path.glob("*.mp4"))
+    assert not run.is_busy()
+    out, err = started("resume").communicate(timeout=300)
+    assert out == f"{tmp_path / 'clip.mp4'}\n", err
+    started(*asked, "-o", "whole.mp4").communicate(timeout=300)
+    assert (tmp_path / "clip.mp4").read_bytes() == (tmp_path / "whole.mp4").read_bytes()
+    assert not list(all_runs(tmp_path / "runs"))
