@@ -144,6 +144,10 @@ class Request(Options):
         group="Machine",
         default=False,
     )
+    report: str | None = option(
+        "A folder for a page on what had to be repaired, or could not be; watching takes time.",
+        group="Machine",
+    )
     forget_repairs: bool = option(
         "Forget the repairs that earlier runs of this model needed on this device.",
         group="Machine",

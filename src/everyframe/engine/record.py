@@ -33,7 +33,7 @@ from everyframe.media.video import Video
 
 _GIVEN = ("image", "last_image", "extend")
 #: What is in force is in the plan, and is taken from there.
-_OF_THIS_MACHINE = ("forget_repairs", "remedies", "paths")
+_OF_THIS_MACHINE = ("report", "forget_repairs", "remedies", "paths")
 #: Options of which only one, or one set, can be given.
 _ALIKE = (
     {"size", "height", "width", "resolution"},

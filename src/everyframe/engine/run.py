@@ -37,6 +37,7 @@ from everyframe.core.request import Request
 from everyframe.engine.given import read_given, start_noise
 from everyframe.engine.keeping import begin, kept
 from everyframe.engine.record import make_record
+from everyframe.engine.reporting import check_folder, loaded_in, reported
 from everyframe.families.family import Model, Stage, Take
 from everyframe.families.loading import let_go
 from everyframe.families.remembered import Key, forget, key_of, remember
@@ -63,6 +64,7 @@ def stream(
     `given_model` is one in memory, in place of one that the request names. How far the run comes is
     kept as `keep` says (None: in `runs_folder`).
     """
+    place = None if request.report is None else check_folder(request.report)
     prepared = prepare(
         request, may_fetch=True, num_threads=num_threads, given=given_model, will_run=True
     )
@@ -81,7 +83,11 @@ def stream(
         yield Note("what was remembered of repairs for this model on this device is forgotten")
     yield Ready(record)
     keeper = begin(Keep(runs_folder()) if keep is None else keep, request, plan, record)
-    yield from work(plan, model, record, keeper, Progress(takes=takes))
+    events = work(plan, model, record, keeper, Progress(takes=takes))
+    if place is None:
+        yield from events
+    else:
+        yield from reported(events, plan, record, place, loaded_in(model))
 
 
 def takes_of(request: Request, plan: Plan) -> list[Take]:

@@ -1,0 +1,218 @@
+"""The report of a run in which something was repaired, or could not be: one page, no network.
+
+While a run is reported, the largest value that each module gives is watched at every call, which
+takes some per cent of its time; without trouble no page is written. Read next:
+`everyframe.numerics.magnitude`, `everyframe.families.guarding`, which finds and repairs.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import os
+import tempfile
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from everyframe.core.errors import InputError, NumericsError
+from everyframe.core.events import Event, Note, Repaired
+from everyframe.core.plan import ComponentPlan, Plan
+from everyframe.families.family import Model
+from everyframe.families.loading import shown_to
+from everyframe.numerics.heat_map import heat_map
+from everyframe.numerics.magnitude import Magnitudes
+from everyframe.planning.forecast import describe_bytes
+
+_NAME = "report.html"
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem;
+  color: #141414; background: #fff; }
+table { border-collapse: collapse; margin: 1rem 0; } img { max-width: 100%; }
+th, td { text-align: left; vertical-align: top; padding: .25rem .75rem .25rem 0;
+  border-bottom: 1px solid #ddd; } code { overflow-wrap: anywhere; }
+.verdict { font-size: 1.15rem; }
+"""
+
+
+def check_folder(folder: str | Path) -> Path:
+    """The place of the report. Raises `InputError` where there can be no such folder."""
+    path = Path(folder)
+    for place in (path, *path.parents):
+        if place.is_dir():
+            return path
+        if place.exists():
+            raise InputError(f"report must be a folder, and {os.fspath(place)!r} is none")
+    return path
+
+
+def loaded_in(model: Model) -> dict[str, nn.Module]:
+    """The modules of a pipeline that somebody has in memory; none of a model on the disk."""
+    parts: Mapping[str, Any] = getattr(getattr(model, "pipe", None), "components", {})
+    return {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
+
+
+def reported(
+    events: Generator[Event, None, None],
+    plan: Plan,
+    record: Mapping[str, Any],
+    folder: Path,
+    loaded: Mapping[str, nn.Module],
+) -> Iterator[Event]:
+    """The same events; a page in `folder` once something is repaired, or can't be.
+
+    `loaded` are modules that somebody has in memory already.
+
+    Raises:
+        NumericsError: the run's own, with the path of the page.
+    """
+    magnitudes = Magnitudes()
+    repairs: list[Repaired] = []
+    for name, module in loaded.items():
+        magnitudes.watch(name, module)
+
+    def write(error: str = "") -> Path:
+        return _written(page(plan, record, repairs, magnitudes, error), folder)
+
+    try:
+        with closing(events):
+            while True:
+                # For each event anew: whoever reads between two may load models of their own.
+                with shown_to(magnitudes.watch):
+                    event = next(events, None)
+                if event is None:
+                    break
+                yield event
+                if isinstance(event, Repaired):
+                    repairs.append(event)
+                    if len(repairs) == 1:
+                        yield Note(f"what is repaired, and where numbers grew: {write()}")
+        if repairs:
+            write()
+    except NumericsError as error:
+        raise NumericsError(f"{error}; where numbers grew: {write(str(error))}") from error
+    finally:
+        magnitudes.remove()
+
+
+def page(
+    plan: Plan,
+    record: Mapping[str, Any],
+    repairs: Sequence[Repaired],
+    magnitudes: Magnitudes,
+    error: str = "",
+) -> str:
+    """The page as HTML: what was found and done, pictures, the plan, the device."""
+    faulty = dict.fromkeys(each.component for each in repairs)
+    pictures = [_picture(name, magnitudes, repairs) for name in _ordered(magnitudes, faulty, error)]
+    settings = {k: v for k, v in record["settings"].items() if v not in (None, (), [], "")}
+    facts = {"device": plan.device.name, **record["versions"], "everyframe": record["everyframe"]}
+    verdict = error or f"{len(repairs)} repairs, and the run went on."
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{_text(plan.model)}: what went wrong</title>
+<style>{_STYLE}</style></head><body>
+<h1>{_text(plan.title)}</h1>
+<p class="verdict">{_text(verdict)}</p>
+<h2>What was found, and what was done</h2>
+{_repairs(repairs)}
+<h2>Where numbers grew</h2>
+<p>The largest value that each module gave, call by call. Calls that were repeated, to find what went
+wrong and to compute it again, are calls as well.</p>
+{"".join(pictures)}
+<h2>What ran</h2>
+{_components(plan.components)}
+{_pairs(settings)}
+<h2>On what</h2>
+{_pairs(facts)}
+<p>To report it, add what <code>everyframe doctor --share</code> prints.</p>
+</body></html>
+"""
+
+
+def _ordered(magnitudes: Magnitudes, faulty: Mapping[str, None], error: str) -> Iterator[str]:
+    """Components that were called: those with a fault first, the last one where the run ended."""
+    called = magnitudes.components()
+    first = [name for name in called if name in faulty]
+    last = [called[-1]] if called and error and called[-1] not in first else []
+    yield from (*first, *last)
+    yield from (name for name in called if name not in (*first, *last))
+
+
+def _picture(component: str, magnitudes: Magnitudes, repairs: Sequence[Repaired]) -> str:
+    """The heat map of a component, the first bad call of each faulty module in a frame."""
+    names, table = magnitudes.table(component)
+    marked = set()
+    for each in repairs:
+        if each.component == component and each.module in names:
+            row = names.index(each.module)
+            bad = np.flatnonzero(np.isinf(table[row]))
+            marked.update({(row, int(bad[0]))} if len(bad) else ())
+    png = heat_map(
+        table,
+        [name or component for name in names],
+        [str(number + 1) for number in range(table.shape[1])],
+        title=component,
+        unit="largest value, by module and call",
+        marked=marked,
+    )
+    picture = base64.b64encode(png).decode("ascii")
+    return f'<p><img alt="{_text(component)}" src="data:image/png;base64,{picture}"></p>\n'
+
+
+def _repairs(repairs: Sequence[Repaired]) -> str:
+    if not repairs:
+        return "<p>Nothing could be done.</p>"
+    rows = [
+        (f"step {each.step} of {each.stage}", each.cause, each.operation, each.dtype,
+         ".".join(part for part in (each.component, each.module) if part), each.text)
+        for each in repairs
+    ]  # fmt: skip
+    return _table(("where", "cause", "operation", "dtype", "module", "in words"), rows)
+
+
+def _components(components: Sequence[ComponentPlan]) -> str:
+    rows = []
+    for part in components:
+        begun_with = ", ".join(f"{each.module or 'all'}: {each.to}" for each in part.remedies)
+        rows.append(
+            (part.name, part.device, part.precision.compute, describe_bytes(part.weight_bytes),
+             begun_with)
+        )  # fmt: skip
+    return _table(("component", "device", "precision", "weights", "repaired from the start"), rows)
+
+
+def _pairs(values: Mapping[str, Any]) -> str:
+    return _table(
+        ("", ""), [(name.replace("_", " "), str(value)) for name, value in values.items()]
+    )
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th>{_text(each)}</th>" for each in heads) if any(heads) else ""
+    body = "".join(
+        "<tr>" + "".join(f"<td>{_text(each)}</td>" for each in row) + "</tr>\n" for row in rows
+    )
+    return f"<table>\n<tr>{head}</tr>\n{body}</table>" if head else f"<table>\n{body}</table>"
+
+
+def _text(value: str) -> str:
+    return html.escape(value)
+
+
+def _written(text: str, folder: Path) -> Path:
+    """Written beside and renamed, so that nobody reads half a page."""
+    folder.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=folder, prefix=_NAME, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(name, folder / _NAME)
+    except BaseException:
+        os.unlink(name)
+        raise
+    return folder / _NAME

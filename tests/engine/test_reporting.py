@@ -1,0 +1,140 @@
+"""The report: one page that needs no network, written where something went wrong and only there."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import everyframe
+import tiny
+from everyframe.cli.main import main
+from everyframe.core.errors import InputError, NumericsError
+from everyframe.core.events import Event, Note, Repaired
+from everyframe.core.request import Request
+from everyframe.engine.reporting import reported
+from everyframe.families.guarding import Guard
+from everyframe.families.loading import show
+from everyframe.numerics.magnitude import Magnitudes
+from guarded_nets import Net, halved, inputs, plan, scaled
+
+RECORD: dict[str, Any] = {
+    "settings": {"prompt": "a <b>red</b> circle", "seed": 3, "negative_prompt": None},
+    "versions": {"torch": "2.13"},
+    "everyframe": "0",
+}
+
+
+def faulty() -> nn.Module:
+    torch.manual_seed(0)
+    net = Net(nn.Linear(8, 8), scaled(nn.Linear(8, 8), 1e5), nn.Linear(8, 8))
+    return halved(net.requires_grad_(False))
+
+
+def run_of(net: nn.Module) -> Iterator[Event]:
+    """Three steps, as a stage makes them."""
+    show("net", net)
+    guard = Guard(plan(), "denoise", {"net": net})
+    with torch.inference_mode():
+        for step in range(1, 4):
+            guard.call(step, lambda: net(inputs()))
+            yield from guard.events()
+
+
+def pictures(page: str) -> list[Image.Image]:
+    found = re.findall(r'src="data:image/png;base64,([^"]+)"', page)
+    return [Image.open(io.BytesIO(base64.b64decode(each))) for each in found]
+
+
+def test_what_was_repaired_is_on_a_page_of_its_own(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "folder"
+    events = list(reported(run_of(faulty()), plan(), RECORD, folder, {}))  # type: ignore[arg-type]
+    (first, *_) = [event for event in events if isinstance(event, Repaired)]
+    (note,) = [event for event in events if isinstance(event, Note)]
+    assert str(folder / "report.html") in note.text
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert [each.name for each in folder.iterdir()] == ["report.html"]
+    assert f"net.{first.module}" in page
+    assert "float16 ends at 65504" in page
+    assert "a processor" in page
+    assert "a &lt;b&gt;red" in page, "what somebody wrote is text"
+    assert "://" not in page, "nothing is fetched"
+    (picture,) = pictures(page)
+    # The scale's colour of what is not finite is in it.
+    colours = np.asarray(picture.convert("RGB")).reshape(-1, 3)
+    assert (colours == (230, 30, 120)).all(axis=1).any()
+
+
+def test_a_run_that_ends_names_the_page(tmp_path: Path) -> None:
+    net = faulty()
+    net.parts[0].weight[0, 0] = torch.nan
+    with pytest.raises(NumericsError, match=r"parts\.0\.weight.*report\.html"):
+        list(reported(run_of(net), plan(), RECORD, tmp_path, {}))  # type: ignore[arg-type]
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "the weights themselves are not finite: net.parts.0.weight" in page
+    assert len(pictures(page)) == 1
+
+
+def test_without_trouble_there_is_no_page(tmp_path: Path) -> None:
+    net = halved(Net(nn.Linear(8, 8)).requires_grad_(False))
+    assert not list(reported(run_of(net), plan(), RECORD, tmp_path / "r", {}))  # type: ignore[arg-type]
+    assert not (tmp_path / "r").exists()
+    hooks = sum(len(part._forward_hooks) for part in net.modules())
+    assert hooks == 1, "the one that widens the results, and none of ours"
+
+
+def test_magnitudes_are_those_of_the_modules() -> None:
+    net = Net(nn.Linear(8, 8), nn.Linear(8, 8)).requires_grad_(False)
+    seen: dict[str, list[float]] = {}
+    for name, part in net.named_modules():
+        part.register_forward_hook(
+            lambda _, __, out, name=name: seen.setdefault(name, []).append(float(out.abs().max()))
+        )
+    magnitudes = Magnitudes()
+    magnitudes.watch("net", net)
+    for seed in range(3):
+        net(inputs(seed))
+    net(inputs() * torch.inf)
+    magnitudes.remove()
+    names, table = magnitudes.table("net")
+    assert set(names) == set(seen)
+    for name, row in zip(names, table, strict=True):
+        np.testing.assert_array_equal(row[:3], seen[name][:3])
+        assert np.isinf(row[3]), "NaN is not finite either"
+    assert magnitudes.components() == ("net",)
+
+
+def test_a_report_goes_into_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for place in ("file", "file/below"):
+        request = Request(prompt="a red circle", report=str(tmp_path / place))
+        with pytest.raises(InputError, match="report must be a folder"):
+            next(iter(everyframe.stream(request)))
+
+
+def test_the_command_line_writes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tiny.opensora_1_2(tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["spatial_blocks.1.mlp.fc2.weight"].view(-1)[5] = torch.nan
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path / "out")
+    words = "--size 32x32 --num-frames 1 --steps 1 --device cpu -o clip.png --report seen"
+    assert main(["generate", "a red circle", *words.split(), "--model", str(folder)]) == 4
+    said = " ".join(capsys.readouterr().err.split())
+    assert "denoiser.spatial_blocks.1.mlp.fc2.weight" in said
+    assert str(Path("seen", "report.html")) in said
+    page = Path("seen", "report.html").read_text(encoding="utf-8")
+    assert len(pictures(page)) == 2, "text encoder and denoiser"
