@@ -121,8 +121,8 @@ def page(
 <h2>What was found, and what was done</h2>
 {_repairs(repairs)}
 <h2>Where numbers grew</h2>
-<p>The largest value that each module gave, call by call. Calls that were repeated, to find what went
-wrong and to compute it again, are calls as well.</p>
+<p>The largest value that each module gave, call by call. Calls that were repeated, to find what
+went wrong and to compute it again, are calls as well.</p>
 {"".join(pictures)}
 <h2>What ran</h2>
 {_components(plan.components)}
@@ -146,7 +146,7 @@ def _ordered(magnitudes: Magnitudes, faulty: Mapping[str, None], error: str) -> 
 def _picture(component: str, magnitudes: Magnitudes, repairs: Sequence[Repaired]) -> str:
     """The heat map of a component, the first bad call of each faulty module in a frame."""
     names, table = magnitudes.table(component)
-    marked = set()
+    marked: set[tuple[int, int]] = set()
     for each in repairs:
         if each.component == component and each.module in names:
             row = names.index(each.module)
