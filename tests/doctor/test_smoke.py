@@ -90,6 +90,20 @@ def test_two_minutes_are_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     ]  # fmt: skip
 
 
+def test_what_hangs_is_told_from_what_had_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(smoking, "_KERNELS", {})
+    plant(monkeypatch, float32=Ended(timed_out=True, seconds=105.0))
+    check = smoking.smoke(ON_CARD)
+    assert check.findings[0].mark == "trouble"
+    assert "did not end within 105 s" in check.findings[0].says
+    # The reference takes 10 s; here 15 are left when it is the turn of float16.
+    plant(monkeypatch, bfloat16=Ended(FRAMES.tolist(), seconds=80.0),
+          float16=Ended(timed_out=True, seconds=15.0))  # fmt: skip
+    check = smoking.smoke(ON_CARD)
+    assert check.mark == "note"
+    assert "float16 did not end within 15 s, which were left" in check.findings[0].says
+
+
 def test_a_model_narrows_to_its_plan() -> None:
     report = diagnose(["devices"], profile="v100-oneflow", model="shapes")
     check = next(check for check in report.checks if check.name == "model")

@@ -54,6 +54,16 @@ def test_many_modules_are_drawn_by_what_is_around_them() -> None:
     assert area(picture, DARK) == 24 * 14
 
 
+def test_what_is_marked_is_shown_by_its_own_name() -> None:
+    names = [f"blocks.{block}.part{part}" for block in range(40) for part in range(20)]
+    values = np.full((len(names), 1), 1e-6)
+    values[333] = 1.0  # block 16, part 13
+    picture = drawn(values, names, marked=[(333, 0)])
+    top = int(np.argwhere((picture == INFINITE).all(-1).any(1))[0, 0])
+    assert (top + 2 - 48) // 14 == 16 + 13
+    assert len(picture) > (40 + 19) * 14
+
+
 def test_nothing_but_zeros_can_be_drawn() -> None:
     assert drawn(np.zeros((1, 1))).shape[2] == 3
 

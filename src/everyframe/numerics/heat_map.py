@@ -78,6 +78,11 @@ def _shortened(
     while len(set(groups)) > MAX_ROWS and depth > 1:
         depth -= 1
         groups = [".".join(name.split(".")[:depth]) for name in names]
+    # What is marked is shown by its own name, with what is beside it, if there is room for it.
+    around = {groups[row] for row, _ in marks}
+    opened = [name if group in around else group for name, group in zip(names, groups, strict=True)]
+    if len(set(opened)) <= MAX_ROWS:
+        groups = opened
     places = {group: place for place, group in enumerate(dict.fromkeys(groups))}
     if len(places) == len(names):
         return table, names, marks
