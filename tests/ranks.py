@@ -100,7 +100,7 @@ def _serve(rank: int, sizes: tuple[int, ...], place: str, pipe: Any) -> None:
         weights = named.pop("weights", None)
         team: Team = Alone() if size == 1 else Ranks(weights, groups[size])
         try:
-            with torch.inference_mode():
+            with torch.no_grad():
                 pipe.send(function(team, *arguments, **named))
         except Exception:
             pipe.send(_Failed(traceback.format_exc()))
@@ -113,7 +113,12 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Group]:
     module = request.node
     mine = [item for item in request.session.items if item.getparent(pytest.Module) is module]
     is_slow = any(item.get_closest_marker("slow") for item in mine)
-    made = Group([size for size in (FAST + SLOW if is_slow else FAST) if size > 1])
+    yield from group_of([size for size in (FAST + SLOW if is_slow else FAST) if size > 1])
+
+
+def group_of(sizes: Sequence[int]) -> Iterator[Group]:
+    """For a module that wants others than these."""
+    made = Group(sizes)
     yield made
     made.close()
 

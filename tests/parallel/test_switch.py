@@ -41,7 +41,7 @@ def moved(team: Team, grid: Grid, groups: int, dtype: torch.dtype) -> dict[str, 
 
     x = whole(grid).to(dtype)
     switch = Switch(Deal(grid, team.weights, groups), team)
-    mine = switch.take(x)
+    mine = switch.take(x[switch.samples])
     sent, before = 0, dist.all_to_all_single
 
     def counting(out: Tensor, given: Tensor, receive: Any, send: list[int], **named: Any) -> None:

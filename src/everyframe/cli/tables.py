@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
 from everyframe.cli.text import counted
+from everyframe.core.division import Division
 from everyframe.core.plan import ComponentPlan, Plan
 from everyframe.planning.dryrun import says
 from everyframe.planning.forecast import describe_bytes
@@ -54,6 +55,10 @@ def print_plan(plan: Plan, file: IO[str]) -> None:
     if plan.stages:
         out.print()
         out.print(_stages(plan))
+    if plan.division is not None:
+        out.print()
+        out.print(f"{counted(len(plan.division.ranks), 'device')}: {plan.division}")
+        out.print(_ranks(plan.division))
     for line in (*_islands(plan.components), *_paths(plan.components)):
         out.print(line, style="dim")
     out.print()
@@ -72,6 +77,28 @@ def print_plan(plan: Plan, file: IO[str]) -> None:
         out.print(f"Fits: {needs} {describe_bytes(plan.peak_bytes)} {have}.", style="green")
     else:
         out.print("Can't be done here.", style="red")
+
+
+def _ranks(division: Division) -> Table:
+    """Each rank's part of one video's denoising, and what it sends."""
+    shown = table(
+        ("rank", "left"),
+        ("device", "left"),
+        ("videos", "right"),
+        ("places", "right"),
+        ("frames", "right"),
+        ("sends a step", "right"),
+    )
+    for number, rank in enumerate(division.ranks):
+        shown.add_row(
+            str(number),
+            rank.device,
+            str(division.videos[rank.group]),
+            f"{rank.columns:.1%}",
+            f"{rank.rows:.1%}",
+            describe_bytes(rank.sent_bytes) if rank.sent_bytes else "nothing",
+        )
+    return shown
 
 
 def print_record(record: Mapping[str, Any], file: IO[str]) -> None:

@@ -6,7 +6,7 @@ prints each as one line. Arrays never go into the JSON.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, TypeAlias
 
@@ -129,6 +129,12 @@ class Repaired(Event):
     to: str
     text: str
     seed: int | None = None
+
+
+def event_of(data: Mapping[str, Any]) -> Event:
+    """A `Note` or `Repaired` again out of its `to_json`: what one rank has to tell for another."""
+    kind = next(each for each in (Note, Repaired) if each.type == data["type"])
+    return kind(**{name: value for name, value in data.items() if name != "type"})
 
 
 @dataclass(frozen=True)

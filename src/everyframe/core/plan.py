@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from everyframe.core.division import Division
 from everyframe.core.facts import DeviceFacts
 
 
@@ -190,7 +191,9 @@ class Plan:
 
     `clashes` are places where the dry run broke the rules of precision: such a plan can't run.
     `host_bytes` is what the host needs beside the device, `rates` where seconds come from, and
-    `profile` the name of the made-up machine that this is for, None for the real one.
+    `profile` the name of the made-up machine that this is for, None for the real one. With several
+    devices, `division` is how they share the work, and components and stages are those of the rank
+    with the most to do.
     """
 
     model: str
@@ -208,6 +211,7 @@ class Plan:
     host_bytes: int = 0
     rates: str = ""
     profile: str | None = None
+    division: Division | None = None
 
     @property
     def num_operations(self) -> int:

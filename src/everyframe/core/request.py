@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import field_validator, model_validator
 
 from everyframe.core.amounts import parse_bytes
+from everyframe.core.division import parse_ways
 from everyframe.core.errors import InputError
 from everyframe.core.options import Options, option
 from everyframe.core.plan import Remedy
@@ -124,6 +125,25 @@ class Request(Options):
 
     dtype: str = option("Precision: auto, fp32, bf16 or fp16.", group="Machine", default="auto")
     device: str = option("Device: auto, cpu, cuda, cuda:1 or mps.", group="Machine", default="auto")
+    num_devices: int | None = option(
+        "So many devices work together, any number; on a machine without several, CPU workers.",
+        group="Machine",
+        aliases=("--num-gpus",),
+        gt=0,
+        le=1024,
+    )
+    devices: str | None = option(
+        "Which devices work together, such as 0,1,2 or cuda:0,cuda:2 or cpu,cpu.", group="Machine"
+    )
+    parallel: str = option(
+        "How several devices divide the work: auto, or data=N, cfg=N and sequence=N such as "
+        "cfg=2,sequence=3.",
+        group="Machine",
+        default="auto",
+    )
+    shares: str | None = option(
+        "How much each of several devices does, such as 24,8.", group="Machine"
+    )
     max_memory: str | None = option(
         "Use no more of the device's memory than this, such as 8GB.", group="Machine"
     )
@@ -203,6 +223,9 @@ class Request(Options):
             )
         if self.dtype not in DTYPES:
             raise InputError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        parse_ways(self.parallel)
+        if self.devices is not None and self.device != "auto":
+            raise InputError(f"device={self.device} and devices={self.devices}; give one of them")
         for name in ("max_memory", "max_host_memory"):
             if getattr(self, name) is not None:
                 parse_bytes(getattr(self, name), name)

@@ -18,6 +18,7 @@ from everyframe.core.events import Events, Note, Planned, Ready
 from everyframe.core.plain import DamagedError, from_plain
 from everyframe.core.plan import Plan
 from everyframe.core.request import Request
+from everyframe.engine.ranks import joined
 from everyframe.engine.record import differences, make_record
 from everyframe.engine.run import takes_of, work
 from everyframe.hardware.facts import machine_facts
@@ -101,7 +102,7 @@ def go_on(
         keeper = Keeper(folder, how, lock)
         progress, says = _progress(keeper, run, [*takes])
         yield Note(says)
-        yield from work(plan, model, record, keeper, progress)
+        yield from work(joined(plan, model, record, None), model, record, keeper, progress)
     finally:
         lock.release()
 

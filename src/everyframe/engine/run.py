@@ -36,6 +36,7 @@ from everyframe.core.plan import Plan, Remedy
 from everyframe.core.request import Request
 from everyframe.engine.given import read_given, start_noise
 from everyframe.engine.keeping import begin, kept
+from everyframe.engine.ranks import Here, Join, joined
 from everyframe.engine.record import make_record
 from everyframe.engine.reporting import check_folder, loaded_in, reported
 from everyframe.families.family import Model, Stage, Take
@@ -56,17 +57,23 @@ def stream(
     num_threads: int | None = None,
     given_model: GivenModel | None = None,
     keep: Keep | None = None,
+    join: Join | None = None,
 ) -> Events:
     """What happens, as it happens: `Planned` first, `VideoDone` last for each video.
 
     Raises an `EveryframeError` for anything that a person should know; nothing was written then.
     `num_threads` overrules the number of CPU threads, which a record asks for to get its bits back.
     `given_model` is one in memory, in place of one that the request names. How far the run comes is
-    kept as `keep` says (None: in `runs_folder`).
+    kept as `keep` says (None: in `runs_folder`). `join` meets the other ranks of a plan that has
+    several; see `Division.speaks` for whose events count.
     """
     place = None if request.report is None else check_folder(request.report)
     prepared = prepare(
-        request, may_fetch=True, num_threads=num_threads, given=given_model, will_run=True
+        request,
+        may_fetch=True,
+        num_threads=num_threads,
+        given=given_model,
+        will_run=join is None or join.rank == 0,
     )
     plan, model = prepared.plan, prepared.model
     check_feasible(plan)
@@ -82,9 +89,10 @@ def stream(
     if request.forget_repairs and key is not None and forget(key):
         yield Note("what was remembered of repairs for this model on this device is forgotten")
     yield Ready(record)
+    here = joined(plan, model, record, join)
     keeper = begin(Keep(runs_folder()) if keep is None else keep, request, plan, record)
-    events = work(plan, model, record, keeper, Progress(takes=takes))
-    if place is None:
+    events = work(here, model, record, keeper, Progress(takes=here.mine(takes)))
+    if place is None or (join is not None and join.rank):
         yield from events
     else:
         yield from reported(events, plan, record, place, loaded_in(model))
@@ -98,15 +106,17 @@ def takes_of(request: Request, plan: Plan) -> list[Take]:
 
 
 def work(
-    plan: Plan, model: Model, record: dict[str, Any], keeper: Keeper, progress: Progress
+    here: Here, model: Model, record: dict[str, Any], keeper: Keeper, progress: Progress
 ) -> Events:
     """Run the plan from there on, and let go of what is kept when nothing is left to be done."""
+    if not progress.takes:
+        return
     with kept(keeper, progress.takes):
         yield from keeper.notes()
         if keeper.folder is not None:
             yield Kept(keeper.folder.name, str(keeper.folder.path))
-        events = _run(plan, model, record, keeper, progress)
-        yield from _apart(events, plan.num_threads)
+        events = _run(here, model, record, keeper, progress)
+        yield from _apart(events, here.plan.num_threads)
 
 
 def _apart(events: Generator[Event, None, None], num_threads: int) -> Iterator[Event]:
@@ -141,17 +151,17 @@ def _next(events: Iterator[Event]) -> Event | None:
 
 
 def _run(
-    plan: Plan, model: Model, record: dict[str, Any], keeper: Keeper, progress: Progress
+    here: Here, model: Model, record: dict[str, Any], keeper: Keeper, progress: Progress
 ) -> Generator[Event, None, None]:
-    takes, num_clips = progress.takes, plan.settings.chain
-    key = _memory(record, plan)
+    plan, takes, num_clips = here.plan, progress.takes, here.plan.settings.chain
+    key = _memory(record, plan) if here.teams.team.is_lead else None
     num_frames = {take.seed: 0 for take in takes}
     unfinished: list[int] = []
     for frames in keeper.kept_frames(progress):
         if frames.seed in num_frames:
             num_frames[frames.seed] += frames.num_frames
             yield frames
-    for clip, stage in _stages(plan, model, progress):
+    for clip, stage in _stages(here, model, progress):
         keeper.write(progress)
         for event in _run_stage(stage, takes, clip, num_clips):
             if isinstance(event, Repaired):
@@ -188,11 +198,11 @@ def _remember(key: Key | None, plan: Plan, event: Repaired) -> None:
         remember(key, Remedy(event.component, event.raised, event.to, dtype))
 
 
-def _stages(plan: Plan, model: Model, progress: Progress) -> Iterator[tuple[int, Stage]]:
+def _stages(here: Here, model: Model, progress: Progress) -> Iterator[tuple[int, Stage]]:
     """Each stage that is left with its clip; `progress` says which it is."""
-    for clip in range(progress.clip, plan.settings.chain):
+    for clip in range(progress.clip, here.plan.settings.chain):
         first = progress.stage if clip == progress.clip else 0
-        for number, stage in enumerate(model.stages(plan, clip)):
+        for number, stage in enumerate(here.stages(model, clip)):
             if number >= first:
                 progress.clip, progress.stage = clip, number
                 yield clip, stage

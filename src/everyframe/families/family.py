@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from everyframe.checkpoints.find import Location
     from everyframe.core.plan import Precision
+    from everyframe.parallel.grid import Deal
+    from everyframe.parallel.team import Team, Teams
     from everyframe.precision.policy import ComponentNeeds
 
 
@@ -222,6 +224,36 @@ class Rehearsing(Protocol):
 
         Each has those before it in it. Nothing that the request asked for by name is changed.
         """
+        ...
+
+
+@runtime_checkable
+class Shared(Protocol):
+    """A model of which several ranks make one video together.
+
+    `led` are the components that the first of all ranks alone loads, for all of them.
+    """
+
+    led: tuple[str, ...]
+
+    def num_branches(self, settings: Settings) -> int:
+        """How many branches of guidance one step computes."""
+        ...
+
+    def grid(self, settings: Settings) -> tuple[int, int]:
+        """Frames and places of one branch's tokens, which are dealt out."""
+        ...
+
+    def sent_bytes(self, settings: Settings, deal: Deal, rank: int, element_bytes: int) -> int:
+        """Bytes that leave a rank at each step, with products in numbers of so many bytes."""
+        ...
+
+    def shared_rehearsals(self, settings: Settings, team: Team, groups: int) -> Sequence[Rehearsal]:
+        """`Rehearsing.rehearsals` of one (imagined) rank of `team`."""
+        ...
+
+    def shared_stages(self, plan: Plan, clip: int, teams: Teams) -> Sequence[Stage]:
+        """`Model.stages` for one of several ranks; what they yield counts on the first."""
         ...
 
 

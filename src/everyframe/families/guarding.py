@@ -11,6 +11,7 @@ so nothing changes. Read next: `repairing.py`, `everyframe.numerics.locate`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -148,14 +149,19 @@ class Guard:
         )  # fmt: skip
 
     def denoiser(
-        self, make: Callable[[], Callable[..., Tensor]], start: int = 0
+        self,
+        make: Callable[[], Callable[..., Tensor]],
+        start: int = 0,
+        apart: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> Callable[..., Tensor]:
         """``denoise`` as `make` makes it, watched; made again whenever a module was raised.
 
         What it keeps of a text was computed by modules, too. Also where memory ran out, with
-        the guard's `settings` of then. `start` steps were done before.
+        the guard's `settings` of then. `start` steps were done before. Repairs are
+        made within ``apart()``: ranks that compute one answer together look for its fault each by
+        itself, and all alike.
         """
-        return _Denoiser(self, make, start)
+        return _Denoiser(self, make, start, apart)
 
     def answered(self, step: int, seen: Range) -> None:
         """Note an answer of a denoiser that is far larger than any before."""
@@ -371,9 +377,14 @@ class _Done:
 class _Denoiser:
     """See `Guard.denoiser`."""
 
-    def __init__(self, guard: Guard, make: Callable[[], Callable[..., Tensor]], start: int) -> None:
-        self._guard = guard
-        self._make = make
+    def __init__(
+        self,
+        guard: Guard,
+        make: Callable[[], Callable[..., Tensor]],
+        start: int,
+        apart: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._guard, self._make, self._apart = guard, make, apart
         self._denoise = guard.spared(start + 1, make)
         self._step = start
 
@@ -387,7 +398,8 @@ class _Denoiser:
         answer = self._guard.spared(self._step, lambda: self._denoise(*given), again)
         seen = range_of(answer)
         if not seen.is_finite:
-            answer = self._guard.repaired(self._step, again)
+            with self._apart():
+                answer = self._guard.repaired(self._step, again)
             seen = range_of(answer)
         self._guard.answered(self._step, seen)
         return answer

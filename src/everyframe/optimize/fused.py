@@ -35,8 +35,9 @@ class LinearGelu(nn.Linear):
         self.weight, self.bias = linear.weight, linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        # Dry runs have no numbers, training has gradients, and a repair may widen the weights.
-        kept = x.dtype in _DTYPES and x.dtype == self.weight.dtype
+        # Dry runs have no numbers, training has gradients, a repair may widen the weights, and a
+        # rank without tokens has nothing to ask.
+        kept = x.dtype in _DTYPES and x.dtype == self.weight.dtype and 0 not in x.shape
         if self.is_plain or x.device.type != "cpu" or not kept or torch.is_grad_enabled():
             return F.gelu(F.linear(x, self.weight, self.bias), approximate=self.approximate)
         operators: Any = torch.ops.mkldnn

@@ -34,9 +34,9 @@ class Grid:
 
 @dataclass(frozen=True)
 class Segment:
-    """Some samples' places ``start`` to ``stop``, the same for each; `here` is where they begin.
+    """Some samples' places, the same for each; `here` is where they lie in the rank's own part.
 
-    `here` counts columns in the rank's own part.
+    Samples are counted among those that the rank has any of, `here` in columns.
     """
 
     samples: slice
@@ -71,6 +71,13 @@ class Deal:
         """Each rank's rows, counted through all samples (B * T)."""
         return self._dealt(self.grid.frames)
 
+    def samples(self, rank: int) -> slice:
+        """The samples that a rank has any columns of; one of them where it has none."""
+        mine, places = self.columns[rank], self.grid.places
+        if not mine:
+            return slice(0, 1)
+        return slice(mine.start // places, (mine.stop - 1) // places + 1)
+
     def segments(self, rank: int) -> tuple[Segment, ...]:
         """A rank's columns by sample; one segment where all of its samples have the same places.
 
@@ -80,16 +87,16 @@ class Deal:
         pieces = list(_cut(mine, places))
         if not pieces:
             return (Segment(slice(0, 1), slice(0, 0), slice(0, 0)),)
-        first, last = pieces[0], pieces[-1]
+        first = pieces[0]
         if all(piece[1:] == first[1:] for piece in pieces):
             _, start, stop = first
             here = slice(0, stop - start)
-            return (Segment(slice(first[0], last[0] + 1), slice(start, stop), here),)
+            return (Segment(slice(0, len(pieces)), slice(start, stop), here),)
         segments = []
-        for sample, start, stop in pieces:
+        for number, (sample, start, stop) in enumerate(pieces):
             begin = sample * places + start - mine.start
             here = slice(begin, begin + stop - start)
-            segments.append(Segment(slice(sample, sample + 1), slice(start, stop), here))
+            segments.append(Segment(slice(number, number + 1), slice(start, stop), here))
         return tuple(segments)
 
     def moved(self, rank: int) -> int:

@@ -5,9 +5,10 @@ nothing else: with equal shares of N tokens over P ranks that is N (P - 1) / P^2
 nothing is padded, no number is computed: what arrives is bit for bit what one device would have.
 Source of the idea: DSP (arXiv 2403.10266), there with padding. Read next: `grid`, `team`.
 
-Shapes: (B, T, S, C) of the whole batch. A rank's columns are (b, T, s, C): some samples b with the
-same places s of each, or b = 1 and s columns of several samples beside each other (see
-`Deal.segments`). A rank's rows are (1, r, S, C): whole frames of any samples.
+Shapes: (B, T, S, C) of the whole batch, or of the `samples` that a rank has a part of. A rank's
+columns are (b, T, s, C): some samples b with the same places s of each, or b = 1 and s columns of
+several samples beside each other (see `Deal.segments`). A rank's rows are (1, r, S, C): whole
+frames of any samples.
 """
 
 from __future__ import annotations
@@ -25,25 +26,19 @@ class Switch:
     def __init__(self, deal: Deal, team: Team) -> None:
         assert deal.num_ranks == team.size
         self.deal, self.team = deal, team
+        self.samples = deal.samples(team.rank)
         self.segments: tuple[Segment, ...] = deal.segments(team.rank)
         grid = deal.grid
         self._tokens = torch.arange(grid.num_tokens).view(grid.samples, grid.frames, grid.places)
-        mine = self.take(self._tokens[..., None])
+        mine = self.take(self._tokens[self.samples][..., None])
         self._shape = tuple(mine.shape[:3])
         self._send_order = _order(mine.flatten())
         self._sizes = [self._sizes_of(rank) for rank in range(team.size)]
         self._arrive_order = _order(self._holders(self._row_tokens(team.rank)))
         self._on_device: dict[tuple[str, str], Tensor] = {}
 
-    @property
-    def is_still(self) -> bool:
-        """Whether this rank has the whole grid, so that nothing is moved or cut."""
-        return len(self.deal.columns[self.team.rank]) == self.deal.grid.samples * (
-            self.deal.grid.places
-        )
-
     def take(self, x_BTSC: Tensor) -> Tensor:
-        """This rank's columns (b, T, s, C) of what every rank has."""
+        """This rank's columns (b, T, s, C) of all that is of its samples."""
         parts = [x_BTSC[each.samples, :, each.places] for each in self.segments]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 

@@ -1,6 +1,6 @@
 """Ranks that work together, and the few ways in which they exchange tensors.
 
-Three kinds with one interface: `Alone` (one rank: nothing is sent), `Ranks` (processes joined by
+Three kinds with one interface: `Alone` (one rank, nothing is sent), `Ranks` (processes joined by
 torch.distributed, gloo on CPUs and NCCL on CUDA) and `Imagined` (a rank of a team that is not
 there, for dry runs: shapes are right, numbers are not). All know who sends how much before they do,
 so parts may be of any size, none included, and nothing is padded. Tensors travel as bytes: any
@@ -15,6 +15,7 @@ import json
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -118,6 +119,34 @@ class Team(ABC):
         """Plain data of every rank, in their order, on every rank."""
         return [self.tell(value, source, what) for source in range(self.size)]
 
+    def send(self, values: Sequence[Tensor], told: Any, target: int, what: str) -> Sending:
+        """Tensors on the CPU and plain data to one other rank, which must `receive` them.
+
+        They must not be changed before the `Sending` was waited for.
+        """
+        shapes = [[list(value.shape), _name(value.dtype)] for value in values]
+        head = torch.frombuffer(bytearray(json.dumps([shapes, told]).encode()), dtype=torch.uint8)
+        parts = [torch.tensor([len(head)]), head, *(v.contiguous() for v in values if v.numel())]
+        self.sent[what] += sum(part.nbytes for part in parts)
+        return Sending(self._send(parts, target, what), what)
+
+    def receive(self, source: int, what: str) -> tuple[list[Tensor], Any]:
+        """What that rank sent to this one."""
+        length = torch.zeros(1, dtype=torch.int64)
+        self._receive([length], source, what)
+        head = torch.empty(int(length), dtype=torch.uint8)
+        self._receive([head], source, what)
+        shapes, told = json.loads(bytes(head.tolist()))
+        values = [torch.empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in shapes]
+        self._receive([value for value in values if value.numel()], source, what)
+        return values, told
+
+    @abstractmethod
+    def _send(self, parts: Sequence[Tensor], target: int, what: str) -> list[Any]: ...
+
+    @abstractmethod
+    def _receive(self, parts: Sequence[Tensor], source: int, what: str) -> None: ...
+
     @abstractmethod
     def _all_to_all(
         self, out: Tensor, x: Tensor, receive: Sequence[int], send: Sequence[int], what: str
@@ -128,17 +157,18 @@ class Team(ABC):
         """Each contiguous tensor is filled with what its source rank has in it."""
 
 
-class Alone(Team):
-    """A team of one."""
+class Sending:
+    """What is on its way to another rank; it is kept alive until `wait` returns."""
 
-    def __init__(self) -> None:
-        super().__init__(0, (1.0,))
+    def __init__(self, works: Sequence[Any], what: str) -> None:
+        self._works, self._what = list(works), what
 
-    def _all_to_all(self, *_: object) -> None:
-        raise AssertionError("a rank alone has nobody to send to")
-
-    def _broadcast(self, *_: object) -> None:
-        raise AssertionError("a rank alone has nobody to send to")
+    def wait(self) -> None:
+        """Until it was fetched."""
+        with _told(self._what):
+            for work in self._works:
+                work.wait()
+        self._works = []
 
 
 class Imagined(Team):
@@ -149,6 +179,35 @@ class Imagined(Team):
 
     def _broadcast(self, *_: object) -> None:
         pass
+
+    def _send(self, *_: object) -> list[Any]:
+        return []
+
+    def _receive(self, *_: object) -> None:
+        pass
+
+
+class Alone(Imagined):
+    """A team of one, which has nobody to send to."""
+
+    def __init__(self) -> None:
+        super().__init__(0, (1.0,))
+
+
+@dataclass(frozen=True)
+class Teams:
+    """A rank among all ranks, and among those that make the same videos.
+
+    `groups` is into how many parts the branches of guidance are dealt, each with ranks of its own.
+    """
+
+    world: Team
+    team: Team
+    groups: int = 1
+
+
+#: One rank that does everything.
+ONE = Teams(Alone(), Alone())
 
 
 class Ranks(Team):
@@ -183,6 +242,27 @@ class Ranks(Team):
             ]
             for each in waiting:
                 each.wait()
+
+    def _send(self, parts: Sequence[Tensor], target: int, what: str) -> list[Any]:
+        with _told(what):
+            return [_Sent(part, self._members[target], self._group) for part in parts]
+
+    def _receive(self, parts: Sequence[Tensor], source: int, what: str) -> None:
+        with _told(what):
+            for part in parts:
+                dist.recv(_bytes(part), self._members[source], self._group)
+
+
+class _Sent:
+    """One tensor on its way, held until it has left."""
+
+    def __init__(self, part: Tensor, target: int, group: dist.ProcessGroup | None) -> None:
+        self._part = part
+        self._work = dist.isend(_bytes(part), target, group)
+
+    def wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
 
 
 class _told:  # noqa: N801 - used like a function

@@ -10,17 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
+from everyframe.core.division import Division
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import Choice, ComponentPlan, Precision, Remedy, Settings, peak_of
-from everyframe.families.family import Component, Model, Rehearsing
+from everyframe.families.family import Component, Model, Rehearsal, Rehearsing, Shared
 from everyframe.families.remembered import remedies_for
 from everyframe.planning.choosing import Chooser, score_bytes, told, used
+from everyframe.planning.dividing import Effort
 from everyframe.planning.dryrun import DryRun, dry_run
 from everyframe.planning.forecast import fits
 from everyframe.precision.dtypes import num_bytes
 from everyframe.precision.islands import weight_bytes
 from everyframe.precision.policy import choose
+
+if TYPE_CHECKING:
+    from everyframe.parallel.team import Team
 
 _FILE_ELEMENT = 4
 """Bytes of a number in a file, at most in practice."""
@@ -57,7 +63,9 @@ class Fitting:
     `remedies` the repairs that components have from the start where they have that dtype.
 
     `chooser` chooses fast paths; without one those are expected that the device could have. `fit`
-    answers for given settings, `largest` finds smaller ones that fit.
+    answers for given settings, `largest` finds smaller ones that fit. With
+    `team`, one rank of it is fitted, its samples in `groups`; `copies` ranks have this device's
+    memory in common.
     """
 
     model: Model
@@ -67,6 +75,9 @@ class Fitting:
     host_memory: int
     remedies: tuple[Remedy, ...] = ()
     chooser: Chooser | None = None
+    team: Team | None = None
+    groups: int = 1
+    copies: int = 1
 
     def fit(self, settings: Settings) -> Fitted:
         """The components at these settings, with the savings that make each of them fit."""
@@ -88,12 +99,34 @@ class Fitting:
         return Fitted(
             settings=settings,
             components=plans,
-            runs=_in_order(self.model, settings, parts),
+            runs=_in_order(self._rehearsals(settings), parts),
             says=tuple(says),
             notes=tuple(dict.fromkeys(note for part in parts for note in part.notes)),
             host_bytes=host,
             fits=self._hold(parts) and host <= self.host_memory,
         )
+
+    def of_ranks(self, division: Division | None) -> Fitting:
+        """Fitting for the rank that has the most to do."""
+        if division is None:
+            return self
+        from everyframe.parallel.team import Imagined
+
+        heaviest = max(division.ranks, key=lambda rank: max(rank.columns, rank.rows))
+        group = division.groups[heaviest.group]
+        place = group.index(division.ranks.index(heaviest))
+        team = Imagined(place, [division.weights[rank] for rank in group])
+        copies = len(division.ranks) if self.device.kind == "cpu" else 1
+        return replace(self, team=team, groups=division.cfg, copies=copies)
+
+    def effort(self, settings: Settings) -> Effort:
+        """What one step of a video takes on one device, for the choice between ways to divide."""
+        if not isinstance(self.model, Shared):
+            return Effort(1.0, 1)
+        step = next(each for each in self._rehearsals(settings) if each.stage == "denoise")
+        part = self._named(step.component, settings)
+        run = next(each for each in part.runs if each.rehearsal.stage == "denoise")
+        return Effort(run.found.work.operations, num_bytes(part.plan.precision.compute))
 
     def largest(self, settings: Settings) -> Fitted | None:
         """The largest smaller video that fits, or None."""
@@ -145,14 +178,20 @@ class Fitting:
         return settings, part, [*said, f"{part.plan.title}: {where}"]
 
     def _holds(self, part: _Part) -> bool:
-        return fits(part.plan.peak_bytes, self.device) and not any(
+        return fits(part.plan.peak_bytes * self._copies(part), self.device) and not any(
             run.too_large for run in part.runs
         )
 
     def _hold(self, parts: Sequence[_Part]) -> bool:
         """Whether all fit, those that share a stage together."""
-        together = fits(peak_of(part.plan for part in parts), self.device)
+        copies = min((self._copies(part) for part in parts), default=1)
+        together = fits(peak_of(part.plan for part in parts) * copies, self.device)
         return together and all(self._holds(part) for part in parts)
+
+    def _copies(self, part: _Part) -> int:
+        """How many ranks hold that component in this device's memory at once."""
+        led = isinstance(self.model, Shared) and part.plan.name in self.model.led
+        return 1 if led else self.copies
 
     def _named(self, name: str, settings: Settings, *, offload: bool = False) -> _Part:
         components = self.model.components(settings)
@@ -203,12 +242,15 @@ class Fitting:
         return _Part(plan, runs, notes)
 
     def _runs(self, name: str, settings: Settings, precision: Precision) -> tuple[DryRun, ...]:
-        if not isinstance(self.model, Rehearsing):
-            return ()
-        rehearsals = self.model.rehearsals(settings)
+        rehearsals = self._rehearsals(settings)
         return tuple(
             dry_run(each, precision, self.device) for each in rehearsals if each.component == name
         )
+
+    def _rehearsals(self, settings: Settings) -> Sequence[Rehearsal]:
+        if self.team is not None and isinstance(self.model, Shared):
+            return self.model.shared_rehearsals(settings, self.team, self.groups)
+        return self.model.rehearsals(settings) if isinstance(self.model, Rehearsing) else ()
 
     def _working_bytes(
         self, component: Component, runs: Sequence[DryRun], precision: Precision
@@ -242,12 +284,10 @@ def _resident_bytes(runs: Sequence[DryRun], precision: Precision) -> int:
     return resident_bytes(runs[0].rehearsal.module(), precision)
 
 
-def _in_order(model: Model, settings: Settings, parts: Sequence[_Part]) -> tuple[DryRun, ...]:
+def _in_order(rehearsals: Sequence[Rehearsal], parts: Sequence[_Part]) -> tuple[DryRun, ...]:
     """The dry runs in the order of the stages; a component may have several."""
-    if not isinstance(model, Rehearsing):
-        return ()
     runs = {(run.rehearsal.stage, run.rehearsal.component): run for p in parts for run in p.runs}
-    return tuple(runs[each.stage, each.component] for each in model.rehearsals(settings))
+    return tuple(runs[each.stage, each.component] for each in rehearsals)
 
 
 def within(device: DeviceFacts, most: int | None) -> DeviceFacts:

@@ -7,7 +7,7 @@ out, `engine/run.py` for who runs it.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from everyframe.checkpoints.find import Location, locate
 from everyframe.core.amounts import parse_bytes
 from everyframe.core.errors import CannotRunError, CheckpointError, InputError
 from everyframe.core.facts import DeviceFacts, MachineFacts, Rates
-from everyframe.core.plan import Plan, Remedy, Settings
+from everyframe.core.plan import Plan, Remedy, Settings, StagePlan
 from everyframe.core.request import DTYPES, Request, random_seed
 from everyframe.families.family import Model
 from everyframe.families.registry import (
@@ -28,11 +28,12 @@ from everyframe.families.registry import (
     options_of,
 )
 from everyframe.families.remembered import known_key, remembered, said_of
-from everyframe.hardware.facts import machine_facts, pick_device
+from everyframe.hardware.facts import machine_facts
 from everyframe.hardware.profiles import find_profile
 from everyframe.hardware.rates import measured_rates
 from everyframe.planning import certifying
 from everyframe.planning.choosing import Chooser, pins_of
+from everyframe.planning.dividing import AVOIDED, asked_devices, divide, idle_notes
 from everyframe.planning.dryrun import clashes_of, heaviest, says, stage_plan
 from everyframe.planning.fitting import Fitted, Fitting, within
 from everyframe.planning.forecast import describe_bytes, fits
@@ -95,19 +96,20 @@ def prepare(
         family_options(given.family, request)
         model, family_name = given.model, given.family
     else:
-        if request.model is None:
-            refuse_if_not_drawable(request)
         model, family_name = find_model(request, may_fetch)
     facts = machine_facts(request.device) if profile is None else find_profile(profile).machine()
-    device = within(pick_device(facts, request.device), _asked_bytes(request, "max_memory"))
+    devices = asked_devices(request, facts)
+    device = within(devices[0], _asked_bytes(request, "max_memory"))
     seed = random_seed() if request.seed is None else request.seed
     settings, notes = model.settle(request, seed)
-    num_threads = num_threads or _default_threads(facts, is_here=profile is None)
-    chooser = _chooser(request, facts, device, num_threads, is_here=profile is None)
+    num_threads = num_threads or _default_threads(facts, len(devices), is_here=profile is None)
+    chooser = _chooser(request, facts, devices, num_threads, is_here=profile is None)
     # Repairs are of this machine, and a model that somebody has in memory may hold any weights.
-    own = profile is None and given is None
-    remedies = _remedies(request, model, device, facts) if own else ()
+    is_own = profile is None and given is None
+    remedies = _remedies(request, model, device, facts) if is_own else ()
     fitting = _fitting(model, facts, device, request, chooser, remedies)
+    division = divide(request, model, settings, devices, fitting.effort, num_threads)
+    fitting = fitting.of_ranks(division)
     fitting, fitted = _fitted(fitting, settings, chooser, will_run=will_run)
     rates = _rates(fitted, device, num_threads) if with_seconds else None
     plan = Plan(
@@ -119,30 +121,39 @@ def prepare(
         num_threads=num_threads,
         components=fitted.components,
         to_fetch=model.missing(),
-        notes=(*notes, *fitted.notes, *fitted.says, *_of_repairs(fitted)),
+        notes=(*notes, *fitted.notes, *fitted.says, *_of_repairs(fitted), *idle_notes(division)),
         clashes=clashes_of(fitted.runs),
         host_bytes=fitted.host_bytes,
         rates="" if rates is None else rates.source,
         profile=None if profile is None else str(profile),
+        division=division,
     )
-    stages = (
-        stage_plan(run, plan.component(run.rehearsal.component), rates) for run in fitted.runs
-    )
-    plan = replace(plan, stages=tuple(stages))
+    plan = replace(plan, stages=_stages(fitted, rates))
     # What somebody has in memory is there already: what is free says nothing against it.
     obstacle = None if given is not None else _obstacle(plan, fitting, fitted, facts)
     return Prepared(replace(plan, obstacle=obstacle), model, fitted, chooser)
 
 
+def _stages(fitted: Fitted, rates: Rates | None) -> tuple[StagePlan, ...]:
+    parts = {part.name: part for part in fitted.components}
+    return tuple(stage_plan(run, parts[run.rehearsal.component], rates) for run in fitted.runs)
+
+
 def _chooser(
-    request: Request, facts: MachineFacts, device: DeviceFacts, num_threads: int, *, is_here: bool
+    request: Request,
+    facts: MachineFacts,
+    devices: Sequence[DeviceFacts],
+    num_threads: int,
+    *,
+    is_here: bool,
 ) -> Chooser:
     """What chooses fast paths: what was asked for, what is certified, and what is known here."""
+    device = devices[0]
     return Chooser(
         device,
         pins_of(request, device),
         certifying.Certificates(device, num_threads) if is_here else None,
-        certifying.avoided(facts, device),
+        {**certifying.avoided(facts, device), **(AVOIDED if len(devices) > 1 else {})},
     )
 
 
@@ -207,10 +218,11 @@ def _rates(fitted: Fitted, device: DeviceFacts, num_threads: int) -> Rates | Non
     return measured_rates(heaviest(fitted.runs, _NUM_TRIALS), device.torch_name, num_threads)
 
 
-def _default_threads(facts: MachineFacts, *, is_here: bool) -> int:
-    """Every usable core, or as many as OMP_NUM_THREADS allows on this machine."""
+def _default_threads(facts: MachineFacts, num_ranks: int, *, is_here: bool) -> int:
+    """A rank's part of every usable core, or of as many as OMP_NUM_THREADS allows here."""
     limit = os.environ.get("OMP_NUM_THREADS", "") if is_here else ""
-    return min(int(limit), facts.num_cores) if limit.isdigit() and int(limit) else facts.num_cores
+    cores = min(int(limit), facts.num_cores) if limit.isdigit() and int(limit) else facts.num_cores
+    return max(1, cores // num_ranks)
 
 
 def check_feasible(plan: Plan) -> None:
@@ -225,6 +237,8 @@ def find_model(request: Request, may_fetch: bool) -> tuple[Model, str]:
     Raises:
         InputError: there is none, or it has to be fetched first and may not be.
     """
+    if request.model is None:
+        refuse_if_not_drawable(request)
     # Before the family is known: what is fetched depends on it.
     variant = request.family_options.get("variant")
     location = locate(request.model or EMBEDDED_MODEL, variant=variant)

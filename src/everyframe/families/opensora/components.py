@@ -6,6 +6,7 @@ are forecast.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from everyframe.families.opensora.model import STDiT, STDiT3
     from everyframe.families.opensora.vae import ImageVAE, VideoVAE
+    from everyframe.parallel.grid import Deal
 
 #: What steers every block or sums over all of them stays in float32 (research on precision:
 #: timestep embedding, modulation, norms, the layer that the residual stream starts and ends in).
@@ -123,3 +125,24 @@ def components(sizes: Sizes, sources: Mapping[str, str], prefers: str) -> tuple[
         Component(need.name, title, stage, sources[need.name], count[need.name], need)
         for need, title, stage in parts
     )
+
+
+def token_sizes(sizes: Sizes, settings: Settings) -> tuple[int, int]:
+    """Frames and places of a video's tokens, in patches that cover its latents."""
+    latents = sizes.vae.latent_size(settings.num_frames, settings.height, settings.width)
+    patches = [-(-n // patch) for n, patch in zip(latents, sizes.denoiser.patch_size, strict=True)]
+    return patches[0], patches[1] * patches[2]
+
+
+def sent_bytes(
+    config: STDiTConfig | STDiT3Config, deal: Deal, rank: int, element_bytes: int
+) -> int:
+    """Bytes that leave a rank at each step of a denoiser that is dealt out so.
+
+    Each attention in space moves tokens there and back, in numbers of `element_bytes`; the last
+    projection is gathered in float32. See `sharding`.
+    """
+    moved = config.depth * deal.moved(rank) * config.hidden_size * element_bytes
+    channels = math.prod(config.patch_size) * config.out_channels
+    held = len(deal.columns[rank]) * deal.grid.frames
+    return moved + held * channels * 4 * (deal.num_ranks - 1)

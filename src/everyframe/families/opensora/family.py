@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from everyframe.checkpoints.find import Location
 from everyframe.core.errors import CheckpointError
@@ -21,12 +21,16 @@ from everyframe.core.request import Request
 from everyframe.families.family import Component, Rehearsal, Saving, Stage
 from everyframe.families.opensora import settle
 from everyframe.families.opensora.checkpoint import Parts, find_parts
-from everyframe.families.opensora.components import Sizes, components
+from everyframe.families.opensora.components import Sizes, components, sent_bytes, token_sizes
 from everyframe.families.opensora.config import STDiT3Config, STDiTConfig
 from everyframe.families.opensora.options import OpenSoraOptions
 from everyframe.families.opensora.rehearsals import rehearsals, savings
 from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConfig
 from everyframe.families.sources import Source
+
+if TYPE_CHECKING:
+    from everyframe.parallel.grid import Deal
+    from everyframe.parallel.team import Team, Teams
 
 #: T5 v1.1 XXL's encoder, for plans made before it is fetched.
 _T5_XXL: Mapping[str, Any] = {
@@ -47,6 +51,7 @@ class OpenSoraModel:
     parts: Parts
     sizes: Sizes
     facts: settle.Facts
+    led = ("text_encoder",)
 
     @property
     def title(self) -> str:
@@ -76,6 +81,24 @@ class OpenSoraModel:
         """A call of every stage."""
         return rehearsals(self.sizes, self.facts, settings)
 
+    def num_branches(self, settings: Settings) -> int:
+        """With guidance two, the text and none of it."""
+        return 1 if settings.guidance_scale == 1 else 2
+
+    def grid(self, settings: Settings) -> tuple[int, int]:
+        """Frames and places of the tokens, in patches."""
+        return token_sizes(self.sizes, settings)
+
+    def sent_bytes(self, settings: Settings, deal: Deal, rank: int, element_bytes: int) -> int:
+        """Bytes that leave a rank at each step: for attention in space, and the last projection."""
+        return sent_bytes(self.sizes.denoiser, deal, rank, element_bytes)
+
+    def shared_rehearsals(
+        self, settings: Settings, team: Team, groups: int
+    ) -> tuple[Rehearsal, ...]:
+        """A call of every stage as one of several ranks makes it."""
+        return rehearsals(self.sizes, self.facts, settings, team, groups)
+
     def savings(self, component: str, settings: Settings) -> Iterator[Saving]:
         """Ways to run a component in less memory."""
         return savings(self.sizes, component, settings)
@@ -103,6 +126,12 @@ class OpenSoraModel:
 
     def stages(self, plan: Plan, clip: int) -> Sequence[Stage]:
         """Text once, then for each clip: given frames if there are any, denoise, decode."""
+        from everyframe.parallel.team import ONE
+
+        return self.shared_stages(plan, clip, ONE)
+
+    def shared_stages(self, plan: Plan, clip: int, teams: Teams) -> Sequence[Stage]:
+        """The same stages for one rank of several."""
         from everyframe.families.opensora.stages import (
             DecodeStage,
             DenoiseStage,
@@ -112,7 +141,7 @@ class OpenSoraModel:
         )
 
         sizes = self.sizes.saving(plan.settings)
-        job = Job(plan, sizes, self.parts, self.facts, clip, self.savings)
+        job = Job(plan, sizes, self.parts, self.facts, clip, self.savings, teams)
         stages: list[Stage] = [TextStage(job)] if clip == 0 else []
         given = plan.settings.given_frames
         if job.goes_on() or "image" in given or (

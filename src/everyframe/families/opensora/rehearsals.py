@@ -21,9 +21,16 @@ from everyframe.families.opensora.vae_config import ImageVAEConfig
 if TYPE_CHECKING:
     import torch
 
+    from everyframe.parallel.team import Team
 
-def rehearsals(sizes: Sizes, facts: Facts, settings: Settings) -> tuple[Rehearsal, ...]:
-    """The prompt, given frames if there are any, one step, one piece."""
+
+def rehearsals(
+    sizes: Sizes, facts: Facts, settings: Settings, team: Team | None = None, groups: int = 1
+) -> tuple[Rehearsal, ...]:
+    """The prompt, given frames if there are any, one step, one piece.
+
+    With `team` the step is that of one of its ranks; see `sharding`.
+    """
     config = (repr(sizes.denoiser), repr(sizes.vae), repr(sizes.text))
     size = (settings.num_frames, settings.height, settings.width)
     branches = 1 if settings.guidance_scale == 1 else 2
@@ -54,8 +61,9 @@ def rehearsals(sizes: Sizes, facts: Facts, settings: Settings) -> tuple[Rehearsa
         )
     stages += [
         one(
-            "denoise", "denoiser", partial(_denoise, sizes, facts, settings, given),
+            "denoise", "denoiser", partial(_denoise, sizes, facts, settings, given, team, groups),
             settings.num_inference_steps, facts.version, *size, branches, together, given,
+            *(() if team is None else (team.rank, team.weights, groups)),
         ),
         one(
             "decode", "vae", partial(_decode, size),
@@ -103,6 +111,26 @@ def _encode(size: tuple[int, int, int], vae: Any, device: str) -> object:
 
 
 def _denoise(
+    sizes: Sizes,
+    facts: Facts,
+    settings: Settings,
+    given: bool,
+    team: Team | None,
+    groups: int,
+    model: Any,
+    device: str,
+) -> object:
+    from everyframe.families.opensora import sharding
+    from everyframe.parallel.team import Alone
+
+    put_on = sharding.apply(model, team or Alone(), groups)
+    try:
+        return _one_step(sizes, facts, settings, given, model, device)
+    finally:
+        put_on.remove()  # the module is shared by all rehearsals
+
+
+def _one_step(
     sizes: Sizes, facts: Facts, settings: Settings, given: bool, model: Any, device: str
 ) -> object:
     import torch

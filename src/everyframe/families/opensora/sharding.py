@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from everyframe.families.opensora.blocks import Axis, CrossAttention, SelfAttention, token_grid
-from everyframe.families.opensora.model import STDiT, STDiT3
+from everyframe.families.opensora.model import STDiT, STDiT3, TextContext
 from everyframe.ops.modulation import GatedAdd, Modulate, PickFrames
 from everyframe.parallel.grid import Deal, Grid, Segment
 from everyframe.parallel.switch import Switch
@@ -50,7 +51,7 @@ class Sharding:
         self._switch: Switch | None = None
         self._swapped: list[tuple[nn.Module, str, nn.Module]] = []
         self._handles: list[RemovableHandle] = [
-            model.register_forward_pre_hook(self._begin),
+            model.register_forward_pre_hook(self._begin, with_kwargs=True),
             model.x_embedder.proj.register_forward_pre_hook(self._take_patches),
             model.add_positions.register_forward_pre_hook(self._take_positions),
             model.final_layer.register_forward_hook(self._gather),
@@ -92,23 +93,29 @@ class Sharding:
         finally:
             self.team = team
 
-    def _begin(self, model: nn.Module, args: tuple[Any, ...]) -> None:
+    def _begin(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The call without the samples that this rank has no part of."""
         x_BCTHW = args[0]
         frames, rows, columns = token_grid(tuple(x_BCTHW.shape[2:]), self._patch_size)
         grid = Grid(x_BCTHW.shape[0], frames, rows * columns)
         key = (grid, self.team)
         if key not in self._switches:
-            groups = min(self._groups, self.team.size)
+            groups = min(self._groups, self.team.size, grid.samples)
             self._switches[key] = Switch(Deal(grid, self.team.weights, groups), self.team)
         self._switch = self._switches[key]
+        mine = self._switch.samples
+        mine_of = partial(_of_batch, samples=mine, batch=grid.samples)
+        return tuple(map(mine_of, args)), {name: mine_of(each) for name, each in kwargs.items()}
 
     def _take_patches(self, module: nn.Module, args: tuple[Any, ...]) -> Tensor:
         return self.switch.take(args[0])
 
     def _take_positions(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
         x, positions = args
-        grid = self.switch.deal.grid
-        shape = (grid.samples, 1, grid.places, positions.shape[-1])
+        samples = self.switch.samples
+        shape = (samples.stop - samples.start, 1, *positions.shape[-2:])
         return x, self.switch.take(positions.expand(shape))
 
     def _to_rows(self, attention: SelfAttention, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -165,6 +172,14 @@ class _CorePerSegment(nn.Module):
             return torch.unflatten(out, 2, (frames, q.shape[2] // frames))
 
         return _beside([one(segment) for segment in switch.segments], 3).flatten(2, 3)
+
+
+def _of_batch(value: Any, samples: slice, batch: int) -> Any:
+    """Some samples of an argument of the denoiser; what is not of the batch stays as it is."""
+    if isinstance(value, TextContext):
+        return value.rows(samples.start, samples.stop)
+    is_of_all = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == batch
+    return value[samples] if is_of_all else value
 
 
 def _of_samples(table: Tensor, segment: Segment) -> Tensor:

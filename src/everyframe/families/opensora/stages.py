@@ -8,25 +8,28 @@ of 1.2; what differs on purpose is written where it differs. Read next: `compone
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
-from everyframe.core.events import Event, Frames, Loaded, Note, Step
+from everyframe.core.events import Event, Frames, Loaded, Note, Step, event_of
 from everyframe.core.plan import Plan, Settings
 from everyframe.families.family import Take
 from everyframe.families.guarding import Guard
 from everyframe.families.loading import load_component
+from everyframe.families.opensora import sharding
 from everyframe.families.opensora.checkpoint import Parts
 from everyframe.families.opensora.components import Sizes
 from everyframe.families.opensora.denoise import Denoiser, Text, timesteps_of
 from everyframe.families.opensora.model import STDiT, STDiT3
 from everyframe.families.opensora.prompts import check_not_lost, clean, with_affixes
 from everyframe.families.opensora.settle import PIECE, Facts, known_frames
+from everyframe.families.opensora.sharding import Sharding
 from everyframe.families.opensora.text import (
     TextEmbedding,
     build_encoder,
@@ -45,20 +48,26 @@ from everyframe.families.opensora.weights import (
 )
 from everyframe.families.sparing import Savings
 from everyframe.families.stepping import denoised
+from everyframe.parallel.pieces import in_order, owners
+from everyframe.parallel.team import ONE, Teams
 from everyframe.samplers import iddpm, noise, rflow
 from everyframe.samplers.step import Step as SamplerStep
 
 
 @dataclass(frozen=True)
 class Job:
-    """What all stages of one clip share: the plan, the model's sizes and places, which clip."""
+    """What all stages of one clip share: plan, the model's sizes and places, which clip, ranks."""
 
     plan: Plan
     sizes: Sizes
     parts: Parts
     facts: Facts
     clip: int
+<<<<<<< HEAD
     savings: Savings | None = None
+=======
+    teams: Teams = ONE
+>>>>>>> 3458ef0 (A run on several ranks: plans are divided, text is encoded once, frames are decoded in pieces that are dealt out)
 
     @property
     def settings(self) -> Settings:
@@ -118,7 +127,19 @@ class TextStage:
         return 1 + (self.job.settings.negative_prompt is not None)
 
     def run(self, takes: Sequence[Take]) -> Iterator[Event]:
-        """Fill each take's `text`."""
+        """Fill each take's `text`: one rank encodes, the others are told."""
+        world = self.job.teams.world
+        tensors: list[Tensor] | None = None
+        if world.is_lead:
+            encoded = yield from self._encoded(takes)
+            tensors = [tensor for each in encoded for tensor in (each.hidden, each.mask)]
+        told = world.share(tensors, 0, "the text is handed on")
+        texts = [TextEmbedding(*told[i : i + 2]) for i in range(0, len(told), 2)]
+        text = Text(texts[0], texts[1] if len(texts) > 1 else None)
+        for take in takes:
+            take.text = text
+
+    def _encoded(self, takes: Sequence[Take]) -> Generator[Event, None, list[TextEmbedding]]:
         job, began = self.job, time.perf_counter()
         tokenizer_path, path = job.parts.tokenizer.path, job.parts.text_encoder.path
         assert tokenizer_path is not None
@@ -157,9 +178,7 @@ class TextStage:
             yield from guard.events()
             seconds = time.perf_counter() - begun
             yield Step("text", len(texts), len(tokens), takes[0].seed, seconds)
-        text = Text(texts[0], texts[1] if len(texts) > 1 else None)
-        for take in takes:
-            take.text = text
+        return texts
 
 
 @dataclass(frozen=True)
@@ -184,7 +203,15 @@ class GivenStage:
         return num_takes
 
     def run(self, takes: Sequence[Take]) -> Iterator[Event]:
-        """Fill each take's `known`."""
+        """Fill each take's `known`: one rank encodes, those that share its videos are told."""
+        team = self.job.teams.team
+        if team.is_lead:
+            yield from self._encoded(takes)
+        for take in takes:
+            mine = [take.known.latents, take.known.mask] if team.is_lead else None
+            take.known = Known(*team.share(mine, 0, "given frames are handed on"))
+
+    def _encoded(self, takes: Sequence[Take]) -> Iterator[Event]:
         began = time.perf_counter()
         vae = self.job.load_vae()
         yield Loaded("vae", time.perf_counter() - began)
@@ -262,14 +289,21 @@ class DenoiseStage:
             STDIT_KEYS if job.facts.version == "1.0" else STDIT3_KEYS,
         )
         yield Loaded("denoiser", time.perf_counter() - began)
+<<<<<<< HEAD
         guard = Guard(job.plan, self.name, {"denoiser": model}, savings=job.savings)
+=======
+        put_on = sharding.apply(model, job.teams.team, job.teams.groups)
+        guard = Guard(job.plan, self.name, {"denoiser": model})
+>>>>>>> 3458ef0 (A run on several ranks: plans are divided, text is encoded once, frames are decoded in pieces that are dealt out)
 
         def batches(take: Take) -> Iterator[Iterator[SamplerStep]]:
-            yield self._sample(model, guard, take)
+            yield self._sample(model, guard, put_on, take)
 
         yield from denoised(self.name, takes, job.settings.num_inference_steps, guard, batches)
 
-    def _sample(self, model: STDiT | STDiT3, guard: Guard, take: Take) -> Iterator[SamplerStep]:
+    def _sample(
+        self, model: STDiT | STDiT3, guard: Guard, put_on: Sharding, take: Take
+    ) -> Iterator[SamplerStep]:
         job, settings = self.job, self.job.settings
         device = job.plan.component("denoiser").device
         shape = job.latent_shape()
@@ -283,11 +317,16 @@ class DenoiseStage:
             given = take.start_noise
             x = noise.start_noise(label, shape)[None] if given is None else given
         x = x.to(device)
+<<<<<<< HEAD
 
         def make() -> Denoiser:
             return Denoiser(model, take.text, guard.settings, job.facts, device)
 
         denoise = guard.denoiser(make, start)
+=======
+        make = partial(Denoiser, model, take.text, settings, job.facts, device)
+        denoise = guard.denoiser(make, start, put_on.apart)
+>>>>>>> 3458ef0 (A run on several ranks: plans are divided, text is encoded once, frames are decoded in pieces that are dealt out)
         if job.facts.version == "1.0":
             plan = iddpm.schedule(settings.num_inference_steps)
             yield from iddpm.sample(denoise, x, plan, fresh, start=start)
@@ -316,15 +355,18 @@ class DecodeStage:
         return num_takes * len(self.job.sizes.vae.pieces(self.job.settings.num_frames))
 
     def run(self, takes: Sequence[Take]) -> Iterator[Event]:
-        """Yield the frames of each take that are new, and keep the end for the clip after."""
-        job, began = self.job, time.perf_counter()
+        """Yield the frames of each take that are new, and keep the end for the clip after.
+
+        Several ranks deal out the pieces; all frames come to their first one.
+        """
+        job, team, began = self.job, self.job.teams.team, time.perf_counter()
         vae = job.load_vae()
         yield Loaded("vae", time.perf_counter() - began)
         guard = Guard(job.plan, self.name, {"vae": vae}, savings=job.savings)
         total, done = self.num_steps(len(takes)), 0
         for take in takes:
             guard.take(take)
-            before = job.before(take)
+            before = job.before(take) if team.is_lead else None
             skip = 0 if before is None else len(before)
             if job.clip == 0 and take.given.source is not None:
                 # Piece by piece: a long source as floats would be larger than any stage.
@@ -333,11 +375,11 @@ class DecodeStage:
                     yield Frames(take.seed, len(source), source.numpy())
             begun = time.perf_counter()
             tail: list[Tensor] = []
-            for frames in self._pieces(vae, guard, take):
+            for frames, told in self._pieces(vae, guard, take):
                 tail = [*tail, frames][-2:]
                 now = time.perf_counter()
                 done += 1
-                yield from guard.events()
+                yield from map(event_of, told)
                 yield Step(self.name, done, total, take.seed, now - begun)
                 new = frames[min(skip, len(frames)) :]
                 skip -= len(frames) - len(new)
@@ -347,18 +389,31 @@ class DecodeStage:
             take.latents = None
             # Only where a clip follows: these are floats, one lot for each of many videos.
             follows = job.clip + 1 < job.settings.chain
-            take.tail = torch.cat(tail)[-PIECE:] if follows else None
+            take.tail = torch.cat(tail)[-PIECE:] if follows and tail else None
 
-    def _pieces(self, vae: ImageVAE | VideoVAE, guard: Guard, take: Take) -> Iterator[Tensor]:
-        """Frames (T, H, W, 3) in 0..1, piece by piece."""
+    def _pieces(
+        self, vae: ImageVAE | VideoVAE, guard: Guard, take: Take
+    ) -> Iterator[tuple[Tensor, list[Any]]]:
+        """Frames (T, H, W, 3) in 0..1 and what happened, piece by piece, where they come to."""
+        team = self.job.teams.team
         latents = take.latents.to(self.job.plan.component("vae").device)
         given = (take.given.first, take.given.last, take.given.source)
         is_asked = any(each is not None and each.min() == each.max() for each in given)
+<<<<<<< HEAD
         for number, piece in enumerate(vae.pieces(self.job.settings.num_frames), start=1):
             decode = partial(_decoded, vae, guard, latents, piece)
             pixels = guard.decoded(number, decode, latents, is_asked=is_asked)
+=======
+        pieces = vae.pieces(self.job.settings.num_frames)
+
+        def make(number: int) -> tuple[Tensor, list[Any]]:
+            decode = partial(_decoded, vae, latents, pieces[number])
+            pixels = guard.decoded(number + 1, decode, latents, is_asked=is_asked)
+>>>>>>> 3458ef0 (A run on several ranks: plans are divided, text is encoded once, frames are decoded in pieces that are dealt out)
             frames = rearrange(pixels, "t c h w -> t h w c").to("cpu", torch.float32)
-            yield (frames / 2 + 0.5).clamp(0, 1)
+            return (frames / 2 + 0.5).clamp(0, 1), [event.to_json() for event in guard.events()]
+
+        return in_order(team, owners(len(pieces), team.weights), make, "frames are handed over")
 
 
 def _decoded(vae: ImageVAE | VideoVAE, guard: Guard, latents: Tensor, piece: Piece) -> Tensor:

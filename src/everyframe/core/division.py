@@ -1,0 +1,135 @@
+"""How a run is divided among several devices: what was asked, and what each rank will do.
+
+Plain data, as the plan holds it. Who decides is `everyframe.planning.dividing`; what moves tensors
+is `everyframe.parallel`. Read next: `plan.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+from everyframe.core.errors import InputError, did_you_mean
+
+WAYS = ("data", "cfg", "sequence")
+
+
+@dataclass(frozen=True)
+class Ways:
+    """What ``--parallel`` asks for; None where it leaves the choice.
+
+    `data` is into how many groups the devices are parted, each with videos of its own; `cfg` into
+    how many parts the branches of guidance are, in each group; `sequence` is how many devices share
+    the tokens of those.
+    """
+
+    data: int | None = None
+    cfg: int | None = None
+    sequence: int | None = None
+
+
+def parse_ways(text: str) -> Ways:
+    """``auto``, or names with numbers such as ``cfg=2,sequence=3``.
+
+    Raises:
+        InputError: it is something else; the text says what would be right.
+    """
+    if text.strip().casefold() == "auto":
+        return Ways()
+    asked: dict[str, int] = {}
+    for part in text.split(","):
+        name, equals, number = (word.strip() for word in part.partition("="))
+        if name not in WAYS or not equals or not number.isdigit() or int(number) < 1:
+            known = did_you_mean(name, WAYS) if name not in WAYS else ""
+            raise InputError(
+                f"parallel must be auto, or of data=N, cfg=N and sequence=N such as "
+                f"cfg=2,sequence=3, got {text!r}{known}"
+            )
+        if name in asked:
+            raise InputError(f"parallel names {name} twice: {text!r}")
+        asked[name] = int(number)
+    return Ways(**asked)
+
+
+def parse_shares(text: str, num_devices: int) -> tuple[float, ...]:
+    """As many numbers as devices, such as ``24,8``; their ratios count.
+
+    Raises:
+        InputError: another number of them, or not all are numbers of 0 or more.
+    """
+    try:
+        numbers = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        numbers = ()
+    is_right = len(numbers) == num_devices and any(numbers)
+    if not is_right or not all(0 <= number < float("inf") for number in numbers):
+        example = ",".join(["24", "8", *["8"] * num_devices][:num_devices])
+        raise InputError(
+            f"shares must be {num_devices} numbers, one for each device, such as {example} for "
+            f"cards of so many GB; got {text!r}"
+        )
+    return numbers
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What one of several ranks does.
+
+    `group` counts the groups that make videos apart from each other; `weight` is its speed beside
+    those of the others. `columns` and `rows` are the parts (0..1) of one video's tokens that it
+    holds, by places and by frames; `sent_bytes` leave it at each step. `idle` says when it has
+    nothing to do, empty if it always has.
+    """
+
+    device: str
+    group: int
+    weight: float
+    columns: float = 1.0
+    rows: float = 1.0
+    sent_bytes: int = 0
+    idle: str = ""
+
+
+@dataclass(frozen=True)
+class Division:
+    """A run on several ranks: each rank's part, and how many videos each group makes.
+
+    `cfg` is into how many parts the branches of guidance are dealt within each group, `num_threads`
+    the CPU threads of each rank.
+    """
+
+    ranks: tuple[RankPlan, ...]
+    videos: tuple[int, ...]
+    cfg: int = 1
+    num_threads: int = 1
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each group, in order."""
+        numbers = range(len(self.videos))
+        return tuple(
+            tuple(rank for rank, plan in enumerate(self.ranks) if plan.group == number)
+            for number in numbers
+        )
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """The speeds of all ranks."""
+        return tuple(rank.weight for rank in self.ranks)
+
+    def speaks(self, rank: int) -> bool:
+        """Whether that rank's events count: it is the first of those that make the same videos.
+
+        What comes before the first stage is told by rank 0 alone.
+        """
+        return any(group[0] == rank for group in self.groups)
+
+    def takes(self, group: int) -> range:
+        """Which of the videos that group makes."""
+        ends = [0, *accumulate(self.videos)]
+        return range(ends[group], ends[group + 1])
+
+    def __str__(self) -> str:
+        sizes = sorted({len(group) for group in self.groups}, reverse=True)
+        sequence = " or ".join(str(-(-size // self.cfg)) for size in sizes)
+        return f"data={len(self.videos)}, cfg={self.cfg}, sequence={sequence}"

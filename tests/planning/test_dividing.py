@@ -1,0 +1,227 @@
+"""How a run is divided: chosen by the forecast, told by the plan, or refused with what would do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from everyframe.core.division import Division, parse_shares, parse_ways
+from everyframe.core.errors import InputError
+from everyframe.core.facts import DeviceFacts, MachineFacts
+from everyframe.core.plan import Plan, Settings
+from everyframe.core.request import Request
+from everyframe.parallel.grid import Deal
+from everyframe.planning.dividing import Effort, asked_devices, divide
+from everyframe.planning.resolve import prepare
+
+PROMPT = "a red circle moves to the right"
+
+
+class TwoBranches:
+    """What dividing asks of a model: 5 frames of 16 places, and a number of bytes a token moved."""
+
+    title = "a model"
+    led = ("text_encoder",)
+    shared_rehearsals = shared_stages = sum  # not asked here
+
+    def num_branches(self, settings: Settings) -> int:
+        return 1 if settings.guidance_scale == 1 else 2
+
+    def grid(self, settings: Settings) -> tuple[int, int]:
+        return 5, 16
+
+    def sent_bytes(self, settings: Settings, deal: Deal, rank: int, element_bytes: int) -> int:
+        return deal.moved(rank) * element_bytes * 100
+
+
+class Whole:
+    """A model whose videos are made by one device each."""
+
+    title = "another model"
+
+
+def maybe_divided(model: Any = None, guidance: float = 7.0, **options: Any) -> Division | None:
+    request = Request(prompt=PROMPT, device="cpu", **options)
+    settings = Settings(PROMPT, None, 64, 64, 17, 12.0, 30, guidance, 1, request.num_videos)
+    devices = asked_devices(request, MACHINE)
+    model = TwoBranches() if model is None else model
+    return divide(request, model, settings, devices, lambda _: Effort(1e9, 4), 1)
+
+
+def divided(**options: Any) -> Division:
+    division = maybe_divided(**options)
+    assert division is not None
+    return division
+
+
+def plan(**options: Any) -> Plan:
+    return prepare(Request(prompt=PROMPT, device="cpu", **options)).plan
+
+
+def card(index: int, memory: int = 24) -> DeviceFacts:
+    return DeviceFacts("a card", "cuda", index, memory << 30, memory << 30, has_fast_bf16=True)
+
+
+MACHINE = MachineFacts(
+    devices=(card(0), card(1), card(2), DeviceFacts("a CPU", "cpu", None, 64 << 30, 64 << 30)),
+    num_cores=8,
+)
+
+
+# ---------------------------------------------------------------- which devices
+
+
+def test_one_device_is_divided_into_nothing() -> None:
+    assert maybe_divided() is None
+    assert maybe_divided(num_devices=1) is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "names"),
+    [
+        ({"num_devices": 2}, ["cuda:0", "cuda:1"]),
+        ({"devices": "0,2"}, ["cuda:0", "cuda:2"]),
+        ({"devices": "cuda:2, cuda:1"}, ["cuda:2", "cuda:1"]),
+        ({"devices": "cpu,cpu,cpu"}, ["cpu"] * 3),
+        ({"num_devices": 5, "device": "cpu"}, ["cpu"] * 5),
+        ({"device": "cuda:1"}, ["cuda:1"]),
+    ],
+)
+def test_devices_by_number_and_by_name(asked: dict[str, Any], names: list[str]) -> None:
+    found = asked_devices(Request(prompt=PROMPT, **asked), MACHINE)
+    assert [device.torch_name for device in found] == names
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"num_devices": 4}, r"this machine has 3 of cuda; give at most 3, or --device cpu"),
+        ({"devices": "0,3"}, r"'cuda:3' is not there: this machine has 3 of cuda"),
+        ({"devices": "0,0"}, "names a device twice"),
+        ({"devices": "0,cpu"}, "must be of one kind"),
+        ({"devices": "0,1", "num_devices": 3}, "devices names 2 and num_devices is 3"),
+    ],
+)
+def test_devices_that_are_not_there(asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        asked_devices(Request(prompt=PROMPT, **asked), MACHINE)
+
+
+def test_one_gpu_of_its_kind_is_told() -> None:
+    apple = MachineFacts((DeviceFacts("Apple GPU", "mps", None, 1, 1),), 8)
+    apple = replace(apple, devices=(*apple.devices, MACHINE.cpu))
+    with pytest.raises(InputError, match="this machine has 1 of mps"):
+        asked_devices(Request(prompt=PROMPT, num_devices=2), apple)
+
+
+# ---------------------------------------------------------------- how
+
+
+def test_several_videos_are_dealt_out_whole() -> None:
+    division = divided(num_videos=6, num_devices=3)
+    assert division.videos == (2, 2, 2)
+    assert division.groups == ((0,), (1,), (2,))
+    assert [division.takes(group) for group in range(3)] == [range(0, 2), range(2, 4), range(4, 6)]
+    assert not any(rank.sent_bytes for rank in division.ranks)
+
+
+def test_one_video_is_shared() -> None:
+    division = divided(num_devices=3)
+    assert division.groups == ((0, 1, 2),)
+    assert sum(rank.columns for rank in division.ranks) == pytest.approx(1)
+    assert sum(rank.rows for rank in division.ranks) == pytest.approx(1)
+    assert all(rank.sent_bytes for rank in division.ranks)
+
+
+def test_two_videos_on_three_devices() -> None:
+    """Two groups would take as long as one device for one video; together they take two thirds."""
+    assert divided(num_videos=2, num_devices=3).videos == (2,)
+    assert divided(num_videos=2, num_devices=3, parallel="data=2").groups == ((0,), (1, 2))
+
+
+def test_guidance_needs_no_exchange_with_a_device_a_branch() -> None:
+    for parallel in ("auto", "cfg=2", "sequence=2"):
+        division = divided(num_devices=2, parallel=parallel)
+        assert [rank.columns for rank in division.ranks] == [0.5, 0.5]
+        assert [rank.sent_bytes for rank in division.ranks] == [0, 0]
+
+
+def test_branches_apart_on_three_devices() -> None:
+    division = divided(num_devices=3, parallel="cfg=2")
+    assert sorted(rank.columns for rank in division.ranks) == [0.25, 0.25, 0.5]
+    assert divided(num_devices=3, parallel="cfg=2", shares="1,1,2").ranks[2].columns == 0.5
+
+
+def test_shares_are_followed() -> None:
+    division = divided(num_devices=2, shares="24,8")
+    assert [rank.columns for rank in division.ranks] == [0.75, 0.25]
+    assert [rank.rows for rank in division.ranks] == [0.8, 0.2]  # 10 rows: 7.5 and 2.5
+
+
+def test_idle_ranks_are_told() -> None:
+    """10 rows (5 frames of two branches), 32 columns; and a model that is not shared at all."""
+    idle = [rank.idle for rank in divided(num_devices=34).ranks]
+    assert not any(idle[:10])
+    assert all("waits during attention in space" in why for why in idle[10:32])
+    assert all("it decodes only" in why for why in idle[32:])
+    idle = [rank.idle for rank in divided(model=Whole(), num_devices=3, num_videos=2).ranks]
+    assert idle == ["", "", "another model makes each video on one device"]
+
+
+def test_the_plan_is_of_the_rank_with_the_most_to_do() -> None:
+    """Less memory and work than one device; on CPUs its memory and cores are shared by all."""
+
+    def work(found: Plan) -> tuple[int, float]:
+        stage = next(each for each in found.stages if each.name == "denoise")
+        return stage.working_bytes, stage.operations
+
+    whole, shared = plan(), plan(num_devices=12)
+    # One of 10 rows and 3 of 32 columns; keys and values of the text, which this small model
+    # spends much on, are not divided.
+    assert work(shared)[0] < 0.5 * work(whole)[0]
+    assert 0.1 * work(whole)[1] <= work(shared)[1] < 0.2 * work(whole)[1]
+    assert shared.division is not None
+    assert shared.num_threads == max(1, whole.num_threads // 12)
+    assert any(note.startswith("ranks 10, 11: there are fewer") for note in shared.notes)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"parallel": "cfg=2,sequence=2", "num_devices": 3},
+         r"is for 4 devices, got 3; for 3 it can be auto, sequence=3 or cfg=2, which parts any"),
+        ({"parallel": "sequence=2"}, r"is for 2 devices, got 1; for 1 it can be auto, sequence=1"),
+        ({"parallel": "cfg=3", "num_devices": 3}, r"cfg=3: it has 2 branches; sequence=3"),
+        ({"parallel": "cfg=2", "num_devices": 2, "guidance": 1}, "1 has one branch"),
+        ({"parallel": "data=2", "num_devices": 2}, "at least 2 videos, got --num-videos 1"),
+        ({"parallel": "cfg=2"}, "wants 2 devices or more, got 1"),
+        ({"model": Whole(), "parallel": "sequence=2", "num_devices": 2},
+         "another model makes each video on one device: parallel can be data=N"),
+        ({"shares": "1,2"}, "no effect on one device"),
+        ({"shares": "1,2", "num_devices": 3}, "must be 3 numbers"),
+    ],
+)  # fmt: skip
+def test_what_can_not_be_had_says_what_can(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        divided(**options)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "cgf=2", "cfg", "cfg=0", "cfg=two", "cfg=2;data=2", "cfg=1,cfg=2"]
+)
+def test_a_bad_parallel_is_refused_before_anything_else(text: str) -> None:
+    with pytest.raises(InputError, match=r"parallel (must be auto|names cfg twice)"):
+        Request(prompt=PROMPT, parallel=text)
+
+
+def test_a_misspelt_way_gets_a_guess() -> None:
+    with pytest.raises(InputError, match="did you mean 'sequence'"):
+        parse_ways("sequenze=2")
+
+
+@pytest.mark.parametrize("text", ["", "1", "1,x", "1,-1", "0,0", "1,inf", "1,nan"])
+def test_bad_shares(text: str) -> None:
+    with pytest.raises(InputError, match="shares must be 2 numbers"):
+        parse_shares(text, 2)
