@@ -83,7 +83,7 @@ def _events(wanted: Asked, output: str | None, run_dir: str | None) -> Callable[
         if is_possible():
             return launched(
                 Job(wanted.request, num_threads=wanted.num_threads, root=root, output=place,
-                    as_uint8=True)
+                    as_uint8=True, weights=(1.0,) * wanted.request.num_ranks)
             )  # fmt: skip
         from everyframe.engine.run import stream
         from everyframe.runs.keeper import Keep

@@ -291,6 +291,11 @@ class Request(Options):
         """The same request for one video with this very seed."""
         return type(self)(**{**self.given(), "seed": seed, "num_videos": 1})
 
+    @property
+    def num_ranks(self) -> int:
+        """How many devices work together."""
+        return len(self.devices.split(",")) if self.devices is not None else self.num_devices or 1
+
     def has_given_frames(self) -> bool:
         """Whether some frames are given: a first or last picture, or a video to go on from."""
         return any(given is not None for given in (self.image, self.last_image, self.extend))

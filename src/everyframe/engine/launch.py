@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,7 @@ from everyframe.core.errors import EveryframeError
 from everyframe.core.events import Event, Events, Kept
 from everyframe.core.request import Request, random_seed
 from everyframe.engine.obituary import obituary
+from everyframe.engine.patience import Patience
 from everyframe.engine.wire import receive, send
 from everyframe.runs.folder import RunFolder
 
@@ -40,9 +42,9 @@ class Job:
     """What a worker is to do: make a request, or go on with the run in the folder `run`.
 
     `root` is the folder of runs to keep it in, `output`, `as_uint8` and `pace` (see
-    `everyframe.runs.keeper`) how. `rank` is one of ``len(weights)``, the ranks' speeds, which meet
-    by the file `meeting` (see `everyframe.parallel.meeting`). `folder` is for its trail and what it
-    prints.
+    `everyframe.runs.keeper`) how. `rank` is one of ``len(weights)``, whose speeds are the plan's
+    affair; they meet by the file `meeting` (see `everyframe.parallel.meeting`). `folder` is for
+    its trail and what it prints.
     """
 
     request: Request | None = None
@@ -124,6 +126,15 @@ class Worker:
         path = self.job.folder / f"printed-{self.job.rank}"
         return path.read_text(errors="replace") if path.exists() else ""
 
+    @property
+    def process_id(self) -> int:
+        """The system's number of it."""
+        return self._process.pid
+
+    def has_died(self) -> bool:
+        """Whether it has ended, and not well."""
+        return self._process.poll() not in (None, 0)
+
     def end(self) -> int:
         """Wait until it has ended by itself, or end it; its exit code, negative for a signal."""
         try:
@@ -155,10 +166,11 @@ def _started(job: Job, place: Path | None) -> Iterator[list[Worker]]:
 
 
 def _events(workers: list[Worker]) -> Iterator[Event]:
-    """The events of the first worker, until all have ended well."""
+    """The events of those workers that speak, until all have ended well."""
     at_work = {worker.connection: worker for worker in workers}
+    patience = Patience(workers) if len(workers) > 1 else None
     while at_work:
-        for connection in wait(list(at_work)):
+        for connection in _ready(at_work, patience):
             assert isinstance(connection, Connection)
             worker = at_work[connection]
             try:
@@ -171,10 +183,35 @@ def _events(workers: list[Worker]) -> Iterator[Event]:
                 source, level, text = value
                 logging.getLogger(source).log(level, "%s", text)
             elif name == "error":
+                if value["class"] == "WorkerDiedError":
+                    _check_who_went(workers)
                 raise _raised_again(value)
             else:
                 assert name == "end", name
                 del at_work[connection]
+
+
+def _ready(at_work: dict[Connection, Worker], patience: Patience | None) -> list[Any]:
+    """The connections that have something; `WorkerDiedError` if a rank hangs meanwhile."""
+    while True:
+        found = wait(list(at_work), None if patience is None else 1.0)
+        if found:
+            return list(found)
+        if patience is not None:
+            patience.check(at_work.values())
+
+
+def _check_who_went(workers: list[Worker]) -> None:
+    """Raise `_GoneError` for the worker whose end the others have noticed, if there is one.
+
+    The others lose their connection to it at once, the system tells of its end a little later.
+    """
+    until = time.monotonic() + 3.0
+    while time.monotonic() < until:
+        for worker in workers:
+            if worker.has_died():
+                raise _GoneError(worker)
+        time.sleep(0.05)
 
 
 class _GoneError(Exception):

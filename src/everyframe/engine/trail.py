@@ -14,10 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-_SIZE, _TEXT, _MOST = 4096, 2048, 6
+_SIZE, _TEXT, _WAIT, _MOST = 4096, 2048, 3072, 6
 #: Number of the module, of the dtype, of dimensions, and these.
 _CALL = struct.Struct(f"<iii{_MOST}i")
 _LENGTH = struct.Struct("<i")
+#: How often it waited, and the number of what it waits for.
+_WAITS = struct.Struct("<ii")
 _NAMES = ".names"
 
 
@@ -26,7 +28,7 @@ class Whereabouts:
     """What a process was at: `module` and `operand` are empty before the first module is called.
 
     `module` is a dotted name with its class behind it, `operand` the shape and dtype of the first
-    tensor that it was called with.
+    tensor that it was called with. `waiting` says what a rank waits for others for.
     """
 
     stage: str = ""
@@ -34,6 +36,7 @@ class Whereabouts:
     num_steps: int = 0
     module: str = ""
     operand: str = ""
+    waiting: str = ""
 
     def __str__(self) -> str:
         if not self.stage:
@@ -52,6 +55,7 @@ class Trail:
             self._map = mmap.mmap(file.fileno(), _SIZE)
         self._names = path.with_name(path.name + _NAMES).open("w", encoding="utf-8", buffering=1)
         self._count = 0
+        self._waits: dict[str, int] = {"": 0}
         self._call = _CALL.pack_into
 
     def at(self, stage: str, step: int = 0, num_steps: int = 0) -> None:
@@ -67,6 +71,14 @@ class Trail:
         self._count += 1
         return self._count
 
+    def wait(self, what: str) -> None:
+        """It waits for other ranks from now on, and no longer with an empty text."""
+        if what not in self._waits:
+            self._waits[what] = self.learn(what)
+        number, _ = _WAITS.unpack_from(self._map, _WAIT)
+        # Counted, so that one wait can be told from the next.
+        _WAITS.pack_into(self._map, _WAIT, (number + 1) % 2**31, self._waits[what])
+
     def enter(self, module: int, dtype: int, shape: Sequence[int]) -> None:
         """A module is called with a tensor of that shape; numbers of `learn`, 0 for unknown."""
         count = min(len(shape), _MOST)
@@ -79,13 +91,14 @@ def read_trail(path: Path) -> Whereabouts:
         data = path.read_bytes()
         lines = path.with_name(path.name + _NAMES).read_text(encoding="utf-8").splitlines()
         length = _LENGTH.unpack_from(data)[0]
-        if not length:
-            return Whereabouts()
-        stage, step, num_steps = json.loads(data[_LENGTH.size : _LENGTH.size + length])
         names = ["", *(json.loads(line) for line in lines)]
+        waiting = names[_WAITS.unpack_from(data, _WAIT)[1]]
+        if not length:
+            return Whereabouts(waiting=waiting)
+        stage, step, num_steps = json.loads(data[_LENGTH.size : _LENGTH.size + length])
         module, dtype, count, *shape = _CALL.unpack_from(data, _TEXT)
         operand = "x".join(map(str, shape[:count])) + (f" {names[dtype]}" if dtype else "")
-        return Whereabouts(stage, step, num_steps, names[module], operand if count else "")
+        return Whereabouts(stage, step, num_steps, names[module], operand if count else "", waiting)
     except (OSError, ValueError, IndexError, struct.error):
         # It died while it wrote that; where it was stays unknown.
         return Whereabouts()

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from everyframe.core.errors import EveryframeError
-from everyframe.core.events import Event, Frames, Loaded, Ready, StageStarted, Step
+from everyframe.core.events import Event, Frames, Loaded, Planned, Ready, StageStarted, Step
+from everyframe.core.plan import Plan
 from everyframe.engine.launch import Job
 from everyframe.engine.trail import Trail
 from everyframe.engine.wire import receive, send
@@ -37,13 +38,17 @@ def serve(descriptor: int) -> None:
     _log_to(connection, job.log_level)
     try:
         trail = Trail(job.folder / f"trail-{job.rank}")
-        for event in _watched(_events(job), trail):
+        speaks = job.rank == 0
+        for event in _watched(_events(job, trail), trail):
+            if speaks:
+                send(connection, "event", _light(event, job.as_uint8))
+            if isinstance(event, Planned):
+                division = event.plan.division
             if isinstance(event, Ready):
                 # Until then bars of what is fetched may be shown.
                 _print_into(job.folder / f"printed-{job.rank}")
-            # All ranks make the same; the first one speaks for them.
-            if job.rank == 0:
-                send(connection, "event", _light(event, job.as_uint8))
+                # What was asked is the same for all ranks; what is made, only for those of a group.
+                speaks = division is None or division.speaks(job.rank)
         send(connection, "end")
     except BrokenPipeError:
         return  # nobody is there to be told
@@ -80,20 +85,32 @@ def _log_to(connection: Connection, level: str) -> None:
     logging.captureWarnings(True)
 
 
-def _events(job: Job) -> Iterator[Event]:
+def _events(job: Job, trail: Trail) -> Iterator[Event]:
     # Not on top: this brings torch, and the job should be there when it comes.
+    from everyframe.engine.ranks import Join
     from everyframe.engine.resuming import go_on
     from everyframe.engine.run import stream
+    from everyframe.parallel.meeting import meet
+    from everyframe.parallel.team import Team
     from everyframe.runs.folder import RunFolder
     from everyframe.runs.keeper import Keep, Pace
 
     pace = Pace(*job.pace) if job.pace is not None else Pace()
+
+    def together(plan: Plan) -> Team:
+        assert plan.division is not None
+        trail.wait("ranks meet")
+        team = meet(job.rank, plan.division.weights, job.meeting, kind=plan.device.kind)
+        team.waits = trail.wait
+        return team
+
+    join = Join(job.rank, together) if len(job.weights) > 1 else None
     if job.run is not None:
         return go_on(RunFolder(job.run), skip=job.skip, cleans=False, pace=pace)
     keeps = job.root if job.rank == 0 else None
     keep = Keep(keeps, job.output, job.as_uint8, cleans=False, pace=pace)
     assert job.request is not None
-    return stream(job.request, num_threads=job.num_threads, keep=keep)
+    return stream(job.request, num_threads=job.num_threads, keep=keep, join=join)
 
 
 def _watched(events: Iterator[Event], trail: Trail) -> Iterator[Event]:

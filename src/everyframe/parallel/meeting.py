@@ -70,7 +70,9 @@ def part(team: Team, groups: Sequence[Sequence[int]]) -> Team:
     if len(mine) == 1:
         return Alone()
     own = next(each for each, group in zip(made, groups, strict=True) if team.rank in group)
-    return Ranks([team.weights[rank] for rank in mine], own)
+    parted = Ranks([team.weights[rank] for rank in mine], own)
+    parted.waits = team.waits
+    return parted
 
 
 def check_alike(team: Team, facts: Mapping[str, Any], what: str) -> None:

@@ -14,7 +14,8 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +26,15 @@ from torch import Tensor
 from everyframe.core.errors import WorkerDiedError
 
 
+def _nobody_asks(what: str) -> None:
+    return None
+
+
 class Team(ABC):
     """One rank's view of its team: `rank` of `size`, and the speeds of all as `weights`.
 
-    `sent` counts the bytes that left this rank, by what they were for. All ranks of a team must
+    `sent` counts the bytes that left this rank, by what they were for. ``waits(what)`` is called
+    before this rank waits for others, and with an empty text after it. All ranks of a team must
     call the same exchanges in the same order.
     """
 
@@ -36,6 +42,7 @@ class Team(ABC):
         self.rank = rank
         self.weights = tuple(weights)
         self.sent: Counter[str] = Counter()
+        self.waits: Callable[[str], None] = _nobody_asks
 
     @property
     def size(self) -> int:
@@ -128,7 +135,7 @@ class Team(ABC):
         head = torch.frombuffer(bytearray(json.dumps([shapes, told]).encode()), dtype=torch.uint8)
         parts = [torch.tensor([len(head)]), head, *(v.contiguous() for v in values if v.numel())]
         self.sent[what] += sum(part.nbytes for part in parts)
-        return Sending(self._send(parts, target, what), what)
+        return Sending(self._send(parts, target, what), self._told(what))
 
     def receive(self, source: int, what: str) -> tuple[list[Tensor], Any]:
         """What that rank sent to this one."""
@@ -140,6 +147,9 @@ class Team(ABC):
         values = [torch.empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in shapes]
         self._receive([value for value in values if value.numel()], source, what)
         return values, told
+
+    def _told(self, what: str) -> AbstractContextManager[None]:
+        return _Told(what, self.waits)
 
     @abstractmethod
     def _send(self, parts: Sequence[Tensor], target: int, what: str) -> list[Any]: ...
@@ -160,12 +170,12 @@ class Team(ABC):
 class Sending:
     """What is on its way to another rank; it is kept alive until `wait` returns."""
 
-    def __init__(self, works: Sequence[Any], what: str) -> None:
-        self._works, self._what = list(works), what
+    def __init__(self, works: Sequence[Any], told: AbstractContextManager[None]) -> None:
+        self._works, self._told = list(works), told
 
     def wait(self) -> None:
         """Until it was fetched."""
-        with _told(self._what):
+        with self._told:
             for work in self._works:
                 work.wait()
         self._works = []
@@ -228,14 +238,14 @@ class Ranks(Team):
         self, out: Tensor, x: Tensor, receive: Sequence[int], send: Sequence[int], what: str
     ) -> None:
         each = _row_bytes(x)
-        with _told(what):
+        with self._told(what):
             dist.all_to_all_single(
                 _bytes(out), _bytes(x.contiguous()),
                 [n * each for n in receive], [n * each for n in send], group=self._group,
             )  # fmt: skip
 
     def _broadcast(self, parts: Sequence[tuple[Tensor, int]], what: str) -> None:
-        with _told(what):
+        with self._told(what):
             waiting = [
                 dist.broadcast(_bytes(x), self._members[source], self._group, async_op=True)
                 for x, source in parts
@@ -244,11 +254,11 @@ class Ranks(Team):
                 each.wait()
 
     def _send(self, parts: Sequence[Tensor], target: int, what: str) -> list[Any]:
-        with _told(what):
+        with self._told(what):
             return [_Sent(part, self._members[target], self._group) for part in parts]
 
     def _receive(self, parts: Sequence[Tensor], source: int, what: str) -> None:
-        with _told(what):
+        with self._told(what):
             for part in parts:
                 dist.recv(_bytes(part), self._members[source], self._group)
 
@@ -265,16 +275,17 @@ class _Sent:
             self._work.wait()
 
 
-class _told:  # noqa: N801 - used like a function
+class _Told(AbstractContextManager[None]):
     """An exchange that breaks is told as what it is: another rank went away or does not answer."""
 
-    def __init__(self, what: str) -> None:
-        self._what = what
+    def __init__(self, what: str, waits: Callable[[str], None]) -> None:
+        self._what, self._waits = what, waits
 
     def __enter__(self) -> None:
-        return None
+        self._waits(self._what)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._waits("")
         if isinstance(error, RuntimeError):
             said = str(error).strip().splitlines()[0] if str(error).strip() else "no word"
             raise WorkerDiedError(

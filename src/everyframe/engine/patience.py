@@ -1,0 +1,90 @@
+"""Finds a rank that hangs: the others wait for it, and it does nothing.
+
+A rank that computes for long is none: its process uses the processor, or its trail goes on. So a
+rank is given up only after a while in which nobody went on, it waited for nobody, and it used no
+time of a core; or in which all waited for each other. No torch here. Read next: `trail.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from everyframe.core.errors import WorkerDiedError
+from everyframe.engine.trail import read_trail
+
+if TYPE_CHECKING:
+    from everyframe.engine.launch import Worker
+
+#: Seconds in which nothing happens until a rank is given up; an exchange takes a small part.
+_SECONDS = 20.0
+#: Seconds of a core in that time that are as good as none.
+_IDLE = 0.5
+
+
+class Patience:
+    """Watches the workers of one run; `check` is called again and again."""
+
+    def __init__(self, workers: Sequence[Worker], seconds: float = _SECONDS) -> None:
+        self._seconds = seconds
+        self._trails = [b""] * len(workers)
+        self._since = time.monotonic()
+        self._used = [0.0] * len(workers)
+
+    def check(self, workers: Iterable[Worker]) -> None:
+        """Raise `WorkerDiedError` if one of those hangs; names it and what it was doing."""
+        at_work = list(workers)
+        now = time.monotonic()
+        trails = {each.job.rank: _content(each.trail) for each in at_work}
+        if any(self._trails[rank] != trail for rank, trail in trails.items()):
+            for rank, trail in trails.items():
+                self._trails[rank] = trail
+            self._begin(at_work, now)
+            return
+        if now - self._since < self._seconds:
+            return
+        where = {each.job.rank: read_trail(each.trail) for each in at_work}
+        silent = [
+            each
+            for each in at_work
+            if not where[each.job.rank].waiting
+            and _core_seconds(each.process_id) - self._used[each.job.rank] < _IDLE
+        ]
+        busy = [each for each in at_work if not where[each.job.rank].waiting and each not in silent]
+        if busy:  # it computes, and the others wait: all is well
+            self._begin(at_work, now)
+            return
+        if silent:
+            first = silent[0].job.rank
+            raise WorkerDiedError(
+                f"rank {first} did nothing for {now - self._since:.0f} s {where[first]}, and the "
+                "others waited for it; all were ended"
+            )
+        raise WorkerDiedError(
+            f"all ranks waited for each other for {now - self._since:.0f} s: "
+            + "; ".join(f"rank {rank} while {each.waiting}" for rank, each in where.items())
+        )
+
+    def _begin(self, workers: Sequence[Worker], now: float) -> None:
+        self._since = now
+        for each in workers:
+            self._used[each.job.rank] = _core_seconds(each.process_id)
+
+
+def _content(path: Path) -> bytes:
+    return path.read_bytes() if path.exists() else b""
+
+
+def _core_seconds(process: int) -> float:
+    """Seconds of a core that a process has used so far; infinite where that can't be known.
+
+    Who can't be seen to do nothing is not given up.
+    """
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    except (OSError, IndexError, ValueError):
+        return float("inf")
