@@ -56,8 +56,10 @@ class Guard:
         counts: str = "step",
         of: str = "",
         savings: Savings | None = None,
+        relieves: bool = True,
     ) -> None:
         self._plan = plan
+        self._relieves = relieves
         self._stage = stage
         self._parts = dict(parts)
         self._counted = (counts, of or stage)
@@ -135,7 +137,7 @@ class Guard:
             compute = again or compute
 
     def _relieve(self, step: int, said: str) -> None:
-        relief = self._reliefs.next()
+        relief = self._reliefs.next() if self._relieves else None
         if relief is None:
             raise CannotRunError(
                 f"{self._where(step)}: out of memory, and nothing is left that takes less; a "

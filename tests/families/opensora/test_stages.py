@@ -26,7 +26,7 @@ import everyframe
 import tiny
 from everyframe.core.errors import InputError
 from everyframe.core.events import Loaded, Note, StageDone
-from everyframe.families.opensora import stages
+from everyframe.families.opensora import decoding, stages
 from everyframe.families.opensora.config import STDiT3Config, STDiTConfig
 from everyframe.families.opensora.model import STDiT3, build_model
 from everyframe.families.opensora.vae import ImageVAE, VideoVAE
@@ -325,13 +325,13 @@ def test_each_part_is_gone_before_the_next_one_is_loaded(
 def test_a_finished_video_keeps_no_frames(model_1_2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Seen after each clip of each of two videos: the end of a clip is held for the next one only.
     held: list[list[bool]] = []
-    decode = stages.DecodeStage.run
+    decode = decoding.DecodeStage.run
 
-    def spy(self: stages.DecodeStage, takes: Any) -> Any:
+    def spy(self: decoding.DecodeStage, takes: Any) -> Any:
         yield from decode(self, takes)
         held.append([take.tail is not None for take in takes])
 
-    monkeypatch.setattr(stages.DecodeStage, "run", spy)
+    monkeypatch.setattr(decoding.DecodeStage, "run", spy)
     request = everyframe.Request(
         prompt=PROMPT, model=str(model_1_2), seed=1, chain=2, num_videos=2, **SIZES
     )

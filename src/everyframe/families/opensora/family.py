@@ -132,8 +132,8 @@ class OpenSoraModel:
 
     def shared_stages(self, plan: Plan, clip: int, teams: Teams) -> Sequence[Stage]:
         """The same stages for one rank of several."""
+        from everyframe.families.opensora.decoding import DecodeStage
         from everyframe.families.opensora.stages import (
-            DecodeStage,
             DenoiseStage,
             GivenStage,
             Job,

@@ -1,4 +1,4 @@
-"""The stages of an Open-Sora run: text, given frames, denoising, decoding.
+"""The stages of an Open-Sora run: text, given frames, denoising; `decoding.py` has the last.
 
 Each loads one component, works on every take with it and lets go of it when its generator ends, so
 that memory peaks at the largest stage and not at the sum. Upstream's loop is `scripts/inference.py`
@@ -11,13 +11,12 @@ import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
-from everyframe.core.events import Event, Frames, Loaded, Note, Step, event_of
+from everyframe.core.events import Event, Loaded, Note, Step
 from everyframe.core.plan import Plan, Settings
 from everyframe.families.family import Take
 from everyframe.families.guarding import Guard
@@ -37,7 +36,7 @@ from everyframe.families.opensora.text import (
     load_tokenizer,
     tokenize,
 )
-from everyframe.families.opensora.vae import ImageVAE, Piece, VideoVAE
+from everyframe.families.opensora.vae import ImageVAE, VideoVAE
 from everyframe.families.opensora.vae_config import ImageVAEConfig
 from everyframe.families.opensora.weights import (
     IMAGE_VAE_KEYS,
@@ -48,7 +47,6 @@ from everyframe.families.opensora.weights import (
 )
 from everyframe.families.sparing import Savings
 from everyframe.families.stepping import denoised
-from everyframe.parallel.pieces import in_order, owners
 from everyframe.parallel.team import ONE, Teams
 from everyframe.samplers import iddpm, noise, rflow
 from everyframe.samplers.step import Step as SamplerStep
@@ -63,11 +61,8 @@ class Job:
     parts: Parts
     facts: Facts
     clip: int
-<<<<<<< HEAD
     savings: Savings | None = None
-=======
     teams: Teams = ONE
->>>>>>> 3458ef0 (A run on several ranks: plans are divided, text is encoded once, frames are decoded in pieces that are dealt out)
 
     @property
     def settings(self) -> Settings:
@@ -88,7 +83,7 @@ class Job:
         frames = take.tail
         if self.clip == 0:
             assert take.given.source is not None
-            frames = _as_float(take.given.source[-PIECE:])
+            frames = as_float(take.given.source[-PIECE:])
         wanted = known_frames(self.facts, self.settings)[0]
         tail: Tensor = frames[-wanted:] if len(frames) >= wanted else frames[-1:]
         return tail
@@ -235,14 +230,14 @@ class GivenStage:
             latents[:, :, : encoded.shape[2]] = encoded
             mask[:, : encoded.shape[2]] = job.settings.edit_strength
         elif take.given.first is not None:
-            latents[:, :, :1] = self._encode(vae, _as_float(take.given.first))
+            latents[:, :, :1] = self._encode(vae, as_float(take.given.first))
             mask[:, :1] = job.settings.edit_strength
         if take.given.last is not None and job.clip == job.settings.chain - 1:
             # The last latent frame holds the last four frames of a piece and what came before
             # them. Upstream snaps a lone picture to the beginning of a piece, where it is not the
             # last frame; a piece that stands still ends in one that is.
             last_piece = job.sizes.vae.pieces(job.settings.num_frames)[-1].num_frames
-            still = self._encode(vae, _as_float(take.given.last), last_piece)
+            still = self._encode(vae, as_float(take.given.last), last_piece)
             latents[:, :, -1:] = still[:, :, -1:]
             mask[:, -1:] = job.settings.edit_strength
         return Known(latents, mask)
@@ -260,7 +255,8 @@ class GivenStage:
         return latents.to("cpu", torch.float32)
 
 
-def _as_float(frames: object) -> Tensor:
+def as_float(frames: object) -> Tensor:
+    """8-bit frames as float32 in 0..1."""
     return torch.from_numpy(frames).to(torch.float32) / 255
 
 
@@ -289,12 +285,12 @@ class DenoiseStage:
             STDIT_KEYS if job.facts.version == "1.0" else STDIT3_KEYS,
         )
         yield Loaded("denoiser", time.perf_counter() - began)
-<<<<<<< HEAD
-        guard = Guard(job.plan, self.name, {"denoiser": model}, savings=job.savings)
-=======
-        put_on = sharding.apply(model, job.teams.team, job.teams.groups)
-        guard = Guard(job.plan, self.name, {"denoiser": model})
->>>>>>> 3458ef0 (A run on several ranks: plans are divided, text is encoded once, frames are decoded in pieces that are dealt out)
+        team = job.teams.team
+        put_on = sharding.apply(model, team, job.teams.groups)
+        # Ranks that compute together can't go on in another way each by itself.
+        guard = Guard(
+            job.plan, self.name, {"denoiser": model}, savings=job.savings, relieves=team.size == 1
+        )
 
         def batches(take: Take) -> Iterator[Iterator[SamplerStep]]:
             yield self._sample(model, guard, put_on, take)
@@ -317,16 +313,11 @@ class DenoiseStage:
             given = take.start_noise
             x = noise.start_noise(label, shape)[None] if given is None else given
         x = x.to(device)
-<<<<<<< HEAD
 
         def make() -> Denoiser:
             return Denoiser(model, take.text, guard.settings, job.facts, device)
 
-        denoise = guard.denoiser(make, start)
-=======
-        make = partial(Denoiser, model, take.text, settings, job.facts, device)
         denoise = guard.denoiser(make, start, put_on.apart)
->>>>>>> 3458ef0 (A run on several ranks: plans are divided, text is encoded once, frames are decoded in pieces that are dealt out)
         if job.facts.version == "1.0":
             plan = iddpm.schedule(settings.num_inference_steps)
             yield from iddpm.sample(denoise, x, plan, fresh, start=start)
@@ -339,85 +330,3 @@ class DenoiseStage:
         if not start:
             x = torch.where(mask[:, None, :, None, None] == 1, x, take.known.latents.to(device))
         yield from rflow.sample_masked(denoise, x, timesteps, mask, fresh, start=start)
-
-
-@dataclass(frozen=True)
-class DecodeStage:
-    """Latents become frames, in the pieces that the autoencoder was trained on."""
-
-    job: Job
-    name: str = "decode"
-    component: str = "vae"
-    goes_on: bool = False
-
-    def num_steps(self, num_takes: int) -> int:
-        """One a piece."""
-        return num_takes * len(self.job.sizes.vae.pieces(self.job.settings.num_frames))
-
-    def run(self, takes: Sequence[Take]) -> Iterator[Event]:
-        """Yield the frames of each take that are new, and keep the end for the clip after.
-
-        Several ranks deal out the pieces; all frames come to their first one.
-        """
-        job, team, began = self.job, self.job.teams.team, time.perf_counter()
-        vae = job.load_vae()
-        yield Loaded("vae", time.perf_counter() - began)
-        guard = Guard(job.plan, self.name, {"vae": vae}, savings=job.savings)
-        total, done = self.num_steps(len(takes)), 0
-        for take in takes:
-            guard.take(take)
-            before = job.before(take) if team.is_lead else None
-            skip = 0 if before is None else len(before)
-            if job.clip == 0 and take.given.source is not None:
-                # Piece by piece: a long source as floats would be larger than any stage.
-                for start in range(0, len(take.given.source), PIECE):
-                    source = _as_float(take.given.source[start : start + PIECE])
-                    yield Frames(take.seed, len(source), source.numpy())
-            begun = time.perf_counter()
-            tail: list[Tensor] = []
-            for frames, told in self._pieces(vae, guard, take):
-                tail = [*tail, frames][-2:]
-                now = time.perf_counter()
-                done += 1
-                yield from map(event_of, told)
-                yield Step(self.name, done, total, take.seed, now - begun)
-                new = frames[min(skip, len(frames)) :]
-                skip -= len(frames) - len(new)
-                if len(new):
-                    yield Frames(take.seed, len(new), new.numpy())
-                begun = time.perf_counter()
-            take.latents = None
-            # Only where a clip follows: these are floats, one lot for each of many videos.
-            follows = job.clip + 1 < job.settings.chain
-            take.tail = torch.cat(tail)[-PIECE:] if follows and tail else None
-
-    def _pieces(
-        self, vae: ImageVAE | VideoVAE, guard: Guard, take: Take
-    ) -> Iterator[tuple[Tensor, list[Any]]]:
-        """Frames (T, H, W, 3) in 0..1 and what happened, piece by piece, where they come to."""
-        team = self.job.teams.team
-        latents = take.latents.to(self.job.plan.component("vae").device)
-        given = (take.given.first, take.given.last, take.given.source)
-        is_asked = any(each is not None and each.min() == each.max() for each in given)
-<<<<<<< HEAD
-        for number, piece in enumerate(vae.pieces(self.job.settings.num_frames), start=1):
-            decode = partial(_decoded, vae, guard, latents, piece)
-            pixels = guard.decoded(number, decode, latents, is_asked=is_asked)
-=======
-        pieces = vae.pieces(self.job.settings.num_frames)
-
-        def make(number: int) -> tuple[Tensor, list[Any]]:
-            decode = partial(_decoded, vae, latents, pieces[number])
-            pixels = guard.decoded(number + 1, decode, latents, is_asked=is_asked)
->>>>>>> 3458ef0 (A run on several ranks: plans are divided, text is encoded once, frames are decoded in pieces that are dealt out)
-            frames = rearrange(pixels, "t c h w -> t h w c").to("cpu", torch.float32)
-            return (frames / 2 + 0.5).clamp(0, 1), [event.to_json() for event in guard.events()]
-
-        return in_order(team, owners(len(pieces), team.weights), make, "frames are handed over")
-
-
-def _decoded(vae: ImageVAE | VideoVAE, guard: Guard, latents: Tensor, piece: Piece) -> Tensor:
-    """The pixels (T, C, H, W) of one piece."""
-    # As the autoencoder was planned, or less where memory ran out.
-    at_once = guard.settings.saving("decode_frames", 0) or None
-    return rearrange(vae.decode_piece(latents, piece, at_once)[0], "c t h w -> t c h w")
