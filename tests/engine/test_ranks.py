@@ -167,7 +167,7 @@ def decoded(team: Team, model: str) -> dict[str, Any]:
 def _no_denoising(team: Team | None = None) -> Any:
     kept = stages.DenoiseStage._sample
 
-    def at_once(self: Any, model: Any, guard: Any, put_on: Any, take: Any) -> Any:
+    def at_once(self: Any, model: Any, guard: Any, take: Any) -> Any:
         from everyframe.samplers.step import Step
 
         x = noise.start_noise(take.seed, self.job.latent_shape())[None]

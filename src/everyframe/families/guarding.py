@@ -44,7 +44,7 @@ class Guard:
     """Watches the components `parts` of one stage, by name, for as long as the stage runs.
 
     What it counts, and what of, is told in its messages: "step 3 of denoise", where nothing else is
-    said.
+    said. Ranks that compute one answer together look for its fault each by itself, in ``apart()``.
     """
 
     def __init__(
@@ -56,10 +56,9 @@ class Guard:
         counts: str = "step",
         of: str = "",
         savings: Savings | None = None,
-        relieves: bool = True,
+        apart: Callable[[], AbstractContextManager[None]] | None = None,
     ) -> None:
-        self._plan = plan
-        self._relieves = relieves
+        self._plan, self._apart = plan, apart
         self._stage = stage
         self._parts = dict(parts)
         self._counted = (counts, of or stage)
@@ -68,6 +67,10 @@ class Guard:
         self._events: list[Event] = []
         self._take: Take | None = None
         self._largest = 0.0
+
+    def apart(self) -> AbstractContextManager[None]:
+        """Within, this process computes alone what others have a part in."""
+        return nullcontext() if self._apart is None else self._apart()
 
     @property
     def settings(self) -> Settings:
@@ -137,7 +140,7 @@ class Guard:
             compute = again or compute
 
     def _relieve(self, step: int, said: str) -> None:
-        relief = self._reliefs.next() if self._relieves else None
+        relief = None if self._apart else self._reliefs.next()
         if relief is None:
             raise CannotRunError(
                 f"{self._where(step)}: out of memory, and nothing is left that takes less; a "
@@ -151,19 +154,14 @@ class Guard:
         )  # fmt: skip
 
     def denoiser(
-        self,
-        make: Callable[[], Callable[..., Tensor]],
-        start: int = 0,
-        apart: Callable[[], AbstractContextManager[None]] = nullcontext,
+        self, make: Callable[[], Callable[..., Tensor]], start: int = 0
     ) -> Callable[..., Tensor]:
         """``denoise`` as `make` makes it, watched; made again whenever a module was raised.
 
         What it keeps of a text was computed by modules, too. Also where memory ran out, with
-        the guard's `settings` of then. `start` steps were done before. Repairs are
-        made within ``apart()``: ranks that compute one answer together look for its fault each by
-        itself, and all alike.
+        the guard's `settings` of then. `start` steps were done before.
         """
-        return _Denoiser(self, make, start, apart)
+        return _Denoiser(self, make, start)
 
     def answered(self, step: int, seen: Range) -> None:
         """Note an answer of a denoiser that is far larger than any before."""
@@ -379,14 +377,9 @@ class _Done:
 class _Denoiser:
     """See `Guard.denoiser`."""
 
-    def __init__(
-        self,
-        guard: Guard,
-        make: Callable[[], Callable[..., Tensor]],
-        start: int,
-        apart: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        self._guard, self._make, self._apart = guard, make, apart
+    def __init__(self, guard: Guard, make: Callable[[], Callable[..., Tensor]], start: int) -> None:
+        self._guard = guard
+        self._make = make
         self._denoise = guard.spared(start + 1, make)
         self._step = start
 
@@ -400,7 +393,7 @@ class _Denoiser:
         answer = self._guard.spared(self._step, lambda: self._denoise(*given), again)
         seen = range_of(answer)
         if not seen.is_finite:
-            with self._apart():
+            with self._guard.apart():
                 answer = self._guard.repaired(self._step, again)
             seen = range_of(answer)
         self._guard.answered(self._step, seen)

@@ -131,10 +131,10 @@ def seen_latents(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     found: list[Tensor] = []
     decode_piece = VideoVAE.decode_piece
 
-    def spy(self: VideoVAE, latents: Tensor, piece: Any) -> Any:
+    def spy(self: VideoVAE, latents: Tensor, piece: Any, *more: Any) -> Any:
         if piece.latent_start == 0 and not latents.is_meta:  # not the dry run's
             found.append(latents.clone())
-        return decode_piece(self, latents, piece)
+        return decode_piece(self, latents, piece, *more)
 
     monkeypatch.setattr(VideoVAE, "decode_piece", spy)
     return found

@@ -28,7 +28,6 @@ from everyframe.families.opensora.denoise import Denoiser, Text, timesteps_of
 from everyframe.families.opensora.model import STDiT, STDiT3
 from everyframe.families.opensora.prompts import check_not_lost, clean, with_affixes
 from everyframe.families.opensora.settle import PIECE, Facts, known_frames
-from everyframe.families.opensora.sharding import Sharding
 from everyframe.families.opensora.text import (
     TextEmbedding,
     build_encoder,
@@ -287,19 +286,16 @@ class DenoiseStage:
         yield Loaded("denoiser", time.perf_counter() - began)
         team = job.teams.team
         put_on = sharding.apply(model, team, job.teams.groups)
-        # Ranks that compute together can't go on in another way each by itself.
-        guard = Guard(
-            job.plan, self.name, {"denoiser": model}, savings=job.savings, relieves=team.size == 1
-        )
+        apart = put_on.apart if team.size > 1 else None
+        parts = {"denoiser": model}
+        guard = Guard(job.plan, self.name, parts, savings=job.savings, apart=apart)
 
         def batches(take: Take) -> Iterator[Iterator[SamplerStep]]:
-            yield self._sample(model, guard, put_on, take)
+            yield self._sample(model, guard, take)
 
         yield from denoised(self.name, takes, job.settings.num_inference_steps, guard, batches)
 
-    def _sample(
-        self, model: STDiT | STDiT3, guard: Guard, put_on: Sharding, take: Take
-    ) -> Iterator[SamplerStep]:
+    def _sample(self, model: STDiT | STDiT3, guard: Guard, take: Take) -> Iterator[SamplerStep]:
         job, settings = self.job, self.job.settings
         device = job.plan.component("denoiser").device
         shape = job.latent_shape()
@@ -317,7 +313,7 @@ class DenoiseStage:
         def make() -> Denoiser:
             return Denoiser(model, take.text, guard.settings, job.facts, device)
 
-        denoise = guard.denoiser(make, start, put_on.apart)
+        denoise = guard.denoiser(make, start)
         if job.facts.version == "1.0":
             plan = iddpm.schedule(settings.num_inference_steps)
             yield from iddpm.sample(denoise, x, plan, fresh, start=start)
