@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from everyframe.engine import obituary, resuming, run
 from everyframe.engine.launch import Job, launched
 from everyframe.engine.trail import Trail, Whereabouts, read_trail
 from everyframe.hardware.profiles import find_profile
-from everyframe.runs.folder import all_runs
+from everyframe.runs.folder import RunFolder, all_runs
 from everyframe.runs.keeper import EVERY_STEP
 
 PLANTED = Path(__file__).parents[1] / "planted"
@@ -113,6 +114,17 @@ def test_no_worker_outlives_who_started_it(model: str, tmp_path: Path) -> None:
     assert process.wait(60) == -signal.SIGKILL
     process.stdout.close()
     worker.wait(10)
+
+
+def test_a_worker_that_the_system_ended(tmp_path: Path) -> None:
+    Trail(tmp_path / "trail-1").at("decode", 2, 5)
+    worker: Any = SimpleNamespace(
+        trail=tmp_path / "trail-1", job=Job(rank=1, weights=(1.0, 1.0)), printed=lambda: ""
+    )
+    text = str(obituary.obituary(worker, -signal.SIGKILL, RunFolder(tmp_path / "this-run")))
+    assert text.startswith("the worker process of rank 1 died of SIGKILL in step 2 of 5 of decode;")
+    assert "memory ran out" in text
+    assert text.endswith("everyframe resume this-run")
 
 
 def test_what_the_trail_says(tmp_path: Path) -> None:

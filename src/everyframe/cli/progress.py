@@ -73,11 +73,15 @@ class JsonLines(Reporter):
 
 @dataclass
 class _Stage:
-    """How far a stage has come. Time left is the mean step's, loading not counted."""
+    """How far a stage has come. Time left is the mean step's, loading not counted.
+
+    Of a run that is gone on with, some steps were done before: `seen` are those of now.
+    """
 
     label: str
     num_steps: int
     done: int = 0
+    seen: int = 0
     seconds: float = 0.0
 
     @classmethod
@@ -86,14 +90,15 @@ class _Stage:
         return cls(f"{event.stage}{clip}", event.num_steps)
 
     def step(self, event: Step) -> None:
-        self.done += 1
+        self.done = event.step
+        self.seen += 1
         self.seconds += event.seconds
 
     @property
     def time_left(self) -> str:
         if not 0 < self.done < self.num_steps:
             return ""
-        return f"{clock(self.seconds / self.done * (self.num_steps - self.done))} left"
+        return f"{clock(self.seconds / self.seen * (self.num_steps - self.done))} left"
 
 
 class Lines(Reporter):

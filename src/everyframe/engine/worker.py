@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -136,13 +137,18 @@ class _Watch:
     """
 
     def __init__(self, trail: Trail) -> None:
+        import torch
         from torch.nn.modules.module import register_module_forward_pre_hook
 
         self._trail = trail
+        self._tensor = torch.Tensor
+        self._is_compiling = torch.compiler.is_compiling
         self._components: list[str] = []
         self._numbers: dict[int, int] = {}
         self._dtypes: dict[Any, int] = {}
         register_module_forward_pre_hook(self._before)
+        # The hook is ours, and does nothing while a module is compiled.
+        warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global")
 
     def begin(self) -> None:
         """Another stage: what was known is gone, and others may be in its place."""
@@ -155,12 +161,10 @@ class _Watch:
         self._numbers.clear()
 
     def _before(self, module: Any, given: tuple[Any, ...]) -> None:
-        import torch
-
-        if torch.compiler.is_compiling():
+        if self._is_compiling():
             return
         number = self._numbers.get(id(module)) or self._learn(module)
-        if given and isinstance(given[0], torch.Tensor):
+        if given and isinstance(given[0], self._tensor):
             first = given[0]
             dtype = self._dtypes.get(first.dtype)
             if dtype is None:
