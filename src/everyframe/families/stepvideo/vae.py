@@ -24,6 +24,7 @@ from everyframe.families.stepvideo.vae_layers import (
     FrameNorm,
     HalveAll,
     HalveSpace,
+    Memory,
     Middle,
     ResBlock,
     Wrapped,
@@ -47,11 +48,11 @@ class Level(nn.Module):
         if resample is not None:
             self.add_module(name, resample)
 
-    def forward(self, x_BCTHW: Tensor) -> Tensor:
+    def forward(self, x_BCTHW: Tensor, memory: Memory | None = None) -> Tensor:
         for block in self.block:
-            x_BCTHW = block(x_BCTHW)
+            x_BCTHW = block(x_BCTHW, memory)
         resample = self._modules.get(self.name)
-        return x_BCTHW if resample is None else resample(x_BCTHW)
+        return x_BCTHW if resample is None else resample(x_BCTHW, memory)
 
 
 def _res_blocks(channels: int, width: int, count: int, groups: int) -> list[nn.Module]:
@@ -130,10 +131,22 @@ class Decoder(nn.Module):
         # What doubles the grid adds to it a shortcut that only deals channels out.
         dealt = channels_to_space(repeated_channels(x, 8 * self.config.decoder_widths[-1]))
         x = self.mid(channels_to_space(self.conv_unpatchify(x)) + dealt)
-        for level in reversed(self.up):
-            x = level(x)
-        y: Tensor = self.conv_out(self.activation(self.norm_out(x)))
-        return y[:, :, self.config.dropped_frames :]
+        pixels = self._up(x, len(self.up) - 1, {})
+        return pixels[:, :, self.config.dropped_frames :]
+
+    def _up(self, x_BCTHW: Tensor, level: int, memory: Memory) -> Tensor:
+        """The pixels of what comes into that level.
+
+        Nothing looks ahead in time from here on, so one frame goes up after the other: no more than
+        one is ever there in full size, and the numbers are those of all at once.
+        """
+        made = []
+        for x in torch.split(x_BCTHW, 1, dim=2):
+            if level < 0:
+                made.append(self.conv_out(self.activation(self.norm_out(x)), memory))
+            else:
+                made.append(self._up(self.up[level](x, memory), level - 1, memory))
+        return torch.cat(made, dim=2)
 
 
 class StepVAE(nn.Module):

@@ -9,12 +9,20 @@ Source: stepfun-ai/Step-Video-T2V 675e08c, stepvideo/vae/vae.py (behaviour and n
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
 from everyframe.ops.attention import AttentionCore
+
+Memory: TypeAlias = "dict[nn.Module, Tensor]"
+"""The last frames that each convolution was given, for a video that comes part by part.
+
+What never looks ahead can be computed so, exactly: the frames before take the place of the zeros.
+"""
 
 
 class CausalConv3d(nn.Module):
@@ -30,9 +38,15 @@ class CausalConv3d(nn.Module):
             in_channels, out_channels, kernel_size, stride=stride, padding=(0, side, side)
         )
 
-    def forward(self, x_BCTHW: Tensor) -> Tensor:
+    def forward(self, x_BCTHW: Tensor, memory: Memory | None = None) -> Tensor:
         if self.front:
-            x_BCTHW = F.pad(x_BCTHW, (0, 0, 0, 0, self.front, 0))
+            before = None if memory is None else memory.get(self)
+            if before is None:
+                x_BCTHW = F.pad(x_BCTHW, (0, 0, 0, 0, self.front, 0))
+            else:
+                x_BCTHW = torch.cat((before, x_BCTHW), dim=2)
+            if memory is not None:
+                memory[self] = x_BCTHW[:, :, -self.front :].clone()
         y: Tensor = self.conv(x_BCTHW)
         return y
 
@@ -62,9 +76,9 @@ class ResBlock(nn.Module):
             self.nin_shortcut = CausalConv3d(in_channels, out_channels, 1)
         self.has_shortcut = in_channels != out_channels
 
-    def forward(self, x_BCTHW: Tensor) -> Tensor:
-        h = self.conv1(self.activation(self.norm1(x_BCTHW)))
-        h = self.conv2(self.activation(self.norm2(h)))
+    def forward(self, x_BCTHW: Tensor, memory: Memory | None = None) -> Tensor:
+        h = self.conv1(self.activation(self.norm1(x_BCTHW)), memory)
+        h = self.conv2(self.activation(self.norm2(h)), memory)
         y: Tensor = (self.nin_shortcut(x_BCTHW) if self.has_shortcut else x_BCTHW) + h
         return y
 
@@ -113,7 +127,7 @@ class HalveSpace(nn.Module):
         super().__init__()
         self.conv = nn.Conv2d(channels, channels, 3, stride=2)
 
-    def forward(self, x_BCTHW: Tensor) -> Tensor:
+    def forward(self, x_BCTHW: Tensor, memory: Memory | None = None) -> Tensor:
         frames = F.pad(rearrange(x_BCTHW, "b c t h w -> (b t) c h w"), (0, 1, 0, 1))
         y: Tensor = rearrange(self.conv(frames), "(b t) c h w -> b c t h w", b=len(x_BCTHW))
         return y
@@ -126,7 +140,8 @@ class HalveAll(nn.Module):
         super().__init__()
         self.conv = CausalConv3d(channels, channels, stride=2)
 
-    def forward(self, x_BCTHW: Tensor) -> Tensor:
+    def forward(self, x_BCTHW: Tensor, memory: Memory | None = None) -> Tensor:
+        assert memory is None, "halved in time, a video comes whole"
         y: Tensor = self.conv(x_BCTHW)
         return y
 
@@ -138,7 +153,7 @@ class DoubleSpace(nn.Module):
         super().__init__()
         self.conv = nn.Conv2d(channels, channels, 3, padding=1)
 
-    def forward(self, x_BCTHW: Tensor) -> Tensor:
+    def forward(self, x_BCTHW: Tensor, memory: Memory | None = None) -> Tensor:
         frames = rearrange(x_BCTHW, "b c t h w -> (b t) c h w")
         frames = F.interpolate(frames, scale_factor=2.0, mode="nearest")
         y: Tensor = rearrange(self.conv(frames), "(b t) c h w -> b c t h w", b=len(x_BCTHW))
@@ -156,9 +171,9 @@ class SmoothingBlock(nn.Module):
         self.norm2 = FrameNorm(channels, num_groups)
         self.activation = nn.SiLU()
 
-    def forward(self, x_BCTHW: Tensor) -> Tensor:
-        h = self.activation(self.norm1(self.conv1(x_BCTHW)))
-        h = self.norm2(self.conv2(h))
+    def forward(self, x_BCTHW: Tensor, memory: Memory | None = None) -> Tensor:
+        h = self.activation(self.norm1(self.conv1(x_BCTHW, memory)))
+        h = self.norm2(self.conv2(h, memory))
         y: Tensor = self.activation(h + x_BCTHW) + x_BCTHW
         return y
 
@@ -170,8 +185,9 @@ class DoubleAll(nn.Module):
         super().__init__()
         self.conv3d = SmoothingBlock(channels, num_groups)
 
-    def forward(self, x_BCTHW: Tensor) -> Tensor:
-        y: Tensor = self.conv3d(F.interpolate(x_BCTHW, scale_factor=2.0, mode="nearest"))
+    def forward(self, x_BCTHW: Tensor, memory: Memory | None = None) -> Tensor:
+        doubled = F.interpolate(x_BCTHW, scale_factor=2.0, mode="nearest")
+        y: Tensor = self.conv3d(doubled, memory)
         return y
 
 
