@@ -19,6 +19,7 @@ from torch.nn.modules.module import register_module_forward_hook
 import everyframe
 import tiny
 import tiny_pipelines
+from engine.test_out_of_memory import no_room
 from engine.test_resuming import OPEN_SORA, PICTURE, begun, broken_off, same, videos
 from everyframe.core.errors import CannotRunError, InputError, WorkerDiedError
 from everyframe.core.events import Event, Kept, Note, Step
@@ -185,6 +186,18 @@ def test_a_device_that_is_lost_leaves_a_good_state(
     again = list(resuming.go_on(folder))
     same(whole, again)
     assert steps(again) == [3]
+
+
+def test_what_was_done_for_memory_is_done_again(model: str, tmp_path: Path) -> None:
+    """From the second step on the branches of guidance are computed one after the other."""
+    with no_room("STDiT3", above=1, after=1):
+        unbroken = list(begun(tmp_path, model=model, **OPEN_SORA))
+    with no_room("STDiT3", above=1, after=1):
+        folder = cut(model, tmp_path)
+    with no_room("STDiT3", above=9) as calls:
+        again = list(resuming.go_on(folder))
+    assert calls == [1, 1], "as before, though there is room again"
+    np.testing.assert_array_equal(videos(again)[3], videos(unbroken)[3])
 
 
 @pytest.mark.parametrize("what", ["tensors", "state.json"])

@@ -73,8 +73,8 @@ class Take:
     While a stage that `goes_on` runs, `step` counts its steps that are done for this take,
     `latents` is the state after them, `memory` what else the sampler needs to go on, and `finished`
     the latents of batches before the one that is worked on. `remedies` are the repairs that it
-    needed in the stage that runs. `answers` are those of a foreign pipeline's models, for a stage
-    that is gone on with by replay.
+    needed in the stage that runs, `reliefs` how many things were done in it to need less memory.
+    `answers` are those of a foreign pipeline's models, for a stage that is gone on with by replay.
     """
 
     seed: int
@@ -88,11 +88,13 @@ class Take:
     memory: Any = None
     finished: tuple[Any, ...] = ()
     remedies: tuple[Remedy, ...] = ()
+    reliefs: int = 0
     answers: Answers | None = None
 
     def begin_stage(self) -> None:
         """Forget how far the stage before was."""
-        self.step, self.memory, self.finished, self.remedies = 0, None, (), ()
+        self.step, self.memory, self.finished = 0, None, ()
+        self.remedies, self.reliefs = (), 0
 
 
 class Answers(Protocol):

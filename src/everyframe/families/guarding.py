@@ -63,7 +63,7 @@ class Guard:
         self._parts = dict(parts)
         self._counted = (counts, of or stage)
         self._repairs = Repairs(plan.device, parts)
-        self._reliefs = Reliefs(plan, parts, savings)
+        self.reliefs = Reliefs(plan, parts, savings)
         self._events: list[Event] = []
         self._take: Take | None = None
         self._largest = 0.0
@@ -75,7 +75,7 @@ class Guard:
     @property
     def settings(self) -> Settings:
         """The plan's settings, with what had to be done by now to need less memory."""
-        return self._reliefs.settings
+        return self.reliefs.settings
 
     @property
     def has_repaired(self) -> bool:
@@ -140,7 +140,7 @@ class Guard:
             compute = again or compute
 
     def _relieve(self, step: int, said: str) -> None:
-        relief = None if self._apart else self._reliefs.next()
+        relief = None if self._apart else self.reliefs.next()
         if relief is None:
             raise CannotRunError(
                 f"{self._where(step)}: out of memory, and nothing is left that takes less; a "

@@ -31,10 +31,14 @@ class Relief:
 
 
 class Reliefs:
-    """The ways to do with less memory, each once; `settings` are those that hold by now."""
+    """The ways to do with less memory, each once; `settings` are those that hold by now.
+
+    `count` is how many of them were done.
+    """
 
     def __init__(self, plan: Plan, parts: Mapping[str, nn.Module], savings: Savings | None) -> None:
         self.settings = plan.settings
+        self.count = 0
         self._plan = plan
         self._parts = parts
         self._savings = savings
@@ -45,7 +49,14 @@ class Reliefs:
         for accelerator in (torch.cuda, torch.mps):
             if accelerator.is_available():
                 accelerator.empty_cache()
-        return next(self._left, None)
+        relief = next(self._left, None)
+        self.count += relief is not None
+        return relief
+
+    def redo(self, count: int) -> None:
+        """Do the first `count` of them, as a run that is gone on with had done."""
+        while self.count < count and self.next() is not None:
+            continue
 
     def _ways(self) -> Iterator[Relief]:
         on_host = self._plan.device.kind == "cpu"

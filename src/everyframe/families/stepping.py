@@ -29,6 +29,7 @@ def denoised(
 
     `num_steps` is of one take. The latents of several batches are joined along the first axis.
     """
+    guard.reliefs.redo(max((take.reliefs for take in takes), default=0))
     for number, take in enumerate(takes):
         if take.step == num_steps:
             continue  # done before the run was broken off
@@ -39,6 +40,7 @@ def denoised(
                 guard.latents(step.index + 1, step.x)
                 yield from guard.events()
                 _take_step(take, step, take.step + 1 == num_steps)
+                take.reliefs = guard.reliefs.count
                 now = time.perf_counter()
                 done, total = number * num_steps + take.step, len(takes) * num_steps
                 yield Step(stage, done, total, take.seed, now - begun)

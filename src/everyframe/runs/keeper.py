@@ -26,7 +26,7 @@ from everyframe.runs.store import Store, hashes_in
 _AFTER_FAILURE = 30.0
 #: What is kept of a take.
 _OF_TAKE = ("seed", "text", "known", "latents", "tail", "step", "memory", "finished",
-            "remedies")  # fmt: skip
+            "remedies", "reliefs")  # fmt: skip
 
 
 @dataclass(frozen=True)
