@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from everyframe.checkpoints.shapes_prompts import BACKGROUNDS
 from recipes.shapes import world
-from recipes.shapes.loop import Task
+from recipes.shapes.loop import Task, autocast
 
 SIZES: dict[str, Any] = {
     "in_channels": 3,
@@ -106,7 +106,7 @@ def task(num_steps: int = 4500, batch: int = 32) -> Task:
 
     def loss(step: int) -> tuple[Tensor, dict[str, float]]:
         pixels, grounds = random_frames(batch, np.random.default_rng([2, step]))
-        with torch.autocast("cpu", torch.bfloat16):
+        with autocast():
             posterior = model.encode(torch.cat([pixels, empty])).latent_dist
             out = model.decode(posterior.sample()[:batch]).sample
         z, of_empty = posterior.mean.float().split([batch, len(names)])

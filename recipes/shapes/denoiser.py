@@ -8,9 +8,7 @@ often the first, encoded alone as an image is at inference.
 
 from __future__ import annotations
 
-import json
-from dataclasses import astuple, dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,17 @@ from everyframe.families.opensora.stdit3 import STDiT3
 from everyframe.families.opensora.vae import VideoVAE
 from everyframe.samplers import rflow
 from recipes.shapes import captions, reader, temporal, text, understand, world
-from recipes.shapes.loop import Task, load_best, num_ranks, rank
+from recipes.shapes.latents import (
+    BACKWARDS,
+    NUM_CACHED,
+    Latents,
+    cached_latents,
+    grounds,
+    normalise,
+    split,
+    trained_vae,
+)
+from recipes.shapes.loop import Task, autocast, load_best, num_ranks, rank
 
 SIZES = STDiT3Config(
     in_channels=temporal.CHANNELS,
@@ -36,110 +44,37 @@ SIZES = STDiT3Config(
     caption_channels=text.T5_SIZES["d_model"],
     model_max_length=text.MAX_LENGTH,
 )
-NUM_CACHED = 10000  # clips that are drawn; most serve backwards as well
 OBJECT_WEIGHT = 3.0
-SHIFT = 4.0  # of the timesteps towards high noise, when sampling
-# Motions that change few cells, or change them little, are learned last: drawn more often.
-DRAWN = {"turning": 3.0, "growing": 1.5, "shrinking": 1.5}
-GROUP = 64  # clips that are encoded at once
+CHANGE_WEIGHT = 4.0  # of cells that change in time: they alone show a growing or turning object
+# Sampling, in training's checks and as the shipped folder's own defaults.
+SHIFT = 4.0  # of the timesteps towards high noise
+NUM_STEPS = 30
+GUIDANCE = 2.0
 NULL_TEXT = 0.1
 # Which latent frames are given, and how often: (first, last, weight).
 GIVEN = ((1, 0, 0.17), (0, 1, 0.02), (1, 1, 0.02), (2, 0, 0.02), (3, 0, 0.01))
-BACKWARDS = {
-    "right": "left", "left": "right", "up": "down", "down": "up",
-    "growing": "shrinking", "shrinking": "growing",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Latents:
-    """Normalised latents of N clips (N, C, 5, h, w), of their first frames encoded as images
-    (N, C, 1, h, w), and which scene each clip is of."""
+class Draws:
+    """What a batch is made of: the share of each motion, and the motions of which only the
+    beginning of sampling is trained, where it is decided what a clip shows."""
 
-    clips: Tensor
-    first: Tensor
-    scenes: list[Scene]
-
-    @cached_property
-    def grounds(self) -> dict[str, Tensor]:
-        """Each background's latents (C, 5, h, w) without an object: the median of many clips."""
-        names = [scene.background for scene in self.scenes[:2000]]
-        return {
-            name: self.clips[[i for i, own in enumerate(names) if own == name]]
-            .float()
-            .median(dim=0)
-            .values
-            for name in sorted(set(names))
-        }
+    shares: dict[str, float]
+    early: tuple[str, ...] = ()
 
 
-def trained_vae(work: Path, polished: bool = True) -> VideoVAE:
-    """The autoencoder with its best weights: of stage 5 if that has run, else of stage 2."""
-    kept = json.loads((work / "temporal" / "scaling.json").read_text())
-    vae = temporal.build(kept["scaling_factor"])
-    has_polish = polished and (work / "polish" / "best.pt").exists()
-    load_best(nn.ModuleDict({"vae": vae}), work / ("polish" if has_polish else "temporal"))
-    return vae.eval()
-
-
-@torch.no_grad()
-def encode(vae: VideoVAE, clips: list[world.Clip], both_ways: bool = False) -> Latents:
-    """Clips as latents; with `both_ways` also those that are training clips when run backwards.
-
-    The spatial stage, which is most of the work, sees every frame once.
-    """
-    x = temporal.spatial_latents(vae, clips).float() * vae.config.spatial.scaling_factor
-    scenes = [clip.scene for clip in clips]
-    if both_ways:
-        more = backwards(scenes)
-        x = torch.cat([x, x[[i for i, _ in more]].flip(2)])
-        scenes += [scene for _, scene in more]
-    parts = [vae.temporal_vae.encode(part) for part in (x, x[:, :, :1])]
-    z, first = ((part - vae.shift) / vae.scale for part in parts)
-    return Latents(z, first, scenes)
-
-
-def backwards(scenes: list[Scene]) -> list[tuple[int, Scene]]:
-    """Which of the clips show a training scene when they run backwards, and which one."""
-    found = []
-    for index, scene in enumerate(scenes):
-        if scene.motion in BACKWARDS:
-            other = replace(scene, motion=BACKWARDS[scene.motion])
-            if not world.held_out(other):
-                found.append((index, other))
-    return found
-
-
-def drawn_clips(count: int) -> tuple[list[world.Clip], Any]:
-    """The clips that `cached_latents` draws, and the row of each in it (the rest run backwards)."""
-    clips = world.random_clips(world.train_scenes(), count, np.random.default_rng(21))
-    rows: list[int] = []
-    offset = 0
-    for start in range(0, count, GROUP):
-        scenes = [clip.scene for clip in clips[start : start + GROUP]]
-        rows += range(offset, offset + len(scenes))
-        offset += len(scenes) + len(backwards(scenes))
-    return clips, np.array(rows)
-
-
-def cached_latents(work: Path, vae: VideoVAE, count: int) -> Latents:
-    """`count` training clips encoded both ways; from the folder, if they lie there."""
-    file = work / "latents.pt"
-    if not file.exists():
-        clips, _ = drawn_clips(count)
-        parts: list[Latents] = []
-        for start in range(0, count, GROUP):
-            parts.append(encode(vae, clips[start : start + GROUP], both_ways=True))
-            if start % 1600 == 0:
-                print(f"encoded {start} of {count} clips", flush=True)
-        kept = {
-            "clips": torch.cat([part.clips.half() for part in parts]),
-            "first": torch.cat([part.first.half() for part in parts]),
-            "scenes": [list(astuple(scene)) for part in parts for scene in part.scenes],
-        }
-        torch.save(kept, file)
-    kept = torch.load(file, weights_only=True)
-    return Latents(kept["clips"], kept["first"], [Scene(*words) for words in kept["scenes"]])
+ALL = Draws({
+    "right": 0.072, "left": 0.072, "up": 0.072, "down": 0.072, "still": 0.072,
+    "growing": 0.12, "shrinking": 0.12, "turning": 0.4,
+})  # fmt: skip
+#: A short stretch to learn which way a size changes, which is decided at once if at all: where a
+#: denoiser answers with the mean of both ways, every later step only follows chance.
+DIRECTION = Draws({
+    "right": 0.05, "left": 0.05, "up": 0.05, "down": 0.05, "still": 0.04,
+    "growing": 0.34, "shrinking": 0.34, "turning": 0.08,
+}, early=("growing", "shrinking"))  # fmt: skip
+EARLY = (0.86, 0.999)  # noise levels
 
 
 def build() -> nn.ModuleDict:
@@ -171,96 +106,171 @@ def given_frames(count: int, rng: np.random.Generator) -> Tensor:
     return mask
 
 
-def batch_loss(
-    modules: Any, latents: Latents, rows: Any, words: text.Captions, seed: list[int], train: bool
-) -> Tensor:
-    """Mean squared error of the velocity over frames that are not given.
+@dataclass(frozen=True)
+class Noised:
+    """A batch as the denoiser gets it: x0 and noise (B, C, 5, h, w), which latent frames are to be
+    denoised (B, 5), and each clip's noise level (B,)."""
 
-    In training, cells that the object is in weigh more: they are few, and geometry is learned last.
-    """
-    rng = np.random.default_rng(seed)
+    x0: Tensor
+    noise: Tensor
+    mask: Tensor
+    s: Tensor
+
+
+def noised(latents: Latents, rows: Any, rng: np.random.Generator, early: Tensor) -> Noised:
+    """Clips of `rows` with noise and given frames drawn; (B,) `early` ones only at high noise."""
     generator = torch.Generator().manual_seed(int(rng.integers(2**31)))
     index = torch.as_tensor(rows)
     x0 = latents.clips[index].float()
-    mask = given_frames(len(rows), rng)
+    mask = given_frames(len(rows), rng) | early[:, None]
     # Two or more given frames are a clip to go on from; one is an image.
     alone = ~mask[:, 0] & mask[:, 1]
     x0[alone, :, :1] = latents.first[index[alone]].float()
     noise = torch.randn(x0.shape, generator=generator)
     # Latents repeat themselves, so what a clip shows is decided at high noise: drawn more often.
     s = torch.sigmoid(torch.randn(len(rows), generator=generator) * 1.2 + 1.6)
+    evenly = torch.rand(len(rows), generator=generator)
     some = torch.rand(len(rows), generator=generator) < 0.2
-    s = torch.where(some, torch.rand(len(rows), generator=generator), s)
-    level = s[:, None, None, None, None] * mask[:, None, :, None, None]
-    ids, text_mask = words([latents.scenes[i] for i in rows], rng)
-    drop = torch.rand(len(rows), generator=generator) < (NULL_TEXT if train else 0.0)
+    s = torch.where(some, evenly, s)
+    return Noised(x0, noise, mask, torch.where(early, EARLY[0] + (EARLY[1] - EARLY[0]) * evenly, s))
+
+
+def batch_loss(
+    modules: Any, latents: Latents, rows: Any, words: text.Captions, seed: list[int],
+    empty: dict[str, Tensor] | None = None, draws: Draws = ALL,
+) -> Tensor:  # fmt: skip
+    """Mean squared error of the velocity over frames that are not given.
+
+    In training, which is where `empty` (of `grounds`) is given, some texts are left out, and cells
+    that the object is in or that change weigh more: they are few, and geometry is learned last.
+    """
+    rng = np.random.default_rng(seed)
+    scenes = [latents.scenes[i] for i in rows]
+    early = torch.tensor([scene.motion in draws.early for scene in scenes])
+    drawn = noised(latents, rows, rng, early)
+    x0, mask = drawn.x0, drawn.mask
+    level = drawn.s[:, None, None, None, None] * mask[:, None, :, None, None]
+    ids, text_mask = words(scenes, rng)
+    drop = torch.from_numpy(rng.random(len(rows)) < (NULL_TEXT if empty is not None else 0.0))
     # With so few tokens the plain formula's backward is 1.6 times as fast a step as flash's.
-    with torch.autocast("cpu", torch.bfloat16), sdpa_kernel(SDPBackend.MATH):
+    with autocast(), sdpa_kernel(SDPBackend.MATH):
         context = contexts(modules, ids, text_mask, drop)
         out = modules["denoiser"](
-            (1 - level) * x0 + level * noise, s * 1000, context,
+            (1 - level) * x0 + level * drawn.noise, drawn.s * 1000, context,
             fps=float(world.FPS), height=64.0, width=64.0, x_mask=mask,
         )  # fmt: skip
-    error = (out[:, : temporal.CHANNELS].float() - (x0 - noise)).square()
+    error = (out[:, : temporal.CHANNELS].float() - (x0 - drawn.noise)).square()
     weight = mask[:, None, :, None, None].expand_as(error)
-    if train:
-        grounds = torch.stack([latents.grounds[latents.scenes[i].background] for i in rows])
-        away = (x0 - grounds).abs().amax(1, keepdim=True)
-        weight = weight * (1 + OBJECT_WEIGHT * (away > 0.9))
+    if empty is not None:
+        ground = torch.stack([empty[scene.background] for scene in scenes])
+        away = (x0 - ground).abs().amax(1, keepdim=True)
+        # The first latent frame is of another kind than those that stand for four frames.
+        change = (x0[:, :, 1:] - x0[:, :, 1:].mean(2, keepdim=True)).abs().amax((1, 2))
+        weight = weight * (
+            1 + OBJECT_WEIGHT * (away > 0.9) + CHANGE_WEIGHT * (change > 0.5)[:, None, None]
+        )
     mean: Tensor = (error * weight).sum() / weight.sum()
     return mean
 
 
-def task(work: Path, num_steps: int = 4000, batch: int = 96) -> Task:
+def tells_direction(modules: Any, latents: Latents, rows: list[int], level: float = 0.9) -> float:
+    """How often a clip's own caption explains it better than the caption of its reversal.
+
+    Half is chance: then the text does not say which way a clip of such a motion goes.
+    """
+    x0 = latents.clips[rows].float()
+    noise = torch.randn(x0.shape, generator=torch.Generator().manual_seed(28))
+    scenes = [latents.scenes[i] for i in rows]
+    errors = []
+    for said in (scenes, [replace(one, motion=BACKWARDS[one.motion]) for one in scenes]):
+        ids, mask = text.tokenize([captions.plain_caption(s) for s in said], text.tokenizer())
+        out = modules["denoiser"](
+            (1 - level) * x0 + level * noise, torch.full((len(rows),), 1000 * level),
+            contexts(modules, ids, mask), fps=float(world.FPS), height=64.0, width=64.0,
+        )[:, : temporal.CHANNELS].float()  # fmt: skip
+        errors.append((out - (x0 - noise)).square().mean(dim=(1, 2, 3, 4)))
+    return float((errors[0] < errors[1]).float().mean())
+
+
+def before(work: Path) -> nn.ModuleDict:
+    """What training starts from: `direction`'s weights, this stage's, or new ones and `text`'s."""
+    modules = build()
+    if (work / "direction" / "best.pt").exists():
+        load_best(modules, work / "direction")
+    elif (work / "denoiser" / "best.pt").exists():
+        load_best(modules, work / "denoiser")
+    else:
+        _take_text(modules, work / "text")
+    return modules
+
+
+def _take_text(modules: Any, folder: Path) -> None:
+    taught = understand.build()
+    load_best(taught, folder)
+    modules["text"].load_state_dict(taught["text"].state_dict())
+
+
+def direction_task(work: Path, num_steps: int = 180, batch: int = 32) -> Task:
+    """A stretch on `DIRECTION`, of a trained denoiser with the text encoder of stage `apart`."""
+    modules = build()
+    load_best(modules, work / "denoiser")
+    _take_text(modules, work / "apart")
+    short = task(work, num_steps, batch, draws=DIRECTION, modules=modules)
+
+    def validate(averaged: nn.ModuleDict) -> dict[str, float]:
+        measured = short.validate(averaged)
+        return {**measured, "score": measured["told"]}
+
+    return replace(
+        short, validate=validate, learning_rate=1e-3, warmup=15, ema=0.9, validate_every=60
+    )
+
+
+def task(
+    work: Path, num_steps: int = 4000, batch: int = 96, draws: Draws = ALL,
+    modules: Any = None,
+) -> Task:  # fmt: skip
     """The stage for `loop.train`; encodes its clips first, with the autoencoder in `work`."""
     vae = trained_vae(work)
     normalise(vae)
-    latents = cached_latents(work, vae, NUM_CACHED)
-    held_clips = world.random_clips(world.train_scenes(), 256, np.random.default_rng(22))
-    held = encode(vae, held_clips)
-    odds = np.array([DRAWN.get(scene.motion, 1.0) for scene in latents.scenes])
-    odds /= odds.sum()
-    modules, words = build(), text.Captions()
-    taught = understand.build()
-    load_best(taught, work / "text")
-    modules["text"].load_state_dict(taught["text"].state_dict())
-    trials = list(world.held_out_scenes())[::8] + list(world.train_scenes())[::72]
+    latents, held = split(cached_latents(work, vae, NUM_CACHED))
+    empty = grounds(vae)
+    motions = [scene.motion for scene in latents.scenes]
+    odds = np.array([draws.shares[motion] / motions.count(motion) for motion in motions])
+    modules = before(work) if modules is None else modules
+    words = text.Captions()
+    trials = list(world.held_out_scenes())[::16] + list(world.train_scenes())[::144]
 
     def loss(step: int) -> tuple[Tensor, dict[str, float]]:
         own = [step, rank()]
         share = batch // num_ranks()
         rows = np.random.default_rng([23, *own]).choice(len(odds), size=share, p=odds)
-        return batch_loss(modules, latents, rows, words, [24, *own], True), {}
+        return batch_loss(modules, latents, rows, words, [24, *own], empty, draws), {}
+
+    there_and_back = [i for i, scene in enumerate(held.scenes) if scene.motion in BACKWARDS]
 
     def validate(_: nn.ModuleDict) -> dict[str, float]:
         losses = [
-            batch_loss(modules, held, np.arange(i, i + 32), words, [25, i], False).item()
-            for i in range(0, 256, 32)
+            batch_loss(modules, held, np.arange(i, i + 32), words, [25, i]).item()
+            for i in range(0, len(held.scenes), 32)
         ]
-        right = read_back(sample(modules, vae, trials, guidance=1.5, num_steps=24, seed=26), trials)
-        return {"score": -float(np.mean(losses)), **right}
+        right = read_back(sample(modules, vae, trials, seed=26), trials)
+        told = tells_direction(modules, held, there_and_back)
+        return {"score": -float(np.mean(losses)), "told": told, **right}
 
     return Task(
         modules, loss, validate, clips_per_step=batch, num_steps=num_steps, learning_rate=2e-3,
-        weight_decay=0.01, warmup=200, ema=0.998, validate_every=250,
+        weight_decay=0.01, warmup=min(200, num_steps // 10), ema=1 - 8 / num_steps,
+        validate_every=min(250, num_steps // 4),
         muon=("denoiser.spatial_blocks", "denoiser.temporal_blocks"),
         compilable=tuple(modules["denoiser"].blocks_in_order()),
     )  # fmt: skip
 
 
-def normalise(vae: VideoVAE) -> None:
-    """Measures shift and scale of each latent channel on training clips, the same ones always."""
-    clips = world.random_clips(world.train_scenes(), 256, np.random.default_rng(27))
-    z = encode(vae, clips).clips * vae.scale + vae.shift
-    vae.shift.copy_(z.mean(dim=(0, 2, 3, 4)).view_as(vae.shift))
-    vae.scale.copy_(z.std(dim=(0, 2, 3, 4)).view_as(vae.scale))
-
-
 @torch.no_grad()
 def sample(
-    modules: Any, vae: VideoVAE, scenes: list[Scene], *, guidance: float, num_steps: int,
-    seed: int, first: Tensor | None = None,
-) -> world.Floats:  # fmt: skip
+    modules: Any, vae: VideoVAE, scenes: list[Scene], *, seed: int, first: Tensor | None = None
+) -> world.Floats:
     """Clips (B, T, H, W, 3) of plain captions by Euler steps: a check in training only.
 
     The product's own sampler makes the clips that are evaluated in the end. `first` are latents of
@@ -275,14 +285,14 @@ def sample(
     x_mask = torch.ones(len(scenes), 5, dtype=torch.bool)
     if first is not None:
         x[:, :, :1], x_mask[:, 0] = first, False
-    levels = (rflow.schedule(num_steps, shift=SHIFT)[:, 0] / rflow.NUM_TIMESTEPS).tolist()
+    levels = (rflow.schedule(NUM_STEPS, shift=SHIFT)[:, 0] / rflow.NUM_TIMESTEPS).tolist()
     for s, following in pairwise(levels):
         out = modules["denoiser"](
             torch.cat([x, x]), torch.full((2 * len(x),), 1000 * s), context,
             fps=float(world.FPS), height=64.0, width=64.0, x_mask=torch.cat([x_mask, x_mask]),
         )[:, : temporal.CHANNELS].float()  # fmt: skip
         with_text, without = out.chunk(2)
-        velocity = without + guidance * (with_text - without)
+        velocity = without + GUIDANCE * (with_text - without)
         x = x + velocity * (s - following) * x_mask[:, None, :, None, None]
     frames = [vae.decode(part, world.NUM_FRAMES) for part in torch.split(x, 8)]
     pixels = torch.cat(frames).clamp(-1, 1).permute(0, 2, 3, 4, 1) / 2 + 0.5

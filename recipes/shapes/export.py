@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from everyframe.families.opensora.vae import VideoVAE
-from recipes.shapes import autoencoder, denoiser, temporal, text, world
+from recipes.shapes import autoencoder, denoiser, latents, temporal, text, world
 from recipes.shapes.loop import load_best
 from recipes.shapes.train import WORK
 
@@ -28,8 +28,8 @@ DEFAULTS: dict[str, Any] = {
     "width": world.SIDE,
     "num_frames": world.NUM_FRAMES,
     "fps": world.FPS,
-    "num_inference_steps": 30,
-    "guidance_scale": 2.0,
+    "num_inference_steps": denoiser.NUM_STEPS,
+    "guidance_scale": denoiser.GUIDANCE,
     "timestep_shift": denoiser.SHIFT,
     "max_length": text.MAX_LENGTH,
     "dtype": "float32",
@@ -100,8 +100,8 @@ def write(target: Path, work: Path) -> int:
     """Writes everything but the card; returns the size in bytes of all that lies in `target`."""
     modules = denoiser.build()
     load_best(modules, work / "denoiser")
-    vae = denoiser.trained_vae(work)
-    denoiser.normalise(vae)
+    vae = latents.trained_vae(work)
+    latents.normalise(vae)
     t5: Any = modules["text"]
     _part(target, denoiser_config(), _without(modules["denoiser"], "rope."))
     _part(target / "vae", vae_config(vae), vae.state_dict())

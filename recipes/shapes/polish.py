@@ -12,18 +12,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from recipes.shapes import autoencoder, denoiser, temporal, world
-from recipes.shapes.loop import Task, num_ranks, rank
+from recipes.shapes import autoencoder, latents, temporal, world
+from recipes.shapes.loop import Task, autocast, num_ranks, rank
 
 FRAMES = 5  # frames of each clip that are decoded to pixels
 
 
 def task(work: Path, num_steps: int = 2000, batch: int = 16) -> Task:
     """The stage for `loop.train`; starts from the best of stage 2 and the latents of stage 4."""
-    vae = denoiser.trained_vae(work, polished=False)
-    denoiser.normalise(vae)
-    latents = denoiser.cached_latents(work, vae, denoiser.NUM_CACHED)
-    clips, rows_of = denoiser.drawn_clips(denoiser.NUM_CACHED)
+    vae = latents.trained_vae(work, polished=False)
+    latents.normalise(vae)
+    cached = latents.cached_latents(work, vae, latents.NUM_CACHED)
+    clips, rows_of = latents.drawn_clips(latents.NUM_CACHED)
     spatial, inner = vae.spatial_vae.module, vae.temporal_vae
     trained = nn.ModuleList(
         [spatial.decoder, spatial.post_quant_conv, inner.decoder, inner.post_quant_conv]
@@ -38,12 +38,12 @@ def task(work: Path, num_steps: int = 2000, batch: int = 16) -> Task:
     def loss(step: int) -> tuple[Tensor, dict[str, float]]:
         draws = np.random.default_rng([41, step, rank()])
         chosen = draws.integers(len(clips), size=share)
-        z = latents.clips[rows_of[chosen]].float()
-        z[: share // 2, :, :1] = latents.first[rows_of[chosen[: share // 2]]].float()
+        z = cached.clips[rows_of[chosen]].float()
+        z[: share // 2, :, :1] = cached.first[rows_of[chosen[: share // 2]]].float()
         z = z + temporal.NOISE * torch.randn_like(z)
         times = np.stack([draws.permutation(17)[:FRAMES] for _ in chosen])
         target = world.draw([clips[i] for i in chosen], times.astype(np.float32) / 16)
-        with torch.autocast("cpu", torch.bfloat16):
+        with autocast():
             out = inner.decode(z * vae.scale + vae.shift, 17)
             picked = torch.stack([out[i, :, times[i]] for i in range(share)])
             pixels = spatial.decode(picked.transpose(1, 2).flatten(0, 1) / factor).sample
@@ -55,5 +55,5 @@ def task(work: Path, num_steps: int = 2000, batch: int = 16) -> Task:
 
     return Task(
         nn.ModuleDict({"vae": vae}), loss, validate, clips_per_step=batch, num_steps=num_steps,
-        learning_rate=1e-3, ema=0.995, validate_every=200,
+        learning_rate=3e-4, ema=0.995, validate_every=200,
     )  # fmt: skip

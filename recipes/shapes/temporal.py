@@ -24,7 +24,7 @@ from everyframe.families.opensora.vae import (
     VideoVAEConfig,
 )
 from recipes.shapes import autoencoder, world
-from recipes.shapes.loop import Task, load_best
+from recipes.shapes.loop import Task, autocast, load_best
 
 CHANNELS = 12
 TEMPORAL = TemporalVAEConfig(
@@ -65,7 +65,7 @@ def spatial_latents(vae: VideoVAE, clips: list[world.Clip]) -> Tensor:
     parts = []
     for start in range(0, len(clips), 16):
         pixels = clip_frames(clips[start : start + 16])
-        with torch.autocast("cpu", torch.bfloat16):
+        with autocast():
             flat = pixels.transpose(1, 2).flatten(0, 1)
             latents = vae.spatial_vae.module.encode(flat).latent_dist.mode()
         parts.append(latents.unflatten(0, (len(pixels), -1)).transpose(1, 2).half())
@@ -103,7 +103,7 @@ def task(work: Path, num_steps: int = 1500, batch: int = 16) -> Task:
         rows = draws.integers(NUM_CACHED, size=batch)
         x = cached[rows].float() * factor
         weight = _object_cells(x / factor, mean, std)
-        with torch.autocast("cpu", torch.bfloat16):
+        with autocast():
             means, log_variance = vae.temporal_vae.moments(torch.cat([x, empty_clips]))
             z, of_empty = means.split([batch, len(names)])
             z_image = vae.temporal_vae.encode(x[:, :, :1])
@@ -125,7 +125,7 @@ def task(work: Path, num_steps: int = 1500, batch: int = 16) -> Task:
         target = autoencoder.to_torch(
             world.draw([clips[i] for i in clip_rows], when[:, None])[:, 0]
         )
-        with torch.autocast("cpu", torch.bfloat16):
+        with autocast():
             pixels = vae.spatial_vae.module.decode(chosen / factor).sample
         pixel = autoencoder.pixel_loss(pixels.float(), target)
         total = latent + 0.25 * first + 0.5 * same + 2 * pixel + 2e-3 * kl + LOCAL_WEIGHT * away

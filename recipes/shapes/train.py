@@ -15,17 +15,23 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from everyframe.checkpoints.places import cache_folder
+from recipes.shapes import shipped
 from recipes.shapes.loop import Task, train
 
 STAGES = ("autoencoder", "temporal", "text", "denoiser", "polish")
-SHARED = ("denoiser", "polish")  # what several processes can train together
+REPAIRS = (
+    "apart",
+    "direction",
+)  # of a denoiser that takes two words for one; then "denoiser" again
+SHARED = ("denoiser", "direction", "polish")  # what several processes can train together
 #: Hours of training, kept where no checkout or clean-up of the sources takes them away.
 WORK = cache_folder() / "recipes" / "shapes"
 
 
-def build(stage: str, work: Path, num_steps: int | None) -> Task:
-    """The task of one stage; later stages read the best weights of earlier ones from `work`."""
-    steps = {} if num_steps is None else {"num_steps": num_steps}
+def build(stage: str, given: argparse.Namespace) -> Task:
+    """The task of one stage; later stages read the best weights of earlier ones from the folder."""
+    work, asked = given.work, {"num_steps": given.steps, "batch": given.batch}
+    steps = {name: number for name, number in asked.items() if number is not None}
     if stage == "autoencoder":
         from recipes.shapes import autoencoder
 
@@ -38,10 +44,14 @@ def build(stage: str, work: Path, num_steps: int | None) -> Task:
         from recipes.shapes import understand
 
         return understand.task(**steps)
-    if stage == "denoiser":
+    if stage == "apart":
+        from recipes.shapes import apart
+
+        return apart.task(work, **steps)
+    if stage in ("denoiser", "direction"):
         from recipes.shapes import denoiser
 
-        return denoiser.task(work, **steps)
+        return (denoiser.direction_task if stage == "direction" else denoiser.task)(work, **steps)
     from recipes.shapes import polish
 
     return polish.task(work, **steps)
@@ -58,7 +68,8 @@ def run(rank: int, stage: str, given: argparse.Namespace) -> None:
             os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
     torch.set_num_threads(1 if given.processes > 1 else given.threads)
     torch.manual_seed(0)
-    task = build(stage, given.work, given.steps)
+    task = build(stage, given)
+    task.learning_rate = given.learning_rate or task.learning_rate
     if given.compile:
         for part in task.compilable:
             part.compile()
@@ -67,15 +78,22 @@ def run(rank: int, stage: str, given: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--stage", choices=(*STAGES, "all"), default="all")
+    parser.add_argument("--stage", choices=(*STAGES, *REPAIRS, "all"), default="all")
     parser.add_argument("--work", type=Path, default=WORK, help="folder of the runs")
     parser.add_argument("--steps", type=int, help="number of steps instead of the stage's own")
+    parser.add_argument("--batch", type=int, help="clips, frames or captions a step")
+    parser.add_argument("--learning-rate", type=float, help="peak, instead of the stage's own")
     parser.add_argument("--threads", type=int, default=2, help="of a process that trains alone")
     parser.add_argument("--processes", type=int, default=1, help="a core each (later stages)")
     parser.add_argument(
         "--compile", action="store_true", help="torch.compile; needs a C++ compiler"
     )
+    parser.add_argument(
+        "--from-shipped", action="store_true", help="go on from the weights in the package"
+    )
     given = parser.parse_args()
+    if given.from_shipped:
+        shipped.unpack(given.work)
     for stage in STAGES if given.stage == "all" else (given.stage,):
         print(f"stage {stage}", flush=True)
         if stage in SHARED and given.processes > 1:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
-from recipes.shapes import evaluate, reader, shipped, temporal, world
+import torch
+from recipes.shapes import denoiser, evaluate, latents, reader, shipped, temporal, world
+from recipes.shapes.loop import load_best
 
 import everyframe
 from everyframe.checkpoints.shapes_prompts import Scene, read_prompt
@@ -36,6 +40,33 @@ def test_an_image_is_encoded_as_the_first_latent_frame_of_its_clip() -> None:
     # Latents have unit variance. Group norms see other frames beside the first one in each case,
     # so equality is trained and not built in; 0.1 is far below what a denoiser leaves.
     assert (whole[:, :, :1] - alone).detach().square().mean() ** 0.5 < 0.1
+
+
+def test_its_text_says_which_way_a_size_changes() -> None:
+    vae, modules = shipped.autoencoder(), shipped.denoiser().eval()
+    growing = [scene for scene in world.all_scenes() if scene.motion == "growing"][::16]
+    rng = np.random.default_rng(8)
+    drawn = latents.encode(vae, [world.random_clip(scene, rng) for scene in growing])
+    back = [replace(scene, motion="shrinking") for scene in growing]
+    with torch.no_grad():
+        told = denoiser.tells_direction(modules, drawn, list(range(len(growing))))
+        lied = denoiser.tells_direction(
+            modules, replace(drawn, scenes=back), list(range(len(growing)))
+        )
+    # Chance is a half of either; 0.8 is more than three standard deviations of it away.
+    assert told > 0.8
+    assert lied < 0.2
+
+
+def test_training_can_go_on_from_it(tmp_path: Path) -> None:
+    shipped.unpack(tmp_path)
+    modules, own = denoiser.build(), shipped.denoiser()
+    load_best(modules, tmp_path / "denoiser")
+    for name, value in own.state_dict().items():
+        assert torch.equal(value, modules.state_dict()[name]), name
+    assert torch.equal(latents.trained_vae(tmp_path).scale, shipped.autoencoder().scale)
+    with pytest.raises(SystemExit, match="holds trained weights"):
+        shipped.unpack(tmp_path)
 
 
 def test_the_tokenizer_takes_upper_case_and_unknown_words() -> None:
