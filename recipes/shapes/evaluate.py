@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import sys
 import tempfile
 import time
@@ -183,19 +184,21 @@ def _made(job: Job) -> tuple[reader.Reading, float]:
 def _each(
     make: Callable[[Job], tuple[reader.Reading, float]], jobs: Sequence[Job], processes: int
 ) -> Iterator[tuple[reader.Reading, float]]:
-    """Every job's result in the jobs' order, made here or by several processes of a thread each."""
+    """Every job's result in the jobs' order, made here or by several processes of a core each."""
     if processes == 1:
         yield from map(make, jobs)
         return
     context = multiprocessing.get_context("spawn")
-    with context.Pool(processes, initializer=_one_thread) as pool:
+    with context.Pool(processes, initializer=_one_core) as pool:
         yield from pool.imap(make, jobs)
 
 
-def _one_thread() -> None:
-    import torch
-
-    torch.set_num_threads(1)
+def _one_core() -> None:
+    """A plan takes as many threads as the process has cores."""
+    if hasattr(os, "sched_setaffinity"):  # Linux
+        cores = sorted(os.sched_getaffinity(0))
+        (number,) = multiprocessing.current_process()._identity
+        os.sched_setaffinity(0, {cores[number % len(cores)]})
 
 
 def _frames(trial: Trial, options: dict[str, Any]) -> Any:
