@@ -1,4 +1,4 @@
-"""Draws the loss curves of the four stages: ``python -m recipes.shapes.plot`` (needs matplotlib).
+"""Draws the loss curves of the stages that were run: ``python -m recipes.shapes.plot`` (needs matplotlib).
 
 Reads each stage's log.csv in the folder of the runs and writes ``loss.png`` beside this file.
 """
@@ -10,7 +10,7 @@ import csv
 from pathlib import Path
 from typing import Any
 
-from recipes.shapes.train import STAGES, WORK
+from recipes.shapes.train import REPAIRS, STAGES, WORK
 
 # What is drawn of each stage: (column in training, column in validation, name of its axis).
 _CURVES = {
@@ -18,6 +18,8 @@ _CURVES = {
     "temporal": ("pixel", "psnr_object", "PSNR on the object, dB"),
     "polish": ("pixel", "psnr_object", "PSNR on the object, dB"),
     "text": ("loss", "score", "captions told right"),
+    "apart": ("loss", "along", "squared distance from the codes"),
+    "direction": ("loss", "told", "clips told from their reversals"),
     "denoiser": ("loss", "all", "clips read right in all four"),
 }
 
@@ -40,7 +42,7 @@ def draw(work: Path, target: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    run = [stage for stage in STAGES if (work / stage / "log.csv").exists()]
+    run = [stage for stage in (*REPAIRS, *STAGES) if (work / stage / "log.csv").exists()]
     if not run:
         raise SystemExit(f"no stage was run in {work}")
     figure, places = pyplot.subplots(
