@@ -65,8 +65,8 @@ class Draws:
 
 
 ALL = Draws({
-    "right": 0.072, "left": 0.072, "up": 0.072, "down": 0.072, "still": 0.072,
-    "growing": 0.12, "shrinking": 0.12, "turning": 0.4,
+    "right": 0.1, "left": 0.1, "up": 0.1, "down": 0.1, "still": 0.06,
+    "growing": 0.12, "shrinking": 0.12, "turning": 0.3,
 })  # fmt: skip
 #: A short stretch to learn which way a size changes, which is decided at once if at all: where a
 #: denoiser answers with the mean of both ways, every later step only follows chance.

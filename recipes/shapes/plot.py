@@ -1,4 +1,4 @@
-"""Draws the loss curves of the stages that were run: ``python -m recipes.shapes.plot`` (needs matplotlib).
+"""Draws the loss curves of the stages run: ``python -m recipes.shapes.plot`` (needs matplotlib).
 
 Reads each stage's log.csv in the folder of the runs and writes ``loss.png`` beside this file.
 """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -40,22 +39,6 @@ def test_an_image_is_encoded_as_the_first_latent_frame_of_its_clip() -> None:
     # Latents have unit variance. Group norms see other frames beside the first one in each case,
     # so equality is trained and not built in; 0.1 is far below what a denoiser leaves.
     assert (whole[:, :, :1] - alone).detach().square().mean() ** 0.5 < 0.1
-
-
-def test_its_text_says_which_way_a_size_changes() -> None:
-    vae, modules = shipped.autoencoder(), shipped.denoiser().eval()
-    growing = [scene for scene in world.all_scenes() if scene.motion == "growing"][::16]
-    rng = np.random.default_rng(8)
-    drawn = latents.encode(vae, [world.random_clip(scene, rng) for scene in growing])
-    back = [replace(scene, motion="shrinking") for scene in growing]
-    with torch.no_grad():
-        told = denoiser.tells_direction(modules, drawn, list(range(len(growing))))
-        lied = denoiser.tells_direction(
-            modules, replace(drawn, scenes=back), list(range(len(growing)))
-        )
-    # Chance is a half of either; 0.8 is more than three standard deviations of it away.
-    assert told > 0.8
-    assert lied < 0.2
 
 
 def test_training_can_go_on_from_it(tmp_path: Path) -> None:
