@@ -30,6 +30,7 @@ from everyframe.families.stepvideo.checkpoint import CLIP_TOKENIZER, Parts
 from everyframe.families.stepvideo.components import Sizes
 from everyframe.families.stepvideo.denoise import Denoiser, Text
 from everyframe.families.stepvideo.model import StepVideoModel
+from everyframe.families.stepvideo.rehearsals import savings
 from everyframe.families.stepvideo.settle import Facts, latent_shape
 from everyframe.families.stepvideo.text import (
     CLIP_LENGTH,
@@ -211,7 +212,7 @@ class DenoiseStage:
         job, began = self.job, time.perf_counter()
         model = job.load(self.component)
         yield Loaded(self.component, time.perf_counter() - began)
-        guard = Guard(job.plan, self.name, {self.component: model})
+        guard = Guard(job.plan, self.name, {self.component: model}, savings=savings)
 
         def batches(take: Take) -> Iterator[Iterator[SamplerStep]]:
             yield self._sample(model, guard, take)
@@ -224,7 +225,10 @@ class DenoiseStage:
         if not start:
             fresh = noise.start_noise(take.seed, latent_shape(self.job.facts, settings))[None]
             x = fresh if take.start_noise is None else take.start_noise
-        make = partial(Denoiser, model, take.text, settings, device)
+
+        def make() -> Denoiser:
+            return Denoiser(model, take.text, guard.settings, device)
+
         sigmas = flow_match.schedule(settings.num_inference_steps, settings.option("time_shift"))
         denoise = guard.denoiser(make, start)
         yield from flow_match.sample(denoise, x.to(device), sigmas, start=start)
