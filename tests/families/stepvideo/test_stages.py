@@ -7,6 +7,7 @@ definition of the noise.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,16 @@ import everyframe
 import tiny_step
 from everyframe.cli.main import main
 from everyframe.core.errors import InputError
-from everyframe.core.events import Loaded, Note, StageDone
+from everyframe.core.events import Frames, Loaded, Note, StageDone
+from everyframe.core.plan import Plan
 from everyframe.core.request import Request
+from everyframe.families.family import Take
 from everyframe.families.stepvideo.config import StepLLMConfig, StepVideoConfig
 from everyframe.families.stepvideo.llm import StepLLM
 from everyframe.families.stepvideo.model import StepVideoModel
 from everyframe.families.stepvideo.settle import NEG_MAGIC, POS_MAGIC
 from everyframe.families.stepvideo.vae import StepVAE
+from everyframe.planning.resolve import prepare
 from everyframe.samplers import noise
 
 PROMPT = "a red circle moves 红色的气球"
@@ -154,6 +158,25 @@ def test_bfloat16_is_within_its_budget(folder: Path) -> None:
     """A denoiser of three layers over three steps under guidance of 9, decoded in bfloat16."""
     narrow, wide = (run(folder, **SHORT, dtype=dtype) for dtype in ("bf16", "fp32"))
     assert np.sqrt(np.mean((narrow - wide) ** 2)) < 0.05
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_weights_that_come_block_by_block_give_the_same_frames(folder: Path, streams: bool) -> None:
+    """From the host's memory or out of upstream's own files, CLIP's pickle among them."""
+    prepared = prepare(Request(prompt=PROMPT, model=str(folder), seed=5, **SHORT))
+    parts = prepared.plan.components
+
+    def frames(plan: Plan) -> np.ndarray[Any, Any]:
+        take, made = Take(5), []
+        with torch.inference_mode():
+            for stage in prepared.model.stages(plan, 0):
+                take.begin_stage()
+                made += [each.frames for each in stage.run([take]) if isinstance(each, Frames)]
+        return np.concatenate(made)
+
+    offloaded = tuple(replace(part, offload=True, streams=streams) for part in parts)
+    changed = frames(replace(prepared.plan, components=offloaded))
+    assert np.array_equal(changed, frames(prepared.plan))
 
 
 def test_text_in_mp4_out(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
