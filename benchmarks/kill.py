@@ -182,7 +182,7 @@ def kill_once(
 ) -> Outcome:
     """Kill a run at that moment, and what goes on with it at `again`; compare what comes of it."""
     kills = int(process(begin, root, options, moment) == -signal.SIGKILL)
-    where = (root / "stage").read_text()
+    where = (root / "stage").read_text() or "between two events"
     where = "writing the state" if moment.call is not None else where
     while any(all_runs(root / "runs")):
         code = process(resume, root, options, again)
