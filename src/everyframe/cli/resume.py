@@ -57,10 +57,11 @@ def resume(
 
 
 def _events(found: RunFolder, where: Path) -> Events:
-    from everyframe.engine.launch import Job, is_possible, launched
+    from everyframe.engine.launch import Job, is_possible, launched, ranks_of
 
     if is_possible():
-        job = Job(run=found.path, skip=found.done(), as_uint8=True)
+        weights = (1.0,) * ranks_of(found)
+        job = Job(run=found.path, skip=found.done(), as_uint8=True, weights=weights)
         return launched(job, where if where.is_dir() else None)
     from everyframe.engine.resuming import go_on
 

@@ -25,6 +25,7 @@ from typing import Any
 from everyframe.core import errors
 from everyframe.core.errors import EveryframeError
 from everyframe.core.events import Event, Events, Kept
+from everyframe.core.plain import from_plain
 from everyframe.core.request import Request, random_seed
 from everyframe.engine.obituary import obituary
 from everyframe.engine.patience import Patience
@@ -65,6 +66,12 @@ class Job:
 def is_possible() -> bool:
     """Whether workers can be started here, and are not turned off by `IN_PROCESS`."""
     return os.name == "posix" and not os.environ.get(IN_PROCESS)
+
+
+def ranks_of(run: RunFolder) -> int:
+    """How many ranks a run that was broken off has."""
+    plan = from_plain(run.run()["plan"], lambda _: None)
+    return 1 if plan.division is None else len(plan.division.ranks)
 
 
 def launched(job: Job, place: Path | None = None) -> Events:

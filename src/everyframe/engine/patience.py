@@ -51,6 +51,8 @@ class Patience:
             each
             for each in at_work
             if not where[each.job.rank].waiting
+            # Before its first stage it may wait for processes of its own, which try fast paths.
+            and where[each.job.rank].stage
             and _core_seconds(each.process_id) - self._used[each.job.rank] < _IDLE
         ]
         busy = [each for each in at_work if not where[each.job.rank].waiting and each not in silent]
@@ -79,12 +81,14 @@ def _content(path: Path) -> bytes:
 
 
 def _core_seconds(process: int) -> float:
-    """Seconds of a core that a process has used so far; infinite where that can't be known.
+    """Seconds of a core that a process has used so far; infinite where that says nothing.
 
     Who can't be seen to do nothing is not given up.
     """
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        if fields[0] == "D":  # a disk has not answered yet
+            return float("inf")
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     except (OSError, IndexError, ValueError):
         return float("inf")

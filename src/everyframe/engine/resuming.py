@@ -18,7 +18,7 @@ from everyframe.core.events import Events, Note, Planned, Ready
 from everyframe.core.plain import DamagedError, from_plain
 from everyframe.core.plan import Plan
 from everyframe.core.request import Request
-from everyframe.engine.ranks import joined
+from everyframe.engine.ranks import Join, joined
 from everyframe.engine.record import differences, make_record
 from everyframe.engine.run import takes_of, work
 from everyframe.hardware.facts import machine_facts
@@ -74,13 +74,16 @@ def go_on(
     given_model: GivenModel | None = None,
     cleans: bool = True,
     pace: Pace = Pace(),  # noqa: B008 - frozen
+    join: Join | None = None,
 ) -> Events:
     """What happens from there on, as `everyframe.engine.run.stream` yields it.
 
     `skip` are seeds whose videos are not wanted again; `given_model` is the model, for a run whose
     model was in memory. Raises an `EveryframeError` for anything that stands in the way.
+    With `join` this is one of several ranks: all read what was kept before the first one writes.
     """
-    lock = folder.locked()
+    leads = join is None or join.rank == 0
+    lock = folder.locked() if leads else None
     try:
         run = read_run(folder)
         plan = run.plan
@@ -102,9 +105,12 @@ def go_on(
         keeper = Keeper(folder, how, lock)
         progress, says = _progress(keeper, run, [*takes])
         yield Note(says)
-        yield from work(joined(plan, model, record, None), model, record, keeper, progress)
+        here = joined(plan, model, record, join)
+        keeper = keeper if leads else Keeper(None, how)
+        yield from work(here, model, record, keeper, progress)
     finally:
-        lock.release()
+        if lock is not None:
+            lock.release()
 
 
 def _progress(keeper: Keeper, run: BrokenOff, takes: list[Any]) -> tuple[Progress, str]:

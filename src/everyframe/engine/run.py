@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -90,7 +91,10 @@ def stream(
         yield Note("what was remembered of repairs for this model on this device is forgotten")
     yield Ready(record)
     here = joined(plan, model, record, join)
-    keeper = begin(Keep(runs_folder()) if keep is None else keep, request, plan, record)
+    how = Keep(runs_folder()) if keep is None else keep
+    if plan.division is not None and len(plan.division.videos) > 1:
+        how = replace(how, root=None)  # each group is at another place, and one folder holds one
+    keeper = begin(how, request, plan, record)
     events = work(here, model, record, keeper, Progress(takes=here.mine(takes)))
     if place is None or (join is not None and join.rank):
         yield from events

@@ -107,7 +107,7 @@ def _events(job: Job, trail: Trail) -> Iterator[Event]:
 
     join = Join(job.rank, together) if len(job.weights) > 1 else None
     if job.run is not None:
-        return go_on(RunFolder(job.run), skip=job.skip, cleans=False, pace=pace)
+        return go_on(RunFolder(job.run), skip=job.skip, cleans=False, pace=pace, join=join)
     keeps = job.root if job.rank == 0 else None
     keep = Keep(keeps, job.output, job.as_uint8, cleans=False, pace=pace)
     assert job.request is not None

@@ -1,0 +1,108 @@
+"""A rank that hangs is found and named, one that only computes for long is not.
+
+The processor's time of made-up workers is told by the test; their trails are real files.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from everyframe.core.errors import WorkerDiedError
+from everyframe.engine import patience
+from everyframe.engine.patience import Patience
+from everyframe.engine.trail import Trail, read_trail
+
+
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
+    """Seconds of a core that each made-up process has used."""
+    seconds = dict.fromkeys(range(3), 0.0)
+    monkeypatch.setattr(patience, "_core_seconds", lambda process: seconds[process])
+    return seconds
+
+
+def workers(folder: Path) -> tuple[list[Any], list[Trail]]:
+    """Three ranks in their first step."""
+    made = [
+        SimpleNamespace(job=SimpleNamespace(rank=rank), process_id=rank, trail=folder / str(rank))
+        for rank in range(3)
+    ]
+    trails = [Trail(each.trail) for each in made]
+    for trail in trails:
+        trail.at("denoise", 1, 30)
+    return made, trails
+
+
+def watch(made: list[Any], until: float = 0.4) -> None:
+    """Ask again and again, as the launcher does."""
+    watching, end = Patience(made, seconds=0.1), time.monotonic() + until
+    while time.monotonic() < end:
+        watching.check(made)
+        time.sleep(0.02)
+
+
+def test_the_rank_that_the_others_wait_for_is_named(tmp_path: Path, used: dict[int, float]) -> None:
+    made, trails = workers(tmp_path)
+    for rank in (0, 2):
+        trails[rank].wait("frames are gathered")
+    with pytest.raises(WorkerDiedError, match=r"rank 1 did nothing for .* in step 1 of 30 of den"):
+        watch(made)
+
+
+def test_a_rank_that_computes_for_long_is_waited_for(
+    tmp_path: Path, used: dict[int, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, trails = workers(tmp_path)
+    trails[0].wait("frames are gathered")
+    trails[2].wait("frames are gathered")
+    begun = time.monotonic()
+    monkeypatch.setattr(
+        patience, "_core_seconds", lambda rank: 10 * (time.monotonic() - begun) * (rank == 1)
+    )
+    watch(made)
+
+
+def test_a_rank_before_its_first_stage_is_waited_for(
+    tmp_path: Path, used: dict[int, float]
+) -> None:
+    """It may wait for processes of its own, in which fast paths are tried."""
+    made, trails = workers(tmp_path)
+    trails[0] = Trail(made[0].trail)
+    for rank in (1, 2):
+        trails[rank].wait("ranks meet")
+    watch(made)
+
+
+def test_ranks_that_wait_for_each_other_are_told(tmp_path: Path, used: dict[int, float]) -> None:
+    made, trails = workers(tmp_path)
+    for trail, what in zip(trails, ("ranks meet", "frames are gathered", "x"), strict=True):
+        trail.wait(what)
+    with pytest.raises(WorkerDiedError, match="rank 0 while ranks meet; rank 1 while frames are"):
+        watch(made)
+
+
+def test_who_goes_on_is_left_alone(tmp_path: Path, used: dict[int, float]) -> None:
+    made, trails = workers(tmp_path)
+    watching, end, step = Patience(made, seconds=0.1), time.monotonic() + 0.4, 1
+    while time.monotonic() < end:
+        step += 1
+        trails[0].at("denoise", step, 30)
+        watching.check(made)
+        time.sleep(0.03)
+
+
+def test_a_trail_says_what_is_waited_for(tmp_path: Path) -> None:
+    trail = Trail(tmp_path / "trail")
+    trail.wait("ranks meet")
+    assert read_trail(tmp_path / "trail").waiting == "ranks meet"
+    trail.at("denoise", 2, 5)
+    trail.wait("frames are gathered")
+    found = read_trail(tmp_path / "trail")
+    assert (found.stage, found.waiting) == ("denoise", "frames are gathered")
+    trail.wait("")
+    assert read_trail(tmp_path / "trail").waiting == ""
