@@ -5,6 +5,8 @@ The processor's time of made-up workers is told by the test; their trails are re
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +25,7 @@ def used(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
     """Seconds of a core that each made-up process has used."""
     seconds = dict.fromkeys(range(3), 0.0)
     monkeypatch.setattr(patience, "_core_seconds", lambda process: seconds[process])
+    monkeypatch.setattr(patience, "_state", lambda process: "S")
     return seconds
 
 
@@ -52,6 +55,24 @@ def test_the_rank_that_the_others_wait_for_is_named(tmp_path: Path, used: dict[i
         trails[rank].wait("frames are gathered")
     with pytest.raises(WorkerDiedError, match=r"rank 1 did nothing for .* in step 1 of 30 of den"):
         watch(made)
+
+
+def test_a_rank_that_was_stopped_is_named_wherever_it_is(
+    tmp_path: Path, used: dict[int, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, trails = workers(tmp_path)
+    for trail in trails:
+        trail.wait("frames are gathered")
+    monkeypatch.setattr(patience, "_state", lambda process: "T" if process == 2 else "S")
+    with pytest.raises(WorkerDiedError, match="rank 2 did nothing"):
+        watch(made)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux alone tells it")
+def test_this_process_is_seen_to_compute() -> None:
+    """The system's own numbers: this process runs, and has used a core for a while."""
+    assert patience._state(os.getpid()) in ("R", "S", "D")
+    assert 0.01 < patience._core_seconds(os.getpid()) < 1e6
 
 
 def test_a_rank_that_computes_for_long_is_waited_for(

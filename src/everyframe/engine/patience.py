@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from everyframe.core.errors import WorkerDiedError
-from everyframe.engine.trail import read_trail
+from everyframe.engine.trail import Whereabouts, read_trail
 
 if TYPE_CHECKING:
     from everyframe.engine.launch import Worker
@@ -47,14 +47,7 @@ class Patience:
         if now - self._since < self._seconds:
             return
         where = {each.job.rank: read_trail(each.trail) for each in at_work}
-        silent = [
-            each
-            for each in at_work
-            if not where[each.job.rank].waiting
-            # Before its first stage it may wait for processes of its own, which try fast paths.
-            and where[each.job.rank].stage
-            and _core_seconds(each.process_id) - self._used[each.job.rank] < _IDLE
-        ]
+        silent = [each for each in at_work if self._does_nothing(each, where[each.job.rank])]
         busy = [each for each in at_work if not where[each.job.rank].waiting and each not in silent]
         if busy:  # it computes, and the others wait: all is well
             self._begin(at_work, now)
@@ -69,6 +62,15 @@ class Patience:
             f"all ranks waited for each other for {now - self._since:.0f} s: "
             + "; ".join(f"rank {rank} while {each.waiting}" for rank, each in where.items())
         )
+
+    def _does_nothing(self, worker: Worker, where: Whereabouts) -> bool:
+        """Whether it neither waits for others nor computes, or was stopped wherever it is."""
+        if _state(worker.process_id) in ("T", "t"):
+            return True
+        # Before its first stage it may wait for processes of its own, which try fast paths.
+        if where.waiting or not where.stage:
+            return False
+        return _core_seconds(worker.process_id) - self._used[worker.job.rank] < _IDLE
 
     def _begin(self, workers: Sequence[Worker], now: float) -> None:
         self._since = now
@@ -85,10 +87,20 @@ def _core_seconds(process: int) -> float:
 
     Who can't be seen to do nothing is not given up.
     """
-    try:
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-        if fields[0] == "D":  # a disk has not answered yet
-            return float("inf")
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    except (OSError, IndexError, ValueError):
+    fields = _stat(process)
+    if len(fields) < 13 or fields[0] == "D":  # "D": a disk has not answered yet
         return float("inf")
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _state(process: int) -> str:
+    """The system's letter for what a process is at; empty where that can't be known."""
+    return next(iter(_stat(process)), "")
+
+
+def _stat(process: int) -> list[str]:
+    """What Linux tells of a process, from its state on; nothing elsewhere."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
