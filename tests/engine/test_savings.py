@@ -7,46 +7,27 @@ host to host by the same code that takes them to a card.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 import everyframe
 import tiny
 import tiny_svd
-from everyframe.core.events import Frames
 from everyframe.core.plan import Plan
-from everyframe.engine import run as engine
-from everyframe.families.family import Take
+from everyframe.families.family import GivenFrames
 from everyframe.planning.resolve import Prepared, prepare
+from planned import frames_of, saving, unchanged, with_components
 
 #: Two orders of the same float32 sums, over two steps and a decoder.
 CLOSE = 1e-4
 
 
-def frames_of(prepared: Prepared, change: Callable[[Plan], Plan], **given: Any) -> np.ndarray:
-    plan = change(prepared.plan)
-    take = Take(plan.settings.seed, **given)
-    record: dict[str, Any] = {"request": {}, "settings": {}}
-    with torch.inference_mode():
-        events = list(engine._run(plan, prepared.model, [take], record))
-    return np.concatenate([event.frames for event in events if isinstance(event, Frames)])
+#: Of the difference to the whole picture, in 0..1, on average; for weights that are random.
+TILED = 0.1
 
-
-def unchanged(plan: Plan) -> Plan:
-    return plan
-
-
-def saving(name: str, value: int) -> Callable[[Plan], Plan]:
-    return lambda plan: replace(plan, settings=plan.settings.with_saving(name, value))
-
-
-def offloaded(plan: Plan) -> Plan:
-    return replace(plan, components=tuple(replace(p, offload=True) for p in plan.components))
+offloaded = with_components(offload=True)
 
 
 @pytest.fixture(scope="module", params=["opensora-1.2", "opensora-1.0"])
@@ -92,9 +73,23 @@ def test_svd_with_less_memory(tmp_path: Path) -> None:
             seed=1, device="cpu",
         )
     )  # fmt: skip
-    given = {"given": engine.GivenFrames(first=picture[None])}
+    given = {"given": GivenFrames(first=picture[None])}
     usual = frames_of(prepared, unchanged, **given)
     assert usual.std() > 0.01
     assert np.array_equal(frames_of(prepared, offloaded, **given), usual)
     alone = frames_of(prepared, saving("branches_at_once", 1), **given)
     assert np.abs(alone - usual).max() <= CLOSE
+    # Latents of 8x8 in four tiles of 5x5.
+    tiled = np.abs(frames_of(prepared, saving("decode_tile", 5), **given) - usual)
+    assert 0 < tiled.mean() < TILED
+
+
+def test_shapes_in_tiles() -> None:
+    """Trained weights, whose norms see much the same in a tile: what tiles change in a picture."""
+    prepared = prepare(
+        everyframe.Request(prompt="a red circle", num_inference_steps=4, seed=1, device="cpu")
+    )
+    usual = frames_of(prepared, unchanged)
+    tiled = np.abs(frames_of(prepared, saving("decode_tile", 6)) - usual)
+    print(tiled.mean(), tiled.max(), usual.shape)
+    assert 0 < tiled.mean() < 0.01

@@ -165,3 +165,21 @@ def test_opensora_1_2_at_360p_fits_into_8_gb() -> None:
     assert text.weight_bytes > 9 * GB
     assert text.offload
     assert text.peak_bytes < 3 * GB
+
+
+def test_exact_ways_come_before_tiles_which_are_taken_where_these_are_not_enough() -> None:
+    """SVD at its released size: the decoder on a card of 4 GB, and of 2.7 GB."""
+    model, settings = released_svd(), small_models.settings(576, 1024, 14)
+
+    def vae(memory: int) -> tuple[Any, Any]:
+        fitted = fitting(model, card(memory)).fit(settings)
+        assert fitted.fits, fitted.says
+        return [line for line in fitted.says if "tiles" in line], part(fitted, "vae")
+
+    tiled, whole = vae(4 * GB)
+    assert not tiled
+    (line,), cut = vae(int(2.7 * GB))
+    assert line.startswith("video autoencoder: frames are decoded in 6 tiles that overlap")
+    assert "lossy" in line
+    assert not cut.offload  # its weights are little beside what it works with
+    assert cut.working_bytes < 0.7 * whole.working_bytes

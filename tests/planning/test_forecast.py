@@ -19,6 +19,7 @@ from everyframe.hardware.profiles import find_profile
 from everyframe.planning.dryrun import dry_run
 from everyframe.planning.forecast import describe_bytes, fits
 from everyframe.precision import rehearse as rehearsing
+from everyframe.precision import stand_in
 
 CARD = find_profile("cuda-sm90").machine().devices[0]
 WIDE = Precision("float32", "float32")
@@ -31,7 +32,8 @@ def counted(model: Any, settings: Any, stage: str, monkeypatch: pytest.MonkeyPat
     with torch.no_grad():
         for each in (*module.parameters(), *module.buffers()):
             each.zero_()
-    monkeypatch.setattr(rehearsing, "STAND_IN", "cpu")
+    for module_of_ours in (rehearsing, stand_in):
+        monkeypatch.setattr(module_of_ours, "STAND_IN", "cpu")
     found = rehearsing.rehearse(module, WIDE, rehearsal.call, CARD)
     monkeypatch.undo()
     module.to("meta")

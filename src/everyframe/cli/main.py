@@ -112,12 +112,15 @@ def _run(words: list[str]) -> int:
 def _app() -> App:
     from cyclopts import App
 
+    from everyframe.cli.columns import formatter
+
     app = App(
         name="everyframe",
         help="Video diffusion that comes out right on every device, then fast.",
         version=f"everyframe {__version__}",
         version_format="plaintext",
         help_format="plaintext",
+        help_formatter=formatter(),
         help_epilogue='everyframe generate "a red circle moves to the right" -o clip.mp4',
     )
     groups = {name: App(name=name, help=help_text) for name, help_text in GROUPS.items()}

@@ -143,6 +143,7 @@ class ComponentPlan:
     remedies: tuple[Remedy, ...] = ()
     paths: tuple[str, ...] | None = None
     choices: tuple[Choice, ...] = ()
+    by_turns: bool = False
 
     @property
     def held_bytes(self) -> int:
@@ -158,13 +159,15 @@ class ComponentPlan:
 def peak_of(components: Iterable[ComponentPlan]) -> int:
     """What the largest stage needs: components are loaded one stage at a time.
 
-    Those that share a stage are in memory together, and work one after the other.
+    Those that share a stage are in memory together unless they come by turns, and work one after
+    the other.
     """
     weights: dict[str, int] = {}
     working: dict[str, int] = {}
     for part in components:
-        weights[part.stage] = weights.get(part.stage, 0) + part.held_bytes
-        working[part.stage] = max(working.get(part.stage, 0), part.working_bytes)
+        always = 0 if part.by_turns else part.held_bytes
+        weights[part.stage] = weights.get(part.stage, 0) + always
+        working[part.stage] = max(working.get(part.stage, 0), part.peak_bytes - always)
     return max(weights[stage] + working[stage] for stage in weights)
 
 

@@ -206,11 +206,26 @@ class Rehearsal:
 
 
 @dataclass(frozen=True)
+class JointRehearsal(Rehearsal):
+    """The share of one component in a call in which all components of the stage work.
+
+    Here `module` gives every component's module by name, and ``call(modules, device)`` is handed
+    those; it may be code that no dry run can follow. `outputs_of` takes the place of `outputs`.
+    """
+
+    outputs_of: Callable[[Any], tuple[str, ...]] = lambda module: ("",)
+
+
+@dataclass(frozen=True)
 class Saving:
-    """Settings with which a component takes less memory, and what the plan says of the change."""
+    """Settings with which a component takes less memory, and what the plan says of the change.
+
+    What `is_lossy` shows in the picture, and is taken after everything that doesn't.
+    """
 
     settings: Settings
     says: str
+    is_lossy: bool = False
 
 
 @runtime_checkable
@@ -224,7 +239,8 @@ class Rehearsing(Protocol):
     def savings(self, component: str, settings: Settings) -> Iterator[Saving]:
         """Ways to run that component in less memory, from the least change to the most.
 
-        Each has those before it in it. Nothing that the request asked for by name is changed.
+        Each has those before it in it, lossy ones come last. Nothing that the request asked for by
+        name is changed.
         """
         ...
 

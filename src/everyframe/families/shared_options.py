@@ -19,6 +19,15 @@ def fit_option() -> Any:
     )
 
 
+def variant_option() -> Any:
+    """Which of several sets of the same weights is read."""
+    return option(
+        "Stored precision of the weights to take where a model has several, such as fp16.",
+        group="Family",
+        pattern=r"^\w+$",
+    )
+
+
 def truncate_prompt_option() -> Any:
     """Whether a prompt that the text encoder can't hold is cut."""
     return option(

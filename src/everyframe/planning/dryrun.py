@@ -8,24 +8,28 @@ Read next: `everyframe.precision.rehearse`, `everyframe.families.family.Rehearsa
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from everyframe.core.facts import DeviceFacts, Product, Rates
 from everyframe.core.plan import ComponentPlan, Plan, Precision, StagePlan
-from everyframe.families.family import Rehearsal
+from everyframe.families.family import JointRehearsal, Rehearsal
 
 if TYPE_CHECKING:
-    from everyframe.precision.rehearse import Rehearsed
+    from everyframe.precision.rehearse import Rehearsed, Together
     from everyframe.precision.work import Work
 
 #: Bytes a second over the bus that offloaded weights come by (PCIe 4, half of its peak).
 _BUS = 12e9
 
+_Found = TypeVar("_Found")
+
 _LOCK = threading.Lock()
-_DONE: dict[Any, Rehearsed] = {}
+_DONE: dict[Any, Any] = {}
 _MAX_DONE = 256
 
 
@@ -63,16 +67,60 @@ def dry_run(rehearsal: Rehearsal, precision: Precision, device: DeviceFacts) -> 
     """Run that call dry in that precision under the rules of that device."""
     from everyframe.precision.rehearse import rehearse
 
-    # Memory and speed change nothing of what is found.
-    rules = replace(device, memory=0, free_memory=0, rates=None, index=None)
-    key = (rehearsal.key, rehearsal.component, precision, rules)
+    def run() -> Rehearsed:
+        module = rehearsal.module()
+        return rehearse(module, precision, rehearsal.call, device, rehearsal.outputs)
+
+    key = (rehearsal.key, rehearsal.component, precision, _rules(device))
+    return DryRun(rehearsal, _once(key, run))
+
+
+def joint_dry_run(
+    rehearsal: JointRehearsal, precisions: Mapping[str, Precision], device: DeviceFacts
+) -> DryRun | str:
+    """The same of a call in which several components work.
+
+    Where no dry run can follow that far: why not, or nothing if the call has no use for this one.
+    """
+    from everyframe.precision.rehearse import Part, rehearse_together
+
+    def run() -> Together:
+        modules = rehearsal.module()
+        parts = {
+            name: Part(module, precisions[name], rehearsal.outputs_of(module))
+            for name, module in modules.items()
+        }
+        return rehearse_together(parts, partial(rehearsal.call, modules), device)
+
+    key = (rehearsal.key, *sorted(precisions.items(), key=itemgetter(0)), _rules(device))
+    together = _once(key, run)
+    if rehearsal.component in together.found:
+        return DryRun(rehearsal, together.found[rehearsal.component])
+    return together.stopped if together.at == rehearsal.component else ""
+
+
+def not_followed(title: str, why: str) -> str:
+    """What is said of a component that no dry run of its pipeline's call comes to the end of."""
+    said = f" ({why})" if why else ""
+    return (
+        f"{title}: no dry run can follow the pipeline there{said}; its memory is forecast roughly, "
+        "its time not, and clashes in it are found by the run alone"
+    )
+
+
+def _rules(device: DeviceFacts) -> DeviceFacts:
+    """Memory and speed change nothing of what is found."""
+    return replace(device, memory=0, free_memory=0, rates=None, index=None)
+
+
+def _once(key: Any, run: Callable[[], _Found]) -> _Found:
     with _LOCK:  # modules are shared
         if key not in _DONE:
             while len(_DONE) >= _MAX_DONE:
                 del _DONE[next(iter(_DONE))]
-            module = rehearsal.module()
-            _DONE[key] = rehearse(module, precision, rehearsal.call, device, rehearsal.outputs)
-        return DryRun(rehearsal, _DONE[key])
+            _DONE[key] = run()
+        found: _Found = _DONE[key]
+        return found
 
 
 def stage_plan(run: DryRun, part: ComponentPlan, rates: Rates | None) -> StagePlan:

@@ -1,25 +1,34 @@
 """Makes a video fit into the memory that there is, and finds the largest one that does.
 
 What a component needs is forecast by running its stages dry. Where that is too much, the family's
-savings are tried from the least change to the most, then its weights are offloaded block by block.
-Stages are loaded one after the other in any case. Not here: what is asked and what is said to the
+exact savings are tried, then its weights are offloaded block by block, then lossy savings.
+Stages are loaded one after the other in any case; parts that one stage needs together come by turns
+where they don't fit side by side. Not here: what is asked and what is said to the
 person (`resolve.py`). Read next: `dryrun.py`, `everyframe.families.family.Rehearsing`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from everyframe.core.division import Division
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import Choice, ComponentPlan, Precision, Remedy, Settings, peak_of
-from everyframe.families.family import Component, Model, Rehearsal, Rehearsing, Shared
+from everyframe.families.family import (
+    Component,
+    JointRehearsal,
+    Model,
+    Rehearsal,
+    Rehearsing,
+    Saving,
+    Shared,
+)
 from everyframe.families.remembered import remedies_for
 from everyframe.planning.choosing import Chooser, score_bytes, told, used
 from everyframe.planning.dividing import Effort
-from everyframe.planning.dryrun import DryRun, dry_run
+from everyframe.planning.dryrun import DryRun, dry_run, joint_dry_run, not_followed
 from everyframe.planning.forecast import fits
 from everyframe.precision.dtypes import num_bytes
 from everyframe.precision.islands import weight_bytes
@@ -30,6 +39,9 @@ if TYPE_CHECKING:
 
 _FILE_ELEMENT = 4
 """Bytes of a number in a file, at most in practice."""
+
+_TRIES = 2
+"""So many of the largest that could fit are looked at closely."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +106,9 @@ class Fitting:
                 self._part(each, settings, offload=each.name in offloaded)
                 for each in self.model.components(settings)
             ]
+        if not self._hold(parts) and self.device.kind != "cpu":
+            parts, said = _by_turns(parts)
+            says += said
         plans = tuple(part.plan for part in parts)
         host = self._host_bytes(plans, settings)
         return Fitted(
@@ -139,7 +154,11 @@ class Fitting:
                 high = middle
             else:
                 low = middle + 1
-        return self.fit(candidates[low]) if low < len(candidates) else None
+        for candidate in candidates[low : low + _TRIES]:
+            fitted = self.fit(candidate)
+            if fitted.fits:
+                return fitted
+        return None
 
     def _could(self, settings: Settings) -> bool:
         """Whether every component fits with all that can be saved."""
@@ -150,7 +169,8 @@ class Fitting:
                 for saving in self.model.savings(component.name, settings):
                     least = saving.settings
             offload = self.device.kind != "cpu"
-            parts.append(self._named(component.name, least, offload=offload))
+            # Whole calls of a pipeline would take minutes for all that are tried here.
+            parts.append(self._named(component.name, least, offload=offload, roughly=True))
             if not self._holds(parts[-1]):
                 return False
         return self._hold(parts)
@@ -161,21 +181,34 @@ class Fitting:
         if self._holds(part) or not isinstance(self.model, Rehearsing):
             return settings, part, []
         said: list[str] = []
-        for saving in self.model.savings(name, settings):
-            settings, said = saving.settings, [f"{part.plan.title}: {saving.says}"]
-            part = self._named(name, settings)
+        for way in self._ways(name, part.plan.title, settings):
+            settings, offload, said = way
+            part = self._named(name, settings, offload=offload)
             if self._holds(part):
-                return settings, part, said
-        if self.device.kind == "cpu":  # its memory is the host's
-            return settings, part, said
-        part = self._named(name, settings, offload=True)
-        where = "its weights wait in the host's memory and come to the device block by block"
-        if part.plan.streams:
-            where = (
-                "its weights are read from their files block by block at every call, as the host's "
-                "memory does not hold them"
-            )
-        return settings, part, [*said, f"{part.plan.title}: {where}"]
+                break
+        return settings, part, [*said, *_waits(part)]
+
+    def _ways(
+        self, name: str, title: str, settings: Settings
+    ) -> Iterator[tuple[Settings, bool, list[str]]]:
+        """Settings, whether weights wait, and what is said: exact ways first, lossy ones last."""
+        assert isinstance(self.model, Rehearsing)
+        said: list[str] = []
+        lossy: list[Saving] = []
+        for saving in self.model.savings(name, settings):
+            if saving.is_lossy:
+                lossy.append(saving)
+                continue
+            settings, said = saving.settings, [f"{title}: {saving.says}"]
+            yield settings, False, said
+        # A CPU's memory is the host's.
+        may_wait = self.device.kind != "cpu"
+        if may_wait:
+            yield settings, True, said
+        for saving in lossy:
+            yield saving.settings, False, [*said, f"{title}: {saving.says}"]
+        for saving in lossy if may_wait else ():
+            yield saving.settings, True, [*said, f"{title}: {saving.says}"]
 
     def _holds(self, part: _Part) -> bool:
         return fits(part.plan.peak_bytes * self._copies(part), self.device) and not any(
@@ -193,31 +226,42 @@ class Fitting:
         led = isinstance(self.model, Shared) and part.plan.name in self.model.led
         return 1 if led else self.copies
 
-    def _named(self, name: str, settings: Settings, *, offload: bool = False) -> _Part:
+    def _named(
+        self, name: str, settings: Settings, *, offload: bool = False, roughly: bool = False
+    ) -> _Part:
         components = self.model.components(settings)
         component = next(each for each in components if each.name == name)
-        return self._part(component, settings, offload=offload)
+        return self._part(component, settings, offload=offload, roughly=roughly)
 
-    def _part(self, component: Component, settings: Settings, *, offload: bool) -> _Part:
+    def _part(
+        self, component: Component, settings: Settings, *, offload: bool, roughly: bool = False
+    ) -> _Part:
         chooser = self.chooser or Chooser(self.device)
         precision, notes = (
             choose(self.device, self.asked, component.needs, force=self.force)
             if component.has_precision is None
             else (component.has_precision, ())
         )
-        runs = self._runs(component.name, settings, precision)
+        tried = self._runs(component.name, settings, precision, roughly=roughly)
+        runs = tuple(run for run in tried if isinstance(run, DryRun))
         weighed: tuple[Choice, ...] = ()
-        if component.has_precision is None and self.asked == "auto":
+        # A pipeline's own call can't be tried part by part, so nothing is chosen for it.
+        alone = [run for run in runs if not isinstance(run.rehearsal, JointRehearsal)]
+        if component.has_precision is None and self.asked == "auto" and len(alone) == len(runs):
             dtype, weighed = chooser.dtype(component, precision, runs)
             if dtype != precision.compute:
                 precision, notes = choose(self.device, dtype, component.needs, force=self.force)
-                runs = self._runs(component.name, settings, precision)
-        choices = (*weighed, *chooser.choices(component.name, precision, runs))
-        paths = used(choices) if runs or choices else None
+                tried = self._runs(component.name, settings, precision, roughly=roughly)
+                runs = tuple(run for run in tried if isinstance(run, DryRun))
+                alone = list(runs)
+        notes += tuple(not_followed(component.title, why) for why in tried if isinstance(why, str))
+        choices = (*weighed, *chooser.choices(component.name, precision, alone))
+        paths = used(choices) if alone or choices else None
         remedies = remedies_for(component.name, precision.parameters, self.remedies)
         resident = _resident_bytes(runs, precision) if offload and runs else None
         weights = weight_bytes(component.num_elements, precision, remedies)
-        waits = weights + _frame_bytes(settings)
+        # A pipeline's parts are read by diffusers and transformers, whole.
+        waits = weights + _frame_bytes(settings) if alone else 0
         plan = ComponentPlan(
             name=component.name,
             title=component.title,
@@ -241,11 +285,28 @@ class Fitting:
             notes = (*notes, *run.notes())
         return _Part(plan, runs, notes)
 
-    def _runs(self, name: str, settings: Settings, precision: Precision) -> tuple[DryRun, ...]:
-        rehearsals = self._rehearsals(settings)
+    def _runs(
+        self, name: str, settings: Settings, precision: Precision, *, roughly: bool
+    ) -> tuple[DryRun | str, ...]:
+        """The dry runs of a component; why there is none in place of one that can't be had."""
+        rehearsals = [each for each in self._rehearsals(settings) if each.component == name]
         return tuple(
-            dry_run(each, precision, self.device) for each in rehearsals if each.component == name
+            self._joint(each, settings, precision)
+            if isinstance(each, JointRehearsal)
+            else dry_run(each, precision, self.device)
+            for each in rehearsals
+            if not (roughly and isinstance(each, JointRehearsal))
         )
+
+    def _joint(
+        self, rehearsal: JointRehearsal, settings: Settings, precision: Precision
+    ) -> DryRun | str:
+        precisions = {
+            each.name: choose(self.device, self.asked, each.needs, force=self.force)[0]
+            for each in self.model.components(settings)
+        }
+        precisions[rehearsal.component] = precision
+        return joint_dry_run(rehearsal, precisions, self.device)
 
     def _rehearsals(self, settings: Settings) -> Sequence[Rehearsal]:
         if self.team is not None and isinstance(self.model, Shared):
@@ -269,8 +330,11 @@ class Fitting:
         """What lies in the host's memory beside the device: offloaded weights, finished frames."""
         if self.device.kind == "cpu":
             return 0
-        waiting = [plan.weight_bytes for plan in plans if plan.offload and not plan.streams]
-        return max(waiting, default=0) + _frame_bytes(settings)
+        waiting: dict[str, int] = {}
+        for plan in plans:
+            if (plan.offload and not plan.streams) or plan.by_turns:
+                waiting[plan.stage] = waiting.get(plan.stage, 0) + plan.weight_bytes
+        return max(waiting.values(), default=0) + _frame_bytes(settings)
 
 
 def _frame_bytes(settings: Settings) -> int:
@@ -281,13 +345,48 @@ def _frame_bytes(settings: Settings) -> int:
 def _resident_bytes(runs: Sequence[DryRun], precision: Precision) -> int:
     from everyframe.families.offload import resident_bytes
 
-    return resident_bytes(runs[0].rehearsal.module(), precision)
+    rehearsal = runs[0].rehearsal
+    module = rehearsal.module()
+    if isinstance(rehearsal, JointRehearsal):
+        module = module[rehearsal.component]
+    return resident_bytes(module, precision)
+
+
+def _waits(part: _Part) -> list[str]:
+    """What is said of weights that are not on the device."""
+    if not part.plan.offload:
+        return []
+    where = "its weights wait in the host's memory and come to the device block by block"
+    if part.plan.streams:
+        where = (
+            "its weights are read from their files block by block at every call, as the host's "
+            "memory does not hold them"
+        )
+    return [f"{part.plan.title}: {where}"]
+
+
+def _by_turns(parts: Sequence[_Part]) -> tuple[list[_Part], list[str]]:
+    """Those that share a stage, one after the other on the device."""
+    stages = [part.plan.stage for part in parts]
+    shared = {stage for stage in stages if stages.count(stage) > 1}
+    if not shared:
+        return list(parts), []
+    turned = [
+        replace(part, plan=replace(part.plan, by_turns=True))
+        if part.plan.stage in shared and not part.plan.offload
+        else part
+        for part in parts
+    ]
+    names = ", ".join(part.plan.title for part in turned if part.plan.by_turns)
+    said = f"stage by stage: {names} come to the device one after the other, for their work alone"
+    return turned, [f"{said}, and wait in the host's memory"]
 
 
 def _in_order(rehearsals: Sequence[Rehearsal], parts: Sequence[_Part]) -> tuple[DryRun, ...]:
     """The dry runs in the order of the stages; a component may have several."""
     runs = {(run.rehearsal.stage, run.rehearsal.component): run for p in parts for run in p.runs}
-    return tuple(runs[each.stage, each.component] for each in rehearsals)
+    order = [(each.stage, each.component) for each in rehearsals]
+    return tuple(runs[each] for each in order if each in runs)
 
 
 def within(device: DeviceFacts, most: int | None) -> DeviceFacts:

@@ -38,6 +38,12 @@ class LiveBytes:
         """A kernel at `place` held so many bytes beside its operands for a moment."""
         self._at_most(self.now + num_bytes, place)
 
+    def take_peak(self) -> tuple[int, str]:
+        """`peak` and `peak_at` until now; from here on they count anew."""
+        taken = self.peak, self.peak_at
+        self.peak, self.peak_at = self.now, ""
+        return taken
+
     def _add(self, tensor: Tensor, size: int) -> None:
         storage = tensor.untyped_storage()
         key = id(storage)

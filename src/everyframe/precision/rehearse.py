@@ -10,8 +10,8 @@ and small. Read next: `everyframe.families.family.Rehearsal`, `everyframe.planni
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -28,11 +28,23 @@ from everyframe.precision import edges, rules
 from everyframe.precision.islands import in_island
 from everyframe.precision.live import LiveBytes
 from everyframe.precision.rules import Finding
+from everyframe.precision.stand_in import (
+    STAND_IN,
+    goes_to_host,
+    made_on_device,
+    on_device,
+    on_host,
+    placed,
+    places,
+    to_stand_in,
+    widened,
+    without_masks,
+)
 from everyframe.precision.work import Work, WorkCounter
 from everyframe.precision.workspace import workspace
 
-#: The device that stands for the plan's; it computes shapes and dtypes.
-STAND_IN = "meta"
+#: A call of code that nobody wrote for dry runs is followed for so many operations.
+MAX_OPERATIONS = 30_000
 
 #: A broken module repeats itself; so many findings are kept of each component.
 MAX_FINDINGS = 20
@@ -53,11 +65,25 @@ class Rehearsed:
     work: Work
     seen: tuple[tuple[str, str, str], ...]
 
+    @property
+    def clashes(self) -> bool:
+        """Whether two dtypes met in an operation that takes one."""
+        return any(finding.kind == "clash" for finding in self.findings)
+
     def dtypes_in(self, part: str) -> frozenset[str]:
         """Floating dtypes that operations took in the modules of that name or pattern."""
         return frozenset(
             dtype for module, _, dtype in self.seen if dtype and in_island(module or ".", (part,))
         )
+
+
+@dataclass(frozen=True)
+class Part:
+    """A module of a dry run, empty, and how its precision is put on (see `edges.apply`)."""
+
+    module: nn.Module
+    precision: Precision | None
+    outputs: tuple[str, ...] = ("",)
 
 
 def rehearse(
@@ -72,57 +98,95 @@ def rehearse(
     `module` is without weights and is given back as it was, but for the dtype of its parameters,
     which say nothing. With `precision` None the module is taken as it is, whoever cast it.
     """
-    module.to(STAND_IN).eval().requires_grad_(False)
-    put_on = edges.apply(module, precision, outputs) if precision is not None else None
-    run = _Run(device, precision.islands if precision is not None else ())
-    try:
+    run = _Run(device, {"": precision})
+    # Why it failed is among the findings.
+    with _prepared({"": Part(module, precision, outputs)}, run), suppress(_Failed):
+        call(module, STAND_IN)
+    return run.found()[""]
+
+
+@dataclass(frozen=True)
+class Together:
+    """What a dry run of a call found of each part that it came to the end of.
+
+    `stopped` is why it did not come to its own end, empty if it did; `at` is the part where.
+    """
+
+    found: Mapping[str, Rehearsed]
+    stopped: str = ""
+    at: str = ""
+
+
+def rehearse_together(
+    parts: Mapping[str, Part], call: Callable[[str], object], device: DeviceFacts
+) -> Together:
+    """Run ``call(STAND_IN)``, in which several modules work, and say what it found for each.
+
+    What happens around the modules counts for the one that worked last, and the peak of each is of
+    all that was alive then. `call` is code that nobody wrote for dry runs: what is small there
+    keeps its numbers, and tensors of the host stand for the device's where they meet. It may come
+    to what needs other numbers, or a real device.
+    """
+    run = _Run(device, {name: part.precision for name, part in parts.items()}, is_lenient=True)
+    stopped = ""
+    with _prepared(parts, run):
+        try:
+            call(STAND_IN)
+        except _Failed as failed:
+            stopped = str(failed)
+        except (  # whatever its code may raise, where a number is not what it would be
+            ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError,
+            ValueError,
+        ) as error:  # fmt: skip
+            said = (str(error).strip() or "without a word").splitlines()[0]
+            stopped = f"{type(error).__name__}: {said}"
+    found = run.found()
+    if not stopped:
+        return Together(found)
+    # Why it stopped is no finding, but that two dtypes met is.
+    told = {name: each for name, each in found.items() if name != run.at or each.clashes}
+    return Together({name: e for name, e in told.items() if e.num_operations}, stopped, run.at)
+
+
+@contextmanager
+def _prepared(parts: Mapping[str, Part], run: _Run) -> Iterator[None]:
+    """Within, the parts are on the stand-in, in their precisions, and every operation is seen."""
+    with ExitStack() as stack:
+        for name, part in parts.items():
+            # Not their own ways of going somewhere, which may warn.
+            nn.Module.to(part.module, STAND_IN).eval().requires_grad_(False)
+            if part.precision is not None:
+                put_on = [edges.apply(part.module, part.precision, part.outputs)]
+                if len(parts) > 1:  # as a pipeline's parts are put together
+                    put_on.append(edges.join(part.module))
+                for hooks in put_on:
+                    stack.callback(hooks.remove)
+            stack.enter_context(_names(name, part.module, run))
         # In inference mode some questions (`if mask.all()`) are not taken apart into operations.
-        with torch.inference_mode(False), torch.no_grad():
-            _followed(call, module, run)
-    finally:
-        if put_on is not None:
-            put_on.remove()
-    return Rehearsed(
-        num_operations=run.num_operations,
-        findings=tuple(dict.fromkeys(run.findings)),
-        working_bytes=run.live.peak,
-        peak_at=run.live.peak_at,
-        work=run.work.total(),
-        seen=tuple(run.seen),
-    )
-
-
-def _followed(call: Callable[[Any, str], object], module: nn.Module, run: _Run) -> None:
-    with _names(module, run.names), _Attention(run), run:
-        _until_it_fails(call, module)
+        for each in (torch.inference_mode(False), torch.no_grad(), _Attention(run), run):
+            stack.enter_context(each)
+        yield
 
 
 class _Failed(Exception):  # noqa: N818 - never leaves this module
     """An operation raised; what it said is among the findings."""
 
 
-def _until_it_fails(call: Callable[[Any, str], object], module: nn.Module) -> None:
-    try:
-        call(module, STAND_IN)
-    except _Failed:
-        return
-
-
 @contextmanager
-def _names(module: nn.Module, names: list[str]) -> Iterator[None]:
-    """Keeps the dotted name of the module that runs on top of `names`."""
+def _names(part: str, module: nn.Module, run: _Run) -> Iterator[None]:
+    """Tells `run` which part works, and in which of its modules."""
 
     def entering(name: str) -> Callable[..., None]:
-        return lambda *_: names.append(name)
+        return lambda *_: run.enter(part, name)
 
     def leaving(*_: object) -> None:
-        names.pop()
+        run.leave()
 
     handles = []
-    for name, part in module.named_modules():
+    for name, each in module.named_modules():
         # Before our casts at the edges, so that these count as the module's own.
-        handles.append(part.register_forward_pre_hook(entering(name), prepend=True))
-        handles.append(part.register_forward_hook(leaving, always_call=True))
+        handles.append(each.register_forward_pre_hook(entering(name), prepend=True))
+        handles.append(each.register_forward_hook(leaving, always_call=True))
     try:
         yield
     finally:
@@ -147,53 +211,123 @@ class _Attention(TorchFunctionMode):
             return func(*args, **given)
         except RuntimeError as error:
             # Some functions compare dtypes before any operation is reached.
-            self._run.fails(str(getattr(func, "__name__", func)), error)
+            dtypes = {each.dtype for each in on_device((args, given)) if each.is_floating_point()}
+            kind = "clash" if len(dtypes) > 1 else "fails"
+            self._run.fails(str(getattr(func, "__name__", func)), error, kind)
+
+
+class _Tally:
+    """What was found of one part."""
+
+    def __init__(self, precision: Precision | None) -> None:
+        self.islands = precision.islands if precision is not None else ()
+        self.num_operations = self.peak = 0
+        self.peak_at = ""
+        self.work = WorkCounter()
+        self.findings: list[Finding] = []
+        self.seen: dict[tuple[str, str, str], None] = {}
+
+    def found(self) -> Rehearsed:
+        return Rehearsed(
+            num_operations=self.num_operations,
+            findings=tuple(dict.fromkeys(self.findings)),
+            working_bytes=self.peak,
+            peak_at=self.peak_at,
+            work=self.work.total(),
+            seen=tuple(self.seen),
+        )
 
 
 class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every operation on the stand-in device."""
+    """Sees every operation on the stand-in device, for the parts of those precisions."""
 
-    def __init__(self, device: DeviceFacts, islands: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        device: DeviceFacts,
+        precisions: Mapping[str, Precision | None],
+        *,
+        is_lenient: bool = False,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.device, self.islands = device, islands
-        self.names: list[str] = []
-        self.live, self.work = LiveBytes(), WorkCounter()
-        self.findings: list[Finding] = []
-        self.seen: dict[tuple[str, str, str], None] = {}
-        self.num_operations = 0
+        self.device = device
+        self._is_lenient, self._left = is_lenient, MAX_OPERATIONS
+        # On a CPU, both are the same memory.
+        self._mixes = is_lenient or device.kind == "cpu"
+        self._tallies = {name: _Tally(precision) for name, precision in precisions.items()}
+        #: The part that works, or worked last.
+        self.at = next(iter(self._tallies))
+        self._modules: list[str] = []
+        self.live = LiveBytes()
+
+    def enter(self, part: str, module: str) -> None:
+        """A module of a part is about to be called."""
+        self._modules.append(module)
+        if part != self.at:
+            self._close()
+            self.at = part
+
+    def _count_down(self) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise _Failed(f"it has more than {MAX_OPERATIONS} operations")
+
+    @property
+    def _now(self) -> _Tally:
+        return self._tallies[self.at]
+
+    def leave(self) -> None:
+        """The module that was called last has returned."""
+        self._modules.pop()
+
+    def found(self) -> dict[str, Rehearsed]:
+        """What was found of each part."""
+        self._close()
+        return {name: tally.found() for name, tally in self._tallies.items()}
+
+    def _close(self) -> None:
+        peak, place = self.live.take_peak()
+        if peak > self._now.peak:
+            self._now.peak, self._now.peak_at = peak, place
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         given = kwargs or {}
         operation = func._schema.name
-        tensors = _on_device((args, given))
+        tensors = on_device((args, given))
         if operation == "aten::_local_scalar_dense" and tensors:
             return (
                 False
                 if tensors[0].dtype == torch.bool
                 else tensors[0].new_zeros((), device="cpu").item()
             )
-        if operation == "aten::_to_copy" and tensors and _goes_to_host(given):
+        if operation == "aten::_to_copy" and tensors and goes_to_host(given):
             # What comes to the host has no numbers either; one element stands for all of them.
             dtype = given.get("dtype") or tensors[0].dtype
             return torch.zeros((), dtype=dtype, device="cpu").expand(tensors[0].shape)
         if operation == "aten::copy_" and tensors and args[0].device.type != STAND_IN:
             return args[0]
-        if tensors and self.device.kind == "cpu":
-            # There, both are the same memory.
-            args, given = tree_map(_to_stand_in, (args, given))
-        if not tensors and not _made_on_device(given):
-            return func(*args, **given)
+        if self._is_lenient and not tensors:
+            given = placed(func, args, given)
+        if self._is_lenient and tensors:
+            if operation == "aten::nonzero":
+                return places(args[0])
+            args = without_masks(operation, args)
+        if tensors and self._mixes:
+            args, given = tree_map(to_stand_in, (args, given))
+        if not tensors and not made_on_device(given):
+            return on_host(func, args, given) if self._is_lenient else func(*args, **given)
         return self._operation(func, operation, args, given)
 
     def _operation(self, func: Any, operation: str, args: Any, kwargs: dict[str, Any]) -> Any:
-        self.num_operations += 1
-        tensors = _on_device((args, kwargs))
+        self._now.num_operations += 1
+        if self._is_lenient:
+            self._count_down()
+        tensors = on_device((args, kwargs))
         clashes = list(rules.check_operands(operation, args, self.device))
         self._find(operation, clashes)
         if clashes:
-            args = _widened(args)  # to see what comes after
+            args = widened(args)  # to see what comes after
         self.live.known(tensors)
         try:
             answer = func(*args, **kwargs)
@@ -204,15 +338,15 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live.made(results, place)
         self.live.workspace(workspace(operation, tensors, results, self.device), place)
         if not func.is_view:
-            self.work.operation(func, args, tensors, results)
+            self._now.work.operation(func, args, tensors, results)
             self._check(operation, args, tensors, results)
         return answer
 
-    def fails(self, operation: str, error: RuntimeError) -> NoReturn:
+    def fails(self, operation: str, error: RuntimeError, kind: str = "fails") -> NoReturn:
         """An operation raised: a finding, and the end of this run."""
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
-        self._find(operation, [("fails", said)])
-        raise _Failed from error
+        self._find(operation, [(kind, said)])
+        raise _Failed(f"{self._place(operation)}: {said}") from error
 
     def attention(
         self,
@@ -226,7 +360,7 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         enable_gqa: bool = False,
     ) -> Tensor:
         """The result of fused attention, laid out as the kernels lay it out, and its costs."""
-        self.num_operations += 1
+        self._now.num_operations += 1
         self._find("attention", rules.check_attention(query, key, value, attn_mask))
         tensors = [query, key, value]
         batch, heads, length, _ = query.shape
@@ -235,7 +369,7 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.device.kind == "mps":  # its scores are a tensor
             scores = batch * heads * length * key.shape[-2] * query.element_size()
             self.live.workspace(scores, place)
-        self.work.attention(query, key, value, attn_mask)
+        self._now.work.attention(query, key, value, attn_mask)
         self._check("attention", (), tensors, [out])
         return out
 
@@ -244,58 +378,22 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         self._find(operation, rules.check_device(operation, tensors, results, self.device))
         self._find(operation, rules.check_statistics(operation, args, tensors))
-        module = self.names[-1] if self.names else ""
+        module = self._module
         floating = [t for t in (tensors or results) if t.is_floating_point()]
-        if module and in_island(module, self.islands):
+        if module and in_island(module, self._now.islands):
             self._find(operation, rules.check_island(operation, floating))
         dtype = str(floating[0].dtype).removeprefix("torch.") if floating else ""
-        self.seen[module, operation, dtype] = None
+        self._now.seen[module, operation, dtype] = None
 
     def _find(self, operation: str, problems: Any) -> None:
         for kind, problem in problems:
-            if len(self.findings) < MAX_FINDINGS or kind in rules.FATAL:
-                module = self.names[-1] if self.names else ""
+            if len(self._now.findings) < MAX_FINDINGS or kind in rules.FATAL:
                 short = operation.removeprefix("aten::")
-                self.findings.append(Finding(kind, module, short, problem))
+                self._now.findings.append(Finding(kind, self._module, short, problem))
+
+    @property
+    def _module(self) -> str:
+        return self._modules[-1] if self._modules else ""
 
     def _place(self, operation: str) -> str:
-        module = self.names[-1] if self.names else "around the model"
-        return f"{module}: {operation.removeprefix('aten::')}"
-
-
-def _on_device(values: Any) -> list[Tensor]:
-    return [
-        each
-        for each in tree_leaves(values)
-        if isinstance(each, Tensor) and each.device.type == STAND_IN
-    ]
-
-
-def _goes_to_host(kwargs: dict[str, Any]) -> bool:
-    device = kwargs.get("device")
-    return device is not None and torch.device(device).type != STAND_IN
-
-
-def _made_on_device(kwargs: dict[str, Any]) -> bool:
-    device = kwargs.get("device")
-    return device is not None and torch.device(device).type == STAND_IN
-
-
-def _to_stand_in(value: Any) -> Any:
-    if isinstance(value, Tensor) and value.device.type == "cpu" and value.ndim:
-        return torch.empty_like(value, device=STAND_IN)
-    return value
-
-
-def _widened(args: Any) -> Any:
-    """Floating tensors among the operands brought to the widest dtype of all."""
-    dtypes = [t.dtype for t in _on_device(args) if t.is_floating_point()]
-    widest = dtypes[0]
-    for dtype in dtypes[1:]:
-        widest = torch.promote_types(widest, dtype)
-
-    def widen(value: Any) -> Any:
-        floats = isinstance(value, Tensor) and value.is_floating_point()
-        return torch.empty_like(value, dtype=widest) if floats else value
-
-    return tree_map(widen, args)
+        return f"{self._module or 'around the model'}: {operation.removeprefix('aten::')}"

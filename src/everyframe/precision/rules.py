@@ -134,7 +134,8 @@ def check_statistics(
     operation: str, args: Sequence[Any], tensors: Sequence[Tensor]
 ) -> Iterator[tuple[str, str]]:
     """(kind, problem) for angles, powers and statistics below float32."""
-    squares = operation == "aten::pow" and len(args) > 1 and args[1] == 2
+    power = args[1] if operation == "aten::pow" and len(args) > 1 else None
+    squares = isinstance(power, (int, float)) and power == 2
     if operation not in STATISTICS and not squares:
         return
     for tensor in tensors:

@@ -237,3 +237,23 @@ def test_bfloat16_is_close_and_no_dtypes_clash(tiny_one: Tiny) -> None:
     # Eight bits of a number through a random network and its decoder; 0.06 on average at most was
     # measured. Frames of another seed are 0.2 and more away.
     assert 0 < np.abs(frames - wide).mean() < 0.1
+
+
+#: Half precision with its decoder in float32; the largest tensors; no half precision at all.
+PROFILES = ("cuda-sm75", "mps", "cpu-fp32")
+
+
+@pytest.mark.parametrize("tiny_one", NAMED, indirect=True)
+def test_its_own_call_is_run_dry_for_machines_that_are_not_here(tiny_one: Tiny) -> None:
+    request = everyframe.Request(model=str(tiny_one.folder), **tiny_one.asked)
+    for profile in PROFILES if tiny_one.name not in FAST else PROFILES[:1]:
+        plan = everyframe.plan(request, profile=profile)
+        assert plan.obstacle is None
+        assert not plan.clashes
+        assert not [note for note in plan.notes if "no dry run can follow" in note]
+        assert [stage.component for stage in plan.stages] == [p.name for p in plan.components]
+        worked = {stage.component for stage in plan.stages if stage.operations}
+        assert set(denoisers(part.name for part in plan.components)) <= worked
+        assert {name for name in worked if "vae" in name or "decoder" in name}
+        assert plan.seconds is not None
+        assert plan.seconds > 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +130,23 @@ def test_a_truncated_file_is_told_as_such(file: Path, tmp_path: Path) -> None:
     short.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match="truncated"):
         everyframe.plan(model=str(short), image=PICTURE)
+
+
+def test_a_pickle_of_it_is_refused_with_how_it_is_converted(file: Path, tmp_path: Path) -> None:
+    state = load_file(file)
+    path = tmp_path / "other.ckpt"
+    torch.save({"state_dict": state}, path)
+    with pytest.raises(CheckpointError, match=r"in a pickle, which is not read") as refused:
+        everyframe.plan(model=str(path), image=np.zeros((16, 16, 3), np.uint8))
+    script = str(refused.value).partition('python -c "')[2].partition('"')[0]
+    target = tmp_path / "made.safetensors"
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(path), str(target)], capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    made = load_file(target)
+    assert made.keys() == state.keys()
+    assert all(torch.equal(made[name], tensor) for name, tensor in state.items())
 
 
 def test_other_files_are_left_to_others(folder: Path) -> None:

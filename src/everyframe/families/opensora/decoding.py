@@ -17,6 +17,7 @@ from einops import rearrange
 from torch import Tensor
 
 from everyframe.core.events import Event, Frames, Loaded, Step, event_of
+from everyframe.families import tiles
 from everyframe.families.family import Take
 from everyframe.families.guarding import Guard
 from everyframe.families.opensora.settle import PIECE
@@ -98,4 +99,8 @@ def _decoded(vae: ImageVAE | VideoVAE, guard: Guard, latents: Tensor, piece: Pie
     """The pixels (T, C, H, W) of one piece."""
     # As the autoencoder was planned, or less where memory ran out.
     at_once = guard.settings.saving("decode_frames", 0) or None
-    return rearrange(vae.decode_piece(latents, piece, at_once)[0], "c t h w -> t c h w")
+    side = guard.settings.saving(tiles.NAME, 0)
+    pixels = tiles.decode_in_tiles(
+        lambda part: vae.decode_piece(part, piece, at_once), latents, side
+    )
+    return rearrange(pixels[0], "c t h w -> t c h w")

@@ -13,6 +13,7 @@ from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from everyframe.core.plan import Settings
+from everyframe.families import tiles
 from everyframe.families.family import Rehearsal, Saving
 from everyframe.families.opensora.components import Sizes
 from everyframe.families.opensora.settle import PIECE, Facts
@@ -39,6 +40,8 @@ def rehearsals(
     pieces = fewer.vae.pieces(settings.num_frames)
     given = bool(settings.given_frames) or settings.chain > 1
     length = sizes.denoiser.model_max_length
+    tile = settings.saving(tiles.NAME, 0)
+    latents = sizes.vae.latent_size(*size)[1:]
 
     def one(stage: str, component: str, call: Any, num_calls: float, *told: Any) -> Rehearsal:
         return Rehearsal(
@@ -66,17 +69,18 @@ def rehearsals(
             *(() if team is None else (team.rank, team.weights, groups)),
         ),
         one(
-            "decode", "vae", partial(_decode, size),
-            settings.num_frames / pieces[0].num_frames, *size, repr(fewer.vae),
+            "decode", "vae", partial(_decode, size, tile),
+            settings.num_frames / pieces[0].num_frames * tiles.num_repeats(*latents, tile),
+            *size, repr(fewer.vae), tile,
         ),
     ]  # fmt: skip
     return tuple(stages)
 
 
 def savings(sizes: Sizes, component: str, settings: Settings) -> Iterator[Saving]:
-    """One branch of guidance after the other; fewer frames in one call of the decoder.
+    """One branch of guidance after the other; fewer frames in one call of the decoder, and tiles.
 
-    The decoder's last stage works frame by frame, so the frames stay what they are.
+    The decoder's last stage works frame by frame, so with fewer of them each stays what it is.
     """
     if component == "denoiser" and settings.guidance_scale != 1:
         yield Saving(
@@ -93,6 +97,9 @@ def savings(sizes: Sizes, component: str, settings: Settings) -> Iterator[Saving
             settings.with_saving("decode_frames", frames),
             f"frames are decoded {frames} at once, which only rounds differently",
         )
+        settings = settings.with_saving("decode_frames", frames)
+    size = sizes.vae.latent_size(settings.num_frames, settings.height, settings.width)
+    yield from tiles.tile_savings(settings, *size[1:])
 
 
 def _text(length: int, encoder: Any, device: str) -> object:
@@ -163,11 +170,14 @@ def _one_step(
     return next(rflow.sample_masked(denoise, x, timesteps, mask, fresh)).x
 
 
-def _decode(size: tuple[int, int, int], vae: Any, device: str) -> object:
+def _decode(size: tuple[int, int, int], tile: int, vae: Any, device: str) -> object:
     import torch
 
     num_frames, height, width = size
     channels = vae.config.latent_channels
     latents = torch.zeros(1, channels, *vae.latent_size(num_frames, height, width), device=device)
-    piece = vae.decode_piece(latents, vae.pieces(num_frames)[0])
+    first = vae.pieces(num_frames)[0]
+    piece = tiles.decode_in_tiles(
+        lambda part: vae.decode_piece(part, first), latents, tile, most=tiles.REHEARSED
+    )
     return piece.to("cpu", torch.float32)

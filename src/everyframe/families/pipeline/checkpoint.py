@@ -71,8 +71,10 @@ class Files:
         return tuple(part for part in self.parts if part.weights)
 
 
-def find_files(location: Location, *, trust_remote_code: bool = False) -> Files | None:
-    """The pipeline at that place; None if there is none.
+def find_files(
+    location: Location, *, trust_remote_code: bool = False, variant: str | None = None
+) -> Files | None:
+    """The pipeline at that place; None if there is none. `variant` is the set of weights to read.
 
     Raises:
         CheckpointError: a pipeline that can't be loaded; one line that says why and what to do.
@@ -86,11 +88,11 @@ def find_files(location: Location, *, trust_remote_code: bool = False) -> Files 
         return None
     for name in (MODULAR_INDEX, INDEX):
         if (folder / name).is_file():
-            return _read(where, folder, name, trust_remote_code)
+            return _read(where, folder, name, trust_remote_code, variant)
     return None
 
 
-def _read(where: str, folder: Path, index_name: str, trust: bool) -> Files:
+def _read(where: str, folder: Path, index_name: str, trust: bool, variant: str | None) -> Files:
     index, is_modular = read_json(folder / index_name), index_name == MODULAR_INDEX
     given = index.get("_class_name")
     code_file = None
@@ -104,7 +106,16 @@ def _read(where: str, folder: Path, index_name: str, trust: bool) -> Files:
         raise CheckpointError(_untrusted(where, f"its pipeline is code of its own ({code_file})"))
     public = {name: value for name, value in index.items() if not name.startswith("_")}
     entries = {name: value for name, value in public.items() if _is_component(value)}
-    parts = {name: _part(where, folder, name, entry, trust) for name, entry in entries.items()}
+    parts = {
+        name: _part(where, folder, name, entry, trust, variant) for name, entry in entries.items()
+    }
+    if variant is not None and all(
+        part is None or part.variant != variant for part in parts.values()
+    ):
+        raise CheckpointError(
+            f"{where} has no weights in the variant {variant!r}: no *.{variant}.safetensors in it; "
+            "leave --variant out"
+        )
     return Files(
         where,
         folder,
@@ -135,7 +146,9 @@ def _untrusted(where: str, what: str) -> str:
     )
 
 
-def _part(where: str, root: Path, name: str, entry: list[Any], trust: bool) -> Part | None:
+def _part(
+    where: str, root: Path, name: str, entry: list[Any], trust: bool, variant: str | None
+) -> Part | None:
     """A component of the index; None for one that the pipeline was saved without."""
     library, class_name = entry[:2]
     spec = entry[2] if len(entry) == 3 and isinstance(entry[2], dict) else {}
@@ -151,8 +164,8 @@ def _part(where: str, root: Path, name: str, entry: list[Any], trust: bool) -> P
         )
     if (folder / f"{library}.py").is_file() and not trust:
         raise CheckpointError(_untrusted(where, f"{name} is {library}.py"))
-    weights, variant = _weights(where, name, folder)
-    part = Part(name, str(library), str(class_name), folder, weights, variant)
+    weights, found = _weights(where, name, folder, variant)
+    part = Part(name, str(library), str(class_name), folder, weights, found)
     if part.config().get("quantization_config"):
         raise CheckpointError(
             f"{where}: its {name} is quantised, which is not supported; take the checkpoint "
@@ -161,17 +174,19 @@ def _part(where: str, root: Path, name: str, entry: list[Any], trust: bool) -> P
     return part
 
 
-def _weights(where: str, name: str, folder: Path) -> tuple[tuple[Path, ...], str | None]:
+def _weights(
+    where: str, name: str, folder: Path, asked: str | None
+) -> tuple[tuple[Path, ...], str | None]:
     """The safetensors files to read, and the variant that they are.
 
-    Plain ones first; a folder that has variants only is read in the first of these.
+    What was asked for, or plain ones; a folder that has other variants only is read in the first.
     """
     by_variant: dict[str, list[Path]] = {}
     for file in sorted(folder.glob("*.safetensors")):
         match = _VARIANT.search(file.name)
         by_variant.setdefault(match["name"] if match else "", []).append(file)
     if by_variant:
-        variant = "" if "" in by_variant else min(by_variant)
+        variant = next((each for each in (asked, "") if each in by_variant), min(by_variant))
         return tuple(by_variant[variant]), variant or None
     pickled = sorted(file.name for file in folder.iterdir() if file.suffix in _PICKLES)
     if pickled:

@@ -1,8 +1,8 @@
 """The parts of a pipeline for a plan: what they hold, what precision they want, what they need.
 
 Counted from the headers of the weight files; no module is built. All parts are in memory together
-while a pipeline's `__call__` runs, so all belong to one stage. Forecasts are rough: the widest
-tensors of one block, and the frames. Read next: `loading.py`.
+while a pipeline's `__call__` runs, so all belong to one stage. `working_bytes` is rough, the widest
+tensors of one block and the frames: for where no dry run can be had. Read next: `rehearsals.py`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ STAGE = "pipeline"
 #: Direct children of denoisers that steer every block or end the stream: float32 at least.
 _STEERING = (
     "time_embed", "time_embedding", "time_embedder", "time_text_embed", "adaln_single",
-    "norm_out", "proj_out", "conv_norm_out", "conv_out",
+    "norm_out.linear", "proj_out", "conv_norm_out", "conv_out",
 )  # fmt: skip
+_LAST, _LAST_NORM = "norm_out", ("norm_out.norm", "norm_out.weight")
 #: Beyond fp16's range in T5's feed-forward.
 _T5_RANGE = ("*.wo",)
 #: Pixels of a tile, about, in diffusers' autoencoders.
@@ -87,6 +88,9 @@ def islands_of(name: str, cls: Any, parameters: Mapping[str, int]) -> tuple[str,
     patterns = [form for word in own for form in (word, f"*.{word}")]
     if denoisers((name,)):
         patterns += _STEERING
+        # A norm without parameters has nothing to be kept in float32: it takes what it is given.
+        if _present(_LAST_NORM, parameters):
+            patterns.append(_LAST)
     return _present(tuple(patterns), parameters)
 
 

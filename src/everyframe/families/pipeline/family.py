@@ -1,7 +1,7 @@
 """The pipeline family: any diffusers video pipeline, run through its own `__call__`.
 
-What the others give up for that: components are loaded together, decoding has no events, and
-memory is forecast roughly; the plan says so. Read next: `checkpoint.py` (what lies where),
+What the others give up for that: components are loaded together, and decoding has no events; the
+plan says so. Read next: `checkpoint.py` (what lies where),
 `interface.py` (what a pipeline takes), `settle.py`, `stages.py` (the run), `given.py` (a pipeline
 that somebody has loaded).
 """
@@ -9,16 +9,17 @@ that somebody has loaded).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from everyframe.checkpoints.find import Location
 from everyframe.core.errors import CheckpointError, InputError
 from everyframe.core.options import FamilyOptions
 from everyframe.core.plan import Plan, Settings
 from everyframe.core.request import Request
-from everyframe.families.family import Component, Stage
+from everyframe.families.family import Component, JointRehearsal, Saving, Stage
 from everyframe.families.pipeline import settle
 from everyframe.families.pipeline.checkpoint import Files, find_files
 from everyframe.families.pipeline.classes import (
@@ -31,6 +32,9 @@ from everyframe.families.pipeline.components import components
 from everyframe.families.pipeline.options import PipelineOptions
 from everyframe.families.pipeline.quiet import quiet_libraries
 from everyframe.families.pipeline.sizes import Sizes
+
+if TYPE_CHECKING:
+    from everyframe.families.pipeline.rehearsals import Dry
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,28 @@ class PipelineModel:
     def components(self, settings: Settings) -> tuple[Component, ...]:
         """Every part that has weights."""
         return components(self.files, self.sizes, settings)
+
+    @cached_property
+    def _dry(self) -> Dry:
+        from everyframe.families.pipeline.rehearsals import Dry
+
+        interface = self.sizes.interface
+        return Dry(self.files, interface, settle.check_options(interface, self.options.option))
+
+    def rehearsals(self, settings: Settings) -> tuple[JointRehearsal, ...]:
+        """One call, and each component's share in it."""
+        return self._dry.rehearsals(settings)
+
+    def savings(self, component: str, settings: Settings) -> Iterator[Saving]:
+        """Tiles, if the autoencoder has them."""
+        shown = dict(settings.options)
+        if component == "vae" and not shown.get("vae_tiling") and self._can_tile():
+            yield Saving(
+                replace(settings, options=(*shown.items(), ("vae_tiling", True))),
+                "decoded in tiles (vae_tiling), which changes the picture near their seams; memory "
+                "and time of that are forecast roughly",
+                is_lossy=True,
+            )
 
     def missing(self) -> tuple[str, ...]:
         """Nothing: a hub id is fetched before its pipeline is known."""
@@ -93,7 +119,9 @@ class DiffusersPipeline:
     def recognise(self, location: Location, options: FamilyOptions) -> PipelineModel | None:
         """The pipeline at that place if it makes videos, by its index, configs and class."""
         assert isinstance(options, PipelineOptions)
-        files = find_files(location, trust_remote_code=options.trust_remote_code)
+        files = find_files(
+            location, trust_remote_code=options.trust_remote_code, variant=options.variant
+        )
         if files is None:
             return None
         with quiet_libraries():

@@ -59,7 +59,8 @@ class GivenPipeline:
             raise InputError(
                 "vae_tiling would change a pipeline that is yours; call pipe.vae.enable_tiling()"
             )
-        return settle.settle(self.sizes, self.title, request, self.options, seed)
+        settings, notes = settle.settle(self.sizes, self.title, request, self.options, seed)
+        return settings, (*notes, "memory is forecast roughly, and time not at all")
 
     def components(self, settings: Settings) -> tuple[Component, ...]:
         """Its modules, in the dtypes that they have."""

@@ -18,8 +18,8 @@ from torch import nn
 from everyframe.checkpoints.folder import listing
 from everyframe.core.errors import CheckpointError, MissingPackageError
 from everyframe.core.events import Event, Loaded, Note
-from everyframe.core.plan import ComponentPlan, Plan
-from everyframe.families import repairing
+from everyframe.core.plan import Plan, Settings
+from everyframe.families import offload, repairing, turns
 from everyframe.families.loading import keep_in_sight, show
 from everyframe.families.pipeline.checkpoint import Files, Part
 from everyframe.families.pipeline.classes import component_class, empty_modular, pipeline_class
@@ -43,17 +43,20 @@ def load(plan: Plan, files: Files, found: list[Any]) -> Iterator[Event]:
         began = time.perf_counter()
         # The engine runs in inference mode; what is made in it can't be changed outside of it.
         with torch.inference_mode(False), torch.no_grad():
-            modules[part.name], extra = _component(files.where, part, plan.component(part.name))
+            modules[part.name], extra = _component(files.where, part, plan)
         show(part.name, modules[part.name])
         if extra:
             yield Note(f"{part.name}: its files hold {len(extra)} tensors more than it has "
                        f"({listing(extra)})")  # fmt: skip
         yield Loaded(part.name, time.perf_counter() - began)
-    found.append(_assembled(files, modules))
+    _place(plan, modules)
+    pipe = assembled(files, modules)
+    set_tiling(pipe, plan.settings)
+    found.append(pipe)
 
 
-def _component(where: str, part: Part, planned: ComponentPlan) -> tuple[nn.Module, list[str]]:
-    cls = component_class(part)
+def _component(where: str, part: Part, plan: Plan) -> tuple[nn.Module, list[str]]:
+    cls, planned = component_class(part), plan.component(part.name)
     dtype = torch_dtype(planned.precision.parameters)
     how: dict[str, Any] = {"variant": part.variant} if part.variant else {}
     # transformers and diffusers call it by different names; each warns of the other's.
@@ -84,14 +87,47 @@ def _component(where: str, part: Part, planned: ComponentPlan) -> tuple[nn.Modul
     # last bits differ. The call runs without gradients anyway.
     module.eval()
     keep_in_sight(module)
-    edges.apply(module, planned.precision, _outputs(module))
+    edges.apply(module, planned.precision, outputs_of(module))
     # A pipeline's own code hands half precision to a part in float32, too.
     edges.join(module)
     for remedy in planned.remedies:
         repairing.put_on(module, remedy)
-    module.to(planned.device)
-    after_weights(module, planned.paths, _outputs(module))
+    after_weights(module, planned.paths, outputs_of(module))
     return module, sorted(map(str, report.get("unexpected_keys") or ()))
+
+
+def _place(plan: Plan, modules: dict[str, nn.Module]) -> None:
+    """Each part on its device, or waiting on the host for its turn there."""
+    turning = []
+    for name, module in modules.items():
+        part = plan.component(name)
+        if not part.offload and not part.by_turns:
+            module.to(part.device)
+            continue
+        # Where diffusers looks for the device that inputs go to.
+        vars(module)["_hf_hook"] = _Waiting(torch.device(part.device))
+        if part.offload:
+            offload.apply(module, part.device)
+        else:
+            turning.append(module)
+    if turning:
+        turns.take_turns(turning, plan.device.torch_name)
+
+
+class _Waiting:
+    """Says where a module computes whose parameters are elsewhere; named as accelerate names it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.execution_device = device
+
+
+def set_tiling(pipe: Any, settings: Settings) -> None:
+    """Have the autoencoder decode in tiles, or not, as the plan has it. The pipeline is our own."""
+    vae: Any = getattr(pipe, "vae", None)
+    if dict(settings.options).get("vae_tiling"):
+        vae.enable_tiling()
+    elif hasattr(vae, "disable_tiling"):
+        vae.disable_tiling()
 
 
 def _is_of_diffusers(cls: Any) -> bool:
@@ -100,13 +136,14 @@ def _is_of_diffusers(cls: Any) -> bool:
     return issubclass(cls, ModelMixin)
 
 
-def _outputs(module: nn.Module) -> tuple[str, ...]:
+def outputs_of(module: nn.Module) -> tuple[str, ...]:
+    """The submodules of a component whose results leave it, for `edges.apply`."""
     children = dict(module.named_children())
     is_coder = hasattr(module, "decode") and hasattr(module, "encode")
     return tuple(name for name in _ENDS if name in children) if is_coder else ("",)
 
 
-def _assembled(files: Files, modules: dict[str, nn.Module]) -> Any:
+def assembled(files: Files, modules: dict[str, nn.Module]) -> Any:
     """The pipeline around its modules; tokenizers, schedulers and the like are read here."""
     pipe = empty_modular(files) if files.is_modular else None
     known = set(pipe.component_names) if pipe is not None else None

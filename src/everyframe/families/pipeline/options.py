@@ -15,7 +15,7 @@ from pydantic import field_validator
 from everyframe.core.errors import InputError
 from everyframe.core.options import FamilyOptions
 from everyframe.core.options import option as an_option
-from everyframe.families.shared_options import fit_option
+from everyframe.families.shared_options import fit_option, variant_option
 
 #: What people write for JSON's words on a command line.
 _WORDS = {"True": True, "False": False, "None": None}
@@ -35,6 +35,7 @@ class PipelineOptions(FamilyOptions):
         group="Family",
         default=False,
     )
+    variant: str | None = variant_option()
     trust_remote_code: bool = an_option(
         "Run Python code that comes with the checkpoint. Read it first.",
         group="Family",

@@ -28,8 +28,11 @@ def silent(pipe: Any) -> Iterator[None]:
 
 
 @contextmanager
-def quiet_libraries() -> Iterator[None]:
-    """Within, diffusers and transformers draw no bars and say nothing short of an error."""
+def quiet_libraries(*, even_errors: bool = False) -> Iterator[None]:
+    """Within, diffusers and transformers draw no bars and say nothing short of an error.
+
+    With `even_errors` not that either: for what may fail, and is told in other words then.
+    """
     from diffusers.utils import logging as of_diffusers
     from transformers.utils import logging as of_transformers
 
@@ -39,7 +42,7 @@ def quiet_libraries() -> Iterator[None]:
         for library in libraries
     ]
     for library in libraries:
-        library.set_verbosity_error()
+        library.set_verbosity(library.CRITICAL if even_errors else library.ERROR)
         library.disable_progress_bar()
     try:
         yield

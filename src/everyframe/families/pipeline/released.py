@@ -48,6 +48,10 @@ SIZES: Mapping[str, tuple[int, int]] = {
 }
 #: Frames, likewise.
 LENGTHS: Mapping[str, int] = {"LTX2": 121, "MiniMaxH3": 124, "Wan": 81}
+#: Steps that are fewer than what is asked for: a number of points, between which it steps.
+STEPS_FEWER: Mapping[str, int] = {"MiniMaxH3": 1}
+#: The fewest steps that its schedule can be made of, where one is too few.
+FEWEST_STEPS: Mapping[str, int] = {"Mochi": 2}
 
 
 def of(table: Mapping[str, _Value], class_name: str) -> _Value | None:

@@ -92,7 +92,6 @@ def plain(value: Any) -> Any:
 def _standing_notes(sizes: Sizes, request: Request) -> list[str]:
     """What this pipeline can't do, whatever is asked of it."""
     interface, notes = sizes.interface, []
-    notes.append("memory is forecast roughly, and time not at all")
     if denoisers(sizes.configs):
         notes.append("only denoising steps are counted; text, pictures and decoding give no events")
     else:

@@ -76,7 +76,6 @@ class PipelineStage:
                 stack.enter_context(untouched(pipe))
             stack.enter_context(silent(pipe))
             self._set_guidance(pipe)
-            self._set_tiling(pipe)
             for number, take in enumerate(takes):
                 yield from self._video(pipe, take, number, len(takes))
 
@@ -93,11 +92,6 @@ class PipelineStage:
             pipe.update_components(guider=guided)
         else:
             pipe.register_modules(guider=guided)
-
-    def _set_tiling(self, pipe: Any) -> None:
-        if dict(self.plan.settings.options).get("vae_tiling"):
-            # As the pipeline is our own: that of somebody else is refused when it is settled.
-            pipe.vae.enable_tiling()
 
     def _video(self, pipe: Any, take: Take, number: int, num_takes: int) -> Iterator[Event]:
         call = partial(self._call, pipe, take, number, num_takes)

@@ -155,6 +155,7 @@ def _path_of_parts(location: Location) -> Path | None:
 
 def _at(where: str, path: Path, location: Location) -> Files | None:
     if path.is_file():
+        single.refuse_pickled(path)
         return Files(where, path, location) if single.is_single_file(path) else None
     index = path / "model_index.json"
     if index.is_file():

@@ -67,7 +67,7 @@ class SVDModel:
 
     def savings(self, component: str, settings: Settings) -> Iterator[Saving]:
         """Ways to run a component in less memory."""
-        return savings(component, settings, self.options)
+        return savings(self.config, component, settings, self.options)
 
     def missing(self) -> tuple[str, ...]:
         """What must be fetched first."""

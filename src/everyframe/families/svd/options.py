@@ -6,7 +6,7 @@ Names and defaults are those of diffusers' `StableVideoDiffusionPipeline`. Read 
 from __future__ import annotations
 
 from everyframe.core.options import FamilyOptions, option
-from everyframe.families.shared_options import fit_option
+from everyframe.families.shared_options import fit_option, variant_option
 
 
 class SVDOptions(FamilyOptions):
@@ -44,8 +44,4 @@ class SVDOptions(FamilyOptions):
         le=100_000,
     )
     fit: str = fit_option()
-    variant: str | None = option(
-        "Stored precision of the weights to take where a model has several, such as fp16.",
-        group="Family",
-        pattern=r"^\w+$",
-    )
+    variant: str | None = variant_option()

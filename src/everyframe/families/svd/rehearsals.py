@@ -13,11 +13,13 @@ from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from everyframe.core.plan import Settings
+from everyframe.families import tiles
 from everyframe.families.family import Rehearsal, Saving
 from everyframe.families.svd.components import Builders
 from everyframe.families.svd.settle import latent_shape
 
 if TYPE_CHECKING:
+    from everyframe.families.svd.config import SVDConfig
     from everyframe.families.svd.options import SVDOptions
 
 
@@ -27,6 +29,8 @@ def rehearsals(builders: Builders, settings: Settings) -> tuple[Rehearsal, ...]:
     chunk = min(int(settings.option("decode_chunk_size")), settings.num_frames)
     branches = 1 if settings.guidance_scale <= 1 else 2
     together = min(branches, settings.saving("branches_at_once", branches))
+    tile = settings.saving(tiles.NAME, 0)
+    rows, columns = latent_shape(builders.config, settings)[2:]
     config = (repr(builders.config),)
 
     def one(stage: str, component: str, call: Any, num_calls: float, *sizes: int) -> Rehearsal:
@@ -49,29 +53,34 @@ def rehearsals(builders: Builders, settings: Settings) -> tuple[Rehearsal, ...]:
         ),
         one(
             "decode", "vae", partial(_decode, builders, settings, chunk),
-            ceil(settings.num_frames / chunk), *size, chunk,
+            ceil(settings.num_frames / chunk) * tiles.num_repeats(rows, columns, tile),
+            *size, chunk, tile,
         ),
     )  # fmt: skip
 
 
-def savings(component: str, settings: Settings, options: SVDOptions) -> Iterator[Saving]:
-    """One branch of guidance after the other; fewer frames decoded at once, if not asked for."""
+def savings(
+    config: SVDConfig, component: str, settings: Settings, options: SVDOptions
+) -> Iterator[Saving]:
+    """One branch of guidance after the other; fewer frames decoded at once, and tiles."""
     if component == "unet" and settings.guidance_scale > 1:
         yield Saving(
             settings.with_saving("branches_at_once", 1),
             "the two branches of guidance are computed one after the other",
         )
-    chunk = int(settings.option("decode_chunk_size"))
-    if component != "vae" or options.decode_chunk_size is not None:
+    if component != "vae":
         return
-    while chunk > 1:
+    chunk = int(settings.option("decode_chunk_size"))
+    while chunk > 1 and options.decode_chunk_size is None:
         chunk = ceil(chunk / 2)
         fewer = dict(settings.options) | {"decode_chunk_size": chunk}
+        settings = replace(settings, options=tuple(fewer.items()))
         yield Saving(
-            replace(settings, options=tuple(fewer.items())),
+            settings,
             f"frames are decoded {chunk} at once (decode_chunk_size), which changes the picture a "
             "little: the decoder sees a frame's neighbours only inside of these",
         )
+    yield from tiles.tile_savings(settings, *latent_shape(config, settings)[2:])
 
 
 def _image(builders: Builders, encoder: Any, device: str) -> object:
@@ -111,4 +120,8 @@ def _decode(builders: Builders, settings: Settings, chunk: int, vae: Any, device
     config = builders.config
     latents = torch.zeros(chunk, *latent_shape(config, settings)[1:], device=device)
     together = {"num_frames": chunk} if config.decodes_together else {}
-    return vae.decode(latents, **together).sample.to("cpu", torch.float32)
+    side = settings.saving(tiles.NAME, 0)
+    pixels = tiles.decode_in_tiles(
+        lambda part: vae.decode(part, **together).sample, latents, side, most=tiles.REHEARSED
+    )
+    return pixels.to("cpu", torch.float32)

@@ -9,7 +9,7 @@ here. Read next: `weights.py` for the names, `checkpoint.py`.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,31 @@ _UP = {True: "CrossAttnUpBlockSpatioTemporal", False: "UpBlockSpatioTemporal"}
 
 def is_single_file(path: Path) -> bool:
     """Whether it is a Stable Video Diffusion in one file, by the names in its header."""
-    if path.suffix != ".safetensors":
-        return False
+    return path.suffix == ".safetensors" and _are_ours(read_header(path).tensors)
+
+
+def refuse_pickled(path: Path) -> None:
+    """Raise `CheckpointError` for the same as a pickle of tensors, with how it is converted."""
+    if path.suffix != ".ckpt":
+        return
+    from everyframe.checkpoints.pickles import pickle_entries
+
+    if _are_ours(pickle_entries(path)):
+        script = (
+            "import sys, torch; from safetensors.torch import save_file; a, b = sys.argv[1:]; "
+            "d = torch.load(a, map_location='cpu', weights_only=True); d = d.get('state_dict', d); "
+            "save_file({k: v.contiguous() for k, v in d.items()}, b)"
+        )
+        raise CheckpointError(
+            f"{path} is a Stable Video Diffusion in a pickle, which is not read: reading a pickle "
+            "can run any program. Take the .safetensors of the same release, or convert it once: "
+            f'python -c "{script}" {path} {path.with_suffix(".safetensors").name}'
+        )
+
+
+def _are_ours(names: Iterable[str]) -> bool:
     mixes = re.compile(re.escape(DENOISER) + r".*time_mixer\.mix_factor")
-    return any(mixes.match(name) for name in read_header(path).tensors)
+    return any(mixes.match(name) for name in names)
 
 
 def frames_by_name(file_name: str) -> int:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from everyframe.core.events import Event, Frames, Loaded, Step
 from everyframe.core.plan import Plan, Settings
+from everyframe.families import tiles
 from everyframe.families.family import Take
 from everyframe.families.guarding import Guard
 from everyframe.families.loading import load_component
@@ -326,12 +327,16 @@ class DecodeStage:
         """Frames (T, H, W, 3) in 0..1 of one chunk."""
         config = self.job.config
         latents = (latents_TCHW * (1 / config.scaling_factor)).to(self.job.device("vae"))
+        side = guard.settings.saving(tiles.NAME, 0)
 
         def decode() -> Tensor:
             # A chunk as it was planned, or in smaller ones where memory ran out.
             at_once = int(guard.settings.option("decode_chunk_size"))
             return torch.cat(
-                [_decoded(vae, config, part) for part in torch.split(latents, at_once)]
+                [
+                    tiles.decode_in_tiles(partial(_decoded, vae, config), part, side)
+                    for part in torch.split(latents, at_once)
+                ]
             )
 
         pixels = guard.decoded(chunk, decode, latents, is_asked=is_asked)

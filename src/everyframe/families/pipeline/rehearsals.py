@@ -1,0 +1,143 @@
+"""A pipeline's own call, run dry: its modules empty, its scheduler and tokenizers real.
+
+Nobody wrote that call for tensors without numbers, so it may come to a place where it can't go on;
+then the plan says so, and forecasts are rough. As many steps as there are experts are enough: the
+others are like them. Read next: `everyframe.precision.rehearse`, `stages.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.nn.attention.flex_attention as flex
+import torch.nn.functional as F
+from torch import nn
+
+from everyframe.core.plan import Settings
+from everyframe.families.family import GivenFrames, JointRehearsal, Take
+from everyframe.families.loading import build_on_meta
+from everyframe.families.pipeline import released
+from everyframe.families.pipeline.arguments import arguments
+from everyframe.families.pipeline.checkpoint import Files, Part
+from everyframe.families.pipeline.classes import component_class
+from everyframe.families.pipeline.components import STAGE
+from everyframe.families.pipeline.interface import Interface
+from everyframe.families.pipeline.loading import assembled, outputs_of, set_tiling
+from everyframe.families.pipeline.quiet import quiet_libraries, silent
+from everyframe.families.pipeline.sizes import denoisers
+from everyframe.precision.stand_in import STAND_IN
+
+
+@dataclass(frozen=True)
+class Dry:
+    """A pipeline whose calls can be run dry. `own` are the parameters that only it has."""
+
+    files: Files
+    interface: Interface
+    own: Mapping[str, Any]
+
+    @cached_property
+    def modules(self) -> dict[str, nn.Module]:
+        """Its components with weights, empty; the same objects at every call."""
+        with quiet_libraries():
+            return {part.name: build_on_meta(partial(_empty, part)) for part in self.files.models}
+
+    @cached_property
+    def _pipe(self) -> Any:
+        with quiet_libraries():
+            return assembled(self.files, self.modules)
+
+    @cached_property
+    def _identity(self) -> str:
+        configs = {part.name: part.config() for part in self.files.parts}
+        return f"{self.files!r} {json.dumps(configs, sort_keys=True, default=str)}"
+
+    def rehearsals(self, settings: Settings) -> tuple[JointRehearsal, ...]:
+        """One call, and each component's share in it."""
+        name = self.interface.class_name
+        fewer = released.of(released.STEPS_FEWER, name) or 0
+        experts = len(denoisers([part.name for part in self.files.models]))
+        fewest = max(experts, released.of(released.FEWEST_STEPS, name) or 1)
+        steps = min(fewest + fewer, settings.num_inference_steps)
+        few = replace(settings, num_inference_steps=steps, seed=0, num_videos=1)
+        repeats = max(settings.num_inference_steps - fewer, 1) / max(steps - fewer, 1)
+        key = (self._identity, repr(few), repr(self.own))
+
+        def call(modules: Mapping[str, nn.Module], device: str) -> object:
+            return self._call(few)
+
+        tiled = dict(settings.options).get("vae_tiling")
+        return tuple(
+            JointRehearsal(
+                stage=STAGE,
+                component=part.name,
+                module=lambda: self.modules,
+                call=call,
+                num_calls=repeats if denoisers((part.name,)) else 1,
+                key=key,
+                outputs_of=outputs_of,
+            )
+            for part in self.files.models
+            # Tiles are thousands of operations each.
+            if not (tiled and part.name == "vae")
+        )
+
+    def _call(self, settings: Settings) -> object:
+        frame = np.zeros((1, settings.height, settings.width, 3), np.uint8)
+        given = GivenFrames(
+            first=frame if "image" in settings.given_frames else None,
+            last=frame if "last_image" in settings.given_frames else None,
+        )
+        call = arguments(self.interface, settings, Take(0, given), self.own)
+        if "output_type" in call:
+            # What comes to the host would really be made there; tiles are not followed.
+            tiled = dict(settings.options).get("vae_tiling")
+            call["output_type"] = "latent" if tiled else "pt"
+        pipe = self._pipe
+        set_tiling(pipe, settings)
+        with quiet_libraries(even_errors=True), silent(pipe), _on_no_device():
+            return pipe(**call)
+
+
+def _empty(part: Part) -> nn.Module:
+    """One component without its weights."""
+    cls = component_class(part)
+    if hasattr(cls, "load_config"):  # diffusers
+        module: nn.Module = cls.from_config(cls.load_config(str(part.folder)))
+    else:
+        config = cls.config_class.from_pretrained(str(part.folder), local_files_only=True)
+        module = cls(config)
+    return module
+
+
+@contextmanager
+def _on_no_device() -> Iterator[None]:
+    """Within, two things of torch that ask for a real device take none for one.
+
+    Mochi turns off a cast around its positions, which nobody turned on; LTX-2.5 decodes with
+    attention that looks at some of the keys, in place of which all are counted.
+    """
+    casts, attends = vars(torch)["autocast"], flex.flex_attention
+
+    def no_casts(device_type: str, *args: Any, **kwargs: Any) -> Any:
+        known = device_type != STAND_IN
+        return casts(device_type, *args, **kwargs) if known else nullcontext()
+
+    def attend(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        if query.device.type == STAND_IN:
+            return F.scaled_dot_product_attention(query, key, value)
+        return attends(query, key, value, *args, **kwargs)
+
+    with (
+        patch.object(torch, "autocast", no_casts),
+        patch.object(flex, "flex_attention", attend),
+    ):
+        yield

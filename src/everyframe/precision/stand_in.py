@@ -1,0 +1,120 @@
+"""Tensors of a dry run: what is on the device that stands for the plan's, and what has numbers.
+
+What is on the stand-in has shape and dtype alone. Code that nobody wrote for that asks for numbers:
+a pipeline's own call looks at which expert takes this timestep and how long the text is. All of
+that is small, so there it is made on the host for real. Where a mask is not known, everything in it
+counts as set, which is the most that it can select.
+Read next: `everyframe.precision.rehearse`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+#: The device that stands for the plan's; it computes shapes and dtypes.
+STAND_IN = "meta"
+
+#: Tensors of so few elements keep their numbers.
+KNOWN_ELEMENTS = 4096
+
+#: What the host computes of such is made for real up to so many elements.
+HOST_ELEMENTS = 1 << 24
+
+
+def placed(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """`kwargs` of what makes tensors, in code that asks for numbers, with another device in them.
+
+    What would be on the device, and is small, is made on the host; what would be on the host, and
+    is large (noise is drawn there), has no numbers.
+    """
+    on_device_asked = made_on_device(kwargs)
+    if "device" not in kwargs or (not on_device_asked and _has_tensors(args)):
+        return kwargs
+    dry = {**kwargs, "device": torch.device(STAND_IN)}
+    if "generator" in kwargs:
+        dry["generator"] = None
+    results = [each for each in tree_leaves(func(*args, **dry)) if isinstance(each, Tensor)]
+    if sum(each.numel() for each in results) > KNOWN_ELEMENTS:
+        return dry
+    return {**kwargs, "device": torch.device("cpu")}
+
+
+def on_host(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """An operation on host tensors; its result has no numbers where it would be large."""
+    try:
+        dry = func(*tree_map(to_stand_in, args), **tree_map(to_stand_in, kwargs))
+    except (RuntimeError, TypeError):  # its sizes depend on numbers, or it is for real ones alone
+        return func(*args, **kwargs)
+    results = [each for each in tree_leaves(dry) if isinstance(each, Tensor)]
+    is_large = sum(each.numel() for each in results) > HOST_ELEMENTS
+    return dry if is_large and on_device(dry) else func(*args, **kwargs)
+
+
+def _has_tensors(values: Any) -> bool:
+    return any(isinstance(each, Tensor) for each in tree_leaves(values))
+
+
+def without_masks(operation: str, args: Any) -> Any:
+    """The operands of an indexing with its masks as indices, which need no numbers to be used."""
+    if operation not in ("aten::index", "aten::index_put", "aten::index_put_"):
+        return args
+    indices: list[Any] = []
+    for index in args[1]:
+        if isinstance(index, Tensor) and index.dtype == torch.bool:
+            indices += places(index).unbind(1)
+        else:
+            indices.append(index)
+    return (args[0], indices, *args[2:])
+
+
+def places(mask: Tensor) -> Tensor:
+    """Where a tensor is not zero, (N, dimensions): N as known, or all of them."""
+    if mask.device.type != STAND_IN:
+        return mask.nonzero().to(STAND_IN)
+    return torch.empty(mask.numel(), mask.ndim, dtype=torch.int64, device=STAND_IN)
+
+
+def on_device(values: Any) -> list[Tensor]:
+    """Those of the tensors that are on the stand-in."""
+    return [
+        each
+        for each in tree_leaves(values)
+        if isinstance(each, Tensor) and each.device.type == STAND_IN
+    ]
+
+
+def goes_to_host(kwargs: dict[str, Any]) -> bool:
+    """Whether an operation with these arguments makes a host tensor."""
+    device = kwargs.get("device")
+    return device is not None and torch.device(device).type != STAND_IN
+
+
+def made_on_device(kwargs: dict[str, Any]) -> bool:
+    """Whether an operation with these arguments makes a tensor on the stand-in."""
+    device = kwargs.get("device")
+    return device is not None and torch.device(device).type == STAND_IN
+
+
+def to_stand_in(value: Any) -> Any:
+    """A host tensor without its numbers; anything else, and single numbers, as they are."""
+    if isinstance(value, Tensor) and value.device.type == "cpu" and value.ndim:
+        return torch.empty_like(value, device=STAND_IN)
+    return value
+
+
+def widened(args: Any) -> Any:
+    """Floating tensors among the operands brought to the widest dtype of all."""
+    dtypes = [t.dtype for t in on_device(args) if t.is_floating_point()]
+    widest = dtypes[0]
+    for dtype in dtypes[1:]:
+        widest = torch.promote_types(widest, dtype)
+
+    def widen(value: Any) -> Any:
+        floats = isinstance(value, Tensor) and value.is_floating_point()
+        return torch.empty_like(value, dtype=widest) if floats else value
+
+    return tree_map(widen, args)

@@ -1,0 +1,215 @@
+"""A pipeline's own call without numbers: what it finds, what it forecasts, what follows from it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import everyframe
+import tiny_pipelines
+from everyframe.core.errors import CheckpointError
+from everyframe.core.plan import Plan, Precision
+from everyframe.families.family import JointRehearsal
+from everyframe.families.pipeline import rehearsals
+from everyframe.hardware.profiles import find_profile
+from everyframe.planning import dryrun
+from everyframe.planning.resolve import Prepared, prepare
+from everyframe.precision import edges
+from everyframe.precision import rehearse as rehearsing
+from everyframe.precision.live import LiveBytes
+from planned import frames_of, unchanged, with_components
+
+SMALL: dict[str, Any] = {
+    "prompt": "a fox", "num_inference_steps": 2, "seed": 1, "device": "cpu",
+    **tiny_pipelines.CALLS["cogvideox"],
+}  # fmt: skip
+CARD = find_profile("cuda-sm80").machine().devices[0]
+WIDE, NARROW = Precision("float32", "float32"), Precision("bfloat16", "bfloat16")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "tiny-cog"
+    tiny_pipelines.cogvideox(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def prepared(folder: Path) -> Prepared:
+    return prepare(everyframe.Request(model=str(folder), **SMALL))
+
+
+def joint(prepared: Prepared) -> JointRehearsal:
+    model: Any = prepared.model
+    made: JointRehearsal = model.rehearsals(prepared.plan.settings)[0]
+    return made
+
+
+def decodes_wide(plan: Plan) -> Plan:
+    """As on a card with bfloat16: its autoencoder alone in float32."""
+    narrow = tuple(
+        part if part.name == "vae" else replace(part, precision=NARROW) for part in plan.components
+    )
+    return replace(plan, components=narrow)
+
+
+class Counted(TorchDispatchMode):
+    """Every tensor that is made while it lives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = LiveBytes()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.live.known(each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor))
+        answer = func(*args, **(kwargs or {}))
+        self.live.made([e for e in tree_leaves(answer) if isinstance(e, Tensor)], "")
+        return answer
+
+
+def test_what_is_counted_without_numbers_is_what_lives_with_them(
+    folder: Path,
+) -> None:
+    asked = {**SMALL, "size": "64x64", "device": "auto", "dtype": "fp32"}
+    # A card's: the workspaces of a CPU's kernels are in its forecast and in no tensor.
+    plan = everyframe.plan(model=str(folder), profile="cuda-sm80", **asked)
+    pipe = diffusers.CogVideoXPipeline.from_pretrained(folder)
+    pipe.set_progress_bar_config(disable=True)
+    with torch.no_grad(), Counted() as counted:
+        pipe(
+            "a fox", height=64, width=64, num_frames=9, num_inference_steps=2, output_type="pt",
+            max_sequence_length=16, generator=torch.Generator().manual_seed(1),
+        )  # fmt: skip
+    forecast = max(part.working_bytes for part in plan.components)
+    assert counted.live.peak > 2e6
+    assert forecast == pytest.approx(counted.live.peak, rel=0.2)
+
+
+def test_the_plan_has_time_and_memory_of_each_part(folder: Path) -> None:
+    plan = everyframe.plan(model=str(folder), profile="cuda-sm80", **{**SMALL, "device": "auto"})
+    assert [stage.component for stage in plan.stages] == ["text_encoder", "transformer", "vae"]
+    assert all(stage.working_bytes > 0 and stage.operations > 0 for stage in plan.stages)
+    assert plan.seconds is not None
+    assert not plan.clashes
+    more = {**SMALL, "device": "auto", "num_inference_steps": 20}
+    longer = everyframe.plan(model=str(folder), profile="cuda-sm80", **more)
+    by_name = [{each.component: each for each in p.stages} for p in (plan, longer)]
+    ratio = by_name[1]["transformer"].operations / by_name[0]["transformer"].operations
+    assert ratio == 10
+    assert by_name[0]["vae"].operations == by_name[1]["vae"].operations
+
+
+def test_parts_of_two_precisions_meet_and_are_cast(prepared: Prepared) -> None:
+    usual = frames_of(prepared, unchanged)
+    mixed = frames_of(prepared, decodes_wide)
+    assert usual.std() > 0.05
+    # Eight bits of a number, through a random network and its decoder.
+    assert 0 < np.abs(mixed - usual).mean() < 0.1
+
+
+def test_without_the_casts_between_parts_the_dry_run_finds_the_clash(
+    prepared: Prepared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(edges, "join", lambda module: edges.Edges([]))
+    rehearsal, modules = joint(prepared), joint(prepared).module()
+    parts = {
+        name: rehearsing.Part(module, WIDE if name == "vae" else NARROW)
+        for name, module in modules.items()
+    }
+    found = rehearsing.rehearse_together(
+        parts, lambda device: rehearsal.call(modules, device), CARD
+    )
+    assert found.at == "vae"
+    (clash,) = [each for each in found.found["vae"].findings if each.fatal]
+    assert (clash.kind, clash.module) == ("clash", "decoder.conv_in.conv")
+
+
+@pytest.mark.parametrize("how", ["by_turns", "offload"])
+def test_with_less_memory_it_gives_the_same_frames(prepared: Prepared, how: str) -> None:
+    usual = frames_of(prepared, unchanged)
+    assert np.array_equal(frames_of(prepared, with_components(**{how: True})), usual)
+
+
+def test_parts_come_by_turns_where_they_do_not_fit_together(folder: Path) -> None:
+    asked = {**SMALL, "device": "auto", "profile": "cuda-sm80"}
+    plan = everyframe.plan(model=str(folder), **asked)
+    largest = max(part.peak_bytes for part in plan.components)
+    assert largest < plan.peak_bytes
+    limit = f"{int(largest * 1.05 / 0.92)}B"
+    small = everyframe.plan(model=str(folder), max_memory=limit, **asked)
+    assert small.obstacle is None
+    assert all(part.by_turns for part in small.components)
+    assert small.peak_bytes == largest
+    assert small.host_bytes >= sum(part.weight_bytes for part in small.components)
+    assert [note for note in small.notes if note.startswith("stage by stage: ")]
+    none = everyframe.plan(model=str(folder), max_memory=limit, max_host_memory="1kB", **asked)
+    assert none.obstacle is not None
+    assert "the host would hold" in none.obstacle
+
+
+def test_tiles_and_then_blocks_where_one_part_alone_is_too_large(folder: Path) -> None:
+    asked = {**SMALL, "device": "auto", "profile": "cuda-sm80", "size": "512x512"}
+    plan = everyframe.plan(model=str(folder), **asked)
+    vae = plan.component("vae")
+    limit = f"{int(vae.peak_bytes * 0.9 / 0.92)}B"
+    tiled = everyframe.plan(model=str(folder), max_memory=limit, **asked)
+    assert tiled.settings.option("vae_tiling") is True
+    assert any("decoded in tiles" in note for note in tiled.notes)
+    assert tiled.component("vae").working_bytes < 0.9 * vae.working_bytes
+
+
+def test_what_no_dry_run_can_follow_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = rehearsals.Dry._call
+
+    def asks_for_numbers(self: rehearsals.Dry, settings: Any) -> object:
+        def step(*args: Any, **kwargs: Any) -> None:
+            raise ValueError("sigma 0.0 is not in the table")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(diffusers.CogVideoXDDIMScheduler, "step", step)
+            return call(self, settings)
+
+    monkeypatch.setattr(rehearsals.Dry, "_call", asks_for_numbers)
+    monkeypatch.setattr(dryrun, "_DONE", {})
+    plan = everyframe.plan(model=str(folder), **SMALL)
+    assert [stage.component for stage in plan.stages] == ["text_encoder"]
+    (note,) = [note for note in plan.notes if note.startswith("transformer: ")]
+    assert "no dry run can follow the pipeline there (ValueError: sigma 0.0" in note
+    # A run may well go further.
+    assert plan.obstacle is None
+    assert plan.component("vae").working_bytes > 0
+
+
+def test_the_variant_that_was_asked_for_is_read(folder: Path, tmp_path: Path) -> None:
+    pipe = diffusers.CogVideoXPipeline.from_pretrained(folder)
+    both = tmp_path / "both"
+    pipe.save_pretrained(both)
+    pipe.to(torch.float16).save_pretrained(both, variant="fp16")
+    plain = everyframe.plan(model=str(both), **SMALL)
+    half = everyframe.plan(model=str(both), variant="fp16", **SMALL)
+    assert [p.num_parameters for p in plain.components] == [
+        p.num_parameters for p in half.components
+    ]
+
+    def files(**more: Any) -> set[str]:
+        model = prepare(everyframe.Request(model=str(both), **more, **SMALL)).model
+        return {Path(file).name for file in model.weight_files()}
+
+    assert not [name for name in files() if "fp16" in name]
+    assert all("fp16" in name for name in files(variant="fp16"))
+    video = everyframe.generate(model=str(both), variant="fp16", dtype="fp32", **SMALL)
+    wide = everyframe.generate(model=str(both), dtype="fp32", **SMALL)
+    assert isinstance(video, everyframe.Video)
+    assert isinstance(wide, everyframe.Video)
+    assert not np.array_equal(video.frames, wide.frames)
+    with pytest.raises(CheckpointError, match="no weights in the variant 'bf16'"):
+        everyframe.plan(model=str(both), variant="bf16", **SMALL)

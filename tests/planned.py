@@ -1,0 +1,43 @@
+"""Runs a plan that was changed by hand: its stages one after the other, and nothing around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from everyframe.core.events import Frames
+from everyframe.core.plan import Plan
+from everyframe.families.family import Take
+from everyframe.planning.resolve import Prepared
+
+
+def frames_of(prepared: Prepared, change: Callable[[Plan], Plan], **given: Any) -> np.ndarray:
+    """Frames (T, H, W, 3) of the plan as `change` makes it; `given` are the take's."""
+    plan = change(prepared.plan)
+    take = Take(plan.settings.seed, **given)
+    frames = []
+    with torch.inference_mode():
+        for stage in prepared.model.stages(plan, 0):
+            frames += [event.frames for event in stage.run([take]) if isinstance(event, Frames)]
+    return np.concatenate(frames)
+
+
+def unchanged(plan: Plan) -> Plan:
+    """The plan itself."""
+    return plan
+
+
+def saving(name: str, value: int) -> Callable[[Plan], Plan]:
+    """The plan with one more saving."""
+    return lambda plan: replace(plan, settings=plan.settings.with_saving(name, value))
+
+
+def with_components(**changes: Any) -> Callable[[Plan], Plan]:
+    """The plan with all of its components changed alike."""
+    return lambda plan: replace(
+        plan, components=tuple(replace(part, **changes) for part in plan.components)
+    )
