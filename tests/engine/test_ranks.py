@@ -171,7 +171,9 @@ def _no_denoising(team: Team | None = None) -> Any:
         from everyframe.samplers.step import Step
 
         x = noise.start_noise(take.seed, self.job.latent_shape())[None]
-        yield Step(0, 1, torch.zeros(1), x)
+        steps = self.job.settings.num_inference_steps
+        for step in range(steps):
+            yield Step(step, steps, torch.zeros(1), x)
 
     stages.DenoiseStage._sample = at_once  # type: ignore[method-assign]
     return lambda: setattr(stages.DenoiseStage, "_sample", kept)
