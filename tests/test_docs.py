@@ -36,7 +36,15 @@ def readers(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Reader]:
     }
 
 
-@pytest.mark.parametrize("block", TO_RUN, ids=label)
+#: Pages whose commands take half a minute and more.
+LONG = ("paths.md", "trace.md", "devices.md")
+
+
+@pytest.mark.parametrize(
+    "block",
+    [pytest.param(b, marks=[pytest.mark.slow] if b.page.name in LONG else []) for b in TO_RUN],
+    ids=label,
+)
 def test_block_runs(block: Block, readers: dict[Path, Reader]) -> None:
     if block.not_run:
         pytest.skip(block.not_run)

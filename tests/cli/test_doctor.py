@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-import platform
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,17 +53,21 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert report.tested["answer"] == "known bad"
 
 
-def test_a_report_to_paste(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LD_LIBRARY_PATH", str(Path.home() / "libraries"))
-    monkeypatch.setattr(platform, "node", lambda: "wintermute")
-    main(["doctor", "devices", "environment", "--share"])
-    out = capsys.readouterr().out
-    assert "- packages: torch " in out
-    assert "LD_LIBRARY_PATH (set)" in out
-    assert "wintermute" not in out
-    assert "libraries/" not in out
+def test_a_report_to_paste() -> None:
+    """In a process of its own: the variables are those that it was started with."""
+    code = (
+        "import platform; platform.node = lambda: 'wintermute'; "
+        "from everyframe.cli.main import main; "
+        "main(['doctor', 'devices', 'environment', '--share'])"
+    )
+    variables = {**os.environ, "LD_LIBRARY_PATH": str(Path.home() / "libraries")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=False
+    )
+    assert "- packages: torch " in done.stdout, done.stderr
+    assert "LD_LIBRARY_PATH (set)" in done.stdout
+    assert "wintermute" not in done.stdout
+    assert "libraries/" not in done.stdout
 
 
 @pytest.mark.parametrize(

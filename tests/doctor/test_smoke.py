@@ -91,7 +91,7 @@ def test_two_minutes_are_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_hangs_is_told_from_what_had_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(smoking, "_KERNELS", {})
+    monkeypatch.setattr(smoking, "kernels_for", lambda device: ())
     plant(monkeypatch, float32=Ended(timed_out=True, seconds=105.0))
     check = smoking.smoke(ON_CARD)
     assert check.findings[0].mark == "trouble"

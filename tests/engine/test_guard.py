@@ -273,7 +273,12 @@ def test_frames_that_are_not_finite_pass_no_gate() -> None:
             return [Careless()]
 
     plan = SimpleNamespace(settings=SimpleNamespace(chain=1))
+    here = SimpleNamespace(
+        plan=plan,
+        teams=SimpleNamespace(team=SimpleNamespace(is_lead=False)),
+        stages=lambda model, clip: model.stages(plan, clip),
+    )
     keeper, progress = Keeper(None, Keep(None)), Progress(takes=[Take(0)])
-    events = run._run(plan, Model(), {}, keeper, progress)  # type: ignore[arg-type]
+    events = run._run(here, Model(), {}, keeper, progress)  # type: ignore[arg-type]
     with pytest.raises(NumericsError, match="nothing was written"):
         list(events)

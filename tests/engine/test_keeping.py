@@ -72,7 +72,8 @@ def test_a_foreign_pipeline_goes_on_by_replay(tmp_path: Path) -> None:
     calls: list[str] = []
 
     def count(module: Any, given: Any, answer: Any) -> None:
-        if type(module).__name__ == "WanTransformer3DModel":
+        is_dry = next(module.parameters(), torch.empty(0)).is_meta  # the plan's own run
+        if type(module).__name__ == "WanTransformer3DModel" and not is_dry:
             calls.append("call")
 
     hook = register_module_forward_hook(count)

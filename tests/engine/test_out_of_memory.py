@@ -112,6 +112,7 @@ DENOISERS = {
 CLOSE = 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
     ["svd", *(pytest.param(each, marks=pytest.mark.slow) for each in ASKED if each != "svd")],

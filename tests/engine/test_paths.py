@@ -29,6 +29,7 @@ def record_of(model: str, **options: Any) -> dict[str, Any]:
     return next(event.record for event in events if isinstance(event, VideoDone))
 
 
+@pytest.mark.slow
 def test_a_record_brings_its_paths_back(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

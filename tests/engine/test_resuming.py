@@ -105,6 +105,7 @@ def broken_off(events: Iterator[Event], number: int) -> RunFolder:
     return RunFolder(Path(name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
 )

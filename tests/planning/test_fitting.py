@@ -167,18 +167,20 @@ def test_opensora_1_2_at_360p_fits_into_8_gb() -> None:
     assert text.peak_bytes < 3 * GB
 
 
+@pytest.mark.slow
 def test_exact_ways_come_before_tiles_which_are_taken_where_these_are_not_enough() -> None:
-    """SVD at its released size: the decoder on a card of 4 GB, and of 2.7 GB."""
+    """SVD at its released size: the decoder on a card of 4 GB, and of 2.4 GB (the UNet needs more)."""
     model, settings = released_svd(), small_models.settings(576, 1024, 14)
 
     def vae(memory: int) -> tuple[Any, Any]:
         fitted = fitting(model, card(memory)).fit(settings)
-        assert fitted.fits, fitted.says
-        return [line for line in fitted.says if "tiles" in line], part(fitted, "vae")
+        decoder = part(fitted, "vae")
+        assert decoder.peak_bytes < memory, fitted.says
+        return [line for line in fitted.says if "tiles" in line], decoder
 
     tiled, whole = vae(4 * GB)
     assert not tiled
-    (line,), cut = vae(int(2.7 * GB))
+    (line,), cut = vae(int(2.4 * GB))
     assert line.startswith("video autoencoder: frames are decoded in 6 tiles that overlap")
     assert "lossy" in line
     assert not cut.offload  # its weights are little beside what it works with

@@ -98,6 +98,7 @@ def test_threads(machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch, 
         assert everyframe.plan("a", model=model, **SIZES).num_threads == expected
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_is_loaded")
 def test_too_little_memory_is_told_before_anything_is_loaded_and_what_fits_does(
     machine: Callable[..., None], model: str
@@ -199,6 +200,7 @@ def test_fp16_on_a_cpu_is_refused_unless_forced(machine: Callable[..., None], mo
     assert {part.precision.compute for part in forced.components} == {"float16"}
 
 
+@pytest.mark.slow
 def test_no_more_memory_than_was_allowed(machine: Callable[..., None], model: str) -> None:
     machine(CARD)
     wanted = {"model": model, "num_frames": 34, "size": "256x256", "seed": 5}

@@ -92,6 +92,7 @@ def test_plans_are_made_for_machines_that_are_not_here(folder: Path) -> None:
     assert set(dtypes("cpu-fp32").values()) == {"float32"}
 
 
+@pytest.mark.slow
 def test_tiles_take_less_memory_and_are_refused_where_there_are_none(folder: Path) -> None:
     large = {**SMALL, "size": "512x512"}
     whole = everyframe.plan(model=str(folder), **large).component("vae").working_bytes

@@ -128,6 +128,7 @@ def test_a_run_is_what_the_parts_make_by_hand(folder: Path) -> None:
     assert found.std() > 0.05
 
 
+@pytest.mark.slow
 def test_options_reach_the_run(folder: Path) -> None:
     asked = {"time_shift": 3.0, "pos_magic": "", "negative_prompt": "blue", "guidance_scale": 2.0}
     wanted = by_hand(folder, prompt=PROMPT, negative="blue", guidance=2.0, shift=3.0)
@@ -139,6 +140,7 @@ def test_options_reach_the_run(folder: Path) -> None:
         assert np.abs(other - same).max() > 20 * CLOSE, name
 
 
+@pytest.mark.slow
 def test_without_guidance_there_is_one_branch(folder: Path) -> None:
     other = run(folder, **SHORT, guidance_scale=1)
     assert np.abs(other - run(folder, **SHORT)).max() > 100 * CLOSE
@@ -154,6 +156,7 @@ def test_stages_free_what_they_loaded(folder: Path) -> None:
     assert order == ["step_llm", "done", "clip", "done", "denoiser", "done", "vae", "done"]
 
 
+@pytest.mark.slow
 def test_bfloat16_is_within_its_budget(folder: Path) -> None:
     """A denoiser of three layers over three steps under guidance of 9, decoded in bfloat16."""
     narrow, wide = (run(folder, **SHORT, dtype=dtype) for dtype in ("bf16", "fp32"))
