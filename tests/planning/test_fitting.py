@@ -169,7 +169,7 @@ def test_opensora_1_2_at_360p_fits_into_8_gb() -> None:
 
 @pytest.mark.slow
 def test_exact_ways_come_before_tiles_which_are_taken_where_these_are_not_enough() -> None:
-    """SVD at its released size: the decoder on a card of 4 GB, and of 2.4 GB (the UNet needs more)."""
+    """SVD at its released size: the decoder on 4 GB, and on 2.4 GB, which the UNet exceeds."""
     model, settings = released_svd(), small_models.settings(576, 1024, 14)
 
     def vae(memory: int) -> tuple[Any, Any]:
