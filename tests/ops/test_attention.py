@@ -8,12 +8,14 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from everyframe.numerics.locate import locate
 from everyframe.ops.attention import (
     KERNELS,
     AttentionCore,
     attend_by,
     attention,
     by_kernel,
+    kernels_kept,
     keys_with_a_place_to_look,
     merge_heads,
     split_heads,
@@ -183,3 +185,29 @@ def test_what_a_kernel_does_not_take_is_computed_plainly() -> None:
             attention(q, k, v)
     torch.testing.assert_close(out.double(), formula(q, k, v, None, 8**-0.5), atol=2e-6, rtol=0)
     assert set(KERNELS.values()) <= set(SDPBackend.__members__.values())
+
+
+def test_an_interrupt_leaves_no_kernel_behind() -> None:
+    """torch calls no hook then; `attend_by` alone would leave its kernel for all that follows."""
+
+    class Interrupted(AttentionCore):
+        def forward(self, *_: object, **__: object) -> Tensor:
+            raise KeyboardInterrupt
+
+    core = Interrupted()
+    attend_by(core, "math")
+    assert torch.backends.cuda.flash_sdp_enabled()
+    with pytest.raises(KeyboardInterrupt), kernels_kept():
+        core()
+    assert torch.backends.cuda.flash_sdp_enabled()
+
+
+def test_the_search_for_a_fault_leaves_no_kernel_behind() -> None:
+    core, whole = AttentionCore(), nn.Module()
+    whole.core = core
+    attend_by(core, "math")
+    bad = torch.full((1, 1, 4, 8), 3e38)
+    fault, _ = locate({"net": whole}, lambda: core(bad, bad, bad))
+    assert fault is not None
+    assert fault.module == "core"
+    assert torch.backends.cuda.flash_sdp_enabled()

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from everyframe.numerics.watch import Range, range_of, tensors_in
+from everyframe.ops.attention import kernels_kept
 
 _Result = TypeVar("_Result")
 
@@ -68,7 +69,7 @@ def locate(
     """Repeat `compute`, which calls these modules: the first fault, or None and the result."""
     run = _Run()
     try:
-        with _eager(), _followed(parts, run.stack), run:
+        with kernels_kept(), _eager(), _followed(parts, run.stack), run:
             return None, compute()
     except _Found:
         return run.fault, None

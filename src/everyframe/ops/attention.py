@@ -8,13 +8,18 @@ queries, keys and values are not done here, see the models in `everyframe.famili
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import (
+    SDPBackend,
+    _cur_sdpa_kernel_backends,
+    _sdpa_kernel,
+    sdpa_kernel,
+)
 from torch.utils.hooks import RemovableHandle
 
 #: The plain kernel: two products and a softmax in float32, on every device. It holds all scores.
@@ -97,11 +102,31 @@ def by_kernel(*kernels: str, strictly: bool = False) -> AbstractContextManager[N
     Where none takes what is given (a mask, a dtype) the plain kernel does it; `strictly` torch
     raises a `RuntimeError` there.
     """
+    context: AbstractContextManager[None] = sdpa_kernel(
+        _wanted(kernels, strictly), set_priority=True
+    )
+    return context
+
+
+def _wanted(kernels: Sequence[str], strictly: bool = False) -> list[SDPBackend]:
     wanted = [KERNELS[kernel] for kernel in kernels]
     if not strictly and PLAIN not in kernels:
         wanted.append(KERNELS[PLAIN])
-    context: AbstractContextManager[None] = sdpa_kernel(wanted, set_priority=True)
-    return context
+    return wanted
+
+
+@contextmanager
+def kernels_kept() -> Iterator[None]:
+    """However the block ends, torch chooses kernels afterwards as it did before.
+
+    Torch calls no hook for what is not an `Exception` (an interrupt, the end of a search for a
+    fault), so a module of `attend_by` is not left then.
+    """
+    before = _cur_sdpa_kernel_backends(with_priority=True)
+    try:
+        yield
+    finally:
+        _sdpa_kernel(before, set_priority=True)
 
 
 def takes(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> bool:
@@ -125,7 +150,9 @@ class AttendBy:
 
     def __init__(self, parts: Sequence[nn.Module], kernels: Sequence[str]) -> None:
         self._kernels = tuple(kernels)
-        self._entered: list[AbstractContextManager[None]] = []
+        # Plain states and no context managers: one that is never left would set kernels when it is
+        # collected, at any time.
+        self._before: list[list[SDPBackend]] = []
         self._handles: list[RemovableHandle] = []
         for part in parts:
             # Around all other hooks, and left again even if the call raises.
@@ -139,12 +166,11 @@ class AttendBy:
         self._handles = []
 
     def _enter(self, *_: object) -> None:
-        context = by_kernel(*self._kernels)
-        context.__enter__()
-        self._entered.append(context)
+        self._before.append(_cur_sdpa_kernel_backends(with_priority=True))
+        _sdpa_kernel(_wanted(self._kernels), set_priority=True)
 
     def _leave(self, *_: object) -> None:
-        self._entered.pop().__exit__(None, None, None)
+        _sdpa_kernel(self._before.pop(), set_priority=True)
 
 
 def attend_by(module: nn.Module, *kernels: str, parts: Sequence[str] = ("",)) -> AttendBy:
