@@ -61,7 +61,8 @@ def test_the_kernel_that_is_pinned_is_the_one_that_runs(
     def forward(self: AttentionCore, *given: Any) -> Any:
         import torch
 
-        seen.add(torch.backends.cuda.flash_sdp_enabled())
+        if not given[0].is_meta:  # the plan's dry run
+            seen.add(torch.backends.cuda.flash_sdp_enabled())
         return right(self, *given)
 
     monkeypatch.setattr(AttentionCore, "forward", forward)
