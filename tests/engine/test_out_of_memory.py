@@ -24,11 +24,12 @@ import tiny_svd
 from everyframe.core.errors import CannotRunError
 from everyframe.core.events import Event, Frames, Repaired, VideoDone
 from everyframe.core.facts import DeviceFacts
-from everyframe.core.plan import ComponentPlan, Plan, Precision
+from everyframe.core.plan import ComponentPlan, Plan, Precision, Settings
 from everyframe.core.request import Request
 from everyframe.engine.record import differences
+from everyframe.families.family import Saving
 from everyframe.families.guarding import Guard
-from everyframe.families.sparing import Reliefs
+from everyframe.families.reliefs import Reliefs
 from guarded_nets import Net, inputs, plan
 
 PICTURE = np.random.default_rng(0).integers(0, 255, (32, 32, 3), np.uint8)
@@ -208,6 +209,17 @@ def test_weights_wait_on_the_host_at_last() -> None:
     assert "wait in the host's memory" in second.to
     hooks = sum(len(part._forward_pre_hooks) for part in net.modules())
     assert hooks, "offloaded"
+
+
+def test_what_shows_in_the_picture_comes_after_weights_that_wait() -> None:
+    def savings(component: str, settings: Settings) -> Iterator[Saving]:
+        yield Saving(settings.with_saving("at_once", 1), "one by one")
+        yield Saving(settings.with_saving("tile", 8), "in tiles", is_lossy=True)
+
+    reliefs = Reliefs(on_a_card(), {"net": Net(nn.Linear(8, 8))}, savings)
+    said = [relief.says for relief in iter(reliefs.next, None)]
+    assert [text.split()[0] for text in said] == ["what", "one", "its", "in"]
+    assert "wait in the host's memory" in said[2]
 
 
 def test_each_way_is_tried_once() -> None:

@@ -11,6 +11,7 @@ import small_models
 from everyframe.core.amounts import parse_bytes
 from everyframe.core.errors import InputError
 from everyframe.core.facts import DeviceFacts
+from everyframe.families.family import Rehearsal
 from everyframe.families.opensora.components import Sizes
 from everyframe.families.opensora.config import STDiT3Config
 from everyframe.families.opensora.family import _T5_XXL
@@ -19,7 +20,10 @@ from everyframe.families.svd.components import Builders
 from everyframe.families.svd.config import RELEASED, SVDConfig
 from everyframe.families.svd.options import SVDOptions
 from everyframe.hardware.profiles import find_profile
-from everyframe.planning.fitting import Fitted, Fitting, within
+from everyframe.planning import components
+from everyframe.planning.components import Parts
+from everyframe.planning.dryrun import DryRun, dry_run
+from everyframe.planning.fitting import Fitted, Fitting, _first, within
 
 GB = 10**9
 CARD = find_profile("cuda-sm86").machine().devices[0]
@@ -31,7 +35,7 @@ def card(memory: int, profile: str = "cuda-sm86") -> DeviceFacts:
 
 
 def fitting(model: Any, device: DeviceFacts, host_memory: int = 32 * GB) -> Fitting:
-    return Fitting(model, device, "auto", False, host_memory)
+    return Fitting(Parts(model, device, "auto", False, host_memory))
 
 
 def part(fitted: Fitted, name: str) -> Any:
@@ -55,9 +59,11 @@ def test_savings_come_one_after_the_other() -> None:
         said.append(tight.fit(settings))
     assert said[0].says == ()
     assert said[1].settings.option("decode_chunk_size") < 8
-    assert said[2].settings.option("decode_chunk_size") < said[1].settings.option(
-        "decode_chunk_size"
-    )
+    # What shows in the picture is kept as small as it can be: weights wait before there is more.
+    assert not part(said[1], "vae").offload
+    assert part(said[2], "vae").offload
+    chunks = [fitted.settings.option("decode_chunk_size") for fitted in said]
+    assert chunks[0] > chunks[1] >= chunks[2]
     assert any("decoded" in line and "changes the picture" in line for line in said[1].says)
     assert all(fitted.fits for fitted in said)
     # What was asked for by name is not changed.
@@ -111,6 +117,39 @@ def test_the_largest_that_fits_is_found_by_halving() -> None:
     )  # fmt: skip
     assert place == 0 or not tight.fit(candidates[place - 1]).fits
     assert fitting(model, card(1000)).largest(settings) is None
+
+
+def test_weights_that_are_too_much_are_refused_without_a_search(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a CPU nothing helps there, so each stage is run dry once, and no smaller video."""
+    tried: list[str] = []
+
+    def counted(rehearsal: Rehearsal, *others: Any) -> DryRun:
+        tried.append(rehearsal.stage)
+        return dry_run(rehearsal, *others)
+
+    monkeypatch.setattr(components, "dry_run", counted)
+    model, settings = small_models.svd(), small_models.settings(128, 128, 8)
+    host = find_profile("cpu-fp32").machine().cpu
+    tight = fitting(model, replace(host, free_memory=10**5))
+    assert not tight.fit(settings).fits
+    assert tried == ["image", "given frames", "decode", "denoise"]
+    assert tight.largest(settings) is None
+    assert len(tried) == 4
+
+
+def test_the_first_that_holds_is_found_by_halving() -> None:
+    for number in range(6):
+        for first in range(number + 1):
+            asked: list[int] = []
+
+            def holds(index: int, first: int = first, asked: list[int] = asked) -> bool:
+                asked.append(index)
+                return index >= first
+
+            assert _first(number, holds) == first
+            assert len(asked) <= 3, "of five or fewer"
 
 
 def test_a_limit_is_no_more_than_there_is() -> None:

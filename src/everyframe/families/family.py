@@ -228,6 +228,10 @@ class Saving:
     is_lossy: bool = False
 
 
+Savings = Callable[[str, Settings], Iterator[Saving]]
+"""What a family offers for a component at these settings; see `Rehearsing.savings`."""
+
+
 @runtime_checkable
 class Rehearsing(Protocol):
     """A model whose stages can be run dry, so that plans know clashes, memory and time of them."""

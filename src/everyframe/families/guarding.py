@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from everyframe.core.errors import CannotRunError, NumericsError
 from everyframe.core.events import Event, Note, Repaired
 from everyframe.core.plan import PLAIN, Plan, Remedy, Settings
-from everyframe.families.family import Take
+from everyframe.families.family import Savings, Take
+from everyframe.families.reliefs import Reliefs
 from everyframe.families.repairing import Repairs
-from everyframe.families.sparing import Reliefs, Savings
 from everyframe.families.telling import asks_for_blank, told_of
 from everyframe.hardware.peak import is_out_of_memory, memory_verdict
 from everyframe.numerics.locate import Fault, bad_weights, locate

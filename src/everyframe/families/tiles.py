@@ -79,9 +79,10 @@ def num_repeats(height: int, width: int, side: int) -> float:
 
 def tile_savings(settings: Settings, height: int, width: int) -> Iterator[Saving]:
     """Smaller and smaller tiles for latents of that size."""
+    by_now = settings.saving(NAME, max(height, width))
     for side in SIDES:
         tiles = num_tiles(height, width, side)
-        if tiles > 1:
+        if tiles > 1 and side < by_now:
             yield Saving(
                 settings.with_saving(NAME, side),
                 f"frames are decoded in {tiles} tiles that overlap and fade into each other, which "

@@ -1,44 +1,28 @@
 """Makes a video fit into the memory that there is, and finds the largest one that does.
 
-What a component needs is forecast by running its stages dry. Where that is too much, the family's
-exact savings are tried, then its weights are offloaded block by block, then lossy savings.
-Stages are loaded one after the other in any case; parts that one stage needs together come by turns
-where they don't fit side by side. Not here: what is asked and what is said to the
-person (`resolve.py`). Read next: `dryrun.py`, `everyframe.families.family.Rehearsing`.
+Where a component needs too much, as few ways to do with less are taken as are enough, in the order
+of `everyframe.families.sparing`. Stages are loaded one after the other in any case; parts that one
+stage needs together come by turns where they don't fit side by side. What is held grows with the
+size of a video and falls from way to way, so both are searched by halving: a dry run takes a good
+part of a second. Not here: what a component needs (`components.py`), and what is asked and said to
+the person (`resolve.py`). Read next: `components.py`, `everyframe.families.sparing`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from everyframe.core.division import Division
 from everyframe.core.facts import DeviceFacts
-from everyframe.core.plan import Choice, ComponentPlan, Precision, Remedy, Settings, peak_of
-from everyframe.families.family import (
-    Component,
-    JointRehearsal,
-    Model,
-    Rehearsal,
-    Rehearsing,
-    Saving,
-    Shared,
-)
-from everyframe.families.remembered import remedies_for
-from everyframe.planning.choosing import Chooser, score_bytes, told, used
+from everyframe.core.plan import ComponentPlan, Settings, peak_of
+from everyframe.families.family import Component, Model, Rehearsal, Rehearsing, Shared
+from everyframe.families.sparing import Way, ways
+from everyframe.planning.components import Part, Parts, frame_bytes
 from everyframe.planning.dividing import Effort
-from everyframe.planning.dryrun import DryRun, dry_run, joint_dry_run, not_followed
+from everyframe.planning.dryrun import DryRun
 from everyframe.planning.forecast import fits
 from everyframe.precision.dtypes import num_bytes
-from everyframe.precision.islands import weight_bytes
-from everyframe.precision.policy import choose
-
-if TYPE_CHECKING:
-    from everyframe.parallel.team import Team
-
-_FILE_ELEMENT = 4
-"""Bytes of a number in a file, at most in practice."""
 
 _TRIES = 2
 """So many of the largest that could fit are looked at closely."""
@@ -61,49 +45,43 @@ class Fitted:
 
 
 @dataclass(frozen=True)
-class _Part:
-    """One component at certain settings."""
-
-    plan: ComponentPlan
-    runs: tuple[DryRun, ...]
-    notes: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class Fitting:
-    """A model on a device: `asked` is the dtype of the request, `host_memory` bytes that are free,
-    `remedies` the repairs that components have from the start where they have that dtype.
+    """The parts of a model, on a device whose memory `copies` ranks have in common.
 
-    `chooser` chooses fast paths; without one those are expected that the device could have. `fit`
-    answers for given settings, `largest` finds smaller ones that fit. With
-    `team`, one rank of it is fitted, its samples in `groups`; `copies` ranks have this device's
-    memory in common.
+    `fit` answers for given settings, `largest` finds smaller ones that fit.
     """
 
-    model: Model
-    device: DeviceFacts
-    asked: str
-    force: bool
-    host_memory: int
-    remedies: tuple[Remedy, ...] = ()
-    chooser: Chooser | None = None
-    team: Team | None = None
-    groups: int = 1
+    parts: Parts
     copies: int = 1
+
+    @property
+    def model(self) -> Model:
+        """What is fitted."""
+        return self.parts.model
+
+    @property
+    def device(self) -> DeviceFacts:
+        """Where it is fitted in, with no more memory free than may be used."""
+        return self.parts.device
+
+    @property
+    def host_memory(self) -> int:
+        """Bytes that are free beside the device."""
+        return self.parts.host_memory
 
     def fit(self, settings: Settings) -> Fitted:
         """The components at these settings, with the savings that make each of them fit."""
         says: list[str] = []
-        parts: list[_Part] = []
+        parts: list[Part] = []
         for component in self.model.components(settings):
-            settings, part, said = self._saved(component.name, settings)
+            settings, part, said = self._saved(component, settings)
             says += said
             parts.append(part)
         if says:
             # A saving of one component may be seen by another.
             offloaded = {part.plan.name for part in parts if part.plan.offload}
             parts = [
-                self._part(each, settings, offload=each.name in offloaded)
+                self.parts.part(each, settings, offload=each.name in offloaded)
                 for each in self.model.components(settings)
             ]
         if not self._hold(parts) and self.device.kind != "cpu":
@@ -114,12 +92,18 @@ class Fitting:
         return Fitted(
             settings=settings,
             components=plans,
-            runs=_in_order(self._rehearsals(settings), parts),
+            runs=_in_order(self.parts.rehearsals(settings), parts),
             says=tuple(says),
             notes=tuple(dict.fromkeys(note for part in parts for note in part.notes)),
             host_bytes=host,
             fits=self._hold(parts) and host <= self.host_memory,
         )
+
+    def certified_alone(self) -> Fitting:
+        """The same with no fast path that is only expected."""
+        chooser = self.parts.chooser
+        assert chooser is not None, "nothing is chosen"
+        return replace(self, parts=replace(self.parts, chooser=replace(chooser, expects=False)))
 
     def of_ranks(self, division: Division | None) -> Fitting:
         """Fitting for the rank that has the most to do."""
@@ -132,199 +116,91 @@ class Fitting:
         place = group.index(division.ranks.index(heaviest))
         team = Imagined(place, [division.weights[rank] for rank in group])
         copies = len(division.ranks) if self.device.kind == "cpu" else 1
-        return replace(self, team=team, groups=division.cfg, copies=copies)
+        return Fitting(replace(self.parts, team=team, groups=division.cfg), copies)
 
     def effort(self, settings: Settings) -> Effort:
         """What one step of a video takes on one device, for the choice between ways to divide."""
         if not isinstance(self.model, Shared):
             return Effort(1.0, 1)
-        step = next(each for each in self._rehearsals(settings) if each.stage == "denoise")
-        part = self._named(step.component, settings)
+        step = next(each for each in self.parts.rehearsals(settings) if each.stage == "denoise")
+        part = self.parts.named(step.component, settings)
         run = next(each for each in part.runs if each.rehearsal.stage == "denoise")
         return Effort(run.found.work.operations, num_bytes(part.plan.precision.compute))
 
     def largest(self, settings: Settings) -> Fitted | None:
         """The largest smaller video that fits, or None."""
+        # Weights are the same at every size.
+        if any(self.weights_exceed(each) for each in self.model.components(settings)):
+            return None
         candidates = list(self.model.smaller(settings))
-        low, high = 0, len(candidates)
-        # They are sorted, and what is smaller needs less: halving takes few dry runs.
-        while low < high:
-            middle = (low + high) // 2
-            if self._could(candidates[middle]):
-                high = middle
-            else:
-                low = middle + 1
-        for candidate in candidates[low : low + _TRIES]:
+        first = _first(len(candidates), lambda index: self._could(candidates[index]))
+        for candidate in candidates[first : first + _TRIES]:
             fitted = self.fit(candidate)
             if fitted.fits:
                 return fitted
         return None
 
+    def weights_exceed(self, component: Component) -> bool:
+        """Whether the weights alone are too much, and nowhere else to be: a CPU is the host."""
+        copies = self._copies(component.name)
+        return self.device.kind == "cpu" and not fits(
+            self.parts.weights_alone(component) * copies, self.device
+        )
+
     def _could(self, settings: Settings) -> bool:
         """Whether every component fits with all that can be saved."""
-        parts: list[_Part] = []
+        parts: list[Part] = []
         for component in self.model.components(settings):
-            least = settings
-            if isinstance(self.model, Rehearsing):
-                for saving in self.model.savings(component.name, settings):
-                    least = saving.settings
-            offload = self.device.kind != "cpu"
+            done = self._ways(component.name, settings)
+            least = done[-1].settings if done else settings
+            offload = any(way.offload for way in done)
             # Whole calls of a pipeline would take minutes for all that are tried here.
-            parts.append(self._named(component.name, least, offload=offload, roughly=True))
-            if not self._holds(parts[-1]):
+            part = self.parts.named(component.name, least, offload=offload, roughly=True)
+            if not self._holds(part):
                 return False
+            parts.append(part)
         return self._hold(parts)
 
-    def _saved(self, name: str, settings: Settings) -> tuple[Settings, _Part, list[str]]:
-        """The first settings with which that component fits, or those that need the least."""
-        part = self._named(name, settings)
-        if self._holds(part) or not isinstance(self.model, Rehearsing):
+    def _saved(self, component: Component, settings: Settings) -> tuple[Settings, Part, list[str]]:
+        """The fewest ways with which that component fits, or all of them, which need the least."""
+        part = self.parts.part(component, settings, offload=False)
+        done = self._ways(component.name, settings)
+        if self._holds(part) or not done or self.weights_exceed(component):
             return settings, part, []
-        said: list[str] = []
-        for way in self._ways(name, part.plan.title, settings):
-            settings, offload, said = way
-            part = self._named(name, settings, offload=offload)
-            if self._holds(part):
-                break
-        return settings, part, [*said, *_waits(part)]
 
-    def _ways(
-        self, name: str, title: str, settings: Settings
-    ) -> Iterator[tuple[Settings, bool, list[str]]]:
-        """Settings, whether weights wait, and what is said: exact ways first, lossy ones last."""
-        assert isinstance(self.model, Rehearsing)
-        said: list[str] = []
-        lossy: list[Saving] = []
-        for saving in self.model.savings(name, settings):
-            if saving.is_lossy:
-                lossy.append(saving)
-                continue
-            settings, said = saving.settings, [f"{title}: {saving.says}"]
-            yield settings, False, said
-        # A CPU's memory is the host's.
+        def after(number: int, *, offload: bool = True) -> Part:
+            waits = offload and any(way.offload for way in done[:number])
+            return self.parts.named(component.name, done[number - 1].settings, offload=waits)
+
+        taken = min(len(done), 1 + _first(len(done), lambda index: self._holds(after(index + 1))))
+        part = after(taken)
+        # Weights that waited in vain before something lossy was done may not have to.
+        if done[taken - 1].is_lossy and part.plan.offload:
+            stays = after(taken, offload=False)
+            part = stays if self._holds(stays) else part
+        return done[taken - 1].settings, part, [*_said(component, done[:taken]), *_waits(part)]
+
+    def _ways(self, name: str, settings: Settings) -> list[Way]:
+        if not isinstance(self.model, Rehearsing):
+            return []
         may_wait = self.device.kind != "cpu"
-        if may_wait:
-            yield settings, True, said
-        for saving in lossy:
-            yield saving.settings, False, [*said, f"{title}: {saving.says}"]
-        for saving in lossy if may_wait else ():
-            yield saving.settings, True, [*said, f"{title}: {saving.says}"]
+        return list(ways([name], settings, self.model.savings, may_wait=may_wait))
 
-    def _holds(self, part: _Part) -> bool:
-        return fits(part.plan.peak_bytes * self._copies(part), self.device) and not any(
+    def _holds(self, part: Part) -> bool:
+        return fits(part.plan.peak_bytes * self._copies(part.plan.name), self.device) and not any(
             run.too_large for run in part.runs
         )
 
-    def _hold(self, parts: Sequence[_Part]) -> bool:
+    def _hold(self, parts: Sequence[Part]) -> bool:
         """Whether all fit, those that share a stage together."""
-        copies = min((self._copies(part) for part in parts), default=1)
+        copies = min((self._copies(part.plan.name) for part in parts), default=1)
         together = fits(peak_of(part.plan for part in parts) * copies, self.device)
         return together and all(self._holds(part) for part in parts)
 
-    def _copies(self, part: _Part) -> int:
+    def _copies(self, name: str) -> int:
         """How many ranks hold that component in this device's memory at once."""
-        led = isinstance(self.model, Shared) and part.plan.name in self.model.led
+        led = isinstance(self.model, Shared) and name in self.model.led
         return 1 if led else self.copies
-
-    def _named(
-        self, name: str, settings: Settings, *, offload: bool = False, roughly: bool = False
-    ) -> _Part:
-        components = self.model.components(settings)
-        component = next(each for each in components if each.name == name)
-        return self._part(component, settings, offload=offload, roughly=roughly)
-
-    def _part(
-        self, component: Component, settings: Settings, *, offload: bool, roughly: bool = False
-    ) -> _Part:
-        chooser = self.chooser or Chooser(self.device)
-        precision, notes = (
-            choose(self.device, self.asked, component.needs, force=self.force)
-            if component.has_precision is None
-            else (component.has_precision, ())
-        )
-        tried = self._runs(component.name, settings, precision, roughly=roughly)
-        runs = tuple(run for run in tried if isinstance(run, DryRun))
-        weighed: tuple[Choice, ...] = ()
-        # A pipeline's own call can't be tried part by part, so nothing is chosen for it.
-        alone = [run for run in runs if not isinstance(run.rehearsal, JointRehearsal)]
-        if component.has_precision is None and self.asked == "auto" and len(alone) == len(runs):
-            dtype, weighed = chooser.dtype(component, precision, runs)
-            if dtype != precision.compute:
-                precision, notes = choose(self.device, dtype, component.needs, force=self.force)
-                tried = self._runs(component.name, settings, precision, roughly=roughly)
-                runs = tuple(run for run in tried if isinstance(run, DryRun))
-                alone = list(runs)
-        notes += tuple(not_followed(component.title, why) for why in tried if isinstance(why, str))
-        choices = (*weighed, *chooser.choices(component.name, precision, alone))
-        paths = used(choices) if alone or choices else None
-        remedies = remedies_for(component.name, precision.parameters, self.remedies)
-        resident = _resident_bytes(runs, precision) if offload and runs else None
-        weights = weight_bytes(component.num_elements, precision, remedies)
-        # A pipeline's parts are read by diffusers and transformers, whole.
-        waits = weights + _frame_bytes(settings) if alone else 0
-        plan = ComponentPlan(
-            name=component.name,
-            title=component.title,
-            stage=component.stage,
-            source=component.source,
-            num_parameters=sum(component.num_elements.values()),
-            device=self.device.torch_name,
-            precision=precision,
-            weight_bytes=weights,
-            working_bytes=self._working_bytes(component, runs, precision)
-            + score_bytes(runs, paths),
-            offload=resident is not None,
-            streams=resident is not None and waits > self.host_memory,
-            resident_bytes=resident,
-            remedies=remedies,
-            paths=paths,
-            choices=choices,
-        )
-        notes = (*notes, *told(component.title, choices, precision))
-        for run in runs:
-            notes = (*notes, *run.notes())
-        return _Part(plan, runs, notes)
-
-    def _runs(
-        self, name: str, settings: Settings, precision: Precision, *, roughly: bool
-    ) -> tuple[DryRun | str, ...]:
-        """The dry runs of a component; why there is none in place of one that can't be had."""
-        rehearsals = [each for each in self._rehearsals(settings) if each.component == name]
-        return tuple(
-            self._joint(each, settings, precision)
-            if isinstance(each, JointRehearsal)
-            else dry_run(each, precision, self.device)
-            for each in rehearsals
-            if not (roughly and isinstance(each, JointRehearsal))
-        )
-
-    def _joint(
-        self, rehearsal: JointRehearsal, settings: Settings, precision: Precision
-    ) -> DryRun | str:
-        precisions = {
-            each.name: choose(self.device, self.asked, each.needs, force=self.force)[0]
-            for each in self.model.components(settings)
-        }
-        precisions[rehearsal.component] = precision
-        return joint_dry_run(rehearsal, precisions, self.device)
-
-    def _rehearsals(self, settings: Settings) -> Sequence[Rehearsal]:
-        if self.team is not None and isinstance(self.model, Shared):
-            return self.model.shared_rehearsals(settings, self.team, self.groups)
-        return self.model.rehearsals(settings) if isinstance(self.model, Rehearsing) else ()
-
-    def _working_bytes(
-        self, component: Component, runs: Sequence[DryRun], precision: Precision
-    ) -> int:
-        """The peak of what its stages hold, or of a tensor on its way from the file."""
-        if not runs:
-            assert component.working_bytes is not None, "no rehearsal and no forecast"
-            return component.working_bytes(num_bytes(precision.compute))
-        loading = 0
-        # What has the file's dtype is read straight into its place; the rest is cast on the way.
-        if self.device.kind == "cpu" and num_bytes(precision.parameters) < _FILE_ELEMENT:
-            loading = max(component.num_elements.values(), default=0) * _FILE_ELEMENT
-        return max(loading, *(run.found.working_bytes for run in runs))
 
     def _host_bytes(self, plans: Sequence[ComponentPlan], settings: Settings) -> int:
         """What lies in the host's memory beside the device: offloaded weights, finished frames."""
@@ -334,25 +210,28 @@ class Fitting:
         for plan in plans:
             if (plan.offload and not plan.streams) or plan.by_turns:
                 waiting[plan.stage] = waiting.get(plan.stage, 0) + plan.weight_bytes
-        return max(waiting.values(), default=0) + _frame_bytes(settings)
+        return max(waiting.values(), default=0) + frame_bytes(settings)
 
 
-def _frame_bytes(settings: Settings) -> int:
-    """Finished frames on the host: as floats while a piece is handed over, and as bytes."""
-    return settings.num_frames * settings.height * settings.width * 3 * (4 + 1)
+def _first(number: int, holds: Callable[[int], bool]) -> int:
+    """The first of 0 .. number - 1 that holds, where all after one that does do too; or number."""
+    low, high = 0, number
+    while low < high:
+        middle = (low + high) // 2
+        if holds(middle):
+            high = middle
+        else:
+            low = middle + 1
+    return low
 
 
-def _resident_bytes(runs: Sequence[DryRun], precision: Precision) -> int:
-    from everyframe.families.offload import resident_bytes
-
-    rehearsal = runs[0].rehearsal
-    module = rehearsal.module()
-    if isinstance(rehearsal, JointRehearsal):
-        module = module[rehearsal.component]
-    return resident_bytes(module, precision)
+def _said(component: Component, done: Sequence[Way]) -> list[str]:
+    """What is said of the savings: each has those before it in it, exact ones and lossy ones."""
+    kinds = {way.is_lossy: way.says for way in done if not way.offload}
+    return [f"{component.title}: {says}" for says in kinds.values()]
 
 
-def _waits(part: _Part) -> list[str]:
+def _waits(part: Part) -> list[str]:
     """What is said of weights that are not on the device."""
     if not part.plan.offload:
         return []
@@ -365,7 +244,7 @@ def _waits(part: _Part) -> list[str]:
     return [f"{part.plan.title}: {where}"]
 
 
-def _by_turns(parts: Sequence[_Part]) -> tuple[list[_Part], list[str]]:
+def _by_turns(parts: Sequence[Part]) -> tuple[list[Part], list[str]]:
     """Those that share a stage, one after the other on the device."""
     stages = [part.plan.stage for part in parts]
     shared = {stage for stage in stages if stages.count(stage) > 1}
@@ -382,7 +261,7 @@ def _by_turns(parts: Sequence[_Part]) -> tuple[list[_Part], list[str]]:
     return turned, [f"{said}, and wait in the host's memory"]
 
 
-def _in_order(rehearsals: Sequence[Rehearsal], parts: Sequence[_Part]) -> tuple[DryRun, ...]:
+def _in_order(rehearsals: Sequence[Rehearsal], parts: Sequence[Part]) -> tuple[DryRun, ...]:
     """The dry runs in the order of the stages; a component may have several."""
     runs = {(run.rehearsal.stage, run.rehearsal.component): run for p in parts for run in p.runs}
     order = [(each.stage, each.component) for each in rehearsals]

@@ -33,6 +33,7 @@ from everyframe.hardware.profiles import find_profile
 from everyframe.hardware.rates import measured_rates
 from everyframe.planning import certifying
 from everyframe.planning.choosing import Chooser, pins_of
+from everyframe.planning.components import Parts
 from everyframe.planning.dividing import AVOIDED, asked_devices, divide, idle_notes
 from everyframe.planning.dryrun import clashes_of, heaviest, says, stage_plan
 from everyframe.planning.fitting import Fitted, Fitting, within
@@ -164,7 +165,7 @@ def _fitted(
     fitted = fitting.fit(settings)
     if not will_run or not certifying.make_at_once(chooser.certificates, fitted):
         return fitting, fitted
-    fitting = replace(fitting, chooser=replace(chooser, expects=False))
+    fitting = fitting.certified_alone()
     return fitting, fitting.fit(settings)
 
 
@@ -180,13 +181,15 @@ def _fitting(
     if device.kind == "cpu":  # both limits are of the same memory
         device = within(device, host.free_memory)
     return Fitting(
-        model=model,
-        device=device,
-        asked=DTYPES[request.dtype],
-        force=request.force,
-        host_memory=host.free_memory,
-        chooser=chooser,
-        remedies=remedies,
+        Parts(
+            model=model,
+            device=device,
+            asked=DTYPES[request.dtype],
+            force=request.force,
+            host_memory=host.free_memory,
+            chooser=chooser,
+            remedies=remedies,
+        )
     )
 
 
@@ -297,7 +300,8 @@ def _obstacle(plan: Plan, fitting: Fitting, fitted: Fitted, facts: MachineFacts)
     ]
     if others:
         return f"{text}; it would fit on {others[0]} (--device {others[0]})"
-    return f"{text}; no smaller video of this model fits; --model shapes does"
+    least = "" if plan.model == EMBEDDED_MODEL else " (the smallest model is --model shapes)"
+    return f"{text}; no smaller video of this model fits{least}"
 
 
 def _needs(plan: Plan, fitting: Fitting) -> str:
@@ -311,7 +315,10 @@ def _needs(plan: Plan, fitting: Fitting) -> str:
     # Parts that share a stage are in memory together: none of them alone is what is too large.
     together = plan.peak_bytes > largest.peak_bytes
     what = f"{plan.title}, all of it in memory at once," if together else f"the {largest.title}"
+    components = fitting.model.components(plan.settings)
+    exceeds = any(c.name == largest.name and fitting.weights_exceed(c) for c in components)
+    alone = f" ({describe_bytes(largest.weight_bytes)} of weights alone)" if exceeds else ""
     return (
-        f"{what} needs about {describe_bytes(plan.peak_bytes)}, {plan.device.name} has "
+        f"{what} needs about {describe_bytes(plan.peak_bytes)}{alone}, {plan.device.name} has "
         f"{describe_bytes(fitting.device.free_memory)} free"
     )

@@ -30,6 +30,7 @@ from everyframe.precision.live import LiveBytes
 from everyframe.precision.rules import Finding
 from everyframe.precision.stand_in import (
     STAND_IN,
+    computed,
     goes_to_host,
     made_on_device,
     on_device,
@@ -324,13 +325,12 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._is_lenient:
             self._count_down()
         tensors = on_device((args, kwargs))
-        clashes = list(rules.check_operands(operation, args, self.device))
-        self._find(operation, clashes)
-        if clashes:
+        if clashes := list(rules.check_operands(operation, args, self.device)):
+            self._find(operation, clashes)
             args = widened(args)  # to see what comes after
         self.live.known(tensors)
         try:
-            answer = func(*args, **kwargs)
+            answer = computed(func, args, kwargs)
         except RuntimeError as error:
             self.fails(operation, error)
         results = [each for each in tree_leaves(answer) if isinstance(each, Tensor)]

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from everyframe.core.plan import Plan, Settings
-from everyframe.families.family import Take
+from everyframe.families.family import Savings, Take
 from everyframe.families.inpaint.checkpoint import Files
 from everyframe.families.inpaint.components import Builders
 from everyframe.families.inpaint.config import InpaintConfig
@@ -23,7 +23,6 @@ from everyframe.families.inpaint.schedulers import begin, make_scheduler, num_ti
 from everyframe.families.inpaint.settle import geometry_of, latent_shape
 from everyframe.families.inpaint.weights import VAE_KEYS
 from everyframe.families.loading import load_component
-from everyframe.families.sparing import Savings
 
 _Item = TypeVar("_Item")
 

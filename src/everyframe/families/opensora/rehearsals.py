@@ -90,7 +90,8 @@ def savings(sizes: Sizes, component: str, settings: Settings) -> Iterator[Saving
     if component != "vae":
         return
     vae = sizes.vae
-    frames = (vae if isinstance(vae, ImageVAEConfig) else vae.spatial).micro_batch_size
+    usual = (vae if isinstance(vae, ImageVAEConfig) else vae.spatial).micro_batch_size
+    frames = settings.saving("decode_frames", usual)
     while frames > 1:
         frames = ceil(frames / 2)
         yield Saving(

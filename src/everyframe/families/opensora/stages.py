@@ -18,7 +18,7 @@ from torch import Tensor
 
 from everyframe.core.events import Event, Loaded, Note, Step
 from everyframe.core.plan import Plan, Settings
-from everyframe.families.family import Take
+from everyframe.families.family import Savings, Take
 from everyframe.families.guarding import Guard
 from everyframe.families.loading import load_component
 from everyframe.families.opensora import sharding
@@ -44,7 +44,6 @@ from everyframe.families.opensora.weights import (
     T5_KEYS,
     VIDEO_VAE_KEYS,
 )
-from everyframe.families.sparing import Savings
 from everyframe.families.stepping import denoised
 from everyframe.parallel.team import ONE, Teams
 from everyframe.samplers import iddpm, noise, rflow

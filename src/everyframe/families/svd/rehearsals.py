@@ -79,6 +79,7 @@ def savings(
             settings,
             f"frames are decoded {chunk} at once (decode_chunk_size), which changes the picture a "
             "little: the decoder sees a frame's neighbours only inside of these",
+            is_lossy=True,
         )
     yield from tiles.tile_savings(settings, *latent_shape(config, settings)[2:])
 

@@ -22,10 +22,9 @@ from torch import Tensor
 from everyframe.core.events import Event, Frames, Loaded, Step
 from everyframe.core.plan import Plan, Settings
 from everyframe.families import tiles
-from everyframe.families.family import Take
+from everyframe.families.family import Savings, Take
 from everyframe.families.guarding import Guard
 from everyframe.families.loading import load_component
-from everyframe.families.sparing import Savings
 from everyframe.families.stepping import denoised
 from everyframe.families.svd import pictures
 from everyframe.families.svd.checkpoint import Files

@@ -1,0 +1,71 @@
+"""Too little memory while a stage runs: done in less, from the least change to the most.
+
+Whatever is chosen holds for the rest of the stage, for all of its videos. Not here: which ways
+there are and in which order (`sparing.py`), and what a plan chooses before anything runs
+(`everyframe.planning.fitting`). Read next: `guarding.py`, whose calls are repeated; `offload.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from everyframe.core.plan import Plan
+from everyframe.families import offload
+from everyframe.families.family import Savings
+from everyframe.families.sparing import ways
+
+
+@dataclass(frozen=True)
+class Relief:
+    """What was done, as a person reads it, and for which component."""
+
+    component: str
+    says: str
+
+
+class Reliefs:
+    """The ways to do with less memory, each once; `settings` are those that hold by now.
+
+    `count` is how many of them were done.
+    """
+
+    def __init__(self, plan: Plan, parts: Mapping[str, nn.Module], savings: Savings | None) -> None:
+        self.settings = plan.settings
+        self.count = 0
+        self._plan = plan
+        self._parts = parts
+        self._savings = savings
+        self._left = self._ways()
+
+    def next(self) -> Relief | None:
+        """Do the next one; None where there is none left. What torch keeps is given back first."""
+        for accelerator in (torch.cuda, torch.mps):
+            if accelerator.is_available():
+                accelerator.empty_cache()
+        relief = next(self._left, None)
+        self.count += relief is not None
+        return relief
+
+    def redo(self, count: int) -> None:
+        """Do the first `count` of them, as a run that is gone on with had done."""
+        while self.count < count and self.next() is not None:
+            continue
+
+    def _ways(self) -> Iterator[Relief]:
+        on_host = self._plan.device.kind == "cpu"
+        if not on_host:
+            yield Relief("", "what was kept for later is given back")
+        for way in ways(tuple(self._parts), self.settings, self._savings, may_wait=not on_host):
+            planned = self._plan.component(way.component)
+            if way.offload and planned.offload:
+                continue
+            if way.offload:
+                part = self._parts[way.component]
+                part.to("cpu")
+                offload.apply(part, planned.device)
+            self.settings = way.settings
+            yield Relief(way.component, way.says)

@@ -1,0 +1,190 @@
+"""One component of a plan at given settings: its precision, fast paths, memory, and dry runs.
+
+What it holds while it works is the peak of its stages' dry runs. Not here: which settings, and
+whether all of it fits (`fitting.py`). Read next: `dryrun.py`, `choosing.py`,
+`everyframe.families.family.Rehearsing`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from everyframe.core.facts import DeviceFacts
+from everyframe.core.plan import Choice, ComponentPlan, Precision, Remedy, Settings
+from everyframe.families.family import (
+    Component,
+    JointRehearsal,
+    Model,
+    Rehearsal,
+    Rehearsing,
+    Shared,
+)
+from everyframe.families.remembered import remedies_for
+from everyframe.planning.choosing import Chooser, score_bytes, told, used
+from everyframe.planning.dryrun import DryRun, dry_run, joint_dry_run, not_followed
+from everyframe.precision.dtypes import num_bytes
+from everyframe.precision.islands import weight_bytes
+from everyframe.precision.policy import choose
+
+if TYPE_CHECKING:
+    from everyframe.parallel.team import Team
+
+_FILE_ELEMENT = 4
+"""Bytes of a number in a file, at most in practice."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One component at certain settings; `notes` are what the person should know of it."""
+
+    plan: ComponentPlan
+    runs: tuple[DryRun, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The components of a model on a device, one by one; `asked` is the dtype of the request.
+
+    `host_memory` bytes are free beside the device; `remedies` are the repairs that components have
+    from the start where they have that dtype. `chooser` chooses fast paths; without one those are
+    expected that the device could have. With `team`, it is one rank of it, its samples in `groups`.
+    """
+
+    model: Model
+    device: DeviceFacts
+    asked: str
+    force: bool
+    host_memory: int
+    remedies: tuple[Remedy, ...] = ()
+    chooser: Chooser | None = None
+    team: Team | None = None
+    groups: int = 1
+
+    def named(
+        self, name: str, settings: Settings, *, offload: bool = False, roughly: bool = False
+    ) -> Part:
+        """The component of that name; see `part`."""
+        components = self.model.components(settings)
+        component = next(each for each in components if each.name == name)
+        return self.part(component, settings, offload=offload, roughly=roughly)
+
+    def part(
+        self, component: Component, settings: Settings, *, offload: bool, roughly: bool = False
+    ) -> Part:
+        """The component at these settings, with `offload` its weights waiting on the host.
+
+        With `roughly` whole calls of a pipeline, which take seconds, are not run dry.
+        """
+        chooser = self.chooser or Chooser(self.device)
+        precision, notes = self._by_facts(component)
+        tried = self._runs(component.name, settings, precision, roughly=roughly)
+        runs = tuple(run for run in tried if isinstance(run, DryRun))
+        weighed: tuple[Choice, ...] = ()
+        # A pipeline's own call can't be tried part by part, so nothing is chosen for it.
+        alone = [run for run in runs if not isinstance(run.rehearsal, JointRehearsal)]
+        if component.has_precision is None and self.asked == "auto" and len(alone) == len(runs):
+            dtype, weighed = chooser.dtype(component, precision, runs)
+            if dtype != precision.compute:
+                precision, notes = choose(self.device, dtype, component.needs, force=self.force)
+                tried = self._runs(component.name, settings, precision, roughly=roughly)
+                runs = tuple(run for run in tried if isinstance(run, DryRun))
+                alone = list(runs)
+        notes += tuple(not_followed(component.title, why) for why in tried if isinstance(why, str))
+        choices = (*weighed, *chooser.choices(component.name, precision, alone))
+        paths = used(choices) if alone or choices else None
+        remedies = remedies_for(component.name, precision.parameters, self.remedies)
+        resident = _resident_bytes(runs, precision) if offload and runs else None
+        weights = weight_bytes(component.num_elements, precision, remedies)
+        # A pipeline's parts are read by diffusers and transformers, whole.
+        waits = weights + frame_bytes(settings) if alone else 0
+        plan = ComponentPlan(
+            name=component.name,
+            title=component.title,
+            stage=component.stage,
+            source=component.source,
+            num_parameters=sum(component.num_elements.values()),
+            device=self.device.torch_name,
+            precision=precision,
+            weight_bytes=weights,
+            working_bytes=self._working_bytes(component, runs, precision)
+            + score_bytes(runs, paths),
+            offload=resident is not None,
+            streams=resident is not None and waits > self.host_memory,
+            resident_bytes=resident,
+            remedies=remedies,
+            paths=paths,
+            choices=choices,
+        )
+        notes = (*notes, *told(component.title, choices, precision))
+        for run in runs:
+            notes = (*notes, *run.notes())
+        return Part(plan, runs, notes)
+
+    def weights_alone(self, component: Component) -> int:
+        """Bytes that its weights take at least, however little is computed at once."""
+        return weight_bytes(component.num_elements, self._by_facts(component)[0])
+
+    def rehearsals(self, settings: Settings) -> Sequence[Rehearsal]:
+        """The calls that are run dry, in the order of the stages."""
+        if self.team is not None and isinstance(self.model, Shared):
+            return self.model.shared_rehearsals(settings, self.team, self.groups)
+        return self.model.rehearsals(settings) if isinstance(self.model, Rehearsing) else ()
+
+    def _by_facts(self, component: Component) -> tuple[Precision, tuple[str, ...]]:
+        if component.has_precision is not None:
+            return component.has_precision, ()
+        return choose(self.device, self.asked, component.needs, force=self.force)
+
+    def _runs(
+        self, name: str, settings: Settings, precision: Precision, *, roughly: bool
+    ) -> tuple[DryRun | str, ...]:
+        """The dry runs of a component; why there is none in place of one that can't be had."""
+        rehearsals = [each for each in self.rehearsals(settings) if each.component == name]
+        return tuple(
+            self._joint(each, settings, precision)
+            if isinstance(each, JointRehearsal)
+            else dry_run(each, precision, self.device)
+            for each in rehearsals
+            if not (roughly and isinstance(each, JointRehearsal))
+        )
+
+    def _joint(
+        self, rehearsal: JointRehearsal, settings: Settings, precision: Precision
+    ) -> DryRun | str:
+        precisions = {
+            each.name: choose(self.device, self.asked, each.needs, force=self.force)[0]
+            for each in self.model.components(settings)
+        }
+        precisions[rehearsal.component] = precision
+        return joint_dry_run(rehearsal, precisions, self.device)
+
+    def _working_bytes(
+        self, component: Component, runs: Sequence[DryRun], precision: Precision
+    ) -> int:
+        """The peak of what its stages hold, or of a tensor on its way from the file."""
+        if not runs:
+            assert component.working_bytes is not None, "no rehearsal and no forecast"
+            return component.working_bytes(num_bytes(precision.compute))
+        loading = 0
+        # What has the file's dtype is read straight into its place; the rest is cast on the way.
+        if self.device.kind == "cpu" and num_bytes(precision.parameters) < _FILE_ELEMENT:
+            loading = max(component.num_elements.values(), default=0) * _FILE_ELEMENT
+        return max(loading, *(run.found.working_bytes for run in runs))
+
+
+def frame_bytes(settings: Settings) -> int:
+    """Finished frames on the host: as floats while a piece is handed over, and as bytes."""
+    return settings.num_frames * settings.height * settings.width * 3 * (4 + 1)
+
+
+def _resident_bytes(runs: Sequence[DryRun], precision: Precision) -> int:
+    from everyframe.families.offload import resident_bytes
+
+    rehearsal = runs[0].rehearsal
+    module = rehearsal.module()
+    if isinstance(rehearsal, JointRehearsal):
+        module = module[rehearsal.component]
+    return resident_bytes(module, precision)

@@ -1,0 +1,54 @@
+"""The one order in which less memory is had: exact, then weights on the host, then lossy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import small_models
+from everyframe.core.plan import Settings
+from everyframe.families.family import Saving
+from everyframe.families.sparing import ways
+
+
+def savings(component: str, settings: Settings) -> Iterator[Saving]:
+    """Two exact ones and a lossy one that has them in it; the lossy one is offered first."""
+    halved = settings.with_saving(f"{component}_at_once", 2)
+    alone = settings.with_saving(f"{component}_at_once", 1)
+    yield Saving(alone.with_saving("tile", 8), "tiles", is_lossy=True)
+    yield Saving(halved, "halves")
+    yield Saving(alone, "one by one")
+
+
+def test_what_shows_comes_last_for_all_components() -> None:
+    settings = small_models.settings()
+    done = list(ways(["unet", "net"], settings, savings, may_wait=True))
+    assert [(way.component, way.says[:5]) for way in done] == [
+        ("unet", "halve"), ("unet", "one b"), ("net", "halve"), ("net", "one b"),
+        ("unet", "its w"), ("net", "its w"), ("unet", "tiles"),
+    ]  # fmt: skip
+    assert [way.offload for way in done] == [False] * 4 + [True] * 2 + [False]
+    assert [way.is_lossy for way in done] == [False] * 6 + [True]
+    # Each has what was done before, of other components too; the net's tiles are there already.
+    assert dict(done[-1].settings.savings) == {"unet_at_once": 1, "net_at_once": 1, "tile": 8}
+
+
+def test_weights_wait_only_where_they_may_and_nothing_is_done_twice() -> None:
+    settings = small_models.settings().with_saving("unet_at_once", 1)
+    done = list(ways(["unet"], settings, savings, may_wait=False))
+    assert not any(way.offload for way in done)
+    # The family offers what is done already as well, by whoever planned it.
+    once = replace(settings, savings=(("unet_at_once", 1), ("tile", 8)))
+    assert done[-1].settings == once
+    assert list(ways(["unet"], settings, None, may_wait=False)) == []
+
+
+def test_a_family_offers_nothing_less_than_what_is_done() -> None:
+    svd = small_models.svd()
+    tiled = small_models.settings(512, 512, 4, options={"decode_chunk_size": 1})
+    tiled = tiled.with_saving("decode_tile", 32)
+    assert [each.settings.saving("decode_tile", 0) for each in svd.savings("vae", tiled)] == [16]
+    opensora = small_models.opensora("1.2")
+    fewer = small_models.settings(32, 32, 17).with_saving("decode_frames", 2)
+    found = [each.settings.saving("decode_frames", 0) for each in opensora.savings("vae", fewer)]
+    assert found == [1]
