@@ -45,6 +45,24 @@ class Segment:
 
 
 @dataclass(frozen=True)
+class Held:
+    """The places of one sample that a rank has, and where in its own part they lie.
+
+    `row` counts the samples of its part, `start` is where these places begin there.
+    """
+
+    sample: int
+    places: range
+    row: int
+    start: int
+
+    @property
+    def here(self) -> slice:
+        """These places in the rank's own part."""
+        return slice(self.start, self.start + len(self.places))
+
+
+@dataclass(frozen=True)
 class Deal:
     """A grid dealt out over ranks of these weights.
 
@@ -71,6 +89,11 @@ class Deal:
         """Each rank's rows, counted through all samples (B * T)."""
         return self._dealt(self.grid.frames)
 
+    @cached_property
+    def cells(self) -> tuple[range, ...]:
+        """Each rank's part of the rows where they may be cut anywhere (B * T * S tokens)."""
+        return self._dealt(self.grid.frames * self.grid.places)
+
     def samples(self, rank: int) -> slice:
         """The samples that a rank has any columns of; one of them where it has none."""
         mine, places = self.columns[rank], self.grid.places
@@ -84,7 +107,7 @@ class Deal:
         Never empty: a rank without columns has one segment of no places.
         """
         mine, places = self.columns[rank], self.grid.places
-        pieces = list(_cut(mine, places))
+        pieces = list(cut(mine, places))
         if not pieces:
             return (Segment(slice(0, 1), slice(0, 0), slice(0, 0)),)
         first = pieces[0]
@@ -99,11 +122,19 @@ class Deal:
             segments.append(Segment(slice(number, number + 1), slice(start, stop), here))
         return tuple(segments)
 
+    def held(self, rank: int) -> tuple[Held, ...]:
+        """A rank's columns sample by sample; none where it has none."""
+        mine, places = self.columns[rank], self.grid.places
+        pieces = list(cut(mine, places))
+        if len(self.segments(rank)) == 1:  # each sample is a row of its own
+            return tuple(Held(s, range(a, b), row, 0) for row, (s, a, b) in enumerate(pieces))
+        return tuple(Held(s, range(a, b), 0, s * places + a - mine.start) for s, a, b in pieces)
+
     def moved(self, rank: int) -> int:
         """Tokens that a rank sends to others on the way from columns to rows and back."""
         grid, kept = self.grid, 0
-        rows = {sample: range(a, b) for sample, a, b in _cut(self.rows[rank], grid.frames)}
-        for sample, start, stop in _cut(self.columns[rank], grid.places):
+        rows = {sample: range(a, b) for sample, a, b in cut(self.rows[rank], grid.frames)}
+        for sample, start, stop in cut(self.columns[rank], grid.places):
             kept += (stop - start) * len(rows.get(sample, ()))
         held = len(self.columns[rank]) * grid.frames + len(self.rows[rank]) * grid.places
         return held - 2 * kept
@@ -119,7 +150,7 @@ class Deal:
         return tuple(dealt)
 
 
-def _cut(span: Sequence[int], length: int) -> Iterator[tuple[int, int, int]]:
+def cut(span: Sequence[int], length: int) -> Iterator[tuple[int, int, int]]:
     """A range through all samples as (sample, start, stop) in each of them."""
     at = span[0] if span else 0
     end = at + len(span)

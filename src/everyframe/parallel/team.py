@@ -60,14 +60,23 @@ class Team(ABC):
         ``sizes[p][q]`` rows go from rank p to rank q, and every rank knows all of them. Rows are
         sent in the order of the ranks that get them, and arrive in the order of those that sent.
         """
+        return self.start_all_to_all(x, sizes, what, at_once=True).wait()
+
+    def start_all_to_all(
+        self, x: Tensor, sizes: Sequence[Sequence[int]], what: str, *, at_once: bool = False
+    ) -> Coming:
+        """`all_to_all` that goes on while this rank computes; `x` must not be changed meanwhile.
+
+        With `at_once` it is over when this returns.
+        """
         mine, theirs = sizes[self.rank], [row[self.rank] for row in sizes]
         assert x.shape[0] == sum(mine), f"{x.shape[0]} rows to send, {sum(mine)} told"
         self.sent[what] += (sum(mine) - mine[self.rank]) * _row_bytes(x)
         if not any(n for p, row in enumerate(sizes) for q, n in enumerate(row) if p != q):
-            return x  # nobody has anything for another
-        out = x.new_empty((sum(theirs), *x.shape[1:]))
-        self._all_to_all(out, x, theirs, mine, what)
-        return out
+            return Coming(x)  # nobody has anything for another
+        x, out = x.contiguous(), x.new_empty((sum(theirs), *x.shape[1:]))
+        work = self._all_to_all(out, x, theirs, mine, what, at_once)
+        return Coming(out) if work is None else Coming(out, x, work, self._told(what))
 
     def gather(self, x: Tensor, sizes: Sequence[int], what: str) -> Tensor:
         """The rows of all ranks, one behind the other, on every rank; rank p has ``sizes[p]``."""
@@ -159,8 +168,15 @@ class Team(ABC):
 
     @abstractmethod
     def _all_to_all(
-        self, out: Tensor, x: Tensor, receive: Sequence[int], send: Sequence[int], what: str
-    ) -> None: ...
+        self,
+        out: Tensor,
+        x: Tensor,
+        receive: Sequence[int],
+        send: Sequence[int],
+        what: str,
+        at_once: bool,
+    ) -> Any:
+        """Contiguous `x` to `out`; what is to be waited for, None if it is over."""
 
     @abstractmethod
     def _broadcast(self, parts: Sequence[tuple[Tensor, int]], what: str) -> None:
@@ -179,6 +195,27 @@ class Sending:
             for work in self._works:
                 work.wait()
         self._works = []
+
+
+class Coming:
+    """What is on its way to this rank; what it sends meanwhile is kept alive until `wait`."""
+
+    def __init__(
+        self,
+        out: Tensor,
+        given: Tensor | None = None,
+        work: Any = None,
+        told: AbstractContextManager[None] | None = None,
+    ) -> None:
+        self._out, self._given, self._work, self._told = out, given, work, told
+
+    def wait(self) -> Tensor:
+        """What came, once all of it is there."""
+        if self._told is not None:
+            with self._told:
+                self._work.wait()
+        self._given = self._work = self._told = None
+        return self._out
 
 
 class Imagined(Team):
@@ -235,13 +272,20 @@ class Ranks(Team):
         self._members = dist.get_process_group_ranks(whole)
 
     def _all_to_all(
-        self, out: Tensor, x: Tensor, receive: Sequence[int], send: Sequence[int], what: str
-    ) -> None:
+        self,
+        out: Tensor,
+        x: Tensor,
+        receive: Sequence[int],
+        send: Sequence[int],
+        what: str,
+        at_once: bool,
+    ) -> Any:
         each = _row_bytes(x)
         with self._told(what):
-            dist.all_to_all_single(
-                _bytes(out), _bytes(x.contiguous()),
-                [n * each for n in receive], [n * each for n in send], group=self._group,
+            return dist.all_to_all_single(
+                _bytes(out), _bytes(x),
+                [n * each for n in receive], [n * each for n in send],
+                group=self._group, async_op=not at_once,
             )  # fmt: skip
 
     def _broadcast(self, parts: Sequence[tuple[Tensor, int]], what: str) -> None:

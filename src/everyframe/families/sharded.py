@@ -1,0 +1,96 @@
+"""What every family does to put its denoiser on several ranks, from outside.
+
+Hooks and swapped children without parameters are put on a loaded model, and taken off again; one
+rank takes the same path. A rank is called with the whole batch, works on its part of the samples'
+tokens (`everyframe.parallel.grid`) and gives the whole answer. Not here: what is exchanged where,
+which each family's `sharding.py` says. Read next: `everyframe.parallel.shared`, the modules that
+are swapped in.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from everyframe.families.text_context import TextContext
+from everyframe.parallel.grid import Deal, Grid, Segment
+from everyframe.parallel.switch import Switch
+from everyframe.parallel.team import Alone, Team
+
+
+class Sharded(ABC):
+    """A denoiser on the ranks of `team`; all must put it on and call it in the same order.
+
+    With `groups` above 1 the batch is parted into so many first, each with ranks of its own.
+    """
+
+    def __init__(self, model: nn.Module, team: Team, groups: int) -> None:
+        self.team, self._groups = team, groups
+        self._switches: dict[tuple[Grid, Team], Switch] = {}
+        self._switch: Switch | None = None
+        self._swapped: list[tuple[nn.Module, str, nn.Module]] = []
+        self._handles: list[RemovableHandle] = [
+            model.register_forward_pre_hook(self._begin, with_kwargs=True)
+        ]
+
+    @abstractmethod
+    def _grid_of(self, x_BCTHW: Tensor) -> Grid:
+        """The tokens of those latents."""
+
+    def remove(self) -> None:
+        """Take off every hook, and give the model its own children back."""
+        for handle in self._handles:
+            handle.remove()
+        for part, name, child in self._swapped:
+            setattr(part, name, child)
+        self._handles, self._swapped = [], []
+
+    @property
+    def switch(self) -> Switch:
+        """That of the grid which is computed now."""
+        assert self._switch is not None, "the denoiser was not called as a whole"
+        return self._switch
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Within, every rank computes everything by itself: the same call, the same operations."""
+        team, self.team = self.team, Alone()
+        try:
+            yield
+        finally:
+            self.team = team
+
+    def _swap(self, part: nn.Module, name: str, ours: nn.Module) -> None:
+        self._swapped.append((part, name, part.get_submodule(name)))
+        setattr(part, name, ours)
+
+    def _segments(self) -> tuple[Segment, ...]:
+        return self.switch.segments
+
+    def _begin(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The call without the samples that this rank has no part of."""
+        grid = self._grid_of(args[0])
+        key = (grid, self.team)
+        if key not in self._switches:
+            groups = min(self._groups, self.team.size, grid.samples)
+            self._switches[key] = Switch(Deal(grid, self.team.weights, groups), self.team)
+        self._switch = self._switches[key]
+        mine = self._switch.samples
+        mine_of = partial(_of_batch, samples=mine, batch=grid.samples)
+        return tuple(map(mine_of, args)), {name: mine_of(each) for name, each in kwargs.items()}
+
+
+def _of_batch(value: Any, samples: slice, batch: int) -> Any:
+    """Some samples of an argument of the denoiser; what is not of the batch stays as it is."""
+    if isinstance(value, TextContext):
+        return value.rows(samples.start, samples.stop)
+    is_of_all = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == batch
+    return value[samples] if is_of_all else value

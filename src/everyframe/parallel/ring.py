@@ -1,0 +1,154 @@
+"""Attention of all tokens to all among ranks, by tokens: keys and values go round, queries stay.
+
+Each rank looks from its own tokens at one rank's keys after the other, while the next ones are on
+their way, and merges the answers by their log-sum-exp. Needs no heads, and holds two ranks' keys at
+a time; sends 2 N (P - 1) / P vectors a rank, P / 2 times as many as `ulysses`, and computes by
+plain products. In step i each rank sends to the one i places on, who needs it, and not to its
+neighbour to be handed on: as many bytes, and a rank gets nothing of samples that it has no tokens
+of.
+Source of the idea: Ring Attention (arXiv 2310.01889).
+
+Shapes as in `ulysses`. Read next: `everyframe.ops.partial_attention`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from everyframe.ops.dtypes import float32_or_wider
+from everyframe.ops.partial_attention import Partial, merge, partial_attention
+from everyframe.parallel.grid import Deal, Held
+from everyframe.parallel.team import Coming, Team
+from everyframe.parallel.ulysses import Core
+
+
+class PartialAttention(nn.Module):
+    """`partial_attention` as a module, to be watched or swapped from outside."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Partial:
+        return partial_attention(q, k, v, mask)
+
+
+class Ring:
+    """Attention of one grid (samples, heads, tokens) for one rank."""
+
+    def __init__(self, deal: Deal, team: Team) -> None:
+        assert deal.num_ranks == team.size
+        self.deal, self.team = deal, team
+        self._part = PartialAttention()
+        self._held = [deal.held(rank) for rank in range(team.size)]
+        self._mine = self._held[team.rank]
+
+    def attend(
+        self, core: Core, q_bHnD: Tensor, k_bHnD: Tensor, v_bHnD: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
+        """(b, heads, n, D) in the dtype of `v`, for this rank's tokens.
+
+        A sample that lies here alone is computed by `core`, as one device does it.
+        """
+        q, k = q_bHnD.to(v_bHnD.dtype), k_bHnD.to(v_bHnD.dtype)
+        if all(map(self._is_whole, self._mine)):
+            for step in range(1, self.team.size):
+                self._send(step, v_bHnD).wait()  # nothing; but all ranks do it together
+            if mask is not None and mask.shape[0] > 1:
+                mask = mask[self.deal.samples(self.team.rank)]
+            return core(q, k, v_bHnD, mask)
+        both = torch.cat([k, v_bHnD], dim=-1)
+        done: dict[int, Partial] = {}
+        coming: Coming | None = None
+        for step in range(self.team.size):
+            came = coming.wait() if coming is not None else None
+            if step + 1 < self.team.size:
+                coming = self._send(step + 1, both)
+            for held, places, keys in self._blocks(step, both, came):
+                found = self._look(held, places, q, keys, mask)
+                before = done.get(held.sample)
+                done[held.sample] = found if before is None else merge(before, found)
+        out = torch.empty_like(v_bHnD, memory_format=torch.contiguous_format)
+        for held in self._mine:
+            if self._is_whole(held):
+                given = (x[held.row : held.row + 1, :, held.here] for x in (q, k, v_bHnD))
+                answer = core(*given, _of(mask, held, held.places))[0]
+            else:
+                answer = done[held.sample].out[0].to(out.dtype)
+            out[held.row, :, held.here] = answer
+        return out
+
+    def _is_whole(self, held: Held) -> bool:
+        return len(held.places) == self.deal.grid.places
+
+    def _send(self, step: int, both_bHnE: Tensor) -> Coming:
+        """Keys and values, beside each other, of the tokens that the rank so many on looks at."""
+        rank, size = self.team.rank, self.team.size
+        target = (rank + step) % size
+        sizes = [[0] * size for _ in range(size)]
+        for source in range(size):
+            to = (source + step) % size
+            sizes[source][to] = sum(len(each.places) for each in self._common(source, to))
+        common = {each.sample for each in self._common(rank, target)}
+        given = [
+            both_bHnE[held.row, :, held.here].transpose(0, 1)
+            for held in self._mine
+            if held.sample in common
+        ]
+        heads, width = both_bHnE.shape[1], both_bHnE.shape[-1]
+        rows = torch.cat(given) if given else both_bHnE.new_empty(0, heads, width)
+        return self.team.start_all_to_all(rows, sizes, "keys and values go round")
+
+    def _common(self, source: int, target: int) -> list[Held]:
+        """What a rank holds of the samples that another one holds some of, too."""
+        wanted = {each.sample for each in self._held[target]}
+        return [each for each in self._held[source] if each.sample in wanted]
+
+    def _blocks(
+        self, step: int, both_bHnE: Tensor, came: Tensor | None
+    ) -> Iterator[tuple[Held, range, Tensor]]:
+        """This rank's tokens, which places they look at in this step, and those (1, H, l, 2 D)."""
+        mine = {each.sample: each for each in self._mine}
+        if came is None:
+            for held in self._mine:
+                if not self._is_whole(held):
+                    yield held, held.places, both_bHnE[held.row : held.row + 1, :, held.here]
+            return
+        source, at = (self.team.rank - step) % self.team.size, 0
+        for theirs in self._common(source, self.team.rank):
+            stop = at + len(theirs.places)
+            yield mine[theirs.sample], theirs.places, came[at:stop].transpose(0, 1)[None]
+            at = stop
+
+    def _look(
+        self, held: Held, places: range, q_bHnD: Tensor, both_1HlE: Tensor, mask: Tensor | None
+    ) -> Partial:
+        """The answers to one sample's queries here by the keys of some places."""
+        q = q_bHnD[held.row : held.row + 1, :, held.here]
+        k, v = both_1HlE.chunk(2, dim=-1)
+        found: Partial = self._part(q, k, v, _of(mask, held, places))
+        assert found.out.dtype == float32_or_wider(v.dtype)
+        return found
+
+
+def sent_vectors(deal: Deal, rank: int) -> int:
+    """Vectors of keys and values that leave a rank at each attention."""
+    mine = {each.sample: each for each in deal.held(rank)}
+    tokens = sum(
+        len(mine[theirs.sample].places)
+        for other in range(deal.num_ranks)
+        if other != rank
+        for theirs in deal.held(other)
+        if theirs.sample in mine
+    )
+    return 2 * tokens * deal.grid.frames
+
+
+def _of(mask: Tensor | None, held: Held, places: range) -> Tensor | None:
+    """What of a mask (B, heads, N, N) concerns these queries and keys."""
+    if mask is None:
+        return None
+    wanted = {0: range(held.sample, held.sample + 1), 2: held.places, 3: places}
+    for dim, part in wanted.items():
+        if mask.shape[dim] > 1:
+            mask = mask.narrow(dim, part.start, len(part))
+    return mask

@@ -1,0 +1,183 @@
+"""Attention of all tokens to all among ranks, by heads: each has some heads of every token.
+
+One uneven all-to-all brings queries, keys and values of a rank's heads to it, one brings the
+answers back: with equal shares of N tokens over P ranks 4 N (P - 1) / P^2 a rank. Heads and tokens
+need not divide by anything, nothing is padded, and no sum is parted: each answer is one softmax
+over all keys, computed by the kernel that one device would use. Where there are too few heads
+several ranks share one by its queries (see `heads`). Source of the idea: DeepSpeed Ulysses (arXiv
+2309.14509), there with heads that divide.
+
+Shapes: (b, heads, n, D) of a rank's own tokens, dealt out as `grid` says; b samples with n tokens
+each, or b = 1 and tokens of several samples beside each other. A mask broadcasts to (B, heads, N,
+N) of the whole batch, and every rank has all of it. Read next: `ring`, `heads`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from everyframe.parallel.grid import Deal
+from everyframe.parallel.heads import Brick, HeadDeal, Keys, overlap, within
+from everyframe.parallel.team import Team
+
+Core = Callable[..., Tensor]
+"""``core(q, k, v, mask)``: attention of queries (B, heads, Q, D) to keys (B, heads, L, D)."""
+
+
+class Ulysses:
+    """Attention of one grid (samples, heads, tokens) for one rank."""
+
+    def __init__(self, deal: Deal, team: Team) -> None:
+        assert deal.num_ranks == team.size
+        self.deal, self.team = deal, team
+        self._heads = HeadDeal(deal)
+        self._held = [deal.held(rank) for rank in range(team.size)]
+        ranks = range(team.size)
+        self._back = [[self._heads.queries_sent(q, p) for q in ranks] for p in ranks]
+        self._there = [
+            [self._heads.queries_sent(p, q) + 2 * self._heads.keys_sent(p, q) for q in ranks]
+            for p in ranks
+        ]
+        self._is_apart = not any(
+            self._there[p][q] for p in ranks for q in ranks if p != q and team.rank in (p, q)
+        )
+        if self._is_apart:  # what it would send itself stays where it is
+            self._there[team.rank][team.rank] = self._back[team.rank][team.rank] = 0
+
+    def attend(
+        self, core: Core, q_bHnD: Tensor, k_bHnD: Tensor, v_bHnD: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
+        """(b, heads, n, D) in the dtype of `v`: what `core` gives for this rank's tokens."""
+        # What travels is in the precision that attention would cast it to anyhow.
+        q, k = q_bHnD.to(v_bHnD.dtype), k_bHnD.to(v_bHnD.dtype)
+        if self._is_apart:
+            return self._alone(core, q, k, v_bHnD, mask)
+        given = [part for p in range(self.team.size) for part in self._given(p, q, k, v_bHnD)]
+        width = v_bHnD.shape[-1]
+        sent = torch.cat(given) if given else v_bHnD.new_empty(0, width)
+        del given
+        came = self.team.all_to_all(sent, self._there, "heads are gathered")
+        del sent
+        queries, seen = self._arranged(came)
+        del came
+        answers = [
+            core(*self._told(brick, query, seen), _of(mask, brick))[0]
+            for brick, query in zip(self._bricks, queries, strict=True)
+        ]
+        del queries, seen
+        parts = [part for p in range(self.team.size) for part in self._returned(p, answers)]
+        back = torch.cat(parts) if parts else v_bHnD.new_empty(0, width)
+        back = self.team.all_to_all(back, self._back, "heads are given back")
+        return self._own(back, v_bHnD)
+
+    @property
+    def _bricks(self) -> Sequence[Brick]:
+        return self._heads.bricks[self.team.rank]
+
+    def _alone(self, core: Core, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """Whole samples, or nothing at all: there is nothing to exchange with anybody."""
+        nothing = v.new_empty(0, v.shape[-1])
+        self.team.all_to_all(nothing, self._there, "heads are gathered")
+        if mask is not None and mask.shape[0] > 1:
+            mask = mask[self.deal.samples(self.team.rank)]
+        answer = core(q, k, v, mask)
+        self.team.all_to_all(nothing, self._back, "heads are given back")
+        return answer
+
+    def _given(self, target: int, q: Tensor, k: Tensor, v: Tensor) -> Iterator[Tensor]:
+        """What a rank gets of this one's tokens, in vectors: queries, then keys and values."""
+        mine = {each.sample: each for each in self._held[self.team.rank]}
+        for brick in self._heads.bricks[target]:
+            if brick.sample in mine:
+                held = mine[brick.sample]
+                here = held.start + within(overlap(brick.queries, held.places), held.places).start
+                stop = here + len(overlap(brick.queries, held.places))
+                yield q[held.row, _slice(brick.heads), here:stop].flatten(0, 1)
+        for keys in self._heads.keys[target]:
+            if keys.sample in mine:
+                held = mine[keys.sample]
+                for each in (k, v):
+                    yield each[held.row, _slice(keys.heads), held.here].flatten(0, 1)
+
+    def _arranged(self, came: Tensor) -> tuple[list[Tensor], dict[int, tuple[Keys, Tensor]]]:
+        """Queries of each brick (H, Q, D), and keys and values (2, H, N, D) by sample."""
+        tokens, width = self.deal.grid.places, came.shape[-1]
+        mine = self._heads.keys[self.team.rank]
+        queries = [came.new_empty(len(b.heads), len(b.queries), width) for b in self._bricks]
+        seen = {
+            keys.sample: (keys, came.new_empty(2, len(keys.heads), tokens, width)) for keys in mine
+        }
+        taken = _Taken(came)
+        for source in self._held:
+            held = {each.sample: each.places for each in source}
+            for brick, into in zip(self._bricks, queries, strict=True):
+                if brick.sample in held:
+                    part = overlap(brick.queries, held[brick.sample])
+                    taken.into(into[:, within(part, brick.queries)])
+            for keys, both in seen.values():
+                if keys.sample in held:
+                    places = held[keys.sample]
+                    for into in both[:, :, _slice(places)]:
+                        taken.into(into)
+        return queries, seen
+
+    def _told(
+        self, brick: Brick, query_HQD: Tensor, seen: dict[int, tuple[Keys, Tensor]]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values (1, heads, ., D) of one brick."""
+        keys, both = seen[brick.sample]
+        k, v = both[:, within(brick.heads, keys.heads)]
+        return query_HQD[None], k[None], v[None]
+
+    def _returned(self, holder: int, answers: Sequence[Tensor]) -> Iterator[Tensor]:
+        """What a rank gets of this one's answers, in vectors."""
+        held = {each.sample: each.places for each in self._held[holder]}
+        for brick, answer in zip(self._bricks, answers, strict=True):
+            if brick.sample in held:
+                part = overlap(brick.queries, held[brick.sample])
+                yield answer[:, within(part, brick.queries)].flatten(0, 1)
+
+    def _own(self, back: Tensor, like_bHnD: Tensor) -> Tensor:
+        """The answers to this rank's own queries, in their places."""
+        out = torch.empty_like(like_bHnD, memory_format=torch.contiguous_format)
+        mine = {each.sample: each for each in self._held[self.team.rank]}
+        taken = _Taken(back)
+        for bricks in self._heads.bricks:
+            for brick in bricks:
+                if brick.sample in mine:
+                    held = mine[brick.sample]
+                    part = overlap(brick.queries, held.places)
+                    start = held.start + within(part, held.places).start
+                    taken.into(out[held.row, _slice(brick.heads), start : start + len(part)])
+        return out
+
+
+class _Taken:
+    """Vectors (n, D) that are taken away from the front."""
+
+    def __init__(self, vectors: Tensor) -> None:
+        self._vectors, self._at = vectors, 0
+
+    def into(self, place_HnD: Tensor) -> None:
+        heads, tokens, width = place_HnD.shape
+        stop = self._at + heads * tokens
+        place_HnD.copy_(self._vectors[self._at : stop].view(heads, tokens, width))
+        self._at = stop
+
+
+def _slice(numbers: range) -> slice:
+    return slice(numbers.start, numbers.stop)
+
+
+def _of(mask: Tensor | None, brick: Brick) -> Tensor | None:
+    """What of a mask concerns a brick; a length of one is that of all."""
+    if mask is None:
+        return None
+    wanted = (range(brick.sample, brick.sample + 1), brick.heads, brick.queries)
+    for dim, part in enumerate(wanted):
+        if mask.shape[dim] > 1:
+            mask = mask.narrow(dim, part.start, len(part))
+    return mask

@@ -1,0 +1,69 @@
+"""Attention to parts of the keys merges to attention to all, as torch computes it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from everyframe.ops import partial_attention as subject
+from everyframe.ops.partial_attention import Partial, merge, partial_attention
+
+
+def qkv(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 3, n, 8, dtype=torch.float64).to(dtype) for n in (5, 11, 11))
+    return q, k, v
+
+
+def merged(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cuts: tuple[int, ...]) -> Partial:
+    whole: Partial | None = None
+    for start, stop in zip((0, *cuts), (*cuts, k.shape[2]), strict=True):
+        part = None if mask is None else mask[..., start:stop]
+        found = partial_attention(q, k[:, :, start:stop], v[:, :, start:stop], part)
+        whole = found if whole is None else merge(whole, found)
+    assert whole is not None
+    return whole
+
+
+@pytest.mark.parametrize("cuts", [(), (4,), (1, 2, 9), (0, 11)])
+@pytest.mark.parametrize("kind", ["", "keys", "places", "scores"])
+def test_parts_merge_to_the_whole(
+    cuts: tuple[int, ...], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a part has no key to look at, and queries are computed a few at a time."""
+    q, k, v = qkv()
+    mask = {
+        "": None,
+        "keys": (torch.arange(11) > 4).expand(2, 1, 1, 11),
+        "places": torch.ones(5, 11).triu(3).bool()[None, None],
+        "scores": torch.randn(1, 3, 5, 11, dtype=torch.float64),
+    }[kind]
+    wanted = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    found = merged(q, k, v, mask, cuts)
+    torch.testing.assert_close(found.out, wanted, rtol=0, atol=1e-14)
+    monkeypatch.setattr(subject, "_SCORES", 2 * 3 * 11 * 2)
+    torch.testing.assert_close(merged(q, k, v, mask, cuts).out, wanted, rtol=0, atol=1e-14)
+
+
+def test_nothing_to_look_at_is_zeros_that_weigh_nothing() -> None:
+    q, k, v = qkv()
+    nothing = partial_attention(q, k, v, torch.zeros(1, 1, 1, 11, dtype=torch.bool))
+    assert torch.equal(nothing.out, torch.zeros_like(nothing.out))
+    assert bool((nothing.lse == -torch.inf).all())
+    some = partial_attention(q, k, v)
+    for one, other in ((nothing, some), (some, nothing)):
+        torch.testing.assert_close(merge(one, other).out, some.out, rtol=0, atol=1e-15)
+    assert torch.equal(merge(nothing, nothing).out, nothing.out)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_sums_are_float32_and_scores_do_not_overflow(dtype: torch.dtype) -> None:
+    q, k, v = qkv(dtype)
+    q = q * 200  # scores beyond what exponentials of float32 hold
+    found = merged(q, k, v, None, (4,))
+    assert found.out.dtype == found.lse.dtype == torch.float32
+    wanted = F.scaled_dot_product_attention(q.double(), k.double(), v.double())
+    # float32 scores of some hundreds are off by 2^-24 of themselves, weights by that much.
+    torch.testing.assert_close(found.out.double(), wanted, rtol=0, atol=5e-4)
