@@ -54,6 +54,10 @@ FAMILIES: dict[str, tuple[Callable[[Path], Path], dict[str, Any]]] = {
         tiny.opensora_1_2,
         {"prompt": "a red circle", "size": "32x32", "num_frames": 5},
     ),
+    "opensora-1.0": (
+        lambda folder: tiny.opensora_1_0(folder).parent,
+        {"prompt": "a red circle", "size": "32x32", "num_frames": 3},
+    ),
     "stepvideo": (
         tiny_step.stepvideo,
         {"prompt": "a red circle", "size": "16x16", "num_frames": 1},
@@ -123,6 +127,14 @@ PLANTED: dict[str, dict[str, list[str]]] = {
             "spatial_vae.module.decoder.up_blocks.3.resnets.0.conv1",
         ],
     },
+    "opensora-1.0": {
+        "OpenSora-v1-HQ-16x256x256": [
+            "blocks.0.mlp.fc1",
+            "blocks.1.attn_temp.proj",
+            "blocks.1.cross_attn.q_linear",
+            "blocks.0.cross_attn.proj",
+        ],
+    },
     "stepvideo": {
         "step_llm/model-00001-of-00002": ["transformer.layers.0.feed_forward.w1"],
         "transformer/diffusion_pytorch_model-00002-of-00002": [
@@ -131,6 +143,8 @@ PLANTED: dict[str, dict[str, list[str]]] = {
         "vae/vae_v2": ["decoder.up.1.block.0.conv1.conv"],
     },
 }
+#: What holds a denoiser is called otherwise.
+COMPONENTS = dict.fromkeys(("model", "transformer", "OpenSora-v1-HQ-16x256x256"), "denoiser")
 RUNS = [
     pytest.param(family, number, marks=() if number == 0 else pytest.mark.slow)
     for family, files in PLANTED.items()
@@ -157,7 +171,13 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def plant(folder: Path, file: str, module: str, change: Callable[[torch.Tensor], None]) -> None:
-    """Change one weight of a checkpoint."""
+    """Change one weight of a checkpoint; Open-Sora 1.0's denoiser is a pickle."""
+    pickle = folder / f"{file}.pth"
+    if pickle.exists():
+        tensors = torch.load(pickle, weights_only=True)
+        change(tensors[f"{module}.weight"])
+        torch.save(tensors, pickle)
+        return
     path = folder / f"{file}.safetensors"
     tensors = load_file(path)
     change(tensors[f"{module}.weight"])
@@ -188,7 +208,7 @@ def test_overflow_anywhere_is_repaired(
     first = {event.component: event for event in reversed(repairs)}
     for file, module in planted.items():
         part = file.split("/")[0]
-        component = {"model": "denoiser", "transformer": "denoiser"}.get(part, part)
+        component = COMPONENTS.get(part, part)
         names = [event.module for name, event in first.items() if name.startswith(component)]
         assert [name.removeprefix("text_model.") for name in names] == [module]
     assert {event.cause for event in repairs} == {"range"}
@@ -204,7 +224,7 @@ def test_overflow_anywhere_is_repaired(
 def test_faults_are_planted_in_forty_places() -> None:
     """With those of `tests/families/pipeline/test_guarded.py`, over all families."""
     here = sum(len(modules) for files in PLANTED.values() for modules in files.values())
-    assert here >= 36
+    assert here >= 43
 
 
 @pytest.mark.slow
