@@ -21,7 +21,7 @@ import tiny
 import tiny_pipelines
 from engine.test_out_of_memory import no_room
 from engine.test_resuming import OPEN_SORA, PICTURE, begun, broken_off, same, videos
-from everyframe.core.errors import CannotRunError, InputError, WorkerDiedError
+from everyframe.core.errors import BusyError, CannotRunError, InputError, WorkerDiedError
 from everyframe.core.events import Event, Kept, Note, Step
 from everyframe.core.plan import Remedy
 from everyframe.engine import resuming
@@ -29,7 +29,8 @@ from everyframe.families.opensora import stdit3
 from everyframe.hardware.facts import machine_facts
 from everyframe.runs import files
 from everyframe.runs.answers import KeptAnswers
-from everyframe.runs.folder import BusyError, RunFolder, all_runs, find_run
+from everyframe.runs.folder import RunFolder, all_runs, find_run, new_run
+from everyframe.runs.listing import list_runs
 
 PIPELINE: dict[str, Any] = {
     "prompt": "a red circle", "seed": 1, "num_inference_steps": 4, "guidance_scale": 5.0,
@@ -237,6 +238,21 @@ def test_what_was_changed_since_is_refused(model: str, tmp_path: Path) -> None:
     assert find_run(None, root) == find_run(folder.name, root) == folder
     with pytest.raises(InputError, match="there is no run"):
         find_run("another", root)
+
+
+def test_runs_of_one_second_are_in_the_order_in_which_they_were_begun(tmp_path: Path) -> None:
+    """Their names are not: the tenth comes before the second, and a name that is free is given."""
+    made = [new_run(tmp_path) for _ in range(11)]
+    for place, run in enumerate(made):
+        run.write_run({"began": 100.0 + place})
+    made[0].remove()
+    late = RunFolder(made[0].path)
+    late.path.mkdir()
+    late.write_run({"began": 200.0})
+    assert list(all_runs(tmp_path)) == [*made[1:], late]
+    assert find_run(None, tmp_path) == late
+    listed = [each.began for each in list_runs(tmp_path)]
+    assert listed == sorted(listed)
 
 
 def test_python_goes_on_with_a_run(

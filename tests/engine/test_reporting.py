@@ -20,12 +20,16 @@ import everyframe
 import tiny
 from everyframe.cli.main import main
 from everyframe.core.errors import InputError, NumericsError
-from everyframe.core.events import Event, Note, Repaired
+from everyframe.core.events import Event, Kept, Note, Repaired, StageStarted
 from everyframe.core.request import Request
 from everyframe.engine.reporting import reported
+from everyframe.engine.resuming import go_on
+from everyframe.engine.run import stream
 from everyframe.families.guarding import Guard
 from everyframe.families.loading import show
 from everyframe.numerics.magnitude import Magnitudes
+from everyframe.runs.folder import RunFolder
+from everyframe.runs.keeper import Keep
 from guarded_nets import Net, halved, inputs, plan, scaled
 
 RECORD: dict[str, Any] = {
@@ -91,6 +95,44 @@ def test_without_trouble_there_is_no_page(tmp_path: Path) -> None:
     assert not (tmp_path / "r").exists()
     hooks = sum(len(part._forward_hooks) for part in net.modules())
     assert hooks == 1, "the one that widens the results, and none of ours"
+
+
+def test_a_resumed_run_has_a_page_beside_that_of_its_first_part(tmp_path: Path) -> None:
+    first = Repaired("encode", 1, "text", "a", "linear", "range", "float16", "a", "float32", "then")
+    for pages in (["report.html"], ["report.html", "report-2.html"]):
+        again = reported(run_of(faulty()), plan(), RECORD, tmp_path, {}, [first])  # type: ignore[arg-type]
+        (note,) = [event for event in again if isinstance(event, Note)]
+        assert pages[-1] in note.text
+        assert sorted(each.name for each in tmp_path.iterdir()) == sorted(pages)
+        page = (tmp_path / pages[-1]).read_text(encoding="utf-8")
+        assert "<td>then</td>" in page
+        assert "begin where the run was gone on with" in page
+    # What needed no repair since has nothing to add to it.
+    list(reported(run_of(Net()), plan(), RECORD, tmp_path, {}, [first]))  # type: ignore[arg-type]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_run_that_is_gone_on_with_is_reported(tmp_path: Path) -> None:
+    """Broken off before the part in which something has to be repaired."""
+    folder = tiny.opensora_1_2(tmp_path / "model")
+    tensors = load_file(folder / "vae/model.safetensors")
+    weight = tensors["spatial_vae.module.decoder.conv_in.weight"]
+    weight.mul_(6e4 / weight.abs().max())
+    save_file(tensors, folder / "vae/model.safetensors", metadata={"format": "pt"})
+    request = Request(
+        prompt="a red circle", model=str(folder), size="16x16", num_frames=1, device="cpu", seed=3,
+        num_inference_steps=2, dtype="float16", force=True, report=str(tmp_path / "seen"),
+    )  # fmt: skip
+    kept = ""
+    for event in stream(request, keep=Keep(tmp_path / "runs")):
+        kept = event.path if isinstance(event, Kept) else kept
+        if isinstance(event, StageStarted) and event.stage == "decode":
+            break
+    assert not (tmp_path / "seen").exists()
+    again = list(go_on(RunFolder(Path(kept))))
+    assert any(isinstance(event, Repaired) for event in again)
+    page = (tmp_path / "seen" / "report.html").read_text(encoding="utf-8")
+    assert "vae.spatial_vae.module.decoder.conv_in" in page
 
 
 def test_magnitudes_are_those_of_the_modules() -> None:

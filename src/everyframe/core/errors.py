@@ -68,6 +68,18 @@ class WorkerDiedError(EveryframeError):
     exit_code = ExitCode.WORKER_DIED
 
 
+class BusyError(EveryframeError):
+    """A run that another process is working on."""
+
+
+class NotPlainError(EveryframeError):
+    """A value that can't be kept: an object of somebody else's."""
+
+
+class DamagedError(EveryframeError):
+    """What was kept is not there as it was written."""
+
+
 def nearest(given: str, allowed: Iterable[str], count: int = 1) -> list[str]:
     """The names in `allowed` that `given` was most likely meant to be, best first, maybe none."""
     by_folded: dict[str, str] = {name.casefold(): name for name in allowed}

@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from everyframe.core.errors import EveryframeError
+from everyframe.core.errors import DamagedError, NotPlainError
 from everyframe.core.options import Options
 
 Keep = Callable[[Any], "dict[str, Any] | None"]
@@ -27,14 +27,6 @@ Fetch = Callable[[Mapping[str, Any]], Any]
 #: The key that marks what is not simply JSON. A mapping that has it as a key is written as a list.
 _MARK = "$"
 _PACKAGE = __name__.partition(".")[0]
-
-
-class NotPlainError(EveryframeError):
-    """A value that can't be kept: an object of somebody else's."""
-
-
-class DamagedError(EveryframeError):
-    """What was read is nothing that `to_plain` wrote."""
 
 
 def to_plain(value: Any, keep: Keep) -> Any:

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from everyframe.core.errors import EveryframeError, InputError, NumericsError
-from everyframe.core.plain import NotPlainError, to_plain
+from everyframe.core.errors import EveryframeError, InputError, NotPlainError, NumericsError
+from everyframe.core.plain import to_plain
 from everyframe.core.plan import Plan
 from everyframe.core.request import Request
 from everyframe.families.family import Take

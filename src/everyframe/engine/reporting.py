@@ -11,8 +11,9 @@ import base64
 import html
 import os
 import tempfile
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,14 @@ import numpy as np
 from torch import nn
 
 from everyframe.core.errors import InputError, NumericsError
-from everyframe.core.events import Event, Note, Repaired
+from everyframe.core.events import Event, Events, Note, Repaired, event_of
 from everyframe.core.plan import ComponentPlan, Plan
 from everyframe.families.family import Model
 from everyframe.families.loading import shown_to
 from everyframe.numerics.heat_map import heat_map
 from everyframe.numerics.magnitude import Magnitudes
 from everyframe.planning.forecast import describe_bytes
+from everyframe.runs.keeper import Progress
 
 _NAME = "report.html"
 
@@ -57,27 +59,42 @@ def loaded_in(model: Model) -> dict[str, nn.Module]:
     return {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
 
 
+def repairs_of(progress: Progress) -> list[Repaired]:
+    """What was repaired in the part of a run that lies behind it."""
+    events = (
+        event_of({name: value for name, value in each.items() if name != "clip"})
+        for each in progress.repairs
+    )
+    return [event for event in events if isinstance(event, Repaired)]
+
+
 def reported(
-    events: Generator[Event, None, None],
+    events: Events,
     plan: Plan,
     record: Mapping[str, Any],
     folder: Path,
     loaded: Mapping[str, nn.Module],
+    before: Sequence[Repaired] | None = None,
 ) -> Iterator[Event]:
     """The same events; a page in `folder` once something is repaired, or can't be.
 
-    `loaded` are modules that somebody has in memory already.
+    `loaded` are modules that somebody has in memory already. A run that is gone on with was
+    repaired `before`: its page holds that too, and lies beside the one of its first part, which
+    has the numbers of then.
 
     Raises:
         NumericsError: the run's own, with the path of the page.
     """
     magnitudes = Magnitudes()
-    repairs: list[Repaired] = []
+    repairs: list[Repaired] = list(before or ())
+    num_before = len(repairs)
+    name_of_page = _NAME if before is None else _free(folder)
     for name, module in loaded.items():
         magnitudes.watch(name, module)
 
     def write(error: str = "") -> Path:
-        return _written(page(plan, record, repairs, magnitudes, error), folder)
+        text = page(plan, record, repairs, magnitudes, error, is_resumed=before is not None)
+        return _written(text, folder, name_of_page)
 
     try:
         with closing(events):
@@ -90,9 +107,9 @@ def reported(
                 yield event
                 if isinstance(event, Repaired):
                     repairs.append(event)
-                    if len(repairs) == 1:
+                    if len(repairs) == num_before + 1:
                         yield Note(f"what is repaired, and where numbers grew: {write()}")
-        if repairs:
+        if len(repairs) > num_before or (repairs and not (folder / _NAME).exists()):
             write()
     except NumericsError as error:
         raise NumericsError(f"{error}; where numbers grew: {write(str(error))}") from error
@@ -106,8 +123,14 @@ def page(
     repairs: Sequence[Repaired],
     magnitudes: Magnitudes,
     error: str = "",
+    *,
+    is_resumed: bool = False,
 ) -> str:
-    """The page as HTML: what was found and done, pictures, the plan, the device."""
+    """The page as HTML: what was found and done, pictures, the plan, the device.
+
+    Of a run that `is_resumed` the pictures show what came after that.
+    """
+    since = " They begin where the run was gone on with." if is_resumed else ""
     faulty = dict.fromkeys(each.component for each in repairs)
     pictures = [_picture(name, magnitudes, repairs) for name in _ordered(magnitudes, faulty, error)]
     settings = {k: v for k, v in record["settings"].items() if v not in (None, (), [], "")}
@@ -122,7 +145,7 @@ def page(
 {_repairs(repairs)}
 <h2>Where numbers grew</h2>
 <p>The largest value that each module gave, call by call. Calls that were repeated, to find what
-went wrong and to compute it again, are calls as well.</p>
+went wrong and to compute it again, are calls as well.{since}</p>
 {"".join(pictures)}
 <h2>What ran</h2>
 {_components(plan.components)}
@@ -204,15 +227,22 @@ def _text(value: str) -> str:
     return html.escape(value)
 
 
-def _written(text: str, folder: Path) -> Path:
+def _free(folder: Path) -> str:
+    """The name of a page that is not there yet."""
+    stem, ending = _NAME.split(".")
+    names = (f"{stem}-{number}.{ending}" if number > 1 else _NAME for number in count(1))
+    return next(name for name in names if not (folder / name).exists())
+
+
+def _written(text: str, folder: Path, page_name: str) -> Path:
     """Written beside and renamed, so that nobody reads half a page."""
     folder.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=folder, prefix=_NAME, suffix=".tmp")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
-        os.replace(name, folder / _NAME)
+        os.replace(name, folder / page_name)
     except BaseException:
         os.unlink(name)
         raise
-    return folder / _NAME
+    return folder / page_name

@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from everyframe.core.errors import CannotRunError, InputError
+from everyframe.core.errors import CannotRunError, DamagedError, InputError
 from everyframe.core.events import Events, Note, Planned, Ready
-from everyframe.core.plain import DamagedError, from_plain
+from everyframe.core.plain import from_plain
 from everyframe.core.plan import Plan
 from everyframe.core.request import Request
 from everyframe.engine.ranks import Join, joined
 from everyframe.engine.record import differences, make_record
+from everyframe.engine.reporting import check_folder, loaded_in, repairs_of, reported
 from everyframe.engine.run import takes_of, work
 from everyframe.hardware.facts import machine_facts
 from everyframe.planning.resolve import GivenModel, find_model
@@ -86,7 +87,9 @@ def go_on(
     lock = folder.locked() if leads else None
     try:
         run = read_run(folder)
-        plan = run.plan
+        plan, asked = run.plan, run.request.report
+        # Relative to where the run was begun.
+        place = None if asked is None else check_folder(run.place / asked)
         _check_place(run)
         _check_device(run)
         model = _model(run, given_model)
@@ -107,7 +110,11 @@ def go_on(
         yield Note(says)
         here = joined(plan, model, record, join)
         keeper = keeper if leads else Keeper(None, how)
-        yield from work(here, model, record, keeper, progress)
+        events = work(here, model, record, keeper, progress)
+        if place is not None and leads:
+            before, loaded = repairs_of(progress), loaded_in(model)
+            events = reported(events, plan, record, place, loaded, before)
+        yield from events
     finally:
         if lock is not None:
             lock.release()

@@ -21,7 +21,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from everyframe.core.plain import DamagedError, NotPlainError
+from everyframe.core.errors import DamagedError, NotPlainError
 from everyframe.core.plan import Remedy
 from everyframe.runs.files import UNFINISHED
 from everyframe.runs.store import flattened, laid_out

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from everyframe.core.errors import EveryframeError, InputError, did_you_mean
-from everyframe.core.plain import DamagedError
+from everyframe.core.errors import BusyError, DamagedError, InputError, did_you_mean
 from everyframe.runs.files import write_whole
 
 #: What a run folder says that it is; another number is another version's.
@@ -26,10 +25,6 @@ SCHEMA = "everyframe.run/1"
 _RUN, _STATE, _LOCK, _DONE = "run.json", "state.json", "lock", "done-"
 #: The value that turns keeping off.
 OFF = "off"
-
-
-class BusyError(EveryframeError):
-    """A run that another process is working on."""
 
 
 def runs_folder() -> Path | None:
@@ -91,6 +86,16 @@ class RunFolder:
             found = "nothing" if values is None else repr(values.get("schema"))
             raise DamagedError(f"{self.path} holds no run of {SCHEMA!r}, but {found}")
         return values
+
+    def began(self) -> float:
+        """When it was begun, in seconds since 1970; names tell it to the second and are used again.
+
+        Of one that can't be read: when its folder was changed last.
+        """
+        try:
+            return float(self.run()["began"])
+        except (DamagedError, KeyError, TypeError, ValueError):
+            return self.path.stat().st_mtime
 
     def state(self) -> dict[str, Any] | None:
         """What `write_state` wrote last; None before the first time."""
@@ -180,9 +185,8 @@ def all_runs(root: Path | None = None) -> Iterator[RunFolder]:
     root = runs_folder() if root is None else root
     if root is None or not root.is_dir():
         return
-    for path in sorted(root.iterdir()):
-        if (path / _RUN).is_file():
-            yield RunFolder(path)
+    found = [RunFolder(path) for path in root.iterdir() if (path / _RUN).is_file()]
+    yield from sorted(found, key=lambda run: (run.began(), run.name))
 
 
 def find_run(name: str | Path | None = None, root: Path | None = None) -> RunFolder:

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from everyframe.core.errors import DamagedError, NotPlainError
 from everyframe.core.events import Event, Frames, Note
-from everyframe.core.plain import DamagedError, NotPlainError, from_plain, to_plain
+from everyframe.core.plain import from_plain, to_plain
 from everyframe.families.family import Take
 from everyframe.media.pixels import to_uint8
 from everyframe.runs.folder import Lock, RunFolder

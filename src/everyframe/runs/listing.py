@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from everyframe.core.plain import DamagedError
+from everyframe.core.errors import DamagedError
 from everyframe.runs.folder import RunFolder, all_runs
 
 
@@ -39,15 +39,15 @@ def _listed(folder: RunFolder) -> Listed:
         written = folder.run()
         settings: Mapping[str, Any] = written["record"]["settings"]
         model, prompt = str(written["record"]["model"]["name"]), str(settings["prompt"])
-        seed, began = int(settings["seed"]), float(written["began"])
+        seed = int(settings["seed"])
         progress = _progress(folder, settings)
     except (DamagedError, KeyError, TypeError, ValueError) as error:
-        model, prompt, seed, began = "?", "", 0, folder.path.stat().st_mtime
+        model, prompt, seed = "?", "", 0
         progress = f"can't be read: {error}"
     return Listed(
         run=folder.name,
         path=str(folder.path),
-        began=began,
+        began=folder.began(),
         model=model,
         prompt=prompt,
         seed=seed,

@@ -22,7 +22,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from everyframe.core.plain import DamagedError
+from everyframe.core.errors import DamagedError
 from everyframe.runs.files import write_whole
 
 _ENDING = ".safetensors"
