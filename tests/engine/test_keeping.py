@@ -21,7 +21,13 @@ import tiny
 import tiny_pipelines
 from engine.test_out_of_memory import no_room
 from engine.test_resuming import OPEN_SORA, PICTURE, begun, broken_off, same, videos
-from everyframe.core.errors import BusyError, CannotRunError, InputError, WorkerDiedError
+from everyframe.core.errors import (
+    BusyError,
+    CannotRunError,
+    InputError,
+    MediaError,
+    WorkerDiedError,
+)
 from everyframe.core.events import Event, Kept, Note, Step
 from everyframe.core.plan import Remedy
 from everyframe.engine import resuming
@@ -188,6 +194,20 @@ def test_a_device_that_is_lost_leaves_a_good_state(
     again = list(resuming.go_on(folder))
     same(whole, again)
     assert steps(again) == [3]
+
+
+def test_a_place_that_is_full_leaves_a_good_state(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a worker's trail, too, though it is wrong input to the command line."""
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise MediaError("can't write 'trail-0'")
+
+    monkeypatch.setattr(stdit3.STDiT3, "forward", full)
+    with pytest.raises(MediaError, match="can't write 'trail-0'; go on from where it was"):
+        list(begun(tmp_path, model=model, **OPEN_SORA))
+    assert len(list(all_runs(tmp_path))) == 1
 
 
 def test_what_was_done_for_memory_is_done_again(model: str, tmp_path: Path) -> None:

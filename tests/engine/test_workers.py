@@ -127,6 +127,32 @@ def test_a_worker_that_the_system_ended(tmp_path: Path) -> None:
     assert text.endswith("everyframe resume this-run")
 
 
+_LIMITED = """
+import resource, sys
+from pathlib import Path
+from everyframe.core.errors import MediaError
+from everyframe.engine.trail import Trail
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), int(sys.argv[1])))
+try:
+    trail = Trail(Path(sys.argv[2]))
+    for number in range(1000):
+        trail.learn(f"blocks.{number}")
+except MediaError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="resource limits are POSIX")
+@pytest.mark.parametrize(("limit", "name"), [(1000, "trail"), (5000, "trail.names")])
+def test_a_trail_that_can_not_be_written_is_named(limit: int, name: str, tmp_path: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", _LIMITED, str(limit), str(tmp_path / "trail")],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert run.stdout.startswith(f"can't write {str(tmp_path / name)!r}"), run.stdout
+    assert "File too large" in run.stdout
+
+
 def test_what_the_trail_says(tmp_path: Path) -> None:
     trail = Trail(tmp_path / "trail")
     assert str(read_trail(tmp_path / "trail")) == "before its first stage"

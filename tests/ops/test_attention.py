@@ -202,6 +202,34 @@ def test_an_interrupt_leaves_no_kernel_behind() -> None:
     assert torch.backends.cuda.flash_sdp_enabled()
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_call_that_ends_before_ours_was_entered_is_not_left() -> None:
+    """Somebody's hook on all modules may raise; torch then calls what follows a call all the same.
+
+    What such a hook of ours raises itself, torch makes a warning of.
+    """
+
+    def end(module: nn.Module, given: object) -> None:
+        if module is inner:
+            raise OSError("no space")
+
+    inner = AttentionCore()
+    whole = nn.Sequential(inner)
+    attend_by(whole, "math", parts=("", "0"))
+    q = torch.ones(1, 1, 4, 8)
+    handle = nn.modules.module.register_module_forward_pre_hook(end)
+    try:
+        with pytest.raises(OSError, match="no space"):
+            whole(q)
+        with pytest.raises(OSError, match="no space"):
+            locate({"net": whole}, lambda: whole(q))
+        with pytest.raises(OSError, match="no space"):
+            locate({"net": inner}, lambda: inner(q))
+    finally:
+        handle.remove()
+    assert torch.backends.cuda.flash_sdp_enabled()
+
+
 def test_the_search_for_a_fault_leaves_no_kernel_behind() -> None:
     core, whole = AttentionCore(), nn.Module()
     whole.core = core

@@ -12,7 +12,13 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from everyframe.core.errors import EveryframeError, InputError, NotPlainError, NumericsError
+from everyframe.core.errors import (
+    EveryframeError,
+    InputError,
+    MediaError,
+    NotPlainError,
+    NumericsError,
+)
 from everyframe.core.plain import to_plain
 from everyframe.core.plan import Plan
 from everyframe.core.request import Request
@@ -74,12 +80,12 @@ def kept(keeper: Keeper, takes: Sequence[Take]) -> Iterator[None]:
     try:
         yield
         remove = keeper.cleans
-    except (InputError, NumericsError):
-        # The same would come of it again.
-        remove = True
-        raise
     except EveryframeError as error:
-        if folder is None:
+        # The same would come of it again, but for a place that could not be written.
+        remove = isinstance(error, (InputError, NumericsError)) and not isinstance(
+            error, MediaError
+        )
+        if folder is None or remove:
             raise
         text = f"{error}; go on from where it was: everyframe resume {folder.name}"
         raise type(error)(text) from error.__cause__

@@ -10,9 +10,12 @@ from __future__ import annotations
 import json
 import mmap
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from everyframe.core.errors import MediaError
 
 _SIZE, _TEXT, _WAIT, _MOST = 4096, 2048, 3072, 6
 #: Number of the module, of the dtype, of dimensions, and these.
@@ -47,13 +50,19 @@ class Whereabouts:
 
 
 class Trail:
-    """Written by the process that computes."""
+    """Written by the process that computes.
+
+    Raises `MediaError` where it can't be: the disk is full, or a limit on files reached.
+    """
 
     def __init__(self, path: Path) -> None:
-        path.write_bytes(bytes(_SIZE))
-        with path.open("r+b") as file:
-            self._map = mmap.mmap(file.fileno(), _SIZE)
-        self._names = path.with_name(path.name + _NAMES).open("w", encoding="utf-8", buffering=1)
+        with _told(path):
+            path.write_bytes(bytes(_SIZE))
+            with path.open("r+b") as file:
+                self._map = mmap.mmap(file.fileno(), _SIZE)
+        self._names_at = path.with_name(path.name + _NAMES)
+        with _told(self._names_at):
+            self._names = self._names_at.open("w", encoding="utf-8", buffering=1)
         self._count = 0
         self._waits: dict[str, int] = {"": 0}
         self._call = _CALL.pack_into
@@ -67,7 +76,8 @@ class Trail:
 
     def learn(self, name: str) -> int:
         """The number of a name from now on."""
-        self._names.write(json.dumps(name) + "\n")
+        with _told(self._names_at):
+            self._names.write(json.dumps(name) + "\n")
         self._count += 1
         return self._count
 
@@ -83,6 +93,18 @@ class Trail:
         """A module is called with a tensor of that shape; numbers of `learn`, 0 for unknown."""
         count = min(len(shape), _MOST)
         self._call(self._map, _TEXT, module, dtype, count, *shape[:_MOST], *[0] * (_MOST - count))
+
+
+@contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """Within, that file is written."""
+    try:
+        yield
+    except OSError as error:
+        raise MediaError(
+            f"can't write {str(path)!r}, which says where a run is: {error.strerror or error}; "
+            "free some space there, or name another folder in TMPDIR"
+        ) from error
 
 
 def read_trail(path: Path) -> Whereabouts:

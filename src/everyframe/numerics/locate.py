@@ -112,15 +112,21 @@ def _followed(parts: Mapping[str, nn.Module], stack: list[tuple[str, str]]) -> I
     def entering(part: str, name: str) -> Callable[..., None]:
         return lambda *_: stack.append((part, name))
 
-    def leaving(*_: object) -> None:
-        stack.pop()
+    def leaving(part: str, name: str) -> Callable[..., None]:
+        def leave(*_: object) -> None:
+            # A call that ended in somebody's hook before ours was never entered.
+            if stack and stack[-1] == (part, name):
+                stack.pop()
+
+        return leave
 
     handles = []
     for part, whole in parts.items():
         for name, module in whole.named_modules():
             # Before casts at the edges, so that these count as the module's own.
             handles.append(module.register_forward_pre_hook(entering(part, name), prepend=True))
-            handles.append(module.register_forward_hook(leaving, always_call=True))
+            after = module.register_forward_hook(leaving(part, name), always_call=True)
+            handles.append(after)
     try:
         yield
     finally:

@@ -152,7 +152,7 @@ class AttendBy:
         self._kernels = tuple(kernels)
         # Plain states and no context managers: one that is never left would set kernels when it is
         # collected, at any time.
-        self._before: list[list[SDPBackend]] = []
+        self._before: list[tuple[nn.Module, list[SDPBackend]]] = []
         self._handles: list[RemovableHandle] = []
         for part in parts:
             # Around all other hooks, and left again even if the call raises.
@@ -165,12 +165,14 @@ class AttendBy:
             handle.remove()
         self._handles = []
 
-    def _enter(self, *_: object) -> None:
-        self._before.append(_cur_sdpa_kernel_backends(with_priority=True))
+    def _enter(self, module: nn.Module, *_: object) -> None:
+        self._before.append((module, _cur_sdpa_kernel_backends(with_priority=True)))
         _sdpa_kernel(_wanted(self._kernels), set_priority=True)
 
-    def _leave(self, *_: object) -> None:
-        _sdpa_kernel(self._before.pop(), set_priority=True)
+    def _leave(self, module: nn.Module, *_: object) -> None:
+        # A call that ended in somebody's hook before ours was never entered.
+        if self._before and self._before[-1][0] is module:
+            _sdpa_kernel(self._before.pop()[1], set_priority=True)
 
 
 def attend_by(module: nn.Module, *kernels: str, parts: Sequence[str] = ("",)) -> AttendBy:

@@ -180,14 +180,14 @@ def _names(part: str, module: nn.Module, run: _Run) -> Iterator[None]:
     def entering(name: str) -> Callable[..., None]:
         return lambda *_: run.enter(part, name)
 
-    def leaving(*_: object) -> None:
-        run.leave()
+    def leaving(name: str) -> Callable[..., None]:
+        return lambda *_: run.leave(name)
 
     handles = []
     for name, each in module.named_modules():
         # Before our casts at the edges, so that these count as the module's own.
         handles.append(each.register_forward_pre_hook(entering(name), prepend=True))
-        handles.append(each.register_forward_hook(leaving, always_call=True))
+        handles.append(each.register_forward_hook(leaving(name), always_call=True))
     try:
         yield
     finally:
@@ -276,9 +276,10 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _now(self) -> _Tally:
         return self._tallies[self.at]
 
-    def leave(self) -> None:
-        """The module that was called last has returned."""
-        self._modules.pop()
+    def leave(self, module: str) -> None:
+        """That module has returned, if it was entered: somebody's hook before ours may end it."""
+        if self._modules[-1:] == [module]:
+            self._modules.pop()
 
     def found(self) -> dict[str, Rehearsed]:
         """What was found of each part."""
