@@ -12,12 +12,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from everyframe.core.events import Note
+from everyframe.core.events import Repaired
 from everyframe.core.facts import DeviceFacts
-from everyframe.core.plan import ComponentPlan, Plan, Precision, Settings
+from everyframe.core.plan import PLAIN, ComponentPlan, Plan, Precision, Remedy, Settings
+from everyframe.families.family import Take
 from everyframe.families.guarding import Guard
 from everyframe.ops.attention import attend_by
-from everyframe.optimize.compiling import compile_blocks, run_as_written
+from everyframe.optimize import compiling
+from everyframe.optimize.compiling import compile_blocks, is_compiled
+from everyframe.optimize.put_on import after_weights
 from everyframe.optimize.tools import why_not
 
 
@@ -122,23 +125,50 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @torch.no_grad()
-def test_a_graph_that_gives_no_numbers_is_left_for_the_block_as_it_is_written() -> None:
+@pytest.mark.parametrize(("number", "by"), [(1, float("nan")), (0, 3e38)])
+def test_a_wrong_graph_is_left_for_the_block_as_it_is_written(number: int, by: float) -> None:
+    """Also one whose own values are finite, and only those of the blocks after it are not."""
+
     def broken(graph: torch.fx.GraphModule, inputs: object) -> Callable[..., Any]:
-        return lambda *given: tuple(each * float("nan") for each in graph(*given))
+        return lambda *given: tuple((each * by).clamp(-3e38, 3e38) for each in graph(*given))
 
     torch._dynamo.reset()
     model, x = Model().eval().requires_grad_(False), torch.randn(3, 8)
     want = model(x, 0.5)
-    compile_blocks(model, ("blocks.1",), backend=broken)
+    wrong = f"blocks.{number}"
+    compile_blocks(model, (f"blocks.{1 - number}",), backend="eager")
+    compile_blocks(model, (wrong,), backend=broken)
     device = DeviceFacts("a processor", "cpu", None, 10**9, 10**9)
     part = ComponentPlan("m", "m", "denoise", "", 0, "cpu", Precision("float32", "float32"), 0, 0)
     plan = Plan("m", "m", "m", settings(), device, 1, (part,))
     guard = Guard(plan, "denoise", {"m": model})
+    take = Take(3)
+    guard.take(take)
     assert guard.call(1, lambda: model(x, 0.5)).equal(want)
     (told,) = guard.events()
-    assert isinstance(told, Note)
-    assert "compiled blocks made values that are not finite" in told.text
-    assert not run_as_written(model)
+    assert isinstance(told, Repaired)
+    assert (told.module, told.raised, told.cause) == (wrong, wrong, "compiled")
+    assert (told.to, told.seed) == (PLAIN, 3)
+    assert f"a compiled graph in m.{wrong} made values that" in told.text
+    assert "as it is written, it is" in told.text
+    # The other one stays, and what is remembered is that of this video.
+    assert [is_compiled(block) for block in model.blocks] == [number == 1, number == 0]
+    assert take.remedies == (Remedy("m", wrong, PLAIN, "float32"),)
+    assert guard.call(2, lambda: model(x, 0.5)).equal(want)
+    assert not list(guard.events())
+    guard.end()
+    assert [is_compiled(block) for block in model.blocks] == [True, True]
+    assert not model(x, 0.5).isfinite().all()
+
+
+def test_what_is_remembered_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[list[str]] = []
+    monkeypatch.setattr(
+        compiling, "compile_blocks", lambda module, blocks: names.append(list(blocks))
+    )
+    for plain in ((), ("blocks.1",), ("blocks.1.linear",), ("blocks",), ("",)):
+        after_weights(Model(), ("compile",), plain=plain)
+    assert names == [["blocks.0", "blocks.1"], ["blocks.0"], ["blocks.0", "blocks.1"], [], []]
 
 
 def settings() -> Settings:

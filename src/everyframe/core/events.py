@@ -110,8 +110,9 @@ class Repaired(Event):
     """A value that was not finite was caught, and a module raised in precision so that none is.
 
     In step `step` of `stage`, `operation` in `module` of `component` made it in `dtype`; `cause` is
-    ``range``, ``kernel``, ``formula``, ``unclear``, or ``blank`` for frames of one colour. `raised`
-    is what runs in `to` from now on: the module, or what is around it where its parts must agree.
+    ``range``, ``kernel``, ``formula``, ``unclear``, ``compiled`` for a graph that is wrong where
+    its block as it is written is right, or ``blank`` for frames of one colour. `raised` is what
+    runs in `to` from now on: the module, or what is around it where its parts must agree.
     With the cause ``memory`` there was too little of it, and `to` is what was done so that less is
     needed.
     `seed` is that of the video that it was needed for, None where it was for all of them.

@@ -5,7 +5,7 @@ checked, the call, whose inputs are still there, is repeated until the first ope
 such a value, and the module around that operation is raised by one rung of precision; so on until
 the result is finite, or no rung is left, which is an error that names the place. A stage hands on
 `events` of what was repaired. Without a hit nothing is computed that would not be without a guard,
-so nothing changes. Read next: `repairing.py`, `everyframe.numerics.locate`.
+so nothing changes. Read next: `repairing.py`, `denoising.py`, `everyframe.numerics.locate`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from everyframe.core.errors import CannotRunError, NumericsError
 from everyframe.core.events import Event, Note, Repaired
 from everyframe.core.plan import PLAIN, Plan, Remedy, Settings
+from everyframe.families.denoising import Denoiser
 from everyframe.families.family import Savings, Take
 from everyframe.families.reliefs import Reliefs
 from everyframe.families.repairing import Repairs
@@ -27,7 +28,7 @@ from everyframe.families.telling import asks_for_blank, told_of
 from everyframe.hardware.peak import is_out_of_memory, memory_verdict
 from everyframe.numerics.locate import Fault, bad_weights, locate
 from everyframe.numerics.watch import Range, blank_frames, range_of
-from everyframe.optimize.compiling import run_as_written
+from everyframe.optimize.compiling import wrong_graphs
 from everyframe.precision.dtypes import dtype_name
 
 _Result = TypeVar("_Result")
@@ -161,7 +162,7 @@ class Guard:
         What it keeps of a text was computed by modules, too. Also where memory ran out, with
         the guard's `settings` of then. `start` steps were done before.
         """
-        return _Denoiser(self, make, start)
+        return Denoiser(self, make, start)
 
     def answered(self, step: int, seen: Range) -> None:
         """Note an answer of a denoiser that is far larger than any before."""
@@ -261,24 +262,26 @@ class Guard:
             self._repairs.put_on(remedy)
             done.append(_Done(fault, remedy))
         result = compute()
-        compiled = []
         if not range_of(result).is_finite:
-            compiled = [name for name, part in self._parts.items() if run_as_written(part)]
-        if compiled:
-            self.note(
-                f"{self._where(step)}: compiled blocks made values that are not finite, and the "
-                "same blocks as they are written do not; they run so from here on"
-            )
+            # With each operation watched, blocks ran as they are written: what is compiled is left.
+            done += self._as_written(compute)
             result = compute()
         if not range_of(result).is_finite:
             raise NumericsError(
                 f"{self._where(step)}: values that are not finite, which no operation makes when "
                 "each is watched; report it with what this prints: everyframe doctor --share"
             )
-        if not done and not compiled:
+        if not done:
             self.note(f"{self._where(step)}: values were not finite, and are when repeated")
         self._tell(self._event(step, each) for each in done)
         return result
+
+    def _as_written(self, compute: Callable[[], object]) -> Iterator[_Done]:
+        """Have compiled blocks that make such values run as they are written."""
+        for fault in wrong_graphs(self._parts, compute):
+            remedy = self._repairs.plainly(fault.part, fault.module)
+            self._repairs.put_on(remedy)
+            yield _Done(fault, remedy)
 
     def _tell(self, repaired: Iterable[Repaired]) -> None:
         """Hand on what was repaired, and keep with the video what it has now."""
@@ -372,29 +375,3 @@ class _Done:
         """Whether the same went wrong again although other kernels compute it."""
         same = (next_fault.part, next_fault.module) == (self.fault.part, self.fault.module)
         return same and self.remedy.to == PLAIN
-
-
-class _Denoiser:
-    """See `Guard.denoiser`."""
-
-    def __init__(self, guard: Guard, make: Callable[[], Callable[..., Tensor]], start: int) -> None:
-        self._guard = guard
-        self._make = make
-        self._denoise = guard.spared(start + 1, make)
-        self._step = start
-
-    def __call__(self, *given: Tensor) -> Tensor:
-        self._step += 1
-
-        def again() -> Tensor:
-            self._denoise = self._make()
-            return self._denoise(*given)
-
-        answer = self._guard.spared(self._step, lambda: self._denoise(*given), again)
-        seen = range_of(answer)
-        if not seen.is_finite:
-            with self._guard.apart():
-                answer = self._guard.repaired(self._step, again)
-            seen = range_of(answer)
-        self._guard.answered(self._step, seen)
-        return answer

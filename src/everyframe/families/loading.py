@@ -100,7 +100,7 @@ def load_component(
         where = torch.device(part.device)
         bring = offload.from_files(opened, found.left, where) if part.streams else None
         offload.apply(module, where, bring)
-    after_weights(module, part.paths, outputs)
+    after_weights(module, part.paths, outputs, repairing.plain_parts(part.remedies))
     show(part.name, module)
     _log.debug(
         "%s: %d parameters from %s on %s in %s, %d casts at module edges",

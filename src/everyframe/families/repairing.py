@@ -7,7 +7,7 @@ every bit back. Read next: `guarding.py`, which decides; `everyframe.precision.r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import PLAIN, Remedy
 from everyframe.numerics.locate import Fault
 from everyframe.ops import attention
+from everyframe.optimize.compiling import run_as_written
 from everyframe.precision import edges
 from everyframe.precision.dtypes import dtype_name, torch_dtype
 from everyframe.precision.edges import Edges
@@ -45,9 +46,17 @@ def put_on(component: nn.Module, remedy: Remedy) -> Undo:
     return Raised(module, torch_dtype(remedy.to)).undo
 
 
+def plain_parts(remedies: Iterable[Remedy]) -> Sequence[str]:
+    """The modules that these have run by plain kernels, and as they are written."""
+    return [remedy.module for remedy in remedies if remedy.to == PLAIN]
+
+
 def _plain(module: nn.Module) -> Undo:
-    """Have everything in the module computed by plain kernels."""
-    undo: list[Undo] = [attention.attend_by(module, attention.PLAIN).remove]
+    """Have everything in the module computed by plain kernels, and nothing by what was compiled."""
+    undo: list[Undo] = [
+        run_as_written(module),
+        attention.attend_by(module, attention.PLAIN).remove,
+    ]
     for part in module.modules():
         if getattr(part, "is_plain", None) is False:
             undo.append(_set(part, "is_plain", True))
@@ -98,7 +107,7 @@ class Repairs:
         if not fault.part:
             return None
         if fault.cause in ("kernel", "unclear"):
-            plain = Remedy(fault.part, fault.module, PLAIN, self._dtypes[fault.part])
+            plain = self.plainly(fault.part, fault.module)
             if _has_two_ways(self._parts[fault.part], fault) and plain not in self._tried:
                 return plain
         to = next_rung(fault.dtype, self._device)
@@ -107,6 +116,10 @@ class Repairs:
         if fault.cause == "formula":
             to = torch.float32
         return self._raising(fault.part, "" if whole else fault.module, to)
+
+    def plainly(self, component: str, module: str) -> Remedy:
+        """That module by plain kernels, and as it is written."""
+        return Remedy(component, module, PLAIN, self._dtypes[component])
 
     def around(self, remedy: Remedy) -> Remedy | None:
         """The same for what is around that module, as two dtypes met beside it; or None."""

@@ -21,6 +21,7 @@ _CAUSES: dict[str, str] = {
     "formula": "the same operation is not finite in float32 either",
     "lost": "the operation alone is not finite in float32 either, the module is: {dtype} lost "
     "something before it",
+    "compiled": "as it is written, it is {wide}: what was compiled of it is wrong",
     "unclear": "this kernel has no float32 form to compare with",
 }
 

@@ -24,7 +24,7 @@ from everyframe.ops.attention import kernels_kept
 
 _Result = TypeVar("_Result")
 
-Cause = Literal["range", "kernel", "formula", "unclear"]
+Cause = Literal["range", "kernel", "formula", "unclear", "compiled"]
 
 #: What makes -inf on purpose (masks), or hands out memory that nobody has filled.
 _ON_PURPOSE = (
@@ -44,8 +44,9 @@ class Fault:
     both empty for what is outside of all of them. `cause` is ``range`` (the same in float32 is
     finite and beyond what `dtype` holds), ``kernel`` (in float32 it is finite and would fit into
     `dtype`: this kernel is wrong or adds up too narrowly), ``formula`` (not finite in float32
-    either) or ``unclear`` (it can't be repeated in float32). `given` and `made` are the ranges of
-    operands and result, `wide` that of the result in float32.
+    either), ``unclear`` (it can't be repeated in float32) or ``compiled`` (the same block as it is
+    written is finite). `given` and `made` are the ranges of operands and result, `wide` that of the
+    result in float32, or as it is written.
     """
 
     part: str

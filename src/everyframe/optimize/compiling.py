@@ -9,19 +9,82 @@ here. Compilation needs a C++ compiler and takes minutes: only on demand. Read n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from everyframe.numerics.locate import Fault
+from everyframe.numerics.watch import range_of, tensors_in
 
-def run_as_written(module: nn.Module) -> bool:
-    """Take compilation off every part of the module; whether any was compiled."""
-    compiled = [part for part in module.modules() if part._compiled_call_impl is not None]
-    for part in compiled:
+#: A graph is wrong beyond this share of the largest value; rounding in bfloat16 is a tenth of it.
+_FAR = 0.1
+
+
+def run_as_written(module: nn.Module) -> Callable[[], None]:
+    """Take compilation off every part of the module; what puts it on again."""
+    compiled = [(part, part._compiled_call_impl) for part in module.modules() if is_compiled(part)]
+    for part, _ in compiled:
         part._compiled_call_impl = None
-    return bool(compiled)
+
+    def undo() -> None:
+        for part, graph in compiled:
+            part._compiled_call_impl = graph
+
+    return undo
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether the module itself is, whatever its parts are."""
+    return module._compiled_call_impl is not None
+
+
+def wrong_graphs(parts: Mapping[str, nn.Module], compute: Callable[[], object]) -> Sequence[Fault]:
+    """The compiled blocks of these components that are wrong in `compute`: not finite, or far from
+    what the block gives as it is written on the same inputs.
+
+    `compute` goes on with what that gives, so that one call finds them all.
+    """
+    found: dict[tuple[str, str], Fault] = {}
+    undo = []
+
+    def judged(part: str, name: str, block: nn.Module, graph: Callable[..., Any]) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = graph(*args, **kwargs)
+            written = block._call_impl(*args, **kwargs)
+            if range_of(written).is_finite and _is_far(result, written):
+                given = (args, kwargs)
+                dtype = next(tensors_in(result)).dtype
+                found[part, name] = Fault(
+                    part, name, "a compiled graph", "compiled", dtype, range_of(given),
+                    range_of(result), range_of(written),
+                )  # fmt: skip
+            return written
+
+        return call
+
+    for part, whole in parts.items():
+        for name, block in whole.named_modules():
+            graph = block._compiled_call_impl
+            if graph is not None:
+                # Not a hook: one would be a reason to compile the block anew.
+                undo.append(run_as_written(block))
+                block._compiled_call_impl = judged(part, name, block, graph)
+    try:
+        if undo:
+            compute()
+    finally:
+        for each in undo:
+            each()
+    return [*found.values()]
+
+
+def _is_far(result: Any, written: Any) -> bool:
+    if not range_of(result).is_finite:
+        return True
+    pairs = zip(tensors_in(result), tensors_in(written), strict=True)
+    return any(float((a - b).abs().max()) > _FAR * float(b.abs().max()) for a, b in pairs)
 
 
 def compile_blocks(

@@ -48,12 +48,16 @@ def before_weights(module: nn.Module, paths: Sequence[str] | None) -> None:
 
 
 def after_weights(
-    module: nn.Module, paths: Sequence[str] | None, outputs: Sequence[str] = ("",)
+    module: nn.Module,
+    paths: Sequence[str] | None,
+    outputs: Sequence[str] = ("",),
+    plain: Sequence[str] = (),
 ) -> None:
     """Put these fast paths around a module that has its weights and precision.
 
     `outputs` are the parts that are really called, as in `edges.apply`. Without a path for it
-    attention is computed plainly; with None nobody chose, and torch does as it likes.
+    attention is computed plainly; with None nobody chose, and torch does as it likes. Parts with
+    the names `plain` stay as they are written.
     """
     if paths is None:
         return
@@ -61,17 +65,22 @@ def after_weights(
     attend_by(module, *(kernels or [PLAIN]), parts=outputs)
     for name in paths:
         if name in _AROUND:
-            _AROUND[name](module)
+            _AROUND[name](module, plain)
 
 
-def _compile(module: nn.Module) -> None:
-    from everyframe.optimize.compiling import compile_blocks
+def _compile(module: nn.Module, plain: Sequence[str]) -> None:
+    from everyframe.optimize import compiling
 
-    compile_blocks(module, block_names(module))
+    blocks = (block for block in block_names(module) if not _is_in(block, plain))
+    compiling.compile_blocks(module, blocks)
+
+
+def _is_in(name: str, parts: Sequence[str]) -> bool:
+    return any(not part or f"{name}.".startswith(f"{part}.") for part in parts)
 
 
 _SWAPS: Mapping[str, Callable[[nn.Module, tuple[str, ...]], Any]] = {"linear-gelu": fuse}
-_AROUND: Mapping[str, Callable[[nn.Module], None]] = {"compile": _compile}
+_AROUND: Mapping[str, Callable[[nn.Module, Sequence[str]], None]] = {"compile": _compile}
 
 
 def function(place: str) -> Callable[..., Any]:

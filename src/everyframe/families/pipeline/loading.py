@@ -92,7 +92,8 @@ def _component(where: str, part: Part, plan: Plan) -> tuple[nn.Module, list[str]
     edges.join(module)
     for remedy in planned.remedies:
         repairing.put_on(module, remedy)
-    after_weights(module, planned.paths, outputs_of(module))
+    plain = repairing.plain_parts(planned.remedies)
+    after_weights(module, planned.paths, outputs_of(module), plain)
     return module, sorted(map(str, report.get("unexpected_keys") or ()))
 
 

@@ -1,0 +1,45 @@
+"""A denoiser under its guard: each answer is looked at, computed again where it must be, and told.
+
+Not here: what is done about a bad answer (`guarding.py`), and the loop of steps (`stepping.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from everyframe.numerics.watch import range_of
+
+if TYPE_CHECKING:
+    from everyframe.families.guarding import Guard
+
+
+class Denoiser:
+    """``denoise`` as `make` makes it, which is made again whenever its guard changed a module.
+
+    `start` steps were done before. See `Guard.denoiser`.
+    """
+
+    def __init__(self, guard: Guard, make: Callable[[], Callable[..., Tensor]], start: int) -> None:
+        self._guard = guard
+        self._make = make
+        self._denoise = guard.spared(start + 1, make)
+        self._step = start
+
+    def __call__(self, *given: Tensor) -> Tensor:
+        self._step += 1
+
+        def again() -> Tensor:
+            self._denoise = self._make()
+            return self._denoise(*given)
+
+        answer = self._guard.spared(self._step, lambda: self._denoise(*given), again)
+        seen = range_of(answer)
+        if not seen.is_finite:
+            with self._guard.apart():
+                answer = self._guard.repaired(self._step, again)
+            seen = range_of(answer)
+        self._guard.answered(self._step, seen)
+        return answer
