@@ -108,6 +108,10 @@ class Answers(Protocol):
         """Keep the answer to the call that was made, with the repairs that it needed."""
         ...
 
+    def again(self) -> None:
+        """From the first call on."""
+        ...
+
     def remedies(self) -> tuple[Remedy, ...]:
         """The repairs of the last answer that is there."""
         ...

@@ -57,6 +57,10 @@ class KeptAnswers:
         self._number += 1
         return answer
 
+    def again(self) -> None:
+        """From the first on: the pipeline is called once more."""
+        self._number = 0
+
     def remedies(self) -> tuple[Remedy, ...]:
         """The repairs that the last answer that is there was made with."""
         if not self._files:

@@ -106,7 +106,7 @@ class PipelineModel:
         assert clip == 0, "a chain is refused when the request is settled"
         interface = self.sizes.interface
         own = settle.check_options(interface, self.options.option)
-        return (PipelineStage(plan, interface, own, files=self.files),)
+        return (PipelineStage(plan, interface, own, files=self.files, savings=self.savings),)
 
 
 class DiffusersPipeline:

@@ -54,13 +54,21 @@ class Guarded:
         is_asked = is_asked or asks_for_blank(plan.settings.prompt)
         self._is_asked, self._emit = is_asked, emit
         self._parts: list[_Part] = []
+        self._at: list[str] = []
         for name, module in modules.items():
             denoises = bool(denoisers((name,)))
             counts, of = ("step", STAGE) if denoises else ("call", name)
             guard = Guard(plan, STAGE, {name: module}, counts=counts, of=of)
             guard.take(take)
             made = _Denoiser if denoises else _Coder if _has_frames(name) else _Part
-            self._parts.append(made(guard, name, module, watch, emit, is_asked=is_asked))
+            part = made(guard, name, module, watch, emit, is_asked=is_asked)
+            part.at = self._at
+            self._parts.append(part)
+
+    @property
+    def at(self) -> str:
+        """The component that runs, or whose call raised; empty where the pipeline's own code is."""
+        return self._at[-1] if self._at else ""
 
     def check_frames(self, frames_THWC: Any) -> None:
         """Tell of frames (T, H, W, 3) of one colour, where no decoder gave pixels to look at."""
@@ -106,6 +114,8 @@ class _Part:
         self._emit = emit
         self._is_asked = is_asked
         self.has_seen_frames = False
+        #: Of those that were called and have not returned, the components.
+        self.at: list[str] = []
         self._handles: list[RemovableHandle] = []
         self._depth = 0
         self._num_calls = 0
@@ -134,6 +144,7 @@ class _Part:
         self._depth += 1
         if self._depth == 1:
             self._num_calls += 1
+            self.at.append(self._name)
             self._kept = _Kept(args, kwargs)
 
     def _after(
@@ -150,6 +161,7 @@ class _Part:
             if self._guard.has_repaired:
                 # As wide as before, for whoever is given it next.
                 result = map_tensors(result, _Narrow(self._dtypes[module]))
+        self.at.pop()
         for event in self._guard.events():
             self._emit(event)
         return result

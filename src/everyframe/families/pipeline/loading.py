@@ -105,14 +105,18 @@ def _place(plan: Plan, modules: dict[str, nn.Module]) -> None:
         if not part.offload and not part.by_turns:
             module.to(part.device)
             continue
-        # Where diffusers looks for the device that inputs go to.
-        vars(module)["_hf_hook"] = _Waiting(torch.device(part.device))
+        wait_elsewhere(module, part.device)
         if part.offload:
             offload.apply(module, part.device)
         else:
             turning.append(module)
     if turning:
         turns.take_turns(turning, plan.device.torch_name)
+
+
+def wait_elsewhere(module: nn.Module, device: str) -> None:
+    """Have diffusers bring what that module is given to `device`, wherever its weights are."""
+    vars(module)["_hf_hook"] = _Waiting(torch.device(device))
 
 
 class _Waiting:

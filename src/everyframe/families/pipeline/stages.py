@@ -1,7 +1,7 @@
 """The one stage of a pipeline: load it, and call it once a take; steps, frames and sound come out.
 
 The call runs in a thread that stands still between events (`alternating.py`), its steps are seen by
-hooks (`watching.py`). Read next: `loading.py`, `outputs.py`.
+hooks (`watching.py`). Read next: `loading.py`, `sparing.py`, `outputs.py`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
-from everyframe.core.errors import EveryframeError, InputError
-from everyframe.core.events import Event, Frames, Note, Sound, Step
+from everyframe.core.errors import CannotRunError, EveryframeError, InputError
+from everyframe.core.events import Event, Frames, Note, Repaired, Sound, Step
 from everyframe.core.plan import Plan
-from everyframe.families.family import Take
+from everyframe.families.family import Savings, Take
 from everyframe.families.pipeline.alternating import alternating
 from everyframe.families.pipeline.arguments import arguments
 from everyframe.families.pipeline.checkpoint import Files
@@ -31,17 +30,20 @@ from everyframe.families.pipeline.outputs import Array, frames_of, sound_of
 from everyframe.families.pipeline.quiet import quiet_libraries, silent
 from everyframe.families.pipeline.replaying import Replaying
 from everyframe.families.pipeline.sizes import denoisers
+from everyframe.families.pipeline.sparing import Reliefs
 from everyframe.families.pipeline.untouched import untouched
 from everyframe.families.pipeline.watching import StepWatch
+from everyframe.hardware.peak import is_out_of_memory
 
 Emit = Callable[[Event], None]
+Made = tuple[Array, "tuple[Array, int] | None"]
 
 
 @dataclass(frozen=True)
 class PipelineStage:
     """All of a run: `files` to load the pipeline from, or the `pipe` that somebody has loaded.
 
-    `own` are the parameters that only this pipeline has.
+    `own` are the parameters that only this pipeline has, `savings` what takes less memory.
     """
 
     plan: Plan
@@ -49,6 +51,7 @@ class PipelineStage:
     own: Mapping[str, Any]
     files: Files | None = None
     pipe: Any = None
+    savings: Savings | None = None
     name: str = STAGE
     # Its answers are kept call by call, and served again when it is called again.
     goes_on: bool = False
@@ -76,8 +79,10 @@ class PipelineStage:
                 stack.enter_context(untouched(pipe))
             stack.enter_context(silent(pipe))
             self._set_guidance(pipe)
+            owned = {} if self.pipe is not None else _modules(pipe)
+            reliefs = Reliefs(self.plan, pipe, owned, self.savings)
             for number, take in enumerate(takes):
-                yield from self._video(pipe, take, number, len(takes))
+                yield from self._video(pipe, take, number, len(takes), reliefs)
 
     def _set_guidance(self, pipe: Any) -> None:
         """Some pipelines keep guidance in a component, the guider, and take no scale."""
@@ -93,8 +98,10 @@ class PipelineStage:
         else:
             pipe.register_modules(guider=guided)
 
-    def _video(self, pipe: Any, take: Take, number: int, num_takes: int) -> Iterator[Event]:
-        call = partial(self._call, pipe, take, number, num_takes)
+    def _video(
+        self, pipe: Any, take: Take, number: int, num_takes: int, reliefs: Reliefs
+    ) -> Iterator[Event]:
+        call = partial(self._call, pipe, take, number, num_takes, reliefs)
         frames, sound = yield from alternating(call, self.plan.num_threads)
         settings = self.plan.settings
         asked = (settings.num_frames, settings.height, settings.width)
@@ -110,20 +117,48 @@ class PipelineStage:
         yield Frames(take.seed, len(frames), frames)
 
     def _call(
-        self, pipe: Any, take: Take, number: int, num_takes: int, emit: Emit
-    ) -> tuple[Array, tuple[Array, int] | None]:
-        """One call of the pipeline, in the other thread: its frames, and its sound if any."""
-        modules = _modules(pipe)
-        names = denoisers(modules)
-        begun = time.perf_counter()
+        self, pipe: Any, take: Take, number: int, num_takes: int, reliefs: Reliefs, emit: Emit
+    ) -> Made:
+        """The pipeline's frames, and its sound if any, in the other thread.
+
+        Where memory runs out the pipeline is called again in less of it, and its denoisers' answers
+        of before are served again.
+
+        Raises:
+            CannotRunError: nothing is left that takes less.
+        """
+        begun, told = time.perf_counter(), 0
 
         def on_step(step: int, num_steps: int) -> None:
-            nonlocal begun
+            nonlocal begun, told
             now = time.perf_counter()
-            done, total = number * num_steps + step, num_takes * num_steps
-            emit(Step(self.name, done, total, take.seed, now - begun))
+            if step > told:  # else it was told before the pipeline was called again
+                told = step
+                done, total = number * num_steps + step, num_takes * num_steps
+                emit(Step(self.name, done, total, take.seed, now - begun))
             begun = time.perf_counter()
 
+        while True:
+            made = self._attempt(pipe, take, on_step, emit)
+            if not isinstance(made, _TooLittle):
+                return made
+            relief = reliefs.next(made.at)
+            if relief is None:
+                raise CannotRunError(self._beyond(made, reliefs.tried))
+            text = f"{made.place}: out of memory ({made.said}); it is called again: {relief.says}"
+            emit(
+                Repaired(self.name, made.step, relief.component, "", "", "memory", "", "",
+                         relief.says, text, take.seed)
+            )  # fmt: skip
+            if take.answers is not None:
+                take.answers.again()
+
+    def _attempt(
+        self, pipe: Any, take: Take, on_step: Callable[[int, int], None], emit: Emit
+    ) -> Made | _TooLittle:
+        """One call of the pipeline."""
+        modules = _modules(pipe)
+        names = denoisers(modules)
         denoising = {name: modules[name] for name in names}
         watch = StepWatch(
             denoising,
@@ -139,24 +174,52 @@ class PipelineStage:
         ):
             try:
                 result = pipe(**arguments(self.interface, self.plan.settings, take, self.own))
-            except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
-                raise self._explained(error, watch.begun) from error
+            except (ValueError, TypeError, LookupError, AttributeError, RuntimeError,
+                    MemoryError) as error:  # fmt: skip
+                if not is_out_of_memory(error):
+                    raise self._explained(error, watch.begun) from error
+                # Told and not raised, so that nothing holds what the failed call had made.
+                return _TooLittle(str(error).partition("\n")[0], guarded.at, watch.begun)
             watch.finish()
             frames = frames_of(result)
             guarded.check_frames(frames)
         return frames, sound_of(result, pipe)
 
+    def _beyond(self, made: _TooLittle, tried: Sequence[str]) -> str:
+        was_tried = f" (tried: {'; '.join(tried)})" if tried else ""
+        less = "a smaller size or num_frames does"
+        if self.pipe is not None:
+            less += ", pipe.vae.enable_tiling() or pipe.enable_model_cpu_offload()"
+        return (
+            f"{made.place}: out of memory, and nothing is left that takes less{was_tried}; {less}, "
+            f"and another program may hold what the plan counted on ({made.said})"
+        )
+
     def _explained(self, error: Exception, step: int) -> Exception:
         """What the pipeline raised as what it is: a check of its input, or its own failure."""
         text = " ".join(str(error).split())
-        is_memory = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text
-        if is_memory or isinstance(error, EveryframeError):
+        if isinstance(error, EveryframeError):
             return error
         name = self.interface.class_name
         if isinstance(error, ValueError) and not step:
             return InputError(f"{name} refuses: {text}")
         when = f"in step {step} or after it" if step else "before its first step"
         return EveryframeError(f"{name} failed {when}: {type(error).__name__}: {text}")
+
+
+@dataclass(frozen=True)
+class _TooLittle:
+    """Memory ran out: what was said of it, in which component (or none), and in which step."""
+
+    said: str
+    at: str
+    step: int
+
+    @property
+    def place(self) -> str:
+        """Such as "step 3 of pipeline, in its vae"."""
+        step = f"step {self.step} of {STAGE}" if self.step else f"before the first step of {STAGE}"
+        return f"{step}, in its {self.at}" if self.at else step
 
 
 def _modules(pipe: Any) -> dict[str, nn.Module]:

@@ -1,0 +1,100 @@
+"""A pipeline that runs out of memory is called again in less, from the least change to the most.
+
+All of its parts are in memory together, so the first thing is that those which don't work leave the
+device; then come the ways of the part that memory ran out in. What holds then does so for the rest
+of the run. A pipeline that somebody has loaded is its owner's: nothing of it is moved or set.
+Read next: `stages.py`, which calls again, and `replaying.py`: nothing that was answered is computed
+twice; `everyframe.families.sparing` for the order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from everyframe.core.plan import Plan
+from everyframe.families import offload, turns
+from everyframe.families.family import Savings
+from everyframe.families.pipeline.loading import set_tiling, wait_elsewhere
+from everyframe.families.reliefs import Relief
+from everyframe.families.sparing import Way, ways
+
+
+class Reliefs:
+    """The ways to do with less memory, each once; `tried` are those that were done, in words.
+
+    `owned` are the modules that may be moved, by component; `savings` are the family's, None for a
+    pipeline that is somebody else's.
+    """
+
+    def __init__(
+        self, plan: Plan, pipe: Any, owned: Mapping[str, nn.Module], savings: Savings | None
+    ) -> None:
+        self.tried: list[str] = []
+        self._settings = plan.settings
+        self._plan = plan
+        self._pipe = pipe
+        self._owned = dict(owned)
+        self._savings = savings
+        self._done: set[tuple[str, str]] = set()
+        self._turns: turns.Turns | None = None
+        self._waiting = {part.name for part in plan.components if part.offload or part.by_turns}
+        self._in_blocks = {part.name for part in plan.components if part.offload}
+
+    def next(self, at: str) -> Relief | None:
+        """Do the next one for the component `at`, empty where the pipeline's own code failed.
+
+        None where there is none left. What torch keeps is given back first.
+        """
+        for accelerator in (torch.cuda, torch.mps):
+            if accelerator.is_available():
+                accelerator.empty_cache()
+        for relief, do in self._ways(at):
+            key = (relief.component, relief.says)
+            if key not in self._done:
+                self._done.add(key)
+                do()
+                self.tried.append(relief.says)
+                return relief
+        return None
+
+    def _ways(self, at: str) -> Iterator[tuple[Relief, Callable[[], None]]]:
+        may_wait = self._plan.device.kind != "cpu"
+        if may_wait:
+            yield Relief("", "what was kept for later is given back"), lambda: None
+        idle = self._owned.keys() - self._waiting
+        if may_wait and len(self._owned) > 1 and idle:
+            says = "its parts wait in the host's memory, and come to the device by turns"
+            yield Relief("", says), self._take_turns
+        if at not in self._owned:
+            return
+        for way in ways((at,), self._settings, self._savings, may_wait=may_wait):
+            if not (way.offload and at in self._in_blocks):
+                yield Relief(at, way.says), lambda way=way: self._go(way)  # type: ignore[misc]
+
+    def _take_turns(self) -> None:
+        """Every part that is on the device as a whole comes when it is called."""
+        if self._turns is not None:
+            self._turns.remove()
+        turning = [module for name, module in self._owned.items() if name not in self._in_blocks]
+        for module in turning:
+            module.to("cpu")
+            wait_elsewhere(module, self._plan.device.torch_name)
+        self._turns = turns.take_turns(turning, self._plan.device.torch_name)
+        self._waiting |= self._owned.keys()
+
+    def _go(self, way: Way) -> None:
+        self._settings = way.settings
+        if not way.offload:
+            set_tiling(self._pipe, way.settings)
+            return
+        module, device = self._owned[way.component], self._plan.component(way.component).device
+        self._in_blocks.add(way.component)
+        if self._turns is not None:
+            self._take_turns()  # without this one
+        module.to("cpu")
+        wait_elsewhere(module, device)
+        offload.apply(module, device)

@@ -1,0 +1,160 @@
+"""A pipeline that finds no memory: called again in less, what was answered served, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+import everyframe
+import tiny_pipelines
+from everyframe.core.errors import CannotRunError
+from everyframe.core.events import Event, Frames, Repaired, Step, VideoDone
+from everyframe.core.plan import ComponentPlan, Precision, Settings
+from everyframe.core.request import Request
+from everyframe.engine.run import stream
+from everyframe.families.family import Saving
+from everyframe.families.pipeline.sparing import Reliefs
+from everyframe.runs.keeper import Keep
+from guarded_nets import Net, inputs, plan
+
+ASKED: dict[str, Any] = {
+    "prompt": "a fox", "num_inference_steps": 2, "seed": 1, **tiny_pipelines.CALLS["wan"],
+}  # fmt: skip
+#: As torch's CPU allocator says it.
+TOO_LITTLE = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 GB"
+
+
+@contextmanager
+def no_room(kind: str, while_: Callable[[], bool]) -> Iterator[list[str]]:
+    """Within, modules of that class find no memory for as long as that is so; gives all calls."""
+    called: list[str] = []
+
+    def check(module: nn.Module, given: Any) -> None:
+        if next(module.parameters(), torch.empty(0)).is_meta:
+            return  # a dry run
+        name = type(module).__name__
+        called.append(name)
+        if name == kind and while_():
+            raise RuntimeError(TOO_LITTLE)
+
+    handle = register_module_forward_pre_hook(check)
+    try:
+        yield called
+    finally:
+        handle.remove()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("models") / "wan"
+    tiny_pipelines.TINY["wan"](place)
+    return place
+
+
+def events_of(folder: Path, root: Path | None, **more: Any) -> list[Event]:
+    request = Request(model=str(folder), device="cpu", dtype="fp32", **{**ASKED, **more})
+    return list(stream(request, keep=Keep(root)))
+
+
+def frames_of(events: list[Event]) -> np.ndarray[Any, Any]:
+    return np.concatenate([event.frames for event in events if isinstance(event, Frames)])
+
+
+def test_decoding_goes_on_in_tiles_and_no_step_is_done_twice(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = events_of(folder, tmp_path, vae_tiling=True)
+    tiled: list[bool] = []
+    plainly = diffusers.AutoencoderKLWan.enable_tiling
+    monkeypatch.setattr(
+        diffusers.AutoencoderKLWan,
+        "enable_tiling",
+        lambda vae, *given: (tiled.append(True), plainly(vae, *given)),
+    )
+    with no_room("WanDecoder3d", lambda: not tiled) as called:
+        events = events_of(folder, tmp_path)
+    (repair,) = [event for event in events if isinstance(event, Repaired)]
+    assert (repair.component, repair.cause, repair.step) == ("vae", "memory", 2)
+    assert repair.text.startswith("step 2 of pipeline, in its vae: out of memory ([enforce fail]")
+    assert "decoded in tiles" in repair.to
+    np.testing.assert_array_equal(frames_of(events), frames_of(wanted))
+    assert called.count("WanTransformer3DModel") == 4, "two steps of two branches, each once"
+    assert [event.step for event in events if isinstance(event, Step)] == [1, 2]
+    done = events[-1]
+    assert isinstance(done, VideoDone)
+    assert [each["cause"] for each in done.record["repairs"]] == ["memory"]
+
+
+def test_without_kept_answers_it_begins_again(folder: Path) -> None:
+    failures = iter([True])
+    with no_room("WanDecoder3d", lambda: next(failures, False)) as called:
+        events = events_of(folder, None)
+    assert called.count("WanTransformer3DModel") == 8
+    assert [event.step for event in events if isinstance(event, Step)] == [1, 2]
+
+
+def test_where_nothing_takes_less_it_is_refused_with_what_was_tried(folder: Path) -> None:
+    pipe = diffusers.DiffusionPipeline.from_pretrained(folder)
+    pipe.set_progress_bar_config(disable=True)
+    with (
+        no_room("WanTransformer3DModel", lambda: True),
+        pytest.raises(CannotRunError, match=r"^step 1 of pipeline, in its transformer") as caught,
+    ):
+        everyframe.run(pipe, **ASKED)
+    assert "nothing is left that takes less;" in str(caught.value)
+    assert "pipe.vae.enable_tiling()" in str(caught.value)
+    assert caught.value.exit_code == 3
+    with (
+        no_room("WanDecoder3d", lambda: True),
+        pytest.raises(CannotRunError, match=r"tried: decoded in tiles") as caught,
+    ):
+        events_of(folder, None)
+
+
+def net() -> Net:
+    made = Net(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    return made.requires_grad_(False).eval()
+
+
+def test_on_a_card_parts_take_turns_and_then_come_by_blocks() -> None:
+    """As if on a card, which the host's memory stands for: the results stay what they were."""
+    whole = Precision("float32", "float32")
+    nets = {"net": net(), "vae": net()}
+    wanted = {name: each(inputs()) for name, each in nets.items()}
+    parts = tuple(ComponentPlan(name, name, "pipeline", "", 0, "cpu", whole, 0, 0) for name in nets)
+    on_card = replace(plan(), components=parts, device=_AsCard())  # type: ignore[arg-type]
+    tiled: list[bool] = []
+    pipe = SimpleNamespace(vae=SimpleNamespace(enable_tiling=lambda: tiled.append(True)))
+
+    def savings(component: str, settings: Settings) -> Iterator[Saving]:
+        if component == "vae" and not settings.options:
+            tiles = replace(settings, options=(("vae_tiling", True),))
+            yield Saving(tiles, "in tiles", is_lossy=True)
+
+    reliefs = Reliefs(on_card, pipe, nets, savings)
+    said = []
+    for at in ("", "net", "net", "vae", "vae", "vae"):
+        relief = reliefs.next(at)
+        said.append(None if relief is None else (relief.component, relief.says.split()[0]))
+        for name, each in nets.items():
+            assert torch.equal(each(inputs()), wanted[name])
+    assert said == [("", "what"), ("", "its"), ("net", "its"), ("vae", "its"), ("vae", "in"), None]
+    assert tiled == [True]
+    assert len(reliefs.tried) == 5
+
+
+class _AsCard:
+    """A card whose name torch takes for the host."""
+
+    kind, torch_name = "cuda", "cpu"
