@@ -82,7 +82,7 @@ def test_decoding_goes_on_in_tiles_and_no_step_is_done_twice(
         "enable_tiling",
         lambda vae, *given: (tiled.append(True), plainly(vae, *given)),
     )
-    with no_room("WanDecoder3d", lambda: not tiled) as called:
+    with no_room("WanMidBlock", lambda: not tiled) as called:
         events = events_of(folder, tmp_path)
     (repair,) = [event for event in events if isinstance(event, Repaired)]
     assert (repair.component, repair.cause, repair.step) == ("vae", "memory", 2)
@@ -98,7 +98,7 @@ def test_decoding_goes_on_in_tiles_and_no_step_is_done_twice(
 
 def test_without_kept_answers_it_begins_again(folder: Path) -> None:
     failures = iter([True])
-    with no_room("WanDecoder3d", lambda: next(failures, False)) as called:
+    with no_room("WanMidBlock", lambda: next(failures, False)) as called:
         events = events_of(folder, None)
     assert called.count("WanTransformer3DModel") == 8
     assert [event.step for event in events if isinstance(event, Step)] == [1, 2]
@@ -108,7 +108,7 @@ def test_where_nothing_takes_less_it_is_refused_with_what_was_tried(folder: Path
     pipe = diffusers.DiffusionPipeline.from_pretrained(folder)
     pipe.set_progress_bar_config(disable=True)
     with (
-        no_room("WanTransformer3DModel", lambda: True),
+        no_room("WanTransformerBlock", lambda: True),
         pytest.raises(CannotRunError, match=r"^step 1 of pipeline, in its transformer") as caught,
     ):
         everyframe.run(pipe, **ASKED)
@@ -116,7 +116,7 @@ def test_where_nothing_takes_less_it_is_refused_with_what_was_tried(folder: Path
     assert "pipe.vae.enable_tiling()" in str(caught.value)
     assert caught.value.exit_code == 3
     with (
-        no_room("WanDecoder3d", lambda: True),
+        no_room("WanMidBlock", lambda: True),
         pytest.raises(CannotRunError, match=r"tried: decoded in tiles") as caught,
     ):
         events_of(folder, None)
