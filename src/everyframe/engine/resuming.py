@@ -111,10 +111,11 @@ def go_on(
         here = joined(plan, model, record, join)
         keeper = keeper if leads else Keeper(None, how)
         events = work(here, model, record, keeper, progress)
-        if place is not None and leads:
+        if place is None or not leads:
+            yield from events
+        else:
             before, loaded = repairs_of(progress), loaded_in(model)
-            events = reported(events, plan, record, place, loaded, before)
-        yield from events
+            yield from reported(events, plan, record, place, loaded, before)
     finally:
         if lock is not None:
             lock.release()

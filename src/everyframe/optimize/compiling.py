@@ -50,9 +50,11 @@ def wrong_graphs(parts: Mapping[str, nn.Module], compute: Callable[[], object]) 
     undo = []
 
     def judged(part: str, name: str, block: nn.Module, graph: Callable[..., Any]) -> Any:
+        as_written: Any = block._call_impl
+
         def call(*args: Any, **kwargs: Any) -> Any:
             result = graph(*args, **kwargs)
-            written = block._call_impl(*args, **kwargs)
+            written = as_written(*args, **kwargs)
             if range_of(written).is_finite and _is_far(result, written):
                 given = (args, kwargs)
                 dtype = next(tensors_in(result)).dtype
