@@ -10,6 +10,7 @@ from everyframe.core.errors import InputError
 from everyframe.core.facts import DeviceFacts, MachineFacts
 from everyframe.core.request import Request
 from everyframe.planning import models
+from everyframe.planning.resolve import find_model, resolve
 
 CPU = DeviceFacts("made-up processor", "cpu", None, 64 * 10**9, 64 * 10**9)
 
@@ -72,4 +73,11 @@ def test_models_that_do_not_fit_are_not_offered(monkeypatch: pytest.MonkeyPatch)
 
 def test_no_prompt_at_all() -> None:
     with pytest.raises(InputError, match="give a prompt"):
-        models.refuse_if_not_drawable(Request())
+        find_model(Request(), may_fetch=False)
+
+
+def test_a_size_that_can_not_be_is_told_before_a_prompt_that_it_does_not_draw() -> None:
+    with pytest.raises(InputError, match="height must be a multiple of 8, got 63"):
+        resolve(Request(prompt="a cat", size="63x63"))
+    with pytest.raises(InputError, match="does not know the word 'cat'"):
+        resolve(Request(prompt="a cat", size="64x64"))

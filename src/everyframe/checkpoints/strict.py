@@ -94,9 +94,7 @@ def load_strictly(
     keys = keys or KeyMap()
     slots = _slots(module)
     groups = _groups(slots, keys.tied)
-    sources, ignored = _map_names(checkpoint, keys)
-    _compare_names(checkpoint, sources, slots, groups)
-    _compare_facts(checkpoint, sources, slots)
+    sources, ignored = _compared(checkpoint, keys, slots, groups)
 
     filled: set[int] = set()
     num_bytes = 0
@@ -118,6 +116,29 @@ def load_strictly(
             num_bytes += 0 if tensor.is_meta else tensor.nbytes
     _reset_buffers(module, torch.device(device))
     return LoadReport(tuple(sources), ignored, num_bytes, left)
+
+
+def check_strictly(module: nn.Module, checkpoint: TensorFile, keys: KeyMap | None = None) -> None:
+    """What `load_strictly` would say of names, shapes and kinds; nothing but headers is read.
+
+    Raises:
+        CheckpointError: as there.
+    """
+    keys, slots = keys or KeyMap(), _slots(module)
+    _compared(checkpoint, keys, slots, _groups(slots, keys.tied))
+
+
+def _compared(
+    checkpoint: TensorFile,
+    keys: KeyMap,
+    slots: Mapping[str, _Slot],
+    groups: Mapping[str, list[str]],
+) -> tuple[dict[str, str], tuple[str, ...]]:
+    """See `_map_names`; raises `CheckpointError` unless all is as it should be."""
+    sources, ignored = _map_names(checkpoint, keys)
+    _compare_names(checkpoint, sources, slots, groups)
+    _compare_facts(checkpoint, sources, slots)
+    return sources, ignored
 
 
 @dataclass

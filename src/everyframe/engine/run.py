@@ -41,7 +41,7 @@ from everyframe.engine.ranks import Here, Join, joined
 from everyframe.engine.record import make_record
 from everyframe.engine.reporting import check_folder, loaded_in, reported
 from everyframe.families.family import Model, Stage, Take
-from everyframe.families.loading import let_go
+from everyframe.families.loading import check_contents, let_go
 from everyframe.families.remembered import Key, forget, key_of, remember
 from everyframe.hardware.peak import is_out_of_memory
 from everyframe.planning.resolve import GivenModel, check_feasible, prepare
@@ -85,6 +85,7 @@ def stream(
     for note in (*plan.notes, *given.notes, *(f"fetching {part}" for part in plan.to_fetch)):
         yield Note(note)
     model = model.fetch()
+    check_contents(model)
     record = make_record(plan, request, model.weight_files())
     key = _memory(record, plan)
     if request.forget_repairs and key is not None and forget(key):

@@ -18,9 +18,14 @@ from everyframe.core.plan import Plan, Remedy, Settings
 from everyframe.core.request import Request
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import numpy as np
+    from torch import nn
 
     from everyframe.checkpoints.find import Location
+    from everyframe.checkpoints.strict import KeyMap
+    from everyframe.checkpoints.tensors import TensorFile
     from everyframe.core.plan import Precision
     from everyframe.parallel.grid import Deal
     from everyframe.parallel.team import Team, Teams
@@ -250,6 +255,28 @@ class Rehearsing(Protocol):
         Each has those before it in it, lossy ones come last. Nothing that the request asked for by
         name is changed.
         """
+        ...
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What the files of a component must hold.
+
+    `empty` gives its module on meta, `weights` is a file, a folder or what was opened of them, and
+    `keys` how the names there become the module's.
+    """
+
+    empty: Callable[[], nn.Module]
+    weights: Path | TensorFile
+    keys: KeyMap
+
+
+@runtime_checkable
+class Strict(Protocol):
+    """A model whose files can be held against its parts before any of them is loaded."""
+
+    def contents(self) -> Iterator[Contents]:
+        """Of each component. Asked when nothing is missing any more."""
         ...
 
 

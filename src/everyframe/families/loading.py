@@ -21,10 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from everyframe.checkpoints.strict import KeyMap, load_strictly
+from everyframe.checkpoints.strict import KeyMap, check_strictly, load_strictly
 from everyframe.checkpoints.tensors import TensorFile, open_checkpoint
 from everyframe.core.plan import ComponentPlan
 from everyframe.families import offload, repairing
+from everyframe.families.family import Strict
 from everyframe.optimize.put_on import after_weights, before_weights
 from everyframe.precision import edges
 from everyframe.precision.dtypes import torch_dtype
@@ -108,6 +109,18 @@ def load_component(
         put_on.num_hooks,
     )  # fmt: skip
     return module
+
+
+def check_contents(model: object) -> None:
+    """Hold the headers of all of a model's files against its parts, before anything is computed.
+
+    Raises:
+        CheckpointError: a tensor missing, extra or misshapen, in whichever part.
+    """
+    for each in model.contents() if isinstance(model, Strict) else ():
+        weights = each.weights
+        opened = open_checkpoint(weights) if isinstance(weights, Path) else weights
+        check_strictly(each.empty(), opened, each.keys)
 
 
 def keep_in_sight(module: nn.Module) -> None:

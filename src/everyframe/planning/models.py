@@ -73,9 +73,7 @@ def refuse_if_not_drawable(request: Request) -> None:
 
     Raises `InputError` that says what it can draw and which models would fit this machine.
     """
-    if request.prompt is None:
-        raise InputError("give a prompt, or a model that needs none")
-    read = shapes_prompts.read_prompt(request.prompt)
+    read = shapes_prompts.read_prompt(request.prompt or "")
     if not isinstance(read, shapes_prompts.Refusal):
         return
     fitting = [_in_words(row) for row in list_models() if row.fits and row.name != "shapes"]

@@ -103,6 +103,9 @@ def prepare(
     device = within(devices[0], _asked_bytes(request, "max_memory"))
     seed = random_seed() if request.seed is None else request.seed
     settings, notes = model.settle(request, seed)
+    if given is None and request.model is None:
+        # After sizes and lengths, which are cheaper to mend than to change the model.
+        refuse_if_not_drawable(request)
     num_threads = num_threads or _default_threads(facts, len(devices), is_here=profile is None)
     chooser = _chooser(request, facts, devices, num_threads, is_here=profile is None)
     # Repairs are of this machine, and a model that somebody has in memory may hold any weights.
@@ -240,8 +243,8 @@ def find_model(request: Request, may_fetch: bool) -> tuple[Model, str]:
     Raises:
         InputError: there is none, or it has to be fetched first and may not be.
     """
-    if request.model is None:
-        refuse_if_not_drawable(request)
+    if request.model is None and request.prompt is None:
+        raise InputError("give a prompt, or a model that needs none")
     # Before the family is known: what is fetched depends on it.
     variant = request.family_options.get("variant")
     location = locate(request.model or EMBEDDED_MODEL, variant=variant)

@@ -284,6 +284,18 @@ def test_a_tensor_that_is_not_as_it_should_be(copy: Path, part: str, name: str, 
     assert words[harm] in text
 
 
+def test_what_a_late_part_lacks_is_told_before_anything_is_computed(copy: Path) -> None:
+    tensors = load_file(copy / "vae" / "model.safetensors")
+    del tensors["spatial_vae.module.decoder.conv_in.weight"]
+    save_file(tensors, copy / "vae" / "model.safetensors")
+    request = everyframe.Request(prompt="a red circle", model=str(copy), **SIZES)
+    seen: list[str] = []
+    with pytest.raises(CheckpointError, match=r"lacks 1 tensor.*conv_in\.weight"):
+        seen.extend(event.type for event in everyframe.stream(request))
+    assert "planned" in seen
+    assert "stage_started" not in seen
+
+
 def test_parts_of_different_models(copy: Path) -> None:
     change_config(copy / "text_encoder" / "config.json", d_model=32)
     assert "the text encoder has 32 text channels, but the denoiser takes 16" in refused(copy)

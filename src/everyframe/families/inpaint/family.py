@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import PurePath
 
 from everyframe.checkpoints.find import Location
 from everyframe.core.options import FamilyOptions
 from everyframe.core.plan import Plan, Settings
 from everyframe.core.request import Request
-from everyframe.families.family import Component, Rehearsal, Saving, Stage
+from everyframe.families.family import Component, Contents, Rehearsal, Saving, Stage
 from everyframe.families.inpaint import settle
 from everyframe.families.inpaint.checkpoint import Files, find_files
 from everyframe.families.inpaint.components import Builders, components, controlnet_name
@@ -79,6 +80,24 @@ class InpaintModel:
 
         folders = self.files.weights()
         return tuple(str(file) for folder in folders for file in open_checkpoint(folder).files)
+
+    def contents(self) -> Iterator[Contents]:
+        """Of text encoder, autoencoder, UNet and each ControlNet."""
+        from everyframe.families.inpaint import weights
+
+        names = self.builders.num_elements["text_encoder"]
+        has_prefix = any(name.startswith("text_model.") for name in names)
+        keys = {
+            "text_encoder": weights.text_keys(has_prefix),
+            "vae": weights.VAE_KEYS,
+            "unet": weights.UNET_KEYS,
+        }
+        for name, own in keys.items():
+            yield Contents(partial(self.builders.empty, name), self.files.part(name), own)
+        for number, net in enumerate(self.files.controlnets):
+            assert net.folder is not None, "asked before it was fetched"
+            empty = partial(self.builders.empty, controlnet_name(number))
+            yield Contents(empty, net.folder, weights.CONTROLNET_KEYS)
 
     def stages(self, plan: Plan, clip: int) -> Sequence[Stage]:
         """Text, given frames, denoise, decode."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from everyframe.core.errors import CheckpointError
 from everyframe.core.options import FamilyOptions
 from everyframe.core.plan import Plan, Settings
 from everyframe.core.request import Request
-from everyframe.families.family import Component, Rehearsal, Saving, Stage
+from everyframe.families.family import Component, Contents, Rehearsal, Saving, Stage
 from everyframe.families.opensora import settle
 from everyframe.families.opensora.checkpoint import Parts, find_parts
 from everyframe.families.opensora.components import Sizes, components, sent_bytes, token_sizes
@@ -123,6 +124,20 @@ class OpenSoraModel:
             assert source.path is not None
             files += [str(file) for file in open_checkpoint(source.path).files]
         return tuple(files)
+
+    def contents(self) -> Iterator[Contents]:
+        """Of text encoder, denoiser and autoencoder."""
+        from everyframe.families.opensora.weights import keys_of
+
+        parts = {
+            "text_encoder": self.parts.text_encoder,
+            "denoiser": self.parts.denoiser,
+            "vae": self.parts.vae,
+        }
+        for name, source in parts.items():
+            assert source.path is not None, "asked before it was fetched"
+            keys = keys_of(name, self.parts.version)
+            yield Contents(partial(self.sizes.empty, name), source.path, keys)
 
     def stages(self, plan: Plan, clip: int) -> Sequence[Stage]:
         """Text once, then for each clip: given frames if there are any, denoise, decode."""

@@ -36,14 +36,7 @@ from everyframe.families.opensora.text import (
     tokenize,
 )
 from everyframe.families.opensora.vae import ImageVAE, VideoVAE
-from everyframe.families.opensora.vae_config import ImageVAEConfig
-from everyframe.families.opensora.weights import (
-    IMAGE_VAE_KEYS,
-    STDIT3_KEYS,
-    STDIT_KEYS,
-    T5_KEYS,
-    VIDEO_VAE_KEYS,
-)
+from everyframe.families.opensora.weights import keys_of
 from everyframe.families.stepping import denoised
 from everyframe.parallel.team import ONE, Teams
 from everyframe.samplers import iddpm, noise, rflow
@@ -94,14 +87,13 @@ class Job:
 
     def load_vae(self) -> ImageVAE | VideoVAE:
         """The autoencoder with its weights."""
-        image = isinstance(self.sizes.vae, ImageVAEConfig)
         path = self.parts.vae.path
         assert path is not None
         return load_component(
             self.plan.component("vae"),
             self.sizes.build_vae,
             path,
-            IMAGE_VAE_KEYS if image else VIDEO_VAE_KEYS,
+            keys_of("vae", self.facts.version),
             outputs=self.sizes.outputs("vae"),
         )
 
@@ -159,7 +151,7 @@ class TextStage:
             job.plan.component("text_encoder"),
             lambda: build_encoder(job.sizes.text),
             path,
-            T5_KEYS,
+            keys_of("text_encoder", job.facts.version),
         )
         yield Loaded("text_encoder", time.perf_counter() - began)
         guard = Guard(job.plan, self.name, {"text_encoder": encoder})
@@ -280,7 +272,7 @@ class DenoiseStage:
             job.plan.component("denoiser"),
             job.sizes.build_denoiser,
             path,
-            STDIT_KEYS if job.facts.version == "1.0" else STDIT3_KEYS,
+            keys_of("denoiser", job.facts.version),
         )
         yield Loaded("denoiser", time.perf_counter() - began)
         team = job.teams.team

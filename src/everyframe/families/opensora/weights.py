@@ -30,6 +30,16 @@ T5_KEYS = KeyMap(
     tied=(("shared.weight", "encoder.embed_tokens.weight"),),
 )
 
+
+def keys_of(component: str, version: str) -> KeyMap:
+    """How the names in that component's files become the module's."""
+    if component == "text_encoder":
+        return T5_KEYS
+    if component == "denoiser":
+        return STDIT_KEYS if version == "1.0" else STDIT3_KEYS
+    return IMAGE_VAE_KEYS if version == "1.0" else VIDEO_VAE_KEYS
+
+
 _VERSION_MARKS = (
     ("2.0", ("double_blocks.", "single_blocks.")),
     ("1.1", ("t_block_temp.", "csize_embedder.")),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import PurePath
 from typing import Any
 
@@ -18,7 +19,7 @@ from everyframe.core.errors import CheckpointError
 from everyframe.core.options import FamilyOptions
 from everyframe.core.plan import Plan, Settings
 from everyframe.core.request import Request
-from everyframe.families.family import Component, Rehearsal, Saving, Stage
+from everyframe.families.family import Component, Contents, Rehearsal, Saving, Stage
 from everyframe.families.stepvideo import settle
 from everyframe.families.stepvideo.checkpoint import CLIP_ENCODER, Parts, find_parts
 from everyframe.families.stepvideo.components import HUNYUAN_CLIP, PARTS, Sizes, components
@@ -79,6 +80,13 @@ class StepVideo:
 
         opened = (open_checkpoint(self.parts.weights(name)) for name, *_ in PARTS)
         return tuple(str(file) for each in opened for file in each.files)
+
+    def contents(self) -> Iterator[Contents]:
+        """Of all four parts."""
+        from everyframe.families.stepvideo.weights import KEYS
+
+        for name, keys in KEYS.items():
+            yield Contents(partial(self.sizes.empty, name), self.parts.weights(name), keys)
 
     def stages(self, plan: Plan, clip: int) -> Sequence[Stage]:
         """Both texts, denoise, decode."""

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import PurePath
 
 from everyframe.checkpoints.find import Location
 from everyframe.core.options import FamilyOptions
 from everyframe.core.plan import Plan, Settings
 from everyframe.core.request import Request
-from everyframe.families.family import Component, Rehearsal, Saving, Stage
+from everyframe.families.family import Component, Contents, Rehearsal, Saving, Stage
 from everyframe.families.svd import settle
 from everyframe.families.svd.checkpoint import WEIGHTS, Files, find_files
 from everyframe.families.svd.components import Builders, components
@@ -83,6 +84,11 @@ class SVDModel:
         """Every file that holds weights."""
         opened = (self.files.weights(component)[0] for component in WEIGHTS)
         return tuple(dict.fromkeys(str(file) for each in opened for file in each.files))
+
+    def contents(self) -> Iterator[Contents]:
+        """Of image encoder, autoencoder and denoiser."""
+        for name in WEIGHTS:
+            yield Contents(partial(self.builders.empty, name), *self.files.weights(name))
 
     def stages(self, plan: Plan, clip: int) -> Sequence[Stage]:
         """Picture, its latents, denoise, decode."""
