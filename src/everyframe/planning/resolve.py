@@ -101,11 +101,9 @@ def prepare(
     facts = machine_facts(request.device) if profile is None else find_profile(profile).machine()
     devices = asked_devices(request, facts)
     device = within(devices[0], _asked_bytes(request, "max_memory"))
-    seed = random_seed() if request.seed is None else request.seed
-    settings, notes = model.settle(request, seed)
+    settings, notes = _settled(model, request)
     if given is None and request.model is None:
-        # After sizes and lengths, which are cheaper to mend than to change the model.
-        refuse_if_not_drawable(request)
+        refuse_if_not_drawable(request)  # after sizes, which are cheaper to mend
     num_threads = num_threads or _default_threads(facts, len(devices), is_here=profile is None)
     chooser = _chooser(request, facts, devices, num_threads, is_here=profile is None)
     # Repairs are of this machine, and a model that somebody has in memory may hold any weights.
@@ -136,6 +134,11 @@ def prepare(
     # What somebody has in memory is there already: what is free says nothing against it.
     obstacle = None if given is not None else _obstacle(plan, fitting, fitted, facts)
     return Prepared(replace(plan, obstacle=obstacle), model, fitted, chooser)
+
+
+def _settled(model: Model, request: Request) -> tuple[Settings, tuple[str, ...]]:
+    """Every value of the request, and notes."""
+    return model.settle(request, random_seed() if request.seed is None else request.seed)
 
 
 def _stages(fitted: Fitted, rates: Rates | None) -> tuple[StagePlan, ...]:
