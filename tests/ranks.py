@@ -20,7 +20,7 @@ import torch
 from everyframe.parallel.meeting import leave, meet
 from everyframe.parallel.team import Alone, Ranks, Team
 
-PATIENCE = 60.0
+PATIENCE = 120.0
 FAST = (1, 2, 3, 5)
 SLOW = (4, 6, 7, 8)
 

@@ -18,9 +18,8 @@ from torch import Tensor
 from everyframe.ops.attention import attention
 from everyframe.parallel import ring
 from everyframe.parallel.grid import Deal, Grid
-from everyframe.parallel.heads import HeadDeal
-from everyframe.parallel.ring import sent_vectors
-from everyframe.parallel.shared import WAYS, attending
+from everyframe.parallel.heads import ATTENDING, HeadDeal, sent_vectors
+from everyframe.parallel.shared import attending
 from everyframe.parallel.team import Imagined, Team
 from ranks import FAST, SLOW, Group, in_every_size, ranks
 
@@ -123,7 +122,7 @@ def worst(answers: list[dict[str, Any]], case: str) -> float:
 
 @in_every_size
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ATTENDING)
 def test_any_number_of_ranks_gives_torch_s_own_attention(
     ranks: Group, size: int, way: str, case: str
 ) -> None:
@@ -135,14 +134,14 @@ def test_any_number_of_ranks_gives_torch_s_own_attention(
 
 
 @pytest.mark.parametrize("weights", [(24.0, 8.0), (1.0, 0.0, 2.0), (1.0, 5.0, 1.0, 1.0, 1.0)])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ATTENDING)
 def test_unequal_shares(ranks: Group, way: str, weights: tuple[float, ...]) -> None:
     case = "two branches, padding of each"
     found = ranks.run(len(weights), attended, way, case, weights=weights)
     assert worst(found, case) < RELATIVE
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ATTENDING)
 def test_a_sample_that_lies_on_one_rank_has_the_bits_of_one_device(ranks: Group, way: str) -> None:
     """Two ranks for two branches: torch's kernel on each, and nothing is sent."""
     case = "two branches, padding of each"
@@ -156,7 +155,7 @@ def test_a_sample_that_lies_on_one_rank_has_the_bits_of_one_device(ranks: Group,
         assert each["sent"] == 0
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ATTENDING)
 def test_half_precision_is_sent_as_such_and_summed_in_float32(ranks: Group, way: str) -> None:
     """Answers are rounded once, at the end: 2^-9 of the largest value, and inputs the same."""
     case = "heads and tokens that divide by much"
@@ -200,12 +199,12 @@ def test_the_plan_s_bytes_are_those_that_are_sent(ranks: Group, case: str) -> No
         "ulysses": [HeadDeal(deal).moved(rank) for rank in range(5)],
         "ring": [sent_vectors(deal, rank) for rank in range(5)],
     }
-    for way in WAYS:
+    for way in ATTENDING:
         found = ranks.run(5, attended, way, case)
         assert [each["sent"] for each in found] == [n * WIDTH * 8 for n in told[way]]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ATTENDING)
 def test_an_imagined_rank_sends_what_a_real_one_does(ranks: Group, way: str) -> None:
     case = "two branches, padding of each"
     for rank, real in enumerate(ranks.run(5, attended, way, case)):
@@ -281,7 +280,7 @@ def without_lse(team: Team, mask: Tensor | None) -> Faulty:
 @pytest.mark.parametrize(
     ("way", "fault"),
     [
-        *((way, fault) for way in WAYS for fault in (padding, dropped_mask, shifted_mask)),
+        *((way, fault) for way in ATTENDING for fault in (padding, dropped_mask, shifted_mask)),
         ("ring", without_lse),
     ],
 )

@@ -12,7 +12,9 @@ from everyframe.core.errors import InputError
 from everyframe.core.facts import DeviceFacts, MachineFacts
 from everyframe.core.plan import Plan, Settings
 from everyframe.core.request import Request
-from everyframe.parallel.grid import Deal
+from everyframe.families.dealing import dealt_part
+from everyframe.families.family import Crew, RankPart
+from everyframe.parallel.grid import Deal, Grid
 from everyframe.planning.dividing import Effort, asked_devices, divide
 from everyframe.planning.resolve import prepare
 
@@ -24,16 +26,15 @@ class TwoBranches:
 
     title = "a model"
     led = ("text_encoder",)
+    ways: tuple[str, ...] = ("",)
     shared_rehearsals = shared_stages = sum  # not asked here
 
     def num_branches(self, settings: Settings) -> int:
         return 1 if settings.guidance_scale == 1 else 2
 
-    def grid(self, settings: Settings) -> tuple[int, int]:
-        return 5, 16
-
-    def sent_bytes(self, settings: Settings, deal: Deal, rank: int, element_bytes: int) -> int:
-        return deal.moved(rank) * element_bytes * 100
+    def rank_part(self, settings: Settings, crew: Crew, rank: int, element_bytes: int) -> RankPart:
+        deal = Deal(Grid(self.num_branches(settings), 5, 16), crew.weights, crew.groups)
+        return dealt_part(deal, rank, deal.moved(rank) * element_bytes * 100)
 
 
 class Whole:
@@ -119,6 +120,38 @@ def test_one_gpu_of_its_kind_is_told() -> None:
 # ---------------------------------------------------------------- how
 
 
+class TwoWays(TwoBranches):
+    """Tokens by heads, or in a ring that sends `more` times as much."""
+
+    ways = ("ulysses", "ring")
+
+    def __init__(self, more: float) -> None:
+        self._more = more
+
+    def rank_part(self, settings: Settings, crew: Crew, rank: int, element_bytes: int) -> RankPart:
+        part = super().rank_part(settings, crew, rank, element_bytes)
+        more = self._more if crew.way == "ring" else 1
+        return replace(part, sent_bytes=int(part.sent_bytes * more))
+
+
+@pytest.mark.parametrize(
+    ("more", "parallel", "chosen"),
+    [
+        (3, "auto", "ulysses"),
+        (0.1, "auto", "ring"),
+        (0.1, "sequence=3", "ring"),
+        (0.1, "ulysses=3", "ulysses"),
+        (3, "ring=3", "ring"),
+    ],
+)
+def test_the_way_is_the_faster_one_or_the_one_that_was_asked(
+    more: float, parallel: str, chosen: str
+) -> None:
+    division = divided(model=TwoWays(more), num_devices=3, parallel=parallel)
+    assert division.way == chosen
+    assert str(division) == f"data=1, cfg=1, {chosen}=3"
+
+
 def test_several_videos_are_dealt_out_whole() -> None:
     division = divided(num_videos=6, num_devices=3)
     assert division.videos == (2, 2, 2)
@@ -130,8 +163,8 @@ def test_several_videos_are_dealt_out_whole() -> None:
 def test_one_video_is_shared() -> None:
     division = divided(num_devices=3)
     assert division.groups == ((0, 1, 2),)
-    assert sum(rank.columns for rank in division.ranks) == pytest.approx(1)
-    assert sum(rank.rows for rank in division.ranks) == pytest.approx(1)
+    assert sum(rank.tokens for rank in division.ranks) == pytest.approx(1)
+    assert sum(rank.attention for rank in division.ranks) == pytest.approx(1)
     assert all(rank.sent_bytes for rank in division.ranks)
 
 
@@ -144,20 +177,20 @@ def test_two_videos_on_three_devices() -> None:
 def test_guidance_needs_no_exchange_with_a_device_a_branch() -> None:
     for parallel in ("auto", "cfg=2", "sequence=2"):
         division = divided(num_devices=2, parallel=parallel)
-        assert [rank.columns for rank in division.ranks] == [0.5, 0.5]
+        assert [rank.tokens for rank in division.ranks] == [0.5, 0.5]
         assert [rank.sent_bytes for rank in division.ranks] == [0, 0]
 
 
 def test_branches_apart_on_three_devices() -> None:
     division = divided(num_devices=3, parallel="cfg=2")
-    assert sorted(rank.columns for rank in division.ranks) == [0.25, 0.25, 0.5]
-    assert divided(num_devices=3, parallel="cfg=2", shares="1,1,2").ranks[2].columns == 0.5
+    assert sorted(rank.tokens for rank in division.ranks) == [0.25, 0.25, 0.5]
+    assert divided(num_devices=3, parallel="cfg=2", shares="1,1,2").ranks[2].tokens == 0.5
 
 
 def test_shares_are_followed() -> None:
     division = divided(num_devices=2, shares="24,8")
-    assert [rank.columns for rank in division.ranks] == [0.75, 0.25]
-    assert [rank.rows for rank in division.ranks] == [0.8, 0.2]  # 10 rows: 7.5 and 2.5
+    assert [rank.tokens for rank in division.ranks] == [0.75, 0.25]
+    assert [rank.attention for rank in division.ranks] == [0.8, 0.2]  # 10 rows: 7.5 and 2.5
 
 
 def test_idle_ranks_are_told() -> None:
@@ -199,6 +232,10 @@ def test_the_plan_is_of_the_rank_with_the_most_to_do() -> None:
         ({"parallel": "cfg=2"}, "wants 2 devices or more, got 1"),
         ({"model": Whole(), "parallel": "sequence=2", "num_devices": 2},
          "another model makes each video on one device: parallel can be data=N"),
+        ({"parallel": "ring=2", "num_devices": 2},
+         "a model does not exchange its tokens by ring; it can be sequence=2"),
+        ({"parallel": "cfg=2,ring=2", "num_devices": 4, "model": TwoBranches()},
+         "parallel cfg=2,ring=2: a model does not"),
         ({"shares": "1,2"}, "no effect on one device"),
         ({"shares": "1,2", "num_devices": 3}, "must be 3 numbers"),
     ],
@@ -214,6 +251,11 @@ def test_what_can_not_be_had_says_what_can(options: dict[str, Any], said: str) -
 def test_a_bad_parallel_is_refused_before_anything_else(text: str) -> None:
     with pytest.raises(InputError, match=r"parallel (must be auto|names cfg twice)"):
         Request(prompt=PROMPT, parallel=text)
+
+
+def test_two_ways_to_do_the_same_are_one_too_many() -> None:
+    with pytest.raises(InputError, match="names sequence and ring, which are ways to do the same"):
+        parse_ways("sequence=2,ring=2")
 
 
 def test_a_misspelt_way_gets_a_guess() -> None:

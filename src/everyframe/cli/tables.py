@@ -85,8 +85,8 @@ def _ranks(division: Division) -> Table:
         ("rank", "left"),
         ("device", "left"),
         ("videos", "right"),
-        ("places", "right"),
-        ("frames", "right"),
+        ("tokens", "right"),
+        ("attention", "right"),
         ("sends a step", "right"),
     )
     for number, rank in enumerate(division.ranks):
@@ -94,8 +94,8 @@ def _ranks(division: Division) -> Table:
             str(number),
             rank.device,
             str(division.videos[rank.group]),
-            f"{rank.columns:.1%}",
-            f"{rank.rows:.1%}",
+            f"{rank.tokens:.1%}",
+            f"{rank.attention:.1%}",
             describe_bytes(rank.sent_bytes) if rank.sent_bytes else "nothing",
         )
     return shown

@@ -11,7 +11,9 @@ from itertools import accumulate
 
 from everyframe.core.errors import InputError, did_you_mean
 
-WAYS = ("data", "cfg", "sequence")
+#: Ways to share a video's tokens: as the forecast chooses, or as named. A model has some of them.
+SEQUENCE = ("sequence", "ulysses", "ring")
+WAYS = ("data", "cfg", *SEQUENCE)
 
 
 @dataclass(frozen=True)
@@ -20,12 +22,13 @@ class Ways:
 
     `data` is into how many groups the devices are parted, each with videos of its own; `cfg` into
     how many parts the branches of guidance are, in each group; `sequence` is how many devices share
-    the tokens of those.
+    the tokens of those, and `way` how they exchange them, empty where that is left open.
     """
 
     data: int | None = None
     cfg: int | None = None
     sequence: int | None = None
+    way: str = ""
 
 
 def parse_ways(text: str) -> Ways:
@@ -42,13 +45,21 @@ def parse_ways(text: str) -> Ways:
         if name not in WAYS or not equals or not number.isdigit() or int(number) < 1:
             known = did_you_mean(name, WAYS) if name not in WAYS else ""
             raise InputError(
-                f"parallel must be auto, or of data=N, cfg=N and sequence=N such as "
-                f"cfg=2,sequence=3, got {text!r}{known}"
+                f"parallel must be auto, or of data=N, cfg=N and sequence=N (or ulysses=N, ring=N) "
+                f"such as cfg=2,sequence=3, got {text!r}{known}"
             )
         if name in asked:
             raise InputError(f"parallel names {name} twice: {text!r}")
         asked[name] = int(number)
-    return Ways(**asked)
+    named = [name for name in SEQUENCE if name in asked]
+    if len(named) > 1:
+        raise InputError(
+            f"parallel names {' and '.join(named)}, which are ways to do the same; give one of them"
+        )
+    way = named[0] if named else ""
+    return Ways(
+        asked.get("data"), asked.get("cfg"), asked.get(way), "" if way == "sequence" else way
+    )
 
 
 def parse_shares(text: str, num_devices: int) -> tuple[float, ...]:
@@ -76,16 +87,16 @@ class RankPlan:
     """What one of several ranks does.
 
     `group` counts the groups that make videos apart from each other; `weight` is its speed beside
-    those of the others. `columns` and `rows` are the parts (0..1) of one video's tokens that it
-    holds, by places and by frames; `sent_bytes` leave it at each step. `idle` says when it has
-    nothing to do, empty if it always has.
+    those of the others. `tokens` is the part (0..1) of one video's tokens that it holds,
+    `attention` its part of what they are dealt out for in another way; `sent_bytes` leave it at
+    each step. `idle` says when it has nothing to do, empty if it always has.
     """
 
     device: str
     group: int
     weight: float
-    columns: float = 1.0
-    rows: float = 1.0
+    tokens: float = 1.0
+    attention: float = 1.0
     sent_bytes: int = 0
     idle: str = ""
 
@@ -94,14 +105,15 @@ class RankPlan:
 class Division:
     """A run on several ranks: each rank's part, and how many videos each group makes.
 
-    `cfg` is into how many parts the branches of guidance are dealt within each group, `num_threads`
-    the CPU threads of each rank.
+    `cfg` is into how many parts the branches of guidance are dealt within each group, `way` how
+    tokens are exchanged where a model has several ways, `num_threads` the CPU threads of each rank.
     """
 
     ranks: tuple[RankPlan, ...]
     videos: tuple[int, ...]
     cfg: int = 1
     num_threads: int = 1
+    way: str = ""
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
@@ -132,4 +144,5 @@ class Division:
     def __str__(self) -> str:
         sizes = sorted({len(group) for group in self.groups}, reverse=True)
         sequence = " or ".join(str(-(-size // self.cfg)) for size in sizes)
-        return f"data={len(self.videos)}, cfg={self.cfg}, sequence={sequence}"
+        way = self.way if sequence != "1" and self.way else "sequence"
+        return f"data={len(self.videos)}, cfg={self.cfg}, {way}={sequence}"

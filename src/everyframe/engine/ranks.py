@@ -79,7 +79,7 @@ def joined(plan: Plan, model: Model, record: dict[str, Any], join: Join | None) 
     takes = division.takes(mine.group)
     if not team.is_lead and not isinstance(model, Shared):
         takes = range(0)
-    return Here(_on(plan, mine.device), Teams(world, team, division.cfg), takes)
+    return Here(_on(plan, mine.device), Teams(world, team, division.cfg, division.way), takes)
 
 
 def _on(plan: Plan, device: str) -> Plan:

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from everyframe.checkpoints.strict import KeyMap
     from everyframe.checkpoints.tensors import TensorFile
     from everyframe.core.plan import Precision
-    from everyframe.parallel.grid import Deal
-    from everyframe.parallel.team import Team, Teams
+    from everyframe.parallel.team import Teams
     from everyframe.precision.policy import ComponentNeeds
 
 
@@ -280,29 +279,53 @@ class Strict(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Crew:
+    """Ranks of these speeds that make one video together, its branches in so many `groups`.
+
+    `way` is one of those that the model has.
+    """
+
+    weights: tuple[float, ...]
+    groups: int = 1
+    way: str = ""
+
+
+@dataclass(frozen=True)
+class RankPart:
+    """What one rank does of each step: parts (0..1) of all tokens, and of the attention or layers
+    for which they are dealt out in another way; the bytes that leave it.
+
+    `idle` says when it has nothing to do, empty if it always has.
+    """
+
+    tokens: float
+    attention: float
+    sent_bytes: int
+    idle: str = ""
+
+
 @runtime_checkable
 class Shared(Protocol):
     """A model of which several ranks make one video together.
 
-    `led` are the components that the first of all ranks alone loads, for all of them.
+    `led` are the components that the first of all ranks alone loads, for all of them. `ways` are
+    its ways to exchange what attention needs, ("",) where there is but one.
     """
 
     led: tuple[str, ...]
+    ways: tuple[str, ...]
 
     def num_branches(self, settings: Settings) -> int:
         """How many branches of guidance one step computes."""
         ...
 
-    def grid(self, settings: Settings) -> tuple[int, int]:
-        """Frames and places of one branch's tokens, which are dealt out."""
+    def rank_part(self, settings: Settings, crew: Crew, rank: int, element_bytes: int) -> RankPart:
+        """That rank's part of a video, with products in numbers of so many bytes."""
         ...
 
-    def sent_bytes(self, settings: Settings, deal: Deal, rank: int, element_bytes: int) -> int:
-        """Bytes that leave a rank at each step, with products in numbers of so many bytes."""
-        ...
-
-    def shared_rehearsals(self, settings: Settings, team: Team, groups: int) -> Sequence[Rehearsal]:
-        """`Rehearsing.rehearsals` of one (imagined) rank of `team`."""
+    def shared_rehearsals(self, settings: Settings, teams: Teams) -> Sequence[Rehearsal]:
+        """`Rehearsing.rehearsals` of one (imagined) rank of ``teams.team``."""
         ...
 
     def shared_stages(self, plan: Plan, clip: int, teams: Teams) -> Sequence[Stage]:

@@ -45,6 +45,8 @@ def partial_attention(
     k_BHDL, v_BHLD = k_BHLD.to(wide).mT, v_BHLD.to(wide)
     out = q_BHQD.new_empty((batch, heads, length, v_BHLD.shape[-1]), dtype=wide)
     lse = q_BHQD.new_empty((batch, heads, length), dtype=wide)
+    if not k_BHLD.shape[2]:
+        return Partial(out.zero_(), lse.fill_(-torch.inf))
     for start in range(0, length, at_once):
         here = slice(start, start + at_once)
         scores = (q_BHQD[:, :, here].to(wide) / math.sqrt(width)) @ k_BHDL
@@ -52,9 +54,12 @@ def partial_attention(
             part = mask[:, :, here] if mask.shape[2] > 1 else mask
             is_choice = part.dtype == torch.bool
             scores = scores.masked_fill(~part, -torch.inf) if is_choice else scores + part
-        lse[:, :, here] = torch.logsumexp(scores, dim=-1)
-        scores = scores.sub_(_finite(lse[:, :, here])[..., None]).exp_()
-        out[:, :, here] = scores @ v_BHLD
+        top = _finite(scores.amax(dim=-1, keepdim=True))
+        weights = scores.sub_(top).exp_()
+        total = weights.sum(dim=-1, keepdim=True)
+        lse[:, :, here] = (top + total.log())[..., 0]
+        # Where there was nothing to look at all weights are zero, and so is the answer.
+        out[:, :, here] = (weights @ v_BHLD) / total.masked_fill(total == 0, 1)
     return Partial(out, lse)
 
 
@@ -67,6 +72,6 @@ def merge(one: Partial, other: Partial) -> Partial:
     return Partial(first + second, lse)
 
 
-def _finite(lse: Tensor) -> Tensor:
+def _finite(x: Tensor) -> Tensor:
     """Zero where there was nothing to look at: then differences from it are minus infinity."""
-    return torch.where(lse == -torch.inf, torch.zeros_like(lse), lse)
+    return x.masked_fill(x == -torch.inf, 0)

@@ -18,6 +18,9 @@ from functools import cached_property
 
 from everyframe.parallel.grid import Deal, cut
 
+#: Ways to attend from all tokens to all among ranks.
+ATTENDING = ("ulysses", "ring")
+
 #: Heads are cut where a rank would have so many times its share with whole ones.
 _FAIR = Fraction(11, 10)
 
@@ -113,6 +116,19 @@ class HeadDeal:
                 yield Brick(sample, range(first, last), range(tokens))
             if end:
                 yield Brick(sample, range(last, last + 1), range(end))
+
+
+def sent_vectors(deal: Deal, rank: int) -> int:
+    """Vectors of keys and values that leave a rank at each attention where they go round."""
+    mine = {each.sample: each for each in deal.held(rank)}
+    tokens = sum(
+        len(mine[theirs.sample].places)
+        for other in range(deal.num_ranks)
+        if other != rank
+        for theirs in deal.held(other)
+        if theirs.sample in mine
+    )
+    return 2 * tokens * deal.grid.frames
 
 
 def overlap(one: range, other: range) -> range:

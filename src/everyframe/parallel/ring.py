@@ -130,19 +130,6 @@ class Ring:
         return found
 
 
-def sent_vectors(deal: Deal, rank: int) -> int:
-    """Vectors of keys and values that leave a rank at each attention."""
-    mine = {each.sample: each for each in deal.held(rank)}
-    tokens = sum(
-        len(mine[theirs.sample].places)
-        for other in range(deal.num_ranks)
-        if other != rank
-        for theirs in deal.held(other)
-        if theirs.sample in mine
-    )
-    return 2 * tokens * deal.grid.frames
-
-
 def _of(mask: Tensor | None, held: Held, places: range) -> Tensor | None:
     """What of a mask (B, heads, N, N) concerns these queries and keys."""
     if mask is None:

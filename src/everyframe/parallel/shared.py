@@ -19,9 +19,6 @@ from everyframe.parallel.ring import Ring
 from everyframe.parallel.team import Team
 from everyframe.parallel.ulysses import Core, Ulysses
 
-#: Ways to attend from all tokens to all among ranks.
-WAYS = ("ulysses", "ring")
-
 
 class Attending(Protocol):
     """Attention among ranks, as `Ulysses` and `Ring` do it."""
@@ -34,7 +31,7 @@ class Attending(Protocol):
 
 
 def attending(way: str, deal: Deal, team: Team) -> Attending:
-    """Attention of a grid (samples, heads, tokens) by one of `WAYS`."""
+    """Attention of a grid (samples, heads, tokens) by one of `ATTENDING`."""
     return Ring(deal, team) if way == "ring" else Ulysses(deal, team)
 
 

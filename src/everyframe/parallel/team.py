@@ -245,12 +245,14 @@ class Alone(Imagined):
 class Teams:
     """A rank among all ranks, and among those that make the same videos.
 
-    `groups` is into how many parts the branches of guidance are dealt, each with ranks of its own.
+    `groups` is into how many parts the branches of guidance are dealt, each with ranks of its own,
+    `way` how attention's tokens are exchanged, where the model has several ways.
     """
 
     world: Team
     team: Team
     groups: int = 1
+    way: str = ""
 
 
 #: One rank that does everything.

@@ -29,7 +29,7 @@ from everyframe.precision.islands import weight_bytes
 from everyframe.precision.policy import choose
 
 if TYPE_CHECKING:
-    from everyframe.parallel.team import Team
+    from everyframe.parallel.team import Teams
 
 _FILE_ELEMENT = 4
 """Bytes of a number in a file, at most in practice."""
@@ -50,7 +50,7 @@ class Parts:
 
     `host_memory` bytes are free beside the device; `remedies` are the repairs that components have
     from the start where they have that dtype. `chooser` chooses fast paths; without one those are
-    expected that the device could have. With `team`, it is one rank of it, its samples in `groups`.
+    expected that the device could have. With `teams`, it is one rank of theirs.
     """
 
     model: Model
@@ -60,8 +60,7 @@ class Parts:
     host_memory: int
     remedies: tuple[Remedy, ...] = ()
     chooser: Chooser | None = None
-    team: Team | None = None
-    groups: int = 1
+    teams: Teams | None = None
 
     def named(
         self, name: str, settings: Settings, *, offload: bool = False, roughly: bool = False
@@ -129,8 +128,8 @@ class Parts:
 
     def rehearsals(self, settings: Settings) -> Sequence[Rehearsal]:
         """The calls that are run dry, in the order of the stages."""
-        if self.team is not None and isinstance(self.model, Shared):
-            return self.model.shared_rehearsals(settings, self.team, self.groups)
+        if self.teams is not None and isinstance(self.model, Shared):
+            return self.model.shared_rehearsals(settings, self.teams)
         return self.model.rehearsals(settings) if isinstance(self.model, Rehearsing) else ()
 
     def _by_facts(self, component: Component) -> tuple[Precision, tuple[str, ...]]:

@@ -1,30 +1,38 @@
 """Which devices a run has, and how it is divided among them.
 
-Videos are dealt out whole where there are several. Within one video, tokens are dealt out by places
-and by frames, uneven and without a rule of divisibility; branches of guidance come apart by that,
-or by ``cfg``. The choice depends on counts and nominal speeds alone, so that ``plan`` and
+Videos are dealt out whole where there are several. Within one video, tokens are dealt out as the
+model's family says, uneven and without a rule of divisibility; branches of guidance come apart by
+that, or by ``cfg``. The choice depends on counts and nominal speeds alone, so that ``plan`` and
 ``generate`` choose alike. Read next: `everyframe.core.division`, `everyframe.parallel.grid`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from everyframe.core.division import Division, RankPlan, Ways, parse_shares, parse_ways
+from everyframe.core.division import (
+    Division,
+    RankPlan,
+    Ways,
+    parse_shares,
+    parse_ways,
+)
 from everyframe.core.errors import InputError
 from everyframe.core.facts import DeviceFacts, MachineFacts
 from everyframe.core.plan import Settings
 from everyframe.core.request import Request
-from everyframe.families.family import Model, Shared
+from everyframe.families.family import Crew, Model, Shared
 from everyframe.hardware.facts import pick_device
-from everyframe.parallel.grid import Deal, Grid
 from everyframe.parallel.partition import shares, teams
 
 #: Multiplications and additions, and bytes to another device, that one has a second: for the choice
 #: between ways to divide, where only their ratio counts. Of a CPU, one core.
 _OPERATIONS = {"cpu": 5e10, "cuda": 5e13}
 _BYTES = {"cpu": 1e9, "cuda": 1e10}
+#: So many times as long attention takes by plain products (`everyframe.ops.partial_attention`): of
+#: a CPU measured, of a card the ratio of its float32 products to those in half precision.
+_PLAIN = {"cpu": 2.7, "cuda": 10.0}
 
 #: Fast paths that don't go together with several devices, and why.
 AVOIDED = {"compile": "blocks of several devices exchange tensors in their middle"}
@@ -32,10 +40,14 @@ AVOIDED = {"compile": "blocks of several devices exchange tensors in their middl
 
 @dataclass(frozen=True)
 class Effort:
-    """What one step of one video takes: operations of all branches, bytes of a number sent."""
+    """What one step of one video takes: operations of all branches, bytes of a number sent.
+
+    `attention` are those of the operations that attention takes.
+    """
 
     operations: float
     element_bytes: int
+    attention: float = 0.0
 
 
 def asked_devices(request: Request, facts: MachineFacts) -> tuple[DeviceFacts, ...]:
@@ -99,15 +111,21 @@ def divide(
     effort = effort_of(settings)
     most = min(len(devices), settings.num_videos)
     counts = [asked.data] if asked.data else list(range(most, 0, -1))
+    ways = model.ways if isinstance(model, Shared) else ("",)
     divisions = [
-        _division(model, settings, devices, weights, count, asked.cfg or 1, effort, num_threads)
+        replace(
+            _division(model, settings, devices, Crew(weights, asked.cfg or 1, way), count, effort),
+            num_threads=num_threads,
+        )
         for count in counts
         if asked.cfg is None or asked.cfg * count <= len(devices)
+        for way in ([asked.way] if asked.way else ways)
     ]
-    speed = _OPERATIONS[devices[0].kind] * (num_threads if devices[0].kind == "cpu" else 1)
-    way = _BYTES[devices[0].kind]
+    kind = devices[0].kind
+    speed = _OPERATIONS[kind] * (num_threads if kind == "cpu" else 1)
+    pace = _Pace(speed, _BYTES[kind], _PLAIN[kind])
     # Several videos at once come first where both take as long: nothing is sent between them.
-    return min(divisions, key=lambda each: _seconds(each, effort, speed, way))
+    return min(divisions, key=lambda each: _seconds(each, effort, pace))
 
 
 def idle_notes(division: Division | None) -> tuple[str, ...]:
@@ -133,11 +151,20 @@ def _weights(request: Request, num_devices: int) -> tuple[float, ...]:
 def _check_ways(asked: Ways, model: Model, settings: Settings, count: int) -> None:
     data, cfg = asked.data or 1, asked.cfg or 1
     shared = isinstance(model, Shared)
-    branches = model.num_branches(settings) if isinstance(model, Shared) else 1
+    branches = 1
+    ways: tuple[str, ...] = ("",)
+    if isinstance(model, Shared):
+        branches, ways = model.num_branches(settings), model.ways
     if not shared and ((asked.cfg or 1) > 1 or (asked.sequence or 1) > 1):
         raise InputError(
             f"{model.title} makes each video on one device: parallel can be data=N with "
             "--num-videos, not cfg or sequence"
+        )
+    if asked.way and asked.way not in ways:
+        could = " or ".join(f"{way or 'sequence'}={asked.sequence}" for way in ways)
+        raise InputError(
+            f"parallel {_written(asked)}: {model.title} does not exchange its tokens by "
+            f"{asked.way}; it can be {could}"
         )
     if data > settings.num_videos:
         raise InputError(
@@ -165,7 +192,7 @@ def _check_ways(asked: Ways, model: Model, settings: Settings, count: int) -> No
 
 
 def _written(asked: Ways) -> str:
-    named = {"data": asked.data, "cfg": asked.cfg, "sequence": asked.sequence}
+    named = {"data": asked.data, "cfg": asked.cfg, asked.way or "sequence": asked.sequence}
     return ",".join(f"{name}={number}" for name, number in named.items() if number is not None)
 
 
@@ -173,69 +200,71 @@ def _division(
     model: Model,
     settings: Settings,
     devices: Sequence[DeviceFacts],
-    weights: Sequence[float],
+    crew: Crew,
     data: int,
-    cfg: int,
     effort: Effort,
-    num_threads: int,
 ) -> Division:
+    """All devices, of the speeds of `crew`, in `data` groups that are crews of their own."""
+    weights = crew.weights
     parted = teams(len(devices), [1.0] * data, weights)
     speeds = [sum(weights[rank] for rank in group) for group in parted]
     ranks: list[RankPlan] = []
     for number, group in enumerate(parted):
-        mine = tuple(weights[rank] for rank in group)
+        mine = replace(crew, weights=tuple(weights[rank] for rank in group))
         for place, rank in enumerate(group):
             plan = RankPlan(devices[rank].torch_name, number, weights[rank])
-            ranks.append(_part(plan, model, settings, mine, place, cfg, effort))
-    return Division(tuple(ranks), shares(settings.num_videos, speeds), cfg, num_threads)
+            ranks.append(_part(plan, model, settings, mine, place, effort))
+    return Division(tuple(ranks), shares(settings.num_videos, speeds), crew.groups, way=crew.way)
 
 
 def _part(
-    plan: RankPlan,
-    model: Model,
-    settings: Settings,
-    weights: tuple[float, ...],
-    place: int,
-    cfg: int,
-    effort: Effort,
+    plan: RankPlan, model: Model, settings: Settings, crew: Crew, place: int, effort: Effort
 ) -> RankPlan:
     """That rank's part of one video's denoising, as rank `place` of its group."""
-    if not isinstance(model, Shared):
-        if place == 0:
-            return plan
-        idle = f"{model.title} makes each video on one device"
-        return RankPlan(plan.device, plan.group, plan.weight, 0.0, 0.0, 0, idle)
-    grid = Grid(model.num_branches(settings), *model.grid(settings))
-    deal = Deal(grid, weights, cfg)
-    columns, rows = len(deal.columns[place]), len(deal.rows[place])
-    idle = ""
-    if not columns:
-        idle = "there are fewer places in a frame than devices; it decodes only"
-    elif not rows:
-        idle = "there are fewer frames than devices: it waits during attention in space"
-    return RankPlan(
-        plan.device,
-        plan.group,
-        plan.weight,
-        columns / (grid.samples * grid.places),
-        rows / (grid.samples * grid.frames),
-        model.sent_bytes(settings, deal, place, effort.element_bytes),
-        idle,
-    )
+    if isinstance(model, Shared):
+        part = model.rank_part(settings, crew, place, effort.element_bytes)
+        return replace(
+            plan,
+            tokens=part.tokens,
+            attention=part.attention,
+            sent_bytes=part.sent_bytes,
+            idle=part.idle,
+        )
+    if place == 0:
+        return plan
+    idle = f"{model.title} makes each video on one device"
+    return replace(plan, tokens=0.0, attention=0.0, idle=idle)
 
 
-def _seconds(division: Division, effort: Effort, speed: float, way: float) -> float:
+@dataclass(frozen=True)
+class _Pace:
+    """Operations and bytes to another device in a second, and how much longer plain attention."""
+
+    operations: float
+    sent: float
+    plain: float
+
+
+def _seconds(division: Division, effort: Effort, pace: _Pace) -> float:
     """How long a step of all videos takes, by nominal speeds of a device and of the way between."""
     slowest = 0.0
     heaviest = max(division.weights)
     for group, ranks in enumerate(division.groups):
         steps = [
-            max(division.ranks[r].columns, division.ranks[r].rows)
-            * effort.operations
-            / (speed * division.ranks[r].weight / heaviest)
-            + division.ranks[r].sent_bytes / way
-            for r in ranks
-            if division.ranks[r].weight
+            _rank_seconds(rank, division.way, effort, rank.weight / heaviest, pace)
+            for rank in (division.ranks[number] for number in ranks)
+            if rank.weight
         ]
         slowest = max(slowest, max(steps) * division.videos[group])
     return slowest
+
+
+def _rank_seconds(rank: RankPlan, way: str, effort: Effort, speed: float, pace: _Pace) -> float:
+    """A rank's step; `speed` is its own beside that of the fastest."""
+    share, second = max(rank.tokens, rank.attention), pace.operations * speed
+    computing, sending = share * effort.operations / second, rank.sent_bytes / pace.sent
+    if way != "ring":
+        return computing + sending
+    # Keys are on their way while others are looked at.
+    looking = share * effort.attention / second
+    return computing - looking + max(looking * pace.plain, sending)

@@ -109,14 +109,15 @@ class Fitting:
         """Fitting for the rank that has the most to do."""
         if division is None:
             return self
-        from everyframe.parallel.team import Imagined
+        from everyframe.parallel.team import Imagined, Teams
 
-        heaviest = max(division.ranks, key=lambda rank: max(rank.columns, rank.rows))
+        heaviest = max(division.ranks, key=lambda rank: max(rank.tokens, rank.attention))
         group = division.groups[heaviest.group]
         place = group.index(division.ranks.index(heaviest))
         team = Imagined(place, [division.weights[rank] for rank in group])
         copies = len(division.ranks) if self.device.kind == "cpu" else 1
-        return Fitting(replace(self.parts, team=team, groups=division.cfg), copies)
+        teams = Teams(team, team, division.cfg, division.way)
+        return Fitting(replace(self.parts, teams=teams), copies)
 
     def effort(self, settings: Settings) -> Effort:
         """What one step of a video takes on one device, for the choice between ways to divide."""
@@ -125,7 +126,9 @@ class Fitting:
         step = next(each for each in self.parts.rehearsals(settings) if each.stage == "denoise")
         part = self.parts.named(step.component, settings)
         run = next(each for each in part.runs if each.rehearsal.stage == "denoise")
-        return Effort(run.found.work.operations, num_bytes(part.plan.precision.compute))
+        work = run.found.work
+        attention = sum(n for product, n in work.products if product.kind == "attention")
+        return Effort(work.operations, num_bytes(part.plan.precision.compute), attention)
 
     def largest(self, settings: Settings) -> Fitted | None:
         """The largest smaller video that fits, or None."""

@@ -19,7 +19,16 @@ from everyframe.core.errors import CheckpointError
 from everyframe.core.options import FamilyOptions
 from everyframe.core.plan import Plan, Settings
 from everyframe.core.request import Request
-from everyframe.families.family import Component, Contents, Rehearsal, Saving, Stage
+from everyframe.families.dealing import dealt_part
+from everyframe.families.family import (
+    Component,
+    Contents,
+    Crew,
+    RankPart,
+    Rehearsal,
+    Saving,
+    Stage,
+)
 from everyframe.families.opensora import settle
 from everyframe.families.opensora.checkpoint import Parts, find_parts
 from everyframe.families.opensora.components import Sizes, components, sent_bytes, token_sizes
@@ -28,10 +37,10 @@ from everyframe.families.opensora.options import OpenSoraOptions
 from everyframe.families.opensora.rehearsals import rehearsals, savings
 from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConfig
 from everyframe.families.sources import Source
+from everyframe.parallel.grid import Deal, Grid
 
 if TYPE_CHECKING:
-    from everyframe.parallel.grid import Deal
-    from everyframe.parallel.team import Team, Teams
+    from everyframe.parallel.team import Teams
 
 #: T5 v1.1 XXL's encoder, for plans made before it is fetched.
 _T5_XXL: Mapping[str, Any] = {
@@ -53,6 +62,7 @@ class OpenSoraModel:
     sizes: Sizes
     facts: settle.Facts
     led = ("text_encoder",)
+    ways = ("",)
 
     @property
     def title(self) -> str:
@@ -86,19 +96,15 @@ class OpenSoraModel:
         """With guidance two, the text and none of it."""
         return 1 if settings.guidance_scale == 1 else 2
 
-    def grid(self, settings: Settings) -> tuple[int, int]:
-        """Frames and places of the tokens, in patches."""
-        return token_sizes(self.sizes, settings)
+    def rank_part(self, settings: Settings, crew: Crew, rank: int, element_bytes: int) -> RankPart:
+        """Columns and, for attention in space, rows; what is sent for that and at the end."""
+        grid = Grid(self.num_branches(settings), *token_sizes(self.sizes, settings))
+        deal = Deal(grid, crew.weights, crew.groups)
+        return dealt_part(deal, rank, sent_bytes(self.sizes.denoiser, deal, rank, element_bytes))
 
-    def sent_bytes(self, settings: Settings, deal: Deal, rank: int, element_bytes: int) -> int:
-        """Bytes that leave a rank at each step: for attention in space, and the last projection."""
-        return sent_bytes(self.sizes.denoiser, deal, rank, element_bytes)
-
-    def shared_rehearsals(
-        self, settings: Settings, team: Team, groups: int
-    ) -> tuple[Rehearsal, ...]:
+    def shared_rehearsals(self, settings: Settings, teams: Teams) -> tuple[Rehearsal, ...]:
         """A call of every stage as one of several ranks makes it."""
-        return rehearsals(self.sizes, self.facts, settings, team, groups)
+        return rehearsals(self.sizes, self.facts, settings, teams.team, teams.groups)
 
     def savings(self, component: str, settings: Settings) -> Iterator[Saving]:
         """Ways to run a component in less memory."""

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from everyframe.families.family import Component
+from everyframe.families.family import Component, RankPart
 from everyframe.families.loading import build_on_meta, count_parameters
 from everyframe.families.stepvideo.config import StepLLMConfig, StepVideoConfig
 from everyframe.families.stepvideo.vae_config import StepVAEConfig
+from everyframe.parallel.grid import Deal, Grid
+from everyframe.parallel.heads import HeadDeal, sent_vectors
 from everyframe.precision.policy import ComponentNeeds
 
 if TYPE_CHECKING:
@@ -86,6 +88,34 @@ class Sizes:
     def outputs(self, component: str) -> tuple[str, ...]:
         """Which submodules' results leave for the engine, in float32 at least."""
         return ("decoder",) if component == "vae" else ("",)
+
+
+def token_grid(sizes: Sizes, latents: tuple[int, ...], branches: int) -> Grid:
+    """Branches, heads and tokens of a video's attention; `latents` are (C, T, h, w)."""
+    _, frames, height, width = latents
+    patch = sizes.denoiser.patch_size
+    tokens = frames * (height // patch) * (width // patch)
+    return Grid(branches, sizes.denoiser.num_attention_heads, tokens)
+
+
+def rank_part(config: StepVideoConfig, deal: Deal, way: str, rank: int, width: int) -> RankPart:
+    """What a rank does of a denoiser's step that is dealt out so, in numbers of `width` bytes.
+
+    See `sharding`: each block exchanges vectors of one head's channels, and the last projection is
+    gathered in float32.
+    """
+    tokens = len(deal.columns[rank])
+    held = tokens / (deal.grid.samples * deal.grid.places)
+    heads = HeadDeal(deal)
+    looks = held if way == "ring" else heads.share(rank)
+    vectors = sent_vectors(deal, rank) if way == "ring" else heads.moved(rank)
+    channels = config.patch_size**2 * config.made_channels
+    sent = vectors * config.num_layers * config.attention_head_dim * width
+    sent += tokens * channels * 4 * (deal.num_ranks - 1)
+    idle = "" if tokens else "there are fewer tokens than devices; it decodes only"
+    if looks and not tokens:
+        idle = "there are fewer tokens than devices: it works in attention and decoding alone"
+    return RankPart(held, looks, sent, idle)
 
 
 def components(sizes: Sizes, sources: Mapping[str, str]) -> tuple[Component, ...]:

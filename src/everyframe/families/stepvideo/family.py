@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from everyframe.checkpoints.find import Location
 from everyframe.checkpoints.folder import read_json
@@ -19,14 +19,34 @@ from everyframe.core.errors import CheckpointError
 from everyframe.core.options import FamilyOptions
 from everyframe.core.plan import Plan, Settings
 from everyframe.core.request import Request
-from everyframe.families.family import Component, Contents, Rehearsal, Saving, Stage
+from everyframe.families.family import (
+    Component,
+    Contents,
+    Crew,
+    RankPart,
+    Rehearsal,
+    Saving,
+    Stage,
+)
 from everyframe.families.stepvideo import settle
 from everyframe.families.stepvideo.checkpoint import CLIP_ENCODER, Parts, find_parts
-from everyframe.families.stepvideo.components import HUNYUAN_CLIP, PARTS, Sizes, components
+from everyframe.families.stepvideo.components import (
+    HUNYUAN_CLIP,
+    PARTS,
+    Sizes,
+    components,
+    rank_part,
+    token_grid,
+)
 from everyframe.families.stepvideo.config import StepLLMConfig, StepVideoConfig
 from everyframe.families.stepvideo.options import StepVideoOptions
 from everyframe.families.stepvideo.rehearsals import rehearsals, savings
 from everyframe.families.stepvideo.vae_config import StepVAEConfig
+from everyframe.parallel.grid import Deal
+from everyframe.parallel.heads import ATTENDING
+
+if TYPE_CHECKING:
+    from everyframe.parallel.team import Teams
 
 
 @dataclass(frozen=True)
@@ -38,6 +58,8 @@ class StepVideo:
     parts: Parts
     sizes: Sizes
     facts: settle.Facts
+    led = ("step_llm", "clip")
+    ways = ATTENDING
 
     @property
     def title(self) -> str:
@@ -59,6 +81,21 @@ class StepVideo:
     def rehearsals(self, settings: Settings) -> tuple[Rehearsal, ...]:
         """A call of every stage."""
         return rehearsals(self.sizes, self.facts, settings)
+
+    def num_branches(self, settings: Settings) -> int:
+        """With guidance two, the prompt and what is not wanted."""
+        return 1 if settings.guidance_scale == 1 else 2
+
+    def rank_part(self, settings: Settings, crew: Crew, rank: int, element_bytes: int) -> RankPart:
+        """Tokens, and heads or what stands for them; what is sent in each block and at the end."""
+        latents = settle.latent_shape(self.facts, settings)
+        grid = token_grid(self.sizes, latents, self.num_branches(settings))
+        deal = Deal(grid, crew.weights, crew.groups)
+        return rank_part(self.sizes.denoiser, deal, crew.way, rank, element_bytes)
+
+    def shared_rehearsals(self, settings: Settings, teams: Teams) -> tuple[Rehearsal, ...]:
+        """A call of every stage as one of several ranks makes it."""
+        return rehearsals(self.sizes, self.facts, settings, teams)
 
     def savings(self, component: str, settings: Settings) -> Iterator[Saving]:
         """Ways to run a component in less memory."""
@@ -90,6 +127,12 @@ class StepVideo:
 
     def stages(self, plan: Plan, clip: int) -> Sequence[Stage]:
         """Both texts, denoise, decode."""
+        from everyframe.parallel.team import ONE
+
+        return self.shared_stages(plan, clip, ONE)
+
+    def shared_stages(self, plan: Plan, clip: int, teams: Teams) -> Sequence[Stage]:
+        """The same stages for one rank of several."""
         from everyframe.families.stepvideo.stages import (
             ClipStage,
             DecodeStage,
@@ -99,7 +142,7 @@ class StepVideo:
         )
 
         assert clip == 0, "a chain is refused when the request is settled"
-        job = Job(plan, self.sizes, self.parts, self.facts)
+        job = Job(plan, self.sizes, self.parts, self.facts, teams)
         return (LLMStage(job), ClipStage(job), DenoiseStage(job), DecodeStage(job))
 
 

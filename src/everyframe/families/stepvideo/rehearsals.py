@@ -18,10 +18,13 @@ from everyframe.families.stepvideo.settle import Facts, latent_shape
 
 if TYPE_CHECKING:
     from everyframe.families.stepvideo.text import TextStates, Tokens
+    from everyframe.parallel.team import Teams
 
 
-def rehearsals(sizes: Sizes, facts: Facts, settings: Settings) -> tuple[Rehearsal, ...]:
-    """Both texts, one step, one piece."""
+def rehearsals(
+    sizes: Sizes, facts: Facts, settings: Settings, teams: Teams | None = None
+) -> tuple[Rehearsal, ...]:
+    """Both texts, one step, one piece; with `teams` the step is that of one of several ranks."""
     config = (repr(sizes.denoiser), repr(sizes.llm), repr(sizes.clip), repr(sizes.vae))
     shape = latent_shape(facts, settings)
     branches = 1 if settings.guidance_scale == 1 else 2
@@ -31,9 +34,9 @@ def rehearsals(sizes: Sizes, facts: Facts, settings: Settings) -> tuple[Rehearsa
         "step_llm": (_llm, branches, (sizes.llm_bias,)),
         "clip": (_clip, branches, ()),
         "denoiser": (
-            partial(_denoise, sizes, facts, settings),
+            partial(_denoise, sizes, facts, settings, teams),
             settings.num_inference_steps,
-            (*shape, branches, together),
+            (*shape, branches, together, *_key(teams)),
         ),
         "vae": (partial(_decode, facts, shape), len(pieces), shape),
     }
@@ -81,7 +84,33 @@ def _clip(model: Any, device: str) -> object:
     return clip_states(model, _tokens(CLIP_LENGTH), device)
 
 
-def _denoise(sizes: Sizes, facts: Facts, settings: Settings, model: Any, device: str) -> object:
+def _key(teams: Teams | None) -> tuple[Any, ...]:
+    """Two ranks of equal keys do the same."""
+    if teams is None:
+        return ()
+    return (teams.team.rank, teams.team.weights, teams.groups, teams.way)
+
+
+def _denoise(
+    sizes: Sizes,
+    facts: Facts,
+    settings: Settings,
+    teams: Teams | None,
+    model: Any,
+    device: str,
+) -> object:
+    from everyframe.families.stepvideo import sharding
+    from everyframe.parallel.team import ONE
+
+    teams = teams or ONE
+    put_on = sharding.apply(model, teams.team, teams.groups, teams.way)
+    try:
+        return _one_step(sizes, facts, settings, model, device)
+    finally:
+        put_on.remove()  # the module is shared by all rehearsals
+
+
+def _one_step(sizes: Sizes, facts: Facts, settings: Settings, model: Any, device: str) -> object:
     import torch
 
     from everyframe.families.stepvideo.denoise import Denoiser, Text

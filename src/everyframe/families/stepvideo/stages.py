@@ -9,7 +9,7 @@ the seed reaches the noise, pixels are not cropped, and no filter is put on the 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,13 +19,14 @@ from einops import rearrange
 from torch import Tensor
 
 from everyframe.core.errors import InputError
-from everyframe.core.events import Event, Frames, Loaded, Note, Step
+from everyframe.core.events import Event, Frames, Loaded, Note, Step, event_of
 from everyframe.core.plan import Plan, Settings
 from everyframe.families.family import Take
 from everyframe.families.guarding import Guard
 from everyframe.families.latents import Piece
 from everyframe.families.loading import load_component
 from everyframe.families.stepping import denoised
+from everyframe.families.stepvideo import sharding
 from everyframe.families.stepvideo.checkpoint import CLIP_TOKENIZER, Parts
 from everyframe.families.stepvideo.components import Sizes
 from everyframe.families.stepvideo.denoise import Denoiser, Text
@@ -44,6 +45,8 @@ from everyframe.families.stepvideo.text import (
 )
 from everyframe.families.stepvideo.vae import Seams, StepVAE
 from everyframe.families.stepvideo.weights import KEYS
+from everyframe.parallel.pieces import in_order, owners
+from everyframe.parallel.team import ONE, Teams
 from everyframe.samplers import flow_match, noise
 from everyframe.samplers.step import Step as SamplerStep
 
@@ -52,12 +55,13 @@ _SHOWN = 200
 
 @dataclass(frozen=True)
 class Job:
-    """What all stages share: the plan, the model's sizes and places."""
+    """What all stages share: the plan, the model's sizes and places, ranks."""
 
     plan: Plan
     sizes: Sizes
     parts: Parts
     facts: Facts
+    teams: Teams = ONE
 
     @property
     def settings(self) -> Settings:
@@ -107,7 +111,18 @@ class LLMStage:
         return len(self.job.texts())
 
     def run(self, takes: Sequence[Take]) -> Iterator[Event]:
-        """Begin each take's `text`."""
+        """Begin each take's `text`: one rank encodes, the others are told."""
+        world = self.job.teams.world
+        tensors: list[Tensor] | None = None
+        if world.is_lead:
+            encoded = yield from self._encoded(takes)
+            tensors = [tensor for each in encoded for tensor in (each.llm, each.llm_mask)]
+        told = world.share(tensors, 0, "the text is handed on")
+        states = [TextStates(*told[i : i + 2]) for i in range(0, len(told), 2)]
+        for take in takes:
+            take.text = _text(states)
+
+    def _encoded(self, takes: Sequence[Take]) -> Generator[Event, None, list[TextStates]]:
         job, began = self.job, time.perf_counter()
         # Tokens of both encoders first: what is too long is told before gigabytes are read.
         tokens, told = self._tokens()
@@ -123,8 +138,7 @@ class LLMStage:
             yield from guard.events()
             seconds = time.perf_counter() - begun
             yield Step(self.name, number, len(tokens), takes[0].seed, seconds)
-        for take in takes:
-            take.text = Text(states[0], states[1] if len(states) > 1 else None)
+        return states
 
     def _tokens(self) -> tuple[list[Tokens], list[str]]:
         """Each text's tokens, and what of it is not read, which is never cut in silence."""
@@ -172,26 +186,38 @@ class ClipStage:
         return len(self.job.texts())
 
     def run(self, takes: Sequence[Take]) -> Iterator[Event]:
-        """Complete each take's `text`."""
+        """Complete each take's `text`: one rank encodes, the others are told."""
+        world = self.job.teams.world
+        tensors = (yield from self._encoded(takes)) if world.is_lead else None
+        told = world.share(tensors, 0, "the text is handed on")
+        begun: Text = takes[0].text
+        whole = [
+            replace(states, clip=clip) for states, clip in zip(begun.branches, told, strict=True)
+        ]
+        for take in takes:
+            take.text = _text(whole)
+
+    def _encoded(self, takes: Sequence[Take]) -> Generator[Event, None, list[Tensor]]:
         job, began = self.job, time.perf_counter()
         tokenizer = job.clip_tokenizer()
         model = job.load(self.component)
         yield Loaded(self.component, time.perf_counter() - began)
         guard = Guard(job.plan, self.name, {self.component: model})
-        begun_text: Text = takes[0].text
-        whole = []
+        found: list[Tensor] = []
         texts = job.texts()
-        for number, (text, states) in enumerate(
-            zip(texts, begun_text.branches, strict=True), start=1
-        ):
+        for number, text in enumerate(texts, start=1):
             begun = time.perf_counter()
             encode = partial(clip_states, model, tokenizer.tokens(text), job.device(self.component))
-            whole.append(replace(states, clip=guard.call(number, encode)))
+            found.append(guard.call(number, encode))
             yield from guard.events()
             seconds = time.perf_counter() - begun
             yield Step(self.name, number, len(texts), takes[0].seed, seconds)
-        for take in takes:
-            take.text = Text(whole[0], whole[1] if len(whole) > 1 else None)
+        return found
+
+
+def _text(states: Sequence[TextStates]) -> Text:
+    """The prompt's and, where there is guidance, those of what is not wanted."""
+    return Text(states[0], states[1] if len(states) > 1 else None)
 
 
 @dataclass(frozen=True)
@@ -212,7 +238,10 @@ class DenoiseStage:
         job, began = self.job, time.perf_counter()
         model = job.load(self.component)
         yield Loaded(self.component, time.perf_counter() - began)
-        guard = Guard(job.plan, self.name, {self.component: model}, savings=savings)
+        teams, parts = job.teams, {self.component: model}
+        put_on = sharding.apply(model, teams.team, teams.groups, teams.way)
+        apart = put_on.apart if teams.team.size > 1 else None
+        guard = Guard(job.plan, self.name, parts, savings=savings, apart=apart)
 
         def batches(take: Take) -> Iterator[Iterator[SamplerStep]]:
             yield self._sample(model, guard, take)
@@ -251,28 +280,41 @@ class DecodeStage:
         return self.job.facts.vae.pieces(self.job.settings.num_frames)
 
     def run(self, takes: Sequence[Take]) -> Iterator[Event]:
-        """Yield the frames of each take as they are finished; one waits at each seam."""
+        """Yield the frames of each take as they are finished; one waits at each seam.
+
+        Several ranks deal out the pieces; all come to their first one, which blends the seams.
+        """
         job, began = self.job, time.perf_counter()
         vae: StepVAE = job.load(self.component)
         yield Loaded(self.component, time.perf_counter() - began)
         guard = Guard(job.plan, self.name, {self.component: vae})
         total, done, pieces = self.num_steps(len(takes)), 0, self._pieces()
+        team = job.teams.team
         for take in takes:
             guard.take(take)
             begun = time.perf_counter()
-            latents = take.latents.to(job.device(self.component))
+            make = partial(self._piece, vae, guard, take)
             seams = Seams(dim=0)
-            for number, piece in enumerate(pieces, start=1):
-                pixels = guard.decoded(number, partial(_decoded, vae, latents, piece), latents)
+            made = in_order(team, owners(len(pieces), team.weights), make, "frames are handed over")
+            for number, (pixels, told) in enumerate(made, start=1):
                 ready = seams.add(pixels, is_last=number == len(pieces))
                 done += 1
-                yield from guard.events()
+                yield from map(event_of, told)
                 now = time.perf_counter()
                 yield Step(self.name, done, total, take.seed, now - begun)
                 if len(ready):
                     yield Frames(take.seed, len(ready), _frames(ready).numpy())
                 begun = time.perf_counter()
             take.latents = None
+
+    def _piece(
+        self, vae: StepVAE, guard: Guard, take: Take, number: int
+    ) -> tuple[Tensor, list[Any]]:
+        """One piece's pixels (T, C, H, W) on the host, and what happened meanwhile."""
+        latents = take.latents.to(self.job.device(self.component))
+        decode = partial(_decoded, vae, latents, self._pieces()[number])
+        pixels = guard.decoded(number + 1, decode, latents)
+        return pixels.to("cpu", torch.float32), [event.to_json() for event in guard.events()]
 
 
 def _decoded(vae: StepVAE, latents: Tensor, piece: Piece) -> Tensor:
@@ -281,6 +323,6 @@ def _decoded(vae: StepVAE, latents: Tensor, piece: Piece) -> Tensor:
 
 
 def _frames(pixels: Tensor) -> Tensor:
-    """Frames (T, H, W, 3) in 0..1 on the host."""
-    frames = rearrange(pixels, "t c h w -> t h w c").to("cpu", torch.float32)
+    """Frames (T, H, W, 3) in 0..1."""
+    frames = rearrange(pixels, "t c h w -> t h w c")
     return (frames / 2 + 0.5).clamp(0, 1).contiguous()

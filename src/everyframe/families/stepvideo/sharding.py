@@ -1,0 +1,101 @@
+"""Step-Video's denoiser on several ranks, put on from outside; one rank takes the same path.
+
+Each rank holds some tokens of the branches of guidance from the first layer to the last, in uneven
+parts; rotations are those of their places in the whole video. Attention to the text, modulation and
+feed-forward are computed where the tokens are. Only in attention of all tokens to all do ranks
+meet: by heads (`everyframe.parallel.ulysses`) or in a ring (`everyframe.parallel.ring`). Of the
+result the last projection alone, a few channels, is gathered.
+
+What is exchanged is in the precision in which attention multiplies it anyhow. Nothing is padded.
+Read next: `everyframe.families.sharded`, `everyframe.parallel.heads`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from everyframe.families.sharded import Sharded
+from everyframe.families.stepvideo.blocks import CrossAttention, SelfAttention
+from everyframe.families.stepvideo.model import StepVideoModel
+from everyframe.ops.modulation import GatedAdd, Modulate
+from everyframe.ops.rope_axes import AxesTable
+from everyframe.parallel.grid import Deal, Grid
+from everyframe.parallel.shared import (
+    Attending,
+    CorePerSegment,
+    PerSegment,
+    SharedCore,
+    attending,
+)
+from everyframe.parallel.switch import Switch
+from everyframe.parallel.team import Team
+
+#: Modules without parameters that take the stream (so many times) and then tables of each sample.
+_STREAMS: dict[type[nn.Module], int] = {Modulate: 1, GatedAdd: 2}
+
+
+def apply(model: StepVideoModel, team: Team, groups: int = 1, way: str = "ulysses") -> Sharding:
+    """Put `model` on the ranks of `team`; each must call it in the same order with the same input.
+
+    With `groups` above 1 the batch is parted into so many first, each with ranks of its own. `way`
+    is one of `everyframe.parallel.heads.ATTENDING`.
+    """
+    return Sharding(model, team, groups, way)
+
+
+class Sharding(Sharded):
+    """What `apply` has put on a denoiser; `remove` takes it off."""
+
+    def __init__(self, model: StepVideoModel, team: Team, groups: int, way: str) -> None:
+        super().__init__(model, team, groups)
+        self._way = way
+        self._num_heads = model.config.num_attention_heads
+        self._patch_size = model.config.patch_size
+        self._attending: dict[Switch, Attending] = {}
+        self._handles += [
+            model.pos_embed.proj.register_forward_pre_hook(self._take_patches),
+            model.rope.register_forward_hook(self._take_rotations),
+            model.proj_out.register_forward_hook(self._gather),
+        ]
+        for part in list(model.modules()):
+            for name, child in list(part.named_children()):
+                if type(child) in _STREAMS:
+                    streams = _STREAMS[type(child)]
+                    self._swap(part, name, PerSegment(child, streams, 1, self._segments))
+            if isinstance(part, SelfAttention):
+                self._swap(part, "core", SharedCore(part.core, self._attention))
+            if isinstance(part, CrossAttention):
+                self._swap(part, "core", CorePerSegment(part.core, self._segments, lambda: 1))
+
+    def _grid_of(self, x_BCTHW: Tensor) -> Grid:
+        """All tokens of a sample are one row."""
+        batch, _, frames, height, width = x_BCTHW.shape
+        return Grid(batch, 1, frames * (height // self._patch_size) * (width // self._patch_size))
+
+    def _attention(self) -> Attending:
+        """That of the grid which is computed now."""
+        switch = self.switch
+        if switch not in self._attending:
+            rows = switch.deal
+            grid = Grid(rows.grid.samples, self._num_heads, rows.grid.places)
+            deal = Deal(grid, rows.weights, rows.groups)
+            self._attending[switch] = attending(self._way, deal, switch.team)
+        return self._attending[switch]
+
+    def _take_patches(self, layer: nn.Module, args: tuple[Any, ...]) -> Tensor:
+        patches_bNE: Tensor = args[0]
+        return self.switch.take(patches_bNE[:, None])[:, 0]
+
+    def _take_rotations(
+        self, rope: nn.Module, args: tuple[Any, ...], table: AxesTable
+    ) -> AxesTable:
+        """Those of this rank's tokens: of several samples beside each other, or of one for all."""
+        parts = [each.places for each in self._segments()]
+        cos, sin = (torch.cat([x[part] for part in parts]) for x in (table.cos, table.sin))
+        return table._replace(cos=cos, sin=sin)
+
+    def _gather(self, layer: nn.Module, args: tuple[Any, ...], out_bnE: Tensor) -> Tensor:
+        return self.switch.gather(out_bnE[:, None])[:, 0]
