@@ -136,8 +136,8 @@ class Request(Options):
         "Which devices work together, such as 0,1,2 or cuda:0,cuda:2 or cpu,cpu.", group="Machine"
     )
     parallel: str = option(
-        "How several devices divide the work: auto, or data=N, cfg=N and sequence=N such as "
-        "cfg=2,sequence=3.",
+        "How several devices divide the work: auto, or data=N, cfg=N and sequence=N (or "
+        "ulysses=N, ring=N) such as cfg=2,sequence=3.",
         group="Machine",
         default="auto",
     )

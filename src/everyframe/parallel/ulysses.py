@@ -14,7 +14,7 @@ N) of the whole batch, and every rank has all of it. Read next: `ring`, `heads`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -55,10 +55,9 @@ class Ulysses:
         q, k = q_bHnD.to(v_bHnD.dtype), k_bHnD.to(v_bHnD.dtype)
         if self._is_apart:
             return self._alone(core, q, k, v_bHnD, mask)
-        given = [part for p in range(self.team.size) for part in self._given(p, q, k, v_bHnD)]
-        width = v_bHnD.shape[-1]
-        sent = torch.cat(given) if given else v_bHnD.new_empty(0, width)
-        del given
+        ranks, mine = range(self.team.size), self.team.rank
+        parts = (part for p in ranks for part in self._given(p, q, k, v_bHnD))
+        sent = _packed(parts, sum(self._there[mine]), v_bHnD)
         came = self.team.all_to_all(sent, self._there, "heads are gathered")
         del sent
         queries, seen = self._arranged(came)
@@ -68,8 +67,8 @@ class Ulysses:
             for brick, query in zip(self._bricks, queries, strict=True)
         ]
         del queries, seen
-        parts = [part for p in range(self.team.size) for part in self._returned(p, answers)]
-        back = torch.cat(parts) if parts else v_bHnD.new_empty(0, width)
+        parts = (part for p in ranks for part in self._returned(p, answers))
+        back = _packed(parts, sum(self._back[mine]), v_bHnD)
         back = self.team.all_to_all(back, self._back, "heads are given back")
         return self._own(back, v_bHnD)
 
@@ -88,19 +87,19 @@ class Ulysses:
         return answer
 
     def _given(self, target: int, q: Tensor, k: Tensor, v: Tensor) -> Iterator[Tensor]:
-        """What a rank gets of this one's tokens, in vectors: queries, then keys and values."""
+        """What a rank gets of this one's tokens (H, n, D): queries, then keys and values."""
         mine = {each.sample: each for each in self._held[self.team.rank]}
         for brick in self._heads.bricks[target]:
             if brick.sample in mine:
                 held = mine[brick.sample]
                 here = held.start + within(overlap(brick.queries, held.places), held.places).start
                 stop = here + len(overlap(brick.queries, held.places))
-                yield q[held.row, _slice(brick.heads), here:stop].flatten(0, 1)
+                yield q[held.row, _slice(brick.heads), here:stop]
         for keys in self._heads.keys[target]:
             if keys.sample in mine:
                 held = mine[keys.sample]
                 for each in (k, v):
-                    yield each[held.row, _slice(keys.heads), held.here].flatten(0, 1)
+                    yield each[held.row, _slice(keys.heads), held.here]
 
     def _arranged(self, came: Tensor) -> tuple[list[Tensor], dict[int, tuple[Keys, Tensor]]]:
         """Queries of each brick (H, Q, D), and keys and values (2, H, N, D) by sample."""
@@ -133,12 +132,12 @@ class Ulysses:
         return query_HQD[None], k[None], v[None]
 
     def _returned(self, holder: int, answers: Sequence[Tensor]) -> Iterator[Tensor]:
-        """What a rank gets of this one's answers, in vectors."""
+        """What a rank gets of this one's answers (H, n, D)."""
         held = {each.sample: each.places for each in self._held[holder]}
         for brick, answer in zip(self._bricks, answers, strict=True):
             if brick.sample in held:
                 part = overlap(brick.queries, held[brick.sample])
-                yield answer[:, within(part, brick.queries)].flatten(0, 1)
+                yield answer[:, within(part, brick.queries)]
 
     def _own(self, back: Tensor, like_bHnD: Tensor) -> Tensor:
         """The answers to this rank's own queries, in their places."""
@@ -153,6 +152,17 @@ class Ulysses:
                     start = held.start + within(part, held.places).start
                     taken.into(out[held.row, _slice(brick.heads), start : start + len(part)])
         return out
+
+
+def _packed(parts_HnD: Iterable[Tensor], num_vectors: int, like: Tensor) -> Tensor:
+    """All of the parts as vectors (num_vectors, D), each copied once."""
+    packed, at = like.new_empty(num_vectors, like.shape[-1]), 0
+    for part in parts_HnD:
+        stop = at + part.shape[0] * part.shape[1]
+        packed[at:stop].view(part.shape).copy_(part)
+        at = stop
+    assert at == num_vectors, f"{at} vectors to send, {num_vectors} told"
+    return packed
 
 
 class _Taken:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from everyframe.families.sharded import Sharded
@@ -29,6 +28,7 @@ from everyframe.parallel.shared import (
     PerSegment,
     SharedCore,
     attending,
+    beside,
 )
 from everyframe.parallel.switch import Switch
 from everyframe.parallel.team import Team
@@ -94,7 +94,7 @@ class Sharding(Sharded):
     ) -> AxesTable:
         """Those of this rank's tokens: of several samples beside each other, or of one for all."""
         parts = [each.places for each in self._segments()]
-        cos, sin = (torch.cat([x[part] for part in parts]) for x in (table.cos, table.sin))
+        cos, sin = (beside([x[part] for part in parts], 0) for x in (table.cos, table.sin))
         return table._replace(cos=cos, sin=sin)
 
     def _gather(self, layer: nn.Module, args: tuple[Any, ...], out_bnE: Tensor) -> Tensor:
