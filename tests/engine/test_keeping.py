@@ -28,7 +28,7 @@ from everyframe.core.errors import (
     MediaError,
     WorkerDiedError,
 )
-from everyframe.core.events import Event, Kept, Note, Step
+from everyframe.core.events import Event, Kept, Note, Step, VideoDone
 from everyframe.core.plan import Remedy
 from everyframe.engine import resuming
 from everyframe.families.opensora import stdit3
@@ -208,6 +208,14 @@ def test_a_place_that_is_full_leaves_a_good_state(
     with pytest.raises(MediaError, match="can't write 'trail-0'; go on from where it was"):
         list(begun(tmp_path, model=model, **OPEN_SORA))
     assert len(list(all_runs(tmp_path))) == 1
+
+
+def test_what_was_cut_of_a_prompt_stays_in_the_record(model: str, tmp_path: Path) -> None:
+    folder = cut(model, tmp_path, prompt="a red circle " * 20, truncate_prompt=True)
+    done = list(resuming.go_on(folder))[-1]
+    assert isinstance(done, VideoDone)
+    (warning,) = done.record["warnings"]
+    assert "its end was cut: 'circle" in warning
 
 
 def test_what_was_done_for_memory_is_done_again(model: str, tmp_path: Path) -> None:

@@ -99,10 +99,14 @@ class StageDone(Event):
 
 @dataclass(frozen=True)
 class Note(Event):
-    """Something that the person should read, though the run goes on."""
+    """Something that the person should read, though the run goes on.
+
+    With `in_record` it is of the video and stands in its record too, under ``warnings``.
+    """
 
     type: ClassVar[str] = "note"
     text: str
+    in_record: bool = False
 
 
 @dataclass(frozen=True)

@@ -172,6 +172,8 @@ def _run(
             if isinstance(event, Repaired):
                 progress.repairs.append({"clip": clip, **event.to_json()})
                 _remember(key, plan, event)
+            if isinstance(event, Note) and event.in_record:
+                progress.warnings.append(event.text)
             if isinstance(event, Step) and stage.goes_on:
                 keeper.write(progress)
             if isinstance(event, Frames):
@@ -231,7 +233,8 @@ def _done(
     record: dict[str, Any],
     progress: Progress,
 ) -> Iterator[Event]:
-    whole = {**record, "repairs": [*progress.repairs]} if progress.repairs else record
+    told = {"repairs": [*progress.repairs], "warnings": [*progress.warnings]}
+    whole = {**record, **{name: said for name, said in told.items() if said}}
     for seed in seeds:
         yield VideoDone(seed, num_frames[seed], for_seed(whole, seed))
 

@@ -62,14 +62,16 @@ class Keep:
 class Progress:
     """How far a run came: which stage of which clip comes next, with takes as they were then.
 
-    `frames` are those of the clips before, in order, with what they were kept as; `repairs` what
-    was raised in precision so far, as the record holds it.
+    `frames` are those of the clips before, in order, with what they were kept as; `warnings` what
+    was said that stands in the record, and `repairs` what was raised in precision so far, as the
+    record holds it.
     """
 
     clip: int = 0
     stage: int = 0
     takes: Sequence[Take] = ()
     repairs: list[dict[str, Any]] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
     frames: list[tuple[int, int, Any]] = field(default_factory=list)
 
 
@@ -162,7 +164,10 @@ class Keeper:
                 for name in _OF_TAKE:
                     setattr(take, name, from_plain(kept[take.seed][name], self._store.fetch))
             frames = [(seed, count, mark) for seed, count, mark in state["frames"]]
-            return Progress(state["clip"], state["stage"], takes, state["repairs"], frames)
+            return Progress(
+                state["clip"], state["stage"], takes, frames=frames,
+                repairs=state["repairs"], warnings=state.get("warnings", []),
+            )  # fmt: skip
         except (KeyError, TypeError, ValueError) as error:
             raise DamagedError(f"the state of {self.folder.path} can't be read: {error}") from error
 
@@ -190,6 +195,7 @@ class Keeper:
             "stage": progress.stage,
             "takes": takes,
             "repairs": progress.repairs,
+            "warnings": progress.warnings,
             "frames": progress.frames,
         }
         folder.write_state(state)

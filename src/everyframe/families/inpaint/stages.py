@@ -64,7 +64,8 @@ class TextStage:
             truncate = bool(job.settings.option("truncate_prompt"))
             ids, mask, cut = tokenize(tokenizer, prompt, job.config.num_tokens, truncate=truncate)
             if cut:
-                yield Note(f"the prompt is too long for the model; its end was cut: {cut!r}")
+                said = f"the prompt is too long for the model; its end was cut: {cut!r}"
+                yield Note(said, in_record=True)
             tokens.append((ids, mask))
         encoder = load_component(
             job.plan.component("text_encoder"),

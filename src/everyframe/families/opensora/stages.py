@@ -145,7 +145,8 @@ class TextStage:
                 truncate=job.settings.option("truncate_prompt"),
             )
             if cut:
-                yield Note(f"the prompt is too long for the model; its end was cut: {cut!r}")
+                said = f"the prompt is too long for the model; its end was cut: {cut!r}"
+                yield Note(said, in_record=True)
             tokens.append((ids, mask))
         encoder = load_component(
             job.plan.component("text_encoder"),

@@ -126,7 +126,7 @@ class LLMStage:
         job, began = self.job, time.perf_counter()
         # Tokens of both encoders first: what is too long is told before gigabytes are read.
         tokens, told = self._tokens()
-        yield from (Note(text) for text in told)
+        yield from (Note(text, in_record=True) for text in told)
         model = job.load(self.component)
         yield Loaded(self.component, time.perf_counter() - began)
         guard = Guard(job.plan, self.name, {self.component: model})

@@ -1,0 +1,142 @@
+"""Do runs in which nothing is wrong raise no alarm of the guard?
+
+    python benchmarks/clean.py             # 100 runs in each of two precisions; about 8 minutes
+    python benchmarks/clean.py --runs 10   # fewer
+
+In float32 the embedded model draws as many prompts, each of another shape, colour, background and
+motion. In bfloat16 tiny random models of the four families make as many videos, each of another
+seed: a processor without bfloat16 of its own emulates it, which takes the embedded model a minute a
+run. An alarm is a repair, or a note of a step or of frames of one colour; each is printed. Half
+precision on a card is not run here. Runs on a copy of the package. Writes a dated page into
+`benchmarks/results/` unless told not to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from copied import on_a_copy
+
+from everyframe.checkpoints.shapes_prompts import BACKGROUNDS, COLOURS, SHAPES
+from everyframe.core.events import Event, Note, Repaired, VideoDone
+from everyframe.core.request import Request
+from everyframe.engine.run import stream
+from everyframe.hardware import machine_facts
+from everyframe.runs.keeper import Keep
+
+RESULTS = Path(__file__).parent / "results"
+#: The makers of tiny checkpoints lie beside the tests that use them.
+TESTS = Path(__file__).parents[1] / "tests"
+MOTIONS = ("moves to the right", "moves up", "is still", "grows", "shrinks")
+
+
+def drawn(count: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What the embedded model is asked for."""
+    chance = random.Random(0)
+    for seed in range(count):
+        background = chance.choice([*BACKGROUNDS])
+        colour = chance.choice([each for each in COLOURS if each != background])
+        motion, shape = chance.choice(MOTIONS), chance.choice([*SHAPES])
+        prompt = f"a {colour} {shape} {motion} on a {background}"
+        yield "shapes", {
+            "prompt": f"{prompt} background", "seed": seed, "num_inference_steps": 4,
+            "dtype": "fp32",
+        }  # fmt: skip
+
+
+def tiny_ones(folder: Path, count: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What tiny models of each family are asked for."""
+    sys.path.insert(0, str(TESTS))
+    import tiny
+    import tiny_inpaint
+    import tiny_step
+    import tiny_svd
+
+    picture = np.random.default_rng(0).integers(0, 255, (32, 32, 3), np.uint8)
+    asked: dict[str, tuple[Any, dict[str, Any]]] = {
+        "opensora": (
+            tiny.opensora_1_2, {"prompt": "a red circle", "size": "32x32", "num_frames": 5}
+        ),
+        "svd": (tiny_svd.svd, {"image": picture, "size": "32x32", "num_frames": 2}),
+        "inpaint": (
+            tiny_inpaint.inpaint,
+            {"prompt": "a red ball", "image": picture, "mask": "8,8,24,24", "control": "canny"},
+        ),
+        "stepvideo": (
+            tiny_step.stepvideo, {"prompt": "a red circle", "size": "16x16", "num_frames": 1}
+        ),
+    }  # fmt: skip
+    places = {name: make(folder / name) for name, (make, _) in asked.items()}
+    for seed in range(count):
+        name = list(asked)[seed % len(asked)]
+        yield name, {
+            "model": str(places[name]), "seed": seed, "num_inference_steps": 1, "dtype": "bf16",
+            "device": "cpu", **asked[name][1],
+        }  # fmt: skip
+
+
+def alarms(events: list[Event]) -> list[str]:
+    """What was repaired, and what was said of a step or of frames."""
+    notes = [event.text for event in events if isinstance(event, Note)]
+    told = [text for text in notes if "step " in text or "one colour" in text]
+    return [*(event.text for event in events if isinstance(event, Repaired)), *told]
+
+
+def main() -> None:
+    """Run them all and write the page."""
+    parser = argparse.ArgumentParser(description="Runs in which nothing is wrong.")
+    parser.add_argument("--runs", type=int, default=100, help="in each precision")
+    parser.add_argument("--no-page", action="store_true")
+    given = parser.parse_args()
+    commit = on_a_copy()
+    began, done, alarmed = time.monotonic(), Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    with tempfile.TemporaryDirectory() as folder:
+        for name, options in (*drawn(given.runs), *tiny_ones(Path(folder), given.runs)):
+            events = list(stream(Request(**options), keep=Keep(None)))
+            assert isinstance(events[-1], VideoDone)
+            key, found = (name, options["dtype"]), alarms(events)
+            done[key] += 1
+            alarmed[key] += bool(found)
+            for text in found:
+                print(key, options["seed"], text, flush=True)
+    page = report(done, alarmed, commit, time.monotonic() - began)
+    print(page)
+    if not given.no_page:
+        (RESULTS / f"clean-{date.today()}.md").write_text(page)
+    sys.exit(bool(alarmed.total()))
+
+
+def report(
+    done: Counter[tuple[str, str]], alarmed: Counter[tuple[str, str]], commit: str, seconds: float
+) -> str:
+    """The result page."""
+    lines = [
+        f"# Runs in which nothing is wrong, {date.today()}",
+        "",
+        f"{alarmed.total()} of {done.total()} runs raised an alarm. `shapes` is the embedded "
+        "model, with another prompt each; the others are tiny random models. On "
+        f"{machine_facts('cpu').cpu.name}, commit {commit}, in {seconds / 60:.0f} minutes. "
+        "`python benchmarks/clean.py` does it again.",
+        "",
+        "| model | precision | runs | with an alarm |",
+        "|---|---|---|---|",
+    ]
+    lines += [
+        f"| {name} | {dtype} | {count} | {alarmed[name, dtype]} |"
+        for (name, dtype), count in done.items()
+    ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()
