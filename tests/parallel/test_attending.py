@@ -97,7 +97,7 @@ def attended(
         dist.all_to_all_single = before
         if undo is not None:
             undo()
-    found = [(h.sample, h.places, out[h.row, :, h.here]) for h in deal.held(team.rank)]
+    found = [(h.sample, h.places, out[h.row, :, h.here]) for h in deal.held[team.rank]]
     return {"found": found, "sent": sent, "counted": team.sent.total(), "dtype": out.dtype}
 
 

@@ -122,8 +122,12 @@ class Deal:
             segments.append(Segment(slice(number, number + 1), slice(start, stop), here))
         return tuple(segments)
 
-    def held(self, rank: int) -> tuple[Held, ...]:
-        """A rank's columns sample by sample; none where it has none."""
+    @cached_property
+    def held(self) -> tuple[tuple[Held, ...], ...]:
+        """Each rank's columns sample by sample; none where it has none."""
+        return tuple(self._held(rank) for rank in range(self.num_ranks))
+
+    def _held(self, rank: int) -> tuple[Held, ...]:
         mine, places = self.columns[rank], self.grid.places
         pieces = list(cut(mine, places))
         if len(self.segments(rank)) == 1:  # each sample is a row of its own

@@ -77,7 +77,7 @@ class HeadDeal:
 
     def queries_sent(self, source: int, target: int) -> int:
         """Vectors of queries that a rank holds and another works with; as many answers go back."""
-        held = {each.sample: each.places for each in self.deal.held(source)}
+        held = {each.sample: each.places for each in self.deal.held[source]}
         return sum(
             len(brick.heads) * len(overlap(brick.queries, held[brick.sample]))
             for brick in self.bricks[target]
@@ -86,7 +86,7 @@ class HeadDeal:
 
     def keys_sent(self, source: int, target: int) -> int:
         """Vectors of keys that a rank holds and another looks at; as many of values go along."""
-        held = {each.sample: len(each.places) for each in self.deal.held(source)}
+        held = {each.sample: len(each.places) for each in self.deal.held[source]}
         return sum(len(keys.heads) * held.get(keys.sample, 0) for keys in self.keys[target])
 
     def moved(self, rank: int) -> int:
@@ -120,12 +120,12 @@ class HeadDeal:
 
 def sent_vectors(deal: Deal, rank: int) -> int:
     """Vectors of keys and values that leave a rank at each attention where they go round."""
-    mine = {each.sample: each for each in deal.held(rank)}
+    mine = {each.sample: each for each in deal.held[rank]}
     tokens = sum(
         len(mine[theirs.sample].places)
         for other in range(deal.num_ranks)
         if other != rank
-        for theirs in deal.held(other)
+        for theirs in deal.held[other]
         if theirs.sample in mine
     )
     return 2 * tokens * deal.grid.frames

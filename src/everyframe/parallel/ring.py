@@ -16,20 +16,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from everyframe.ops.dtypes import float32_or_wider
 from everyframe.ops.partial_attention import Partial, merge, partial_attention
 from everyframe.parallel.grid import Deal, Held
 from everyframe.parallel.team import Coming, Team
 from everyframe.parallel.ulysses import Core
-
-
-class PartialAttention(nn.Module):
-    """`partial_attention` as a module, to be watched or swapped from outside."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Partial:
-        return partial_attention(q, k, v, mask)
 
 
 class Ring:
@@ -38,8 +30,7 @@ class Ring:
     def __init__(self, deal: Deal, team: Team) -> None:
         assert deal.num_ranks == team.size
         self.deal, self.team = deal, team
-        self._part = PartialAttention()
-        self._held = [deal.held(rank) for rank in range(team.size)]
+        self._held = deal.held
         self._mine = self._held[team.rank]
 
     def attend(
@@ -125,9 +116,7 @@ class Ring:
         """The answers to one sample's queries here by the keys of some places."""
         q = q_bHnD[held.row : held.row + 1, :, held.here]
         k, v = both_1HlE.chunk(2, dim=-1)
-        found: Partial = self._part(q, k, v, _of(mask, held, places))
-        assert found.out.dtype == float32_or_wider(v.dtype)
-        return found
+        return partial_attention(q, k, v, _of(mask, held, places))
 
 
 def _of(mask: Tensor | None, held: Held, places: range) -> Tensor | None:

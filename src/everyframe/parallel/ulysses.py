@@ -34,7 +34,7 @@ class Ulysses:
         assert deal.num_ranks == team.size
         self.deal, self.team = deal, team
         self._heads = HeadDeal(deal)
-        self._held = [deal.held(rank) for rank in range(team.size)]
+        self._held = deal.held
         ranks = range(team.size)
         self._back = [[self._heads.queries_sent(q, p) for q in ranks] for p in ranks]
         self._there = [

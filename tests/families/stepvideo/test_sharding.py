@@ -329,6 +329,20 @@ def test_a_rank_that_computes_everything_is_seen() -> None:
     assert not found["sent"]
 
 
+@pytest.mark.parametrize("way", ATTENDING)
+def test_apart_a_rank_computes_alone_what_one_device_does(way: str) -> None:
+    """Where a fault is looked for: nothing is sent, and the bits are those of the bare model."""
+    case, team = "two branches, ragged texts", Imagined(2, (1.0,) * 3)
+    put_on = sharding.apply(model_of(), team, way=way)
+    try:
+        with torch.inference_mode(), put_on.apart():
+            out = answer(model_of(), given(case))
+    finally:
+        put_on.remove()
+    assert torch.equal(out, bare(case))
+    assert not team.sent
+
+
 def test_it_is_taken_off_again() -> None:
     model = model_of()
     before = {name: type(part) for name, part in model.named_modules()}
