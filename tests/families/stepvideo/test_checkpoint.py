@@ -120,6 +120,21 @@ def _tensors(
     return edit
 
 
+def _vocabulary(size: int) -> Callable[[Path], None]:
+    """A Step-LLM with so many pieces, in its config and in its weights."""
+
+    def edit(folder: Path) -> None:
+        _config("step_llm/config.json", padded_vocab_size=size)(folder)
+        name = "tok_embeddings.word_embeddings.weight"
+        for path in (folder / "step_llm").glob("*.safetensors"):
+            tensors = load_file(path)
+            if name in tensors:
+                tensors[name] = torch.zeros(size, tensors[name].shape[1])
+                save_file(tensors, path)
+
+    return edit
+
+
 def _bytes(path: str, content: Callable[[], bytes]) -> Callable[[Path], None]:
     return lambda folder: (folder / path).write_bytes(content()) and None
 
@@ -163,8 +178,12 @@ SENTENCES = "step_llm/step1_chat_tokenizer.model"
         (_remove(SENTENCES), r"no tokenizer: .*step1_chat_tokenizer\.model"),
         (_bytes(SENTENCES, lambda: b"short"), "is no sentencepiece file"),
         (_bytes(SENTENCES, _t5), r"marks of begin and end are \(-1, 1\)"),
-        (_config("step_llm/config.json", padded_vocab_size=2048), "has 460 pieces, the model 2048"),
-        (_config("step_llm/config.json", padded_vocab_size=400), "has 460 pieces, the model 400"),
+        (_vocabulary(2048), "has 460 pieces, the model 2048"),
+        (_vocabulary(400), "has 460 pieces, the model 400"),
+        (
+            _config("step_llm/config.json", padded_vocab_size=2048),
+            r"word_embeddings\.weight' has shape \(\d+, 24\), expected \(2048, 24\)",
+        ),
         (_remove("hunyuan_clip/tokenizer/vocab.txt"), r"no tokenizer: .*vocab\.txt"),
         (_bytes("hunyuan_clip/tokenizer/vocab.txt", lambda: b"a\nb\n"), "does not belong to CLIP"),
     ],
