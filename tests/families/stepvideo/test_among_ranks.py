@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 
-import tiny_step
 from everyframe.core.events import Event, Frames, Loaded
 from everyframe.core.plan import Plan
 from everyframe.core.request import Request
@@ -45,6 +44,9 @@ def ranks(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    # Here, as ranks import this module too, and transformers takes each of them seconds.
+    import tiny_step
+
     return str(tiny_step.stepvideo(tmp_path_factory.mktemp("models") / "tiny-step"))
 
 
