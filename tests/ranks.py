@@ -21,6 +21,8 @@ from everyframe.parallel.meeting import leave, meet
 from everyframe.parallel.team import Alone, Ranks, Team
 
 PATIENCE = 120.0
+#: Imported once for all processes; diffusers takes seconds.
+PRELOAD = ["torch", "everyframe.parallel.switch", "everyframe.families.svd.unet"]
 FAST = (1, 2, 3, 5)
 SLOW = (4, 6, 7, 8)
 
@@ -30,7 +32,7 @@ class Group:
 
     def __init__(self, sizes: Sequence[int]) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "everyframe.parallel.switch"])
+        context.set_forkserver_preload(PRELOAD)
         self._folder = tempfile.TemporaryDirectory(prefix="everyframe-")
         place = str(Path(self._folder.name, "meeting"))
         self._pipes, self._processes = [], []

@@ -24,24 +24,13 @@ from everyframe.parallel.switch import Switch
 from everyframe.parallel.team import Alone, Team
 
 
-class Sharded(ABC):
-    """A denoiser on the ranks of `team`; all must put it on and call it in the same order.
+class PutOn:
+    """Hooks and children that are put on a model of the ranks of `team`, and taken off again."""
 
-    With `groups` above 1 the batch is parted into so many first, each with ranks of its own.
-    """
-
-    def __init__(self, model: nn.Module, team: Team, groups: int) -> None:
+    def __init__(self, team: Team, groups: int) -> None:
         self.team, self._groups = team, groups
-        self._switches: dict[tuple[Grid, Team], Switch] = {}
-        self._switch: Switch | None = None
         self._swapped: list[tuple[nn.Module, str, nn.Module]] = []
-        self._handles: list[RemovableHandle] = [
-            model.register_forward_pre_hook(self._begin, with_kwargs=True)
-        ]
-
-    @abstractmethod
-    def _grid_of(self, x_BCTHW: Tensor) -> Grid:
-        """The tokens of those latents."""
+        self._handles: list[RemovableHandle] = []
 
     def remove(self) -> None:
         """Take off every hook, and give the model its own children back."""
@@ -50,12 +39,6 @@ class Sharded(ABC):
         for part, name, child in self._swapped:
             setattr(part, name, child)
         self._handles, self._swapped = [], []
-
-    @property
-    def switch(self) -> Switch:
-        """That of the grid which is computed now."""
-        assert self._switch is not None, "the denoiser was not called as a whole"
-        return self._switch
 
     @contextmanager
     def apart(self) -> Iterator[None]:
@@ -69,6 +52,29 @@ class Sharded(ABC):
     def _swap(self, part: nn.Module, name: str, ours: nn.Module) -> None:
         self._swapped.append((part, name, part.get_submodule(name)))
         setattr(part, name, ours)
+
+
+class Sharded(PutOn, ABC):
+    """A denoiser on the ranks of `team`; all must put it on and call it in the same order.
+
+    With `groups` above 1 the batch is parted into so many first, each with ranks of its own.
+    """
+
+    def __init__(self, model: nn.Module, team: Team, groups: int) -> None:
+        super().__init__(team, groups)
+        self._switches: dict[tuple[Grid, Team], Switch] = {}
+        self._switch: Switch | None = None
+        self._handles.append(model.register_forward_pre_hook(self._begin, with_kwargs=True))
+
+    @abstractmethod
+    def _grid_of(self, x_BCTHW: Tensor) -> Grid:
+        """The tokens of those latents."""
+
+    @property
+    def switch(self) -> Switch:
+        """That of the grid which is computed now."""
+        assert self._switch is not None, "the denoiser was not called as a whole"
+        return self._switch
 
     def _segments(self) -> tuple[Segment, ...]:
         return self.switch.segments

@@ -56,19 +56,40 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
+Statistics = Callable[[Tensor, int], tuple[Tensor, Tensor] | None]
+"""``statistics(x, num_groups)``: mean and variance of the groups of x (B, C, ...), which may be a
+part of what they are of. They broadcast to x with groups in place of channels; None: it is whole.
+"""
+
+
 class WideGroupNorm(nn.GroupNorm):
     """`nn.GroupNorm` with parameters in float32 for input of any precision, which it keeps.
 
     Of the same parameter names. Nothing is widened in memory where the kernel can do without.
+    Who has a part of a sample only brings `statistics`.
     """
 
     takes_any_dtype = True
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, statistics: Statistics | None = None) -> Tensor:
+        found = statistics(x, self.num_groups) if statistics is not None else None
+        if found is not None:
+            return self._by(x, *found)
+
         def norm(x: Tensor) -> Tensor:
             return F.group_norm(x, self.num_groups, self.weight, self.bias, self.eps)
 
         return _in_its_dtype(norm, x, self.weight)
+
+    def _by(self, x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+        """One factor and one summand a channel, made in the precision of the statistics."""
+        size = self.num_channels // self.num_groups
+        per_channel = (-1, *[1] * (x.ndim - 2))
+        inverse = torch.rsqrt(variance + self.eps).repeat_interleave(size, dim=1)
+        scale = inverse * self.weight.view(per_channel)
+        shift = self.bias.view(per_channel) - mean.repeat_interleave(size, dim=1) * scale
+        wide = at_least_float32(x)
+        return torch.addcmul(shift.to(wide.dtype), wide, scale.to(wide.dtype)).to(x.dtype)
 
 
 class WideLayerNorm(nn.LayerNorm):

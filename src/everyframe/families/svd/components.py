@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from everyframe.families.svd.unet import VideoUNet
+    from everyframe.parallel.grid import Deal
 
 #: What steers every block, or starts and ends the residual stream, stays in float32: the embedding
 #: of timesteps and of frame rate and motion, norms, the weights by which time and space are mixed.
@@ -118,6 +119,42 @@ def components(builders: Builders, where: str) -> tuple[Component, ...]:
         Component(need.name, title, stage, f"{where}/{need.name}", count[need.name], need)
         for need, title, stage in parts
     )
+
+
+def sent_bytes(unet: Any, size: tuple[int, int], deal: Deal, rank: int, element_bytes: int) -> int:
+    """Bytes that leave a rank at each step of a `VideoUNet` that is dealt out so; see `sharding`.
+
+    `size` is that of the latents. Around each block over time pixels are moved there and back, in
+    numbers of `element_bytes`; statistics of norms are merged in float64, and the answer is
+    gathered in float32.
+    """
+    from everyframe.parallel import moments
+    from everyframe.parallel.grid import Deal, Grid
+
+    branches, frames = deal.grid.samples, deal.grid.frames
+    blocks = list(unet.down_blocks)
+    sizes = level_sizes(*size, len(blocks))
+    levels = [*zip(blocks, sizes, strict=True), (unet.mid_block, sizes[-1])]
+    levels += zip(unet.up_blocks, reversed(sizes), strict=True)
+    total: int = 0
+    for block, (height, width) in levels:
+        level = Deal(Grid(branches, frames, height * width), deal.weights, deal.groups)
+        for resnet in block.resnets:
+            time = resnet.temporal_res_block
+            total += level.moved(rank) * time.out_channels * element_bytes
+            told = ((deal.rows, frames, time.norm1), (level.columns, height * width, time.norm2))
+            for spans, length, norm in told:
+                total += moments.sent_bytes(spans, length, rank, norm.num_groups)
+        for module in getattr(block, "attentions", None) or ():
+            layers = len(module.temporal_transformer_blocks)
+            total += level.moved(rank) * layers * module.proj_in.out_features * element_bytes
+    answer = len(deal.rows[rank]) * size[0] * size[1] * int(unet.conv_out.out_channels)
+    return total + answer * 4 * (deal.num_ranks - 1)
+
+
+def level_sizes(height: int, width: int, num_levels: int) -> list[tuple[int, int]]:
+    """Rows and columns of a frame at each level of the UNet; halves are rounded up."""
+    return [(-(-height // 2**level), -(-width // 2**level)) for level in range(num_levels)]
 
 
 def _present(islands: tuple[str, ...], elements: Mapping[str, int]) -> tuple[str, ...]:

@@ -12,18 +12,32 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import PurePath
+from typing import TYPE_CHECKING
 
 from everyframe.checkpoints.find import Location
 from everyframe.core.options import FamilyOptions
 from everyframe.core.plan import Plan, Settings
 from everyframe.core.request import Request
-from everyframe.families.family import Component, Contents, Rehearsal, Saving, Stage
+from everyframe.families.dealing import dealt_part
+from everyframe.families.family import (
+    Component,
+    Contents,
+    Crew,
+    RankPart,
+    Rehearsal,
+    Saving,
+    Stage,
+)
 from everyframe.families.svd import settle
 from everyframe.families.svd.checkpoint import WEIGHTS, Files, find_files
-from everyframe.families.svd.components import Builders, components
+from everyframe.families.svd.components import Builders, components, sent_bytes
 from everyframe.families.svd.config import SVDConfig
 from everyframe.families.svd.options import SVDOptions
 from everyframe.families.svd.rehearsals import rehearsals, savings
+from everyframe.parallel.grid import Deal, Grid
+
+if TYPE_CHECKING:
+    from everyframe.parallel.team import Teams
 
 
 @dataclass(frozen=True)
@@ -35,6 +49,8 @@ class SVDModel:
     options: SVDOptions
     files: Files
     builders: Builders
+    led = ("image_encoder",)
+    ways = ("",)
 
     @property
     def config(self) -> SVDConfig:
@@ -66,6 +82,23 @@ class SVDModel:
         """A call of every stage."""
         return rehearsals(self.builders, settings)
 
+    def num_branches(self, settings: Settings) -> int:
+        """With guidance two, with the picture and without."""
+        return 2 if settings.guidance_scale > 1 else 1
+
+    def rank_part(self, settings: Settings, crew: Crew, rank: int, element_bytes: int) -> RankPart:
+        """Pixels of the latents in time, whole frames in space; what is sent between the two."""
+        frames, _, rows, columns = settle.latent_shape(self.config, settings)
+        grid = Grid(self.num_branches(settings), frames, rows * columns)
+        deal = Deal(grid, crew.weights, crew.groups)
+        unet = self.builders.empty("unet")
+        sent = sent_bytes(unet, (rows, columns), deal, rank, element_bytes)
+        return dealt_part(deal, rank, sent, "work in space")
+
+    def shared_rehearsals(self, settings: Settings, teams: Teams) -> tuple[Rehearsal, ...]:
+        """A call of every stage as one of several ranks makes it."""
+        return rehearsals(self.builders, settings, teams.team, teams.groups)
+
     def savings(self, component: str, settings: Settings) -> Iterator[Saving]:
         """Ways to run a component in less memory."""
         return savings(self.config, component, settings, self.options)
@@ -92,6 +125,12 @@ class SVDModel:
 
     def stages(self, plan: Plan, clip: int) -> Sequence[Stage]:
         """Picture, its latents, denoise, decode."""
+        from everyframe.parallel.team import ONE
+
+        return self.shared_stages(plan, clip, ONE)
+
+    def shared_stages(self, plan: Plan, clip: int, teams: Teams) -> Sequence[Stage]:
+        """The same stages for one rank of several."""
         from everyframe.families.svd.stages import (
             DecodeStage,
             DenoiseStage,
@@ -101,7 +140,7 @@ class SVDModel:
         )
 
         assert clip == 0, "a chain is refused when the request is settled"
-        job = Job(plan, self.builders, self.files, self.savings)
+        job = Job(plan, self.builders, self.files, self.savings, teams)
         return (ImageStage(job), EncodeStage(job), DenoiseStage(job), DecodeStage(job))
 
 

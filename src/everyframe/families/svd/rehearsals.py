@@ -21,10 +21,16 @@ from everyframe.families.svd.settle import latent_shape
 if TYPE_CHECKING:
     from everyframe.families.svd.config import SVDConfig
     from everyframe.families.svd.options import SVDOptions
+    from everyframe.parallel.team import Team
 
 
-def rehearsals(builders: Builders, settings: Settings) -> tuple[Rehearsal, ...]:
-    """Picture, its latents, one step, one chunk of frames."""
+def rehearsals(
+    builders: Builders, settings: Settings, team: Team | None = None, groups: int = 1
+) -> tuple[Rehearsal, ...]:
+    """Picture, its latents, one step, one chunk of frames.
+
+    With `team` the step is that of one of its ranks; see `sharding`.
+    """
     size = (settings.height, settings.width)
     chunk = min(int(settings.option("decode_chunk_size")), settings.num_frames)
     branches = 1 if settings.guidance_scale <= 1 else 2
@@ -33,7 +39,7 @@ def rehearsals(builders: Builders, settings: Settings) -> tuple[Rehearsal, ...]:
     rows, columns = latent_shape(builders.config, settings)[2:]
     config = (repr(builders.config),)
 
-    def one(stage: str, component: str, call: Any, num_calls: float, *sizes: int) -> Rehearsal:
+    def one(stage: str, component: str, call: Any, num_calls: float, *sizes: Any) -> Rehearsal:
         return Rehearsal(
             stage,
             component,
@@ -48,8 +54,9 @@ def rehearsals(builders: Builders, settings: Settings) -> tuple[Rehearsal, ...]:
         one("image", "image_encoder", partial(_image, builders), 1),
         one("given frames", "vae", partial(_encode, size), 1, *size),
         one(
-            "denoise", "unet", partial(_denoise, builders, settings),
+            "denoise", "unet", partial(_denoise, builders, settings, team, groups),
             settings.num_inference_steps, *size, settings.num_frames, branches, together,
+            *(() if team is None else (team.rank, team.weights, groups)),
         ),
         one(
             "decode", "vae", partial(_decode, builders, settings, chunk),
@@ -99,7 +106,25 @@ def _encode(size: tuple[int, int], vae: Any, device: str) -> object:
     return vae.encode(picture).latent_dist.mode().to("cpu", torch.float32)
 
 
-def _denoise(builders: Builders, settings: Settings, unet: Any, device: str) -> object:
+def _denoise(
+    builders: Builders,
+    settings: Settings,
+    team: Team | None,
+    groups: int,
+    unet: Any,
+    device: str,
+) -> object:
+    from everyframe.families.svd import sharding
+    from everyframe.parallel.team import Alone
+
+    put_on = sharding.apply(unet, team or Alone(), groups)
+    try:
+        return _one_step(builders, settings, unet, device)
+    finally:
+        put_on.remove()  # the module is shared by all rehearsals
+
+
+def _one_step(builders: Builders, settings: Settings, unet: Any, device: str) -> object:
     import torch
 
     from everyframe.families.svd.stages import Denoiser, Picture

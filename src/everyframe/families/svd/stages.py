@@ -3,13 +3,15 @@
 Each loads one component, works on every take with it and lets go of it when its generator ends.
 What is computed is diffusers' `StableVideoDiffusionPipeline` step by step; what differs is that an
 autoencoder marked `force_upcast` decodes in float32 too, and where start noise comes from.
-Read next: `pictures.py`, `samplers/euler_karras.py`.
+Several ranks share a video: one encodes the picture and tells the others, all hold a part of the
+UNet's frames, and chunks are dealt out to be decoded.
+Read next: `pictures.py`, `sharding.py`, `samplers/euler_karras.py`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,31 +21,34 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from everyframe.core.events import Event, Frames, Loaded, Step
+from everyframe.core.events import Event, Frames, Loaded, Step, event_of
 from everyframe.core.plan import Plan, Settings
 from everyframe.families import tiles
 from everyframe.families.family import Savings, Take
 from everyframe.families.guarding import Guard
 from everyframe.families.loading import load_component
 from everyframe.families.stepping import denoised
-from everyframe.families.svd import pictures
+from everyframe.families.svd import pictures, sharding
 from everyframe.families.svd.checkpoint import Files
 from everyframe.families.svd.components import Builders
 from everyframe.families.svd.config import SVDConfig
 from everyframe.families.svd.settle import latent_shape
 from everyframe.families.svd.unet import VideoUNet
+from everyframe.parallel.pieces import in_order, owners
+from everyframe.parallel.team import ONE, Teams
 from everyframe.samplers import euler_karras, noise
 from everyframe.samplers.step import Step as SamplerStep
 
 
 @dataclass(frozen=True)
 class Job:
-    """What all stages share: the plan, the model's configs and files."""
+    """What all stages share: the plan, the model's configs and files, ranks."""
 
     plan: Plan
     builders: Builders
     files: Files
     savings: Savings | None = None
+    teams: Teams = ONE
 
     @property
     def settings(self) -> Settings:
@@ -104,7 +109,16 @@ class ImageStage:
         return 1
 
     def run(self, takes: Sequence[Take]) -> Iterator[Event]:
-        """Begin each take's `known`."""
+        """Begin each take's `known`: one rank encodes, the others are told."""
+        world = self.job.teams.world
+        mine: list[Tensor] | None = None
+        if world.is_lead:
+            mine = [(yield from self._encoded(takes))]
+        embedding = world.share(mine, 0, "the picture is handed on")[0]
+        for take in takes:
+            take.known = Picture(embedding)
+
+    def _encoded(self, takes: Sequence[Take]) -> Generator[Event, None, Tensor]:
         job, began = self.job, time.perf_counter()
         encoder = load_component(
             job.plan.component("image_encoder"),
@@ -118,10 +132,9 @@ class ImageStage:
         guard = Guard(job.plan, self.name, {"image_encoder": encoder})
         embeds = guard.call(1, lambda: encoder(pixel_values=pixels).image_embeds)
         yield from guard.events()
-        embedding = embeds[:, None].to("cpu", torch.float32)
-        for take in takes:
-            take.known = Picture(embedding)
         yield Step(self.name, 1, 1, takes[0].seed, time.perf_counter() - begun)
+        embedding: Tensor = embeds[:, None].to("cpu", torch.float32)
+        return embedding
 
 
 @dataclass(frozen=True)
@@ -138,7 +151,16 @@ class EncodeStage:
         return num_takes
 
     def run(self, takes: Sequence[Take]) -> Iterator[Event]:
-        """Complete each take's `known`."""
+        """Complete each take's `known`: one rank encodes, those that share its videos are told."""
+        team = self.job.teams.team
+        if team.is_lead:
+            yield from self._encoded(takes)
+        for take in takes:
+            mine = [take.known.latents] if team.is_lead else None
+            latents = team.share(mine, 0, "given frames are handed on")[0]
+            take.known = Picture(take.known.embedding, latents)
+
+    def _encoded(self, takes: Sequence[Take]) -> Iterator[Event]:
         job, began = self.job, time.perf_counter()
         vae = job.load_vae()
         yield Loaded("vae", time.perf_counter() - began)
@@ -197,7 +219,10 @@ class DenoiseStage:
             outputs=job.builders.outputs("unet"),
         )
         yield Loaded("unet", time.perf_counter() - began)
-        guard = Guard(job.plan, self.name, {"unet": unet}, savings=job.savings)
+        team = job.teams.team
+        put_on = sharding.apply(unet, team, job.teams.groups)
+        apart = put_on.apart if team.size > 1 else None
+        guard = Guard(job.plan, self.name, {"unet": unet}, savings=job.savings, apart=apart)
 
         def batches(take: Take) -> Iterator[Iterator[SamplerStep]]:
             yield self._sample(unet, guard, take)
@@ -297,28 +322,40 @@ class DecodeStage:
         return num_takes * -(-self.job.settings.num_frames // chunk)
 
     def run(self, takes: Sequence[Take]) -> Iterator[Event]:
-        """Yield the frames of each take."""
+        """Yield the frames of each take. Several ranks deal out the chunks; the first has all."""
         job, began = self.job, time.perf_counter()
         vae = job.load_vae()
         yield Loaded("vae", time.perf_counter() - began)
         total, done = self.num_steps(len(takes)), 0
-        chunk = int(job.settings.option("decode_chunk_size"))
         guard = Guard(job.plan, self.name, {"vae": vae}, savings=job.savings)
         for take in takes:
             begun = time.perf_counter()
             guard.take(take)
-            given = np.asarray(_given(take))
-            # A picture of one colour may well give frames of one.
-            decode = partial(self._decode, vae, guard, is_asked=bool(given.min() == given.max()))
-            for latents_TCHW in take.latents[0].split(chunk):
+            for frames, told in self._chunks(vae, guard, take, done):
                 done += 1
-                frames = decode(done, latents_TCHW)
                 now = time.perf_counter()
-                yield from guard.events()
+                yield from map(event_of, told)
                 yield Step(self.name, done, total, take.seed, now - begun)
                 yield Frames(take.seed, len(frames), frames.numpy())
                 begun = time.perf_counter()
             take.latents = None
+
+    def _chunks(
+        self, vae: Any, guard: Guard, take: Take, done: int
+    ) -> Iterator[tuple[Tensor, list[Any]]]:
+        """Frames (T, H, W, 3) in 0..1 and what happened, chunk by chunk, where they come to."""
+        team = self.job.teams.team
+        given = np.asarray(_given(take))
+        # A picture of one colour may well give frames of one.
+        is_asked = bool(given.min() == given.max())
+        chunks = take.latents[0].split(int(self.job.settings.option("decode_chunk_size")))
+
+        def make(number: int) -> tuple[Tensor, list[Any]]:
+            step = done + number + 1
+            frames = self._decode(vae, guard, step, chunks[number], is_asked=is_asked)
+            return frames, [event.to_json() for event in guard.events()]
+
+        return in_order(team, owners(len(chunks), team.weights), make, "frames are handed over")
 
     def _decode(
         self, vae: Any, guard: Guard, chunk: int, latents_TCHW: Tensor, *, is_asked: bool

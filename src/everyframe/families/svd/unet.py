@@ -12,10 +12,12 @@ Layers, parameter names and results are those of `UNetSpatioTemporalConditionMod
 - Norms read and answer in the precision of what they are given, with weights and statistics in
   float32 (`everyframe.ops.norm`).
 
-Sums go into memory that is there already wherever nobody else looks at it.
+Sums go into memory that is there already wherever nobody else looks at it. Which frames and pixels
+are here is a `Layout`'s affair, so that several ranks can share a video (`sharding.py`).
 
 Not here: diffusers' blocks, whose layers are called one by one. Suffixes: B branches of guidance, T
-frames, S pixels, C channels. Read next: `stages.py`.
+frames, S pixels, C channels; what may be a part of them b, r frames and s pixels. Read next:
+`layout.py`, `stages.py`.
 """
 
 from __future__ import annotations
@@ -29,6 +31,9 @@ import torch.nn.functional as F
 from diffusers import UNetSpatioTemporalConditionModel
 from torch import Tensor, nn
 
+from everyframe.families.svd.layout import WHOLE, Layout
+from everyframe.ops.attention import attention, merge_heads, split_heads
+from everyframe.ops.dtypes import float32_or_wider
 from everyframe.ops.gated import gated_gelu
 from everyframe.ops.norm import widen_norms
 
@@ -86,6 +91,7 @@ class VideoUNet(UNetSpatioTemporalConditionModel):  # type: ignore[misc]
     def context(self, picture_BD: Tensor, told_BN: Tensor, num_frames: int) -> Context:
         """What every step needs of the picture's embedding and of what is told beside the time."""
         embedded = self.add_time_proj(told_BN.flatten()).reshape(len(told_BN), -1)
+        embedded = embedded.to(told_BN.dtype)
         attentions, rests = {}, {}
         for name, module in self.named_modules():
             kind = type(module).__name__
@@ -95,12 +101,21 @@ class VideoUNet(UNetSpatioTemporalConditionModel):  # type: ignore[misc]
                 rests[name] = 1 - _mix(module.time_mixer, picture_BD)
         return Context(attentions, rests, self.add_embedding(embedded))
 
-    def forward(self, sample_BTCHW: Tensor, timestep: Tensor, context: Context) -> Tensor:
-        """v (B, T, C, H, W) for scaled latents and the picture's, (B, T, 2 C, H, W), and t (B,)."""
-        frames = sample_BTCHW.shape[1]
-        time_BC = self.time_embedding(self.time_proj(timestep).to(sample_BTCHW.dtype))
-        walk = _Walk(context, F.silu(time_BC + context.told), frames)
-        x = sample_BTCHW.flatten(0, 1).contiguous(memory_format=torch.channels_last)
+    def forward(
+        self,
+        sample_brCHW: Tensor,
+        timestep: Tensor,
+        context: Context,
+        layout: Layout = WHOLE,
+    ) -> Tensor:
+        """v (B, T, C, H, W) for scaled latents and the picture's, (B, T, 2 C, H, W), and t (B,).
+
+        Where `layout` says that only some frames are here, they are (b, r, ...), and so is v.
+        """
+        time_BC = self.time_embedding(self.time_proj(timestep).to(sample_brCHW.dtype))
+        size = (sample_brCHW.shape[0], sample_brCHW.shape[1])
+        walk = _Walk(context, F.silu(time_BC + context.told), size, layout)
+        x = sample_brCHW.flatten(0, 1).contiguous(memory_format=torch.channels_last)
         x = self.conv_in(x)
         skips = [x]
         for number, block in enumerate(self.down_blocks):
@@ -115,14 +130,20 @@ class VideoUNet(UNetSpatioTemporalConditionModel):  # type: ignore[misc]
                 # The size of what it is joined to: halves of odd sizes were rounded up.
                 x = sampler(x, tuple(skips[-1].shape[-2:]))
         v: Tensor = self.conv_out(_silu(self.conv_norm_out(x)))
-        return v.reshape(-1, frames, *v.shape[1:])
+        return torch.unflatten(v, 0, size)
 
 
 class _Walk:
-    """One call's way through the blocks."""
+    """One call's way through the blocks; `size` is how many branches and frames of each are here.
 
-    def __init__(self, context: Context, time_BC: Tensor, frames: int) -> None:
-        self._context, self._time_BC, self._frames = context, time_BC, frames
+    Between layers x lies frame by frame, (b r, C, H, W).
+    """
+
+    def __init__(
+        self, context: Context, time_BC: Tensor, size: tuple[int, int], layout: Layout
+    ) -> None:
+        self._context, self._time_BC = context, time_BC
+        self._size, self._layout = size, layout
 
     def layers(
         self, name: str, block: Any, x: Tensor, skips: list[Tensor] | None = None
@@ -142,85 +163,106 @@ class _Walk:
     def middle(self, name: str, block: Any, x: Tensor) -> Tensor:
         """The innermost block: convolutions with attention between them."""
         x = self._resnet(f"{name}.resnets.0", block.resnets[0], x)
-        for number, attention in enumerate(block.attentions):
-            x = self._attention(f"{name}.attentions.{number}", attention, x)
+        for number, module in enumerate(block.attentions):
+            x = self._attention(f"{name}.attentions.{number}", module, x)
             x = self._resnet(f"{name}.resnets.{number + 1}", block.resnets[number + 1], x)
         return x
 
     def _resnet(self, name: str, block: Any, x: Tensor) -> Tensor:
         """Convolutions over space, then over time; both add to what came in."""
         space, time = block.spatial_res_block, block.temporal_res_block
-        h = self._with_time(space.time_emb_proj, space.conv1(_silu(space.norm1(x))))
+        h = space.conv1(_silu(space.norm1(x)))
+        h += self._of_frames(space.time_emb_proj(self._time_BC)).flatten(0, 1)[:, :, None, None]
         h = space.conv2(_silu(space.norm2(h)))
         # A sum of its own: what came in is looked at again on the way up.
         x = (x if space.conv_shortcut is None else space.conv_shortcut(x)) + h
-        y = self._over_time(x)
-        h = self._with_time(time.time_emb_proj, time.conv1(_silu(time.norm1(y))))
-        h = time.conv2(_silu(time.norm2(h)))
+        y = torch.unflatten(x, 0, self._size).transpose(1, 2)  # (b, C, r, H, W), the same memory
+        h = _silu(time.norm1(y, self._layout.frame_statistics))
+        h = self._over_time(h, time.conv1)
+        h = _over_frames(time.conv1, h)
+        h += self._of_pixels(time.time_emb_proj(self._time_BC))
+        h = _silu(time.norm2(h, self._layout.pixel_statistics))
+        h = self._over_space(_over_frames(time.conv2, h), y)
         # mix * x + (1 - mix) * (x + h), where x is the spatial answer.
-        return self._over_space(y.addcmul_(h.to(y.dtype), self._context.rests[name].to(y.dtype)))
+        y.addcmul_(h.to(y.dtype), self._context.rests[name].to(y.dtype))
+        return x
 
-    def _with_time(self, project: nn.Module, h: Tensor) -> Tensor:
-        """`h`, frames apart or not, with the projected time added to every pixel, in place."""
-        time_BC = project(self._time_BC)
-        if h.ndim == 5:
-            return h.add_(time_BC[:, :, None, None, None])
-        return h.add_(time_BC.repeat_interleave(self._frames, dim=0)[:, :, None, None])
+    def _of_frames(self, table_BC: Tensor) -> Tensor:
+        """A branch's row for each of the frames here, (b, r, C)."""
+        return self._layout.of_frames(table_BC).expand(*self._size, -1)
 
-    def _over_time(self, x: Tensor) -> Tensor:
-        """(B T, C, H, W) as (B, C, T, H, W), the same memory."""
-        return x.reshape(-1, self._frames, *x.shape[1:]).transpose(1, 2)
+    def _of_pixels(self, table_BC: Tensor) -> Tensor:
+        """A branch's row for each of the pixels here, (b, C, 1, 1, s or 1)."""
+        return self._layout.of_pixels(table_BC).permute(0, 3, 1, 2)[:, :, :, None]
 
-    def _over_space(self, x: Tensor) -> Tensor:
-        """(B, C, T, H, W) as (B T, C, H, W), the same memory."""
-        return x.transpose(1, 2).flatten(0, 1)
+    def _over_time(self, x_bCrHW: Tensor, reader: nn.Module) -> Tensor:
+        """All frames of the pixels that are here then, (b, C, T, H, W) or (b, C, T, 1, s)."""
+        height, width = x_bCrHW.shape[-2:]
+        tokens = x_bCrHW.permute(0, 2, 3, 4, 1).flatten(2, 3)
+        tokens = self._layout.over_time(tokens, reader)
+        num = tokens.shape[2]
+        size = (height, width) if num == height * width else (1, num)
+        return torch.unflatten(tokens, 2, size).permute(0, 4, 1, 2, 3)
+
+    def _over_space(self, x_bCThw: Tensor, like_bCrHW: Tensor) -> Tensor:
+        """What `_over_time` undoes."""
+        tokens = x_bCThw.permute(0, 2, 3, 4, 1).flatten(2, 3)
+        tokens = self._layout.over_space(tokens)
+        return torch.unflatten(tokens, 2, like_bCrHW.shape[-2:]).permute(0, 4, 1, 2, 3)
 
     def _attention(self, name: str, module: Any, x: Tensor) -> Tensor:
         """Attention over a frame's pixels, then over a pixel's frames, layer by layer."""
-        known = self._context.attentions[name]
-        height, width = x.shape[-2:]
+        known, layout = self._context.attentions[name], self._layout
         tokens = module.norm(x).permute(0, 2, 3, 1).flatten(1, 2)
-        tokens = module.proj_in(tokens).unflatten(0, (-1, self._frames))
+        tokens = torch.unflatten(module.proj_in(tokens), 0, self._size)
         pairs = zip(module.transformer_blocks, module.temporal_transformer_blocks, strict=True)
         for layer, (space, time) in enumerate(pairs):
-            tokens = _spatial_layer(space, tokens, known.spatial[layer])
+            picture_brC = layout.of_frames(known.spatial[layer])
+            tokens = layout.over_time(_spatial_layer(space, tokens, picture_brC[:, :, None]))
             moved = tokens + known.frames[:, None].to(tokens.dtype)
-            moved = _temporal_layer(time, moved, known.temporal[layer])
-            tokens = moved.lerp_(tokens, known.mix.to(tokens.dtype))
-        answer: Tensor = module.proj_out(tokens)
-        return x + answer.reshape(-1, height, width, answer.shape[-1]).permute(0, 3, 1, 2)
+            moved = _temporal_layer(time, moved, layout.of_pixels(known.temporal[layer]))
+            tokens = layout.over_space(moved.lerp_(tokens, known.mix.to(tokens.dtype)))
+        answer: Tensor = module.proj_out(tokens).flatten(0, 1)
+        return x + torch.unflatten(answer, 1, x.shape[-2:]).permute(0, 3, 1, 2)
 
 
-def _spatial_layer(block: Any, tokens_BTSC: Tensor, picture_BC: Tensor) -> Tensor:
+def _over_frames(conv: nn.Conv3d, x_bCThw: Tensor) -> Tensor:
+    """A convolution over time alone, whose kernels refuse frames without a pixel."""
+    if 0 in x_bCThw.shape:
+        return x_bCThw
+    h: Tensor = conv(x_bCThw)
+    return h
+
+
+def _spatial_layer(block: Any, tokens_brSC: Tensor, picture_br1C: Tensor) -> Tensor:
     """Self-attention within each frame, the picture, the feed-forward."""
-    normed = block.norm1(tokens_BTSC).flatten(0, 1)
-    tokens_BTSC += _self_attention(block.attn1, normed).reshape(tokens_BTSC.shape)
-    tokens_BTSC += picture_BC[:, None, None]
-    tokens_BTSC += _feed_forward(block.ff, block.norm3(tokens_BTSC))
-    return tokens_BTSC
+    normed = block.norm1(tokens_brSC).flatten(0, 1)
+    tokens_brSC += _self_attention(block.attn1, normed).reshape(tokens_brSC.shape)
+    tokens_brSC += picture_br1C
+    tokens_brSC += _feed_forward(block.ff, block.norm3(tokens_brSC))
+    return tokens_brSC
 
 
-def _temporal_layer(block: Any, tokens_BTSC: Tensor, picture_BC: Tensor) -> Tensor:
+def _temporal_layer(block: Any, tokens_bTsC: Tensor, picture_b1sC: Tensor) -> Tensor:
     """A feed-forward, self-attention of each pixel over time, the picture, a feed-forward."""
-    widened = _feed_forward(block.ff_in, block.norm_in(tokens_BTSC))
-    tokens_BTSC = tokens_BTSC.add_(widened) if block.is_res else widened
+    widened = _feed_forward(block.ff_in, block.norm_in(tokens_bTsC))
+    tokens_bTsC = tokens_bTsC.add_(widened) if block.is_res else widened
     # Pixel by pixel, once for queries, keys and values.
-    normed_BSTC = block.norm1(tokens_BTSC).transpose(1, 2).contiguous()
-    attended = _self_attention(block.attn1, normed_BSTC.flatten(0, 1))
-    tokens_BTSC += attended.reshape(normed_BSTC.shape).transpose(1, 2)
-    tokens_BTSC += picture_BC[:, None, None]
-    answer = _feed_forward(block.ff, block.norm3(tokens_BTSC))
-    return tokens_BTSC.add_(answer) if block.is_res else answer
+    normed_bsTC = block.norm1(tokens_bTsC).transpose(1, 2).contiguous()
+    attended = _self_attention(block.attn1, normed_bsTC.flatten(0, 1))
+    tokens_bTsC += attended.reshape(normed_bsTC.shape).transpose(1, 2)
+    tokens_bTsC += picture_b1sC
+    answer = _feed_forward(block.ff, block.norm3(tokens_bTsC))
+    return tokens_bTsC.add_(answer) if block.is_res else answer
 
 
-def _self_attention(attention: Any, rows_NLC: Tensor) -> Tensor:
+def _self_attention(block: Any, rows_NLC: Tensor) -> Tensor:
     """Attention of the tokens of each row to each other."""
     q, k, v = (
-        project(rows_NLC).unflatten(-1, (attention.heads, -1)).transpose(1, 2)
-        for project in (attention.to_q, attention.to_k, attention.to_v)
+        split_heads(project(rows_NLC), block.heads)
+        for project in (block.to_q, block.to_k, block.to_v)
     )
-    mixed = F.scaled_dot_product_attention(q, k, v, scale=attention.scale)
-    answer: Tensor = attention.to_out[0](mixed.transpose(1, 2).flatten(-2))
+    answer: Tensor = block.to_out[0](merge_heads(attention(q, k, v, scale=block.scale)))
     return answer
 
 
@@ -251,7 +293,8 @@ def _of_picture(attention: Any, picture_BD: Tensor) -> Tensor:
 
 def _mix(mixer: Any, like: Tensor) -> Tensor:
     """The share of the spatial answer, as the mixer itself computes it: that of 1 and 0."""
-    one = torch.ones(1, 1, 1, device=like.device, dtype=torch.float32)
+    dtype = float32_or_wider(like.dtype)
+    one = torch.ones(1, 1, 1, device=like.device, dtype=dtype)
     still = torch.zeros(1, 1, device=like.device)
     share: Tensor = mixer(one, torch.zeros_like(one), image_only_indicator=still)
     return share.reshape(())

@@ -1,0 +1,187 @@
+"""The video UNet on several ranks, put on from outside; one rank takes the same path.
+
+Each rank holds some whole frames, of any branches of guidance, and computes there all that works
+in space: convolutions, attention to a frame's pixels, feed-forwards. Around each temporal block
+frames are exchanged for pixels with all of their frames, at every size of the UNet anew, and back
+after it. Attention in time, the temporal convolutions and what is known of each frame's place are
+then as one device has them. What is left is a norm over all frames and pixels of a branch: its
+statistics are merged among the ranks that have parts of that branch.
+
+Heads are not split: 5, 10 and 20 of them divide by few numbers. Nothing is padded and no sum but
+that of a norm's statistics is parted. Ranks beyond the frames have pixels only.
+
+What is exchanged is in the precision that the next product would cast it to anyhow.
+Read next: `layout.py`, `everyframe.parallel.grid`, `everyframe.parallel.moments`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from everyframe.families.sharded import PutOn
+from everyframe.families.svd.components import level_sizes
+from everyframe.families.svd.layout import Layout
+from everyframe.families.svd.unet import VideoUNet
+from everyframe.parallel.grid import Deal, Grid
+from everyframe.parallel.moments import Moments
+from everyframe.parallel.switch import Switch
+from everyframe.parallel.team import Team
+
+
+def apply(unet: VideoUNet, team: Team, groups: int = 1) -> Sharding:
+    """Put `unet` on the ranks of `team`; each must call it in the same order with the same input.
+
+    With `groups` above 1 the branches are parted into so many first, each with ranks of its own.
+    """
+    return Sharding(unet, team, groups)
+
+
+class Sharding(PutOn):
+    """What `apply` has put on a UNet; `remove` takes it off."""
+
+    def __init__(self, unet: VideoUNet, team: Team, groups: int) -> None:
+        super().__init__(team, groups)
+        self._num_levels = len(unet.down_blocks)
+        self._dealt: dict[tuple[Team, tuple[int, ...]], Dealt] = {}
+        self._now: Dealt | None = None
+        self._handles += [
+            unet.register_forward_pre_hook(self._begin, with_kwargs=True),
+            unet.register_forward_hook(self._gather),
+        ]
+
+    def _begin(
+        self, unet: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The call with this rank's frames, and with what it needs of their branches."""
+        self._now = None
+        if self.team.size == 1:
+            return args, kwargs
+        sample, timestep, context = args
+        branches, frames, _, height, width = sample.shape
+        key = (self.team, (branches, frames, height, width))
+        if key not in self._dealt:
+            places = [h * w for h, w in level_sizes(height, width, self._num_levels)]
+            groups = min(self._groups, self.team.size, branches)
+            self._dealt[key] = Dealt((branches, frames), places, self.team, groups)
+        self._now = dealt = self._dealt[key]
+        mine = dealt.branches
+        here = (dealt.take(sample), timestep[mine], context.rows(mine))
+        return here, {**kwargs, "layout": dealt}
+
+    def _gather(self, unet: nn.Module, args: tuple[Any, ...], v: Tensor) -> Tensor:
+        return v if self._now is None else self._now.gather(v)
+
+
+class Dealt(Layout):
+    """One rank's part of (branches, frames) that have so many places at each level."""
+
+    def __init__(
+        self, shape: tuple[int, int], places: Sequence[int], team: Team, groups: int
+    ) -> None:
+        self.team, self._shape = team, shape
+        deals = [Deal(Grid(*shape, size), team.weights, groups) for size in places]
+        self._levels = {deal.grid.places: _Level(deal, team) for deal in deals}
+        self._level = self._levels[places[0]]
+        all_rows = deals[0].rows  # frames are dealt out alike at every level
+        self._rows = all_rows[team.rank]
+        self._sizes = [len(rows) for rows in all_rows]
+        self._frames = _Owned(self._rows, shape[1])
+        self._moments = Moments(all_rows, shape[1], team)
+        owned = [self._frames, *(level.pixels for level in self._levels.values())]
+        touched = [branch for each in owned for branch in each.branches]
+        # A rank without anything calls the UNet too, and some branch's tables must be there.
+        self.branches = slice(min(touched, default=0), max(touched, default=0) + 1)
+        self.frame_statistics = self._statistics_of_frames
+        self.pixel_statistics = self._statistics_of_pixels
+
+    def take(self, sample_BTCHW: Tensor) -> Tensor:
+        """This rank's frames, (b, T, ...) where they are whole branches, else (1, r, ...)."""
+        return self._shaped(sample_BTCHW.flatten(0, 1)[self._rows.start : self._rows.stop])
+
+    def gather(self, v_brCHW: Tensor) -> Tensor:
+        """The frames of all ranks, (B, T, ...), on every one of them."""
+        mine = v_brCHW.flatten(0, 1)
+        every = self.team.gather(mine, self._sizes, "the answer is gathered")
+        return torch.unflatten(every, 0, self._shape)
+
+    def over_time(self, x_brSC: Tensor, reader: nn.Module | None = None) -> Tensor:
+        """See `Layout`; what `reader` would make narrow is sent narrow."""
+        self._level = self._levels[x_brSC.shape[2]]
+        if reader is not None:
+            dtype = next(reader.parameters()).dtype
+            if dtype.itemsize < x_brSC.dtype.itemsize:
+                x_brSC = x_brSC.to(dtype)
+        return self._level.switch.to_columns(x_brSC)
+
+    def over_space(self, x_bTsC: Tensor) -> Tensor:
+        """See `Layout`."""
+        return self._shaped(self._level.switch.to_rows(x_bTsC).flatten(0, 1))
+
+    def of_frames(self, table_BC: Tensor) -> Tensor:
+        """See `Layout`."""
+        return self._shaped(self._frames.each(table_BC, self.branches.start))
+
+    def of_pixels(self, table_BC: Tensor) -> Tensor:
+        """See `Layout`."""
+        level, first = self._level, self.branches.start
+        if level.moments.is_whole:
+            return level.pixels.all(table_BC, first)[:, None, None]
+        return level.pixels.each(table_BC, first)[None, None]
+
+    def _shaped(self, x: Tensor) -> Tensor:
+        """A list of frames (r, ...) as (b, T, ...) if it is of whole branches, else (1, r, ...)."""
+        return torch.unflatten(x, 0, (-1, self._shape[1])) if self._moments.is_whole else x[None]
+
+    def _statistics_of_frames(self, x_bCrHW: Tensor, groups: int) -> tuple[Tensor, Tensor] | None:
+        found = self._moments.merged(x_bCrHW, 2, groups)
+        if found is None:
+            return None
+        mean, variance = (self._frames.each(one).T[None, :, :, None, None] for one in found)
+        return mean, variance
+
+    def _statistics_of_pixels(self, x_bCThw: Tensor, groups: int) -> tuple[Tensor, Tensor] | None:
+        level = self._level
+        found = level.moments.merged(x_bCThw, 4, groups)
+        if found is None:
+            return None
+        mean, variance = (level.pixels.each(one).T[None, :, None, None] for one in found)
+        return mean, variance
+
+
+class _Level:
+    """What belongs to one size of the UNet."""
+
+    def __init__(self, deal: Deal, team: Team) -> None:
+        self.switch = Switch(deal, team)
+        self.moments = Moments(deal.columns, deal.grid.places, team)
+        self.pixels = _Owned(deal.columns[team.rank], deal.grid.places)
+
+
+class _Owned:
+    """Whose branch each of a span of frames or pixels is, `length` of which a branch has."""
+
+    def __init__(self, span: range, length: int) -> None:
+        first, stop = (span.start // length, -(-span.stop // length)) if span else (0, 0)
+        self.branches = range(first, stop)
+        self._numbers = torch.arange(span.start, span.stop) // length - first
+        self._on_device: dict[str, Tensor] = {}
+
+    def each(self, table: Tensor, start: int | None = None) -> Tensor:
+        """A branch's row of `table` for each of the span; its rows are of branches from `start` on.
+
+        Without `start`, of the branches that the span has any of.
+        """
+        device = str(table.device)
+        if device not in self._on_device:
+            self._on_device[device] = self._numbers.to(table.device)
+        return self.all(table, start)[self._on_device[device]]
+
+    def all(self, table: Tensor, start: int | None = None) -> Tensor:
+        """The rows of all branches that the span has any of."""
+        if start is None or not self.branches:
+            return table
+        return table[self.branches.start - start : self.branches.stop - start]
