@@ -20,7 +20,7 @@ import torch
 from everyframe.parallel.meeting import leave, meet
 from everyframe.parallel.team import Alone, Ranks, Team
 
-PATIENCE = 120.0
+PATIENCE = 240.0
 #: Imported once for all processes; diffusers takes seconds.
 PRELOAD = ["torch", "everyframe.parallel.switch", "everyframe.families.svd.unet"]
 FAST = (1, 2, 3, 5)

@@ -20,7 +20,8 @@ from everyframe.core.plan import Plan
 from everyframe.core.request import Request
 from everyframe.engine import run as engine
 from everyframe.engine import tracing
-from everyframe.engine.launch import Job, launched
+from everyframe.engine.launch import Job, launched, ranks_of
+from everyframe.engine.moving import OF_RANKS
 from everyframe.engine.record import recorded_threads, request_from
 from everyframe.engine.resuming import go_on, read_run
 from everyframe.families.registry import check_option_names, family_options
@@ -31,7 +32,7 @@ from everyframe.media.sound import Sound
 from everyframe.media.video import Video
 from everyframe.planning.resolve import GivenModel, resolve
 from everyframe.runs import listing
-from everyframe.runs.folder import find_run, root_of
+from everyframe.runs.folder import RunFolder, find_run, root_of, runs_folder
 from everyframe.runs.keeper import Keep
 from everyframe.runs.listing import Listed
 
@@ -57,20 +58,21 @@ def generate(
             in 0..1 before rounding.
         from_record: a video, sidecar or record to make again; other options overrule it.
         isolate: compute in a process of its own, whose death is an error that says where it was.
+            Several devices (``num_devices=3``) have one each in any case, also in a notebook.
         run_dir: the folder of runs to keep it in; ``"off"`` keeps nothing.
         options: every option of `Request` and of the model's family.
 
     Raises:
         InputError: something can't be asked for. CannotRunError: this machine is too small for it.
-        WorkerDiedError: the process of `isolate` died.
+        WorkerDiedError: a process of `isolate`, or of one of several devices, died.
     """
     _check_output(output)
     given = options if prompt is None else {"prompt": prompt, **options}
     request, num_threads = _request(given, from_record)
     root, as_uint8 = root_of(run_dir), output == "uint8"
-    if isolate:
+    if isolate or request.num_ranks > 1:
         job = Job(request, num_threads=num_threads, root=root, as_uint8=as_uint8)
-        events = launched(job)
+        events = launched(job.of_ranks(request.num_ranks))
     else:
         keep = Keep(root, as_uint8=as_uint8)
         events = engine.stream(request, num_threads=num_threads, keep=keep)
@@ -79,7 +81,11 @@ def generate(
 
 
 def resume(
-    run: str | Path | None = None, *, pipe: Any = None, output: Output = "uint8"
+    run: str | Path | None = None,
+    *,
+    pipe: Any = None,
+    output: Output = "uint8",
+    **devices: Any,
 ) -> Video | list[Video]:
     """Go on with a run that was broken off; the videos are those of an unbroken one, bit for bit.
 
@@ -87,6 +93,8 @@ def resume(
         run: its name or folder (see `list_runs`); without one, the last that was broken off.
         pipe: the loaded pipeline, for a run of `everyframe.run`.
         output: as in `generate`; what was kept of earlier clips for ``"uint8"`` is no finer.
+        devices: ``num_devices``, ``devices``, ``parallel`` and ``shares`` of `generate`, to go on
+            with others than it was begun with; then the videos are the same but for rounding.
 
     Raises:
         InputError: there is no such run, or something that it needs was changed.
@@ -99,8 +107,23 @@ def resume(
     given = None
     if pipe is not None:
         given = GivenModel("pipeline", _model_of(pipe, begun.request))
-    videos = list(_videos(go_on(folder, given_model=given), output))
+    number = _ranks_to_go_on_with(folder, devices, pipe)
+    if number > 1:
+        job = Job(run=folder.path, as_uint8=output == "uint8", ranks=devices or None)
+        events = launched(job.of_ranks(number), begun.place if begun.place.is_dir() else None)
+    else:
+        events = go_on(folder, given_model=given, ranks=devices or None)
+    videos = list(_videos(events, output))
     return videos if begun.plan.settings.num_videos > 1 else videos[0]
+
+
+def _ranks_to_go_on_with(folder: RunFolder, devices: Mapping[str, Any], pipe: Any) -> int:
+    unknown = sorted(devices.keys() - set(OF_RANKS))
+    if unknown:
+        raise InputError(f"resume takes {', '.join(OF_RANKS)} and no {', '.join(unknown)}")
+    if devices and pipe is not None:
+        raise InputError("a pipeline in memory works where it is; leave out the devices")
+    return Request(**devices).num_ranks if devices else ranks_of(folder)
 
 
 def list_runs(run_dir: str | Path | None = None) -> list[Listed]:
@@ -145,7 +168,11 @@ def stream(request: Request, *, pipe: Any = None) -> Iterator[Event]:
 
     With `pipe`, a loaded diffusers pipeline, it is that which runs; see `run`.
     """
-    return engine.stream(request) if pipe is None else _events_of_pipe(pipe, request, None)
+    if pipe is not None:
+        return _events_of_pipe(pipe, request, None)
+    if request.num_ranks > 1:
+        return launched(Job(request, root=runs_folder()).of_ranks(request.num_ranks))
+    return engine.stream(request)
 
 
 def plan(

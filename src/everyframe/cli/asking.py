@@ -12,6 +12,7 @@ from typing import Any
 
 from everyframe.core.errors import InputError
 from everyframe.core.request import Request
+from everyframe.engine.torchrun import under_torchrun
 from everyframe.families.registry import all_options
 
 
@@ -35,9 +36,13 @@ class Asked:
 def asked(given: Mapping[str, Any], from_record: str | None) -> Asked:
     """The request of these options, by name, on top of a file's own record if one is given.
 
-    A prompt of ``-`` is read from standard input. Raises `InputError`.
+    A prompt of ``-`` is read from standard input. Under torchrun there are as many devices as
+    ranks. Raises `InputError`.
     """
     values = {name: _typed(name, value) for name, value in given.items()}
+    ranks = under_torchrun()
+    if ranks is not None:
+        values |= ranks.options(values)
     if "prompt" in values:
         values["prompt"] = _prompt(values["prompt"])
     if from_record is None:

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from everyframe.cli import plan as plan_command
 from everyframe.cli.asking import Asked, asked
+from everyframe.cli.last_words import Terminated
 from everyframe.cli.options import RUN_FLAGS, composed
 from everyframe.cli.progress import Reporter, reporter
-from everyframe.core.errors import CannotRunError, ExitCode, InputError
+from everyframe.core.errors import CannotRunError, ExitCode, InputError, PeerLostError
 from everyframe.core.events import (
     Event,
     Events,
@@ -32,6 +33,7 @@ from everyframe.core.events import (
     Written,
 )
 from everyframe.core.request import Request
+from everyframe.engine.torchrun import under_torchrun
 from everyframe.media.paths import check_output
 from everyframe.runs.folder import RunFolder, root_of
 
@@ -58,6 +60,8 @@ def generate(
     wanted = asked(given, from_record)
     if output is not None:
         check_output(output)
+    if dry_run and is_silent():
+        return int(ExitCode.DONE)
     if dry_run:
         return plan_command.show(wanted.request, output, as_json=json, profile=as_profile)
     if as_profile is not None:
@@ -67,6 +71,8 @@ def generate(
     try:
         return make(_events(wanted, output, run_dir), output, json=json, wanted=wanted)
     except CannotRunError:
+        if is_silent():
+            raise
         _show_impossible(wanted.request, as_json=json)
         raise
 
@@ -81,10 +87,9 @@ def _events(wanted: Asked, output: str | None, run_dir: str | None) -> Callable[
 
         root = root_of(run_dir)
         if is_possible():
-            return launched(
-                Job(wanted.request, num_threads=wanted.num_threads, root=root, output=place,
-                    as_uint8=True, weights=(1.0,) * wanted.request.num_ranks)
-            )  # fmt: skip
+            job = Job(wanted.request, num_threads=wanted.num_threads, root=root, output=place,
+                      as_uint8=True)  # fmt: skip
+            return launched(job.of_ranks(wanted.request.num_ranks, under_torchrun()))
         from everyframe.engine.run import stream
         from everyframe.runs.keeper import Keep
 
@@ -92,6 +97,12 @@ def _events(wanted: Asked, output: str | None, run_dir: str | None) -> Callable[
         return stream(wanted.request, num_threads=wanted.num_threads, keep=keep)
 
     return started
+
+
+def is_silent() -> bool:
+    """Whether this is one of several ranks that torchrun started, and not the one that speaks."""
+    ranks = under_torchrun()
+    return ranks is not None and ranks.rank > 0
 
 
 def absolute(output: str) -> str:
@@ -106,7 +117,15 @@ def make(
     json: bool,
     wanted: Asked | None = None,
 ) -> int:
-    """Take the events of a run and write its videos; the exit code."""
+    """Take the events of a run and write its videos; the exit code.
+
+    Of several ranks that torchrun started, the first alone shows and writes anything.
+    """
+    if is_silent():
+        with closing(start()) as events:
+            for _ in events:
+                pass
+        return int(ExitCode.DONE)
     paths: list[str] = []
     try:
         with reporter(json) as shown:
@@ -153,6 +172,12 @@ def _make(
         if run is not None and run.path.is_dir():
             how = f"go on from where it was: everyframe resume {run.name}"
         raise KeyboardInterrupt(f"interrupted; {how}") from error
+    except (Terminated, PeerLostError):
+        # Another rank says why; where it can be gone on from is known here alone.
+        if run is not None and run.path.is_dir() and under_torchrun() is not None:
+            text = f"broken off; go on from where it was: everyframe resume {run.name}"
+            print(text, file=sys.stderr, flush=True)
+        raise
 
 
 def _take(event: Event, sink: Sink, shown: Reporter) -> None:

@@ -16,7 +16,9 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from everyframe import __version__
+from everyframe.cli.last_words import Terminated, after_others
 from everyframe.core.errors import EveryframeError, ExitCode
+from everyframe.engine.torchrun import under_torchrun
 
 if TYPE_CHECKING:
     from cyclopts import App
@@ -42,13 +44,12 @@ GROUPS = {"trace": "Keep what every module computed, and compare two runs."}
 _DASH = "\0-"
 
 
-class _Terminated(BaseException):
-    """SIGTERM or SIGHUP came; raised so that unfinished files are removed on the way out."""
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (this process's own if None); the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    ranks = under_torchrun()
+    if ranks is not None and ranks.rank and not {"generate", "resume"} & {*words[:1]}:
+        return int(ExitCode.DONE)  # rank 0 does it for all
     # Looked for before parsing, because parsing itself can fail.
     as_json = "--json" in words
     restore = _leave_orderly()
@@ -59,26 +60,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except KeyboardInterrupt as stop:
         text = str(stop) or "interrupted; nothing unfinished was left behind"
-        return _say(text, int(ExitCode.INTERRUPTED), as_json)
+        return _say(stop, text, int(ExitCode.INTERRUPTED), as_json)
     except BrokenPipeError:
         # Whoever read our output has gone. Point it nowhere, or Python complains on its way out.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return int(ExitCode.TROUBLE)
-    except _Terminated as stop:
+    except Terminated as stop:
         number = int(stop.args[0])
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)  # now for good, so that the caller sees by which signal
         return 128 + number
     except EveryframeError as error:
         _debug_traceback()
-        return _say(str(error), int(error.exit_code), as_json)
-    except MemoryError:
+        return _say(error, str(error), int(error.exit_code), as_json)
+    except MemoryError as error:
         _debug_traceback()
         text = "out of memory; try a smaller --size or --num-frames (`everyframe plan` forecasts)"
-        return _say(text, int(ExitCode.CANNOT_RUN_HERE), as_json)
+        return _say(error, text, int(ExitCode.CANNOT_RUN_HERE), as_json)
     except OSError as error:
         _debug_traceback()
-        return _say(_of_the_system(error), int(ExitCode.WRONG_INPUT), as_json)
+        return _say(error, _of_the_system(error), int(ExitCode.WRONG_INPUT), as_json)
     except Exception as error:  # noqa: BLE001 - the last line of defence, and it tells all
         return _bug(error, as_json)
     finally:
@@ -153,7 +154,7 @@ def _leave_orderly() -> Callable[[], None]:
     """
 
     def stop(number: int, frame: FrameType | None) -> None:
-        raise _Terminated(number)
+        raise Terminated(number)
 
     changed = []
     for name in ("SIGTERM", "SIGHUP"):
@@ -173,8 +174,13 @@ def _leave_orderly() -> Callable[[], None]:
     return restore
 
 
-def _say(text: str, code: int, as_json: bool) -> int:
+def _say(error: BaseException, text: str, code: int, as_json: bool) -> int:
     """Print an error as one line; the exit code that it has."""
+    ranks = under_torchrun()
+    if ranks is not None:
+        if code == ExitCode.INTERRUPTED and ranks.rank:
+            return code
+        text = after_others(ranks, error, text)
     line = " ".join(text.split())
     prefix = "" if code == ExitCode.INTERRUPTED else "error: "
     print(f"{prefix}{line}", file=sys.stderr)
@@ -207,4 +213,4 @@ def _bug(error: Exception, as_json: bool) -> int:
 
     traceback.print_exc()
     text = f"this is a bug in everyframe: {type(error).__name__}: {error}"
-    return _say(text, int(ExitCode.TROUBLE), as_json)
+    return _say(error, text, int(ExitCode.TROUBLE), as_json)

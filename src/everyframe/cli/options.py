@@ -98,6 +98,11 @@ def optional(name: str, help_text: str) -> inspect.Parameter:
     return inspect.Parameter(name, kind, default=None, annotation=annotation)
 
 
+def request_flag(name: str) -> inspect.Parameter:
+    """One option of a request, for commands that take few of them."""
+    return _from_field(Request, name, _RUN)
+
+
 def run_flag(name: str) -> inspect.Parameter:
     """One of `RUN_FLAGS`, for commands that take no request."""
     return _run_parameter(name)

@@ -6,23 +6,26 @@ The video goes where it was to go. Read next: `generate.py`, `everyframe.engine.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
-from everyframe.cli.generate import make
-from everyframe.cli.options import command, flag, optional, run_flag
+from everyframe.cli.generate import is_silent, make
+from everyframe.cli.options import command, flag, optional, request_flag, run_flag
 from everyframe.cli.text import json_line, shortened
 from everyframe.core.errors import ExitCode, InputError
 from everyframe.core.events import Events
+from everyframe.core.request import Request
+from everyframe.engine.torchrun import under_torchrun
 from everyframe.media.paths import check_output
 from everyframe.runs.folder import RunFolder, find_run, root_of
 from everyframe.runs.listing import Listed, list_runs
 
 _HELP = """Go on with a run that was broken off: the video is that of an unbroken run, bit for bit.
 
-Without RUN it is the last one. Runs are kept until they are done or forgotten.
+Without RUN it is the last one. Runs are kept until they are done or forgotten. On another number of
+devices (--num-devices) what is summed in another order differs by rounding.
 """
 
 
@@ -34,13 +37,17 @@ def resume(
     output: str | None = None,
     json: bool = False,
     run_dir: str | None = None,
+    **devices: str,
 ) -> int:
-    """Go on, list, or forget; the exit code."""
+    """Go on, list, or forget; the exit code. `devices` are options of the request about them."""
     if list and (forget or run is not None):
         raise InputError("--list shows all runs; leave out the rest")
     root = root_of(run_dir)
     if list:
-        return _list(root, as_json=json)
+        return 0 if is_silent() else _list(root, as_json=json)
+    if run is None and under_torchrun() is not None:
+        # The last one that nobody works on is soon another one for the next rank.
+        raise InputError("say which run, so that every rank means the same: everyframe resume RUN")
     found = find_run(run, root)
     if forget:
         if run is None:
@@ -51,21 +58,38 @@ def resume(
         return int(ExitCode.DONE)
     if output is not None:
         check_output(output)
+    # Checked as the options of a run, which they replace.
+    Request(**devices)
     written = found.run()
     place = output if output is not None else written["output"]
-    return make(lambda: _events(found, Path(written["place"])), place, json=json)
+    return make(lambda: _events(found, Path(written["place"]), devices), place, json=json)
 
 
-def _events(found: RunFolder, where: Path) -> Events:
+def _events(found: RunFolder, where: Path, devices: Mapping[str, str]) -> Events:
     from everyframe.engine.launch import Job, is_possible, launched, ranks_of
 
+    ranks, here = _other_ranks(found, devices, ranks_of(found)), under_torchrun()
     if is_possible():
-        weights = (1.0,) * ranks_of(found)
-        job = Job(run=found.path, skip=found.done(), as_uint8=True, weights=weights)
-        return launched(job, where if where.is_dir() else None)
+        number = ranks_of(found) if ranks is None else Request(**ranks).num_ranks
+        job = Job(run=found.path, skip=found.done(), as_uint8=True, ranks=ranks)
+        return launched(job.of_ranks(number, here), where if where.is_dir() else None)
     from everyframe.engine.resuming import go_on
 
-    return go_on(found, skip=found.done())
+    return go_on(found, skip=found.done(), ranks=ranks)
+
+
+def _other_ranks(
+    found: RunFolder, devices: Mapping[str, str], before: int
+) -> dict[str, Any] | None:
+    """The devices to go on with; None for those that the run was begun with."""
+    given: dict[str, Any] = {**devices}
+    torchrun = under_torchrun()
+    if torchrun is not None:
+        given |= torchrun.options(given)
+        # Rank 0 writes, so it needs a part of what is left.
+        is_as_before = torchrun.size == before and not found.done()
+        return None if is_as_before and not devices else given
+    return given or None
 
 
 def _list(root: Path | None, *, as_json: bool) -> int:
@@ -102,6 +126,7 @@ COMMAND = command(
         optional("run", "Name or folder of the run; see --list."),
         flag("list", bool, "List the runs that can be gone on with, and stop."),
         flag("forget", bool, "Remove the run and all that is kept of it, and stop."),
+        *(request_flag(name) for name in ("num_devices", "devices", "parallel", "shares")),
         run_flag("output"),
         run_flag("json"),
         run_flag("run_dir"),

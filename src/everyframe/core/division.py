@@ -107,6 +107,8 @@ class Division:
 
     `cfg` is into how many parts the branches of guidance are dealt within each group, `way` how
     tokens are exchanged where a model has several ways, `num_threads` the CPU threads of each rank.
+    `done` are the numbers of videos that were made before, by a run that was broken off; nobody
+    makes them, and `videos` doesn't count them.
     """
 
     ranks: tuple[RankPlan, ...]
@@ -114,6 +116,7 @@ class Division:
     cfg: int = 1
     num_threads: int = 1
     way: str = ""
+    done: tuple[int, ...] = ()
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
@@ -136,10 +139,12 @@ class Division:
         """
         return any(group[0] == rank for group in self.groups)
 
-    def takes(self, group: int) -> range:
+    def takes(self, group: int) -> tuple[int, ...]:
         """Which of the videos that group makes."""
         ends = [0, *accumulate(self.videos)]
-        return range(ends[group], ends[group + 1])
+        everything = range(ends[-1] + len(self.done))
+        left = [number for number in everything if number not in self.done]
+        return tuple(left[ends[group] : ends[group + 1]])
 
     def __str__(self) -> str:
         sizes = sorted({len(group) for group in self.groups}, reverse=True)

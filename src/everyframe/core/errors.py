@@ -80,6 +80,10 @@ class DamagedError(EveryframeError):
     """What was kept is not there as it was written."""
 
 
+class PeerLostError(WorkerDiedError):
+    """Another rank went away or does not answer; which one, and why, others may know better."""
+
+
 def nearest(given: str, allowed: Iterable[str], count: int = 1) -> list[str]:
     """The names in `allowed` that `given` was most likely meant to be, best first, maybe none."""
     by_folded: dict[str, str] = {name.casefold(): name for name in allowed}

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from everyframe.core.errors import (
@@ -22,6 +23,7 @@ from everyframe.core.errors import (
 from everyframe.core.plain import to_plain
 from everyframe.core.plan import Plan
 from everyframe.core.request import Request
+from everyframe.engine.ranks import Here
 from everyframe.families.family import Take
 from everyframe.runs.answers import KeptAnswers
 from everyframe.runs.folder import RunFolder, new_run
@@ -40,18 +42,13 @@ def begin(how: Keep, request: Request, plan: Plan, record: dict[str, Any]) -> Ke
     try:
         folder = new_run(how.root)
         lock = folder.locked()
-        keep = Store(folder.given).keep
-        folder.write_run(
-            {
-                "began": time.time(),
-                "place": os.getcwd(),
-                "output": how.output,
-                "as_uint8": how.as_uint8,
-                "request": to_plain(request, keep),
-                "plan": to_plain(plan, keep),
-                "record": record,
-            }
-        )
+        told = {
+            "began": time.time(),
+            "place": os.getcwd(),
+            "output": how.output,
+            "as_uint8": how.as_uint8,
+        }
+        write(folder, told, request, plan, record)
     except (OSError, NotPlainError) as error:
         if folder is not None:
             folder.remove()
@@ -63,6 +60,46 @@ def begin(how: Keep, request: Request, plan: Plan, record: dict[str, Any]) -> Ke
         )
         return keeper
     return Keeper(folder, how, lock)
+
+
+def write(
+    folder: RunFolder,
+    told: Mapping[str, Any],
+    request: Request,
+    plan: Plan,
+    record: Mapping[str, Any],
+) -> None:
+    """Write what was asked and planned, in the place of what `told` may hold of it. `OSError`."""
+    keep = Store(folder.given).keep
+    folder.write_run(
+        {
+            **told,
+            "request": to_plain(request, keep),
+            "plan": to_plain(plan, keep),
+            "record": record,
+        }
+    )
+
+
+def keeper_of(here: Here, how: Keep, begun: Keeper) -> Keeper:
+    """What this rank keeps of a run that rank 0 has `begun`.
+
+    The first of each group of ranks keeps how far its own videos came, beside the others, where
+    the folder can be seen from here.
+    """
+    division, world = here.plan.division, here.teams.world
+    if division is None or len(division.videos) == 1 or not here.takes:
+        return begun
+    mine = "" if begun.folder is None else str(begun.folder.path)
+    path = world.tell(mine, 0, "where the run is kept")
+    if not here.teams.team.is_lead or begun.folder is not None or not path:
+        return begun
+    folder = RunFolder(Path(path), here.group)
+    if folder.path.is_dir():
+        return Keeper(folder, how)
+    keeper = Keeper(None, how)
+    keeper.note(f"{path} is not on this machine too; its videos begin again if it is broken off")
+    return keeper
 
 
 @contextmanager
@@ -90,7 +127,8 @@ def kept(keeper: Keeper, takes: Sequence[Take]) -> Iterator[None]:
         text = f"{error}; go on from where it was: everyframe resume {folder.name}"
         raise type(error)(text) from error.__cause__
     finally:
-        keeper.finish(remove=remove)
+        # Others may be at work on other parts of it.
+        keeper.finish(remove=remove and (folder is None or folder.part == 0))
 
 
 def _failed(keeper: Keeper, why: str) -> None:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, Pipe, wait
@@ -26,9 +26,10 @@ from everyframe.core import errors
 from everyframe.core.errors import EveryframeError
 from everyframe.core.events import Event, Events, Kept
 from everyframe.core.plain import from_plain
-from everyframe.core.request import Request, random_seed
+from everyframe.core.request import Request
 from everyframe.engine.obituary import obituary
 from everyframe.engine.patience import Patience
+from everyframe.engine.torchrun import Torchrun
 from everyframe.engine.wire import receive, send
 from everyframe.runs.folder import RunFolder
 
@@ -44,8 +45,10 @@ class Job:
 
     `root` is the folder of runs to keep it in, `output`, `as_uint8` and `pace` (see
     `everyframe.runs.keeper`) how. `rank` is one of ``len(weights)``, whose speeds are the plan's
-    affair; they meet by the file `meeting` (see `everyframe.parallel.meeting`). `folder` is for
-    its trail and what it prints.
+    affair; they meet by the file `meeting` (see `everyframe.parallel.meeting`). Under torchrun this
+    process has that one rank alone, and `local` is its number among those of this machine, and how
+    many these are. `ranks` is what a run that was broken off goes on with in place of its own
+    devices, by the names of the request's options. `folder` is for its trail and what it prints.
     """
 
     request: Request | None = None
@@ -59,8 +62,17 @@ class Job:
     rank: int = 0
     weights: tuple[float, ...] = (1.0,)
     meeting: Path | None = None
+    local: tuple[int, int] | None = None
+    ranks: Mapping[str, Any] | None = None
     folder: Path = field(default_factory=Path)
     log_level: str = "WARNING"
+
+    def of_ranks(self, number: int, torchrun: Torchrun | None = None) -> Job:
+        """The same job for so many ranks, or for those that torchrun started."""
+        if torchrun is None or torchrun.size == 1:
+            return replace(self, weights=(1.0,) * number)
+        local = torchrun.local_rank, torchrun.local_size
+        return replace(self, weights=(1.0,) * torchrun.size, rank=torchrun.rank, local=local)
 
 
 def is_possible() -> bool:
@@ -80,13 +92,10 @@ def launched(job: Job, place: Path | None = None) -> Events:
     They work in the folder `place`. A run that is over is removed when all of its events were
     taken. Raises what a worker raises; `WorkerDiedError` for one that died.
     """
-    if len(job.weights) > 1 and job.request is not None and job.request.seed is None:
-        # Each rank would draw another one.
-        job = replace(job, request=Request(**{**job.request.given(), "seed": random_seed()}))
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="everyframe-")))
         level = logging.getLevelName(logging.getLogger("everyframe").getEffectiveLevel())
-        meeting = folder / "meeting" if len(job.weights) > 1 else None
+        meeting = folder / "meeting" if len(job.weights) > 1 and job.local is None else None
         job = replace(job, folder=folder, log_level=level, meeting=meeting)
         workers = stack.enter_context(_started(job, place))
         # Already at work while the caller does something else.
@@ -162,7 +171,7 @@ def _started(job: Job, place: Path | None) -> Iterator[list[Worker]]:
     """The job's workers, all of which are gone afterwards."""
     workers: list[Worker] = []
     try:
-        for rank in range(len(job.weights)):
+        for rank in range(len(job.weights)) if job.local is None else [job.rank]:
             worker = Worker(replace(job, rank=rank), place)
             workers.append(worker)
             send(worker.connection, "job", worker.job)
@@ -175,7 +184,9 @@ def _started(job: Job, place: Path | None) -> Iterator[list[Worker]]:
 def _events(workers: list[Worker]) -> Iterator[Event]:
     """The events of those workers that speak, until all have ended well."""
     at_work = {worker.connection: worker for worker in workers}
-    patience = Patience(workers) if len(workers) > 1 else None
+    num_ranks = len(workers[0].job.weights)
+    sees_all = len(workers) == num_ranks
+    patience = Patience(workers, sees_all=sees_all) if num_ranks > 1 else None
     while at_work:
         for connection in _ready(at_work, patience):
             assert isinstance(connection, Connection)
@@ -190,7 +201,7 @@ def _events(workers: list[Worker]) -> Iterator[Event]:
                 source, level, text = value
                 logging.getLogger(source).log(level, "%s", text)
             elif name == "error":
-                if value["class"] == "WorkerDiedError":
+                if value["class"] == "PeerLostError":
                     _check_who_went(workers)
                 raise _raised_again(value)
             else:

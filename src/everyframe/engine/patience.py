@@ -26,13 +26,20 @@ _IDLE = 0.5
 
 
 class Patience:
-    """Watches the workers of one run; `check` is called again and again."""
+    """Watches the workers of one run; `check` is called again and again.
 
-    def __init__(self, workers: Sequence[Worker], seconds: float = _SECONDS) -> None:
+    With `sees_all` there are no other ranks than these; those of somebody else may keep these ones
+    waiting for good reasons.
+    """
+
+    def __init__(
+        self, workers: Sequence[Worker], seconds: float = _SECONDS, *, sees_all: bool = True
+    ) -> None:
         self._seconds = seconds
-        self._trails = [b""] * len(workers)
+        self._sees_all = sees_all
+        self._trails = {each.job.rank: b"" for each in workers}
         self._since = time.monotonic()
-        self._used = [0.0] * len(workers)
+        self._used = {each.job.rank: 0.0 for each in workers}
 
     def check(self, workers: Iterable[Worker]) -> None:
         """Raise `WorkerDiedError` if one of those hangs; names it and what it was doing."""
@@ -40,8 +47,7 @@ class Patience:
         now = time.monotonic()
         trails = {each.job.rank: _content(each.trail) for each in at_work}
         if any(self._trails[rank] != trail for rank, trail in trails.items()):
-            for rank, trail in trails.items():
-                self._trails[rank] = trail
+            self._trails |= trails
             self._begin(at_work, now)
             return
         if now - self._since < self._seconds:
@@ -58,6 +64,8 @@ class Patience:
                 f"rank {first} did nothing for {now - self._since:.0f} s {where[first]}, and the "
                 "others waited for it; all were ended"
             )
+        if not self._sees_all:
+            return
         raise WorkerDiedError(
             f"all ranks waited for each other for {now - self._since:.0f} s: "
             + "; ".join(f"rank {rank} while {each.waiting}" for rank, each in where.items())

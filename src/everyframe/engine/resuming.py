@@ -8,8 +8,8 @@ an error, and what may matter (versions) is a note. Read next: `run.py`, `keepin
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,17 @@ from everyframe.core.events import Events, Note, Planned, Ready
 from everyframe.core.plain import from_plain
 from everyframe.core.plan import Plan
 from everyframe.core.request import Request
-from everyframe.engine.ranks import Join, joined
+from everyframe.engine.keeping import write
+from everyframe.engine.moving import OF_RANKS, asked_anew, divided_anew, said_of_move
+from everyframe.engine.ranks import Join, joined, met
 from everyframe.engine.record import differences, make_record
 from everyframe.engine.reporting import check_folder, loaded_in, repairs_of, reported
 from everyframe.engine.run import takes_of, work
+from everyframe.families.family import Take
 from everyframe.hardware.facts import machine_facts
 from everyframe.planning.resolve import GivenModel, find_model
 from everyframe.runs.folder import RunFolder
-from everyframe.runs.keeper import Keep, Keeper, Pace, Progress
+from everyframe.runs.keeper import Keep, Keeper, Pace, Progress, furthest
 from everyframe.runs.store import Store
 
 
@@ -76,64 +79,74 @@ def go_on(
     cleans: bool = True,
     pace: Pace = Pace(),  # noqa: B008 - frozen
     join: Join | None = None,
+    ranks: Mapping[str, Any] | None = None,
 ) -> Events:
     """What happens from there on, as `everyframe.engine.run.stream` yields it.
 
     `skip` are seeds whose videos are not wanted again; `given_model` is the model, for a run whose
     model was in memory. Raises an `EveryframeError` for anything that stands in the way.
     With `join` this is one of several ranks: all read what was kept before the first one writes.
+    `ranks` are options of the request that say which devices it goes on with; without, as before.
     """
     leads = join is None or join.rank == 0
     lock = folder.locked() if leads else None
     try:
         run = read_run(folder)
-        plan, asked = run.plan, run.request.report
+        asked = run.request.report if leads else None
         # Relative to where the run was begun.
         place = None if asked is None else check_folder(run.place / asked)
         _check_place(run)
-        _check_device(run)
+        _check_device(run, is_same=ranks is None)
         model = _model(run, given_model)
-        yield Planned(plan)
+        request = run.request if ranks is None else asked_anew(run.request, ranks)
+        peers = met(request, join, run.plan.num_threads if ranks is None else None)
+        left = [take for take in takes_of(run.request, run.plan) if take.seed not in skip]
+        old = run.plan
+        if ranks is not None and left:
+            run = replace(run, plan=divided_anew(old, request, peers, skip))
+        yield Planned(run.plan)
         model = model.fetch()
-        record = make_record(plan, run.request, model.weight_files())
-        for line in _compared(run, record):
-            yield Note(f"the frames may differ from those of an unbroken run: {line}")
+        record = make_record(run.plan, request, model.weight_files())
+        yield from map(Note, (*said_of_move(old, run.plan), *_compared(run, record)))
         yield Ready(record)
-        takes = [take for take in takes_of(run.request, plan) if take.seed not in skip]
-        if not takes:
+        if not left:
             yield Note(f"all videos of {folder.name} were made")
             folder.remove()
             return
+        here = joined(run.plan, model, record, peers, skip)
         how = Keep(folder.path.parent, run.output, run.as_uint8, cleans, pace)
-        keeper = Keeper(folder, how, lock)
-        progress, says = _progress(keeper, run, [*takes])
+        keeper = Keeper(replace(folder, part=here.group) if here.leads else None, how, lock)
+        progress, says = _progress(keeper, run, here.mine(left))
         yield Note(says)
-        here = joined(plan, model, record, join)
-        keeper = keeper if leads else Keeper(None, how)
+        if peers is not None:  # before anybody writes
+            peers.world.tell_all(None, "ranks read what was kept")
+        if leads and ranks is not None:
+            write(folder, folder.run(), request, run.plan, record)
         events = work(here, model, record, keeper, progress)
-        if place is None or not leads:
+        if place is None:
             yield from events
-        else:
-            before, loaded = repairs_of(progress), loaded_in(model)
-            yield from reported(events, plan, record, place, loaded, before)
+            return
+        before, loaded = repairs_of(progress), loaded_in(model)
+        yield from reported(events, run.plan, record, place, loaded, before)
     finally:
         if lock is not None:
             lock.release()
 
 
-def _progress(keeper: Keeper, run: BrokenOff, takes: list[Any]) -> tuple[Progress, str]:
-    """How far it came, and that in a line."""
+def _progress(keeper: Keeper, run: BrokenOff, takes: list[Take]) -> tuple[Progress, str]:
+    """How far these videos came, and that in a line."""
     name = run.folder.name
+    kept = furthest(run.folder, [take.seed for take in takes])
+    if kept is None:
+        return Progress(takes=takes), f"goes on with {name} from its beginning"
     try:
-        progress = keeper.read(takes)
+        progress = keeper.read(takes, kept)
     except DamagedError as error:
         # All of it follows from what was asked, so nothing but time is lost.
         fresh = takes_of(run.request, run.plan)
         wanted = {take.seed for take in takes}
         again = Progress(takes=[take for take in fresh if take.seed in wanted])
         return again, f"begins {name} again: {error}"
-    if progress is None:
-        return Progress(takes=takes), f"goes on with {name} from its beginning"
     clip = f"clip {progress.clip + 1} of {run.plan.settings.chain}, " if progress.clip else ""
     steps = sum(take.step for take in takes)
     return (
@@ -166,7 +179,9 @@ def _check_place(run: BrokenOff) -> None:
             )
 
 
-def _check_device(run: BrokenOff) -> None:
+def _check_device(run: BrokenOff, *, is_same: bool) -> None:
+    if not is_same:
+        return  # other devices are asked for, and checked where they are planned for
     wanted = run.plan.device
     there = machine_facts(run.request.device).devices
     if not any((d.torch_name, d.name) == (wanted.torch_name, wanted.name) for d in there):
@@ -179,7 +194,7 @@ def _check_device(run: BrokenOff) -> None:
 
 
 def _compared(run: BrokenOff, record: dict[str, Any]) -> tuple[str, ...]:
-    """What may make a difference; `InputError` for what surely does."""
+    """What is said of what may make a difference; `InputError` for what surely does."""
     was = run.record
     record = json.loads(json.dumps(record))  # as the other one came out of its file
     if was["model"]["sha256"] != record["model"]["sha256"]:
@@ -188,9 +203,12 @@ def _compared(run: BrokenOff, record: dict[str, Any]) -> tuple[str, ...]:
             "it can't be gone on with"
         )
     for name, value in was["request"].items():
-        if record["request"].get(name) != value:
+        if name not in (*OF_RANKS, "device") and record["request"].get(name) != value:
             raise InputError(
                 f"{name} is not what {run.folder.name} was begun with: the file was changed since; "
                 "put the old one back to go on with it"
             )
-    return differences(was, record)
+    return tuple(
+        f"the frames may differ from those of an unbroken run: {line}"
+        for line in differences(was, record)
+    )

@@ -12,7 +12,6 @@ import logging
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -35,9 +34,10 @@ from everyframe.core.events import (
 )
 from everyframe.core.plan import Plan, Remedy
 from everyframe.core.request import Request
+from everyframe.engine.gathering import gathered
 from everyframe.engine.given import read_given, start_noise
-from everyframe.engine.keeping import begin, kept
-from everyframe.engine.ranks import Here, Join, joined
+from everyframe.engine.keeping import begin, keeper_of, kept
+from everyframe.engine.ranks import Here, Join, joined, met
 from everyframe.engine.record import make_record
 from everyframe.engine.reporting import check_folder, loaded_in, reported
 from everyframe.families.family import Model, Stage, Take
@@ -69,12 +69,16 @@ def stream(
     several; see `Division.speaks` for whose events count.
     """
     place = None if request.report is None else check_folder(request.report)
+    peers = met(request, join, num_threads)
+    if peers is not None:
+        request = Request(**{**request.given(), "seed": peers.seed})
     prepared = prepare(
         request,
         may_fetch=True,
-        num_threads=num_threads,
+        num_threads=num_threads if peers is None else peers.num_threads,
+        devices=None if peers is None else peers.devices,
         given=given_model,
-        will_run=join is None or join.rank == 0,
+        will_run=peers is None or peers.rank == 0,
     )
     plan, model = prepared.plan, prepared.model
     check_feasible(plan)
@@ -91,13 +95,11 @@ def stream(
     if request.forget_repairs and key is not None and forget(key):
         yield Note("what was remembered of repairs for this model on this device is forgotten")
     yield Ready(record)
-    here = joined(plan, model, record, join)
+    here = joined(plan, model, record, peers)
     how = Keep(runs_folder()) if keep is None else keep
-    if plan.division is not None and len(plan.division.videos) > 1:
-        how = replace(how, root=None)  # each group is at another place, and one folder holds one
-    keeper = begin(how, request, plan, record)
+    keeper = keeper_of(here, how, begin(how, request, plan, record))
     events = work(here, model, record, keeper, Progress(takes=here.mine(takes)))
-    if place is None or (join is not None and join.rank):
+    if place is None or (peers is not None and peers.rank):
         yield from events
     else:
         yield from reported(events, plan, record, place, loaded_in(model))
@@ -118,13 +120,13 @@ def work(
         return
     with kept(keeper, progress.takes):
         yield from keeper.notes()
-        if keeper.folder is not None:
+        if keeper.folder is not None and keeper.folder.part == 0:
             yield Kept(keeper.folder.name, str(keeper.folder.path))
-        events = _run(here, model, record, keeper, progress)
-        yield from _apart(events, here.plan.num_threads)
+        events = _apart(_run(here, model, record, keeper, progress), here.plan.num_threads)
+        yield from gathered(events, here) if here.sources else events
 
 
-def _apart(events: Generator[Event, None, None], num_threads: int) -> Iterator[Event]:
+def _apart(events: Events, num_threads: int) -> Events:
     """The same events, made with that many threads, in full float32 and without gradients.
 
     All are entered for each event anew: whoever reads the stream runs between two events, and

@@ -21,7 +21,6 @@ from typing import Any
 
 from everyframe.core.errors import EveryframeError
 from everyframe.core.events import Event, Frames, Loaded, Planned, Ready, StageStarted, Step
-from everyframe.core.plan import Plan
 from everyframe.engine.launch import Job
 from everyframe.engine.trail import Trail
 from everyframe.engine.wire import receive, send
@@ -49,7 +48,8 @@ def serve(descriptor: int) -> None:
                 # Until then bars of what is fetched may be shown.
                 _print_into(job.folder / f"printed-{job.rank}")
                 # What was asked is the same for all ranks; what is made, only for those of a group.
-                speaks = division is None or division.speaks(job.rank)
+                if job.local is None:
+                    speaks = division is None or division.speaks(job.rank)
         send(connection, "end")
     except BrokenPipeError:
         return  # nobody is there to be told
@@ -98,16 +98,17 @@ def _events(job: Job, trail: Trail) -> Iterator[Event]:
 
     pace = Pace(*job.pace) if job.pace is not None else Pace()
 
-    def together(plan: Plan) -> Team:
-        assert plan.division is not None
+    def together(kind: str) -> Team:
         trail.wait("ranks meet")
-        team = meet(job.rank, plan.division.weights, job.meeting, kind=plan.device.kind)
+        is_local = job.local is None or job.local[1] == len(job.weights)
+        team = meet(job.rank, job.weights, job.meeting, kind=kind, is_local=is_local)
         team.waits = trail.wait
         return team
 
-    join = Join(job.rank, together) if len(job.weights) > 1 else None
+    join = Join(job.rank, together, job.local) if len(job.weights) > 1 else None
     if job.run is not None:
-        return go_on(RunFolder(job.run), skip=job.skip, cleans=False, pace=pace, join=join)
+        run = RunFolder(job.run)
+        return go_on(run, skip=job.skip, cleans=False, pace=pace, join=join, ranks=job.ranks)
     keeps = job.root if job.rank == 0 else None
     keep = Keep(keeps, job.output, job.as_uint8, cleans=False, pace=pace)
     assert job.request is not None

@@ -30,6 +30,7 @@ def meet(
     place: Path | None,
     *,
     kind: str = "cpu",
+    is_local: bool = True,
     patience: float = 1800.0,
 ) -> Team:
     """Join the others as `rank`; a team of all. `weights` are the speeds of all ranks.
@@ -39,12 +40,12 @@ def meet(
         weights: of every rank, so their number too.
         place: a file that is not there yet, on this machine; None under torchrun.
         kind: torch's device type.
+        is_local: whether all ranks are on this machine; then they talk over loopback alone.
         patience: seconds that an exchange waits for the others.
     """
     if kind not in _BACKENDS:
         raise InputError(f"several devices can be {' or '.join(_BACKENDS)}, not {kind}")
-    if place is not None:
-        # Who named another interface wants several machines, and then uses torchrun.
+    if is_local:
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = loopback
     dist.init_process_group(
@@ -93,11 +94,6 @@ def leave() -> None:
     """Part from the others; ports are closed."""
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def is_under_torchrun(environment: Mapping[str, str]) -> bool:
-    """Whether torchrun has started this process as one rank of several."""
-    return "TORCHELASTIC_RUN_ID" in environment and "RANK" in environment
 
 
 def set_device(device: str) -> None:

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from everyframe.core.errors import WorkerDiedError
+from everyframe.core.errors import PeerLostError
 
 
 def _nobody_asks(what: str) -> None:
@@ -334,7 +334,7 @@ class _Told(AbstractContextManager[None]):
         self._waits("")
         if isinstance(error, RuntimeError):
             said = str(error).strip().splitlines()[0] if str(error).strip() else "no word"
-            raise WorkerDiedError(
+            raise PeerLostError(
                 f"another rank went away or did not answer while {self._what} ({said})"
             ) from error
 

@@ -97,14 +97,18 @@ def divide(
     devices: Sequence[DeviceFacts],
     effort_of: Callable[[Settings], Effort],
     num_threads: int,
+    weights: Sequence[float] | None = None,
 ) -> Division | None:
     """How the run is divided; None for one device. `effort_of` is asked only for several.
+
+    `weights` are the devices' speeds where the request names no shares; without them all are alike.
 
     Raises:
         InputError: what was asked can't be had; the text says what would be right.
     """
     asked = parse_ways(request.parallel)
-    weights = _weights(request, len(devices))
+    asked_for = shares_asked(request, len(devices))
+    weights = tuple(asked_for or weights or (1.0,) * len(devices))
     _check_ways(asked, model, settings, len(devices))
     if len(devices) == 1:
         return None
@@ -140,9 +144,22 @@ def idle_notes(division: Division | None) -> tuple[str, ...]:
     )
 
 
-def _weights(request: Request, num_devices: int) -> tuple[float, ...]:
+def sending_seconds(division: Division | None) -> float:
+    """How long a step's bytes are on their way, by the nominal speed of the way between devices."""
+    if division is None:
+        return 0.0
+    kind = division.ranks[0].device.partition(":")[0]
+    return max(rank.sent_bytes for rank in division.ranks) / _BYTES[kind]
+
+
+def shares_asked(request: Request, num_devices: int) -> tuple[float, ...] | None:
+    """The shares that a request names; None where it leaves them to the devices.
+
+    Raises:
+        InputError: they are not as many as the devices, or no shares.
+    """
     if request.shares is None:
-        return (1.0,) * num_devices
+        return None
     if num_devices == 1:
         raise InputError("shares has no effect on one device; give --num-devices or --devices")
     return parse_shares(request.shares, num_devices)

@@ -48,11 +48,13 @@ class Fitted:
 class Fitting:
     """The parts of a model, on a device whose memory `copies` ranks have in common.
 
-    `fit` answers for given settings, `largest` finds smaller ones that fit.
+    `fit` answers for given settings, `largest` finds smaller ones that fit. `lead` is the device of
+    the first rank where that is another one: what that rank alone loads has to fit there.
     """
 
     parts: Parts
     copies: int = 1
+    lead: DeviceFacts | None = None
 
     @property
     def model(self) -> Model:
@@ -109,15 +111,22 @@ class Fitting:
         """Fitting for the rank that has the most to do."""
         if division is None:
             return self
+        heaviest = max(division.ranks, key=lambda rank: max(rank.tokens, rank.attention))
+        return self.of_rank(division, division.ranks.index(heaviest), self.device)
+
+    def of_rank(
+        self, division: Division, rank: int, device: DeviceFacts, lead: DeviceFacts | None = None
+    ) -> Fitting:
+        """Fitting for that rank, on `device`, in the precision that all have in common."""
         from everyframe.parallel.team import Imagined, Teams
 
-        heaviest = max(division.ranks, key=lambda rank: max(rank.tokens, rank.attention))
-        group = division.groups[heaviest.group]
-        place = group.index(division.ranks.index(heaviest))
-        team = Imagined(place, [division.weights[rank] for rank in group])
-        copies = len(division.ranks) if self.device.kind == "cpu" else 1
+        group = division.groups[division.ranks[rank].group]
+        team = Imagined(group.index(rank), [division.weights[other] for other in group])
+        copies = len(division.ranks) if device.kind == "cpu" else 1
+        mine = replace(self.device, memory=device.memory, free_memory=device.free_memory)
         teams = Teams(team, team, division.cfg, division.way)
-        return Fitting(replace(self.parts, teams=teams), copies)
+        parts = replace(self.parts, device=mine, teams=teams)
+        return Fitting(parts, copies, lead)
 
     def effort(self, settings: Settings) -> Effort:
         """What one step of a video takes on one device, for the choice between ways to divide."""
@@ -190,20 +199,26 @@ class Fitting:
         return list(ways([name], settings, self.model.savings, may_wait=may_wait))
 
     def _holds(self, part: Part) -> bool:
-        return fits(part.plan.peak_bytes * self._copies(part.plan.name), self.device) and not any(
+        name = part.plan.name
+        where = self.lead if self.lead is not None and self._is_led(name) else self.device
+        return fits(part.plan.peak_bytes * self._copies(name), where) and not any(
             run.too_large for run in part.runs
         )
 
     def _hold(self, parts: Sequence[Part]) -> bool:
         """Whether all fit, those that share a stage together."""
-        copies = min((self._copies(part.plan.name) for part in parts), default=1)
-        together = fits(peak_of(part.plan for part in parts) * copies, self.device)
+        here = [p.plan for p in parts if self.lead is None or not self._is_led(p.plan.name)]
+        copies = min((self._copies(part.name) for part in here), default=1)
+        together = not here or fits(peak_of(here) * copies, self.device)
         return together and all(self._holds(part) for part in parts)
 
     def _copies(self, name: str) -> int:
         """How many ranks hold that component in this device's memory at once."""
-        led = isinstance(self.model, Shared) and name in self.model.led
-        return 1 if led else self.copies
+        return 1 if self._is_led(name) else self.copies
+
+    def _is_led(self, name: str) -> bool:
+        """Whether the first of all ranks alone loads it."""
+        return isinstance(self.model, Shared) and name in self.model.led
 
     def _host_bytes(self, plans: Sequence[ComponentPlan], settings: Settings) -> int:
         """What lies in the host's memory beside the device: offloaded weights, finished frames."""

@@ -15,6 +15,7 @@ from typing import Any
 from everyframe.checkpoints.fetch import fetch_missing
 from everyframe.checkpoints.find import Location, locate
 from everyframe.core.amounts import parse_bytes
+from everyframe.core.division import Division
 from everyframe.core.errors import CannotRunError, CheckpointError, InputError
 from everyframe.core.facts import DeviceFacts, MachineFacts, Rates
 from everyframe.core.plan import Plan, Remedy, Settings, StagePlan
@@ -34,11 +35,26 @@ from everyframe.hardware.rates import measured_rates
 from everyframe.planning import certifying
 from everyframe.planning.choosing import Chooser, pins_of
 from everyframe.planning.components import Parts
-from everyframe.planning.dividing import AVOIDED, asked_devices, divide, idle_notes
+from everyframe.planning.dividing import (
+    AVOIDED,
+    asked_devices,
+    divide,
+    idle_notes,
+    sending_seconds,
+    shares_asked,
+)
 from everyframe.planning.dryrun import clashes_of, heaviest, says, stage_plan
 from everyframe.planning.fitting import Fitted, Fitting, within
 from everyframe.planning.forecast import describe_bytes, fits
 from everyframe.planning.models import refuse_if_not_drawable
+from everyframe.planning.sharing import (
+    Shares,
+    are_alike,
+    in_common,
+    shared_out,
+    speed_dtype,
+    weights_by_speed,
+)
 
 EMBEDDED_MODEL = "shapes"
 
@@ -79,6 +95,7 @@ def prepare(
     *,
     may_fetch: bool = False,
     num_threads: int | None = None,
+    devices: Sequence[DeviceFacts] | None = None,
     given: GivenModel | None = None,
     profile: str | Path | None = None,
     with_seconds: bool = False,
@@ -86,7 +103,8 @@ def prepare(
 ) -> Prepared:
     """The plan with its model; with `may_fetch` a hub model's configs may be fetched for it.
 
-    `num_threads` (of the CPU) is the number of usable cores unless a record asks for another.
+    `num_threads` (of the CPU) is the number of usable cores unless a record asks for another;
+    `devices` are those of ranks that met, in place of this machine's own.
     `given` is a model that somebody has in memory, in place of one that the request names.
     `with_seconds` measures how fast this machine is, for up to a second, and forecasts times.
     With `will_run` fast paths that nobody tried here are tried, for some seconds at most, and the
@@ -99,21 +117,20 @@ def prepare(
     else:
         model, family_name = find_model(request, may_fetch)
     facts = machine_facts(request.device) if profile is None else find_profile(profile).machine()
-    devices = asked_devices(request, facts)
-    device = within(devices[0], _asked_bytes(request, "max_memory"))
-    settings, notes = _settled(model, request)
+    devices = _usable(devices or asked_devices(request, facts), request)
+    device, (settings, notes) = in_common(devices), _settled(model, request)
     if given is None and request.model is None:
         refuse_if_not_drawable(request)  # after sizes, which are cheaper to mend
-    num_threads = num_threads or _default_threads(facts, len(devices), is_here=profile is None)
+    num_threads = num_threads or default_threads(facts, len(devices), is_here=profile is None)
     chooser = _chooser(request, facts, devices, num_threads, is_here=profile is None)
     # Repairs are of this machine, and a model that somebody has in memory may hold any weights.
     is_own = profile is None and given is None
     remedies = _remedies(request, model, device, facts) if is_own else ()
     fitting = _fitting(model, facts, device, request, chooser, remedies)
-    division = divide(request, model, settings, devices, fitting.effort, num_threads)
-    fitting = fitting.of_ranks(division)
-    fitting, fitted = _fitted(fitting, settings, chooser, will_run=will_run)
-    rates = _rates(fitted, device, num_threads) if with_seconds else None
+    shares = _shares(request, model, settings, devices, num_threads, fitting)
+    fitting, fitted = _fitted(shares.fitting, settings, chooser, will_run=will_run)
+    rates = _rates(fitted, devices[shares.rank], num_threads) if with_seconds else None
+    says = (*shares.says, *_of_repairs(fitted), *idle_notes(shares.division))
     plan = Plan(
         model=model.name,
         family=family_name,
@@ -123,14 +140,14 @@ def prepare(
         num_threads=num_threads,
         components=fitted.components,
         to_fetch=model.missing(),
-        notes=(*notes, *fitted.notes, *fitted.says, *_of_repairs(fitted), *idle_notes(division)),
+        notes=(*notes, *fitted.notes, *fitted.says, *says),
+        stages=_stages(fitted, rates, shares.division),
         clashes=clashes_of(fitted.runs),
         host_bytes=fitted.host_bytes,
         rates="" if rates is None else rates.source,
         profile=None if profile is None else str(profile),
-        division=division,
+        division=shares.division,
     )
-    plan = replace(plan, stages=_stages(fitted, rates))
     # What somebody has in memory is there already: what is free says nothing against it.
     obstacle = None if given is not None else _obstacle(plan, fitting, fitted, facts)
     return Prepared(replace(plan, obstacle=obstacle), model, fitted, chooser)
@@ -141,9 +158,44 @@ def _settled(model: Model, request: Request) -> tuple[Settings, tuple[str, ...]]
     return model.settle(request, random_seed() if request.seed is None else request.seed)
 
 
-def _stages(fitted: Fitted, rates: Rates | None) -> tuple[StagePlan, ...]:
+def _usable(devices: Sequence[DeviceFacts], request: Request) -> tuple[DeviceFacts, ...]:
+    """The devices with no more of their memory free than may be used."""
+    most = _asked_bytes(request, "max_memory")
+    return tuple(within(device, most) for device in devices)
+
+
+def _stages(
+    fitted: Fitted, rates: Rates | None, division: Division | None
+) -> tuple[StagePlan, ...]:
+    """The stages; what ranks send at each step takes its time too."""
+    sending = sending_seconds(division) * fitted.settings.num_inference_steps
     parts = {part.name: part for part in fitted.components}
-    return tuple(stage_plan(run, parts[run.rehearsal.component], rates) for run in fitted.runs)
+    stages = [stage_plan(run, parts[run.rehearsal.component], rates) for run in fitted.runs]
+    return tuple(
+        replace(each, seconds=each.seconds + sending)
+        if each.name == "denoise" and each.seconds is not None
+        else each
+        for each in stages
+    )
+
+
+def _shares(
+    request: Request,
+    model: Model,
+    settings: Settings,
+    devices: Sequence[DeviceFacts],
+    num_threads: int,
+    fitting: Fitting,
+) -> Shares:
+    """How the work is divided among devices that may not be alike."""
+    asked = shares_asked(request, len(devices))
+    dtype = speed_dtype(DTYPES[request.dtype])
+
+    def divided(weights: Sequence[float]) -> Division | None:
+        return divide(request, model, settings, devices, fitting.effort, num_threads, weights)
+
+    weights = asked or weights_by_speed(devices, dtype, num_threads)
+    return shared_out(fitting, devices, settings, weights, divided, is_asked=asked is not None)
 
 
 def _chooser(
@@ -155,12 +207,14 @@ def _chooser(
     is_here: bool,
 ) -> Chooser:
     """What chooses fast paths: what was asked for, what is certified, and what is known here."""
-    device = devices[0]
+    device, alike = in_common(devices), are_alike(devices)
     return Chooser(
         device,
         pins_of(request, device),
-        certifying.Certificates(device, num_threads) if is_here else None,
+        # What is certified on one of them says nothing of the others.
+        certifying.Certificates(device, num_threads) if is_here and alike else None,
         {**certifying.avoided(facts, device), **(AVOIDED if len(devices) > 1 else {})},
+        expects=alike,
     )
 
 
@@ -227,7 +281,7 @@ def _rates(fitted: Fitted, device: DeviceFacts, num_threads: int) -> Rates | Non
     return measured_rates(heaviest(fitted.runs, _NUM_TRIALS), device.torch_name, num_threads)
 
 
-def _default_threads(facts: MachineFacts, num_ranks: int, *, is_here: bool) -> int:
+def default_threads(facts: MachineFacts, num_ranks: int, *, is_here: bool = True) -> int:
     """A rank's part of every usable core, or of as many as OMP_NUM_THREADS allows here."""
     limit = os.environ.get("OMP_NUM_THREADS", "") if is_here else ""
     cores = min(int(limit), facts.num_cores) if limit.isdigit() and int(limit) else facts.num_cores

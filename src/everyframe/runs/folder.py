@@ -2,8 +2,9 @@
 
 A run's folder is called by the time at which it began. In it: ``run.json``, written once (what was
 asked, the plan, the record, with arrays that were given in ``given/``), ``state.json`` (how far it
-came, with ``tensors/`` that it names), ``answers/``, and ``lock``, which is the running process's
-for as long as it lives. Read next: `keeper.py`.
+came, with ``tensors/`` that it names; ``state-1.json`` and so on for other groups of ranks, which
+make other videos of the same run), ``answers/``, and ``lock``, which is the running process's for
+as long as it lives. Read next: `keeper.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,7 +23,7 @@ from everyframe.runs.files import write_whole
 
 #: What a run folder says that it is; another number is another version's.
 SCHEMA = "everyframe.run/1"
-_RUN, _STATE, _LOCK, _DONE = "run.json", "state.json", "lock", "done-"
+_RUN, _STATE, _LOCK, _DONE = "run.json", "state", "lock", "done-"
 #: The value that turns keeping off.
 OFF = "off"
 
@@ -47,9 +48,10 @@ def root_of(given: str | Path | None) -> Path | None:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder of one run."""
+    """The folder of one run; `part` is the group of ranks whose state it is asked for."""
 
     path: Path
+    part: int = 0
 
     @property
     def name(self) -> str:
@@ -59,7 +61,15 @@ class RunFolder:
     @property
     def tensors(self) -> Path:
         """Where its tensors lie."""
-        return self.path / "tensors"
+        return self.path / f"tensors{self._of_part}"
+
+    @property
+    def _of_part(self) -> str:
+        return f"-{self.part}" if self.part else ""
+
+    @property
+    def _state(self) -> Path:
+        return self.path / f"{_STATE}{self._of_part}.json"
 
     @property
     def given(self) -> Path:
@@ -77,7 +87,7 @@ class RunFolder:
 
     def write_state(self, values: Mapping[str, Any]) -> None:
         """Put this in the place of the state. Raises `OSError`; the old one holds then."""
-        write_whole(self.path / _STATE, _as_json(values))
+        write_whole(self._state, _as_json(values))
 
     def run(self) -> dict[str, Any]:
         """What `write_run` wrote. Raises `DamagedError` for no run, or another version's."""
@@ -99,7 +109,15 @@ class RunFolder:
 
     def state(self) -> dict[str, Any] | None:
         """What `write_state` wrote last; None before the first time."""
-        return _read(self.path / _STATE)
+        return _read(self._state)
+
+    def parts(self) -> tuple[RunFolder, ...]:
+        """This folder for each group of which there is a state."""
+        found = [replace(self, part=0)]
+        for path in self.path.glob(f"{_STATE}-*.json"):
+            number = path.stem.removeprefix(f"{_STATE}-")
+            found += [replace(self, part=int(number))] if number.isdigit() else []
+        return tuple(sorted(found, key=lambda each: each.part))
 
     def mark_done(self, seed: int) -> None:
         """Note that the video of this seed is where it belongs, and need not be made again."""

@@ -147,29 +147,39 @@ class Keeper:
             assert self._store is not None
             yield Frames(seed, num_frames, from_plain(kept, self._store.fetch))
 
-    def read(self, takes: Sequence[Take]) -> Progress | None:
-        """How far the run came, with `takes` as they were then; None where it is at its beginning.
+    def read(self, takes: Sequence[Take], place: RunFolder) -> Progress:
+        """How far the run came by `place` (see `furthest`), with `takes` as they were then.
+
+        Frames of clips before come to this keeper, if it keeps any.
 
         Raises:
             DamagedError: what was kept is not as it was written.
         """
-        assert self.folder is not None
-        assert self._store is not None
-        state = self.folder.state()
-        if state is None:
-            return None
+        state, store = place.state(), Store(place.tensors)
         try:
+            assert state is not None, f"{place} has no state"
             kept = {each["seed"]: each for each in state["takes"]}
             for take in takes:
                 for name in _OF_TAKE:
-                    setattr(take, name, from_plain(kept[take.seed][name], self._store.fetch))
-            frames = [(seed, count, mark) for seed, count, mark in state["frames"]]
+                    setattr(take, name, from_plain(kept[take.seed][name], store.fetch))
+            frames = [
+                (seed, count, self._brought(mark, store))
+                for seed, count, mark in state["frames"]
+                if self._store is not None and seed in {take.seed for take in takes}
+            ]
             return Progress(
                 state["clip"], state["stage"], takes, frames=frames,
                 repairs=state["repairs"], warnings=state.get("warnings", []),
             )  # fmt: skip
         except (KeyError, TypeError, ValueError) as error:
-            raise DamagedError(f"the state of {self.folder.path} can't be read: {error}") from error
+            raise DamagedError(f"the state of {place.path} can't be read: {error}") from error
+
+    def _brought(self, mark: Any, store: Store) -> Any:
+        """What stands for kept frames here, where they were kept in `store`."""
+        assert self._store is not None
+        if store.folder == self._store.folder:
+            return mark
+        return to_plain(from_plain(mark, store.fetch), self._store.keep)
 
     def finish(self, *, remove: bool) -> None:
         """Let go of the run, and with `remove` of all that was kept."""
@@ -209,3 +219,22 @@ class Keeper:
                 "on, and if it is broken off it begins again where it was written last"
             )
         self._pause = max(self._how.pace.pause, _AFTER_FAILURE)
+
+
+def furthest(folder: RunFolder, seeds: Sequence[int]) -> RunFolder | None:
+    """The part of a run whose state has all of these videos, and has them furthest.
+
+    Which ranks kept it does not matter: a state is true for whoever goes on from it. None where
+    these videos are at their beginning; one that is damaged is given where there is no other.
+    """
+    found: list[tuple[tuple[int, ...], RunFolder]] = []
+    for each in folder.parts():
+        try:
+            state = each.state()
+            steps = {take["seed"]: take["step"] for take in (state or {}).get("takes", ())}
+            if state is not None and set(seeds) <= steps.keys():
+                far = (state["clip"], state["stage"], sum(steps[seed] for seed in seeds))
+                found.append((far, each))
+        except (DamagedError, KeyError, TypeError):
+            found.append(((-1,), each))
+    return max(found, key=lambda one: one[0])[1] if found else None

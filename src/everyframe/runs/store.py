@@ -36,7 +36,7 @@ class Store:
     """The files of one folder, which is made when the first is written."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
 
     def keep(self, value: Any) -> dict[str, Any] | None:
         """Write a tensor, array or picture; what stands for it. None for anything else."""
@@ -79,21 +79,21 @@ class Store:
 
     def sweep(self, used: Collection[str]) -> None:
         """Remove every file but those of these hashes."""
-        for path in self._folder.iterdir() if self._folder.is_dir() else ():
+        for path in self.folder.iterdir() if self.folder.is_dir() else ():
             if path.name.removesuffix(_ENDING) not in used:
                 path.unlink(missing_ok=True)
 
     def _write(self, tensor: Tensor) -> str:
         data = save_tensors({_NAME: tensor})
         name = hashlib.blake2b(data, digest_size=16).hexdigest()
-        path = self._folder / (name + _ENDING)
+        path = self.folder / (name + _ENDING)
         if not path.exists():
-            self._folder.mkdir(exist_ok=True)
+            self.folder.mkdir(exist_ok=True)
             write_whole(path, data)
         return name
 
     def _read(self, name: str) -> Tensor:
-        path = self._folder / (Path(name).name + _ENDING)
+        path = self.folder / (Path(name).name + _ENDING)
         try:
             data = path.read_bytes()
             if hashlib.blake2b(data, digest_size=16).hexdigest() != name:

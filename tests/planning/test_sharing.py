@@ -1,0 +1,129 @@
+"""Unequal devices: shares follow made-up speeds and memories; what is sent takes time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from everyframe.core.errors import CannotRunError
+from everyframe.core.facts import DeviceFacts, Rates
+from everyframe.core.plan import Plan
+from everyframe.core.request import Request
+from everyframe.planning import dividing, sharing
+from everyframe.planning.resolve import check_feasible, prepare
+from everyframe.planning.sharing import in_common, weights_by_speed
+
+PROMPT = "a red circle moves to the right"
+
+
+def card(index: int, name: str = "fast", speed: float = 3e12, free: int = 24 << 30) -> DeviceFacts:
+    rates = Rates((("float32", speed),), memory=5e11, load=1e9, source="made up")
+    return DeviceFacts(
+        name, "cuda", index, free, free, (8, 0), has_fast_bf16=True, has_fast_fp16=True, rates=rates
+    )
+
+
+def plan(*devices: DeviceFacts, **options: Any) -> Plan:
+    request = Request(prompt=PROMPT, num_devices=len(devices), seed=1, **options)
+    return prepare(request, devices=devices, with_seconds=True).plan
+
+
+def weights(found: Plan) -> list[float]:
+    assert found.division is not None
+    return list(found.division.weights)
+
+
+def test_devices_that_are_alike_do_alike() -> None:
+    devices = [card(0), card(1, free=20 << 30)]
+    assert weights_by_speed([card(0), card(1, speed=1e12)], "float32", 1) == (1.0, 1.0)
+    assert in_common([devices[0], replace(devices[1], memory=24 << 30)]).free_memory == 20 << 30
+
+
+def test_shares_follow_speed() -> None:
+    slow = card(1, "slow", 1e12)
+    assert weights_by_speed([card(0), slow], "float32", 1) == (1.0, 0.3125)
+    # A trial's noise changes nothing.
+    noisy = card(1, "slow", 1.02e12)
+    assert weights_by_speed([card(0), noisy], "float32", 1) == (1.0, 0.3125)
+    assert weights_by_speed([card(0), card(1, "very slow", 1e9)], "float32", 1) == (1.0, 0.0625)
+
+
+def test_who_has_no_rates_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def rates(products: Any, name: str, num_threads: int) -> Rates:
+        tried.append((name, products[0].dtype, num_threads))
+        return Rates((("float32", 6e12 if name == "cuda:0" else 3e12),), 1e11, 1e9, "made up")
+
+    monkeypatch.setattr(sharing, "measured_rates", rates)
+    devices = [replace(card(0), rates=None), replace(card(1, "slow"), rates=None)]
+    assert weights_by_speed(devices, "float32", 2) == (1.0, 0.5)
+    assert tried == [("cuda:0", "float32", 2), ("cuda:1", "float32", 2)]
+    tried.clear()
+    assert weights_by_speed([devices[0], devices[0]], "float32", 2) == (1.0, 1.0)
+    assert tried == [], "devices that are alike are not tried"
+
+
+def test_all_compute_in_what_each_of_them_has() -> None:
+    old = replace(
+        card(1, "old"), capability=(7, 0), has_fast_bf16=False, dtypes=("float32", "float16")
+    )
+    common = in_common([card(0), old])
+    assert (common.name, common.capability) == ("fast", (7, 0))
+    assert not common.has_fast_bf16
+    assert common.has_fast_fp16
+    assert common.dtypes == ("float32", "float16")
+
+
+def test_a_plan_of_unequal_devices() -> None:
+    found = plan(card(0), card(1, "slow", 1e12))
+    assert weights(found) == [1.0, 0.3125]
+    (said,) = (note for note in found.notes if note.startswith("shares of the work"))
+    assert said == "shares of the work: cuda:0 (fast) 76%, cuda:1 (slow) 24%"
+    assert {part.precision.compute for part in found.components} == {"float32"}
+    assert not any(part.paths for part in found.components), "nothing is certified on both"
+    assert weights(plan(card(0), card(1, "slow", 1e12), shares="1,1")) == [1.0, 1.0]
+
+
+def test_short_memory_moves_work_to_the_others() -> None:
+    """The second card is as fast as the first, and has too little memory for its half."""
+    size: dict[str, Any] = {"size": "256x256", "num_frames": 51}
+    roomy = plan(card(0), card(1, "other"), **size)
+    part = roomy.component("denoiser")
+    assert weights(roomy) == [1.0, 1.0]
+    free = int((part.held_bytes + part.working_bytes * 0.7) / 0.92)
+    tight = plan(card(0), card(1, "other", free=free), **size)
+    first, second = weights(tight)
+    assert 0.3 < second / first < 0.7
+    assert tight.obstacle is None
+    # The plan is of the rank that is tightest.
+    assert 0.5 * free < tight.component("denoiser").peak_bytes <= 0.92 * free
+    (said,) = (note for note in tight.notes if note.startswith("shares of the work"))
+    assert said.endswith("cuda:1 would do more by speed, and has no memory for it")
+    # What was asked for is left as it is, and is told where it can't be done.
+    asked = plan(card(0), card(1, "other", free=free), shares="1,1", **size)
+    assert weights(asked) == [1.0, 1.0]
+
+
+def test_weights_that_nothing_makes_smaller_are_an_obstacle() -> None:
+    part = plan(card(0), card(1, "other")).component("denoiser")
+    tiny = card(1, "other", free=part.held_bytes // 100)
+    assert weights(plan(card(0), tiny)) == [1.0, 1.0], "no share makes weights less"
+    with pytest.raises(CannotRunError, match="not enough memory"):
+        check_feasible(plan(card(0), tiny))
+
+
+def test_what_is_sent_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    three = (card(0), card(1), card(2))
+    fast = plan(*three)
+    monkeypatch.setitem(dividing._BYTES, "cuda", 1e6)
+    slow = plan(*three, parallel="sequence=3")
+    assert fast.division is not None
+    assert slow.division == fast.division
+    sent = max(rank.sent_bytes for rank in fast.division.ranks)
+    assert fast.seconds is not None
+    assert slow.seconds is not None
+    steps = fast.settings.num_inference_steps
+    assert slow.seconds - fast.seconds == pytest.approx(steps * sent * (1e-6 - 1e-10))
