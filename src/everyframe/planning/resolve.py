@@ -104,8 +104,7 @@ def prepare(
     """The plan with its model; with `may_fetch` a hub model's configs may be fetched for it.
 
     `num_threads` (of the CPU) is the number of usable cores unless a record asks for another;
-    `devices` are those of ranks that met, in place of this machine's own.
-    `given` is a model that somebody has in memory, in place of one that the request names.
+    `devices` are those of ranks that met, `given` is a model that somebody has in memory.
     `with_seconds` measures how fast this machine is, for up to a second, and forecasts times.
     With `will_run` fast paths that nobody tried here are tried, for some seconds at most, and the
     plan holds nothing but what is certified; without, it says what it expects.
