@@ -190,3 +190,19 @@ def test_a_trail_that_is_damaged_says_nothing(damage: bytes, tmp_path: Path) -> 
 def test_the_known_issue_of_a_death(profile: str, signal_name: str, is_known: bool) -> None:
     machine: MachineFacts = find_profile(profile).machine()
     assert (obituary.matching(machine, signal_name, "") is not None) == is_known
+
+
+@pytest.mark.slow
+def test_several_devices_from_a_process_without_a_script(model: str, tmp_path: Path) -> None:
+    """As at a prompt: what is typed comes by standard input, and there is no file to import."""
+    options = {**OPTIONS, "model": model, "num_devices": 2, "device": "cpu", "run_dir": "off"}
+    program = (
+        "import everyframe, numpy\n"
+        f"video = everyframe.generate(**{options!r})\n"
+        f"numpy.save({str(tmp_path / 'frames.npy')!r}, video.frames)\n"
+    )
+    done = subprocess.run([sys.executable], input=program, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 0
+    here = everyframe.generate(**options)
+    assert isinstance(here, everyframe.Video)
+    np.testing.assert_array_equal(np.load(tmp_path / "frames.npy"), here.frames)
