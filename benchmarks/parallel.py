@@ -314,7 +314,7 @@ def _panel(name: str, device: DeviceFacts) -> Image.Image:
     draw.text((_WIDTH - 76, _HEIGHT - 20), "devices", "#444444", _font(12))
     draw.line([_at(1, 1), _at(8, 8)], "#bbbbbb")
     one = row(name, 1, device)
-    for way, rate in WAYS.items():
+    for number, (way, rate) in enumerate(WAYS.items()):
         found = {size: row(name, size, device) for size in NUMBERS}
         ours = [_at(n, one.seconds(rate) / each.seconds(rate)) for n, each in found.items()]
         rival = next(iter(found[2].others), None)
@@ -325,7 +325,8 @@ def _panel(name: str, device: DeviceFacts) -> Image.Image:
             ]
             _dashed(draw, theirs, _COLOURS[way])
         draw.line(ours, _COLOURS[way], 3)
-        draw.text((ours[-1][0] - 78, ours[-1][1] + 4), way, _COLOURS[way], _font(12))
+        # Above the line of as many times as devices, where no curve comes.
+        draw.text((_MARGIN + 10, 34 + 18 * number), way, _COLOURS[way], _font(12))
     return panel
 
 
