@@ -1,13 +1,16 @@
 """How fast is one forward of SVD's UNet, and one whole tiny pipeline, beside diffusers' own?
 
     python benchmarks/svd.py               # the sizes of the result pages; half an hour
+    python benchmarks/svd.py --rounds 3    # fewer rounds; some ten minutes
     python benchmarks/svd.py --no-compile  # without torch.compile; a few minutes
     python benchmarks/svd.py --busy        # on a machine that does other things as well
 
 The same random weights in diffusers' `UNetSpatioTemporalConditionModel`, eager and compiled, in
 float32 and bfloat16, and in ours, in float32 and in the precision that the policy picks for this
 CPU. All take turns, round after round, with the best matrix product between them, so that a busy
-machine slows each alike; ratios and shares are medians over rounds. Ours makes its context (what
+machine slows each alike; ratios and shares are medians over rounds. A CPU without instructions for
+bfloat16 computes it many times as slowly as float32: there float32 alone is measured, and the page
+says so. Ours makes its context (what
 depends on no latents) before, once, as in a real run. The pipeline is a tiny one from disk; of ours
 the loading is left out, as diffusers' is loaded before. `--busy` takes one thread and its processor
 time. Writes a dated page into `benchmarks/results/` unless told not to.
@@ -53,7 +56,7 @@ from everyframe.hardware import machine_facts
 from everyframe.precision import edges
 from everyframe.precision.policy import ComponentNeeds, choose
 
-DTYPES = ("float32", "bfloat16")
+ALL_DTYPES = ("float32", "bfloat16")
 #: What every ratio is to.
 BASE = "diffusers float32"
 
@@ -84,6 +87,11 @@ class Sizes:
         )
 
 
+def dtypes() -> tuple[str, ...]:
+    """Those that this CPU has instructions for."""
+    return ALL_DTYPES if machine_facts("cpu").cpu.has_fast_bf16 else ALL_DTYPES[:1]
+
+
 @dataclass
 class Inputs:
     """Latents with the picture's, time, CLIP's embedding, what is told beside the time."""
@@ -99,7 +107,7 @@ class Measured:
     """Seconds by round of each candidate; GFLOP/s of the best product of each dtype by round."""
 
     times: dict[str, list[float]] = field(default_factory=dict)
-    peaks: dict[str, list[float]] = field(default_factory=lambda: {d: [] for d in DTYPES})
+    peaks: dict[str, list[float]] = field(default_factory=lambda: {d: [] for d in dtypes()})
     flops: dict[str, int] = field(default_factory=dict)
     errors: dict[str, float] = field(default_factory=dict)
     compiling: dict[str, float] = field(default_factory=dict)
@@ -179,7 +187,7 @@ def picked() -> Precision:
 def candidates(sizes: Sizes, given: Inputs, compiled: bool) -> dict[str, Callable[[], Tensor]]:
     """What takes turns, by name."""
     runs: dict[str, Callable[[], Tensor]] = {}
-    for dtype in DTYPES:
+    for dtype in dtypes():
         model, call = theirs(sizes, dtype)
         runs[f"diffusers {dtype}"] = partial(call, model, given)
         if compiled:
@@ -187,7 +195,8 @@ def candidates(sizes: Sizes, given: Inputs, compiled: bool) -> dict[str, Callabl
             runs[f"diffusers {dtype} compiled"] = partial(call, faster, given)
     precisions = {"float32": Precision("float32", "float32")}
     policy = picked()
-    precisions |= {f"{policy.compute} (the policy's)": policy}
+    if policy.compute != "float32":
+        precisions |= {f"{policy.compute} (the policy's)": policy}
     for name, precision in precisions.items():
         model, call = ours(sizes, given, precision)
         runs[f"ours {name}"] = partial(call, model, given)
@@ -222,7 +231,7 @@ def measure_forward(sizes: Sizes, rounds: int, compiled: bool) -> Measured:
         found.errors[name] = relative(answers[name], answers[BASE])
         found.times[name] = []
     for _ in range(rounds):
-        for dtype in DTYPES:
+        for dtype in dtypes():
             found.peaks[dtype].append(peak(dtype))
         for name, run in runs.items():
             found.times[name].append(seconds(run))
@@ -272,7 +281,7 @@ def measure_pipeline(side: int, frames: int, steps: int, rounds: int) -> dict[st
     with tempfile.TemporaryDirectory() as place:
         folder = tiny_pipeline(Path(place, "tiny"))
         runs: dict[str, Callable[[], float]] = {}
-        for dtype in DTYPES:
+        for dtype in dtypes():
             pipe = StableVideoDiffusionPipeline.from_pretrained(folder, dtype=getattr(torch, dtype))
             pipe.set_progress_bar_config(disable=True)
             image = Image.fromarray(picture)
@@ -341,12 +350,21 @@ medians of {rounds} rounds.
 | what | one run | times as fast as {BASE} |
 | --- | --- | --- |
 {lines(of_whole)}
-
+{_left_out()}
 Hardware: {facts.cpu.name}, {torch.get_num_threads()} of {facts.num_cores} cores,
 {"processor" if torch.get_num_threads() == 1 else "wall"} time; load at the end
 {os.getloadavg()[0]:.1f}. Versions: {versions}.
 
 Command: `{command}`
+"""
+
+
+def _left_out() -> str:
+    if dtypes() == ALL_DTYPES:
+        return ""
+    return """
+This CPU has no instructions for bfloat16, so nothing was measured in it, and the policy picks
+float32.
 """
 
 

@@ -181,6 +181,13 @@ OTHER = replace(MM, shapes=((8, 8), (8, 8)))
 ATTENTION = Product("attention", "bfloat16", ((1, 1, 8, 8),) * 3)
 
 
+MODELS_RUN = dry_run(
+    MODELS["svd"].rehearsals(SETTINGS["svd"])[0],
+    Precision("float32", "float32"),
+    device("cuda-sm80"),
+)
+
+
 def test_seconds_are_work_over_rates() -> None:
     rates = Rates((("float32", 1e9), ("bfloat16", 4e9)), 1e10, 1e9, "made up", launch=1e-6)
     work = Work(((MM, 3e9), (ATTENTION, 8e9)), moved_bytes=5 * 10**9, num_kernels=1000)
@@ -189,6 +196,27 @@ def test_seconds_are_work_over_rates() -> None:
     tried = replace(rates, measured=((MM, 2e9),))
     assert call_seconds(work, tried) == pytest.approx(1.5 + 2 + 0.5 + 0.001)
     assert call_seconds(Work(((OTHER, 2e9),)), tried) == pytest.approx(1)
+    # Large results are handed out by the system, which takes time of its own.
+    mapped = replace(work, mapped_bytes=10**9)
+    slow = replace(rates, mapping=5e8)
+    assert call_seconds(mapped, slow) - call_seconds(work, slow) == pytest.approx(2)
+    assert call_seconds(mapped, rates) == call_seconds(work, rates)
+
+
+def test_attention_takes_the_time_of_the_kernel_that_is_used() -> None:
+    plain = replace(ATTENTION, told=("math",))
+    rates = Rates((("bfloat16", 4e9),), 1e10, 1e9, "made up", measured=((plain, 1e9),))
+    work = Work(((ATTENTION, 8e9),))
+    assert call_seconds(work, rates, paths=()) == pytest.approx(8)
+    # The other kernel was not tried: the plain one stands for it, as one of its kind.
+    flash = replace(rates, measured=(*rates.measured, (replace(plain, told=("flash",)), 8e9)))
+    assert call_seconds(work, flash, paths=("linear-gelu", "attention-flash")) == pytest.approx(1)
+    # Whoever measures asks for the kernels of the plan.
+    found = replace(MODELS_RUN.found, work=work)
+    run = DryRun(MODELS_RUN.rehearsal, found)
+    component = run.rehearsal.component
+    assert heaviest([run], 1, {component: ()}) == [plain]
+    assert heaviest([run], 1, {component: None}) == [ATTENTION]
 
 
 def test_what_is_tried_is_what_takes_longest_and_one_of_each_kind() -> None:

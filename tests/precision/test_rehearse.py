@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import Precision
 from everyframe.hardware.profiles import find_profile, profile_names
+from everyframe.ops import gated
 from everyframe.ops.timestep_embedding import timestep_embedding
 from everyframe.precision.policy import ComponentNeeds, choose
 from everyframe.precision.rehearse import Rehearsed, rehearse
@@ -258,6 +259,26 @@ def test_live_bytes_and_work() -> None:
     assert found.working_bytes == 4 * (8 * 32 + 8 * 16 + 8 * 16)
     assert found.peak_at == "b: mm"
     assert found.work.operations == 2 * 8 * 16 * 32 * 2
+
+
+def test_a_feed_forward_in_pieces_is_run_dry_as_it_runs() -> None:
+    """On a CPU, what is widened is a piece at a time; the work is that of all of them."""
+    length, size, width = 3 * gated._ROWS + 100, 8, 2048
+
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wide, self.narrow = nn.Linear(size, 2 * width), nn.Linear(width, size)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return gated.gated_gelu(x, self.wide, self.narrow, width)
+
+    card, host = (dry(Gated(), name, (1, length, size)) for name in ("cuda-sm90", "cpu-fp32"))
+    widened = 2 * width * 4
+    assert card.working_bytes > length * widened
+    assert host.working_bytes < 2 * gated._ROWS * widened
+    assert host.work.operations == pytest.approx(card.work.operations, rel=1e-6)
+    assert host.work.operations > 2 * length * size * 3 * width - 1
 
 
 def test_attention_is_one_operation_and_counted() -> None:

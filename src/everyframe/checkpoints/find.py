@@ -53,6 +53,13 @@ class PartLocation:
         """Nothing of this part has to be fetched."""
         return not self.missing
 
+    def to_fetch(self) -> tuple[str, ...]:
+        """What has to be fetched of it, a line for a person; none if it is complete."""
+        if self.complete:
+            return ()
+        about = f", about {self.bytes_to_fetch / 1e9:.1f} GB" if self.bytes_to_fetch else ""
+        return (f"{self.part.repo_id}: {', '.join(self.missing)}{about}",)
+
 
 @dataclass(frozen=True)
 class Location:

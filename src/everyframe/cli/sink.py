@@ -95,7 +95,7 @@ class Sink:
         """Keep the sound of the video of its seed; a note where its file has no room for it."""
         path = self._paths[event.seed]
         if kind_of(path) is not Kind.MP4:
-            return f"the model made sound, and {path} can't hold it; an .mp4 can"
+            return f"there is sound, and {path} can't hold it; an .mp4 can"
         self._sounds[event.seed] = Sound(event.samples, event.rate)
         return None
 

@@ -14,8 +14,8 @@ class Product:
     """A matrix product, convolution or attention of certain sizes: what a device is fast at or not.
 
     `kind` is ``product``, ``convolution`` or ``attention``; `shapes` are those of its operands,
-    `told` a convolution's stride, padding and so on, as `torch.convolution` takes them; ``masked``
-    of an attention that has a mask.
+    `told` a convolution's stride, padding and so on, as `torch.convolution` takes them; of an
+    attention ``masked`` where it has a mask, and then the kernel that computes it, if chosen.
     """
 
     kind: str
@@ -28,9 +28,10 @@ class Product:
 class Rates:
     """How fast a device is: `products` in operations a second by dtype, the rest in bytes a second.
 
-    `memory` is what passing over tensors takes, `load` the way from a file into place; `launch` are
-    the seconds that any operation takes at least. `source` says whether they were measured or are a
-    maker's numbers; `measured` are the rates of products that were tried by themselves.
+    `memory` is what passing over tensors takes, `load` the way from a file into place, `mapping`
+    what the system takes to hand out memory in large blocks, None where that is no matter; `launch`
+    are the seconds that any operation takes at least. `source` says whether they were measured or
+    are a maker's numbers; `measured` are the rates of products that were tried by themselves.
     """
 
     products: tuple[tuple[str, float], ...]
@@ -39,6 +40,7 @@ class Rates:
     source: str
     launch: float = 1e-5
     measured: tuple[tuple[Product, float], ...] = ()
+    mapping: float | None = None
 
     def product(self, dtype: str) -> float:
         """Multiplications and additions a second in that dtype; as slow as the slowest if unknown.

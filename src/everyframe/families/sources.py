@@ -26,11 +26,7 @@ class Source:
 
     def missing(self) -> tuple[str, ...]:
         """What must be fetched, a line each."""
-        if self.part is None or self.part.complete:
-            return ()
-        size = self.part.bytes_to_fetch
-        about = f", about {size / 1e9:.1f} GB" if size else ""
-        return (f"{self.part.part.repo_id}: {', '.join(self.part.missing)}{about}",)
+        return () if self.part is None else self.part.to_fetch()
 
     def config(self, name: str = "config.json") -> dict[str, Any] | None:
         """The JSON file of that name beside the weights, None if it is not there."""

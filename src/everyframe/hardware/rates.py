@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -21,8 +22,10 @@ if TYPE_CHECKING:
 #: Operations that one trial is cut to.
 _CPU_OPERATIONS, _CARD_OPERATIONS = 6e8, 2e11
 
-#: Bytes of the tensor that passes through memory.
-_CPU_BYTES, _CARD_BYTES = 32 << 20, 512 << 20
+#: Bytes of the tensor that passes through memory: on a CPU less than what an allocator asks the
+#: system for each time, and of the one that is.
+_CPU_BYTES, _CARD_BYTES = 16 << 20, 512 << 20
+_MAPPED_BYTES = 64 << 20
 
 #: A trial is repeated until it took so many seconds in all, or so often.
 _ENOUGH, _MOST_RUNS = 0.1, 8
@@ -32,9 +35,15 @@ _ENOUGH, _MOST_RUNS = 0.1, 8
 _LOAD = 1.2e9
 
 
-def measured_rates(products: Sequence[Product], device: str, num_threads: int) -> Rates:
+Kernels = Callable[[str], AbstractContextManager[None]]
+"""Within what it gives, torch's attention is computed by the kernel of that name."""
+
+
+def measured_rates(
+    products: Sequence[Product], device: str, num_threads: int, kernels: Kernels
+) -> Rates:
     """Rates of these products, and of memory, on the device of that torch name."""
-    tried = tuple((product, _rate(product, device, num_threads)) for product in products)
+    tried = tuple((product, _rate(product, device, num_threads, kernels)) for product in products)
     by_dtype: dict[str, float] = {}
     for product, rate in tried:
         by_dtype[product.dtype] = min(rate, by_dtype.get(product.dtype, rate))
@@ -46,16 +55,34 @@ def measured_rates(products: Sequence[Product], device: str, num_threads: int) -
         source="measured here",
         launch=launch,
         measured=tried,
+        mapping=_mapping(num_threads) if device == "cpu" else None,
     )
 
 
 @lru_cache(maxsize=256)
-def _rate(product: Product, device: str, num_threads: int) -> float:
+def _rate(product: Product, device: str, num_threads: int, kernels: Kernels) -> float:
     """Operations a second of that product, cut to a fraction where it is large."""
     most = _CPU_OPERATIONS if device == "cpu" else _CARD_OPERATIONS
     with _threads(num_threads):
         run, operations = _TRIALS[product.kind](product, device, most)
-        return operations / _seconds(run, device)
+        with kernels(product.told[-1]) if _names_kernel(product) else nullcontext():
+            return operations / _seconds(run, device)
+
+
+def _names_kernel(product: Product) -> bool:
+    return product.kind == "attention" and product.told not in ((), ("masked",))
+
+
+@lru_cache(maxsize=4)
+def _mapping(num_threads: int) -> float:
+    """Bytes a second that the system hands out to a CPU's work, zeroed, on top of their use."""
+    import torch
+
+    with _threads(num_threads):
+        there = torch.empty(_MAPPED_BYTES // 4)
+        used = _seconds(lambda: there.fill_(0.5), "cpu")
+        fresh = _seconds(lambda: torch.empty(_MAPPED_BYTES // 4).fill_(0.5), "cpu")
+    return _MAPPED_BYTES / max(fresh - used, 1e-7)
 
 
 @lru_cache(maxsize=16)
@@ -147,8 +174,13 @@ def _attention(product: Product, device: str, most: float) -> tuple[Callable[[],
     q = _filled((rows, 1, length, size), product, device)
     k = _filled((rows, 1, keys, size), product, device)
     v = _filled((rows, 1, keys, width), product, device)
+    mask = _filled((length, keys), product, device) if "masked" in product.told else None
     operations = 2.0 * rows * length * keys * (size + width)
-    return lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v), operations
+
+    def run() -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    return run, operations
 
 
 _TRIALS = {"product": _product, "convolution": _convolution, "attention": _attention}

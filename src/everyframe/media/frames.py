@@ -12,8 +12,9 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,6 +23,9 @@ from everyframe.media.paths import FOLDER_RECORD, FRAME_NAME, exact_fps
 from everyframe.media.pixels import Frames
 from everyframe.media.read import Background, num_pictures, read_image
 from everyframe.media.record import parse
+
+if TYPE_CHECKING:
+    from everyframe.media.sound import Sound
 
 #: Endings of the pictures that a folder of frames may hold.
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".tif", ".tiff", ".bmp")
@@ -32,13 +36,15 @@ class FrameSource:
     """Frames, uint8 (H, W, 3), from their beginning each time that `read` is called.
 
     `name` is for people and holds no folder; `is_still` says that it is one picture, which may
-    stand for every frame; `fps` is None for what has no rate of its own.
+    stand for every frame; `fps` is None for what has no rate of its own. `sound` gives so many
+    seconds of what is heard with it from its first frame on, None where there is no sound.
     """
 
     name: str
     read: Callable[[], Iterator[Frames]]
     is_still: bool = False
     fps: Fraction | None = None
+    sound: Callable[[float], Sound | None] = lambda seconds: None
 
 
 @dataclass(frozen=True)
@@ -132,9 +138,11 @@ def _of_path(path: Path, what: str, under: Background) -> FrameSource:
         frames, fps = read_animation(path)
         return FrameSource(path.name, lambda: iter(frames), fps=fps)
     # Loaded here: pictures need no FFmpeg.
-    from everyframe.media.mp4 import frame_rate, iter_frames
+    from everyframe.media.mp4 import frame_rate, iter_frames, read_sound
 
-    return FrameSource(path.name, lambda: iter_frames(path), fps=frame_rate(path))
+    return FrameSource(
+        path.name, lambda: iter_frames(path), fps=frame_rate(path), sound=partial(read_sound, path)
+    )
 
 
 def _each(pictures: Iterable[Any], under: Background) -> Iterator[Frames]:

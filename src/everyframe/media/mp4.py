@@ -21,7 +21,7 @@ from av.video.reformatter import ColorRange, Colorspace
 
 from everyframe.core.errors import MediaError
 from everyframe.media.pixels import Frames, fit_image
-from everyframe.media.sound import Sound, add_stream, packets
+from everyframe.media.sound import Sound, add_stream, decoded_sound, packets
 
 _BT709 = 1  # the number of BT.709 in each of H.264's three colour fields (ITU-T H.273)
 # A fixed number of threads, whatever the machine: x264 gives the same bytes for the same number.
@@ -140,6 +140,32 @@ def frame_rate(path: Path) -> Fraction:
     if not rate:
         raise MediaError(f"{str(path)!r} can't be read as a video: no frames in it")
     return rate
+
+
+def read_sound(path: Path, seconds: float) -> Sound | None:
+    """What is heard in the first seconds of a video file; None if it has no sound.
+
+    Counted from its first frame; silence where its sound begins later or ends sooner. More than two
+    channels become two. Raises `MediaError` if it can't be decoded.
+    """
+    with _opened(path) as container:
+        if not container.streams.audio:
+            return None
+        video, stream = container.streams.video[0], container.streams.audio[0]
+        try:
+            samples, first = decoded_sound(container, stream)
+        except (av.FFmpegError, OSError) as error:
+            raise MediaError(
+                f"the sound of {str(path)!r} can't be decoded ({_reason(error)}); a copy without "
+                "sound can be taken"
+            ) from error
+        shown = float((video.start_time or 0) * video.time_base)
+        rate = int(stream.rate)
+    whole = np.zeros((len(samples), round(seconds * rate)), np.float32)
+    at = round((first - shown) * rate)
+    heard = samples[:, max(-at, 0) :][:, : max(whole.shape[1] - max(at, 0), 0)]
+    whole[:, max(at, 0) : max(at, 0) + heard.shape[1]] = heard
+    return Sound(whole, rate) if heard.size else None
 
 
 def iter_frames(path: Path) -> Iterator[Frames]:

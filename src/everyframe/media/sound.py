@@ -70,6 +70,21 @@ def packets(stream: Any, sound: Sound) -> Iterator[Any]:
     yield from stream.encode(None)
 
 
+def decoded_sound(container: Any, stream: Any) -> tuple[npt.NDArray[np.float32], float]:
+    """Samples (channels, n), one channel or two, of an open file, and the second of the first."""
+    layout = _LAYOUTS[min(stream.codec_context.channels, 2)]
+    resampler = av.AudioResampler(format="fltp", layout=layout, rate=stream.rate)
+    pieces, first = [], None
+    for frame in container.decode(stream):
+        if first is None:
+            first = float(frame.time or 0)
+        pieces += [piece.to_ndarray() for piece in resampler.resample(frame)]
+    pieces += [piece.to_ndarray() for piece in resampler.resample(None)]
+    empty = np.zeros((1 if layout == "mono" else 2, 0), np.float32)
+    samples = np.concatenate([empty, *pieces], axis=1).astype(np.float32, copy=False)
+    return np.nan_to_num(samples), first or 0.0
+
+
 def _rate(rate: int) -> int:
     """The lowest rate of AAC that loses nothing, or its highest."""
     return next((known for known in _RATES if known >= rate), _RATES[-1])

@@ -22,6 +22,8 @@ from torch.nn.attention import (
 )
 from torch.utils.hooks import RemovableHandle
 
+from everyframe.ops.device import kind_of
+
 #: The plain kernel: two products and a softmax in float32, on every device. It holds all scores.
 PLAIN = "math"
 
@@ -55,7 +57,7 @@ def attention(
     # Queries and keys come out of norms and rotations that may be wider than the projection that
     # made them; the kernels want one dtype, and that of the values is the one chosen for products.
     q_BHQD, k_BHLD = q_BHQD.to(v_BHLD.dtype), k_BHLD.to(v_BHLD.dtype)
-    if v_BHLD.device.type == "mps":
+    if kind_of(v_BHLD) == "mps":
         # Metal's kernel was seen to ignore strides (known issue mps-sdpa-noncontiguous).
         q_BHQD, k_BHLD, v_BHLD = (x.contiguous() for x in (q_BHQD, k_BHLD, v_BHLD))
     return F.scaled_dot_product_attention(

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from everyframe.ops.device import kind_of
 from everyframe.ops.dtypes import float32_or_wider
 
 
@@ -53,7 +54,7 @@ def rotary_table(
 def rotate(x: Tensor, table: RotaryTable) -> Tensor:
     """Turn `x` (..., N, D) by the table's angles; computed in its precision, in `x`'s dtype."""
     wide = x.to(torch.promote_types(x.dtype, table.cos.dtype))
-    if wide.device.type == "cpu":
+    if kind_of(wide) == "cpu":
         # One pass over memory where the formula below takes three. Elsewhere complex numbers are
         # not always there (MPS) or not compiled (inductor).
         turns = torch.complex(table.cos[..., ::2], table.sin[..., 1::2])

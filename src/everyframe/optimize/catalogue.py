@@ -7,7 +7,7 @@ the command line can ask. Read next: `choosing`.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from everyframe.core.errors import InputError, did_you_mean
@@ -90,6 +90,11 @@ def kernels_for(device: DeviceFacts) -> tuple[str, ...]:
 def kernel_of(name: str) -> str | None:
     """``flash`` of ``attention-flash``; None for what is no attention."""
     return name.removeprefix(_ATTENTION) if name.startswith(_ATTENTION) else None
+
+
+def kernel_used(paths: Sequence[str]) -> str:
+    """The kernel of attention that is used with these paths: the plain one where none is named."""
+    return next((kernel for each in paths if (kernel := kernel_of(each))), PLAIN)
 
 
 def path_of_kernel(kernel: str) -> str:

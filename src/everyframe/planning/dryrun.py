@@ -8,7 +8,7 @@ Read next: `everyframe.precision.rehearse`, `everyframe.families.family.Rehearsa
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from everyframe.core.facts import DeviceFacts, Product, Rates
 from everyframe.core.plan import ComponentPlan, Plan, Precision, StagePlan
 from everyframe.families.family import JointRehearsal, Rehearsal
+from everyframe.optimize.catalogue import kernel_used
 
 if TYPE_CHECKING:
     from everyframe.precision.rehearse import Rehearsed, Together
@@ -137,21 +138,27 @@ def stage_plan(run: DryRun, part: ComponentPlan, rates: Rates | None) -> StagePl
 
 
 def _seconds(run: DryRun, part: ComponentPlan, rates: Rates) -> float:
-    call = call_seconds(run.found.work, rates)
+    call = call_seconds(run.found.work, rates, part.paths)
     if part.offload:
         # The next block comes while one computes: whichever takes longer.
         call = max(call, part.weight_bytes / (rates.load if part.streams else _BUS))
     return part.weight_bytes / rates.load + call * run.rehearsal.num_calls
 
 
-def call_seconds(work: Work, rates: Rates) -> float:
-    """Seconds of one call: products at their rates, everything else at that of the memory."""
+def call_seconds(work: Work, rates: Rates, paths: Sequence[str] | None = None) -> float:
+    """Seconds of one call: products at their rates, everything else at that of the memory.
+
+    `paths` are the fast ones that are used, without which attention is computed plainly; None
+    stands for torch's own choice.
+    """
     measured = dict(rates.measured)
     alike: dict[tuple[str, str], list[float]] = {}
     for product, rate in rates.measured:
         alike.setdefault((product.kind, product.dtype), []).append(rate)
     seconds = work.moved_bytes / rates.memory + work.num_kernels * rates.launch
-    for product, operations in work.products:
+    if rates.mapping is not None:
+        seconds += work.mapped_bytes / rates.mapping
+    for product, operations in _by_kernels(work, paths):
         tried = measured.get(product) or _mean(alike.get((product.kind, product.dtype), ()))
         seconds += operations / (tried or rates.product(product.dtype))
     return seconds
@@ -161,11 +168,26 @@ def _mean(rates: Sequence[float]) -> float | None:
     return sum(rates) / len(rates) if rates else None
 
 
-def heaviest(runs: Sequence[DryRun], most: int) -> list[Product]:
-    """The products that the plan spends most on, of every kind and dtype at least one."""
+def _by_kernels(work: Work, paths: Sequence[str] | None) -> Iterator[tuple[Product, float]]:
+    """The products, each attention with the kernel that computes it."""
+    kernel = None if paths is None else kernel_used(paths)
+    for product, operations in work.products:
+        if kernel is not None and product.kind == "attention":
+            product = replace(product, told=(*product.told, kernel))
+        yield product, operations
+
+
+def heaviest(
+    runs: Sequence[DryRun], most: int, paths: Mapping[str, Sequence[str] | None] | None = None
+) -> list[Product]:
+    """The products that the plan spends most on, of every kind and dtype at least one.
+
+    `paths` are the fast ones that each component uses; see `call_seconds`.
+    """
     total: dict[Product, float] = {}
     for run in runs:
-        for product, operations in run.found.work.products:
+        used = (paths or {}).get(run.rehearsal.component)
+        for product, operations in _by_kernels(run.found.work, used):
             total[product] = total.get(product, 0.0) + operations * run.rehearsal.num_calls
     ranked = sorted(total, key=lambda product: total[product], reverse=True)
     first: Mapping[Any, Product] = {

@@ -277,7 +277,11 @@ def _rates(fitted: Fitted, device: DeviceFacts, num_threads: int) -> Rates | Non
     """A made-up device's own rates; a real one is tried with what the plan spends most on."""
     if device.rates is not None or not fitted.runs:
         return device.rates
-    return measured_rates(heaviest(fitted.runs, _NUM_TRIALS), device.torch_name, num_threads)
+    from everyframe.ops.attention import by_kernel
+
+    paths = {part.name: part.paths for part in fitted.components}
+    products = heaviest(fitted.runs, _NUM_TRIALS, paths)
+    return measured_rates(products, device.torch_name, num_threads, by_kernel)
 
 
 def default_threads(facts: MachineFacts, num_ranks: int, *, is_here: bool = True) -> int:

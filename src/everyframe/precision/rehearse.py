@@ -24,7 +24,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import Precision
+from everyframe.ops.device import standing_for
 from everyframe.precision import edges, rules
+from everyframe.precision.dtypes import dtype_name
 from everyframe.precision.islands import in_island
 from everyframe.precision.live import LiveBytes
 from everyframe.precision.rules import Finding
@@ -164,6 +166,7 @@ def _prepared(parts: Mapping[str, Part], run: _Run) -> Iterator[None]:
                     stack.callback(hooks.remove)
             stack.enter_context(_names(name, part.module, run))
         # In inference mode some questions (`if mask.all()`) are not taken apart into operations.
+        stack.enter_context(standing_for(run.device.kind))
         for each in (torch.inference_mode(False), torch.no_grad(), _Attention(run), run):
             stack.enter_context(each)
         yield
@@ -298,11 +301,7 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         operation = func._schema.name
         tensors = on_device((args, given))
         if operation == "aten::_local_scalar_dense" and tensors:
-            return (
-                False
-                if tensors[0].dtype == torch.bool
-                else tensors[0].new_zeros((), device="cpu").item()
-            )
+            return torch.zeros((), dtype=tensors[0].dtype, device="cpu").item()
         if operation == "aten::_to_copy" and tensors and goes_to_host(given):
             # What comes to the host has no numbers either; one element stands for all of them.
             dtype = given.get("dtype") or tensors[0].dtype
@@ -383,7 +382,7 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         floating = [t for t in (tensors or results) if t.is_floating_point()]
         if module and in_island(module, self._now.islands):
             self._find(operation, rules.check_island(operation, floating))
-        dtype = str(floating[0].dtype).removeprefix("torch.") if floating else ""
+        dtype = dtype_name(floating[0].dtype) if floating else ""
         self._now.seen[module, operation, dtype] = None
 
     def _find(self, operation: str, problems: Any) -> None:

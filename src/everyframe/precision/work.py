@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from everyframe.core.facts import Product
+from everyframe.ops.device import times
 from everyframe.precision.dtypes import dtype_name
 
 #: Operations that compute longer than their bytes take to pass, and how many times as long.
@@ -25,11 +26,15 @@ _COSTLY = {"aten::gelu": 3}
 
 @dataclass(frozen=True)
 class Work:
-    """What one call takes: products with their operations, other bytes, number of kernels."""
+    """What one call takes: products with their operations, other bytes, number of kernels.
+
+    `mapped_bytes` are of results so large that an allocator asks the system for each of them.
+    """
 
     products: tuple[tuple[Product, float], ...] = ()
     moved_bytes: int = 0
     num_kernels: int = 0
+    mapped_bytes: int = 0
 
     @property
     def operations(self) -> float:
@@ -37,12 +42,16 @@ class Work:
         return sum(operations for _, operations in self.products)
 
 
+#: Blocks beyond this are the system's own, as glibc hands them out: new, and zeroed page by page.
+MAPPED = 32 << 20
+
+
 class WorkCounter:
     """Adds up operations as they are seen; `total` gives them as a value."""
 
     def __init__(self) -> None:
         self._products: Counter[Product] = Counter()
-        self._moved = self._kernels = 0
+        self._moved = self._kernels = self._mapped = 0.0
 
     def attention(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
@@ -51,17 +60,21 @@ class WorkCounter:
         shapes = (tuple(query.shape), tuple(key.shape), tuple(value.shape))
         told = () if mask is None else ("masked",)
         product = Product("attention", dtype_name(query.dtype), shapes, told)
-        self._products[product] += int(sdpa_flop_count(*shapes))  # type: ignore[no-untyped-call]
-        self._kernels += 1
+        count = sdpa_flop_count(*shapes)  # type: ignore[no-untyped-call]
+        self._products[product] += int(count * times())
+        self._kernels += times()
 
     def operation(
         self, func: Any, args: Sequence[Any], ins: Sequence[Tensor], outs: Sequence[Tensor]
     ) -> None:
         """One operation that is no view, with its tensors."""
-        self._kernels += 1
+        self._kernels += times()
+        self._mapped += times() * sum(
+            size for size in map(_bytes, outs) if size > MAPPED and not _in_place(func)
+        )
         count = flop_registry.get(func._overloadpacket)
         if count is None:
-            passing = sum(t.numel() * t.element_size() for t in (*ins, *outs))
+            passing = sum(map(_bytes, (*ins, *outs))) * times()
             self._moved += passing * _COSTLY.get(func._schema.name, 1)
             return
         is_convolution = "convolution" in func._schema.name
@@ -69,11 +82,21 @@ class WorkCounter:
         told = tuple(_plain(each) for each in args[3:]) if is_convolution else ()
         shapes = tuple(tuple(tensor.shape) for tensor in ins)
         product = Product(kind, dtype_name(outs[0].dtype), shapes, told)
-        self._products[product] += int(count(*args, out_val=outs[0]))
+        self._products[product] += int(count(*args, out_val=outs[0]) * times())
 
     def total(self) -> Work:
         """Everything so far."""
-        return Work(tuple(self._products.items()), self._moved, self._kernels)
+        return Work(
+            tuple(self._products.items()), int(self._moved), int(self._kernels), int(self._mapped)
+        )
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _in_place(func: Any) -> bool:
+    return any(each.alias_info is not None for each in func._schema.returns)
 
 
 def _plain(value: Any) -> Any:

@@ -205,7 +205,7 @@ def test_sound_is_in_the_file_and_is_told_where_there_is_no_room(
         assert container.streams.audio[0].rate == 16000
     assert main([*words, "-o", str(tmp_path / "clip.gif")]) == 0
     told = " ".join(capsys.readouterr().err.split())
-    assert "the model made sound, and" in told
+    assert "there is sound, and" in told
     assert "can't hold it; an .mp4 can" in told
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from everyframe.checkpoints.fetch import fetch_missing
-from everyframe.checkpoints.find import Location, PartLocation
+from everyframe.checkpoints.find import Location
 from everyframe.checkpoints.folder import read_json
 from everyframe.core.errors import InputError
 from everyframe.families.svd import single
@@ -82,7 +82,7 @@ class Files:
 
     def missing(self) -> tuple[str, ...]:
         """What must be fetched, a line each."""
-        return tuple(_line(place) for place in self.location.parts if not place.complete)
+        return tuple(line for place in self.location.parts for line in place.to_fetch())
 
     def fetched(self) -> Files:
         """The same with all files on this disk."""
@@ -174,9 +174,3 @@ def _released(name: str) -> Mapping[str, Mapping[str, Any]]:
         up = {"up_block_types": ["UpDecoderBlock2D"] * 4}
         configs["vae"] = {**RELEASED["vae"], **up, "_class_name": IMAGE_VAE}
     return configs
-
-
-def _line(place: PartLocation) -> str:
-    size = place.bytes_to_fetch
-    about = f", about {size / 1e9:.1f} GB" if size else ""
-    return f"{place.part.repo_id}: {', '.join(place.missing)}{about}"
