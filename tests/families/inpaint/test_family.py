@@ -78,6 +78,25 @@ def test_other_folders_are_left_to_others(
 
 
 @pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("StableDiffusionPipeline", "for single pictures and no video pipeline, .* a ControlNet"),
+        ("StableDiffusionInpaintPipeline", "an inpainting pipeline"),
+    ],
+)
+def test_a_folder_that_is_labelled_wrongly(tmp_path: Path, name: str, kind: str) -> None:
+    """Say what the label means here, and what can be done, not only which file is not there."""
+    (tmp_path / "transformer").mkdir()
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": name}))
+    with pytest.raises(
+        CheckpointError, match=rf"is a {name}, .*{kind}.*no unet/config.json, vae"
+    ) as caught:
+        everyframe.plan(model=str(tmp_path), **GIVEN)
+    assert "correct _class_name" in str(caught.value)
+    assert "everyframe models" in str(caught.value)
+
+
+@pytest.mark.parametrize(
     ("part", "file"),
     [
         ("unet", "diffusion_pytorch_model"), ("controlnet", "diffusion_pytorch_model"),

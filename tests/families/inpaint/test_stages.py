@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,13 @@ from PIL import Image
 
 import everyframe
 import tiny_inpaint
-from everyframe.core.events import Loaded, StageDone, Step
+from everyframe.core.errors import InputError
+from everyframe.core.events import Frames as FramesMade
+from everyframe.core.events import Loaded, Note, StageDone, Step
+from everyframe.core.events import Sound as SoundMade
 from everyframe.core.request import Request
 from everyframe.families.inpaint.canny import canny
+from everyframe.media.sound import Sound
 from everyframe.samplers import noise
 
 #: Largest difference of a float frame; 1e-4 is what we promise. Sums are made in diffusers' order;
@@ -253,6 +259,89 @@ def test_a_scheduler_that_draws_gives_every_frame_the_same(folders: dict[int, Pa
     source = np.stack([picture(32, 48)] * 2)
     both = ours(folders[9], source=source, control="canny", frames_at_once=2)
     assert np.array_equal(both[0], both[1])
+
+
+@pytest.mark.parametrize(
+    "name", ["DDPMScheduler", "LCMScheduler", "KDPM2AncestralDiscreteScheduler"]
+)
+def test_schedulers_that_draw_are_diffusers(
+    folders: dict[int, Path], pipes: dict[int, Any], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both draw by diffusers' own function, which is handed the same noise for the same draw."""
+    kind = getattr(diffusers, name)
+    draws: list[tuple[int, ...]] = []
+
+    def drawn(shape: Any, *_: Any, dtype: Any = None, **__: Any) -> torch.Tensor:
+        draws.append(tuple(shape))
+        generator = torch.Generator().manual_seed(len(draws))
+        return torch.randn(tuple(shape), generator=generator, dtype=dtype)
+
+    monkeypatch.setattr(sys.modules[kind.__module__], "randn_tensor", drawn)
+    tiny_inpaint.with_scheduler(folders[9], name)
+    pipes[9].scheduler = kind.from_pretrained(folders[9] / "scheduler")
+    source, control, mask = picture(32, 48), picture(32, 48, seed=1), soft_mask(32, 48)
+    wanted = theirs(pipes[9], source, mask, control, latents=latents_of(32, 48))
+    by_diffusers = draws[:]
+    draws.clear()
+    made = ours(
+        folders[9], source=source, mask=mask, control=control, latents=latents_of(32, 48),
+        unblended=True,
+    )  # fmt: skip
+    assert draws == by_diffusers
+    assert len(draws) >= STEPS - 1
+    assert np.abs(made - wanted).max() < CLOSE
+    assert wanted.std() > 0.05
+
+
+def test_frames_with_an_empty_mask_are_the_source_and_are_not_denoised(
+    folders: dict[int, Path],
+) -> None:
+    tiny_inpaint.with_scheduler(folders[4], "DDIMScheduler")
+    frames = np.stack([picture(32, 48, seed=seed) for seed in range(5)])
+    masks = np.zeros((5, 32, 48), np.uint8)
+    masks[1], masks[4] = soft_mask(32, 48), soft_mask(32, 48)
+    given: dict[str, Any] = {
+        "prompt": PROMPT, "model": str(folders[4]), "mask": masks, "control": "canny", "seed": 7,
+        "num_inference_steps": 2, "controlnet": str(folders[4] / "controlnet"),
+    }  # fmt: skip
+    plan = everyframe.plan(source=frames, **given)
+    assert any("empty in 3 of 5 frames" in note for note in plan.notes)
+    seen = list(everyframe.stream(Request(source=frames, **given)))
+    steps = [event.stage for event in seen if isinstance(event, Step)]
+    assert [steps.count(stage) for stage in ("given frames", "denoise", "decode")] == [2, 4, 2]
+    made = np.concatenate([event.frames for event in seen if isinstance(event, FramesMade)])
+    assert np.array_equal(made[[0, 2, 3]], frames[[0, 2, 3]].astype(np.float32) / 255)
+    # The others are what they are alone.
+    for number in (1, 4):
+        alone = ours(
+            folders[4], source=frames[number], mask=masks[number],
+            **{name: given[name] for name in ("control", "controlnet", "num_inference_steps")},
+        )  # fmt: skip
+        assert np.array_equal(made[number : number + 1], alone)
+    # Where nothing is left of the mask, nothing is done for hours.
+    with pytest.raises(InputError, match="the mask is empty in every frame at 48x32"):
+        everyframe.plan(source=frames, num_frames=1, **given)
+
+
+def test_the_sound_of_a_video_comes_along(folders: dict[int, Path], tmp_path: Path) -> None:
+    frames = np.stack([picture(32, 48)] * 4)
+    tone = np.sin(2 * np.pi * 440 * np.arange(16000) / 16000, dtype=np.float32)[None] / 2
+    video = everyframe.Video(frames, Fraction(8), {}, Sound(tone, 16000))
+    video.save(tmp_path / "source.mp4")
+    given: dict[str, Any] = {
+        "prompt": PROMPT, "model": str(folders[9]), "mask": "4,4,24,24", "control": "canny",
+        "num_inference_steps": 1, "seed": 1, "source": tmp_path / "source.mp4",
+    }  # fmt: skip
+    seen = list(everyframe.stream(Request(num_frames=2, **given)))
+    (sound,) = [event for event in seen if isinstance(event, SoundMade)]
+    # Two frames of eight a second; AAC is lossy, and the tone is still what is heard.
+    assert sound.samples.shape == (1, 4000)
+    power = np.abs(np.fft.rfft(sound.samples[0]))
+    assert power.argmax() == 110
+    assert 0.3 < np.abs(sound.samples[0, 1000:]).max() < 0.7
+    faster = list(everyframe.stream(Request(fps=4, **given)))
+    assert not [event for event in faster if isinstance(event, SoundMade)]
+    assert [e for e in faster if isinstance(e, Note) and "plays at another speed" in e.text]
 
 
 def test_stages_and_steps_are_events(folders: dict[int, Path]) -> None:

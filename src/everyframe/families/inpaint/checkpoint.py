@@ -16,7 +16,7 @@ from typing import Any
 
 from everyframe.checkpoints.fetch import fetch
 from everyframe.checkpoints.find import Location, PartLocation, find_part
-from everyframe.checkpoints.folder import describe_missing, read_json
+from everyframe.checkpoints.folder import describe_missing, listing, read_json
 from everyframe.checkpoints.known import CONTROLNETS, controlnet_part
 from everyframe.core.errors import CheckpointError, InputError, did_you_mean
 from everyframe.families.inpaint.config import INPAINTING_CHANNELS, PLAIN_CHANNELS, released
@@ -49,11 +49,7 @@ class Place:
 
     def missing(self) -> tuple[str, ...]:
         """What must be fetched, a line each."""
-        if self.part is None or self.part.complete:
-            return ()
-        size = self.part.bytes_to_fetch
-        about = f", about {size / 1e9:.1f} GB" if size else ""
-        return (f"{self.part.part.repo_id}: {', '.join(self.part.missing)}{about}",)
+        return () if self.part is None else self.part.to_fetch()
 
     def fetched(self) -> Place:
         """The same with its files on this disk. Raises `CheckpointError` if they are not there."""
@@ -171,8 +167,28 @@ def _in_folder(where: str, folder: Path) -> Files | None:
     checker = index.get("safety_checker")
     judged = isinstance(checker, list) and any(part is not None for part in checker)
     pipeline = str(index["_class_name"])
+    _check_parts(folder, pipeline)
     base = (Place(where, folder),)
     return Files(where, base, nets, pipeline=pipeline, has_safety_checker=judged)
+
+
+def _check_parts(folder: Path, pipeline: str) -> None:
+    """Raise if a folder lacks what every pipeline of that name has: it may be labelled wrongly."""
+    lacking = [f"{name}/{file}" for name, file in _CONFIGS.items()
+               if not (folder / name / file).is_file()]  # fmt: skip
+    if not lacking:
+        return
+    makes = "an inpainting pipeline"
+    if "Inpaint" not in pipeline:
+        makes = (
+            "a pipeline for single pictures and no video pipeline, which can be used here for "
+            "inpainting alone, with a ControlNet"
+        )
+    raise CheckpointError(
+        f"by its model_index.json {folder} is a {pipeline}, {makes}, but it holds no "
+        f"{listing(lacking)}; if it was downloaded in part, fetch the rest; if it is another "
+        "pipeline, correct _class_name; models that can be used: everyframe models"
+    )
 
 
 def _split(asked: Sequence[Any]) -> list[str]:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,9 @@ from everyframe.families.inpaint.canny import HIGH, LOW, canny
 from everyframe.families.inpaint.options import InpaintOptions
 from everyframe.media.frames import FrameSource, open_frames, survey
 from everyframe.media.pixels import Frames, fit_image
+
+if TYPE_CHECKING:
+    from everyframe.media.sound import Sound
 
 Grey = npt.NDArray[np.uint8]
 
@@ -99,6 +102,20 @@ class Inputs:
         masks = _stretched(self.mask, self.source, num_frames)
         for frame, mask in zip(_first(self.source, num_frames), masks, strict=True):
             yield geometry.picture(frame), geometry.mask(mask)
+
+    def num_painted(self, geometry: Geometry, num_frames: int) -> int:
+        """In how many of the frames the mask, at the result's size, is not empty."""
+        if isinstance(self.mask, Box) or self.mask.is_still:
+            ((_, mask),) = self.frames(geometry, 1)
+            return num_frames if mask.any() else 0
+        masks = _repeated(self.mask, num_frames)
+        return sum(bool(geometry.mask(mask).any()) for mask in masks)
+
+    def sound(self, num_frames: int) -> Sound | None:
+        """The sound of the source's first frames; None if it has none."""
+        if self.source.fps is None:
+            return None
+        return self.source.sound(float(num_frames / self.source.fps))
 
     def control_pictures(
         self, geometry: Geometry, num_frames: int

@@ -17,12 +17,13 @@ from everyframe.families.family import Savings, Take
 from everyframe.families.inpaint.checkpoint import Files
 from everyframe.families.inpaint.components import Builders
 from everyframe.families.inpaint.config import InpaintConfig
-from everyframe.families.inpaint.inputs import Geometry, Inputs, open_inputs
+from everyframe.families.inpaint.inputs import Geometry, Grey, Inputs, open_inputs
 from everyframe.families.inpaint.options import InpaintOptions
 from everyframe.families.inpaint.schedulers import begin, make_scheduler, num_timesteps
-from everyframe.families.inpaint.settle import geometry_of, latent_shape
+from everyframe.families.inpaint.settle import geometry_of, latent_shape, num_painted
 from everyframe.families.inpaint.weights import VAE_KEYS
 from everyframe.families.loading import load_component
+from everyframe.media.pixels import Frames
 
 _Item = TypeVar("_Item")
 
@@ -64,8 +65,27 @@ class Job:
 
     @property
     def num_batches(self) -> int:
-        """How often that is."""
-        return -(-self.settings.num_frames // self.together)
+        """How often that is, for frames that are denoised."""
+        return -(-num_painted(self.settings) // self.together)
+
+    def paints(self, mask: Grey) -> bool:
+        """Whether a frame with that mask, at the result's size, is denoised."""
+        return bool(self.settings.option("unblended")) or bool(mask.any())
+
+    def frames(self, takes: Sequence[Take]) -> Iterator[tuple[Frames, Grey]]:
+        """Every frame and its mask at the result's size."""
+        return self.inputs(takes).frames(self.geometry, self.settings.num_frames)
+
+    def painted(self, takes: Sequence[Take]) -> Iterator[tuple[Frames, Grey]]:
+        """Those of `frames` that are denoised."""
+        return (pair for pair in self.frames(takes) if self.paints(pair[1]))
+
+    def controls(self, take: Take) -> Iterator[tuple[Any, ...]]:
+        """For each frame that is denoised, what each ControlNet sees."""
+        seen = self.inputs([take]).control_pictures(self.geometry, self.settings.num_frames)
+        for (_, mask), pictures in zip(self.frames([take]), seen, strict=True):
+            if self.paints(mask):
+                yield pictures
 
     def inputs(self, takes: Sequence[Take]) -> Inputs:
         """What is given, opened anew."""
@@ -106,7 +126,8 @@ class Job:
 
 @dataclass(frozen=True, eq=False)
 class Known:
-    """The given frames in latents, float32 on the CPU, for all T frames of a take.
+    """The given frames in latents, float32 on the CPU, for the T frames of a take
+    that are denoised.
 
     mask: (T, 1, h, w), 1 where it is denoised. masked: (T, 4, h, w), the source with grey under the
     mask, for a UNet that sees it. source: (T, 4, h, w), where it is put back or begun with.

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from everyframe.core.events import Event, Frames, Loaded, Step
+from everyframe.core.events import Event, Frames, Loaded, Note, Sound, Step
 from everyframe.families.family import Take
 from everyframe.families.guarding import Guard
 from everyframe.families.inpaint.inputs import WHITE
@@ -47,8 +47,7 @@ class EncodeStage:
         yield Loaded("vae", time.perf_counter() - began)
         guard = Guard(job.plan, self.name, {"vae": vae})
         pieces: list[list[Known]] = [[] for _ in takes]
-        pairs = job.inputs(takes).frames(job.geometry, job.settings.num_frames)
-        for number, batch in enumerate(batched(pairs, job.together), start=1):
+        for number, batch in enumerate(batched(job.painted(takes), job.together), start=1):
             begun = time.perf_counter()
             source_FCHW, mask_FCHW = self._tensors(batch)
             for take, known in zip(takes, pieces, strict=True):
@@ -112,6 +111,11 @@ def _as_frames(pixels_FCHW: Tensor) -> Tensor:
     return (rearrange(pixels_FCHW, "f c h w -> f h w c") * 0.5 + 0.5).clamp(0, 1)
 
 
+def as_floats(frames: Any) -> Tensor:
+    """8-bit frames in 0..1, float32."""
+    return torch.from_numpy(frames).to(torch.float32) / 255
+
+
 def _joined(pieces: Sequence[Tensor | None]) -> Tensor | None:
     present = [piece for piece in pieces if piece is not None]
     return torch.cat(present) if present else None
@@ -139,18 +143,47 @@ class DecodeStage:
         total, done = self.num_steps(len(takes)), 0
         for take in takes:
             guard.take(take)
-            pairs = job.inputs(takes).frames(job.geometry, job.settings.num_frames)
-            batches = zip(
-                take.latents.split(job.together), batched(pairs, job.together), strict=True
-            )
-            for latents, batch in batches:
+            yield from self._sound(takes, take)
+            latents = iter(take.latents.split(job.together))
+            for batch in self._lots(takes):
                 begun = time.perf_counter()
-                done += 1
-                frames = self._decode(vae, guard, done, latents, batch)
-                yield from guard.events()
-                yield Step(self.name, done, total, take.seed, time.perf_counter() - begun)
+                frames = as_floats(np.stack([frame for frame, _ in batch]))
+                painted = [number for number, (_, mask) in enumerate(batch) if job.paints(mask)]
+                if painted:
+                    done += 1
+                    these = [batch[number] for number in painted]
+                    frames[painted] = self._decode(vae, guard, done, next(latents), these)
+                    yield from guard.events()
+                    yield Step(self.name, done, total, take.seed, time.perf_counter() - begun)
                 yield Frames(take.seed, len(frames), frames.numpy())
             take.latents = None
+
+    def _lots(self, takes: Sequence[Take]) -> Iterator[list[tuple[Any, Any]]]:
+        """All frames in order, in lots that hold one batch of those that were denoised, or none."""
+        job = self.job
+        lot: list[tuple[Any, Any]] = []
+        num_painted = 0
+        for pair in job.frames(takes):
+            lot.append(pair)
+            num_painted += job.paints(pair[1])
+            if num_painted in (0, job.together):
+                yield lot
+                lot, num_painted = [], 0
+        if lot:
+            yield lot
+
+    def _sound(self, takes: Sequence[Take], take: Take) -> Iterator[Event]:
+        """The source's own sound, if the result plays at the source's speed."""
+        settings = self.job.settings
+        inputs = self.job.inputs(takes)
+        sound = inputs.sound(settings.num_frames)
+        if sound is None:
+            return
+        assert inputs.source.fps is not None, "what has sound has a rate"
+        if float(inputs.source.fps) != settings.fps:
+            yield Note("the source's sound is left out, as the result plays at another speed")
+            return
+        yield Sound(take.seed, sound.rate, sound.seconds, sound.samples)
 
     def _decode(
         self,
@@ -170,7 +203,7 @@ class DecodeStage:
         made = made[:, : job.geometry.height, : job.geometry.width].contiguous()
         if job.settings.option("unblended"):
             return made
-        source = torch.from_numpy(given).to(torch.float32) / 255
+        source = as_floats(given)
         grey = torch.from_numpy(np.stack([mask for _, mask in batch])).to(torch.float32)
         share = grey[..., None] / 255
         blended: Tensor = share * made + (1 - share) * source

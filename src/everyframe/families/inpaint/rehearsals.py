@@ -17,7 +17,7 @@ from everyframe.families.family import Rehearsal, Saving
 from everyframe.families.inpaint.components import Builders, controlnet_name
 from everyframe.families.inpaint.config import InpaintConfig
 from everyframe.families.inpaint.schedulers import num_timesteps
-from everyframe.families.inpaint.settle import geometry_of, latent_shape
+from everyframe.families.inpaint.settle import geometry_of, latent_shape, num_painted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 def rehearsals(builders: Builders, settings: Settings) -> tuple[Rehearsal, ...]:
     """A prompt, given frames, one step of each network, one batch of frames."""
     config = builders.config
-    together = min(int(settings.option("frames_at_once")), settings.num_frames)
-    num_batches = ceil(settings.num_frames / together)
+    together = min(int(settings.option("frames_at_once")), num_painted(settings))
+    num_batches = ceil(num_painted(settings) / together)
     size = geometry_of(config, settings).padded
     strength = float(settings.option("strength"))
     each = num_timesteps(config.scheduler, settings.num_inference_steps, strength)

@@ -95,6 +95,7 @@ def settle(
             ("truncate_prompt", options.truncate_prompt),
         ),
     )
+    settings = _with_painted(facts, inputs, settings, notes)
     _note_size(facts.config, settings, found, notes)
     _note_steps(facts, settings, request, notes)
     check_latents(
@@ -103,6 +104,29 @@ def settle(
         "(1, channels, rows, columns), the start noise of every frame",
     )
     return settings, tuple(notes)
+
+
+def _with_painted(facts: Facts, inputs: Inputs, settings: Settings, notes: list[str]) -> Settings:
+    """With the number of frames that are denoised: the others stay what they are."""
+    num_frames = painted = settings.num_frames
+    if not settings.option("unblended"):
+        painted = inputs.num_painted(geometry_of(facts.config, settings), num_frames)
+    if not painted:
+        raise InputError(
+            f"the mask is empty in every frame at {settings.width}x{settings.height}: nothing "
+            "would be repainted; choose other frames or another mask, size or fit"
+        )
+    if painted < num_frames:
+        notes.append(
+            f"the mask is empty in {num_frames - painted} of {num_frames} frames, which stay what "
+            "they are and take no time"
+        )
+    return replace(settings, options=(*settings.options, ("frames_painted", painted)))
+
+
+def num_painted(settings: Settings) -> int:
+    """How many frames are denoised."""
+    return int(dict(settings.options).get("frames_painted", settings.num_frames))
 
 
 def geometry_of(config: InpaintConfig, settings: Settings) -> Geometry:

@@ -1,7 +1,8 @@
 """The stages in the middle of an inpainting run: text, and denoising.
 
 Each loads what it needs, works on every take with it and lets go of it when its generator ends.
-Frames are denoised `frames_at_once` together, with the same start noise for every frame. What is
+Frames are denoised `frames_at_once` together, with the same start noise for every frame; those in
+which nothing is repainted are left out. What is
 computed is diffusers' `StableDiffusionControlNetInpaintPipeline` frame by frame; what differs is
 that, in the end, the source itself is put back outside of the mask.
 Read next: `pictures.py` (the other stages), `denoiser.py`.
@@ -144,9 +145,8 @@ class DenoiseStage:
         """The sampler of each batch of frames that is not done."""
         job = self.job
         num_done = take.step // job.num_timesteps
-        pictures = job.inputs([take]).control_pictures(job.geometry, job.settings.num_frames)
         first = 0
-        for number, batch in enumerate(batched(pictures, job.together)):
+        for number, batch in enumerate(batched(job.controls(take), job.together)):
             frames = slice(first, first + len(batch))
             first = frames.stop
             if number < num_done:
