@@ -273,7 +273,9 @@ def test_a_feed_forward_in_pieces_is_run_dry_as_it_runs() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return gated.gated_gelu(x, self.wide, self.narrow, width)
 
-    card, host = (dry(Gated(), name, (1, length, size)) for name in ("cuda-sm90", "cpu-fp32"))
+    card, host = (
+        dry(Gated(), name, (1, length, size), dtype="float32") for name in ("cuda-sm90", "cpu-fp32")
+    )
     widened = 2 * width * 4
     assert card.working_bytes > length * widened
     assert host.working_bytes < 2 * gated._ROWS * widened
