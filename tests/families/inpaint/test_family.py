@@ -87,6 +87,7 @@ def test_other_folders_are_left_to_others(
 def test_a_folder_that_is_labelled_wrongly(tmp_path: Path, name: str, kind: str) -> None:
     """Say what the label means here, and what can be done, not only which file is not there."""
     (tmp_path / "transformer").mkdir()
+    save_file({"x": torch.zeros(1)}, tmp_path / "transformer/model.safetensors")
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": name}))
     with pytest.raises(
         CheckpointError, match=rf"is a {name}, .*{kind}.*no unet/config.json, vae"
