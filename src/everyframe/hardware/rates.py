@@ -40,9 +40,12 @@ Kernels = Callable[[str], AbstractContextManager[None]]
 
 
 def measured_rates(
-    products: Sequence[Product], device: str, num_threads: int, kernels: Kernels
+    products: Sequence[Product], device: str, num_threads: int, kernels: Kernels | None = None
 ) -> Rates:
-    """Rates of these products, and of memory, on the device of that torch name."""
+    """Rates of these products, and of memory, on the device of that torch name.
+
+    `kernels` are asked for where a product names the kernel of its attention.
+    """
     tried = tuple((product, _rate(product, device, num_threads, kernels)) for product in products)
     by_dtype: dict[str, float] = {}
     for product, rate in tried:
@@ -60,12 +63,12 @@ def measured_rates(
 
 
 @lru_cache(maxsize=256)
-def _rate(product: Product, device: str, num_threads: int, kernels: Kernels) -> float:
+def _rate(product: Product, device: str, num_threads: int, kernels: Kernels | None) -> float:
     """Operations a second of that product, cut to a fraction where it is large."""
     most = _CPU_OPERATIONS if device == "cpu" else _CARD_OPERATIONS
     with _threads(num_threads):
         run, operations = _TRIALS[product.kind](product, device, most)
-        with kernels(product.told[-1]) if _names_kernel(product) else nullcontext():
+        with kernels(product.told[-1]) if kernels and _names_kernel(product) else nullcontext():
             return operations / _seconds(run, device)
 
 
