@@ -25,7 +25,7 @@ CLOSE = 1.2  # mean states of two values that are less than this apart are moved
 PUSH = 2.0  # by how much each of them
 
 
-def task(work: Path, num_steps: int = 400, batch: int = 64) -> Task:
+def task(work: Path, num_steps: int = 2000, batch: int = 64) -> Task:
     """Trains the encoder of the denoiser in `work` to move apart the values that are too close.
 
     The target of a token's state is what it was, plus its scene's codes: a direction of its own for
@@ -69,8 +69,8 @@ def task(work: Path, num_steps: int = 400, batch: int = 64) -> Task:
         return {"score": -float(10 * along + across), "along": float(along)}
 
     return Task(
-        modules, loss, validate, clips_per_step=batch, num_steps=num_steps, learning_rate=1e-3,
-        warmup=50, ema=0.98, validate_every=100, print_every=25,
+        modules, loss, validate, clips_per_step=batch, num_steps=num_steps, learning_rate=3e-4,
+        warmup=50, ema=0.98, validate_every=500, print_every=100,
     )  # fmt: skip
 
 

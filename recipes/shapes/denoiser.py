@@ -57,11 +57,13 @@ GIVEN = ((1, 0, 0.17), (0, 1, 0.02), (1, 1, 0.02), (2, 0, 0.02), (3, 0, 0.01))
 
 @dataclass(frozen=True)
 class Draws:
-    """What a batch is made of: the share of each motion, and the motions of which only the
-    beginning of sampling is trained, where it is decided what a clip shows."""
+    """What a batch is made of: the share of each motion, the motions of which only the beginning
+    of sampling is trained, where it is decided what a clip shows, and those in which a denoiser
+    is followed that has them right already: its answers have no noise of their own."""
 
     shares: dict[str, float]
     early: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
 
 
 ALL = Draws({
@@ -73,7 +75,12 @@ ALL = Draws({
 DIRECTION = Draws({
     "right": 0.05, "left": 0.05, "up": 0.05, "down": 0.05, "still": 0.04,
     "growing": 0.34, "shrinking": 0.34, "turning": 0.08,
-}, early=("growing", "shrinking"))  # fmt: skip
+}, early=("growing", "shrinking"), kept=("right", "left", "up", "down", "still"))  # fmt: skip
+#: What is wrong is learned from clips, what is right from the denoiser that had it right.
+REPAIR = Draws({
+    "right": 0.07, "left": 0.07, "up": 0.07, "down": 0.07, "still": 0.06,
+    "growing": 0.16, "shrinking": 0.16, "turning": 0.34,
+}, kept=("right", "left", "up", "down", "still"))  # fmt: skip
 EARLY = (0.86, 0.999)  # noise levels
 
 
@@ -137,7 +144,7 @@ def noised(latents: Latents, rows: Any, rng: np.random.Generator, early: Tensor)
 
 def batch_loss(
     modules: Any, latents: Latents, rows: Any, words: text.Captions, seed: list[int],
-    empty: dict[str, Tensor] | None = None, draws: Draws = ALL,
+    empty: dict[str, Tensor] | None = None, draws: Draws = ALL, teacher: Any = None,
 ) -> Tensor:  # fmt: skip
     """Mean squared error of the velocity over frames that are not given.
 
@@ -152,14 +159,16 @@ def batch_loss(
     level = drawn.s[:, None, None, None, None] * mask[:, None, :, None, None]
     ids, text_mask = words(scenes, rng)
     drop = torch.from_numpy(rng.random(len(rows)) < (NULL_TEXT if empty is not None else 0.0))
+    x_t = (1 - level) * x0 + level * drawn.noise
+    target = x0 - drawn.noise
     # With so few tokens the plain formula's backward is 1.6 times as fast a step as flash's.
     with autocast(), sdpa_kernel(SDPBackend.MATH):
-        context = contexts(modules, ids, text_mask, drop)
-        out = modules["denoiser"](
-            (1 - level) * x0 + level * drawn.noise, drawn.s * 1000, context,
-            fps=float(world.FPS), height=64.0, width=64.0, x_mask=mask,
-        )  # fmt: skip
-    error = (out[:, : temporal.CHANNELS].float() - (x0 - drawn.noise)).square()
+        kept = torch.tensor([scene.motion in draws.kept for scene in scenes]).nonzero()[:, 0]
+        if len(kept):
+            asked = x_t[kept], drawn.s[kept], ids[kept], text_mask[kept], drop[kept], mask[kept]
+            target[kept] = answer(teacher, *asked).detach()
+        out = answer(modules, x_t, drawn.s, ids, text_mask, drop, mask)
+    error = (out - target).square()
     weight = mask[:, None, :, None, None].expand_as(error)
     if empty is not None:
         ground = torch.stack([empty[scene.background] for scene in scenes])
@@ -171,6 +180,17 @@ def batch_loss(
         )
     mean: Tensor = (error * weight).sum() / weight.sum()
     return mean
+
+
+def answer(
+    modules: Any, x_t: Tensor, s: Tensor, ids: Tensor, text_mask: Tensor, drop: Tensor, mask: Tensor
+) -> Tensor:
+    """The velocity (B, C, 5, h, w) that the denoiser sees in `x_t` at noise levels `s`, float32."""
+    out = modules["denoiser"](
+        x_t, s * 1000, contexts(modules, ids, text_mask, drop),
+        fps=float(world.FPS), height=64.0, width=64.0, x_mask=mask,
+    )  # fmt: skip
+    return out[:, : temporal.CHANNELS].float()
 
 
 def tells_direction(modules: Any, latents: Latents, rows: list[int], level: float = 0.9) -> float:
@@ -192,12 +212,18 @@ def tells_direction(modules: Any, latents: Latents, rows: list[int], level: floa
     return float((errors[0] < errors[1]).float().mean())
 
 
-def before(work: Path) -> nn.ModuleDict:
-    """What training starts from: `direction`'s weights, this stage's, or new ones and `text`'s."""
+def trained(work: Path) -> nn.ModuleDict:
+    """The denoiser and its text encoder with their best weights: of `repair` if that has run."""
     modules = build()
-    if (work / "direction" / "best.pt").exists():
-        load_best(modules, work / "direction")
-    elif (work / "denoiser" / "best.pt").exists():
+    repaired = (work / "repair" / "best.pt").exists()
+    load_best(modules, work / ("repair" if repaired else "denoiser"))
+    return modules
+
+
+def before(work: Path) -> nn.ModuleDict:
+    """What training starts from: this stage's own weights, or new ones and `text`'s."""
+    modules = build()
+    if (work / "denoiser" / "best.pt").exists():
         load_best(modules, work / "denoiser")
     else:
         _take_text(modules, work / "text")
@@ -226,6 +252,14 @@ def direction_task(work: Path, num_steps: int = 180, batch: int = 32) -> Task:
     )
 
 
+def repair_task(work: Path, num_steps: int = 1500, batch: int = 64) -> Task:
+    """Goes on from `direction` with `REPAIR`, at all noise levels."""
+    modules = build()
+    load_best(modules, work / "direction")
+    whole = task(work, num_steps, batch, draws=REPAIR, modules=modules)
+    return replace(whole, learning_rate=8e-4, warmup=40)
+
+
 def task(
     work: Path, num_steps: int = 4000, batch: int = 96, draws: Draws = ALL,
     modules: Any = None,
@@ -238,6 +272,7 @@ def task(
     motions = [scene.motion for scene in latents.scenes]
     odds = np.array([draws.shares[motion] / motions.count(motion) for motion in motions])
     modules = before(work) if modules is None else modules
+    teacher = before(work).requires_grad_(False) if draws.kept else None
     words = text.Captions()
     trials = list(world.held_out_scenes())[::16] + list(world.train_scenes())[::144]
 
@@ -245,7 +280,7 @@ def task(
         own = [step, rank()]
         share = batch // num_ranks()
         rows = np.random.default_rng([23, *own]).choice(len(odds), size=share, p=odds)
-        return batch_loss(modules, latents, rows, words, [24, *own], empty, draws), {}
+        return batch_loss(modules, latents, rows, words, [24, *own], empty, draws, teacher), {}
 
     there_and_back = [i for i, scene in enumerate(held.scenes) if scene.motion in BACKWARDS]
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from everyframe.hardware.processor import BF16_FLAGS, processor_flags
+from recipes.shapes.muon import Muon
 
 
 @dataclass
@@ -122,9 +123,7 @@ def train(task: Task, folder: Path, say: Callable[[str], None] = print) -> Path:
 
 def _optimizers(task: Task) -> list[torch.optim.Optimizer]:
     named = dict(task.modules.named_parameters())
-    # PyTorch's Muon multiplies in bf16, which takes longer than a whole step where it isn't native.
-    muon = task.muon if _has_bf16() else ()
-    matrices = {k: v for k, v in named.items() if k.startswith(muon) and k.endswith(".weight")}
+    matrices = {k: v for k, v in named.items() if k.startswith(task.muon) and k.endswith(".weight")}
     matrices = {k: v for k, v in matrices.items() if v.ndim == 2}
     rest = [v for k, v in named.items() if k not in matrices]
     rate, decay = task.learning_rate, task.weight_decay
@@ -132,11 +131,7 @@ def _optimizers(task: Task) -> list[torch.optim.Optimizer]:
         torch.optim.AdamW(rest, lr=rate, betas=(0.9, 0.99), weight_decay=decay)
     ]
     if matrices:
-        found.append(
-            torch.optim.Muon(
-                matrices.values(), lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw"
-            )
-        )
+        found.append(Muon(matrices.values(), lr=rate, weight_decay=decay))
     return found
 
 

@@ -20,6 +20,7 @@ _CURVES = {
     "text": ("loss", "score", "captions told right"),
     "apart": ("loss", "along", "squared distance from the codes"),
     "direction": ("loss", "told", "clips told from their reversals"),
+    "repair": ("loss", "all", "clips read right in all four"),
     "denoiser": ("loss", "all", "clips read right in all four"),
 }
 

@@ -19,11 +19,8 @@ from recipes.shapes import shipped
 from recipes.shapes.loop import Task, train
 
 STAGES = ("autoencoder", "temporal", "text", "denoiser", "polish")
-REPAIRS = (
-    "apart",
-    "direction",
-)  # of a denoiser that takes two words for one; then "denoiser" again
-SHARED = ("denoiser", "direction", "polish")  # what several processes can train together
+REPAIRS = ("apart", "direction", "repair")  # of a denoiser that takes two words for one
+SHARED = ("denoiser", "direction", "repair", "polish")  # what several processes can train together
 #: Hours of training, kept where no checkout or clean-up of the sources takes them away.
 WORK = cache_folder() / "recipes" / "shapes"
 
@@ -48,10 +45,11 @@ def build(stage: str, given: argparse.Namespace) -> Task:
         from recipes.shapes import apart
 
         return apart.task(work, **steps)
-    if stage in ("denoiser", "direction"):
+    if stage in ("denoiser", "direction", "repair"):
         from recipes.shapes import denoiser
 
-        return (denoiser.direction_task if stage == "direction" else denoiser.task)(work, **steps)
+        tasks = {"direction": denoiser.direction_task, "repair": denoiser.repair_task}
+        return tasks.get(stage, denoiser.task)(work, **steps)
     from recipes.shapes import polish
 
     return polish.task(work, **steps)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from recipes.shapes import apart, denoiser, latents, world
+from recipes.shapes import apart, denoiser, latents, text, world
 
 
 def _latents(count: int) -> latents.Latents:
@@ -32,6 +32,26 @@ def test_an_image_that_is_given_is_encoded_alone() -> None:
     assert alone.any()
     assert torch.equal(drawn.x0[alone, :, :1], kept.first[alone])
     assert torch.equal(drawn.x0[~alone], kept.clips[~alone])
+
+
+def test_what_is_right_already_is_learned_from_the_denoiser_that_has_it_right() -> None:
+    """Followed in every motion, a copy of the teacher has nothing to learn; another one has."""
+    torch.manual_seed(0)
+    teacher, other = denoiser.build().eval(), denoiser.build().eval()
+    for modules in (teacher, other):
+        for parameter in modules.parameters():
+            torch.nn.init.normal_(parameter, std=0.1)
+    some, words = _latents(4), text.Captions()
+    empty = {scene.background: torch.zeros(12, 5, 8, 8) for scene in some.scenes}
+    kept = denoiser.Draws({}, kept=tuple({scene.motion for scene in some.scenes}))
+
+    def loss(modules: torch.nn.Module, draws: denoiser.Draws) -> float:
+        arguments = (some, np.arange(4), words, [1], empty, draws, teacher)
+        return float(denoiser.batch_loss(modules, *arguments).detach())
+
+    assert loss(teacher, kept) == 0
+    assert loss(other, kept) > 0.01
+    assert loss(teacher, denoiser.Draws({})) > 0.01
 
 
 def test_values_that_lie_close_get_directions_of_their_own() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from recipes.shapes import autoencoder, world
 from recipes.shapes.loop import Task, load_best, train
+from recipes.shapes.muon import Muon
 from torch import Tensor, nn
 
 
@@ -61,6 +62,25 @@ def test_muon_and_adam_both_learn(tmp_path: Path) -> None:
     assert load_best(task.modules, tmp_path)["score"] > before
     for name, value in task.modules.state_dict().items():
         assert not torch.equal(value, kept[name]), name
+
+
+@pytest.mark.parametrize("shape", [(24, 10), (10, 24), (16, 16)])
+def test_muon_takes_pytorchs_own_steps(shape: tuple[int, int]) -> None:
+    """PyTorch's orthogonalises in bf16, of 8 bits, five times over: hence 2 % of the way."""
+    generator = torch.Generator().manual_seed(0)
+    first = torch.randn(shape, generator=generator)
+    ours, theirs = nn.Parameter(first.clone()), nn.Parameter(first.clone())
+    optimizers = (
+        Muon([ours], lr=0.1, weight_decay=0.1),
+        torch.optim.Muon([theirs], lr=0.1, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+    )
+    for _ in range(5):
+        gradient = torch.randn(shape, generator=generator)
+        for matrix, optimizer in zip((ours, theirs), optimizers, strict=True):
+            matrix.grad = gradient.clone()
+            optimizer.step()
+    way = (theirs - first).norm()
+    assert (ours - theirs).norm() < 0.02 * way
 
 
 def test_cells_near_the_object_are_those_it_covers() -> None:
