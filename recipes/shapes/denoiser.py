@@ -58,7 +58,7 @@ GIVEN = ((1, 0, 0.17), (0, 1, 0.02), (1, 1, 0.02), (2, 0, 0.02), (3, 0, 0.01))
 @dataclass(frozen=True)
 class Draws:
     """What a batch is made of: the share of each motion, the motions of which only the beginning
-    of sampling is trained, where it is decided what a clip shows, and those in which a denoiser
+    of sampling is trained, where it is decided what a clip shows, and those in which a teacher
     is followed that has them right already: its answers have no noise of their own."""
 
     shares: dict[str, float]
@@ -70,17 +70,6 @@ ALL = Draws({
     "right": 0.1, "left": 0.1, "up": 0.1, "down": 0.1, "still": 0.06,
     "growing": 0.12, "shrinking": 0.12, "turning": 0.3,
 })  # fmt: skip
-#: A short stretch to learn which way a size changes, which is decided at once if at all: where a
-#: denoiser answers with the mean of both ways, every later step only follows chance.
-DIRECTION = Draws({
-    "right": 0.05, "left": 0.05, "up": 0.05, "down": 0.05, "still": 0.04,
-    "growing": 0.34, "shrinking": 0.34, "turning": 0.08,
-}, early=("growing", "shrinking"), kept=("right", "left", "up", "down", "still"))  # fmt: skip
-#: What is wrong is learned from clips, what is right from the denoiser that had it right.
-REPAIR = Draws({
-    "right": 0.07, "left": 0.07, "up": 0.07, "down": 0.07, "still": 0.06,
-    "growing": 0.16, "shrinking": 0.16, "turning": 0.34,
-}, kept=("right", "left", "up", "down", "still"))  # fmt: skip
 EARLY = (0.86, 0.999)  # noise levels
 
 
@@ -165,8 +154,11 @@ def batch_loss(
     with autocast(), sdpa_kernel(SDPBackend.MATH):
         kept = torch.tensor([scene.motion in draws.kept for scene in scenes]).nonzero()[:, 0]
         if len(kept):
-            asked = x_t[kept], drawn.s[kept], ids[kept], text_mask[kept], drop[kept], mask[kept]
-            target[kept] = answer(teacher, *asked).detach()
+            # Asked in the plainest words: some wordings it may not understand.
+            said = [captions.plain_caption(scenes[i]) for i in kept.tolist()]
+            asked = *text.tokenize(said, words.tokenizer), drop[kept], mask[kept]
+            with torch.no_grad():
+                target[kept] = answer(teacher, x_t[kept], drawn.s[kept], *asked)
         out = answer(modules, x_t, drawn.s, ids, text_mask, drop, mask)
     error = (out - target).square()
     weight = mask[:, None, :, None, None].expand_as(error)
@@ -212,57 +204,26 @@ def tells_direction(modules: Any, latents: Latents, rows: list[int], level: floa
     return float((errors[0] < errors[1]).float().mean())
 
 
-def trained(work: Path) -> nn.ModuleDict:
-    """The denoiser and its text encoder with their best weights: of `repair` if that has run."""
-    modules = build()
-    repaired = (work / "repair" / "best.pt").exists()
-    load_best(modules, work / ("repair" if repaired else "denoiser"))
-    return modules
-
-
 def before(work: Path) -> nn.ModuleDict:
     """What training starts from: this stage's own weights, or new ones and `text`'s."""
     modules = build()
     if (work / "denoiser" / "best.pt").exists():
         load_best(modules, work / "denoiser")
     else:
-        _take_text(modules, work / "text")
+        take_text(modules, work / "text")
     return modules
 
 
-def _take_text(modules: Any, folder: Path) -> None:
+def take_text(modules: Any, folder: Path) -> None:
+    """The text encoder of a stage that trained it alone."""
     taught = understand.build()
     load_best(taught, folder)
     modules["text"].load_state_dict(taught["text"].state_dict())
 
 
-def direction_task(work: Path, num_steps: int = 180, batch: int = 32) -> Task:
-    """A stretch on `DIRECTION`, of a trained denoiser with the text encoder of stage `apart`."""
-    modules = build()
-    load_best(modules, work / "denoiser")
-    _take_text(modules, work / "apart")
-    short = task(work, num_steps, batch, draws=DIRECTION, modules=modules)
-
-    def validate(averaged: nn.ModuleDict) -> dict[str, float]:
-        measured = short.validate(averaged)
-        return {**measured, "score": measured["told"]}
-
-    return replace(
-        short, validate=validate, learning_rate=1e-3, warmup=15, ema=0.9, validate_every=60
-    )
-
-
-def repair_task(work: Path, num_steps: int = 1500, batch: int = 64) -> Task:
-    """Goes on from `direction` with `REPAIR`, at all noise levels."""
-    modules = build()
-    load_best(modules, work / "direction")
-    whole = task(work, num_steps, batch, draws=REPAIR, modules=modules)
-    return replace(whole, learning_rate=8e-4, warmup=40)
-
-
 def task(
     work: Path, num_steps: int = 4000, batch: int = 96, draws: Draws = ALL,
-    modules: Any = None,
+    modules: Any = None, teacher: Any = None,
 ) -> Task:  # fmt: skip
     """The stage for `loop.train`; encodes its clips first, with the autoencoder in `work`."""
     vae = trained_vae(work)
@@ -272,7 +233,6 @@ def task(
     motions = [scene.motion for scene in latents.scenes]
     odds = np.array([draws.shares[motion] / motions.count(motion) for motion in motions])
     modules = before(work) if modules is None else modules
-    teacher = before(work).requires_grad_(False) if draws.kept else None
     words = text.Captions()
     trials = list(world.held_out_scenes())[::16] + list(world.train_scenes())[::144]
 

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from everyframe.families.opensora.vae import VideoVAE
-from recipes.shapes import autoencoder, denoiser, latents, temporal, text, world
+from recipes.shapes import autoencoder, denoiser, latents, repair, temporal, text, world
 from recipes.shapes.train import WORK
 
 TARGET = Path(__file__).parents[2] / "src" / "everyframe" / "checkpoints" / "shapes"
@@ -97,7 +97,7 @@ def stored(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def write(target: Path, work: Path) -> int:
     """Writes everything but the card; returns the size in bytes of all that lies in `target`."""
-    modules = denoiser.trained(work)
+    modules = repair.trained(work)
     vae = latents.trained_vae(work)
     latents.normalise(vae)
     t5: Any = modules["text"]

@@ -19,8 +19,8 @@ from recipes.shapes import shipped
 from recipes.shapes.loop import Task, train
 
 STAGES = ("autoencoder", "temporal", "text", "denoiser", "polish")
-REPAIRS = ("apart", "direction", "repair")  # of a denoiser that takes two words for one
-SHARED = ("denoiser", "direction", "repair", "polish")  # what several processes can train together
+REPAIRS = ("apart", "direction", "repair", "wordings")  # of a denoiser that gets motions wrong
+ALONE = ("autoencoder", "temporal", "text", "apart")  # not trained by several processes together
 #: Hours of training, kept where no checkout or clean-up of the sources takes them away.
 WORK = cache_folder() / "recipes" / "shapes"
 
@@ -45,11 +45,19 @@ def build(stage: str, given: argparse.Namespace) -> Task:
         from recipes.shapes import apart
 
         return apart.task(work, **steps)
-    if stage in ("denoiser", "direction", "repair"):
+    if stage == "denoiser":
         from recipes.shapes import denoiser
 
-        tasks = {"direction": denoiser.direction_task, "repair": denoiser.repair_task}
-        return tasks.get(stage, denoiser.task)(work, **steps)
+        return denoiser.task(work, **steps)
+    if stage in REPAIRS:
+        from recipes.shapes import repair
+
+        tasks = {
+            "direction": repair.direction_task,
+            "repair": repair.repair_task,
+            "wordings": repair.wordings_task,
+        }
+        return tasks[stage](work, **steps)
     from recipes.shapes import polish
 
     return polish.task(work, **steps)
@@ -94,7 +102,7 @@ def main() -> None:
         shipped.unpack(given.work)
     for stage in STAGES if given.stage == "all" else (given.stage,):
         print(f"stage {stage}", flush=True)
-        if stage in SHARED and given.processes > 1:
+        if stage not in ALONE and given.processes > 1:
             with tempfile.TemporaryDirectory() as folder:
                 given.meeting = Path(folder) / "meeting"
                 mp.spawn(run, (stage, given), nprocs=given.processes)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from recipes.shapes import apart, denoiser, latents, text, world
+from recipes.shapes import apart, captions, denoiser, latents, text, world
+
+from everyframe.checkpoints.shapes_prompts import Scene
 
 
 def _latents(count: int) -> latents.Latents:
@@ -34,6 +36,15 @@ def test_an_image_that_is_given_is_encoded_alone() -> None:
     assert torch.equal(drawn.x0[~alone], kept.clips[~alone])
 
 
+class _Plain(text.Captions):
+    """Says each scene in the words in which a teacher is asked."""
+
+    def __call__(
+        self, scenes: list[Scene], rng: np.random.Generator
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return text.tokenize([captions.plain_caption(scene) for scene in scenes], self.tokenizer)
+
+
 def test_what_is_right_already_is_learned_from_the_denoiser_that_has_it_right() -> None:
     """Followed in every motion, a copy of the teacher has nothing to learn; another one has."""
     torch.manual_seed(0)
@@ -41,7 +52,7 @@ def test_what_is_right_already_is_learned_from_the_denoiser_that_has_it_right() 
     for modules in (teacher, other):
         for parameter in modules.parameters():
             torch.nn.init.normal_(parameter, std=0.1)
-    some, words = _latents(4), text.Captions()
+    some, words = _latents(4), _Plain()
     empty = {scene.background: torch.zeros(12, 5, 8, 8) for scene in some.scenes}
     kept = denoiser.Draws({}, kept=tuple({scene.motion for scene in some.scenes}))
 

@@ -1,0 +1,86 @@
+"""Repairs a trained denoiser that gets motions wrong: `direction`, `repair`, then `wordings`.
+
+What is wrong is learned from clips. What is right is learned from the denoiser that had it right,
+told the scene in the plainest words: its answers hold no noise, so that little is disturbed by the
+way. Runs after `apart`, which moves words apart that the text encoder takes for one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from torch import nn
+
+from everyframe.checkpoints.shapes_prompts import MOTIONS
+from recipes.shapes.denoiser import Draws, build, take_text, task
+from recipes.shapes.loop import Task, load_best
+
+#: A short stretch to learn which way a size changes, which is decided at once if at all: where a
+#: denoiser answers with the mean of both ways, every later step only follows chance.
+DIRECTION = Draws({
+    "right": 0.05, "left": 0.05, "up": 0.05, "down": 0.05, "still": 0.04,
+    "growing": 0.34, "shrinking": 0.34, "turning": 0.08,
+}, early=("growing", "shrinking"), kept=("right", "left", "up", "down", "still"))  # fmt: skip
+#: What is wrong is learned from clips, what is right from the denoiser that had it right.
+REPAIR = Draws({
+    "right": 0.07, "left": 0.07, "up": 0.07, "down": 0.07, "still": 0.06,
+    "growing": 0.16, "shrinking": 0.16, "turning": 0.34,
+}, kept=("right", "left", "up", "down", "still"))  # fmt: skip
+#: Where clips are right in some words, others are learned from what it answers to these; "from left
+#: to right" and "from right to left" are the same words in another order.
+WORDINGS = Draws(
+    {"right": 0.2, "left": 0.2, "up": 0.2, "down": 0.2}
+    | dict.fromkeys(("still", "growing", "shrinking", "turning"), 0.05),
+    early=("right", "left", "up", "down"),
+    kept=tuple(MOTIONS),
+)
+
+
+def direction_task(work: Path, num_steps: int = 180, batch: int = 32) -> Task:
+    """A stretch on `DIRECTION`, of a trained denoiser with the text encoder of stage `apart`."""
+    modules = _right(work / "denoiser")
+    take_text(modules, work / "apart")
+    short = task(work, num_steps, batch, DIRECTION, modules, _right(work / "denoiser"))
+
+    def validate(averaged: nn.ModuleDict) -> dict[str, float]:
+        measured = short.validate(averaged)
+        return {**measured, "score": measured["told"]}
+
+    return replace(
+        short, validate=validate, learning_rate=1e-3, warmup=15, ema=0.9, validate_every=60
+    )
+
+
+def repair_task(work: Path, num_steps: int = 1500, batch: int = 64) -> Task:
+    """Goes on from `direction` with `REPAIR`, at all noise levels."""
+    modules = _right(work / "direction")
+    whole = task(work, num_steps, batch, REPAIR, modules, _right(work / "denoiser"))
+    return replace(whole, learning_rate=8e-4, warmup=40)
+
+
+def wordings_task(work: Path, num_steps: int = 150, batch: int = 48) -> Task:
+    """Goes on from `repair` with `WORDINGS`; the score is how well wordings agree."""
+    modules, teacher = _right(work / "repair"), _right(work / "repair")
+    short = task(work, num_steps, batch, WORDINGS, modules, teacher)
+
+    def validate(_: nn.ModuleDict) -> dict[str, float]:
+        return {"score": -float(np.mean([float(short.loss(1_000_000 + i)[0]) for i in range(4)]))}
+
+    return replace(
+        short, validate=validate, learning_rate=6e-4, warmup=15, ema=0.95, validate_every=50,
+        print_every=10,
+    )  # fmt: skip
+
+
+def trained(work: Path) -> nn.ModuleDict:
+    """The denoiser and its text encoder with the best weights of the last stage that has run."""
+    stages = ("wordings", "repair", "denoiser")
+    return _right(next(work / each for each in stages if (work / each / "best.pt").exists()))
+
+
+def _right(folder: Path) -> nn.ModuleDict:
+    modules = build()
+    load_best(modules, folder)
+    return modules
