@@ -73,7 +73,10 @@ def run(
         "frames": _frames(events),
         "latents": latents,
         "stages": [each.stage for each in events if isinstance(each, StageStarted)],
-        "repairs": [each.module for each in events if isinstance(each, Repaired)],
+        # Of the part that all ranks share; a chunk's decoding is told by the first alone.
+        "repairs": [
+            each.module for each in events if isinstance(each, Repaired) and each.stage == "denoise"
+        ],
         "sent": {} if team is None else dict(team.sent),
     }
 
