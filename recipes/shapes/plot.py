@@ -21,7 +21,6 @@ _CURVES = {
     "apart": ("loss", "along", "squared distance from the codes"),
     "direction": ("loss", "told", "clips told from their reversals"),
     "repair": ("loss", "all", "clips read right in all four"),
-    "wordings": ("loss", "score", "agreement of wordings"),
     "denoiser": ("loss", "all", "clips read right in all four"),
 }
 

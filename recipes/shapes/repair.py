@@ -1,4 +1,4 @@
-"""Repairs a trained denoiser that gets motions wrong: `direction`, `repair`, then `wordings`.
+"""Repairs a trained denoiser that gets motions wrong: stages `direction`, then `repair`.
 
 What is wrong is learned from clips. What is right is learned from the denoiser that had it right,
 told the scene in the plainest words: its answers hold no noise, so that little is disturbed by the
@@ -10,10 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 from torch import nn
 
-from everyframe.checkpoints.shapes_prompts import MOTIONS
 from recipes.shapes.denoiser import Draws, build, take_text, task
 from recipes.shapes.loop import Task, load_best
 
@@ -28,14 +26,6 @@ REPAIR = Draws({
     "right": 0.07, "left": 0.07, "up": 0.07, "down": 0.07, "still": 0.06,
     "growing": 0.16, "shrinking": 0.16, "turning": 0.34,
 }, kept=("right", "left", "up", "down", "still"))  # fmt: skip
-#: Where clips are right in some words, others are learned from what it answers to these; "from left
-#: to right" and "from right to left" are the same words in another order.
-WORDINGS = Draws(
-    {"right": 0.2, "left": 0.2, "up": 0.2, "down": 0.2}
-    | dict.fromkeys(("still", "growing", "shrinking", "turning"), 0.05),
-    early=("right", "left", "up", "down"),
-    kept=tuple(MOTIONS),
-)
 
 
 def direction_task(work: Path, num_steps: int = 180, batch: int = 32) -> Task:
@@ -60,23 +50,9 @@ def repair_task(work: Path, num_steps: int = 1500, batch: int = 64) -> Task:
     return replace(whole, learning_rate=8e-4, warmup=40)
 
 
-def wordings_task(work: Path, num_steps: int = 150, batch: int = 48) -> Task:
-    """Goes on from `repair` with `WORDINGS`; the score is how well wordings agree."""
-    modules, teacher = _right(work / "repair"), _right(work / "repair")
-    short = task(work, num_steps, batch, WORDINGS, modules, teacher)
-
-    def validate(_: nn.ModuleDict) -> dict[str, float]:
-        return {"score": -float(np.mean([float(short.loss(1_000_000 + i)[0]) for i in range(4)]))}
-
-    return replace(
-        short, validate=validate, learning_rate=6e-4, warmup=15, ema=0.95, validate_every=50,
-        print_every=10,
-    )  # fmt: skip
-
-
 def trained(work: Path) -> nn.ModuleDict:
     """The denoiser and its text encoder with the best weights of the last stage that has run."""
-    stages = ("wordings", "repair", "denoiser")
+    stages = ("repair", "denoiser")
     return _right(next(work / each for each in stages if (work / each / "best.pt").exists()))
 
 

@@ -19,7 +19,7 @@ from recipes.shapes import shipped
 from recipes.shapes.loop import Task, train
 
 STAGES = ("autoencoder", "temporal", "text", "denoiser", "polish")
-REPAIRS = ("apart", "direction", "repair", "wordings")  # of a denoiser that gets motions wrong
+REPAIRS = ("apart", "direction", "repair")  # of a denoiser that gets motions wrong
 ALONE = ("autoencoder", "temporal", "text", "apart")  # not trained by several processes together
 #: Hours of training, kept where no checkout or clean-up of the sources takes them away.
 WORK = cache_folder() / "recipes" / "shapes"
@@ -52,11 +52,7 @@ def build(stage: str, given: argparse.Namespace) -> Task:
     if stage in REPAIRS:
         from recipes.shapes import repair
 
-        tasks = {
-            "direction": repair.direction_task,
-            "repair": repair.repair_task,
-            "wordings": repair.wordings_task,
-        }
+        tasks = {"direction": repair.direction_task, "repair": repair.repair_task}
         return tasks[stage](work, **steps)
     from recipes.shapes import polish
 
