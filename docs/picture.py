@@ -18,7 +18,7 @@ PROMPTS = {
     "a red circle moves to the right on a blue background": 7,
     "a purple star turns on a black background": 1,
     "a yellow triangle grows on a grey background": 2,
-    "a white square moves up on a navy background": 3,
+    "a white square moves up on a navy background": 4,
 }
 SHOWN_FRAMES = (0, 4, 8, 12, 16)
 SCALE, GAP, TEXT = 2, 6, 22
