@@ -22,7 +22,9 @@ def kill() -> Any:
     assert spec.loader is not None
     made = importlib.util.module_from_spec(spec)
     sys.modules["kill"] = made  # dataclasses look their module up
-    spec.loader.exec_module(made)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(PLACE.parent)  # as where it is run as a script
+        spec.loader.exec_module(made)
     return made
 
 

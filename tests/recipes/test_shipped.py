@@ -15,6 +15,17 @@ import everyframe
 from everyframe.checkpoints.shapes_prompts import Scene, read_prompt
 from everyframe.families.opensora.text import load_tokenizer
 
+PROMPTS = (
+    "a red circle moves to the right on a blue background",
+    "a green square on a grey background",
+    "a yellow star moves up on a navy background",
+    "a purple triangle turns on a black background",
+    "a white square grows on a brown background",
+    "an orange circle shrinks on a blue background",
+    "a cyan star moves to the left on a black background",
+    "a blue triangle moves down on a grey background",
+)
+
 
 def test_it_is_data_alone_and_under_16_megabytes() -> None:
     files = [file for file in shipped.FOLDER.rglob("*") if file.is_file()]
@@ -68,19 +79,17 @@ def test_its_own_defaults_are_those_it_was_made_for() -> None:
     assert defaults["num_inference_steps"] <= 30
 
 
-@pytest.mark.parametrize(
-    ("prompt", "seed"),
-    [
-        ("a red circle moves to the right on a blue background", 7),
-        ("a green square on a grey background", 7),
-        ("a yellow star moves up on a navy background", 7),
-    ],
-)
-def test_it_draws_what_the_prompt_says(prompt: str, seed: int) -> None:
-    scene = read_prompt(prompt)
-    assert isinstance(scene, Scene)
-    video = everyframe.generate(prompt, model="shapes", seed=seed)
-    assert not isinstance(video, list)
-    assert video.frames.shape == (world.NUM_FRAMES, world.SIDE, world.SIDE, 3)
-    right = reader.read(video.frames).right(scene)
-    assert all(right.values()), right
+def test_it_draws_what_prompts_say() -> None:
+    """Seven of eight, one try each. The bars on 200 are measured by evaluate.py, and the model card
+    says how far they are met: 91 % of clips are right in all four."""
+    wrong = []
+    for prompt in PROMPTS:
+        scene = read_prompt(prompt)
+        assert isinstance(scene, Scene)
+        video = everyframe.generate(prompt, model="shapes", seed=7)
+        assert not isinstance(video, list)
+        assert video.frames.shape == (world.NUM_FRAMES, world.SIDE, world.SIDE, 3)
+        read = reader.read(video.frames)
+        if not all(read.right(scene).values()):
+            wrong.append((prompt, read))
+    assert len(wrong) <= 1, wrong

@@ -261,6 +261,8 @@ def test_a_scheduler_that_draws_gives_every_frame_the_same(folders: dict[int, Pa
     assert np.array_equal(both[0], both[1])
 
 
+# diffusers takes logarithms of tensors one by one, and NumPy says of each that it won't for long.
+@pytest.mark.filterwarnings("ignore:__array:DeprecationWarning")
 @pytest.mark.parametrize(
     "name", ["DDPMScheduler", "LCMScheduler", "KDPM2AncestralDiscreteScheduler"]
 )
