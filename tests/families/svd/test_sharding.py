@@ -27,7 +27,7 @@ from everyframe.parallel import moments
 from everyframe.parallel.grid import Deal, Grid
 from everyframe.parallel.team import Alone, Imagined, Team
 from everyframe.precision import edges
-from ranks import FAST, SLOW, Group, in_every_size, ranks
+from ranks import Group, in_every_size, ranks
 
 __all__ = ["ranks"]
 
@@ -229,7 +229,9 @@ def operations(team: Team, shape: tuple[int, int, int, int]) -> int:
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize("size", [*FAST, *SLOW])
+@pytest.mark.parametrize(
+    "size", [pytest.param(n, marks=[pytest.mark.slow] * (n != 3)) for n in range(1, 9)]
+)
 def test_every_rank_does_its_share(size: int) -> None:
     shape = (2, 12, 8, 12)
     whole = operations(Alone(), shape)
