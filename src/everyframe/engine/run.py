@@ -43,7 +43,7 @@ from everyframe.engine.reporting import check_folder, loaded_in, reported
 from everyframe.families.family import Model, Stage, Take
 from everyframe.families.loading import check_contents, let_go
 from everyframe.families.remembered import Key, forget, key_of, remember
-from everyframe.hardware.peak import is_out_of_memory
+from everyframe.hardware.peak import give_back, is_out_of_memory
 from everyframe.planning.resolve import GivenModel, check_feasible, prepare
 from everyframe.precision.full import full_float32
 from everyframe.runs.folder import runs_folder
@@ -247,9 +247,7 @@ def _run_stage(stage: Stage, takes: Sequence[Take], clip: int, num_clips: int) -
     with let_go():
         # When the generator is over, so is the component that it held.
         yield from stage.run(takes)
-    for accelerator in (torch.cuda, torch.mps):
-        if accelerator.is_available():
-            accelerator.empty_cache()
+    give_back()
     seconds = time.perf_counter() - began
     _log.info("clip %d of %d: %s took %.2f s", clip + 1, num_clips, stage.name, seconds)
     yield StageDone(stage.name, seconds)

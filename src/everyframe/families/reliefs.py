@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from everyframe.core.plan import Plan
 from everyframe.families import offload
 from everyframe.families.family import Savings
 from everyframe.families.sparing import ways
+from everyframe.hardware.peak import give_back
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,7 @@ class Reliefs:
 
     def next(self) -> Relief | None:
         """Do the next one; None where there is none left. What torch keeps is given back first."""
-        for accelerator in (torch.cuda, torch.mps):
-            if accelerator.is_available():
-                accelerator.empty_cache()
+        give_back()
         relief = next(self._left, None)
         self.count += relief is not None
         return relief

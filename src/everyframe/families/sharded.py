@@ -10,7 +10,7 @@ are swapped in.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from everyframe.families.text_context import TextContext
 from everyframe.parallel.grid import Deal, Grid, Segment
+from everyframe.parallel.shared import PerSegment
 from everyframe.parallel.switch import Switch
 from everyframe.parallel.team import Alone, Team
 
@@ -57,8 +58,11 @@ class PutOn:
 class Sharded(PutOn, ABC):
     """A denoiser on the ranks of `team`; all must put it on and call it in the same order.
 
-    With `groups` above 1 the batch is parted into so many first, each with ranks of its own.
+    With `groups` above 1 the batch is parted into so many first, each with ranks of its own. Tokens
+    lie along `stream_dim` of the model's stream.
     """
+
+    stream_dim: int
 
     def __init__(self, model: nn.Module, team: Team, groups: int) -> None:
         super().__init__(team, groups)
@@ -75,6 +79,13 @@ class Sharded(PutOn, ABC):
         """That of the grid which is computed now."""
         assert self._switch is not None, "the denoiser was not called as a whole"
         return self._switch
+
+    def _swap_streams(self, part: nn.Module, streams: Mapping[type[nn.Module], int]) -> None:
+        """Have each child of these types, of so many streams, work sample by sample."""
+        for name, child in list(part.named_children()):
+            if type(child) in streams:
+                ours = PerSegment(child, streams[type(child)], self.stream_dim, self._segments)
+                self._swap(part, name, ours)
 
     def _segments(self) -> tuple[Segment, ...]:
         return self.switch.segments

@@ -6,6 +6,7 @@ import re
 
 import torch
 
+from everyframe.core.events import Note
 from everyframe.numerics.locate import Fault
 from everyframe.precision.dtypes import dtype_name
 
@@ -34,6 +35,12 @@ def told_of(fault: Fault, why: str) -> str:
         f"{fault.operation} in {fault.place} made values that are not finite in {dtype} "
         f"(operands {fault.given}, result {fault.made}; {told})"
     )
+
+
+def prompt_was_cut(cut: str) -> Note:
+    """That a text encoder could not hold all of the prompt, and which words of it went."""
+    said = f"the prompt is too long for the model; its end was cut: {cut!r}"
+    return Note(said, in_record=True)
 
 
 def asks_for_blank(prompt: str) -> bool:

@@ -1,4 +1,5 @@
-"""The most memory that this process has held on a device so far, and whether it was too much.
+"""The most memory that this process has held on a device so far, whether it was too much, and what
+torch keeps of it.
 
 Not here: forecasts (`everyframe.planning.forecast`) and limits (`facts.py`).
 """
@@ -39,6 +40,15 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     words = ("can't allocate memory", "out of memory")
     return isinstance(error, RuntimeError) and any(each in str(error) for each in words)
+
+
+def give_back() -> None:
+    """Have torch return to accelerators what it keeps of their memory for later."""
+    import torch
+
+    for accelerator in (torch.cuda, torch.mps):
+        if accelerator.is_available():
+            accelerator.empty_cache()
 
 
 def memory_verdict(device: DeviceFacts) -> str:

@@ -26,7 +26,7 @@ class Moments:
     """Of samples `length` long, dealt out as one list: `spans` are the ranks' parts of it."""
 
     def __init__(self, spans: Sequence[range], length: int, team: Team) -> None:
-        held = [{sample: stop - start for sample, start, stop in cut(s, length)} for s in spans]
+        held = _held(spans, length)
         mine = held[team.rank]
         self._team = team
         #: How much this rank has of each of its samples, in order.
@@ -71,8 +71,12 @@ class Moments:
 
 def sent_bytes(spans: Sequence[range], length: int, rank: int, groups: int) -> int:
     """Bytes that leave that rank whenever the ranks of these spans merge."""
-    held = [{sample: stop - start for sample, start, stop in cut(s, length)} for s in spans]
-    return sum(map(len, _shared(held, rank))) * 2 * groups * _BYTES
+    return sum(map(len, _shared(_held(spans, length), rank))) * 2 * groups * _BYTES
+
+
+def _held(spans: Sequence[range], length: int) -> list[dict[int, int]]:
+    """How much of each of its samples each rank has."""
+    return [{sample: stop - start for sample, start, stop in cut(s, length)} for s in spans]
 
 
 def _shared(held: Sequence[dict[int, int]], rank: int) -> list[list[int]]:

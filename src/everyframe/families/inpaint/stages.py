@@ -21,7 +21,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from everyframe.core.events import Event, Loaded, Note, Step
+from everyframe.core.events import Event, Loaded, Step
 from everyframe.core.plan import Settings
 from everyframe.families.family import Take
 from everyframe.families.guarding import Guard
@@ -32,6 +32,7 @@ from everyframe.families.inpaint.text import embed, load_tokenizer, tokenize
 from everyframe.families.inpaint.weights import CONTROLNET_KEYS, UNET_KEYS, text_keys
 from everyframe.families.loading import load_component
 from everyframe.families.stepping import denoised
+from everyframe.families.telling import prompt_was_cut
 from everyframe.samplers import noise, scheduled
 from everyframe.samplers.step import Step as SamplerStep
 
@@ -65,8 +66,7 @@ class TextStage:
             truncate = bool(job.settings.option("truncate_prompt"))
             ids, mask, cut = tokenize(tokenizer, prompt, job.config.num_tokens, truncate=truncate)
             if cut:
-                said = f"the prompt is too long for the model; its end was cut: {cut!r}"
-                yield Note(said, in_record=True)
+                yield prompt_was_cut(cut)
             tokens.append((ids, mask))
         encoder = load_component(
             job.plan.component("text_encoder"),

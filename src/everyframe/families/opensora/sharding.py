@@ -22,7 +22,7 @@ from everyframe.families.opensora.model import STDiT, STDiT3
 from everyframe.families.sharded import Sharded
 from everyframe.ops.modulation import GatedAdd, Modulate, PickFrames
 from everyframe.parallel.grid import Grid
-from everyframe.parallel.shared import CorePerSegment, PerSegment
+from everyframe.parallel.shared import CorePerSegment
 from everyframe.parallel.team import Team
 
 #: Modules without parameters that take the stream (so many times) and then tables of each sample.
@@ -40,6 +40,8 @@ def apply(model: STDiT | STDiT3, team: Team, groups: int = 1) -> Sharding:
 class Sharding(Sharded):
     """What `apply` has put on a denoiser; `remove` takes it off."""
 
+    stream_dim = 2
+
     def __init__(self, model: STDiT | STDiT3, team: Team, groups: int) -> None:
         super().__init__(model, team, groups)
         self._patch_size = model.config.patch_size
@@ -52,10 +54,7 @@ class Sharding(Sharded):
             if isinstance(part, SelfAttention) and part.axis is Axis.SPACE:
                 self._handles.append(part.register_forward_pre_hook(self._to_rows))
                 self._handles.append(part.register_forward_hook(self._to_columns))
-            for name, child in list(part.named_children()):
-                if type(child) in _STREAMS:
-                    streams = _STREAMS[type(child)]
-                    self._swap(part, name, PerSegment(child, streams, 2, self._segments))
+            self._swap_streams(part, _STREAMS)
             if isinstance(part, CrossAttention):
                 core = CorePerSegment(part.core, self._segments, self._frames)
                 self._swap(part, "core", core)

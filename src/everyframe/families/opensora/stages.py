@@ -16,7 +16,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from everyframe.core.events import Event, Loaded, Note, Step
+from everyframe.core.events import Event, Loaded, Step
 from everyframe.core.plan import Plan, Settings
 from everyframe.families.family import Savings, Take
 from everyframe.families.guarding import Guard
@@ -38,6 +38,7 @@ from everyframe.families.opensora.text import (
 from everyframe.families.opensora.vae import ImageVAE, VideoVAE
 from everyframe.families.opensora.weights import keys_of
 from everyframe.families.stepping import denoised
+from everyframe.families.telling import prompt_was_cut
 from everyframe.parallel.team import ONE, Teams
 from everyframe.samplers import iddpm, noise, rflow
 from everyframe.samplers.step import Step as SamplerStep
@@ -145,8 +146,7 @@ class TextStage:
                 truncate=job.settings.option("truncate_prompt"),
             )
             if cut:
-                said = f"the prompt is too long for the model; its end was cut: {cut!r}"
-                yield Note(said, in_record=True)
+                yield prompt_was_cut(cut)
             tokens.append((ids, mask))
         encoder = load_component(
             job.plan.component("text_encoder"),

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from everyframe.core.plan import Plan
@@ -21,6 +20,7 @@ from everyframe.families.family import Savings
 from everyframe.families.pipeline.loading import set_tiling, wait_elsewhere
 from everyframe.families.reliefs import Relief
 from everyframe.families.sparing import Way, ways
+from everyframe.hardware.peak import give_back
 
 
 class Reliefs:
@@ -49,9 +49,7 @@ class Reliefs:
 
         None where there is none left. What torch keeps is given back first.
         """
-        for accelerator in (torch.cuda, torch.mps):
-            if accelerator.is_available():
-                accelerator.empty_cache()
+        give_back()
         for relief, do in self._ways(at):
             key = (relief.component, relief.says)
             if key not in self._done:

@@ -25,7 +25,6 @@ from everyframe.parallel.grid import Deal, Grid
 from everyframe.parallel.shared import (
     Attending,
     CorePerSegment,
-    PerSegment,
     SharedCore,
     attending,
     beside,
@@ -49,6 +48,8 @@ def apply(model: StepVideoModel, team: Team, groups: int = 1, way: str = "ulysse
 class Sharding(Sharded):
     """What `apply` has put on a denoiser; `remove` takes it off."""
 
+    stream_dim = 1
+
     def __init__(self, model: StepVideoModel, team: Team, groups: int, way: str) -> None:
         super().__init__(model, team, groups)
         self._way = way
@@ -61,10 +62,7 @@ class Sharding(Sharded):
             model.proj_out.register_forward_hook(self._gather),
         ]
         for part in list(model.modules()):
-            for name, child in list(part.named_children()):
-                if type(child) in _STREAMS:
-                    streams = _STREAMS[type(child)]
-                    self._swap(part, name, PerSegment(child, streams, 1, self._segments))
+            self._swap_streams(part, _STREAMS)
             if isinstance(part, SelfAttention):
                 self._swap(part, "core", SharedCore(part.core, self._attention))
             if isinstance(part, CrossAttention):
