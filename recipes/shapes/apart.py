@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from everyframe.checkpoints.shapes_prompts import Scene
 from recipes.shapes import text, understand, world
+from recipes.shapes.denoiser import trained_in
 from recipes.shapes.loop import Task
 
 CLOSE = 1.2  # mean states of two values that are less than this apart are moved apart
@@ -31,10 +32,8 @@ def task(work: Path, num_steps: int = 2000, batch: int = 64) -> Task:
     The target of a token's state is what it was, plus its scene's codes: a direction of its own for
     each value that was close to another one, across everything that values differ in so far.
     """
-    kept = torch.load(work / "denoiser" / "best.pt", weights_only=True)["modules"]
-    own = {k.removeprefix("text."): v for k, v in kept.items() if k.startswith("text.")}
     modules, words, scenes = understand.build(), text.Captions(), world.train_scenes()
-    modules["text"].load_state_dict(own)
+    modules["text"].load_state_dict(trained_in(work / "denoiser")["text"].state_dict())
     before = copy.deepcopy(modules["text"]).eval()
     codes = codes_apart(mean_states(before, words))
     if not codes:

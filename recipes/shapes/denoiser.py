@@ -175,8 +175,9 @@ def batch_loss(
 
 
 def answer(
-    modules: Any, x_t: Tensor, s: Tensor, ids: Tensor, text_mask: Tensor, drop: Tensor, mask: Tensor
-) -> Tensor:
+    modules: Any, x_t: Tensor, s: Tensor, ids: Tensor, text_mask: Tensor,
+    drop: Tensor | None = None, mask: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """The velocity (B, C, 5, h, w) that the denoiser sees in `x_t` at noise levels `s`, float32."""
     out = modules["denoiser"](
         x_t, s * 1000, contexts(modules, ids, text_mask, drop),
@@ -193,24 +194,27 @@ def tells_direction(modules: Any, latents: Latents, rows: list[int], level: floa
     x0 = latents.clips[rows].float()
     noise = torch.randn(x0.shape, generator=torch.Generator().manual_seed(28))
     scenes = [latents.scenes[i] for i in rows]
-    errors = []
+    levels, errors = torch.full((len(rows),), level), []
     for said in (scenes, [replace(one, motion=BACKWARDS[one.motion]) for one in scenes]):
         ids, mask = text.tokenize([captions.plain_caption(s) for s in said], text.tokenizer())
-        out = modules["denoiser"](
-            (1 - level) * x0 + level * noise, torch.full((len(rows),), 1000 * level),
-            contexts(modules, ids, mask), fps=float(world.FPS), height=64.0, width=64.0,
-        )[:, : temporal.CHANNELS].float()  # fmt: skip
+        out = answer(modules, (1 - level) * x0 + level * noise, levels, ids, mask)
         errors.append((out - (x0 - noise)).square().mean(dim=(1, 2, 3, 4)))
     return float((errors[0] < errors[1]).float().mean())
 
 
 def before(work: Path) -> nn.ModuleDict:
     """What training starts from: this stage's own weights, or new ones and `text`'s."""
-    modules = build()
     if (work / "denoiser" / "best.pt").exists():
-        load_best(modules, work / "denoiser")
-    else:
-        take_text(modules, work / "text")
+        return trained_in(work / "denoiser")
+    modules = build()
+    take_text(modules, work / "text")
+    return modules
+
+
+def trained_in(folder: Path) -> nn.ModuleDict:
+    """Denoiser and text encoder with the best weights of a stage that trains both."""
+    modules = build()
+    load_best(modules, folder)
     return modules
 
 

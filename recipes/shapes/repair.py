@@ -12,8 +12,8 @@ from pathlib import Path
 
 from torch import nn
 
-from recipes.shapes.denoiser import Draws, build, take_text, task
-from recipes.shapes.loop import Task, load_best
+from recipes.shapes.denoiser import Draws, take_text, task, trained_in
+from recipes.shapes.loop import Task
 
 #: A short stretch to learn which way a size changes, which is decided at once if at all: where a
 #: denoiser answers with the mean of both ways, every later step only follows chance.
@@ -30,9 +30,9 @@ REPAIR = Draws({
 
 def direction_task(work: Path, num_steps: int = 180, batch: int = 32) -> Task:
     """A stretch on `DIRECTION`, of a trained denoiser with the text encoder of stage `apart`."""
-    modules = _right(work / "denoiser")
+    modules = trained_in(work / "denoiser")
     take_text(modules, work / "apart")
-    short = task(work, num_steps, batch, DIRECTION, modules, _right(work / "denoiser"))
+    short = task(work, num_steps, batch, DIRECTION, modules, trained_in(work / "denoiser"))
 
     def validate(averaged: nn.ModuleDict) -> dict[str, float]:
         measured = short.validate(averaged)
@@ -45,18 +45,12 @@ def direction_task(work: Path, num_steps: int = 180, batch: int = 32) -> Task:
 
 def repair_task(work: Path, num_steps: int = 1500, batch: int = 64) -> Task:
     """Goes on from `direction` with `REPAIR`, at all noise levels."""
-    modules = _right(work / "direction")
-    whole = task(work, num_steps, batch, REPAIR, modules, _right(work / "denoiser"))
+    modules = trained_in(work / "direction")
+    whole = task(work, num_steps, batch, REPAIR, modules, trained_in(work / "denoiser"))
     return replace(whole, learning_rate=8e-4, warmup=40)
 
 
 def trained(work: Path) -> nn.ModuleDict:
     """The denoiser and its text encoder with the best weights of the last stage that has run."""
     stages = ("repair", "denoiser")
-    return _right(next(work / each for each in stages if (work / each / "best.pt").exists()))
-
-
-def _right(folder: Path) -> nn.ModuleDict:
-    modules = build()
-    load_best(modules, folder)
-    return modules
+    return trained_in(next(work / each for each in stages if (work / each / "best.pt").exists()))
