@@ -35,6 +35,9 @@ STEPS = 3
 
 Array = np.ndarray[Any, Any]
 
+# diffusers takes logarithms of tensors one by one, and NumPy says of each that it won't for long.
+pytestmark = pytest.mark.filterwarnings("ignore:__array:DeprecationWarning")
+
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
@@ -261,8 +264,6 @@ def test_a_scheduler_that_draws_gives_every_frame_the_same(folders: dict[int, Pa
     assert np.array_equal(both[0], both[1])
 
 
-# diffusers takes logarithms of tensors one by one, and NumPy says of each that it won't for long.
-@pytest.mark.filterwarnings("ignore:__array:DeprecationWarning")
 @pytest.mark.parametrize(
     "name", ["DDPMScheduler", "LCMScheduler", "KDPM2AncestralDiscreteScheduler"]
 )
