@@ -7,11 +7,12 @@ Three questions of the released sizes, with random weights:
 
 - block: one denoiser block (width 6144, 48 heads, bfloat16 where the processor has it) on few
   tokens, as a share of what the best matrix product reaches in the same minute; by turns, in
-  processor time of one thread, so that a busy machine slows both.
+  processor time of one thread, so that a busy machine slows both. And how far what it adds to the
+  stream is from that when its weights are kept in eight bits.
 - load: a synthetic checkpoint of some blocks in upstream's layout of shards is loaded, held in
-  memory or left in its files and read block by block during a call; the process's peak beside the
-  plan's forecast, in blocks. Each in a process of its own. Its weights are zeros, its bytes are
-  read all the same.
+  memory, held in int8, or left in its files and read block by block during a call; the process's
+  peak beside the plan's forecast, in blocks. Each in a process of its own. Its weights are zeros,
+  its bytes are read all the same.
 - decode: two pieces of the autoencoder one after the other, as a run does, and both at once.
 
 Writes a dated page into `benchmarks/results/` unless told not to.
@@ -29,12 +30,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from everyframe.checkpoints.strict import KeyMap
@@ -50,9 +52,11 @@ from everyframe.families.stepvideo.vae import StepVAE
 from everyframe.families.stepvideo.vae_config import StepVAEConfig
 from everyframe.hardware import machine_facts
 from everyframe.hardware.peak import peak_bytes
+from everyframe.planning.quantising import ERRORS
 from everyframe.precision import edges
 from everyframe.precision.dtypes import torch_dtype
-from everyframe.precision.islands import parameter_dtype
+from everyframe.precision.islands import weight_bytes
+from everyframe.precision.quantised import QuantisedLinear, layers, quantise, rows, swap
 from everyframe.precision.rehearse import rehearse
 
 RESULTS = Path(__file__).parent / "results"
@@ -100,8 +104,9 @@ def block(cpu: DeviceFacts) -> list[str]:
     table = model.rope(GRID, torch.float32, torch.device("cpu"))
     text = one.attn2.keys_values(torch.randn(1, TEXT_TOKENS, size).to(torch_dtype(told.compute)))
 
-    def run() -> object:
-        return one(x, t, text, None, table)
+    def run() -> Tensor:
+        out: Tensor = one(x, t, text, None, table)
+        return out
 
     with FlopCounterMode(display=False) as counter:
         run()
@@ -115,6 +120,10 @@ def block(cpu: DeviceFacts) -> list[str]:
         shares.append(rate / peak)
         rates.append(rate)
     share, rate = statistics.median(shares), statistics.median(rates)
+    errors = ", ".join(
+        f"{kind} {rounding_error(one, replace(told, islands=islands, weights=kind), run, x):.2%}"
+        for kind in ERRORS
+    )
     return [
         "## One block",
         "",
@@ -124,7 +133,27 @@ def block(cpu: DeviceFacts) -> list[str]:
         f"{side} reaches** in the same minute (rounds: "
         f"{', '.join(f'{each:.0%}' for each in shares)}).",
         "",
+        f"With its weights (normal, of 0.02) in eight bits, what it adds differs by: {errors}.",
+        "",
     ]
+
+
+def rounding_error(
+    one: StepVideoBlock, told: Precision, run: Callable[[], Tensor], x: Tensor
+) -> float:
+    """Of what the block adds to the stream `x`: norm of the difference over the norm."""
+    found = layers(one, told)
+    for linear in found.values():
+        nn.init.normal_(linear.weight, std=0.02, generator=torch.Generator().manual_seed(0))
+    plain = run() - x
+    for name, linear in found.items():
+        values, scale = quantise(linear.weight, told.weights, torch.device("cpu"))
+        layer = QuantisedLinear(told.weights, values, scale.to(linear.weight.dtype), linear.bias)
+        swap(one, name, layer)
+    error = float((run() - x - plain).norm() / plain.norm())
+    for name, linear in found.items():
+        swap(one, name, linear)
+    return error
 
 
 def write_checkpoint(folder: Path, config: StepVideoConfig) -> None:
@@ -145,16 +174,17 @@ def write_checkpoint(folder: Path, config: StepVideoConfig) -> None:
     index.write_text(json.dumps({"weight_map": weight_map}))
 
 
-def load_once(folder: Path, blocks: int, streams: bool) -> None:
+def load_once(folder: Path, blocks: int, streams: bool, kind: str) -> None:
     """In a process of its own: load, make one call, and print what was planned and what came."""
     config = StepVideoConfig(num_layers=blocks)
     cpu = machine_facts("cpu").cpu
     told = precision(cpu)
+    if kind:
+        told = replace(told, islands=DENOISER_ISLANDS, weights=kind)
     empty = build_on_meta(lambda: StepVideoModel(config))
-    sizes = {
-        name: each.numel() * torch_dtype(parameter_dtype(name, told)).itemsize
-        for name, each in empty.named_parameters()
-    }
+    count = {name: each.numel() for name, each in empty.named_parameters()}
+    scales = rows(empty, told)
+    sizes = {name: weight_bytes({name: each}, told, rows=scales) for name, each in count.items()}
 
     def call(model: StepVideoModel, device: str) -> object:
         x, t, (llm, clip) = given(config, device)
@@ -180,7 +210,7 @@ def load_once(folder: Path, blocks: int, streams: bool) -> None:
 
 
 def load(blocks: int) -> list[str]:
-    """Peaks of loading by both ways."""
+    """Peaks of loading, each way."""
     with tempfile.TemporaryDirectory(prefix="everyframe-step-") as made:
         folder = Path(made)
         # In a process of its own: what a parent held counts for its children's peaks.
@@ -197,9 +227,13 @@ def load(blocks: int) -> list[str]:
             "| weights | plan | measured | above the plan, in blocks |",
             "| --- | --- | --- | --- |",
         ]
-        for streams, title in ((False, "held in memory"), (True, "left in their files")):
-            words = [sys.executable, __file__, "--load-once", made, "--blocks", str(blocks)]
-            words += ["--streams"] if streams else []
+        ways = {
+            "held in memory": [],
+            "held in int8": ["--kind", "int8"],
+            "left in their files": ["--streams"],
+        }
+        for title, way in ways.items():
+            words = [sys.executable, __file__, "--load-once", made, "--blocks", str(blocks), *way]
             done = subprocess.run(words, capture_output=True, text=True, check=True)
             found = json.loads(done.stdout.splitlines()[-1])
             above = (found["peak"] - found["planned"]) / found["block"]
@@ -259,13 +293,14 @@ def main() -> None:
     parser.add_argument("--load-once", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--write", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--streams", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--kind", default="", help=argparse.SUPPRESS)
     told = parser.parse_args()
     torch.set_num_threads(1)
     if told.write is not None:
         write_checkpoint(told.write, StepVideoConfig(num_layers=told.blocks))
         return
     if told.load_once is not None:
-        load_once(told.load_once, told.blocks, told.streams)
+        load_once(told.load_once, told.blocks, told.streams, told.kind)
         return
     wanted = 1.3e9 * (told.blocks + 1)
     free = shutil.disk_usage(tempfile.gettempdir()).free

@@ -82,12 +82,23 @@ def test_start_noise_is_known_by_its_hash(model: Path, latents: Any) -> None:
         request_from(expected, {"model": str(model)})
 
 
+def test_weights_are_kept_as_they_were_unless_something_else_is_asked_for(model: Path) -> None:
+    record = record_of(model)
+    parts = record["plan"]["components"]
+    next(part for part in parts if part["name"] == "denoiser")["precision"]["weights"] = "int8"
+    here = {"model": str(model)}
+    assert request_from(record, here).quantized == {"denoiser": "int8"}
+    anew = request_from(record, {"quantize": "none"} | here)
+    assert (anew.quantize, anew.quantized) == ("none", None)
+
+
 def test_it_becomes_the_same_request(model: Path) -> None:
     record = record_of(model, aesthetic=5.0)
     again = request_from(record, {"model": str(model)})
     # It begins with the repairs of the recorded run, which are none, and runs by its fast paths.
     paths = {part["name"]: tuple(part["paths"]) for part in record["plan"]["components"]}
     asked = {"prompt": "a", "aesthetic": 5.0, "remedies": (), "paths": paths, **SIZES}
+    asked["quantized"] = {}  # nothing was, so nothing will be
     assert again == everyframe.Request(model=str(model), **asked)
 
 

@@ -58,6 +58,11 @@ CASES: dict[str, tuple[Callable[[Path], Any], dict[str, Any]]] = {
         {"prompt": "a red circle", "size": "16x16", "num_frames": 1, "num_videos": 2, "seed": 3,
          "num_inference_steps": STEPS},
     ),
+    "stepvideo-int8": (
+        tiny_step.stepvideo,
+        {"prompt": "a red circle", "size": "16x16", "num_frames": 1, "seed": 3, "quantize": "int8",
+         "num_inference_steps": STEPS},
+    ),
     "inpaint-pndm": (tiny_inpaint.inpaint, INPAINT),
     "inpaint-ancestral": (
         lambda folder: _scheduled(folder, "EulerAncestralDiscreteScheduler"), INPAINT

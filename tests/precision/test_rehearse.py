@@ -20,7 +20,8 @@ from everyframe.hardware.profiles import find_profile, profile_names
 from everyframe.ops import gated
 from everyframe.ops.timestep_embedding import timestep_embedding
 from everyframe.precision.policy import ComponentNeeds, choose
-from everyframe.precision.rehearse import Rehearsed, rehearse
+from everyframe.precision.rehearse import rehearse
+from everyframe.precision.tally import Rehearsed
 
 LARGE = 10**9  # parameters, so that no policy keeps a model wide for being small
 

@@ -32,7 +32,7 @@ def headline(plan: Plan) -> tuple[str, str]:
     """Two lines of what is about to run."""
     parts = dict(_settings_rows(plan.to_json()["settings"]))
     parts.pop("prompt", None)
-    dtypes = "/".join(dict.fromkeys(part.precision.compute for part in plan.components))
+    dtypes = "/".join(dict.fromkeys(str(part.precision) for part in plan.components))
     memory = f"{describe_bytes(plan.peak_bytes)} of {describe_bytes(plan.device.free_memory)} free"
     return (
         f"{plan.model}: {parts['video']}; {parts['sampling']}",
@@ -198,8 +198,13 @@ def _device(plan: Mapping[str, Any]) -> str:
 
 def _precisions(plan: Mapping[str, Any]) -> str:
     parts = [part for part in plan.get("components", ()) if isinstance(part, Mapping)]
-    named = [(part.get("name", "?"), _mapping(part, "precision").get("compute")) for part in parts]
-    return ", ".join(f"{name} {dtype}" for name, dtype in named if dtype)
+    named = [(part.get("name", "?"), _mapping(part, "precision")) for part in parts]
+    return ", ".join(
+        f"{name} {precision['compute']}"
+        + (f" with {precision['weights']} weights" if precision.get("weights") else "")
+        for name, precision in named
+        if precision.get("compute")
+    )
 
 
 def _islands(parts: Sequence[ComponentPlan]) -> Iterator[str]:
@@ -242,7 +247,7 @@ def _components(parts: Sequence[ComponentPlan]) -> Table:
             part.stage,
             part.title,
             part.device,
-            part.precision.compute,
+            str(part.precision),
             describe_bytes(part.weight_bytes),
             describe_bytes(part.working_bytes),
             describe_bytes(part.peak_bytes),

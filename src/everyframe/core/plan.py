@@ -67,11 +67,19 @@ class Settings:
 
 @dataclass(frozen=True)
 class Precision:
-    """Dtypes of one component by torch's names, and the parts that stay in float32 at least."""
+    """Dtypes of one component by torch's names, and the parts that stay in float32 at least.
+
+    `weights` is what its linear layers keep theirs in (``int8``, ``fp8``), empty where that is the
+    dtype of all other parameters.
+    """
 
     parameters: str
     compute: str
     islands: tuple[str, ...] = ()
+    weights: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.compute} with {self.weights} weights" if self.weights else self.compute
 
 
 #: What a remedy's module runs in whose fast kernel is wrong.

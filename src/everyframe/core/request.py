@@ -14,7 +14,7 @@ from pydantic import field_validator, model_validator
 
 from everyframe.core.amounts import parse_bytes
 from everyframe.core.division import parse_ways
-from everyframe.core.errors import InputError
+from everyframe.core.errors import InputError, did_you_mean
 from everyframe.core.options import Options, option
 from everyframe.core.plan import Remedy
 
@@ -28,6 +28,9 @@ DTYPES = {
     "fp16": "float16",
     "float16": "float16",
 }
+
+#: What the weights of linear layers may be kept in; `auto` leaves it to the plan.
+QUANTIZE = ("auto", "none", "int8", "fp8")
 
 #: The longest clip that can be asked for, also by its seconds.
 MAX_FRAMES = 100_000
@@ -124,6 +127,12 @@ class Request(Options):
     )
 
     dtype: str = option("Precision: auto, fp32, bf16 or fp16.", group="Machine", default="auto")
+    quantize: str = option(
+        "Keep the weights of linear layers in eight bits (lossy): auto (int8, only where nothing "
+        "else fits), none, int8 or fp8.",
+        group="Machine",
+        default="auto",
+    )
     device: str = option("Device: auto, cpu, cuda, cuda:1 or mps.", group="Machine", default="auto")
     num_devices: int | None = option(
         "So many devices work together, any number; on a machine without several, CPU workers.",
@@ -184,6 +193,11 @@ class Request(Options):
         group="Machine",
         python_only=True,
     )
+    quantized: dict[str, str] | None = option(
+        "What the weights of each component are kept in, exactly; a record has it.",
+        group="Machine",
+        python_only=True,
+    )
     remedies: tuple[Remedy, ...] | None = option(
         "The repairs to begin with, exactly; a record has them.",
         group="Machine",
@@ -223,6 +237,11 @@ class Request(Options):
             )
         if self.dtype not in DTYPES:
             raise InputError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if self.quantize not in QUANTIZE:
+            hint = did_you_mean(self.quantize, QUANTIZE)
+            raise InputError(
+                f"quantize must be one of {', '.join(QUANTIZE)}, got {self.quantize!r}{hint}"
+            )
         parse_ways(self.parallel)
         if self.devices is not None and self.device != "auto":
             raise InputError(f"device={self.device} and devices={self.devices}; give one of them")

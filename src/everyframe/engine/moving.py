@@ -48,6 +48,7 @@ def divided_anew(
         if part.paths is not None
     }
     remedies = tuple(remedy for part in old.components for remedy in part.remedies)
+    quantized = {part.name: part.precision.weights for part in old.components}
     settings = old.settings
     numbers = tuple(sorted(seed - settings.seed for seed in done))
     asked = {
@@ -56,6 +57,7 @@ def divided_anew(
         "num_videos": settings.num_videos - len(numbers),
         "remedies": remedies,
         "paths": paths,
+        "quantized": quantized,
     }
     plan = prepare(
         Request(**asked),
@@ -101,7 +103,7 @@ def _check_alike(old: Plan, new: Plan) -> None:
     for part in old.components:
         if new.component(part.name).precision != part.precision:
             raise CannotRunError(
-                f"the {part.title} would go on in {new.component(part.name).precision.compute} "
-                f"there, and was begun in {part.precision.compute}; give the devices that it was "
+                f"the {part.title} would go on in {new.component(part.name).precision} "
+                f"there, and was begun in {part.precision}; give the devices that it was "
                 "begun on, or make it again from its beginning"
             )

@@ -33,7 +33,7 @@ from everyframe.media.video import Video
 
 _GIVEN = ("image", "last_image", "extend")
 #: What is in force is in the plan, and is taken from there.
-_OF_THIS_MACHINE = ("report", "forget_repairs", "remedies", "paths")
+_OF_THIS_MACHINE = ("report", "forget_repairs", "remedies", "paths", "quantized")
 #: Options of which only one, or one set, can be given.
 _ALIKE = (
     {"size", "height", "width", "resolution"},
@@ -203,6 +203,8 @@ def request_from(record: Mapping[str, Any], overrides: Mapping[str, Any]) -> Req
     if "model" not in wanted:
         _check_local_model(record)
     asked.setdefault("remedies", _remedies(record))
+    if "quantize" not in wanted:
+        asked |= {"quantized": _quantized(record)}
     for name in (*_GIVEN, "latents", *_options_of_files()):
         asked |= {name: _found(name, asked[name])} if name in asked else {}
     return Request(**asked)
@@ -218,6 +220,16 @@ def _remedies(record: Mapping[str, Any]) -> tuple[Remedy, ...]:
         return tuple(remedy_from(each) for part in parts for each in part.get("remedies", ()))
     except (TypeError, AttributeError) as error:
         raise InputError(f"the repairs in this record can't be read: {error}") from error
+
+
+def _quantized(record: Mapping[str, Any]) -> dict[str, str]:
+    """What weights were kept in: chosen for the memory of one machine, and seen in the picture."""
+    found: dict[str, str] = {}
+    for part in record.get("plan", {}).get("components", ()):
+        precision = part.get("precision") if isinstance(part, Mapping) else None
+        if isinstance(precision, Mapping) and precision.get("weights"):
+            found[str(part.get("name"))] = str(precision["weights"])
+    return found
 
 
 def _found(name: str, given: Any) -> Any:

@@ -203,7 +203,7 @@ def _components(components: Sequence[ComponentPlan]) -> str:
     for part in components:
         begun_with = ", ".join(f"{each.module or 'all'}: {each.to}" for each in part.remedies)
         rows.append(
-            (part.name, part.device, part.precision.compute, describe_bytes(part.weight_bytes),
+            (part.name, part.device, str(part.precision), describe_bytes(part.weight_bytes),
              begun_with)
         )  # fmt: skip
     return _table(("component", "device", "precision", "weights", "repaired from the start"), rows)

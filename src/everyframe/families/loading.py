@@ -24,10 +24,10 @@ from torch.overrides import TorchFunctionMode
 from everyframe.checkpoints.strict import KeyMap, check_strictly, load_strictly
 from everyframe.checkpoints.tensors import TensorFile, open_checkpoint
 from everyframe.core.plan import ComponentPlan
-from everyframe.families import offload, repairing
+from everyframe.families import offload, quantising, repairing
 from everyframe.families.family import Strict
 from everyframe.optimize.put_on import after_weights, before_weights
-from everyframe.precision import edges
+from everyframe.precision import edges, quantised
 from everyframe.precision.dtypes import torch_dtype
 from everyframe.precision.islands import parameter_dtype
 
@@ -89,23 +89,29 @@ def load_component(
 
     opened = open_checkpoint(weights) if isinstance(weights, Path) else weights
     device = torch.device("cpu" if part.offload else part.device)
-    # Units that are read at each call: here they are held against the file and not read.
-    leave = offload.unit_parameters(module) if part.streams else frozenset[str]()
-    found = load_strictly(module, opened, keys=keys, dtype=dtype_of, device=device, leave=leave)
+    where = torch.device(part.device)
+    rounded = quantised.rows(module, part.precision).keys()
+    with quantised.as_quantised(module, part.precision):
+        # Units that are read at each call: here they are held against the file and not read.
+        leave = offload.unit_parameters(module) if part.streams else frozenset[str]()
+    found = load_strictly(
+        module, opened, keys=keys, dtype=dtype_of, device=device, leave=leave | rounded
+    )
+    quantising.fill(module, part.precision, opened, found.left, (where, device), leave)
     module.eval().requires_grad_(False)
     keep_in_sight(module)
     put_on = edges.apply(module, part.precision, outputs)
     for remedy in part.remedies:
         repairing.put_on(module, remedy)
     if part.offload:
-        where = torch.device(part.device)
-        bring = offload.from_files(opened, found.left, where) if part.streams else None
+        kind = part.precision.weights
+        bring = quantising.from_files(opened, found.left, where, kind) if part.streams else None
         offload.apply(module, where, bring)
     after_weights(module, part.paths, outputs, repairing.plain_parts(part.remedies))
     show(part.name, module)
     _log.debug(
         "%s: %d parameters from %s on %s in %s, %d casts at module edges",
-        part.name, part.num_parameters, opened.source, part.device, part.precision.parameters,
+        part.name, part.num_parameters, opened.source, part.device, part.precision,
         put_on.num_hooks,
     )  # fmt: skip
     return module

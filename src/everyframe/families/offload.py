@@ -25,6 +25,7 @@ from everyframe.core.plan import Precision
 from everyframe.families.ahead import Ahead, Bring
 from everyframe.precision.dtypes import num_bytes
 from everyframe.precision.islands import parameter_dtype
+from everyframe.precision.quantised import as_quantised
 
 #: A unit has at most this share of all parameters, if its parts allow it.
 _SHARE = 1 / 12
@@ -53,11 +54,14 @@ def resident_bytes(module: nn.Module, precision: Precision) -> int:
 
     The largest unit and the next largest: one computes, one is on its way.
     """
-    sizes = {
-        name: parameter.numel() * num_bytes(parameter_dtype(name, precision))
-        for name, parameter in module.named_parameters()
-    }
-    parts = {f"{name}." for name in units(module)}
+    with as_quantised(module, precision):
+        sizes = {
+            name: each.numel() * num_bytes(parameter_dtype(name, precision))
+            if each.is_floating_point()
+            else each.nbytes
+            for name, each in module.named_parameters()
+        }
+        parts = {f"{name}." for name in units(module)}
     of_parts = {
         part: sum(size for name, size in sizes.items() if name.startswith(part)) for part in parts
     }

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from everyframe.optimize.put_on import after_weights, before_weights, block_name
 from everyframe.optimize.subject import Call, Subject
 from everyframe.precision import edges
 from everyframe.precision.islands import in_island
+from everyframe.precision.quantised import quantise_layers
 from everyframe.precision.rehearse import rehearse
 
 #: Some channels of what a block is given are so many times as large as the others, as in trained
@@ -67,6 +68,8 @@ class Block:
         alone = Alone(copy.deepcopy(self.module))
         before_weights(alone, paths)
         wide = Precision("float32", "float32")
+        if not in_float32:
+            quantise_layers(alone, self.precision)
         edges.apply(alone, wide if in_float32 else self.precision, outputs=())
         after_weights(alone, paths)
         return alone
@@ -139,7 +142,7 @@ def _block(
     islands = [
         f"blocks.0.{own}" for own in inside if in_island(f"{name}.{own}", subject.precision.islands)
     ]
-    precision = Precision(subject.precision.parameters, subject.precision.compute, tuple(islands))
+    precision = replace(subject.precision, islands=tuple(islands))
     return Block(
         name, len(names), module, _numbers(given, device), _numbers(wide, device), precision
     )

@@ -43,6 +43,7 @@ def plan_key(component: str, precision: Precision, calls: Iterable[Hashable]) ->
     """The key of a component: its config and sizes, as `calls` tell them, and its precision."""
     told = sorted(repr(call) for call in calls)
     islands = [precision.parameters, precision.compute, *precision.islands]
+    islands += [precision.weights] if precision.weights else []
     return digest([component, islands, told])
 
 

@@ -31,12 +31,15 @@ def _blocks(module: nn.Module, name: str) -> Iterator[str]:
             yield from _blocks(child, place)
 
 
-def has_place(name: str, module: nn.Module) -> bool:
+def has_place(name: str, module: nn.Module, *, is_quantised: bool = False) -> bool:
     """Whether the path of that name finds anything in the module that it could take the place of.
 
     Only for paths that are known by the modules that they need; others say so when they are tried.
+    Layers that keep their weights in eight bits (`is_quantised`) are swapped already.
     """
-    return name not in _SWAPS or bool(pairs(module, block_names(module)))
+    if name not in _SWAPS:
+        return True
+    return not is_quantised and bool(pairs(module, block_names(module)))
 
 
 def before_weights(module: nn.Module, paths: Sequence[str] | None) -> None:

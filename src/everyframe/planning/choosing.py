@@ -105,7 +105,7 @@ class Chooser:
         certificates = self._certificates(component, precision, runs)
         found = [
             self._judge(component, path, certificates)
-            for path in candidates(runs, self.device)
+            for path in candidates(runs, self.device, is_quantised=bool(precision.weights))
             if not path.on_demand or self._demands(component, path, runs, certificates)
         ]
         return tuple(sorted(found, key=lambda choice: -(choice.gain or 0.0)))
@@ -192,7 +192,9 @@ def of_certificate(certificate: Certificate) -> Choice:
     )
 
 
-def candidates(runs: Sequence[DryRun], device: DeviceFacts) -> tuple[FastPath, ...]:
+def candidates(
+    runs: Sequence[DryRun], device: DeviceFacts, *, is_quantised: bool = False
+) -> tuple[FastPath, ...]:
     """The paths beside precisions that make sense, by the device and by what is computed."""
     # Not on top: this brings torch, which a dry run has brought already.
     from everyframe.optimize.put_on import has_place
@@ -205,7 +207,7 @@ def candidates(runs: Sequence[DryRun], device: DeviceFacts) -> tuple[FastPath, .
         for path in for_device(device)
         if path.group != "precision"
         and (path.group != "attention" or has_attention)
-        and has_place(path.name, runs[0].rehearsal.module())
+        and has_place(path.name, runs[0].rehearsal.module(), is_quantised=is_quantised)
     )
 
 

@@ -7,8 +7,8 @@ whether all of it fits (`fitting.py`). Read next: `dryrun.py`, `choosing.py`,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from everyframe.core.facts import DeviceFacts
@@ -24,6 +24,8 @@ from everyframe.families.family import (
 from everyframe.families.remembered import remedies_for
 from everyframe.planning.choosing import Chooser, score_bytes, told, used
 from everyframe.planning.dryrun import DryRun, dry_run, joint_dry_run, not_followed
+from everyframe.planning.quantising import WHOLE, WORTH, Quantising
+from everyframe.planning.quantising import told as told_of_weights
 from everyframe.precision.dtypes import num_bytes
 from everyframe.precision.islands import weight_bytes
 from everyframe.precision.policy import choose
@@ -50,7 +52,8 @@ class Parts:
 
     `host_memory` bytes are free beside the device; `remedies` are the repairs that components have
     from the start where they have that dtype. `chooser` chooses fast paths; without one those are
-    expected that the device could have. With `teams`, it is one rank of theirs.
+    expected that the device could have. `quantising` is which weights may be kept in eight bits.
+    With `teams`, it is one rank of theirs.
     """
 
     model: Model
@@ -60,25 +63,40 @@ class Parts:
     host_memory: int
     remedies: tuple[Remedy, ...] = ()
     chooser: Chooser | None = None
+    quantising: Quantising = WHOLE
     teams: Teams | None = None
 
     def named(
-        self, name: str, settings: Settings, *, offload: bool = False, roughly: bool = False
+        self,
+        name: str,
+        settings: Settings,
+        *,
+        offload: bool = False,
+        roughly: bool = False,
+        kind: str | None = None,
     ) -> Part:
         """The component of that name; see `part`."""
         components = self.model.components(settings)
         component = next(each for each in components if each.name == name)
-        return self.part(component, settings, offload=offload, roughly=roughly)
+        return self.part(component, settings, offload=offload, roughly=roughly, kind=kind)
 
     def part(
-        self, component: Component, settings: Settings, *, offload: bool, roughly: bool = False
+        self,
+        component: Component,
+        settings: Settings,
+        *,
+        offload: bool,
+        roughly: bool = False,
+        kind: str | None = None,
     ) -> Part:
         """The component at these settings, with `offload` its weights waiting on the host.
 
-        With `roughly` whole calls of a pipeline, which take seconds, are not run dry.
+        `kind` is one of `kinds`, None the first. With `roughly` whole calls of a pipeline, which
+        take seconds, are not run dry.
         """
         chooser = self.chooser or Chooser(self.device)
-        precision, notes = self._by_facts(component)
+        kind = self._first_kind(component, settings) if kind is None else kind
+        precision, notes = self._by_facts(component, kind)
         tried = self._runs(component.name, settings, precision, roughly=roughly)
         runs = tuple(run for run in tried if isinstance(run, DryRun))
         weighed: tuple[Choice, ...] = ()
@@ -87,7 +105,7 @@ class Parts:
         if component.has_precision is None and self.asked == "auto" and len(alone) == len(runs):
             dtype, weighed = chooser.dtype(component, precision, runs)
             if dtype != precision.compute:
-                precision, notes = choose(self.device, dtype, component.needs, force=self.force)
+                precision, notes = self._chosen(component, dtype, kind)
                 tried = self._runs(component.name, settings, precision, roughly=roughly)
                 runs = tuple(run for run in tried if isinstance(run, DryRun))
                 alone = list(runs)
@@ -96,7 +114,7 @@ class Parts:
         paths = used(choices) if alone or choices else None
         remedies = remedies_for(component.name, precision.parameters, self.remedies)
         resident = _resident_bytes(runs, precision) if offload and runs else None
-        weights = weight_bytes(component.num_elements, precision, remedies)
+        weights = self._weight_bytes(component, settings, precision, remedies)
         # A pipeline's parts are read by diffusers and transformers, whole.
         waits = weights + frame_bytes(settings) if alone else 0
         plan = ComponentPlan(
@@ -118,13 +136,41 @@ class Parts:
             choices=choices,
         )
         notes = (*notes, *told(component.title, choices, precision))
+        notes = (*notes, *told_of_weights(component.title, precision, self.quantising))
         for run in runs:
             notes = (*notes, *run.notes())
         return Part(plan, runs, notes)
 
-    def weights_alone(self, component: Component) -> int:
+    def kinds(self, component: Component, settings: Settings) -> tuple[str, ...]:
+        """What its weights may be kept in, the most exact first; "" is their own dtype."""
+        kinds = self.quantising.kinds(component.name)
+        last = kinds[-1]
+        # What was made for float32 is the smaller part, and wants its digits.
+        if not last or component.has_precision or component.needs.prefers == "float32":
+            return ("",)
+        whole, less = (self.weights_alone(component, settings, kind) for kind in ("", last))
+        return kinds if less < WORTH * whole else ("",)
+
+    def _first_kind(self, component: Component, settings: Settings) -> str:
+        first = self.quantising.kinds(component.name)[0]
+        return self.kinds(component, settings)[0] if first else first
+
+    def weights_alone(self, component: Component, settings: Settings, kind: str) -> int:
         """Bytes that its weights take at least, however little is computed at once."""
-        return weight_bytes(component.num_elements, self._by_facts(component)[0])
+        return self._weight_bytes(component, settings, self._by_facts(component, kind)[0])
+
+    def _weight_bytes(
+        self,
+        component: Component,
+        settings: Settings,
+        precision: Precision,
+        remedies: Sequence[Remedy] = (),
+    ) -> int:
+        """Bytes of its parameters; those in eight bits with their scales."""
+        found: Mapping[str, int] = {}
+        if precision.weights:
+            found = _rows(self._rehearsals(component.name, settings), precision)
+        return weight_bytes(component.num_elements, precision, remedies, found)
 
     def rehearsals(self, settings: Settings) -> Sequence[Rehearsal]:
         """The calls that are run dry, in the order of the stages."""
@@ -132,21 +178,33 @@ class Parts:
             return self.model.shared_rehearsals(settings, self.teams)
         return self.model.rehearsals(settings) if isinstance(self.model, Rehearsing) else ()
 
-    def _by_facts(self, component: Component) -> tuple[Precision, tuple[str, ...]]:
+    def _by_facts(self, component: Component, kind: str) -> tuple[Precision, tuple[str, ...]]:
         if component.has_precision is not None:
             return component.has_precision, ()
-        return choose(self.device, self.asked, component.needs, force=self.force)
+        return self._chosen(component, self.asked, kind)
+
+    def _chosen(
+        self, component: Component, dtype: str, kind: str
+    ) -> tuple[Precision, tuple[str, ...]]:
+        precision, notes = choose(self.device, dtype, component.needs, force=self.force)
+        if not kind:
+            return precision, notes
+        # What is too delicate for half precision is so for eight bits, whatever the rest is in.
+        islands = precision.islands or component.needs.islands
+        return replace(precision, islands=islands, weights=kind), notes
+
+    def _rehearsals(self, name: str, settings: Settings) -> list[Rehearsal]:
+        return [each for each in self.rehearsals(settings) if each.component == name]
 
     def _runs(
         self, name: str, settings: Settings, precision: Precision, *, roughly: bool
     ) -> tuple[DryRun | str, ...]:
         """The dry runs of a component; why there is none in place of one that can't be had."""
-        rehearsals = [each for each in self.rehearsals(settings) if each.component == name]
         return tuple(
             self._joint(each, settings, precision)
             if isinstance(each, JointRehearsal)
             else dry_run(each, precision, self.device)
-            for each in rehearsals
+            for each in self._rehearsals(name, settings)
             if not (roughly and isinstance(each, JointRehearsal))
         )
 
@@ -169,7 +227,8 @@ class Parts:
             return component.working_bytes(num_bytes(precision.compute))
         loading = 0
         # What has the file's dtype is read straight into its place; the rest is cast on the way.
-        if self.device.kind == "cpu" and num_bytes(precision.parameters) < _FILE_ELEMENT:
+        is_cast = bool(precision.weights) or num_bytes(precision.parameters) < _FILE_ELEMENT
+        if self.device.kind == "cpu" and is_cast:
             loading = max(component.num_elements.values(), default=0) * _FILE_ELEMENT
         return max(loading, *(run.found.working_bytes for run in runs))
 
@@ -177,6 +236,14 @@ class Parts:
 def frame_bytes(settings: Settings) -> int:
     """Finished frames on the host: as floats while a piece is handed over, and as bytes."""
     return settings.num_frames * settings.height * settings.width * 3 * (4 + 1)
+
+
+def _rows(rehearsals: Sequence[Rehearsal], precision: Precision) -> Mapping[str, int]:
+    """The weights in eight bits of a component that is loaded here; none of a pipeline's parts."""
+    from everyframe.precision.quantised import rows
+
+    alone = [each for each in rehearsals if not isinstance(each, JointRehearsal)]
+    return rows(alone[0].module(), precision) if alone else {}
 
 
 def _resident_bytes(runs: Sequence[DryRun], precision: Precision) -> int:

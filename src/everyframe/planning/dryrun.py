@@ -19,9 +19,11 @@ from everyframe.core.facts import DeviceFacts, Product, Rates
 from everyframe.core.plan import ComponentPlan, Plan, Precision, StagePlan
 from everyframe.families.family import JointRehearsal, Rehearsal
 from everyframe.optimize.catalogue import kernel_used
+from everyframe.precision.dtypes import num_bytes
 
 if TYPE_CHECKING:
-    from everyframe.precision.rehearse import Rehearsed, Together
+    from everyframe.precision.rehearse import Together
+    from everyframe.precision.tally import Rehearsed
     from everyframe.precision.work import Work
 
 #: Bytes a second over the bus that offloaded weights come by (PCIe 4, half of its peak).
@@ -139,10 +141,13 @@ def stage_plan(run: DryRun, part: ComponentPlan, rates: Rates | None) -> StagePl
 
 def _seconds(run: DryRun, part: ComponentPlan, rates: Rates) -> float:
     call = call_seconds(run.found.work, rates, part.paths)
+    # What is kept in eight bits is made of what the files hold, each time that it is read.
+    read = part.num_parameters * num_bytes(part.precision.compute) / rates.load
+    load = max(part.weight_bytes / rates.load, read if part.precision.weights else 0.0)
     if part.offload:
         # The next block comes while one computes: whichever takes longer.
-        call = max(call, part.weight_bytes / (rates.load if part.streams else _BUS))
-    return part.weight_bytes / rates.load + call * run.rehearsal.num_calls
+        call = max(call, load if part.streams else part.weight_bytes / _BUS)
+    return load + call * run.rehearsal.num_calls
 
 
 def call_seconds(work: Work, rates: Rates, paths: Sequence[str] | None = None) -> float:

@@ -81,9 +81,14 @@ class Fitting:
             parts.append(part)
         if says:
             # A saving of one component may be seen by another.
-            offloaded = {part.plan.name for part in parts if part.plan.offload}
+            saved = {part.plan.name: part.plan for part in parts}
             parts = [
-                self.parts.part(each, settings, offload=each.name in offloaded)
+                self.parts.part(
+                    each,
+                    settings,
+                    offload=saved[each.name].offload,
+                    kind=saved[each.name].precision.weights,
+                )
                 for each in self.model.components(settings)
             ]
         if not self._hold(parts) and self.device.kind != "cpu":
@@ -142,7 +147,7 @@ class Fitting:
     def largest(self, settings: Settings) -> Fitted | None:
         """The largest smaller video that fits, or None."""
         # Weights are the same at every size.
-        if any(self.weights_exceed(each) for each in self.model.components(settings)):
+        if any(self.weights_exceed(each, settings) for each in self.model.components(settings)):
             return None
         candidates = list(self.model.smaller(settings))
         first = _first(len(candidates), lambda index: self._could(candidates[index]))
@@ -152,11 +157,17 @@ class Fitting:
                 return fitted
         return None
 
-    def weights_exceed(self, component: Component) -> bool:
-        """Whether the weights alone are too much, and nowhere else to be: a CPU is the host."""
-        copies = self._copies(component.name)
+    def weights_exceed(
+        self, component: Component, settings: Settings, kind: str | None = None
+    ) -> bool:
+        """Whether the weights alone are too much, and nowhere else to be: a CPU is the host.
+
+        However they are kept, unless `kind` says how.
+        """
+        kind = self.parts.kinds(component, settings)[-1] if kind is None else kind
+        alone = self.parts.weights_alone(component, settings, kind)
         return self.device.kind == "cpu" and not fits(
-            self.parts.weights_alone(component) * copies, self.device
+            alone * self._copies(component.name), self.device
         )
 
     def _could(self, settings: Settings) -> bool:
@@ -166,23 +177,39 @@ class Fitting:
             done = self._ways(component.name, settings)
             least = done[-1].settings if done else settings
             offload = any(way.offload for way in done)
+            kind = self.parts.kinds(component, least)[-1]
             # Whole calls of a pipeline would take minutes for all that are tried here.
-            part = self.parts.named(component.name, least, offload=offload, roughly=True)
+            part = self.parts.named(component.name, least, offload=offload, roughly=True, kind=kind)
             if not self._holds(part):
                 return False
             parts.append(part)
         return self._hold(parts)
 
     def _saved(self, component: Component, settings: Settings) -> tuple[Settings, Part, list[str]]:
-        """The fewest ways with which that component fits, or all of them, which need the least."""
-        part = self.parts.part(component, settings, offload=False)
+        """The fewest ways with which that component fits, or all of them, which need the least.
+
+        Its weights are kept in eight bits only where it fits no way without.
+        """
+        first = self._saved_in(component, settings, None)
+        if self._holds(first[1]):
+            return first
+        others = self.parts.kinds(component, settings)[1:]
+        found = (self._saved_in(component, settings, kind) for kind in others)
+        return next((each for each in found if self._holds(each[1])), first)
+
+    def _saved_in(
+        self, component: Component, settings: Settings, kind: str | None
+    ) -> tuple[Settings, Part, list[str]]:
+        part = self.parts.part(component, settings, offload=False, kind=kind)
+        kind = part.plan.precision.weights
         done = self._ways(component.name, settings)
-        if self._holds(part) or not done or self.weights_exceed(component):
+        if self._holds(part) or not done or self.weights_exceed(component, settings, kind):
             return settings, part, []
 
         def after(number: int, *, offload: bool = True) -> Part:
             waits = offload and any(way.offload for way in done[:number])
-            return self.parts.named(component.name, done[number - 1].settings, offload=waits)
+            then = done[number - 1].settings
+            return self.parts.named(component.name, then, offload=waits, kind=kind)
 
         taken = min(len(done), 1 + _first(len(done), lambda index: self._holds(after(index + 1))))
         part = after(taken)

@@ -47,6 +47,7 @@ from everyframe.planning.dryrun import clashes_of, heaviest, says, stage_plan
 from everyframe.planning.fitting import Fitted, Fitting, within
 from everyframe.planning.forecast import describe_bytes, fits
 from everyframe.planning.models import refuse_if_not_drawable
+from everyframe.planning.quantising import check_effect, quantising_of
 from everyframe.planning.sharing import (
     Shares,
     are_alike,
@@ -222,6 +223,7 @@ def _fitted(
 ) -> tuple[Fitting, Fitted]:
     """What fits; before a run what it needs at once is tried, and only certified paths are left."""
     fitted = fitting.fit(settings)
+    check_effect(fitting.parts.quantising, fitting.model.title, fitted.components)
     if not will_run or not certifying.make_at_once(chooser.certificates, fitted):
         return fitting, fitted
     fitting = fitting.certified_alone()
@@ -248,6 +250,7 @@ def _fitting(
             host_memory=host.free_memory,
             chooser=chooser,
             remedies=remedies,
+            quantising=quantising_of(request, device),
         )
     )
 
@@ -379,7 +382,10 @@ def _needs(plan: Plan, fitting: Fitting) -> str:
     together = plan.peak_bytes > largest.peak_bytes
     what = f"{plan.title}, all of it in memory at once," if together else f"the {largest.title}"
     components = fitting.model.components(plan.settings)
-    exceeds = any(c.name == largest.name and fitting.weights_exceed(c) for c in components)
+    exceeds = any(
+        each.name == largest.name and fitting.weights_exceed(each, plan.settings)
+        for each in components
+    )
     alone = f" ({describe_bytes(largest.weight_bytes)} of weights alone)" if exceeds else ""
     return (
         f"{what} needs about {describe_bytes(plan.peak_bytes)}{alone}, {plan.device.name} has "

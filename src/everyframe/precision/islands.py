@@ -31,11 +31,15 @@ def parameter_dtype(name: str, precision: Precision) -> str:
 
 
 def weight_bytes(
-    num_elements: Mapping[str, int], precision: Precision, remedies: Iterable[Remedy] = ()
+    num_elements: Mapping[str, int],
+    precision: Precision,
+    remedies: Iterable[Remedy] = (),
+    rows: Mapping[str, int] | None = None,
 ) -> int:
     """Bytes of all parameters, from the number of elements of each by name.
 
-    `remedies` are those of the component: what they name may be wider.
+    `remedies` are those of the component: what they name may be wider. `rows` are the weights that
+    are kept in eight bits, each with its number of scales.
     """
     raised = [each for each in remedies if each.to != PLAIN]
 
@@ -46,7 +50,11 @@ def weight_bytes(
         )
         return max([own, *(num_bytes(each.to) for each in inside)])
 
-    return sum(count * width(name) for name, count in num_elements.items())
+    scales = rows or {}
+    return sum(
+        count + scales[name] * width(name) if name in scales else count * width(name)
+        for name, count in num_elements.items()
+    )
 
 
 def check_islands(islands: Iterable[str], names: Iterable[str]) -> None:

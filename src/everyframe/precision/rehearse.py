@@ -29,6 +29,7 @@ from everyframe.precision import edges, rules
 from everyframe.precision.dtypes import dtype_name
 from everyframe.precision.islands import in_island
 from everyframe.precision.live import LiveBytes
+from everyframe.precision.quantised import as_quantised
 from everyframe.precision.rules import Finding
 from everyframe.precision.stand_in import (
     STAND_IN,
@@ -43,41 +44,11 @@ from everyframe.precision.stand_in import (
     widened,
     without_masks,
 )
-from everyframe.precision.work import Work, WorkCounter
+from everyframe.precision.tally import MAX_FINDINGS, Rehearsed, Tally
 from everyframe.precision.workspace import workspace
 
 #: A call of code that nobody wrote for dry runs is followed for so many operations.
 MAX_OPERATIONS = 30_000
-
-#: A broken module repeats itself; so many findings are kept of each component.
-MAX_FINDINGS = 20
-
-
-@dataclass(frozen=True)
-class Rehearsed:
-    """What a dry run of one call found.
-
-    `working_bytes` is the peak of what was alive beside the parameters, at `peak_at`; `seen` holds
-    each (module, operation, dtype of its first operand) once, in order.
-    """
-
-    num_operations: int
-    findings: tuple[Finding, ...]
-    working_bytes: int
-    peak_at: str
-    work: Work
-    seen: tuple[tuple[str, str, str], ...]
-
-    @property
-    def clashes(self) -> bool:
-        """Whether two dtypes met in an operation that takes one."""
-        return any(finding.kind == "clash" for finding in self.findings)
-
-    def dtypes_in(self, part: str) -> frozenset[str]:
-        """Floating dtypes that operations took in the modules of that name or pattern."""
-        return frozenset(
-            dtype for module, _, dtype in self.seen if dtype and in_island(module or ".", (part,))
-        )
 
 
 @dataclass(frozen=True)
@@ -156,6 +127,7 @@ def _prepared(parts: Mapping[str, Part], run: _Run) -> Iterator[None]:
     """Within, the parts are on the stand-in, in their precisions, and every operation is seen."""
     with ExitStack() as stack:
         for name, part in parts.items():
+            stack.enter_context(as_quantised(part.module, part.precision))
             # Not their own ways of going somewhere, which may warn.
             nn.Module.to(part.module, STAND_IN).eval().requires_grad_(False)
             if part.precision is not None:
@@ -220,28 +192,6 @@ class _Attention(TorchFunctionMode):
             self._run.fails(str(getattr(func, "__name__", func)), error, kind)
 
 
-class _Tally:
-    """What was found of one part."""
-
-    def __init__(self, precision: Precision | None) -> None:
-        self.islands = precision.islands if precision is not None else ()
-        self.num_operations = self.peak = 0
-        self.peak_at = ""
-        self.work = WorkCounter()
-        self.findings: list[Finding] = []
-        self.seen: dict[tuple[str, str, str], None] = {}
-
-    def found(self) -> Rehearsed:
-        return Rehearsed(
-            num_operations=self.num_operations,
-            findings=tuple(dict.fromkeys(self.findings)),
-            working_bytes=self.peak,
-            peak_at=self.peak_at,
-            work=self.work.total(),
-            seen=tuple(self.seen),
-        )
-
-
 class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operation on the stand-in device, for the parts of those precisions."""
 
@@ -257,7 +207,7 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._is_lenient, self._left = is_lenient, MAX_OPERATIONS
         # On a CPU, both are the same memory.
         self._mixes = is_lenient or device.kind == "cpu"
-        self._tallies = {name: _Tally(precision) for name, precision in precisions.items()}
+        self._tallies = {name: Tally(precision) for name, precision in precisions.items()}
         #: The part that works, or worked last.
         self.at = next(iter(self._tallies))
         self._modules: list[str] = []
@@ -276,7 +226,7 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise _Failed(f"it has more than {MAX_OPERATIONS} operations")
 
     @property
-    def _now(self) -> _Tally:
+    def _now(self) -> Tally:
         return self._tallies[self.at]
 
     def leave(self, module: str) -> None:

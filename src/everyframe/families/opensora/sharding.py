@@ -24,6 +24,7 @@ from everyframe.ops.modulation import GatedAdd, Modulate, PickFrames
 from everyframe.parallel.grid import Grid
 from everyframe.parallel.shared import CorePerSegment
 from everyframe.parallel.team import Team
+from everyframe.precision.raising import narrowest
 
 #: Modules without parameters that take the stream (so many times) and then tables of each sample.
 _STREAMS: dict[type[nn.Module], int] = {Modulate: 1, GatedAdd: 2, PickFrames: 2}
@@ -78,7 +79,8 @@ class Sharding(Sharded):
 
     def _to_rows(self, attention: SelfAttention, args: tuple[Any, ...]) -> tuple[Any, ...]:
         x, *others = args
-        dtype = attention.qkv.weight.dtype
+        # What it computes in, whatever its weights are kept in.
+        dtype = narrowest(attention.qkv) or x.dtype
         if dtype.itemsize < x.dtype.itemsize:
             x = x.to(dtype)  # as its first product would do; half the bytes to send
         return (self.switch.to_rows(x), *others)

@@ -1,0 +1,134 @@
+"""Weights are kept in eight bits where that is asked for, else only where nothing exact fits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import small_models
+from everyframe.core.errors import InputError
+from everyframe.core.facts import DeviceFacts, Rates
+from everyframe.core.plan import ComponentPlan
+from everyframe.core.request import Request
+from everyframe.families.family import Model
+from everyframe.hardware.profiles import find_profile, profile_names
+from everyframe.planning.components import Parts
+from everyframe.planning.dryrun import stage_plan
+from everyframe.planning.fitting import Fitted, Fitting
+from everyframe.planning.quantising import Quantising, check_effect, quantising_of
+
+GB = 10**9
+SETTINGS = small_models.settings(32, 32, 1, guidance=1.0)
+
+
+def device(profile: str, memory: int = 10 * GB) -> DeviceFacts:
+    found = find_profile(profile).machine().devices[0]
+    return replace(found, memory=memory, free_memory=memory)
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    """One whose denoiser is nearly all of it, and in it linear layers."""
+    found: Model = small_models.stepvideo(num_attention_heads=24, num_layers=4)
+    return found
+
+
+def fitted(model: Model, where: DeviceFacts, *, host: int = 32 * GB, **told: Any) -> Fitted:
+    wanted = Quantising(**{"asked": "auto", **told})
+    return Fitting(Parts(model, where, "auto", False, host, quantising=wanted)).fit(SETTINGS)
+
+
+def denoiser(found: Fitted) -> ComponentPlan:
+    return next(each for each in found.components if each.name == "denoiser")
+
+
+def test_where_there_is_room_weights_are_whole(model: Model) -> None:
+    found = fitted(model, device("cpu-fp32"))
+    assert all(not part.precision.weights for part in found.components)
+    assert not any("lossy" in note for note in found.notes)
+
+
+def test_a_processor_that_holds_them_no_other_way_has_them_in_int8(model: Model) -> None:
+    whole = denoiser(fitted(model, device("cpu-fp32")))
+    short = device("cpu-fp32", int(whole.peak_bytes * 0.6))
+    found = fitted(model, short)
+    assert found.fits
+    part = denoiser(found)
+    assert part.precision.weights == "int8"
+    # What is no linear layer, or an island, is as it was.
+    assert 0.25 < part.weight_bytes / whole.weight_bytes < 0.35
+    (said,) = [note for note in found.notes if "kept in int8 (lossy" in note]
+    assert said.endswith("differs by about 1%, as it fits no other way; --quantize none refuses)")
+    # The small parts are not concerned, and `none` refuses.
+    assert not any(each.precision.weights for each in found.components if each is not part)
+    assert not fitted(model, short, asked="none").fits
+
+
+def test_what_is_exact_comes_first(model: Model) -> None:
+    """A card's weights wait on the host, or in their files, before any of them is rounded."""
+    part = denoiser(fitted(model, device("cuda-sm86")))
+    short = device("cuda-sm86", int(part.peak_bytes * 0.85))
+    for host in (32 * GB, part.weight_bytes // 2):
+        found = denoiser(fitted(model, short, host=host))
+        assert (found.offload, found.streams) == (True, host < part.weight_bytes)
+        assert not found.precision.weights
+    # Rounded, they stay on the card, if it is asked for.
+    found = denoiser(fitted(model, short, asked="int8"))
+    assert (found.offload, found.precision.weights) == (False, "int8")
+
+
+FAST = (("cpu-fp32", "int8"), ("cuda-sm70", "fp8"), ("mps", "int8"), ("cuda-sm90", "fp8"))
+ALL = [(profile, kind) for profile in profile_names() for kind in ("int8", "fp8")]
+
+
+@pytest.mark.parametrize(
+    ("profile", "kind"),
+    [pytest.param(*case, marks=[] if case in FAST else [pytest.mark.slow]) for case in ALL],
+)
+def test_they_run_dry_in_every_profile(profile: str, kind: str) -> None:
+    """No arithmetic in eight bits is asked of a device: it is the wide dtype that multiplies."""
+    parts = Parts(
+        small_models.stepvideo(), device(profile), "auto", False, GB, quantising=Quantising(kind)
+    )
+    for name in ("denoiser", "step_llm"):
+        part = parts.named(name, SETTINGS)
+        assert not [line for run in part.runs for line in run.clashes()]
+        assert part.plan.precision.weights == kind
+        assert part.plan.precision.islands
+    assert not parts.named("vae", SETTINGS).plan.precision.weights  # made for float32
+
+
+def test_loading_them_takes_the_time_of_what_is_in_the_files(model: Model) -> None:
+    rates = Rates((("float32", 1e11),), memory=1e10, load=1e6, source="made up")
+    times = {}
+    for kind in ("none", "int8"):
+        found = fitted(model, device("cpu-fp32"), asked=kind)
+        run = next(run for run in found.runs if run.rehearsal.component == "denoiser")
+        times[kind] = stage_plan(run, denoiser(found), rates).seconds
+    assert times["none"] is not None
+    assert times["int8"] is not None
+    assert times["int8"] >= times["none"] * 0.99
+
+
+def test_what_a_record_says_is_taken_exactly(model: Model) -> None:
+    found = fitted(model, device("cpu-fp32"), exact={"denoiser": "fp8"})
+    kinds = {part.name: part.precision.weights for part in found.components}
+    assert kinds == {"step_llm": "", "clip": "", "denoiser": "fp8", "vae": ""}
+
+
+def test_what_can_t_be_had_is_said() -> None:
+    with pytest.raises(InputError, match="one of auto, none, int8, fp8, got 'int4'"):
+        Request(prompt="a", quantize="int4")
+    mps = device("mps")
+    with pytest.raises(InputError, match="has no fp8; give --quantize int8"):
+        quantising_of(Request(prompt="a", quantize="fp8"), mps)
+    assert quantising_of(Request(prompt="a", quantize="int8"), mps).asked == "int8"
+    with pytest.raises(InputError, match="int8 or fp8, and not in 'int7'"):
+        quantising_of(Request(prompt="a", quantized={"denoiser": "int7"}), mps)
+    parts = Parts(small_models.stepvideo(), mps, "auto", False, GB)
+    whole = [parts.named("clip", SETTINGS).plan]
+    with pytest.raises(InputError, match="quantize has no effect on Some Model"):
+        check_effect(Quantising("int8"), "Some Model", whole)
+    check_effect(Quantising("auto"), "Some Model", whole)
