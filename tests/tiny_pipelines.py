@@ -221,6 +221,30 @@ def ltx25(folder: Path) -> None:
     pipe.save_pretrained(str(folder), overwrite_modular_index=True)
 
 
+def ltx(folder: Path) -> None:
+    """LTX-Video: tokens from the start, and guidance in one batch."""
+    transformer = diffusers.LTXVideoTransformer3DModel(
+        in_channels=8, out_channels=8, patch_size=1, patch_size_t=1, num_attention_heads=3,
+        attention_head_dim=8, cross_attention_dim=24, num_layers=2, caption_channels=32,
+    )  # fmt: skip
+    vae = diffusers.AutoencoderKLLTXVideo(
+        latent_channels=8, block_out_channels=(8, 8, 8, 8), decoder_block_out_channels=(8, 8, 8, 8),
+        layers_per_block=(1,) * 5, decoder_layers_per_block=(1,) * 5,
+        spatio_temporal_scaling=(True, True, False, False),
+        decoder_spatio_temporal_scaling=(True, True, False, False),
+        decoder_inject_noise=(False,) * 5, upsample_residual=(False,) * 4, upsample_factor=(1,) * 4,
+        timestep_conditioning=False, patch_size=1, patch_size_t=1, encoder_causal=True,
+        decoder_causal=False,
+    )  # fmt: skip
+    diffusers.LTXPipeline(
+        transformer=made(transformer),
+        vae=made(vae),
+        text_encoder=t5(),
+        tokenizer=tokenizer(),
+        scheduler=_flow(),
+    ).save_pretrained(folder)
+
+
 def minimax_h3(folder: Path) -> None:
     """MiniMax-H3: modular, picture and sound out of one sequence, no guidance."""
     qwen = transformers.Qwen3VLForConditionalGeneration(
@@ -402,6 +426,7 @@ TINY: Mapping[str, Callable[[Path], None]] = {
     "ltx2": ltx2,
     "hunyuan15": hunyuan15,
     "cogvideox": cogvideox,
+    "ltx": ltx,
     "ltx25": ltx25,
     "minimax_h3": minimax_h3,
     "hunyuan": hunyuan,
@@ -421,6 +446,7 @@ CALLS: Mapping[str, dict[str, Any]] = {
         "size": "32x32", "num_frames": 5,
         "option": {**_LTX, "spatio_temporal_guidance_blocks": [0]},
     },
+    "ltx": {"size": "32x32", "num_frames": 9, "option": _LTX},
     "ltx25": {"size": "32x32", "num_frames": 9, "option": _LTX},
     "minimax_h3": {"size": "32x32", "num_frames": 124},
     "hunyuan": {"size": "16x16", "num_frames": 5, "option": _SHORT},

@@ -1,14 +1,11 @@
 """Runs of several ranks that are broken off: gone on with by as many, the same bits; by others,
 the same but for rounding; and several videos of several groups, each kept where it is made.
 
-A run is broken off by letting go of its events on every rank, which leaves the folder as a kill
-does: the state is written at every step, and nothing is written on the way out.
+How a run is broken off here: `broken_off`.
 """
 
 from __future__ import annotations
 
-import shutil
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +14,11 @@ import numpy as np
 import pytest
 
 import tiny
+from broken_off import begun, check_close, copied, gone_on, told, videos
 from everyframe.core.errors import CannotRunError, InputError
-from everyframe.core.events import Event, Frames, Note, Step
+from everyframe.core.events import Step
 from everyframe.core.request import Request
 from everyframe.engine import moving
-from everyframe.engine.ranks import Join
 from everyframe.engine.resuming import go_on, read_run
 from everyframe.engine.run import stream
 from everyframe.media.pixels import to_uint8
@@ -35,8 +32,6 @@ OPTIONS: dict[str, Any] = {
     "prompt": "a red circle", "height": 24, "width": 40, "num_frames": 20, "seed": 5,
     "num_inference_steps": 3, "device": "cpu",
 }  # fmt: skip
-#: float32, relative to the largest value: what another number of ranks may change.
-ROUNDING = 1e-5
 
 
 @pytest.fixture(scope="module")
@@ -49,58 +44,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tiny.opensora_1_2(tmp_path_factory.mktemp("models") / "tiny-1.2"))
 
 
-def told(events: list[Event], *, speaks: bool) -> dict[str, Any]:
-    """What came of a rank's events: frames by seed, steps that were done, notes."""
-    frames: dict[int, list[Any]] = {}
-    for event in events:
-        if isinstance(event, Frames) and speaks:
-            frames.setdefault(event.seed, []).append(event.frames)
-    return {
-        "frames": {seed: np.concatenate(each) for seed, each in frames.items()},
-        "steps": [(e.seed, e.step) for e in events if isinstance(e, Step) and e.stage == "denoise"],
-        "notes": [event.text for event in events if isinstance(event, Note)],
-    }
-
-
-def begun(
-    team: Team, root: Path, options: dict[str, Any], steps: int, local: Any = None
-) -> dict[str, Any]:
-    """One rank's run, let go after so many steps of denoising; 0 lets it come to its end."""
-    request = Request(**{**OPTIONS, "num_devices": team.size, **options})
-    keep = Keep(root if team.rank == 0 else None, pace=EVERY_STEP)
-    events: list[Event] = []
-    join = Join(team.rank, lambda _: team, local)
-    with closing(stream(request, keep=keep, num_threads=1, join=join)) as coming:
-        for event in coming:
-            events.append(event)
-            done = sum(isinstance(e, Step) and e.stage == "denoise" for e in events)
-            if steps and done == steps:
-                break
-    return told(events, speaks=local is None or team.rank == 0)
-
-
-def gone_on(
-    team: Team, path: Path, devices: dict[str, Any] | None, skip: tuple[int, ...] = ()
-) -> dict[str, Any]:
-    """One rank goes on with the run there."""
-    join = Join(team.rank, lambda _: team)
-    pace = EVERY_STEP
-    events = go_on(RunFolder(path), skip=skip, join=join, ranks=devices, pace=pace, cleans=False)
-    return told(list(events), speaks=True)
-
-
-def videos(found: list[dict[str, Any]]) -> dict[int, Any]:
-    """The videos of the first rank that has each; all ranks of a group decode for it."""
-    made: dict[int, Any] = {}
-    for each in found:
-        made = {**each["frames"], **made}
-    return made
-
-
-def check_close(found: dict[int, Any], wanted: dict[int, Any]) -> None:
-    assert found.keys() == wanted.keys()
-    for seed, frames in wanted.items():
-        assert np.abs(found[seed] - frames).max() <= ROUNDING * np.abs(frames).max()
+def asked(model: str, **options: Any) -> dict[str, Any]:
+    return {**OPTIONS, "model": model, **options}
 
 
 @pytest.fixture(scope="module")
@@ -109,15 +54,10 @@ def shared(
 ) -> tuple[Path, dict[int, Any]]:
     """A run of two ranks, let go after 2 of its 3 steps; and the frames of an unbroken one."""
     root = tmp_path_factory.mktemp("runs")
-    whole = ranks.run(2, begun, root / "whole", {"model": model}, 0)
-    ranks.run(2, begun, root / "broken", {"model": model}, 2)
+    whole = ranks.run(2, begun, root / "whole", asked(model), 0)
+    ranks.run(2, begun, root / "broken", asked(model), 2)
     (kept,) = all_runs(root / "broken")
     return kept.path, videos(whole)
-
-
-def copied(path: Path, to: Path) -> Path:
-    """A copy of a run, called as it is."""
-    return Path(shutil.copytree(path, to / path.name))
 
 
 def test_on_as_many_ranks_it_has_the_same_bits(
@@ -170,7 +110,7 @@ def test_begun_on_one_device(ranks: Group, model: str, tmp_path: Path) -> None:
 
 def test_each_group_keeps_its_own_videos(ranks: Group, model: str, tmp_path: Path) -> None:
     """Three ranks make a video each, a chain of two clips; one of them is done elsewhere."""
-    options = {"model": model, "num_videos": 3, "chain": 2, "num_inference_steps": 2}
+    options = asked(model, num_videos=3, chain=2, num_inference_steps=2)
     whole = videos(ranks.run(3, begun, tmp_path / "whole", options, 0))
     ranks.run(3, begun, tmp_path / "broken", options, 3)
     (kept,) = all_runs(tmp_path / "broken")
@@ -190,7 +130,7 @@ def test_each_group_keeps_its_own_videos(ranks: Group, model: str, tmp_path: Pat
 
 
 def test_under_torchrun_rank_0_has_all_videos(ranks: Group, model: str, tmp_path: Path) -> None:
-    options = {"model": model, "num_videos": 3, "num_inference_steps": 1}
+    options = asked(model, num_videos=3, num_inference_steps=1)
     found = ranks.run(3, begun_as_by_torchrun, tmp_path, options)
     assert [sorted(each["frames"]) for each in found] == [[5, 6, 7], [], []]
     apart = videos(ranks.run(3, begun, tmp_path, options, 0))
@@ -204,18 +144,18 @@ def begun_as_by_torchrun(team: Team, root: Path, options: dict[str, Any]) -> dic
 
 def test_what_can_not_be_moved(shared: tuple[Path, dict[int, Any]], tmp_path: Path) -> None:
     run = read_run(RunFolder(shared[0]))
-    asked = moving.asked_anew(run.request, {"num_devices": 1})
-    assert asked.num_devices == 1
-    assert asked.given().keys() == run.request.given().keys()
+    alone = moving.asked_anew(run.request, {"num_devices": 1})
+    assert alone.num_devices == 1
+    assert alone.given().keys() == run.request.given().keys()
     elsewhere = replace(run.plan, device=replace(run.plan.device, name="another"))
     with pytest.raises(CannotRunError, match=r"was on cpu \(another\), and would go on on cpu"):
-        moving.divided_anew(elsewhere, asked, None, ())
+        moving.divided_anew(elsewhere, alone, None, ())
     parts = [
         replace(part, precision=replace(part.precision, compute="bfloat16"))
         for part in run.plan.components
     ]
     with pytest.raises(CannotRunError, match=r"would go on in float32 there, and was begun in bfl"):
-        moving.divided_anew(replace(run.plan, components=tuple(parts)), asked, None, ())
+        moving.divided_anew(replace(run.plan, components=tuple(parts)), alone, None, ())
     with pytest.raises(InputError, match="shares must be 2 numbers"):
         moving.divided_anew(
             run.plan, moving.asked_anew(run.request, {"num_devices": 2, "shares": "1"}), None, ()

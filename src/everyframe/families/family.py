@@ -212,6 +212,11 @@ class Rehearsal:
     key: Hashable
     outputs: tuple[str, ...] = ("",)
 
+    @property
+    def denoises(self) -> bool:
+        """Whether it is of the steps, whose work several ranks share."""
+        return self.stage == "denoise"
+
 
 @dataclass(frozen=True)
 class JointRehearsal(Rehearsal):
@@ -222,6 +227,12 @@ class JointRehearsal(Rehearsal):
     """
 
     outputs_of: Callable[[Any], tuple[str, ...]] = lambda module: ("",)
+    is_of_step: bool = False
+
+    @property
+    def denoises(self) -> bool:
+        """See `Rehearsal`."""
+        return self.is_of_step
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
 
 from everyframe.parallel.partition import shares, spans, teams
 
@@ -152,6 +153,25 @@ class Deal:
             dealt += spans(part * length, [self.weights[rank] for rank in ranks], start)
             start += part * length
         return tuple(dealt)
+
+
+@dataclass(frozen=True)
+class Parted(Deal):
+    """One sample whose columns lie as others have cut them: `lengths` of the ranks', in order.
+
+    Several kinds of tokens beside each other, each dealt out by the weights, come to parts that
+    all of them together would not have. Rows and cells are dealt out by the weights.
+    """
+
+    lengths: tuple[int, ...] = ()
+
+    @cached_property
+    def columns(self) -> tuple[range, ...]:
+        """See `Deal`."""
+        assert self.grid.samples == 1
+        assert sum(self.lengths) == self.grid.places
+        bounds = accumulate(self.lengths, initial=0)
+        return tuple(range(low, high) for low, high in pairwise(bounds))
 
 
 def cut(span: Sequence[int], length: int) -> Iterator[tuple[int, int, int]]:

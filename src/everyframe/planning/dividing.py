@@ -190,6 +190,8 @@ def _check_ways(asked: Ways, model: Model, settings: Settings, count: int) -> No
         )
     if cfg > branches:
         why = "guidance_scale 1 has one branch" if branches == 1 else f"it has {branches} branches"
+        if branches == 1 and settings.guidance_scale != 1:
+            why = f"{model.title} computes its branches of guidance in its own way"
         raise InputError(f"parallel cfg={cfg}: {why}; sequence={count} divides its tokens")
     if data * cfg > count:
         raise InputError(

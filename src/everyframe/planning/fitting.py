@@ -137,9 +137,11 @@ class Fitting:
         """What one step of a video takes on one device, for the choice between ways to divide."""
         if not isinstance(self.model, Shared):
             return Effort(1.0, 1)
-        step = next(each for each in self.parts.rehearsals(settings) if each.stage == "denoise")
+        step = next(each for each in self.parts.rehearsals(settings) if each.denoises)
         part = self.parts.named(step.component, settings)
-        run = next(each for each in part.runs if each.rehearsal.stage == "denoise")
+        run = next((each for each in part.runs if each.rehearsal.denoises), None)
+        if run is None:  # no dry run can follow it there, so bytes alone are weighed
+            return Effort(1.0, num_bytes(part.plan.precision.compute))
         work = run.found.work
         attention = sum(n for product, n in work.products if product.kind == "attention")
         return Effort(work.operations, num_bytes(part.plan.precision.compute), attention)

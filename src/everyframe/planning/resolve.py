@@ -170,13 +170,14 @@ def _stages(
     """The stages; what ranks send at each step takes its time too."""
     sending = sending_seconds(division) * fitted.settings.num_inference_steps
     parts = {part.name: part for part in fitted.components}
-    stages = [stage_plan(run, parts[run.rehearsal.component], rates) for run in fitted.runs]
-    return tuple(
-        replace(each, seconds=each.seconds + sending)
-        if each.name == "denoise" and each.seconds is not None
-        else each
-        for each in stages
-    )
+    stages = []
+    for run in fitted.runs:
+        stage = stage_plan(run, parts[run.rehearsal.component], rates)
+        if run.rehearsal.denoises and stage.seconds is not None:
+            # Once: of two experts one works at each step.
+            stage, sending = replace(stage, seconds=stage.seconds + sending), 0.0
+        stages.append(stage)
+    return tuple(stages)
 
 
 def _shares(

@@ -154,7 +154,7 @@ def _needs(parts: Parts, division: Division, settings: Settings) -> list[_Need]:
     """What each rank needs for its part of a step."""
     from everyframe.parallel.team import Imagined, Teams
 
-    step = next(each for each in parts.rehearsals(settings) if each.stage == "denoise")
+    step = next(each for each in parts.rehearsals(settings) if each.denoises)
     found: list[_Need] = []
     for rank, each in enumerate(division.ranks):
         group = division.groups[each.group]

@@ -38,7 +38,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "guider": {"guidance_scale": 7.5},
     },
     "LTX2Pipeline": {"transformer": {}, "vae": {"spatial_compression_ratio": 32}},
-    "LTXPipeline": {"transformer": {}, "vae": {"spatial_compression_ratio": 32}},
+    # As it was released: the factors follow from what halves all sides, and from its patches.
+    "LTXPipeline": {
+        "transformer": {},
+        "vae": {
+            "block_out_channels": [128, 256, 512, 512], "patch_size": 4, "patch_size_t": 1,
+            "spatio_temporal_scaling": [True, True, True, False],
+        },
+    },
     "AllegroPipeline": {
         "transformer": {"sample_height": 90, "sample_width": 160, "sample_frames": 22},
         "vae": {"block_out_channels": [1] * 4, "temporal_compression_ratio": 4},
@@ -92,6 +99,8 @@ def test_defaults_are_the_pipelines_own(
         ("CogVideoXPipeline", {"edit_strength": 0.5}, "edit_strength has no effect"),
         ("CogVideoXPipeline", {"chain": 2}, "can't go on from a clip"),
         ("WanPipeline", {"size": "500x304"}, "width must be a multiple of 8, got 500; try 496 or"),
+        ("LTXPipeline", {"size": "704x500"}, "height must be a multiple of 32, got 500; try 480"),
+        ("LTXPipeline", {"num_frames": 14}, "1 more than a multiple of 8, got 14; try 9 or 17"),
         ("WanPipeline", {"num_frames": 14}, "1 more than a multiple of 4, got 14; try 13 or 17"),
         ("AllegroPipeline", {"num_frames": 14}, "be a multiple of 4, got 14; try 12 or 16"),
         ("WanPipeline", {"option": {"guidance_scal_2": 2}}, "no parameter 'guidance_scal_2'; did"),

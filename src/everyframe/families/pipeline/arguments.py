@@ -17,11 +17,17 @@ from everyframe.families.pipeline.interface import Interface
 
 
 def arguments(
-    interface: Interface, settings: Settings, take: Take, own: Mapping[str, Any]
+    interface: Interface,
+    settings: Settings,
+    take: Take,
+    own: Mapping[str, Any],
+    *,
+    decodes: bool = True,
 ) -> dict[str, Any]:
     """Keyword arguments for one video with the take's seed; `own` are the pipeline's own ones.
 
-    The generator lives on the CPU, so noise depends on the seed alone and not on the device.
+    With `decodes` False it ends with latents. The generator lives on the CPU, so noise depends on
+    the seed alone and not on the device.
     """
     from PIL import Image
 
@@ -51,7 +57,7 @@ def arguments(
             call[name] = _as_declared(interface, name, value)
     call.update(own)
     if "output_type" in interface.parameters:
-        call["output_type"] = "np"
+        call["output_type"] = "np" if decodes else "latent"
     if "return_dict" in interface.parameters:
         call["return_dict"] = True
     if interface.is_modular:

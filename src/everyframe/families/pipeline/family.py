@@ -19,7 +19,14 @@ from everyframe.core.errors import CheckpointError, InputError
 from everyframe.core.options import FamilyOptions
 from everyframe.core.plan import Plan, Settings
 from everyframe.core.request import Request
-from everyframe.families.family import Component, JointRehearsal, Saving, Stage
+from everyframe.families.family import (
+    Component,
+    Crew,
+    JointRehearsal,
+    RankPart,
+    Saving,
+    Stage,
+)
 from everyframe.families.pipeline import settle
 from everyframe.families.pipeline.checkpoint import Files, find_files
 from everyframe.families.pipeline.classes import (
@@ -29,12 +36,15 @@ from everyframe.families.pipeline.classes import (
     pipeline_class,
 )
 from everyframe.families.pipeline.components import components
+from everyframe.families.pipeline.cuts import CUTS, Cuts
 from everyframe.families.pipeline.options import PipelineOptions
 from everyframe.families.pipeline.quiet import quiet_libraries
-from everyframe.families.pipeline.sizes import Sizes
+from everyframe.families.pipeline.sizes import Sizes, denoisers
+from everyframe.parallel.heads import ATTENDING
 
 if TYPE_CHECKING:
     from everyframe.families.pipeline.rehearsals import Dry
+    from everyframe.parallel.team import Teams
 
 
 @dataclass(frozen=True)
@@ -101,12 +111,55 @@ class PipelineModel:
 
     def stages(self, plan: Plan, clip: int) -> Sequence[Stage]:
         """One: loading and the call."""
+        return (self._stage(plan, clip),)
+
+    def _stage(self, plan: Plan, clip: int, teams: Teams | None = None) -> Stage:
         from everyframe.families.pipeline.stages import PipelineStage
+        from everyframe.parallel.team import ONE
 
         assert clip == 0, "a chain is refused when the request is settled"
         interface = self.sizes.interface
         own = settle.check_options(interface, self.options.option)
-        return (PipelineStage(plan, interface, own, files=self.files, savings=self.savings),)
+        return PipelineStage(
+            plan, interface, own, files=self.files, savings=self.savings, teams=teams or ONE
+        )
+
+
+@dataclass(frozen=True)
+class SharedPipelineModel(PipelineModel):
+    """One whose denoisers several ranks can share; see `cuts`."""
+
+    led = ()
+    ways = ATTENDING
+
+    @property
+    def _cuts(self) -> Cuts:
+        name = denoisers([part.name for part in self.files.models])[0]
+        return CUTS[next(part.class_name for part in self.files.models if part.name == name)]
+
+    def num_branches(self, settings: Settings) -> int:
+        """One: which branches there are, and in how many calls, is the pipeline's own affair."""
+        return 1
+
+    def rank_part(self, settings: Settings, crew: Crew, rank: int, element_bytes: int) -> RankPart:
+        """Tokens, and heads or what stands for them; what is sent in each block and at the end."""
+        return self._cuts.part(self.sizes, settings, crew, rank, element_bytes)
+
+    def shared_rehearsals(self, settings: Settings, teams: Teams) -> tuple[JointRehearsal, ...]:
+        """One call as one of several ranks makes it, and each component's share in it."""
+        return self._dry.rehearsals(settings, teams)
+
+    def shared_stages(self, plan: Plan, clip: int, teams: Teams) -> Sequence[Stage]:
+        """The same stage for one rank of several."""
+        return (self._stage(plan, clip, teams),)
+
+
+def _can_be_shared(files: Files) -> bool:
+    """Whether all of its denoisers are of classes that are known to be cut."""
+    classes = {part.name: part for part in files.models}
+    found = [classes[name] for name in denoisers(classes)]
+    is_known = all(part.class_name in CUTS and part.library == "diffusers" for part in found)
+    return bool(found) and is_known and not files.is_modular
 
 
 class DiffusersPipeline:
@@ -130,7 +183,8 @@ class DiffusersPipeline:
             _check_whole(files)
         sizes = Sizes(interface, _configs(files, empty))
         title = f"{files.class_name} ({PurePath(location.name).name})"
-        return PipelineModel(location.name, title, options, files, sizes)
+        made = SharedPipelineModel if _can_be_shared(files) else PipelineModel
+        return made(location.name, title, options, files, sizes)
 
 
 def _configs(files: Files, empty: Any) -> Mapping[str, Mapping[str, Any]]:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -30,6 +32,9 @@ from everyframe.families.telling import asks_for_blank
 from everyframe.numerics.watch import blank_frames, range_of, tensors_in
 from everyframe.precision.edges import map_tensors
 
+Apart = Callable[[], AbstractContextManager[None]]
+"""Within what it gives, a component is computed by this process alone."""
+
 #: Parameters that hold infinities on purpose.
 _ON_PURPOSE = ("mask", "bias")
 
@@ -38,7 +43,7 @@ class Guarded:
     """Guards a pipeline's modules, by component, while it is entered.
 
     `watch` counts the steps, and counts none while a call is repeated; `emit` gets what was
-    repaired and noticed at once.
+    repaired and noticed at once. `apart` is how those compute alone whose work ranks share.
     """
 
     def __init__(
@@ -48,6 +53,7 @@ class Guarded:
         watch: StepWatch,
         take: Take,
         emit: Callable[[Event], None],
+        apart: Mapping[str, Apart] = MappingProxyType({}),
     ) -> None:
         given = (take.given.first, take.given.last)
         is_asked = any(each is not None and each.min() == each.max() for each in given)
@@ -58,7 +64,7 @@ class Guarded:
         for name, module in modules.items():
             denoises = bool(denoisers((name,)))
             counts, of = ("step", STAGE) if denoises else ("call", name)
-            guard = Guard(plan, STAGE, {name: module}, counts=counts, of=of)
+            guard = Guard(plan, STAGE, {name: module}, counts=counts, of=of, apart=apart.get(name))
             guard.take(take)
             made = _Denoiser if denoises else _Coder if _has_frames(name) else _Part
             part = made(guard, name, module, watch, emit, is_asked=is_asked)
@@ -174,7 +180,8 @@ class _Part:
             return result
         kept.restore()
         self._check_given(module, kept)
-        return self._guard.repaired(self._number(), kept.calling(module))
+        with self._guard.apart():
+            return self._guard.repaired(self._number(), kept.calling(module))
 
     def _number(self) -> int:
         """Of what the guard counts."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -24,7 +24,7 @@ from torch import nn
 from everyframe.core.plan import Settings
 from everyframe.families.family import GivenFrames, JointRehearsal, Take
 from everyframe.families.loading import build_on_meta
-from everyframe.families.pipeline import released
+from everyframe.families.pipeline import released, sharding
 from everyframe.families.pipeline.arguments import arguments
 from everyframe.families.pipeline.checkpoint import Files, Part
 from everyframe.families.pipeline.classes import component_class
@@ -33,6 +33,7 @@ from everyframe.families.pipeline.interface import Interface
 from everyframe.families.pipeline.loading import assembled, outputs_of, set_tiling
 from everyframe.families.pipeline.quiet import quiet_libraries, silent
 from everyframe.families.pipeline.sizes import denoisers
+from everyframe.parallel.team import ONE, Teams
 from everyframe.precision.stand_in import STAND_IN
 
 
@@ -60,8 +61,8 @@ class Dry:
         configs = {part.name: part.config() for part in self.files.parts}
         return f"{self.files!r} {json.dumps(configs, sort_keys=True, default=str)}"
 
-    def rehearsals(self, settings: Settings) -> tuple[JointRehearsal, ...]:
-        """One call, and each component's share in it."""
+    def rehearsals(self, settings: Settings, teams: Teams = ONE) -> tuple[JointRehearsal, ...]:
+        """One call, and each component's share in it; with `teams` that of one of several ranks."""
         name = self.interface.class_name
         fewer = released.of(released.STEPS_FEWER, name) or 0
         experts = len(denoisers([part.name for part in self.files.models]))
@@ -69,10 +70,14 @@ class Dry:
         steps = min(fewest + fewer, settings.num_inference_steps)
         few = replace(settings, num_inference_steps=steps, seed=0, num_videos=1)
         repeats = max(settings.num_inference_steps - fewer, 1) / max(steps - fewer, 1)
-        key = (self._identity, repr(few), repr(self.own))
+        rank = (teams.team.rank, teams.team.weights, teams.way)
+        key = (self._identity, repr(few), repr(self.own), rank)
 
         def call(modules: Mapping[str, nn.Module], device: str) -> object:
-            return self._call(few)
+            with ExitStack() as stack:
+                for put_on in sharding.of_all(modules, teams).values():
+                    stack.callback(put_on.remove)
+                return self._call(few)
 
         tiled = dict(settings.options).get("vae_tiling")
         return tuple(
@@ -84,6 +89,7 @@ class Dry:
                 num_calls=repeats if denoisers((part.name,)) else 1,
                 key=key,
                 outputs_of=outputs_of,
+                is_of_step=bool(denoisers((part.name,))),
             )
             for part in self.files.models
             # Tiles are thousands of operations each.

@@ -4,6 +4,7 @@ So a run that was broken off goes on where it was, though the pipeline's own loo
 its first step: everything around the denoisers is computed anew, with the same generator and the
 same scheduler, and costs next to nothing. Their `__call__` is another one meanwhile, by a class
 made for it: a hook can't keep a module from being computed. On leaving they are as they were.
+Of several ranks that make one video the first has the answers, and hands each on to the others.
 Read next: `stages.py`; `everyframe.runs.answers`, where the answers lie.
 """
 
@@ -11,12 +12,57 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from everyframe.families.family import Take
+from everyframe.core.plan import Remedy
+from everyframe.families.family import Answers, Take
 from everyframe.families.pipeline.watching import StepWatch, seen_before
+from everyframe.parallel.team import Team
+
+_WHAT = "kept answers are handed on"
+
+
+class HandedOn:
+    """The `own` answers of the first rank on all ranks of `team`; the others keep none.
+
+    All must ask for them in the same order. They are those of transformers: one tensor.
+    """
+
+    def __init__(self, team: Team, own: Answers | None) -> None:
+        assert team.is_lead or own is None
+        self._team, self._own = team, own
+
+    def next(self) -> Any:
+        """See `Answers`."""
+        answer = None if self._own is None else self._own.next()
+        is_tuple = self._team.tell(None if answer is None else type(answer) is tuple, 0, _WHAT)
+        if is_tuple is None:
+            return None
+        (tensor,) = self._team.share(None if answer is None else [answer[0]], 0, _WHAT)
+        return answer if self._team.is_lead else _answer(tensor, is_tuple=is_tuple)
+
+    def keep(self, answer: Any, remedies: tuple[Remedy, ...]) -> None:
+        """See `Answers`."""
+        if self._own is not None:
+            self._own.keep(answer, remedies)
+
+    def again(self) -> None:
+        """See `Answers`."""
+        raise AssertionError("one rank of several is not called again by itself")
+
+    def remedies(self) -> tuple[Remedy, ...]:
+        """See `Answers`."""
+        mine = [] if self._own is None else [asdict(each) for each in self._own.remedies()]
+        return tuple(Remedy(**each) for each in self._team.tell(mine, 0, _WHAT))
+
+
+def _answer(tensor: Tensor, *, is_tuple: bool) -> Any:
+    from diffusers.models.modeling_outputs import Transformer2DModelOutput
+
+    return (tensor,) if is_tuple else Transformer2DModelOutput(sample=tensor)
 
 
 class Replaying:

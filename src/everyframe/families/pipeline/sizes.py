@@ -49,6 +49,9 @@ class Sizes:
             given = self.vae.get(name)
             if _number(given):
                 return int(given)
+        halvings = self._halvings
+        if halvings is not None:
+            return int(self.vae.get("patch_size", 4)) * 2**halvings
         channels = self.vae.get("block_out_channels")
         if isinstance(channels, (list, tuple)):
             return int(2 ** (len(channels) - 1))
@@ -61,8 +64,17 @@ class Sizes:
             given = self.vae.get(name)
             if _number(given):
                 return int(given)
+        halvings = self._halvings
+        if halvings is not None:
+            return int(self.vae.get("patch_size_t", 1)) * 2**halvings
         expansions = self.vae.get("temporal_expansions")
         return math.prod(expansions) if isinstance(expansions, (list, tuple)) else None
+
+    @property
+    def _halvings(self) -> int | None:
+        """How often LTX's autoencoders halve all three sides; None for others."""
+        levels = self.vae.get("spatio_temporal_scaling")
+        return sum(levels) if isinstance(levels, (list, tuple)) else None
 
     def default_size(self) -> tuple[int, int] | None:
         """(height, width); None where only the pipeline itself knows."""

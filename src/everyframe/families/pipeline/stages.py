@@ -1,7 +1,9 @@
 """The one stage of a pipeline: load it, and call it once a take; steps, frames and sound come out.
 
 The call runs in a thread that stands still between events (`alternating.py`), its steps are seen by
-hooks (`watching.py`). Read next: `loading.py`, `sparing.py`, `outputs.py`.
+hooks (`watching.py`). Of several ranks each makes the call, shares its denoisers' work with the
+others (`sharding.py`), and the first alone decodes. Read next: `loading.py`, `sparing.py`,
+`outputs.py`.
 """
 
 from __future__ import annotations
@@ -19,24 +21,26 @@ from everyframe.core.errors import CannotRunError, EveryframeError, InputError
 from everyframe.core.events import Event, Frames, Note, Repaired, Sound, Step
 from everyframe.core.plan import Plan
 from everyframe.families.family import Savings, Take
+from everyframe.families.pipeline import sharding
 from everyframe.families.pipeline.alternating import alternating
 from everyframe.families.pipeline.arguments import arguments
 from everyframe.families.pipeline.checkpoint import Files
 from everyframe.families.pipeline.components import STAGE
-from everyframe.families.pipeline.guarded import Guarded
+from everyframe.families.pipeline.guarded import Apart, Guarded
 from everyframe.families.pipeline.interface import Interface
 from everyframe.families.pipeline.loading import load
 from everyframe.families.pipeline.outputs import Array, frames_of, sound_of
 from everyframe.families.pipeline.quiet import quiet_libraries, silent
-from everyframe.families.pipeline.replaying import Replaying
+from everyframe.families.pipeline.replaying import HandedOn, Replaying
 from everyframe.families.pipeline.sizes import denoisers
 from everyframe.families.pipeline.sparing import Reliefs
 from everyframe.families.pipeline.untouched import untouched
 from everyframe.families.pipeline.watching import StepWatch
 from everyframe.hardware.peak import is_out_of_memory
+from everyframe.parallel.team import ONE, Teams
 
 Emit = Callable[[Event], None]
-Made = tuple[Array, "tuple[Array, int] | None"]
+Made = tuple[Array | None, "tuple[Array, int] | None"]
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,7 @@ class PipelineStage:
     files: Files | None = None
     pipe: Any = None
     savings: Savings | None = None
+    teams: Teams = ONE
     name: str = STAGE
     # Its answers are kept call by call, and served again when it is called again.
     goes_on: bool = False
@@ -81,8 +86,13 @@ class PipelineStage:
             self._set_guidance(pipe)
             owned = {} if self.pipe is not None else _modules(pipe)
             reliefs = Reliefs(self.plan, pipe, owned, self.savings)
+            ready = _Ready(pipe, reliefs, sharding.of_all(_modules(pipe), self.teams))
+            for each in ready.shared.values():
+                stack.callback(each.remove)
             for number, take in enumerate(takes):
-                yield from self._video(pipe, take, number, len(takes), reliefs)
+                if ready.shared:
+                    take.answers = HandedOn(self.teams.team, take.answers)
+                yield from self._video(partial(self._call, ready, take, number, len(takes)), take)
 
     def _set_guidance(self, pipe: Any) -> None:
         """Some pipelines keep guidance in a component, the guider, and take no scale."""
@@ -98,11 +108,10 @@ class PipelineStage:
         else:
             pipe.register_modules(guider=guided)
 
-    def _video(
-        self, pipe: Any, take: Take, number: int, num_takes: int, reliefs: Reliefs
-    ) -> Iterator[Event]:
-        call = partial(self._call, pipe, take, number, num_takes, reliefs)
+    def _video(self, call: Callable[[Emit], Made], take: Take) -> Iterator[Event]:
         frames, sound = yield from alternating(call, self.plan.num_threads)
+        if frames is None:
+            return  # the first of these ranks has them
         settings = self.plan.settings
         asked = (settings.num_frames, settings.height, settings.width)
         if frames.shape[:3] != asked:
@@ -116,13 +125,11 @@ class PipelineStage:
             yield Sound(take.seed, rate, samples.shape[-1] / rate, samples)
         yield Frames(take.seed, len(frames), frames)
 
-    def _call(
-        self, pipe: Any, take: Take, number: int, num_takes: int, reliefs: Reliefs, emit: Emit
-    ) -> Made:
+    def _call(self, ready: _Ready, take: Take, number: int, num_takes: int, emit: Emit) -> Made:
         """The pipeline's frames, and its sound if any, in the other thread.
 
         Where memory runs out the pipeline is called again in less of it, and its denoisers' answers
-        of before are served again.
+        of before are served again; not one of several ranks, as the others would not know.
 
         Raises:
             CannotRunError: nothing is left that takes less.
@@ -139,12 +146,12 @@ class PipelineStage:
             begun = time.perf_counter()
 
         while True:
-            made = self._attempt(pipe, take, on_step, emit)
+            made = self._attempt(ready, take, on_step, emit)
             if not isinstance(made, _TooLittle):
                 return made
-            relief = reliefs.next(made.at)
+            relief = None if ready.shared else ready.reliefs.next(made.at)
             if relief is None:
-                raise CannotRunError(self._beyond(made, reliefs.tried))
+                raise CannotRunError(self._beyond(made, ready.reliefs.tried))
             text = f"{made.place}: out of memory ({made.said}); it is called again: {relief.says}"
             emit(
                 Repaired(self.name, made.step, relief.component, "", "", "memory", "", "",
@@ -154,9 +161,10 @@ class PipelineStage:
                 take.answers.again()
 
     def _attempt(
-        self, pipe: Any, take: Take, on_step: Callable[[int, int], None], emit: Emit
+        self, ready: _Ready, take: Take, on_step: Callable[[int, int], None], emit: Emit
     ) -> Made | _TooLittle:
         """One call of the pipeline."""
+        pipe, settings, leads = ready.pipe, self.plan.settings, self.teams.team.is_lead
         modules = _modules(pipe)
         names = denoisers(modules)
         denoising = {name: modules[name] for name in names}
@@ -164,16 +172,17 @@ class PipelineStage:
             denoising,
             [module for name, module in modules.items() if name not in names],
             getattr(pipe, "scheduler", None),
-            self.plan.settings.num_inference_steps,
+            settings.num_inference_steps,
             on_step,
         )
         with (
             watch,
             Replaying(denoising, watch, take),
-            Guarded(self.plan, modules, watch, take, emit) as guarded,
+            Guarded(self.plan, modules, watch, take, emit, ready.apart) as guarded,
         ):
             try:
-                result = pipe(**arguments(self.interface, self.plan.settings, take, self.own))
+                given = arguments(self.interface, settings, take, self.own, decodes=leads)
+                result = pipe(**given)
             except (ValueError, TypeError, LookupError, AttributeError, RuntimeError,
                     MemoryError) as error:  # fmt: skip
                 if not is_out_of_memory(error):
@@ -181,6 +190,8 @@ class PipelineStage:
                 # Told and not raised, so that nothing holds what the failed call had made.
                 return _TooLittle(str(error).partition("\n")[0], guarded.at, watch.begun)
             watch.finish()
+            if not leads:
+                return None, None
             frames = frames_of(result)
             guarded.check_frames(frames)
         return frames, sound_of(result, pipe)
@@ -205,6 +216,20 @@ class PipelineStage:
             return InputError(f"{name} refuses: {text}")
         when = f"in step {step} or after it" if step else "before its first step"
         return EveryframeError(f"{name} failed {when}: {type(error).__name__}: {text}")
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """A loaded pipeline, what makes it do with less memory, and what shares its denoisers' work."""
+
+    pipe: Any
+    reliefs: Reliefs
+    shared: Mapping[str, sharding.Sharding]
+
+    @property
+    def apart(self) -> dict[str, Apart]:
+        """How each of those that are shared computes alone."""
+        return {name: each.apart for name, each in self.shared.items()}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,143 @@
+"""Which of diffusers' transformers several ranks can share, and where their tokens are cut: data.
+
+In some modules of such a transformer all tokens look at all; everywhere else a token needs itself
+and the text alone. So each rank can hold some tokens through all blocks. Where they are cut, and
+where they are gathered, is told in the class's own names; diffusers says the same of some of its
+classes (`_cp_plan`, for equal parts), which a test holds this against. A class is here if it was
+held against itself on one device; pipelines of others are made by one device each.
+
+Numbers and names only, no tensors. Read next: `sharding.py`, which puts it on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from everyframe.core.plan import Settings
+from everyframe.families.family import Crew, RankPart
+from everyframe.families.pipeline.sizes import Sizes
+from everyframe.parallel.grid import Deal, Grid, Parted
+from everyframe.parallel.heads import HeadDeal, sent_vectors
+from everyframe.parallel.partition import shares
+
+#: Bytes of a number of the answer, which a denoiser's last layer gives in float32.
+_ANSWER = 4
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The argument of a submodule whose tokens lie along `dim`; of all tensors in it, if several.
+
+    The empty name is the transformer itself.
+    """
+
+    module: str
+    argument: str
+    dim: int = 1
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """How the tokens of a transformer class are dealt out.
+
+    `tokens` are the places where the stream is cut, the video's first; what is cut at a second one
+    (the text's) looks at the others and is looked at. `beside` are arguments of which each token
+    has its own part, where they have that dimension, and `tables` submodules whose results have it
+    as their second. All look at all in `attention`, and in `context` at a text that every rank has;
+    `last` makes of each token what is gathered. Names may hold a ``*``.
+
+    `text` is the key of its config that says how many of its tokens are a text's, None if it is not
+    among them. With `together` a pipeline asks about both branches of guidance at once.
+    """
+
+    tokens: tuple[Cut, ...]
+    attention: str
+    context: str = ""
+    beside: tuple[Cut, ...] = ()
+    tables: tuple[str, ...] = ()
+    last: str = "proj_out"
+    text: str | None = None
+    together: bool = True
+
+    def num_tokens(self, sizes: Sizes, settings: Settings) -> tuple[int, ...]:
+        """How many tokens a video of those settings has of each kind."""
+        config = sizes.denoiser
+        deep, *sides = patch_of(config)
+        frames = math.ceil(((settings.num_frames - 1) // (sizes.temporal_factor or 1) + 1) / deep)
+        rows, columns = (
+            side // sizes.spatial_factor // patch
+            for side, patch in zip((settings.height, settings.width), sides, strict=True)
+        )
+        video = frames * rows * columns
+        return (video,) if self.text is None else (video, int(config[self.text]))
+
+    def part(self, sizes: Sizes, settings: Settings, crew: Crew, rank: int, width: int) -> RankPart:
+        """What that rank does of each step, with products in numbers of `width` bytes."""
+        config = sizes.denoiser
+        branches = 1 if settings.guidance_scale <= 1 else 2
+        batch = branches if self.together else 1
+        streams = [shares(n, crew.weights) for n in self.num_tokens(sizes, settings)]
+        deal = dealt(streams, batch * int(config["num_attention_heads"]), crew.weights)
+        heads, tokens = HeadDeal(deal), len(deal.columns[rank])
+        held = tokens / deal.grid.places
+        looks = held if crew.way == "ring" else heads.share(rank)
+        vectors = sent_vectors(deal, rank) if crew.way == "ring" else heads.moved(rank)
+        sent = vectors * int(config["num_layers"]) * int(config["attention_head_dim"]) * width
+        channels = int(config.get("out_channels") or config["in_channels"])
+        answer = streams[0][rank] * math.prod(patch_of(config)) * channels * _ANSWER
+        sent += batch * answer * (len(crew.weights) - 1)
+        idle = "" if tokens else "there are fewer tokens than devices"
+        if looks and not tokens:
+            idle += ": it works in attention alone"
+        return RankPart(held, looks, sent * (branches // batch), idle)
+
+
+#: By the name of the class.
+CUTS: Mapping[str, Cuts] = {
+    "WanTransformer3DModel": Cuts(
+        tokens=(Cut("blocks.0", "hidden_states"),),
+        attention="blocks.*.attn1",
+        context="blocks.*.attn2",
+        # Wan 2.2 of a picture gives each token a timestep of its own.
+        beside=(Cut("", "timestep"),),
+        tables=("rope",),
+        together=False,
+    ),
+    "LTXVideoTransformer3DModel": Cuts(
+        tokens=(Cut("", "hidden_states"),),
+        attention="transformer_blocks.*.attn1",
+        context="transformer_blocks.*.attn2",
+        beside=(Cut("", "timestep"),),
+        tables=("rope",),
+    ),
+    "CogVideoXTransformer3DModel": Cuts(
+        tokens=(
+            Cut("transformer_blocks.0", "hidden_states"),
+            Cut("transformer_blocks.0", "encoder_hidden_states"),
+        ),
+        attention="transformer_blocks.*.attn1",
+        beside=(Cut("", "image_rotary_emb", 0),),
+        text="max_text_seq_length",
+    ),
+}
+
+
+def dealt(streams: Sequence[Sequence[int]], heads: int, weights: tuple[float, ...]) -> Deal:
+    """The attention among tokens of which the ranks hold so many of each kind.
+
+    Samples of a batch are heads: every rank has the same tokens of all of them.
+    """
+    lengths = tuple(map(sum, zip(*streams, strict=True)))
+    return Parted(Grid(1, heads, sum(lengths)), weights, lengths=lengths)
+
+
+def patch_of(config: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Latent frames, rows and columns of a token."""
+    patch = config.get("patch_size") or 1
+    if isinstance(patch, (list, tuple)):
+        deep, high, wide = patch
+        return int(deep), int(high), int(wide)
+    return int(config.get("patch_size_t") or 1), int(patch), int(patch)

@@ -1,0 +1,201 @@
+"""Whole runs of diffusers' pipelines among several ranks against the same run on one.
+
+That the transformers' answers are right to rounding is tested in `test_sharding.py`; here is what
+is around them: the pipeline's own loop on every rank, frames from the first alone, kept answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import everyframe
+from broken_off import begun, check_close, copied, gone_on, told, videos
+from everyframe.core.events import Repaired
+from everyframe.core.request import Request
+from everyframe.engine.ranks import Join
+from everyframe.engine.resuming import go_on
+from everyframe.engine.run import stream
+from everyframe.parallel.heads import ATTENDING
+from everyframe.parallel.team import Team
+from everyframe.runs.folder import RunFolder, all_runs
+from everyframe.runs.keeper import Keep
+from ranks import Group, group_of
+
+NAMES = ("wan", "ltx", "cogvideox")
+SIZES = (2, 3)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Any:
+    yield from group_of(SIZES)
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What is asked of each model; made here, as ranks import this module too."""
+    import tiny_pipelines
+
+    root = tmp_path_factory.mktemp("models")
+    for name in NAMES:
+        tiny_pipelines.TINY[name](root / name)
+    return {
+        name: {
+            "prompt": "a red fox runs", "model": str(root / name), "dtype": "fp32", "seed": 3,
+            "num_inference_steps": 3, "device": "cpu", **tiny_pipelines.CALLS[name],
+        }
+        for name in NAMES
+    }  # fmt: skip
+
+
+ALONE: dict[str, dict[int, Any]] = {}
+
+
+def alone(asked: dict[str, Any]) -> dict[int, Any]:
+    """Frames of each video by its seed, made by one process without ranks."""
+    key = repr(asked)
+    if key not in ALONE:
+        events = stream(Request(**asked), keep=Keep(None), num_threads=1)
+        ALONE[key] = told(list(events), speaks=True)["frames"]
+    return ALONE[key]
+
+
+def run(team: Team, asked: dict[str, Any], fault: Any = None) -> dict[str, Any]:
+    """One rank's run."""
+    undo = fault(team) if fault is not None else None
+    try:
+        request = Request(**{"num_devices": team.size, **asked})
+        join = Join(team.rank, lambda _: team)
+        events = list(stream(request, keep=Keep(None), num_threads=1, join=join))
+    finally:
+        if undo is not None:
+            undo()
+    repairs = [(each.component, each.module) for each in events if isinstance(each, Repaired)]
+    return {**told(events, speaks=True), "sent": dict(team.sent), "repairs": repairs}
+
+
+def of_attention(sent: dict[str, int]) -> int:
+    """Bytes that left a rank in its denoisers."""
+    what = ("heads are", "keys and values", "the last projection")
+    return sum(number for name, number in sent.items() if name.startswith(what))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("way", ATTENDING)
+@pytest.mark.parametrize("name", NAMES)
+def test_one_video_on_several_ranks(
+    ranks: Group, asked: dict[str, dict[str, Any]], name: str, way: str, size: int
+) -> None:
+    given = {**asked[name], "parallel": f"{way}={size}"}
+    found = ranks.run(size, run, given)
+    check_close(videos(found), alone(asked[name]))
+    assert [bool(each["frames"]) for each in found] == [True] + [False] * (size - 1)
+    assert all(each["steps"] == [(3, 1), (3, 2), (3, 3)] for each in found)
+    division = everyframe.plan(Request(**given, num_devices=size)).division
+    assert division is not None
+    # Every step sends the same; the text's tokens are all that the tokenizer may have given.
+    for rank, each in zip(division.ranks, found, strict=True):
+        assert of_attention(each["sent"]) == 3 * rank.sent_bytes > 0
+
+
+@pytest.mark.slow
+def test_several_videos_are_dealt_out_whole(ranks: Group, asked: dict[str, dict[str, Any]]) -> None:
+    given = {**asked["ltx"], "num_videos": 2}
+    found = ranks.run(2, run, given)
+    assert [sorted(each["frames"]) for each in found] == [[3], [4]]
+    for seed, frames in alone(given).items():
+        np.testing.assert_array_equal(videos(found)[seed], frames)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [None, {"num_devices": 2}, {"num_devices": 1}])
+@pytest.mark.parametrize("name", ["wan", "cogvideox"])
+def test_a_run_that_is_broken_off_goes_on(
+    ranks: Group,
+    asked: dict[str, dict[str, Any]],
+    tmp_path: Path,
+    name: str,
+    devices: dict[str, Any] | None,
+) -> None:
+    """By the answers that the first rank has kept, handed on to as many ranks as there are."""
+    ranks.run(3, begun, tmp_path / "broken", asked[name], 2)
+    (kept,) = all_runs(tmp_path / "broken")
+    path = copied(kept.path, tmp_path)
+    if devices == {"num_devices": 1}:
+        found = [told(list(go_on(RunFolder(path), ranks=devices, cleans=False)), speaks=True)]
+    else:
+        found = ranks.run(3 if devices is None else 2, gone_on, path, devices)
+    check_close(videos(found), alone(asked[name]))
+    if devices is None:
+        whole = ranks.run(3, run, asked[name])
+        np.testing.assert_array_equal(videos(found)[3], videos(whole)[3])
+
+
+def _other_noise(team: Team) -> Any:
+    from everyframe.families.pipeline import arguments
+
+    kept = torch.Generator.manual_seed
+
+    class Other(torch.Generator):
+        def manual_seed(self, seed: int) -> Any:
+            return kept(self, seed + team.rank)
+
+    own = arguments.torch.Generator
+    arguments.torch.Generator = Other  # type: ignore[misc]
+    return lambda: setattr(arguments.torch, "Generator", own)
+
+
+@pytest.mark.slow
+def test_other_noise_on_one_rank_is_seen(ranks: Group, asked: dict[str, dict[str, Any]]) -> None:
+    found = ranks.run(2, run, asked["wan"], fault=_other_noise)
+    with pytest.raises(AssertionError):
+        check_close(videos(found), alone(asked["wan"]))
+
+
+def _overflow(team: Team) -> Any:
+    """The first feed-forward's products have an infinity, wherever they are in bfloat16."""
+    kept = torch.nn.GELU.forward, torch.nn.functional.gelu
+
+    def gelu(x: Any, *args: Any, **kwargs: Any) -> Any:
+        out = kept[1](x, *args, **kwargs)
+        return out * torch.inf if out.dtype == torch.bfloat16 and out.ndim == 3 else out
+
+    torch.nn.functional.gelu = gelu
+    return lambda: setattr(torch.nn.functional, "gelu", kept[1])
+
+
+@pytest.mark.slow
+def test_a_repair_is_the_same_on_every_rank(ranks: Group, asked: dict[str, dict[str, Any]]) -> None:
+    """Each looks for the fault alone; an exchange in the middle of that would never end."""
+    given = {**asked["ltx"], "dtype": "bf16", "force": True}
+    found = ranks.run(2, run, given, fault=_overflow)
+    of_denoiser = [[each for each in one["repairs"] if each[0] == "transformer"] for one in found]
+    assert of_denoiser[0] == of_denoiser[1] != []
+    assert np.isfinite(videos(found)[3]).all()
+
+
+def said(asked: dict[str, Any], **more: Any) -> Sequence[str]:
+    """What is wrong with that request."""
+    with pytest.raises(everyframe.InputError) as error:
+        everyframe.plan(Request(**asked, **more))
+    return str(error.value)
+
+
+def test_a_pipeline_that_can_not_be_shared_says_so(
+    asked: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    import tiny_pipelines
+
+    tiny_pipelines.TINY["latte"](tmp_path / "latte")
+    given = {**asked["wan"], **tiny_pipelines.CALLS["latte"], "model": str(tmp_path / "latte")}
+    text = said(given, num_devices=2, parallel="sequence=2")
+    assert "makes each video on one device" in text
+    text = said(asked["wan"], num_devices=2, parallel="cfg=2")
+    assert "computes its branches of guidance in its own way" in text
+    assert "sequence=2" in text

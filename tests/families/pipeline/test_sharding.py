@@ -1,0 +1,391 @@
+"""Transformers of diffusers on several ranks give what the same class gives on one.
+
+In float64, so that a wrong cut can't hide behind rounding. Where these classes cast to float32
+themselves (norms, rotations) it hides the last digits of both sides alike. One rank is compared bit
+for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import cache
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import tiny
+from everyframe.core.errors import CannotRunError
+from everyframe.families.pipeline import sharding
+from everyframe.families.pipeline.cuts import CUTS
+from everyframe.families.pipeline.sharding import Sharding
+from everyframe.ops.attention import PLAIN, by_kernel
+from everyframe.parallel import ring
+from everyframe.parallel.heads import ATTENDING
+from everyframe.parallel.team import Alone, Imagined, Team
+from ranks import Group, in_every_size, ranks
+
+__all__ = ["ranks"]
+
+RELATIVE = 1e-12
+SHORT, LONG = 5, 7
+
+
+def randn(*shape: int, seed: int = 2) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def wan(**more: Any) -> nn.Module:
+    return diffusers.WanTransformer3DModel(
+        patch_size=(1, 2, 2), num_attention_heads=3, attention_head_dim=12, in_channels=4,
+        out_channels=4, text_dim=8, freq_dim=16, ffn_dim=32, num_layers=2, rope_max_seq_len=32,
+        **more,
+    )  # fmt: skip
+
+
+def ltx() -> nn.Module:
+    return diffusers.LTXVideoTransformer3DModel(
+        in_channels=4, out_channels=4, num_attention_heads=3, attention_head_dim=8, num_layers=2,
+        cross_attention_dim=24, caption_channels=8,
+    )  # fmt: skip
+
+
+def cogvideox(*, rotary: bool) -> nn.Module:
+    return diffusers.CogVideoXTransformer3DModel(
+        num_attention_heads=3, attention_head_dim=16, in_channels=4, out_channels=4,
+        time_embed_dim=8, text_embed_dim=8, num_layers=2, sample_width=10, sample_height=6,
+        sample_frames=9, max_text_seq_length=LONG, use_rotary_positional_embeddings=rotary,
+    )  # fmt: skip
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "wan": wan,
+    "wan of a picture": lambda: wan(image_dim=6, added_kv_proj_dim=36),
+    "ltx": ltx,
+    "cogvideox": lambda: cogvideox(rotary=False),
+    "cogvideox 5b": lambda: cogvideox(rotary=True),
+}
+
+
+@cache
+def model_of(name: str) -> Any:
+    """In float64, every parameter drawn, so that no branch is silent."""
+    model = MODELS[name]()
+    model.load_state_dict(tiny.randomised(model, 0))
+    return model.double().eval().requires_grad_(False)
+
+
+def of_wan(frames: int, height: int, width: int, batch: int = 1, **more: Any) -> dict[str, Any]:
+    return {
+        "hidden_states": randn(batch, 4, frames, height, width),
+        "timestep": torch.linspace(100, 900, batch),
+        "encoder_hidden_states": randn(batch, LONG, 8, seed=3),
+        **more,
+    }
+
+
+def of_ltx(frames: int, height: int, width: int, **more: Any) -> dict[str, Any]:
+    lengths = torch.tensor([SHORT, LONG])
+    return {
+        "hidden_states": randn(2, frames * height * width, 4),
+        "encoder_hidden_states": randn(2, LONG, 8, seed=3),
+        "timestep": torch.tensor([300.0, 300.0]),
+        "encoder_attention_mask": (torch.arange(LONG) < lengths[:, None]).long(),
+        "num_frames": frames, "height": height, "width": width,
+        "rope_interpolation_scale": (1 / 3, 32, 32),
+        **more,
+    }  # fmt: skip
+
+
+def of_cogvideox(frames: int, height: int, width: int, *, rotary: bool) -> dict[str, Any]:
+    tokens = frames * (height // 2) * (width // 2)
+    angles = randn(tokens, 8, seed=4).repeat_interleave(2, dim=1)
+    return {
+        "hidden_states": randn(2, frames, 4, height, width),
+        "encoder_hidden_states": randn(2, LONG, 8, seed=3),
+        "timestep": torch.tensor([300.0, 300.0]),
+        "image_rotary_emb": (angles.cos(), angles.sin()) if rotary else None,
+    }
+
+
+#: The model, and what it is called with: odd numbers of frames, rows, columns and tokens.
+CASES: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
+    "wan": ("wan", lambda: of_wan(3, 6, 10)),
+    "wan, two samples": ("wan", lambda: of_wan(3, 2, 10, batch=2)),
+    "wan, fewer tokens than ranks": ("wan", lambda: of_wan(1, 2, 4)),
+    "wan, a time for each token": (
+        "wan", lambda: of_wan(3, 6, 10, timestep=torch.linspace(0, 900, 45)[None]),
+    ),
+    # Of the text 512 tokens, as the class has it: what comes before is the picture's.
+    "wan of a picture": (
+        "wan of a picture",
+        lambda: of_wan(
+            3, 6, 6,
+            encoder_hidden_states=randn(1, 512, 8, seed=3),
+            encoder_hidden_states_image=randn(1, 3, 6, seed=4),
+        ),
+    ),
+    "ltx, ragged texts": ("ltx", lambda: of_ltx(3, 3, 5)),
+    "ltx, a time for each token": (
+        "ltx", lambda: of_ltx(3, 3, 5, timestep=torch.linspace(0, 900, 90).view(2, 45)),
+    ),
+    "ltx, fewer tokens than ranks": ("ltx", lambda: of_ltx(1, 1, 2)),
+    "cogvideox": ("cogvideox", lambda: of_cogvideox(3, 6, 10, rotary=False)),
+    "cogvideox 5b": ("cogvideox 5b", lambda: of_cogvideox(3, 6, 10, rotary=True)),
+    "cogvideox, fewer tokens than ranks": (
+        "cogvideox 5b", lambda: of_cogvideox(1, 2, 4, rotary=True),
+    ),
+}  # fmt: skip
+#: Those that are run by default, in a ring too.
+FAST = ("wan", "ltx, ragged texts", "cogvideox 5b")
+
+
+def sharded(
+    team: Team,
+    way: str,
+    case: str,
+    fault: Callable[..., Any] | None = None,
+    count: bool = False,
+) -> dict[str, Any]:
+    """One rank's answer, the bytes that left it and, with `count`, its operations."""
+    name, given = CASES[case]
+    model, inputs = model_of(name), given()
+    put_on = sharding.apply(model, team, way)
+    undo = fault(put_on, model, inputs, team) if fault is not None else None
+    counter = FlopCounterMode(display=False)
+    try:
+        # torch counts no operations of its fused kernel for CPUs.
+        with ExitStack() as counting:
+            if count:
+                counting.enter_context(by_kernel(PLAIN))
+                counting.enter_context(counter)
+            out = model(**inputs, return_dict=False)[0]
+    finally:
+        put_on.remove()
+        if undo is not None:
+            undo()
+    return {"out": out, "sent": dict(team.sent), "operations": counter.get_total_flops()}
+
+
+@cache
+def bare(case: str) -> Tensor:
+    name, given = CASES[case]
+    with torch.no_grad():
+        out: Tensor = model_of(name)(**given(), return_dict=False)[0]
+    return out
+
+
+def worst(found: list[dict[str, Any]], case: str) -> float:
+    """The largest error of any rank, relative to the largest value."""
+    right = bare(case)
+    return max(float((each["out"] - right).abs().max() / right.abs().max()) for each in found)
+
+
+@in_every_size
+@pytest.mark.parametrize(
+    ("way", "case"),
+    [
+        pytest.param(way, case, marks=[pytest.mark.slow] * (way == "ring" and case not in FAST))
+        for way in ATTENDING
+        for case in CASES
+    ],
+)
+def test_any_number_of_ranks_gives_the_bare_models_answer(
+    ranks: Group, size: int, way: str, case: str
+) -> None:
+    found = ranks.run(size, sharded, way, case)
+    assert worst(found, case) < RELATIVE
+    assert all(torch.equal(each["out"], found[0]["out"]) for each in found)
+    if size == 1:
+        assert torch.equal(found[0]["out"], bare(case))
+
+
+@pytest.mark.parametrize("weights", [(24.0, 8.0), (1.0, 2.0, 0.5), (1.0, 0.0)])
+@pytest.mark.parametrize("case", FAST)
+def test_unequal_shares(ranks: Group, case: str, weights: tuple[float, ...]) -> None:
+    found = ranks.run(len(weights), sharded, "ulysses", case, weights=weights)
+    assert worst(found, case) < RELATIVE
+
+
+# ---------------------------------------------------------------- data, bytes and work
+
+
+@pytest.mark.parametrize("name", ["WanTransformer3DModel", "LTXVideoTransformer3DModel"])
+def test_cuts_are_where_diffusers_has_them(name: str) -> None:
+    """But for the text, which is not cut where every token of it is looked at."""
+    theirs = dict(getattr(diffusers, name)._cp_plan)
+    found: set[tuple[str, Any, int]] = set()
+    for module, plan in theirs.items():
+        if isinstance(plan, dict):
+            found |= {(module, key, each.split_dim) for key, each in plan.items()}
+        else:
+            found.add((module, "gathered", plan.gather_dim))
+    found = {each for each in found if not str(each[1]).startswith("encoder_")}
+    cuts = CUTS[name]
+    ours: set[tuple[str, Any, int]] = {
+        (each.module, each.argument, each.dim) for each in cuts.tokens
+    }
+    ours |= {(table, number, 1) for table in cuts.tables for number in (0, 1)}
+    ours.add((cuts.last, "gathered", 1))
+    assert ours <= found
+    assert found - ours <= {(each.module, each.argument, each.dim) for each in cuts.beside}
+
+
+@pytest.mark.parametrize("way", ATTENDING)
+@pytest.mark.parametrize("case", FAST)
+def test_real_ranks_send_and_compute_what_imagined_ones_do(
+    ranks: Group, way: str, case: str
+) -> None:
+    for rank, found in enumerate(ranks.run(3, sharded, way, case, count=True)):
+        imagined = sharded(Imagined(rank, (1.0,) * 3), way, case, count=True)
+        assert imagined["sent"] == found["sent"]
+        assert imagined["operations"] == found["operations"]
+
+
+LARGE: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
+    "wan": ("wan", lambda: of_wan(5, 16, 20)),
+    "ltx": ("ltx", lambda: of_ltx(5, 8, 10)),
+    "cogvideox": ("cogvideox 5b", lambda: of_cogvideox(5, 16, 20, rotary=True)),
+}
+
+
+@pytest.mark.parametrize("size", [3, 8])
+@pytest.mark.parametrize("way", ATTENDING)
+@pytest.mark.parametrize("name", LARGE)
+def test_every_rank_does_its_share(name: str, way: str, size: int) -> None:
+    """Of what belongs to tokens; the text and the timestep all have for themselves."""
+    CASES["large"] = LARGE[name]
+    try:
+        whole = sharded(Alone(), way, "large", count=True)["operations"]
+        for rank in {0, size - 1}:
+            mine = sharded(Imagined(rank, (1.0,) * size), way, "large", count=True)["operations"]
+            assert mine <= 1.1 * whole / size
+    finally:
+        del CASES["large"]
+
+
+# ---------------------------------------------------------------- planted faults
+
+
+def other_noise(put_on: Sharding, model: Any, inputs: dict[str, Any], team: Team) -> None:
+    """The last rank begins with other noise, in one number."""
+    if team.rank == team.size - 1:
+        inputs["hidden_states"].view(-1)[-1] += 1e-6
+
+
+def dropped_mask(put_on: Sharding, model: Any, inputs: dict[str, Any], team: Team) -> None:
+    """The first rank looks at all text tokens."""
+    if team.rank == 0 and "encoder_attention_mask" in inputs:
+        inputs["encoder_attention_mask"][:] = 1
+
+
+def own_positions(put_on: Sharding, model: Any, inputs: dict[str, Any], team: Team) -> Any:
+    """The last rank counts positions from its own first token."""
+    if team.rank < team.size - 1 or not hasattr(model, "rope"):
+        return None
+
+    def first(rope: nn.Module, args: Any, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(table.roll(1, 1) for table in tables)
+
+    return model.rope.register_forward_hook(first, prepend=True).remove
+
+
+def padding(put_on: Sharding, model: Any, inputs: dict[str, Any], team: Team) -> Any:
+    """The first rank's attention sees a key of zeros behind the others."""
+    if team.rank:
+        return None
+
+    def padded(x: Tensor) -> Tensor:
+        return torch.cat([x, torch.zeros_like(x[:, :, :1])], dim=2)
+
+    inner, looked = ring.partial_attention, sharding._for_tokens
+
+    def partial(q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> Any:
+        return inner(q, padded(k), padded(v), mask)
+
+    def look(compute: Any, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+        return looked(compute, q, padded(k), padded(v))
+
+    ring.partial_attention = partial  # type: ignore[attr-defined]
+    sharding._for_tokens = look
+
+    def undo() -> None:
+        ring.partial_attention = inner  # type: ignore[attr-defined]
+        sharding._for_tokens = looked
+
+    return undo
+
+
+#: Each with a model in which it makes a difference.
+FAULTS = [
+    (other_noise, "wan"), (other_noise, "cogvideox 5b"), (dropped_mask, "ltx, ragged texts"),
+    (own_positions, "wan"), (own_positions, "ltx, ragged texts"), (padding, "wan"),
+    (padding, "cogvideox 5b"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("way", ATTENDING)
+@pytest.mark.parametrize(("fault", "case"), FAULTS)
+def test_a_planted_fault_is_seen(ranks: Group, way: str, fault: Any, case: str) -> None:
+    found = ranks.run(3, sharded, way, case, fault=fault)
+    assert worst(found, case) > 100 * RELATIVE
+
+
+def everything(put_on: Sharding, model: Any, inputs: dict[str, Any], team: Team) -> None:
+    """A rank computes it all by itself: the answer is right."""
+    put_on.team = Alone()
+
+
+@pytest.mark.parametrize("case", FAST)
+def test_a_rank_that_computes_everything_is_seen(case: str) -> None:
+    whole = sharded(Alone(), "ulysses", case, count=True)["operations"]
+    found = sharded(Imagined(1, (1.0,) * 3), "ulysses", case, fault=everything, count=True)
+    assert worst([found], case) < RELATIVE
+    assert found["operations"] > 1.1 * whole / 3
+    assert not found["sent"]
+
+
+@pytest.mark.parametrize("way", ATTENDING)
+@pytest.mark.parametrize("case", FAST)
+def test_apart_a_rank_computes_alone_what_one_device_does(case: str, way: str) -> None:
+    """Where a fault is looked for: nothing is sent, and the bits are those of the bare model."""
+    name, given = CASES[case]
+    team = Imagined(2, (1.0,) * 3)
+    put_on = sharding.apply(model_of(name), team, way)
+    try:
+        with torch.no_grad(), put_on.apart():
+            out = model_of(name)(**given(), return_dict=False)[0]
+    finally:
+        put_on.remove()
+    assert torch.equal(out, bare(case))
+    assert not team.sent
+
+
+def test_an_attention_that_is_not_torchs_is_refused() -> None:
+    def another(put_on: Sharding, model: Any, inputs: dict[str, Any], team: Team) -> Any:
+        """Torch's plain parts in place of its function."""
+        attention = model.blocks[0].attn1
+        own = attention.processor
+
+        def processor(attn: Any, x: Tensor, *_: Any) -> Tensor:
+            return attn.to_v(x)
+
+        attention.processor = processor
+        return lambda: setattr(attention, "processor", own)
+
+    with pytest.raises(CannotRunError, match=r"blocks\.0\.attn1 computes .* than torch's"):
+        sharded(Imagined(0, (1.0, 1.0)), "ulysses", "wan", fault=another)
+    assert torch.equal(sharded(Alone(), "ulysses", "wan")["out"], bare("wan"))
+
+
+@pytest.mark.parametrize("case", FAST)
+def test_it_is_taken_off_again(case: str) -> None:
+    model = model_of(CASES[case][0])
+    put_on = sharding.apply(model, Alone())
+    assert any(part._forward_hooks for part in model.modules())
+    put_on.remove()
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
