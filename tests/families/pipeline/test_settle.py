@@ -42,7 +42,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "LTXPipeline": {
         "transformer": {},
         "vae": {
-            "block_out_channels": [128, 256, 512, 512], "patch_size": 4, "patch_size_t": 1,
+            "block_out_channels": [128, 256, 512, 512],
+            "patch_size": 4,
+            "patch_size_t": 1,
             "spatio_temporal_scaling": [True, True, True, False],
         },
     },

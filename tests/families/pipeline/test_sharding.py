@@ -27,9 +27,7 @@ from everyframe.ops.attention import PLAIN, by_kernel
 from everyframe.parallel import ring
 from everyframe.parallel.heads import ATTENDING
 from everyframe.parallel.team import Alone, Imagined, Team
-from ranks import Group, in_every_size, ranks
-
-__all__ = ["ranks"]
+from ranks import Group, group_of
 
 RELATIVE = 1e-12
 SHORT, LONG = 5, 7
@@ -140,8 +138,22 @@ CASES: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
         "cogvideox 5b", lambda: of_cogvideox(1, 2, 4, rotary=True),
     ),
 }  # fmt: skip
-#: Those that are run by default, in a ring too.
+#: Those that are run by default, by heads and with three ranks; the others with ``--slow``.
 FAST = ("wan", "ltx, ragged texts", "cogvideox 5b")
+SIZES = (1, 2, 3, 4, 5, 6, 7, 8)
+
+
+def slowly(*values: Any, unless: bool) -> Any:
+    """A case of a test that is slow unless it is one of those."""
+    return pytest.param(*values, marks=[] if unless else [pytest.mark.slow])
+
+
+@pytest.fixture(scope="module")
+def ranks(request: pytest.FixtureRequest) -> Any:
+    module = request.node
+    mine = [item for item in request.session.items if item.getparent(pytest.Module) is module]
+    is_slow = any(item.get_closest_marker("slow") for item in mine)
+    yield from group_of(SIZES[1:] if is_slow else (3,))
 
 
 def sharded(
@@ -185,13 +197,13 @@ def worst(found: list[dict[str, Any]], case: str) -> float:
     return max(float((each["out"] - right).abs().max() / right.abs().max()) for each in found)
 
 
-@in_every_size
 @pytest.mark.parametrize(
-    ("way", "case"),
+    ("size", "way", "case"),
     [
-        pytest.param(way, case, marks=[pytest.mark.slow] * (way == "ring" and case not in FAST))
-        for way in ATTENDING
+        slowly(size, way, case, unless=size == 3 and way == "ulysses" and case in FAST)
         for case in CASES
+        for way in ATTENDING
+        for size in SIZES
     ],
 )
 def test_any_number_of_ranks_gives_the_bare_models_answer(
@@ -204,8 +216,14 @@ def test_any_number_of_ranks_gives_the_bare_models_answer(
         assert torch.equal(found[0]["out"], bare(case))
 
 
-@pytest.mark.parametrize("weights", [(24.0, 8.0), (1.0, 2.0, 0.5), (1.0, 0.0)])
-@pytest.mark.parametrize("case", FAST)
+@pytest.mark.parametrize(
+    ("weights", "case"),
+    [
+        slowly(weights, case, unless=len(weights) == 3 and case == "cogvideox 5b")
+        for weights in ((24.0, 8.0), (1.0, 2.0, 0.5), (1.0, 0.0))
+        for case in FAST
+    ],
+)
 def test_unequal_shares(ranks: Group, case: str, weights: tuple[float, ...]) -> None:
     found = ranks.run(len(weights), sharded, "ulysses", case, weights=weights)
     assert worst(found, case) < RELATIVE
@@ -229,12 +247,13 @@ def test_cuts_are_where_diffusers_has_them(name: str) -> None:
     ours: set[tuple[str, Any, int]] = {
         (each.module, each.argument, each.dim) for each in cuts.tokens
     }
-    ours |= {(table, number, 1) for table in cuts.tables for number in (0, 1)}
+    ours |= {(table, number, dim) for table, dim in cuts.tables for number in (0, 1)}
     ours.add((cuts.last, "gathered", 1))
     assert ours <= found
     assert found - ours <= {(each.module, each.argument, each.dim) for each in cuts.beside}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ATTENDING)
 @pytest.mark.parametrize("case", FAST)
 def test_real_ranks_send_and_compute_what_imagined_ones_do(
@@ -253,9 +272,15 @@ LARGE: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
 }
 
 
-@pytest.mark.parametrize("size", [3, 8])
-@pytest.mark.parametrize("way", ATTENDING)
-@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize(
+    ("name", "way", "size"),
+    [
+        slowly(name, way, size, unless=way == "ulysses" and size == 3 and name == "wan")
+        for name in LARGE
+        for way in ATTENDING
+        for size in SIZES
+    ],
+)
 def test_every_rank_does_its_share(name: str, way: str, size: int) -> None:
     """Of what belongs to tokens; the text and the timestep all have for themselves."""
     CASES["large"] = LARGE[name]
@@ -302,20 +327,25 @@ def padding(put_on: Sharding, model: Any, inputs: dict[str, Any], team: Team) ->
     def padded(x: Tensor) -> Tensor:
         return torch.cat([x, torch.zeros_like(x[:, :, :1])], dim=2)
 
-    inner, looked = ring.partial_attention, sharding._for_tokens
+    inner, kept = ring.partial_attention, sharding.attending
 
     def partial(q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> Any:
         return inner(q, padded(k), padded(v), mask)
 
-    def look(compute: Any, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
-        return looked(compute, q, padded(k), padded(v))
+    class Padded:
+        def __init__(self, *given: Any) -> None:
+            self._inner = kept(*given)
 
-    ring.partial_attention = partial  # type: ignore[attr-defined]
-    sharding._for_tokens = look
+        def attend(self, core: Any, *given: Any) -> Tensor:
+            def look(q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> Tensor:
+                return core(q, padded(k), padded(v), mask)
+
+            return self._inner.attend(look, *given)
+
+    ring.partial_attention, sharding.attending = partial, Padded  # type: ignore[attr-defined]
 
     def undo() -> None:
-        ring.partial_attention = inner  # type: ignore[attr-defined]
-        sharding._for_tokens = looked
+        ring.partial_attention, sharding.attending = inner, kept  # type: ignore[attr-defined]
 
     return undo
 
@@ -328,8 +358,10 @@ FAULTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("way", ATTENDING)
-@pytest.mark.parametrize(("fault", "case"), FAULTS)
+@pytest.mark.parametrize(
+    ("fault", "case", "way"),
+    [slowly(*each, way, unless=way == "ulysses") for each in FAULTS for way in ATTENDING],
+)
 def test_a_planted_fault_is_seen(ranks: Group, way: str, fault: Any, case: str) -> None:
     found = ranks.run(3, sharded, way, case, fault=fault)
     assert worst(found, case) > 100 * RELATIVE
@@ -340,7 +372,7 @@ def everything(put_on: Sharding, model: Any, inputs: dict[str, Any], team: Team)
     put_on.team = Alone()
 
 
-@pytest.mark.parametrize("case", FAST)
+@pytest.mark.parametrize("case", ["wan", *(slowly(case, unless=False) for case in FAST[1:])])
 def test_a_rank_that_computes_everything_is_seen(case: str) -> None:
     whole = sharded(Alone(), "ulysses", case, count=True)["operations"]
     found = sharded(Imagined(1, (1.0,) * 3), "ulysses", case, fault=everything, count=True)
@@ -349,8 +381,14 @@ def test_a_rank_that_computes_everything_is_seen(case: str) -> None:
     assert not found["sent"]
 
 
-@pytest.mark.parametrize("way", ATTENDING)
-@pytest.mark.parametrize("case", FAST)
+@pytest.mark.parametrize(
+    ("case", "way"),
+    [
+        slowly(case, way, unless=way == "ring" and case == "wan")
+        for case in FAST
+        for way in ATTENDING
+    ],
+)
 def test_apart_a_rank_computes_alone_what_one_device_does(case: str, way: str) -> None:
     """Where a fault is looked for: nothing is sent, and the bits are those of the bare model."""
     name, given = CASES[case]

@@ -43,22 +43,23 @@ class Cut:
 class Cuts:
     """How the tokens of a transformer class are dealt out.
 
-    `tokens` are the places where the stream is cut, the video's first; what is cut at a second one
-    (the text's) looks at the others and is looked at. `beside` are arguments of which each token
-    has its own part, where they have that dimension, and `tables` submodules whose results have it
-    as their second. All look at all in `attention`, and in `context` at a text that every rank has;
-    `last` makes of each token what is gathered. Names may hold a ``*``.
+    `tokens` are the places where its streams are cut, in the order in which they lie beside each
+    other in attention; `video` is the number of that which is gathered, once `last` has made of it
+    what the model answers. `beside` are arguments of which each token has a part of its own, where
+    they have that dimension, and `tables` submodules whose results have it, with the dimension. All
+    tokens look at all in the modules `attention`, whose names may hold a ``*``.
 
-    `text` is the key of its config that says how many of its tokens are a text's, None if it is not
-    among them. With `together` a pipeline asks about both branches of guidance at once.
+    `text` is the key of its config that says how many tokens of the text there are at most, None if
+    they are not among those that are cut. With `together` a pipeline asks about both branches of
+    guidance at once.
     """
 
     tokens: tuple[Cut, ...]
-    attention: str
-    context: str = ""
+    attention: tuple[str, ...]
     beside: tuple[Cut, ...] = ()
-    tables: tuple[str, ...] = ()
+    tables: tuple[tuple[str, int], ...] = ()
     last: str = "proj_out"
+    video: int = 0
     text: str | None = None
     together: bool = True
 
@@ -71,8 +72,9 @@ class Cuts:
             side // sizes.spatial_factor // patch
             for side, patch in zip((settings.height, settings.width), sides, strict=True)
         )
-        video = frames * rows * columns
-        return (video,) if self.text is None else (video, int(config[self.text]))
+        found = [int(config[self.text])] if self.text is not None else []
+        found.insert(self.video, frames * rows * columns)
+        return tuple(found)
 
     def part(self, sizes: Sizes, settings: Settings, crew: Crew, rank: int, width: int) -> RankPart:
         """What that rank does of each step, with products in numbers of `width` bytes."""
@@ -87,7 +89,7 @@ class Cuts:
         vectors = sent_vectors(deal, rank) if crew.way == "ring" else heads.moved(rank)
         sent = vectors * int(config["num_layers"]) * int(config["attention_head_dim"]) * width
         channels = int(config.get("out_channels") or config["in_channels"])
-        answer = streams[0][rank] * math.prod(patch_of(config)) * channels * _ANSWER
+        answer = streams[self.video][rank] * math.prod(patch_of(config)) * channels * _ANSWER
         sent += batch * answer * (len(crew.weights) - 1)
         idle = "" if tokens else "there are fewer tokens than devices"
         if looks and not tokens:
@@ -99,27 +101,26 @@ class Cuts:
 CUTS: Mapping[str, Cuts] = {
     "WanTransformer3DModel": Cuts(
         tokens=(Cut("blocks.0", "hidden_states"),),
-        attention="blocks.*.attn1",
-        context="blocks.*.attn2",
+        attention=("blocks.*.attn1",),
         # Wan 2.2 of a picture gives each token a timestep of its own.
         beside=(Cut("", "timestep"),),
-        tables=("rope",),
+        tables=(("rope", 1),),
         together=False,
     ),
     "LTXVideoTransformer3DModel": Cuts(
         tokens=(Cut("", "hidden_states"),),
-        attention="transformer_blocks.*.attn1",
-        context="transformer_blocks.*.attn2",
+        attention=("transformer_blocks.*.attn1",),
         beside=(Cut("", "timestep"),),
-        tables=("rope",),
+        tables=(("rope", 1),),
     ),
     "CogVideoXTransformer3DModel": Cuts(
         tokens=(
-            Cut("transformer_blocks.0", "hidden_states"),
             Cut("transformer_blocks.0", "encoder_hidden_states"),
+            Cut("transformer_blocks.0", "hidden_states"),
         ),
-        attention="transformer_blocks.*.attn1",
+        attention=("transformer_blocks.*.attn1",),
         beside=(Cut("", "image_rotary_emb", 0),),
+        video=1,
         text="max_text_seq_length",
     ),
 }

@@ -51,7 +51,7 @@ class Sizes:
                 return int(given)
         halvings = self._halvings
         if halvings is not None:
-            return int(self.vae.get("patch_size", 4)) * 2**halvings
+            return int(self.vae.get("patch_size", 4)) << halvings
         channels = self.vae.get("block_out_channels")
         if isinstance(channels, (list, tuple)):
             return int(2 ** (len(channels) - 1))
@@ -66,7 +66,7 @@ class Sizes:
                 return int(given)
         halvings = self._halvings
         if halvings is not None:
-            return int(self.vae.get("patch_size_t", 1)) * 2**halvings
+            return int(self.vae.get("patch_size_t", 1)) << halvings
         expansions = self.vae.get("temporal_expansions")
         return math.prod(expansions) if isinstance(expansions, (list, tuple)) else None
 
