@@ -215,7 +215,7 @@ def test_what_was_cut_of_a_prompt_stays_in_the_record(model: str, tmp_path: Path
     done = list(resuming.go_on(folder))[-1]
     assert isinstance(done, VideoDone)
     (warning,) = done.record["warnings"]
-    assert "its end was cut: 'circle" in warning
+    assert "its end is cut: 'circle" in warning
 
 
 def test_what_was_done_for_memory_is_done_again(model: str, tmp_path: Path) -> None:

@@ -7,18 +7,26 @@ every few milliseconds and compared with what the process has after its imports.
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
+import everyframe
 import tiny
+import tiny_inpaint
+import tiny_step
+import tiny_svd
+from everyframe.families import loading
 from everyframe.families.opensora.config import STDiT3Config
 from everyframe.families.opensora.model import build_model
 from everyframe.families.opensora.text import build_encoder
@@ -104,6 +112,38 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, in
     assert done.returncode == 0, done.stderr[-2000:]
     found: dict[str, dict[str, int]] = json.loads(done.stdout.splitlines()[-1])
     return found
+
+
+SMALL: dict[str, Any] = {"size": "16x16", "num_frames": 1, "num_inference_steps": 1, "seed": 1}
+PICTURE = np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("write", "options"),
+    [
+        (tiny.opensora_1_2, {**SMALL, "prompt": "a red circle"}),
+        (tiny_step.stepvideo, {**SMALL, "prompt": "a red circle"}),
+        (tiny_svd.svd, {**SMALL, "size": "32x32", "num_frames": 2, "image": PICTURE}),
+        (tiny_inpaint.inpaint, {"prompt": "a ball", "source": PICTURE, "mask": "0,0,8,8",
+                                "control": "canny", "num_inference_steps": 1}),
+    ],
+    ids=["opensora", "stepvideo", "svd", "inpaint"],
+)  # fmt: skip
+def test_what_a_stage_loaded_goes_with_it(
+    write: Any, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By itself: the collector, who looks at everything in the process, is never asked."""
+
+    def never() -> None:
+        raise AssertionError(f"held by a cycle: {[type(each) for each in loading._LOADED][:3]}")
+
+    model = str(write(tmp_path / "model"))
+    monkeypatch.setattr(loading, "gc", SimpleNamespace(collect=never))
+    gc.disable()
+    try:
+        everyframe.generate(model=model, run_dir="off", **options)
+    finally:
+        gc.enable()
 
 
 def test_the_stages_are_large_enough_to_tell(measured: dict[str, dict[str, int]]) -> None:

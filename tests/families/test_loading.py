@@ -114,8 +114,9 @@ def test_weights_are_not_drawn_where_there_are_no_numbers() -> None:
     assert torch.equal(table, torch.ones(4))
 
 
+@pytest.mark.parametrize("whose", ["", "inner"])
 def test_what_is_part_of_a_cycle_is_let_go_as_well(
-    weights: Path, monkeypatch: pytest.MonkeyPatch
+    whose: str, weights: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
     collect = gc.collect
@@ -130,9 +131,10 @@ def test_what_is_part_of_a_cycle_is_let_go_as_well(
         assert not asked  # it looks at everything in the process
         with let_go():
             module = load_component(part(), Small, weights, KeyMap())
-            module.itself = [module]
-            gone = weakref.ref(module)
-            del module
+            held = module.get_submodule(whose)
+            held.itself = [held]  # type: ignore[assignment]
+            gone = weakref.ref(held)
+            del module, held
         assert gone() is None
         assert len(asked) == 1
     finally:

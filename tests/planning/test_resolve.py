@@ -64,6 +64,17 @@ def test_a_plan_reads_no_tensor(model: str) -> None:
     assert all(part.peak_bytes > part.weight_bytes > 0 for part in plan.components)
 
 
+def test_a_prompt_that_is_too_long_is_told_before_a_run(model: str) -> None:
+    """By the tokenizer, as a run tells it; `test_stages` of each family has the run's."""
+    long = "a red circle " * 7 + "a " + "left " * 16
+    with pytest.raises(InputError, match=r"has 46 tokens, this model reads 24;.*cuts: 'left"):
+        everyframe.plan(long, model=model, **SIZES)
+    with pytest.raises(InputError, match="this model reads 24"):
+        everyframe.plan("a", model=model, negative_prompt=long, **SIZES)
+    plan = everyframe.plan(long, model=model, truncate_prompt=True, **SIZES)
+    assert [note for note in plan.notes if "its end is cut: 'left" in note]
+
+
 def test_the_same_request_has_the_same_plan_and_no_seed_means_any(model: str) -> None:
     free = {name: value for name, value in SIZES.items() if name != "seed"}
     drawn = {everyframe.plan("a", model=model, **free).settings.seed for _ in range(4)}

@@ -268,6 +268,19 @@ class Rehearsing(Protocol):
         ...
 
 
+@runtime_checkable
+class Reading(Protocol):
+    """A model that knows, before anything is loaded, how much of a prompt its encoders read."""
+
+    def unread(self, settings: Settings) -> Sequence[str]:
+        """What no encoder reads of the prompts, a line each; nothing before tokenizers are fetched.
+
+        Raises:
+            InputError: a prompt is too long and may not be cut; says what would be.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class Contents:
     """What the files of a component must hold.

@@ -130,9 +130,12 @@ def check_contents(model: object) -> None:
 
 
 def keep_in_sight(module: nn.Module) -> None:
-    """Have `let_go` see that this module, which was loaded just now, is gone in time."""
+    """Have `let_go` see that this module, which was loaded just now, is gone in time.
+
+    Each of its parts, too: one may be part of a cycle and stay when the whole is gone.
+    """
     with _LOCK:
-        _LOADED.add(module)
+        _LOADED.update(module.modules())
 
 
 @contextmanager

@@ -39,11 +39,15 @@ class Reliefs:
         self._plan = plan
         self._parts = parts
         self._savings = savings
-        self._left = self._ways()
+        self._left: Iterator[Relief] | None = None
 
     def next(self) -> Relief | None:
         """Do the next one; None where there is none left. What torch keeps is given back first."""
         give_back()
+        if self._left is None:
+            # Not sooner: it holds this object and with it the parts, which would then stay in
+            # memory until the collector looks for cycles, in every stage that needs no relief.
+            self._left = self._ways()
         relief = next(self._left, None)
         self.count += relief is not None
         return relief

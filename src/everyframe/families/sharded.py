@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -24,14 +24,26 @@ from everyframe.parallel.shared import PerSegment
 from everyframe.parallel.switch import Switch
 from everyframe.parallel.team import Alone, Team
 
+_PutOn = TypeVar("_PutOn", bound="PutOn")
+
 
 class PutOn:
-    """Hooks and children that are put on a model of the ranks of `team`, and taken off again."""
+    """Hooks and children that are put on a model of the ranks of `team`, and taken off again.
+
+    What is put on holds the model and is held by it, so a stage takes it off when it is done
+    (``with``): the model then goes with its last holder, and nobody has to look for cycles.
+    """
 
     def __init__(self, team: Team, groups: int) -> None:
         self.team, self._groups = team, groups
         self._swapped: list[tuple[nn.Module, str, nn.Module]] = []
         self._handles: list[RemovableHandle] = []
+
+    def __enter__(self: _PutOn) -> _PutOn:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
 
     def remove(self) -> None:
         """Take off every hook, and give the model its own children back."""

@@ -39,7 +39,7 @@ def told_of(fault: Fault, why: str) -> str:
 
 def prompt_was_cut(cut: str) -> Note:
     """That a text encoder could not hold all of the prompt, and which words of it went."""
-    said = f"the prompt is too long for the model; its end was cut: {cut!r}"
+    said = f"the prompt is too long for the model; its end is cut: {cut!r}"
     return Note(said, in_record=True)
 
 

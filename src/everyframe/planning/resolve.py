@@ -20,7 +20,7 @@ from everyframe.core.errors import CannotRunError, CheckpointError, InputError
 from everyframe.core.facts import DeviceFacts, MachineFacts, Rates
 from everyframe.core.plan import Plan, Remedy, Settings, StagePlan
 from everyframe.core.request import DTYPES, Request, random_seed
-from everyframe.families.family import Model
+from everyframe.families.family import Model, Reading
 from everyframe.families.registry import (
     check_option_names,
     family,
@@ -88,7 +88,7 @@ def resolve(request: Request, profile: str | Path | None = None) -> Plan:
     `InputError` for what can't be asked of the model. What the machine is too small for, and what
     would break on it, is a plan with an `obstacle`, so that it can be shown.
     """
-    return prepare(request, profile=profile, with_seconds=True).plan
+    return prepare(request, profile=profile, with_seconds=True, reads=True).plan
 
 
 def prepare(
@@ -101,6 +101,7 @@ def prepare(
     profile: str | Path | None = None,
     with_seconds: bool = False,
     will_run: bool = False,
+    reads: bool = False,
 ) -> Prepared:
     """The plan with its model; with `may_fetch` a hub model's configs may be fetched for it.
 
@@ -108,7 +109,8 @@ def prepare(
     `devices` are those of ranks that met, `given` is a model that somebody has in memory.
     `with_seconds` measures how fast this machine is, for up to a second, and forecasts times.
     With `will_run` fast paths that nobody tried here are tried, for some seconds at most, and the
-    plan holds nothing but what is certified; without, it says what it expects.
+    plan holds nothing but what is certified; without, it says what it expects. With `reads` prompts
+    are held against the tokenizers that are here, as a run does before it loads anything.
     """
     check_option_names(request)
     if given is not None:
@@ -121,6 +123,8 @@ def prepare(
     device, (settings, notes) = in_common(devices), _settled(model, request)
     if given is None and request.model is None:
         refuse_if_not_drawable(request)  # after sizes, which are cheaper to mend
+    if reads and isinstance(model, Reading):
+        notes = (*notes, *model.unread(settings))
     num_threads = num_threads or default_threads(facts, len(devices), is_here=profile is None)
     chooser = _chooser(request, facts, devices, num_threads, is_here=profile is None)
     # Repairs are of this machine, and a model that somebody has in memory may hold any weights.

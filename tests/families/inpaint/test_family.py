@@ -131,8 +131,14 @@ def test_a_text_encoder_of_older_files(folder: Path, tmp_path: Path) -> None:
 def test_a_prompt_that_is_too_long(folder: Path) -> None:
     given = {**GIVEN, "prompt": "a red ball on a grey street and a blue dog on it"}
     with pytest.raises(InputError, match=r"this model reads 12; shorten it, .* which cuts: '"):
+        everyframe.plan(model=str(folder), **given)
+    with pytest.raises(InputError, match="this model reads 12"):
         everyframe.generate(model=str(folder), **given)
-    everyframe.generate(model=str(folder), truncate_prompt=True, **given)
+    plan = everyframe.plan(model=str(folder), truncate_prompt=True, **given)
+    video = everyframe.generate(model=str(folder), truncate_prompt=True, **given)
+    assert isinstance(video, everyframe.Video)
+    for told in (plan.notes, video.record["warnings"]):
+        assert [note for note in told if "its end is cut: '" in note], told
 
 
 @pytest.mark.parametrize(

@@ -219,6 +219,10 @@ def test_a_prompt_beyond_step_llm_is_refused_or_cut_as_asked(folder: Path) -> No
         run(folder, long)
     assert len(str(e.value)) < 500
     told = notes(folder, long, truncate_prompt=True)
-    assert any("too long for Step-LLM; its end was cut" in note for note in told)
+    with pytest.raises(InputError, match="Step-LLM reads 320"):
+        everyframe.plan(long, model=str(folder), **SHORT)
+    planned = everyframe.plan(long, model=str(folder), truncate_prompt=True, **SHORT).notes
+    for found in (told, planned):
+        assert sum("too long for Step-LLM; its end is cut" in note for note in found) == 1
     with pytest.raises(InputError, match="the negative prompt has"):
         run(folder, negative_prompt=long)

@@ -43,6 +43,17 @@ class InpaintModel:
         )
         return settle.settle(facts, request, self.options, seed)
 
+    def unread(self, settings: Settings) -> tuple[str, ...]:
+        """What CLIP has no room for."""
+        if self.files.folder is None:
+            return ()
+        from everyframe.families.inpaint.text import load_tokenizer, tokens_of
+        from everyframe.families.telling import prompt_was_cut
+
+        tokenizer = load_tokenizer(self.files.part("tokenizer"))
+        tokens = tokens_of(tokenizer, settings, self.builders.config.num_tokens)
+        return tuple(prompt_was_cut(cut).text for *_, cut in tokens if cut)
+
     def smaller(self, settings: Settings) -> Iterator[Settings]:
         """Settings like these that need less memory."""
         return settle.smaller(settings)

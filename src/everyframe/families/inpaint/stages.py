@@ -28,7 +28,7 @@ from everyframe.families.guarding import Guard
 from everyframe.families.inpaint.components import controlnet_name
 from everyframe.families.inpaint.denoiser import Conditions, Denoiser, Steering
 from everyframe.families.inpaint.job import Job, batched
-from everyframe.families.inpaint.text import embed, load_tokenizer, tokenize
+from everyframe.families.inpaint.text import embed, load_tokenizer, prompts_of, tokens_of
 from everyframe.families.inpaint.weights import CONTROLNET_KEYS, UNET_KEYS, text_keys
 from everyframe.families.loading import load_component
 from everyframe.families.stepping import denoised
@@ -48,26 +48,15 @@ class TextStage:
 
     def num_steps(self, num_takes: int) -> int:
         """One a prompt."""
-        return len(self._prompts())
-
-    def _prompts(self) -> list[str]:
-        """With guidance the negative prompt first, which is empty where none was given."""
-        settings = self.job.settings
-        guided = settings.guidance_scale > 1
-        return [settings.negative_prompt or "", settings.prompt] if guided else [settings.prompt]
+        return len(prompts_of(self.job.settings))
 
     def run(self, takes: Sequence[Take]) -> Iterator[Event]:
         """Fill each take's `text`."""
         job, began = self.job, time.perf_counter()
         tokenizer = load_tokenizer(job.files.part("tokenizer"))
-        tokens = []
         # Tokens first: a prompt that is too long is told before gigabytes are read.
-        for prompt in self._prompts():
-            truncate = bool(job.settings.option("truncate_prompt"))
-            ids, mask, cut = tokenize(tokenizer, prompt, job.config.num_tokens, truncate=truncate)
-            if cut:
-                yield prompt_was_cut(cut)
-            tokens.append((ids, mask))
+        tokens = tokens_of(tokenizer, job.settings, job.config.num_tokens)
+        yield from (prompt_was_cut(cut) for *_, cut in tokens if cut)
         encoder = load_component(
             job.plan.component("text_encoder"),
             job.builders.text_encoder,
@@ -79,7 +68,7 @@ class TextStage:
         uses_mask = bool(job.config.text_encoder.get("use_attention_mask"))
         guard = Guard(job.plan, self.name, {"text_encoder": encoder})
         hidden = []
-        for number, (ids, mask) in enumerate(tokens, start=1):
+        for number, (ids, mask, _) in enumerate(tokens, start=1):
             begun = time.perf_counter()
             ask = partial(embed, encoder, ids, mask, device=device, uses_mask=uses_mask)
             hidden.append(guard.call(number, ask))

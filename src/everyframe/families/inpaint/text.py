@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from everyframe.checkpoints.folder import describe_missing
 from everyframe.core.errors import CheckpointError, InputError
+from everyframe.core.plan import Settings
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -27,6 +28,21 @@ def load_tokenizer(folder: Path) -> Any:
     except (OSError, ValueError, KeyError, RuntimeError, TypeError) as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{folder} holds no usable tokenizer: {first}") from error
+
+
+def prompts_of(settings: Settings) -> list[str]:
+    """With guidance the negative prompt first, which is empty where none was given."""
+    guided = settings.guidance_scale > 1
+    return [settings.negative_prompt or "", settings.prompt] if guided else [settings.prompt]
+
+
+def tokens_of(
+    tokenizer: Any, settings: Settings, num_tokens: int
+) -> list[tuple[Tensor, Tensor, str]]:
+    """Every prompt as CLIP gets it; see `tokenize`."""
+    truncate = bool(settings.option("truncate_prompt"))
+    prompts = prompts_of(settings)
+    return [tokenize(tokenizer, each, num_tokens, truncate=truncate) for each in prompts]
 
 
 def tokenize(

@@ -73,6 +73,17 @@ class OpenSoraModel:
         """Every value of the request settled, and notes."""
         return settle.settle(self.facts, request, self.options, seed)
 
+    def unread(self, settings: Settings) -> tuple[str, ...]:
+        """What T5 has no room for."""
+        place = self.parts.tokenizer.path
+        if place is None:
+            return ()
+        from everyframe.families.opensora.text import load_tokenizer, tokens_of
+        from everyframe.families.telling import prompt_was_cut
+
+        tokens = tokens_of(load_tokenizer(place), settings, self.sizes.denoiser.model_max_length)
+        return tuple(prompt_was_cut(cut).text for *_, cut in tokens if cut)
+
     def smaller(self, settings: Settings) -> Iterator[Settings]:
         """Settings like these that need less memory."""
         return settle.smaller(self.facts, settings)

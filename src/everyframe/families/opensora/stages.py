@@ -26,14 +26,13 @@ from everyframe.families.opensora.checkpoint import Parts
 from everyframe.families.opensora.components import Sizes
 from everyframe.families.opensora.denoise import Denoiser, Text, timesteps_of
 from everyframe.families.opensora.model import STDiT, STDiT3
-from everyframe.families.opensora.prompts import check_not_lost, clean, with_affixes
 from everyframe.families.opensora.settle import PIECE, Facts, known_frames
 from everyframe.families.opensora.text import (
     TextEmbedding,
     build_encoder,
     embed,
     load_tokenizer,
-    tokenize,
+    tokens_of,
 )
 from everyframe.families.opensora.vae import ImageVAE, VideoVAE
 from everyframe.families.opensora.weights import keys_of
@@ -131,23 +130,9 @@ class TextStage:
         assert tokenizer_path is not None
         assert path is not None
         tokenizer = load_tokenizer(tokenizer_path)
-        # Scores say how the video should be; on both sides guidance would cancel them.
-        prompts = [(job.settings.prompt, with_affixes(job.settings.prompt, job.settings))]
-        if job.settings.negative_prompt is not None:
-            prompts.append((job.settings.negative_prompt, job.settings.negative_prompt))
-        tokens = []
         # Tokens first: a prompt that is too long is told before gigabytes are read.
-        for prompt, whole in prompts:
-            check_not_lost(prompt)
-            ids, mask, cut = tokenize(
-                tokenizer,
-                clean(whole),
-                job.sizes.denoiser.model_max_length,
-                truncate=job.settings.option("truncate_prompt"),
-            )
-            if cut:
-                yield prompt_was_cut(cut)
-            tokens.append((ids, mask))
+        tokens = tokens_of(tokenizer, job.settings, job.sizes.denoiser.model_max_length)
+        yield from (prompt_was_cut(cut) for *_, cut in tokens if cut)
         encoder = load_component(
             job.plan.component("text_encoder"),
             lambda: build_encoder(job.sizes.text),
@@ -158,7 +143,7 @@ class TextStage:
         guard = Guard(job.plan, self.name, {"text_encoder": encoder})
         device = job.plan.component("text_encoder").device
         texts: list[TextEmbedding] = []
-        for number, (ids, mask) in enumerate(tokens, start=1):
+        for number, (ids, mask, _) in enumerate(tokens, start=1):
             begun = time.perf_counter()
             texts.append(guard.call(number, partial(embed, encoder, ids, mask, device)))
             yield from guard.events()
@@ -277,15 +262,15 @@ class DenoiseStage:
         )
         yield Loaded("denoiser", time.perf_counter() - began)
         team = job.teams.team
-        put_on = sharding.apply(model, team, job.teams.groups)
-        apart = put_on.apart if team.size > 1 else None
-        parts = {"denoiser": model}
-        guard = Guard(job.plan, self.name, parts, savings=job.savings, apart=apart)
+        with sharding.apply(model, team, job.teams.groups) as put_on:
+            apart = put_on.apart if team.size > 1 else None
+            parts = {"denoiser": model}
+            guard = Guard(job.plan, self.name, parts, savings=job.savings, apart=apart)
 
-        def batches(take: Take) -> Iterator[Iterator[SamplerStep]]:
-            yield self._sample(model, guard, take)
+            def batches(take: Take) -> Iterator[Iterator[SamplerStep]]:
+                yield self._sample(model, guard, take)
 
-        yield from denoised(self.name, takes, job.settings.num_inference_steps, guard, batches)
+            yield from denoised(self.name, takes, job.settings.num_inference_steps, guard, batches)
 
     def _sample(self, model: STDiT | STDiT3, guard: Guard, take: Take) -> Iterator[SamplerStep]:
         job, settings = self.job, self.job.settings

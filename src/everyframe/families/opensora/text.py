@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from everyframe.checkpoints.folder import describe_missing
 from everyframe.core.errors import CheckpointError, InputError
+from everyframe.core.plan import Settings
+from everyframe.families.opensora.prompts import check_not_lost, clean, with_affixes
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,23 @@ def load_tokenizer(folder: Path) -> Any:
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{folder} holds no usable tokenizer: {first}") from error
+
+
+def tokens_of(
+    tokenizer: Any, settings: Settings, max_length: int
+) -> list[tuple[Tensor, Tensor, str]]:
+    """Prompt and, where there is one, negative prompt as T5 gets them; see `tokenize`.
+
+    Raises `InputError` also for a prompt of which cleaning leaves nothing.
+    """
+    # Scores say how the video should be; on both sides guidance would cancel them.
+    prompts = [(settings.prompt, with_affixes(settings.prompt, settings))]
+    if settings.negative_prompt is not None:
+        prompts.append((settings.negative_prompt, settings.negative_prompt))
+    for prompt, _ in prompts:
+        check_not_lost(prompt)
+    truncate = bool(settings.option("truncate_prompt"))
+    return [tokenize(tokenizer, clean(each), max_length, truncate=truncate) for _, each in prompts]
 
 
 def tokenize(

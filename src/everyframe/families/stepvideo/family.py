@@ -70,6 +70,16 @@ class StepVideo:
         """Every value of the request settled, and notes."""
         return settle.settle(self.facts, request, self.options, seed)
 
+    def unread(self, settings: Settings) -> tuple[str, ...]:
+        """What Step-LLM or CLIP has no room for."""
+        if any(self.parts.sources[name].path is None for name in self.led):
+            return ()
+        from everyframe.families.stepvideo import reading
+
+        llm = reading.llm_tokenizer(self.parts, self.sizes)
+        clip = reading.clip_tokenizer(self.parts, self.sizes)
+        return tuple(reading.tokens_of(settings, llm, clip)[1])
+
     def smaller(self, settings: Settings) -> Iterator[Settings]:
         """Settings like these that need less memory."""
         return settle.smaller(self.facts, settings)

@@ -18,7 +18,6 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from everyframe.core.errors import InputError
 from everyframe.core.events import Event, Frames, Loaded, Note, Step, event_of
 from everyframe.core.plan import Plan, Settings
 from everyframe.families.family import Take
@@ -27,30 +26,25 @@ from everyframe.families.latents import Piece
 from everyframe.families.loading import load_component
 from everyframe.families.stepping import denoised
 from everyframe.families.stepvideo import sharding
-from everyframe.families.stepvideo.checkpoint import CLIP_TOKENIZER, Parts
+from everyframe.families.stepvideo.checkpoint import Parts
 from everyframe.families.stepvideo.components import Sizes
 from everyframe.families.stepvideo.denoise import Denoiser, Text
 from everyframe.families.stepvideo.model import StepVideoModel
+from everyframe.families.stepvideo.reading import (
+    clip_tokenizer,
+    llm_tokenizer,
+    texts_of,
+    tokens_of,
+)
 from everyframe.families.stepvideo.rehearsals import savings
 from everyframe.families.stepvideo.settle import Facts, latent_shape
-from everyframe.families.stepvideo.text import (
-    CLIP_LENGTH,
-    LLM_LENGTH,
-    ClipTokenizer,
-    StepTokenizer,
-    TextStates,
-    Tokens,
-    clip_states,
-    llm_states,
-)
+from everyframe.families.stepvideo.text import TextStates, clip_states, llm_states
 from everyframe.families.stepvideo.vae import Seams, StepVAE
 from everyframe.families.stepvideo.weights import KEYS
 from everyframe.parallel.pieces import in_order, owners
 from everyframe.parallel.team import ONE, Teams
 from everyframe.samplers import flow_match, noise
 from everyframe.samplers.step import Step as SamplerStep
-
-_SHOWN = 200
 
 
 @dataclass(frozen=True)
@@ -82,20 +76,6 @@ class Job:
             outputs=self.sizes.outputs(component),
         )
 
-    def texts(self) -> list[str]:
-        """The prompt with what is put behind it and, where there is guidance, the negative one."""
-        settings = self.settings
-        texts = [settings.prompt + settings.option("pos_magic")]
-        if settings.guidance_scale != 1:
-            assert settings.negative_prompt is not None, "settled with guidance"
-            texts.append(settings.negative_prompt)
-        return texts
-
-    def clip_tokenizer(self) -> ClipTokenizer:
-        """CLIP's."""
-        folder = self.parts.folder("clip") / CLIP_TOKENIZER
-        return ClipTokenizer(folder, int(self.sizes.clip["vocab_size"]))
-
 
 @dataclass(frozen=True)
 class LLMStage:
@@ -108,7 +88,7 @@ class LLMStage:
 
     def num_steps(self, num_takes: int) -> int:
         """One a text."""
-        return len(self.job.texts())
+        return len(texts_of(self.job.settings))
 
     def run(self, takes: Sequence[Take]) -> Iterator[Event]:
         """Begin each take's `text`: one rank encodes, the others are told."""
@@ -125,7 +105,8 @@ class LLMStage:
     def _encoded(self, takes: Sequence[Take]) -> Generator[Event, None, list[TextStates]]:
         job, began = self.job, time.perf_counter()
         # Tokens of both encoders first: what is too long is told before gigabytes are read.
-        tokens, told = self._tokens()
+        llm, clip = llm_tokenizer(job.parts, job.sizes), clip_tokenizer(job.parts, job.sizes)
+        tokens, told = tokens_of(job.settings, llm, clip)
         yield from (Note(text, in_record=True) for text in told)
         model = job.load(self.component)
         yield Loaded(self.component, time.perf_counter() - began)
@@ -140,37 +121,6 @@ class LLMStage:
             yield Step(self.name, number, len(tokens), takes[0].seed, seconds)
         return states
 
-    def _tokens(self) -> tuple[list[Tokens], list[str]]:
-        """Each text's tokens, and what of it is not read, which is never cut in silence."""
-        job = self.job
-        folder = job.parts.folder(self.component)
-        llm = StepTokenizer(folder, job.sizes.llm.padded_vocab_size)
-        clip = job.clip_tokenizer()
-        tokens, told = [], []
-        for which, text in zip(("prompt", "negative prompt"), job.texts(), strict=False):
-            read, seen = llm.tokens(text), clip.tokens(text)
-            if read.cut:
-                cut = _shown(llm.words(read.cut))
-                if not job.settings.option("truncate_prompt"):
-                    raise InputError(
-                        f"the {which} has {read.num_tokens} tokens, what is put behind it "
-                        f"included, and Step-LLM reads {LLM_LENGTH}; shorten it, or go on without "
-                        f"its end by --truncate-prompt, which cuts: {cut}"
-                    )
-                told.append(f"the {which} is too long for Step-LLM; its end was cut: {cut}")
-            if seen.cut:
-                # As upstream has it: CLIP sees the beginning, and Step-LLM the whole.
-                told.append(
-                    f"of the {which}'s {seen.num_tokens} tokens CLIP reads {CLIP_LENGTH}, and not "
-                    f"{_shown(clip.words(seen.cut))}; Step-LLM does"
-                )
-            tokens.append(read)
-        return tokens, told
-
-
-def _shown(text: str) -> str:
-    return repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…")
-
 
 @dataclass(frozen=True)
 class ClipStage:
@@ -183,7 +133,7 @@ class ClipStage:
 
     def num_steps(self, num_takes: int) -> int:
         """One a text."""
-        return len(self.job.texts())
+        return len(texts_of(self.job.settings))
 
     def run(self, takes: Sequence[Take]) -> Iterator[Event]:
         """Complete each take's `text`: one rank encodes, the others are told."""
@@ -199,12 +149,12 @@ class ClipStage:
 
     def _encoded(self, takes: Sequence[Take]) -> Generator[Event, None, list[Tensor]]:
         job, began = self.job, time.perf_counter()
-        tokenizer = job.clip_tokenizer()
+        tokenizer = clip_tokenizer(job.parts, job.sizes)
         model = job.load(self.component)
         yield Loaded(self.component, time.perf_counter() - began)
         guard = Guard(job.plan, self.name, {self.component: model})
         found: list[Tensor] = []
-        texts = job.texts()
+        texts = texts_of(job.settings)
         for number, text in enumerate(texts, start=1):
             begun = time.perf_counter()
             encode = partial(clip_states, model, tokenizer.tokens(text), job.device(self.component))
@@ -239,14 +189,14 @@ class DenoiseStage:
         model = job.load(self.component)
         yield Loaded(self.component, time.perf_counter() - began)
         teams, parts = job.teams, {self.component: model}
-        put_on = sharding.apply(model, teams.team, teams.groups, teams.way)
-        apart = put_on.apart if teams.team.size > 1 else None
-        guard = Guard(job.plan, self.name, parts, savings=savings, apart=apart)
+        with sharding.apply(model, teams.team, teams.groups, teams.way) as put_on:
+            apart = put_on.apart if teams.team.size > 1 else None
+            guard = Guard(job.plan, self.name, parts, savings=savings, apart=apart)
 
-        def batches(take: Take) -> Iterator[Iterator[SamplerStep]]:
-            yield self._sample(model, guard, take)
+            def batches(take: Take) -> Iterator[Iterator[SamplerStep]]:
+                yield self._sample(model, guard, take)
 
-        yield from denoised(self.name, takes, job.settings.num_inference_steps, guard, batches)
+            yield from denoised(self.name, takes, job.settings.num_inference_steps, guard, batches)
 
     def _sample(self, model: StepVideoModel, guard: Guard, take: Take) -> Iterator[SamplerStep]:
         settings, device = self.job.settings, self.job.device(self.component)

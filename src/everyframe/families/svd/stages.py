@@ -220,14 +220,14 @@ class DenoiseStage:
         )
         yield Loaded("unet", time.perf_counter() - began)
         team = job.teams.team
-        put_on = sharding.apply(unet, team, job.teams.groups)
-        apart = put_on.apart if team.size > 1 else None
-        guard = Guard(job.plan, self.name, {"unet": unet}, savings=job.savings, apart=apart)
+        with sharding.apply(unet, team, job.teams.groups) as put_on:
+            apart = put_on.apart if team.size > 1 else None
+            guard = Guard(job.plan, self.name, {"unet": unet}, savings=job.savings, apart=apart)
 
-        def batches(take: Take) -> Iterator[Iterator[SamplerStep]]:
-            yield self._sample(unet, guard, take)
+            def batches(take: Take) -> Iterator[Iterator[SamplerStep]]:
+                yield self._sample(unet, guard, take)
 
-        yield from denoised(self.name, takes, job.settings.num_inference_steps, guard, batches)
+            yield from denoised(self.name, takes, job.settings.num_inference_steps, guard, batches)
         for take in takes:
             take.known = None
 
