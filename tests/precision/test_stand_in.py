@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from everyframe.precision.stand_in import STAND_IN, computed
+from everyframe.precision.stand_in import STAND_IN, Computed, computed, tensors_of
+
+aten = torch.ops.aten
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -25,3 +29,44 @@ def test_group_norm_is_that_of_the_kernel(shape: tuple[int, ...], dtype: torch.d
 def test_anything_else_is_torch_s_own() -> None:
     x = torch.zeros(2, 3, device=STAND_IN)
     assert computed(torch.ops.aten.mm.default, (x, x.T), {}).shape == (2, 2)
+
+
+def test_what_is_remembered_is_what_torch_would_give_again() -> None:
+    """Of new storage each time, and another answer for other sizes, strides, dtypes or numbers."""
+    dry = Computed()
+    x = torch.empty(4, 6, device=STAND_IN)
+    half, wide = x.to(torch.bfloat16), torch.empty(2, 3, 6, 8, device=STAND_IN)
+    calls: list[tuple[Any, tuple[Any, ...]]] = [
+        (aten.add.Tensor, (x, x)), (aten.add.Tensor, (half, x)), (aten.add.Tensor, (x.T, x.T)),
+        (aten.mul.Tensor, (half, 2)), (aten.mul.Tensor, (half, 2.0)),
+        (aten.mm.default, (x, x.T)), (aten.sum.dim_IntList, (x, [1])),
+        (aten.sum.dim_IntList, (x, [0])), (aten.native_layer_norm.default, (x, [6], None, None, 1)),
+        (aten.cat.default, ([x, x], 1)), (aten.cat.default, ([x, x, x], 1)),
+        (aten._softmax.default, (x.T, 1, False)),
+        (aten.convolution.default, (wide, wide.new_empty(5, 3, 3, 3), None, [1, 1], [1, 1], [1, 1],
+                                    False, [0, 0], 1)),
+    ]  # fmt: skip
+    for _ in range(2):
+        for func, given in calls:
+            wanted, found = list(tensors_of(func(*given))), list(tensors_of(dry(func, given, {})))
+            facts = [
+                [(each.shape, each.stride(), each.dtype, each.untyped_storage().nbytes())
+                 for each in one]
+                for one in (wanted, found)
+            ]  # fmt: skip
+            assert facts[0] == facts[1], func
+            assert {each.device.type for each in found} == {STAND_IN}
+    first, second = (dry(aten.add.Tensor, (x, x), {}) for _ in range(2))
+    assert first.untyped_storage() is not second.untyped_storage()
+
+
+def test_views_and_what_is_changed_in_place_are_not_remembered() -> None:
+    dry, x = Computed(), torch.empty(4, 6, device=STAND_IN)
+    for _ in range(2):
+        assert dry(aten.t.default, (x,), {}).untyped_storage() is x.untyped_storage()
+        assert dry(aten.add_.Tensor, (x, 1), {}) is x
+        assert dry(aten._unsafe_view.default, (x, [24]), {}).shape == (24,)
+    # What has numbers may decide.
+    three = torch.tensor(3.0)
+    assert dry(aten.add.Tensor, (three, three), {}).item() == 6
+    assert dry(aten.add.Tensor, (three, three + 1), {}).item() == 7

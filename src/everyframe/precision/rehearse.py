@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import Precision
@@ -33,14 +32,15 @@ from everyframe.precision.quantised import as_quantised
 from everyframe.precision.rules import Finding
 from everyframe.precision.stand_in import (
     STAND_IN,
-    computed,
+    Computed,
     goes_to_host,
     made_on_device,
     on_device,
     on_host,
     placed,
     places,
-    to_stand_in,
+    tensors_of,
+    to_stand_in_all,
     widened,
     without_masks,
 )
@@ -211,7 +211,7 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         #: The part that works, or worked last.
         self.at = next(iter(self._tallies))
         self._modules: list[str] = []
-        self.live = LiveBytes()
+        self.live, self._computed = LiveBytes(), Computed()
 
     def enter(self, part: str, module: str) -> None:
         """A module of a part is about to be called."""
@@ -265,7 +265,7 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return places(args[0])
             args = without_masks(operation, args)
         if tensors and self._mixes:
-            args, given = tree_map(to_stand_in, (args, given))
+            args, given = to_stand_in_all((args, given))
         if not tensors and not made_on_device(given):
             return on_host(func, args, given) if self._is_lenient else func(*args, **given)
         return self._operation(func, operation, args, given)
@@ -280,10 +280,10 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
             args = widened(args)  # to see what comes after
         self.live.known(tensors)
         try:
-            answer = computed(func, args, kwargs)
+            answer = self._computed(func, args, kwargs)
         except RuntimeError as error:
             self.fails(operation, error)
-        results = [each for each in tree_leaves(answer) if isinstance(each, Tensor)]
+        results = list(tensors_of(answer))
         place = self._place(operation)
         self.live.made(results, place)
         self.live.workspace(workspace(operation, tensors, results, self.device), place)

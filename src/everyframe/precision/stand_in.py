@@ -9,6 +9,8 @@ Read next: `everyframe.precision.rehearse`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -31,11 +33,88 @@ def computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     torch takes a group norm apart there, into some twenty operations of Python: most of the time of
     a decoder's dry run, for a result of its input's shape and dtype, and two statistics a group.
     """
-    if func is not torch.ops.aten.native_group_norm.default:
-        return func(*args, **kwargs)
-    given, samples, groups = args[0], args[3], args[6]
-    statistics = [given.new_empty((samples, groups)) for _ in range(2)]
-    return torch.empty_like(given, memory_format=torch.contiguous_format), *statistics
+    # What torch does in Python for that is none of the model's own calls.
+    with torch._C.DisableTorchFunction():
+        if func is not torch.ops.aten.native_group_norm.default:
+            return func(*args, **kwargs)
+        given, samples, groups = args[0], args[3], args[6]
+        statistics = [given.new_empty((samples, groups)) for _ in range(2)]
+        return torch.empty_like(given, memory_format=torch.contiguous_format), *statistics
+
+
+class Computed:
+    """`computed`, once for calls that are alike: the blocks of a model are, and torch works most
+    sizes out in Python, some hundred times as slowly as it is to remember them.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Any, tuple[bool, list[_Sizes]]] = {}
+
+    def __call__(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """What the operation gives; its results are new ones each time."""
+        key = (func, *_described((args, kwargs))) if _makes_new(func) else None
+        if key is None or None in key:
+            return computed(func, args, kwargs)
+        if key not in self._known:
+            answer = computed(func, args, kwargs)
+            made = _sizes_of(answer, on_device((args, kwargs)))
+            if made is not None:
+                self._known[key] = (isinstance(answer, Tensor), made)
+            return answer
+        is_one, made = self._known[key]
+        with torch._C.DisableTorchFunction():
+            again = [
+                torch.empty_strided(shape, strides, dtype=dtype, device=STAND_IN)
+                for shape, strides, dtype in made
+            ]
+        return again[0] if is_one else tuple(again)
+
+
+_Sizes = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+
+
+@cache
+def _makes_new(func: Any) -> bool:
+    """Whether all that this operation gives is new, of a size that depends on no numbers."""
+    return not (
+        func.is_view
+        or func._schema.is_mutable
+        or torch.Tag.data_dependent_output in func.tags
+        or torch.Tag.dynamic_output_shape in func.tags
+    )
+
+
+def _described(value: Any) -> Iterator[Any]:
+    """All that sizes depend on, as what can be looked up; None for what can't be."""
+    if isinstance(value, Tensor):
+        yield (value.shape, value.stride(), value.dtype) if value.is_meta else None
+    elif isinstance(value, (tuple, list)):
+        yield len(value)
+        for each in value:
+            yield from _described(each)
+    elif isinstance(value, dict):
+        for name, each in value.items():
+            yield name
+            yield from _described(each)
+    else:  # of a number the type counts as well: 1 and 1.0 are equal
+        yield type(value), value
+
+
+def _sizes_of(answer: Any, given: list[Tensor]) -> list[_Sizes] | None:
+    """Those of the results; None where one is not new, or not all that its memory is for."""
+    results = [answer] if isinstance(answer, Tensor) else answer
+    if not isinstance(results, (tuple, list)):
+        return None
+    known = {id(each.untyped_storage()) for each in given}
+    made: list[_Sizes] = []
+    for each in results:
+        if not isinstance(each, Tensor) or not each.is_meta:
+            return None
+        storage = each.untyped_storage()
+        if id(storage) in known or storage.nbytes() != each.numel() * each.element_size():
+            return None
+        made.append((tuple(each.shape), each.stride(), each.dtype))
+    return made
 
 
 def placed(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -93,11 +172,28 @@ def places(mask: Tensor) -> Tensor:
 
 def on_device(values: Any) -> list[Tensor]:
     """Those of the tensors that are on the stand-in."""
-    return [
-        each
-        for each in tree_leaves(values)
-        if isinstance(each, Tensor) and each.device.type == STAND_IN
-    ]
+    return [each for each in tensors_of(values) if each.is_meta]
+
+
+def to_stand_in_all(values: Any) -> Any:
+    """`values` with `to_stand_in` of each; the same ones where there is nothing to be done."""
+    if all(each.is_meta for each in tensors_of(values)):
+        return values
+    return tree_map(to_stand_in, values)
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """The tensors among an operation's operands, or results."""
+    # Not torch's pytree, which knows many more kinds of trees than operations are given, and took
+    # a fifth of a dry run.
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from tensors_of(each)
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from tensors_of(each)
 
 
 def goes_to_host(kwargs: dict[str, Any]) -> bool:
