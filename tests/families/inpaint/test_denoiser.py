@@ -46,7 +46,9 @@ def answer(branches: int, guess: bool, at_once: int, step: int = 0) -> Tensor:
     return denoise(torch.randn(2, 4, 4, 4, generator=draw), torch.tensor([5.0, 5.0]))
 
 
-@pytest.mark.parametrize(("branches", "guess", "step"), product((1, 2), (False, True), (0, 1)))
+@pytest.mark.parametrize(
+    ("branches", "guess", "step"), list(product((1, 2), (False, True), (0, 1)))
+)
 def test_branches_one_after_the_other_give_the_same(branches: int, guess: bool, step: int) -> None:
     """Each row of the stand-ins is computed by itself, so nothing but rounding of sums is left."""
     together, apart = (answer(branches, guess, at_once, step) for at_once in (2, 1))

@@ -35,9 +35,6 @@ STEPS = 3
 
 Array = np.ndarray[Any, Any]
 
-# diffusers takes logarithms of tensors one by one, and NumPy says of each that it won't for long.
-pytestmark = pytest.mark.filterwarnings("ignore:__array:DeprecationWarning")
-
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:

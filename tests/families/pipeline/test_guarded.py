@@ -74,7 +74,7 @@ def pipe_of(folder: Callable[[str], Path]) -> Callable[[str], Any]:
 
     @cache
     def loaded(name: str) -> Any:
-        pipe = diffusers.DiffusionPipeline.from_pretrained(folder(name), torch_dtype=torch.float16)
+        pipe = diffusers.DiffusionPipeline.from_pretrained(folder(name)).to(torch.float16)
         pipe.set_progress_bar_config(disable=True)
         return pipe
 

@@ -24,7 +24,7 @@ SMALL: dict[str, Any] = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As the released ones lie on the hub: each part's weights in float32 and in fp16."""
     place = tiny_svd.svd(tmp_path_factory.mktemp("models") / "tiny-svd")
-    pipe = StableVideoDiffusionPipeline.from_pretrained(place, torch_dtype=torch.float16)
+    pipe = StableVideoDiffusionPipeline.from_pretrained(place).to(torch.float16)
     pipe.save_pretrained(place, variant="fp16")
     return place
 
@@ -32,9 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def only_fp16(folder: Path) -> Path:
     place = folder.parent / "fp16"
-    pipe = StableVideoDiffusionPipeline.from_pretrained(
-        folder, variant="fp16", torch_dtype=torch.float16
-    )
+    pipe = StableVideoDiffusionPipeline.from_pretrained(folder, variant="fp16").to(torch.float16)
     pipe.save_pretrained(place, variant="fp16")
     assert not list(place.glob("*/diffusion_pytorch_model.safetensors"))
     return place
