@@ -88,7 +88,7 @@ def resolve(request: Request, profile: str | Path | None = None) -> Plan:
     `InputError` for what can't be asked of the model. What the machine is too small for, and what
     would break on it, is a plan with an `obstacle`, so that it can be shown.
     """
-    return prepare(request, profile=profile, with_seconds=True, reads=True).plan
+    return prepare(request, profile=profile, with_seconds=True).plan
 
 
 def prepare(
@@ -101,16 +101,15 @@ def prepare(
     profile: str | Path | None = None,
     with_seconds: bool = False,
     will_run: bool = False,
-    reads: bool = False,
 ) -> Prepared:
     """The plan with its model; with `may_fetch` a hub model's configs may be fetched for it.
 
     `num_threads` (of the CPU) is the number of usable cores unless a record asks for another;
     `devices` are those of ranks that met, `given` is a model that somebody has in memory.
-    `with_seconds` measures how fast this machine is, for up to a second, and forecasts times.
+    `with_seconds` is for a plan that is shown: it measures how fast this machine is, for up to a
+    second, to forecast times, and holds prompts against the tokenizers that are here, as a run will.
     With `will_run` fast paths that nobody tried here are tried, for some seconds at most, and the
-    plan holds nothing but what is certified; without, it says what it expects. With `reads` prompts
-    are held against the tokenizers that are here, as a run does before it loads anything.
+    plan holds nothing but what is certified; without, it says what it expects.
     """
     check_option_names(request)
     if given is not None:
@@ -120,11 +119,10 @@ def prepare(
         model, family_name = find_model(request, may_fetch)
     facts = machine_facts(request.device) if profile is None else find_profile(profile).machine()
     devices = _usable(devices or asked_devices(request, facts), request)
-    device, (settings, notes) = in_common(devices), _settled(model, request)
+    device = in_common(devices)
+    settings, notes = _settled(model, request, reads=with_seconds)
     if given is None and request.model is None:
         refuse_if_not_drawable(request)  # after sizes, which are cheaper to mend
-    if reads and isinstance(model, Reading):
-        notes = (*notes, *model.unread(settings))
     num_threads = num_threads or default_threads(facts, len(devices), is_here=profile is None)
     chooser = _chooser(request, facts, devices, num_threads, is_here=profile is None)
     # Repairs are of this machine, and a model that somebody has in memory may hold any weights.
@@ -157,9 +155,13 @@ def prepare(
     return Prepared(replace(plan, obstacle=obstacle), model, fitted, chooser)
 
 
-def _settled(model: Model, request: Request) -> tuple[Settings, tuple[str, ...]]:
-    """Every value of the request, and notes."""
-    return model.settle(request, random_seed() if request.seed is None else request.seed)
+def _settled(model: Model, request: Request, *, reads: bool) -> tuple[Settings, tuple[str, ...]]:
+    """Every value of the request, and notes; with `reads` also of what no encoder will read."""
+    seed = random_seed() if request.seed is None else request.seed
+    settings, notes = model.settle(request, seed)
+    if reads and isinstance(model, Reading):
+        notes = (*notes, *model.unread(settings))
+    return settings, notes
 
 
 def _usable(devices: Sequence[DeviceFacts], request: Request) -> tuple[DeviceFacts, ...]:
