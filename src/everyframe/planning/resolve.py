@@ -106,10 +106,10 @@ def prepare(
 
     `num_threads` (of the CPU) is the number of usable cores unless a record asks for another;
     `devices` are those of ranks that met, `given` is a model that somebody has in memory.
-    `with_seconds` is for a plan that is shown: it measures how fast this machine is, for up to a
-    second, to forecast times, and holds prompts against the tokenizers that are here, as a run will.
-    With `will_run` fast paths that nobody tried here are tried, for some seconds at most, and the
-    plan holds nothing but what is certified; without, it says what it expects.
+    `with_seconds` is for a plan that is shown: this machine is measured, for up to a second, to
+    forecast times, and prompts are held against tokenizers that are here, as a run will.
+    `will_run` has fast paths tried that nobody tried here, for some seconds at most, and the plan
+    hold nothing but what is certified; without, it says what it expects.
     """
     check_option_names(request)
     if given is not None:
@@ -119,16 +119,14 @@ def prepare(
         model, family_name = find_model(request, may_fetch)
     facts = machine_facts(request.device) if profile is None else find_profile(profile).machine()
     devices = _usable(devices or asked_devices(request, facts), request)
-    device = in_common(devices)
-    settings, notes = _settled(model, request, reads=with_seconds)
+    device, (settings, notes) = in_common(devices), _settled(model, request, with_seconds)
     if given is None and request.model is None:
         refuse_if_not_drawable(request)  # after sizes, which are cheaper to mend
     num_threads = num_threads or default_threads(facts, len(devices), is_here=profile is None)
     chooser = _chooser(request, facts, devices, num_threads, is_here=profile is None)
     # Repairs are of this machine, and a model that somebody has in memory may hold any weights.
     is_own = profile is None and given is None
-    remedies = _remedies(request, model, device, facts) if is_own else ()
-    fitting = _fitting(model, facts, device, request, chooser, remedies)
+    fitting = _fitting(model, facts, device, request, chooser, is_own=is_own)
     shares = _shares(request, model, settings, devices, num_threads, fitting)
     fitting, fitted = _fitted(shares.fitting, settings, chooser, will_run=will_run)
     rates = _rates(fitted, devices[shares.rank], num_threads) if with_seconds else None
@@ -155,7 +153,7 @@ def prepare(
     return Prepared(replace(plan, obstacle=obstacle), model, fitted, chooser)
 
 
-def _settled(model: Model, request: Request, *, reads: bool) -> tuple[Settings, tuple[str, ...]]:
+def _settled(model: Model, request: Request, reads: bool) -> tuple[Settings, tuple[str, ...]]:
     """Every value of the request, and notes; with `reads` also of what no encoder will read."""
     seed = random_seed() if request.seed is None else request.seed
     settings, notes = model.settle(request, seed)
@@ -243,8 +241,10 @@ def _fitting(
     device: DeviceFacts,
     request: Request,
     chooser: Chooser,
-    remedies: tuple[Remedy, ...],
+    *,
+    is_own: bool,
 ) -> Fitting:
+    remedies = _remedies(request, model, device, facts) if is_own else ()
     host = within(facts.cpu, _asked_bytes(request, "max_host_memory"))
     if device.kind == "cpu":  # both limits are of the same memory
         device = within(device, host.free_memory)
