@@ -13,6 +13,7 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from diffusers.models.unets.unet_2d_blocks import UNetMidBlock2D
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
@@ -24,6 +25,8 @@ from everyframe.core.plan import ComponentPlan, Precision, Settings
 from everyframe.core.request import Request
 from everyframe.engine.run import stream
 from everyframe.families.family import Saving
+from everyframe.families.pipeline.chunks import chunk_savings
+from everyframe.families.pipeline.interface import Interface, of_class
 from everyframe.families.pipeline.sparing import Reliefs
 from everyframe.runs.keeper import Keep
 from guarded_nets import Net, inputs, plan
@@ -94,6 +97,70 @@ def test_decoding_goes_on_in_tiles_and_no_step_is_done_twice(
     done = events[-1]
     assert isinstance(done, VideoDone)
     assert [each["cause"] for each in done.record["repairs"]] == ["memory"]
+
+
+@pytest.fixture(scope="module")
+def animated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("models") / "animatediff"
+    tiny_pipelines.TINY["animatediff"](place)
+    return place
+
+
+@contextmanager
+def room_for_one_frame() -> Iterator[None]:
+    """Within, a decoder of pictures finds no memory for several at once."""
+
+    def check(module: nn.Module, given: Any) -> None:
+        # Not in a dry run.
+        if isinstance(module, UNetMidBlock2D) and len(given[0]) > 1 and not given[0].is_meta:
+            raise RuntimeError(TOO_LITTLE)
+
+    handle = register_module_forward_pre_hook(check)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def test_fewer_frames_are_decoded_at_once_before_there_are_tiles(
+    animated: Path, tmp_path: Path
+) -> None:
+    asked = {**tiny_pipelines.CALLS["animatediff"], "option": {}}
+    one = {**asked, "option": {"decode_chunk_size": 1}}
+    wanted = frames_of(events_of(animated, tmp_path, **one))
+    with room_for_one_frame():
+        events = events_of(animated, tmp_path, **asked)
+        repairs = [event for event in events if isinstance(event, Repaired)]
+        assert [repair.to for repair in repairs] == [
+            "frames are decoded 2 at once (decode_chunk_size), each by itself",
+            "frames are decoded 1 at once (decode_chunk_size), each by itself",
+        ]
+        np.testing.assert_array_equal(frames_of(events), wanted)
+        # A pipeline that somebody has loaded: only its call is given another number.
+        pipe = diffusers.DiffusionPipeline.from_pretrained(animated)
+        pipe.set_progress_bar_config(disable=True)
+        video = everyframe.run(pipe, output="float", **{**ASKED, **asked})
+    assert not isinstance(video, list)
+    assert [each["cause"] for each in video.record["repairs"]] == ["memory", "memory"]
+    np.testing.assert_allclose(video.frames, wanted, atol=1e-5, rtol=0)
+
+
+def test_how_many_frames_at_once_is_the_pipelines_own_parameter() -> None:
+    settings = plan().settings
+    chunked = of_class(diffusers.AnimateDiffPipeline)
+
+    def offered(interface: Interface, given: tuple[str, ...], vae: str) -> list[tuple[int, bool]]:
+        found = chunk_savings(interface, given, replace(settings, num_frames=9), vae)
+        return [(each.settings.saving("decode_chunk_size", 0), each.is_lossy) for each in found]
+
+    exactly = [(5, False), (3, False), (2, False), (1, False)]
+    assert offered(chunked, (), "AutoencoderKL") == exactly
+    assert offered(chunked, ("decode_chunk_size",), "AutoencoderKL") == []
+    assert offered(of_class(diffusers.WanPipeline), (), "AutoencoderKLWan") == []
+    latte = of_class(diffusers.LattePipeline)
+    assert {is_lossy for _, is_lossy in offered(latte, (), "AutoencoderKLTemporalDecoder")} == {
+        True
+    }
 
 
 def test_without_kept_answers_it_begins_again(folder: Path) -> None:

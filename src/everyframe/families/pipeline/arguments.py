@@ -13,6 +13,7 @@ import torch
 
 from everyframe.core.plan import Settings
 from everyframe.families.family import Take
+from everyframe.families.pipeline import chunks
 from everyframe.families.pipeline.interface import Interface
 
 
@@ -56,6 +57,8 @@ def arguments(
         if name is not None:
             call[name] = _as_declared(interface, name, value)
     call.update(own)
+    if chunks.NAME in dict(settings.savings):
+        call[chunks.NAME] = settings.saving(chunks.NAME, 0)
     if "output_type" in interface.parameters:
         call["output_type"] = "np" if decodes else "latent"
     if "return_dict" in interface.parameters:

@@ -29,6 +29,7 @@ from everyframe.families.family import (
 )
 from everyframe.families.pipeline import settle
 from everyframe.families.pipeline.checkpoint import Files, find_files
+from everyframe.families.pipeline.chunks import chunk_savings
 from everyframe.families.pipeline.classes import (
     component_class,
     empty_modular,
@@ -87,9 +88,16 @@ class PipelineModel:
         return self._dry.rehearsals(settings)
 
     def savings(self, component: str, settings: Settings) -> Iterator[Saving]:
-        """Tiles, if the autoencoder has them."""
+        """Fewer frames decoded at once where the call can, then tiles if the autoencoder can."""
+        vae = next((part for part in self.files.models if part.name == "vae"), None)
+        if component != "vae" or vae is None:
+            return
+        given = self.options.option
+        for saving in chunk_savings(self.sizes.interface, given, settings, vae.class_name):
+            settings = saving.settings
+            yield saving
         shown = dict(settings.options)
-        if component == "vae" and not shown.get("vae_tiling") and self._can_tile():
+        if not shown.get("vae_tiling") and self._can_tile():
             yield Saving(
                 replace(settings, options=(*shown.items(), ("vae_tiling", True))),
                 "decoded in tiles (vae_tiling), which changes the picture near their seams; memory "

@@ -16,8 +16,9 @@ from everyframe.core.errors import InputError
 from everyframe.core.options import FamilyOptions
 from everyframe.core.plan import Plan, Precision, Settings
 from everyframe.core.request import Request
-from everyframe.families.family import Component, Stage
+from everyframe.families.family import Component, Saving, Stage
 from everyframe.families.pipeline import settle
+from everyframe.families.pipeline.chunks import chunk_savings
 from everyframe.families.pipeline.classes import checked
 from everyframe.families.pipeline.components import STAGE, prefers, working_bytes
 from everyframe.families.pipeline.interface import Interface, of_pipeline
@@ -86,13 +87,19 @@ class GivenPipeline:
         """Settings like these that need less memory."""
         return settle.smaller(self.sizes, settings)
 
+    def savings(self, component: str, settings: Settings) -> Iterator[Saving]:
+        """Fewer frames decoded at once, where its call takes a number; nothing of it is set."""
+        if component == "vae":
+            vae = type(self.pipe.components[component]).__name__
+            yield from chunk_savings(self.sizes.interface, self.options.option, settings, vae)
+
     def stages(self, plan: Plan, clip: int) -> Sequence[Stage]:
         """One: the call."""
         from everyframe.families.pipeline.stages import PipelineStage
 
         interface = self.sizes.interface
         own = settle.check_options(interface, self.options.option)
-        return (PipelineStage(plan, interface, own, pipe=self.pipe),)
+        return (PipelineStage(plan, interface, own, pipe=self.pipe, savings=self.savings),)
 
 
 def given_pipeline(pipe: Any, options: FamilyOptions) -> GivenPipeline:

@@ -2,7 +2,8 @@
 
 All of its parts are in memory together, so the first thing is that those which don't work leave the
 device; then come the ways of the part that memory ran out in. What holds then does so for the rest
-of the run. A pipeline that somebody has loaded is its owner's: nothing of it is moved or set.
+of the run. A pipeline that somebody has loaded is its owner's: nothing of it is moved or set, and
+only what its call is given may change.
 Read next: `stages.py`, which calls again, and `replaying.py`: nothing that was answered is computed
 twice; `everyframe.families.sparing` for the order.
 """
@@ -26,15 +27,15 @@ from everyframe.hardware.peak import give_back
 class Reliefs:
     """The ways to do with less memory, each once; `tried` are those that were done, in words.
 
-    `owned` are the modules that may be moved, by component; `savings` are the family's, None for a
-    pipeline that is somebody else's.
+    `owned` are the modules that may be moved, by component, none of a pipeline that is somebody
+    else's; `savings` are the family's. `settings` are those that hold by now.
     """
 
     def __init__(
         self, plan: Plan, pipe: Any, owned: Mapping[str, nn.Module], savings: Savings | None
     ) -> None:
         self.tried: list[str] = []
-        self._settings = plan.settings
+        self.settings = plan.settings
         self._plan = plan
         self._pipe = pipe
         self._owned = dict(owned)
@@ -67,9 +68,10 @@ class Reliefs:
         if may_wait and len(self._owned) > 1 and idle:
             says = "its parts wait in the host's memory, and come to the device by turns"
             yield Relief("", says), self._take_turns
-        if at not in self._owned:
+        if not at:
             return
-        for way in ways((at,), self._settings, self._savings, may_wait=may_wait):
+        may_wait = may_wait and at in self._owned
+        for way in ways((at,), self.settings, self._savings, may_wait=may_wait):
             if not (way.offload and at in self._in_blocks):
                 yield Relief(at, way.says), lambda way=way: self._go(way)  # type: ignore[misc]
 
@@ -85,9 +87,10 @@ class Reliefs:
         self._waiting |= self._owned.keys()
 
     def _go(self, way: Way) -> None:
-        self._settings = way.settings
+        self.settings = way.settings
         if not way.offload:
-            set_tiling(self._pipe, way.settings)
+            if way.component in self._owned:
+                set_tiling(self._pipe, way.settings)
             return
         module, device = self._owned[way.component], self._plan.component(way.component).device
         self._in_blocks.add(way.component)

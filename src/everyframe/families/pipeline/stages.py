@@ -164,7 +164,7 @@ class PipelineStage:
         self, ready: _Ready, take: Take, on_step: Callable[[int, int], None], emit: Emit
     ) -> Made | _TooLittle:
         """One call of the pipeline."""
-        pipe, settings, leads = ready.pipe, self.plan.settings, self.teams.team.is_lead
+        pipe, settings, leads = ready.pipe, ready.reliefs.settings, self.teams.team.is_lead
         modules = _modules(pipe)
         names = denoisers(modules)
         denoising = {name: modules[name] for name in names}
