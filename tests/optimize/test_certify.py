@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import time
+from functools import partial
+from typing import Any
+
 import pytest
+import torch
+from torch import Tensor
 
 import planted_paths
 from everyframe.core.facts import DeviceFacts, Product
 from everyframe.core.plan import Precision
-from everyframe.optimize import store
+from everyframe.optimize import store, trials
 from everyframe.optimize.catalogue import CATALOGUE
 from everyframe.optimize.certify import Made, certify
+from everyframe.optimize.measure import hold
 from everyframe.optimize.subject import Subject
 
 #: Trials take some hundredths of a second each; a busy machine may take a hundred times as long.
@@ -82,6 +89,44 @@ def test_attention_of_the_request_is_tried_with_keys_as_large_as_they_come(
     assert certificate.limit is not None
     # Whether it is faster is this processor's affair; that it is right is torch's.
     assert 0 < certificate.error < certificate.limit < 0.05
+
+
+def convolving(dtype: str) -> Subject:
+    """A component that computes a 3D convolution in that dtype."""
+    shapes = ((2, 8, 5, 40, 40), (16, 8, 3, 3, 3))
+    told = ((1, 1, 1), (1, 1, 1), (1, 1, 1), False, (0, 0, 0), 1)
+    products = ((Product("convolution", dtype, shapes, told), 1e9),)
+    return Subject("vae", CPU, 1, Precision(dtype, dtype), "plan", "device", products=products)
+
+
+def test_a_precision_is_tried_by_its_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, so that a kernel that is wrong in that dtype alone can be planted."""
+    path, subject = CATALOGUE["bf16"], convolving("bfloat16")
+    outcome = hold(trials.precision(subject, path), "cpu", time.monotonic() + PATIENCE)
+    assert outcome.is_right
+    assert 5e-4 < outcome.error < 6e-3
+    assert outcome.worst == "convolution of 2x8x5x40x40 by 16x8x3x3x3 in bfloat16"
+    right = trials._convolved
+
+    def wrong(told: tuple[Any, ...], x: Tensor, weight: Tensor) -> Tensor:
+        out = right(told, x, weight)
+        if x.dtype == torch.bfloat16:
+            out[:, :, -1] = 0  # the end of a large output, as with cuDNN 9.8
+        return out
+
+    monkeypatch.setattr(trials, "_convolved", wrong)
+    outcome = hold(trials.precision(subject, path), "cpu", time.monotonic() + PATIENCE)
+    assert not outcome.is_right
+    assert outcome.error > 0.3
+
+
+def test_a_large_convolution_is_tried_on_less_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials, "_CPU_OPERATIONS", 1e6)
+    (contest,) = trials.precision(convolving("bfloat16"), CATALOGUE["bf16"])
+    assert isinstance(contest.fast, partial)
+    given = contest.fast.args[-2]
+    assert given.shape == (1, 8, 5, 6, 6)
+    assert contest.weight == pytest.approx(1e9 / (2 * 180 * 16 * 8 * 27))
 
 
 def test_a_precision_is_tried_by_its_products(

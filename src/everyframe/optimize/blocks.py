@@ -9,7 +9,7 @@ Read next: `trials`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -75,11 +75,16 @@ class Block:
         return alone
 
 
-def blocks_of(subject: Subject) -> Iterator[Block]:
-    """Every kind of block of the component that is called as a whole, filled with numbers."""
+def blocks_of(
+    subject: Subject, parts: Callable[[nn.Module], Iterable[str]] = block_names
+) -> Iterator[Block]:
+    """Every kind of block of the component that is called as a whole, filled with numbers.
+
+    `parts` says which parts of the module are taken for its blocks.
+    """
     for call in subject.calls:
         module = call.module()
-        names = block_names(module)
+        names = tuple(parts(module))
         given = _noted(subject, call, names, subject.precision)
         wide = _noted(subject, call, names, Precision("float32", "float32"))
         alike: dict[Any, list[str]] = {}

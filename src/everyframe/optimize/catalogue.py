@@ -64,6 +64,8 @@ _ALL = (
              uses=("dtype:float16",), at_once=True),
     FastPath("linear-gelu", "a linear layer and the GELU after it in one kernel of oneDNN",
              "linear-gelu", ("cpu",), f"{_TRIALS}:block"),
+    FastPath("kept-embeddings", "embeddings of numbers kept for when the same number comes again",
+             "embeddings", ("cpu",), f"{_TRIALS}:embeddings", closeness="exact"),
     FastPath("compile", "blocks compiled by torch.compile",
              "compile", ("cpu", "cuda"), f"{_TRIALS}:block",
              uses=("compiler:inductor",), on_demand=True),

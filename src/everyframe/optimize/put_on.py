@@ -6,7 +6,7 @@ everything else after. Precisions are no matter of this module. Read next: `cata
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from importlib import import_module
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import nn
 from everyframe.ops.attention import PLAIN, attend_by
 from everyframe.optimize.catalogue import kernel_of
 from everyframe.optimize.fused import fuse, pairs
+from everyframe.optimize.kept import embedders, keep
 
 
 def block_names(module: nn.Module) -> tuple[str, ...]:
@@ -37,9 +38,9 @@ def has_place(name: str, module: nn.Module, *, is_quantised: bool = False) -> bo
     Only for paths that are known by the modules that they need; others say so when they are tried.
     Layers that keep their weights in eight bits (`is_quantised`) are swapped already.
     """
-    if name not in _SWAPS:
+    if name not in _PLACES:
         return True
-    return not is_quantised and bool(pairs(module, block_names(module)))
+    return not (is_quantised and name in _OF_LAYERS) and bool(_PLACES[name](module))
 
 
 def before_weights(module: nn.Module, paths: Sequence[str] | None) -> None:
@@ -82,7 +83,25 @@ def _is_in(name: str, parts: Sequence[str]) -> bool:
     return any(not part or f"{name}.".startswith(f"{part}.") for part in parts)
 
 
-_SWAPS: Mapping[str, Callable[[nn.Module, tuple[str, ...]], Any]] = {"linear-gelu": fuse}
+def _pairs(module: nn.Module) -> Sequence[Any]:
+    return pairs(module, block_names(module))
+
+
+def _keep(module: nn.Module, blocks: tuple[str, ...]) -> None:
+    keep(module, embedders(module))
+
+
+#: What a path can take the place of, for those that are known by it.
+_PLACES: Mapping[str, Callable[[nn.Module], Sized]] = {
+    "linear-gelu": _pairs,
+    "kept-embeddings": embedders,
+}
+#: Paths that swap linear layers.
+_OF_LAYERS = ("linear-gelu",)
+_SWAPS: Mapping[str, Callable[[nn.Module, tuple[str, ...]], Any]] = {
+    "linear-gelu": fuse,
+    "kept-embeddings": _keep,
+}
 _AROUND: Mapping[str, Callable[[nn.Module, Sequence[str]], None]] = {"compile": _compile}
 
 

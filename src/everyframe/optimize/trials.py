@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from everyframe.hardware.watchdog import ends_after
 from everyframe.ops.attention import PLAIN, by_kernel, takes
 from everyframe.optimize.blocks import Alone, Given, blocks_of
 from everyframe.optimize.catalogue import FastPath, kernel_of
+from everyframe.optimize.kept import embedders, forget, keep
 from everyframe.optimize.measure import Contest, OutOfTimeError, hold
 from everyframe.optimize.put_on import function, has_place
 from everyframe.optimize.subject import Subject
@@ -39,6 +41,9 @@ _MOST = 4
 #: A rehearsed product in half precision may be so far from float32: some roundings of its operands
 #: and its result. Blocks of models in bfloat16 were measured at 0.3 to 2 %, and 5 % is a defect.
 _ALLOWED = {"bfloat16": 2e-2, "float16": 3e-3}
+
+#: Steps of a run, in which some numbers come again.
+_STEPS = 20
 
 #: Scores of such queries and keys are beyond float16 (65504) before they are scaled.
 _BEYOND_HALF = 7.5e4
@@ -83,19 +88,23 @@ def attention(subject: Subject, path: FastPath) -> Iterator[Contest]:
 
 
 def precision(subject: Subject, path: FastPath) -> Iterator[Contest]:
-    """The heaviest products of the component in its precision, against float32.
+    """The heaviest products and convolutions of the component in its precision, against float32.
 
-    Layers are products; what is between them stays as wide as the islands say.
+    Layers are these two; what is between them stays as wide as the islands say.
     """
-    for product, weight in _kinds(subject, "product"):
+    for product, weight in (*_kinds(subject, "product"), *_kinds(subject, "convolution")):
         if product.dtype not in _ALLOWED:
             continue
-        x, y, cut = _factors(product, subject)
         dtype = torch_dtype(product.dtype)
-        multiply = F.linear if len(product.shapes[-2]) == 2 else torch.bmm
+        if product.kind == "convolution":
+            x, y, cut = _filters(product, subject)
+            multiply = partial(_convolved, product.told)
+        else:
+            x, y, cut = _factors(product, subject)
+            multiply = F.linear if len(product.shapes[-2]) == 2 else torch.bmm
         wide = partial(multiply, x, y)
         narrow = partial(multiply, x.to(dtype), y.to(dtype))
-        name = f"product of {_sizes(product)} in {product.dtype}"
+        name = f"{product.kind} of {_sizes(product)} in {product.dtype}"
         yield Contest(
             name, wide, wide, narrow, allowed=_ALLOWED[product.dtype], weight=weight * cut
         )
@@ -114,6 +123,33 @@ def block(subject: Subject, path: FastPath) -> Iterator[Contest]:
             )
 
 
+def embeddings(subject: Subject, path: FastPath) -> Iterator[Contest]:
+    """The embeddings of numbers in all steps of a run, kept and not: the same but for the time."""
+    steps: dict[str, bool] = {}
+    for call in subject.calls:
+        steps |= embedders(call.module())
+    # Equal parts stand for each other, and here it matters which number comes again.
+    for name, is_new in steps.items():
+        for each in blocks_of(subject, lambda module, name=name: {name} & {*embedders(module)}):  # type: ignore[misc]
+            kept = each.alone(())
+            keep(kept, ("blocks.0",))
+            yield Contest(
+                f"{name} in {_STEPS} steps",
+                truth=partial(_stepped, each.alone((), in_float32=True), each.wide, is_new=is_new),
+                plain=partial(_stepped, each.alone(()), each.given, is_new=is_new),
+                fast=partial(_stepped, kept, each.given, is_new=is_new),
+            )
+
+
+def _stepped(module: Alone, given: Given, *, is_new: bool) -> list[Tensor]:
+    """What a part gives in so many steps for its number, another one each time if it `is_new`."""
+    forget(module)
+    number, *rest = given.args
+    return [
+        module(number + step if is_new else number, *rest, **given.kwargs) for step in range(_STEPS)
+    ]
+
+
 def _called(module: nn.Module, given: Given) -> Any:
     return module(*given.args, **given.kwargs)
 
@@ -123,11 +159,17 @@ def _kinds(subject: Subject, kind: str) -> list[tuple[Product, float]]:
     alike: dict[Any, tuple[Product, float]] = {}
     for product, operations in subject.products:
         if product.kind == kind:
-            rows = [shape[-2:] if kind == "attention" else shape[-1:] for shape in product.shapes]
-            key = (product.dtype, product.told, *rows)
+            key = (product.dtype, product.told, *_unlike(product))
             first, before = alike.get(key, (product, 0.0))
             alike[key] = (first, before + operations)
     return sorted(alike.values(), key=lambda pair: pair[1], reverse=True)[:_MOST]
+
+
+def _unlike(product: Product) -> list[tuple[int, ...]]:
+    """The sizes that make two products of a kind different ones."""
+    if product.kind == "convolution":
+        return [product.shapes[0][1:2], product.shapes[1]]
+    return [shape[-2:] if product.kind == "attention" else shape[-1:] for shape in product.shapes]
 
 
 def _limit(subject: Subject) -> float:
@@ -177,6 +219,31 @@ def _factors(product: Product, subject: Subject) -> tuple[Tensor, Tensor, float]
         return filled(number, rows, inner), filled(number, inner, columns), one
     # As the weight of a linear layer lies in memory.
     return filled(rows, inner), filled(columns, inner) / inner**0.5, one
+
+
+def _filters(product: Product, subject: Subject) -> tuple[Tensor, Tensor, float]:
+    """A convolution's input in float32, of fewer samples and less wide, its weight, one over its
+    operations."""
+    (batch, channels, *sides), weight = product.shapes[:2]
+    least = [2 * side for side in weight[2:]]
+    inner = weight[0] * prod(weight[1:])
+    while batch * prod(sides) * 2 * inner > _limit(subject):
+        if batch > 1:
+            batch = (batch + 1) // 2
+            continue
+        longest = max(range(len(sides)), key=lambda axis: sides[axis] / least[axis])
+        if sides[longest] <= least[longest]:
+            break
+        sides[longest] = max(least[longest], sides[longest] // 2)
+    generator = torch.Generator().manual_seed(0)
+    device = subject.device.torch_name
+    x = torch.randn((batch, channels, *sides), generator=generator).to(device)
+    y = torch.randn(weight, generator=generator).to(device) / prod(weight[1:]) ** 0.5
+    return x, y, 1 / (2 * batch * prod(sides) * inner)
+
+
+def _convolved(told: tuple[Any, ...], x: Tensor, weight: Tensor) -> Tensor:
+    return torch.convolution(x, weight, None, *told)
 
 
 def _attend(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:

@@ -7,7 +7,8 @@ hpcaitech/Open-Sora v1.0.0 and PixArt-alpha (arXiv 2310.00426). Read next: `bloc
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Mapping
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -77,7 +78,12 @@ class STDiTBlock(nn.Module):
 
 
 class STDiT(nn.Module):
-    """Open-Sora 1.0's denoiser; its values mean nothing until weights are loaded or initialised."""
+    """Open-Sora 1.0's denoiser; its values mean nothing until weights are loaded or initialised.
+
+    `embedders` are its parts that embed a number, and whether that is another one at every step.
+    """
+
+    embedders: ClassVar[Mapping[str, bool]] = {"t_embedder": True}
 
     def __init__(self, config: STDiTConfig) -> None:
         super().__init__()

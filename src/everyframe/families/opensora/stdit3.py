@@ -8,7 +8,8 @@ as if at timestep 0. Source: hpcaitech/Open-Sora v1.2.0. Read next: `blocks`, `s
 from __future__ import annotations
 
 import math
-from typing import cast
+from collections.abc import Mapping
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -77,7 +78,12 @@ class STDiT3Block(nn.Module):
 
 
 class STDiT3(nn.Module):
-    """Open-Sora 1.2's denoiser; its values mean nothing until weights are loaded or initialised."""
+    """Open-Sora 1.2's denoiser; its values mean nothing until weights are loaded or initialised.
+
+    `embedders` are its parts that embed a number, and whether that is another one at every step.
+    """
+
+    embedders: ClassVar[Mapping[str, bool]] = {"t_embedder": True, "fps_embedder": False}
 
     def __init__(self, config: STDiT3Config) -> None:
         super().__init__()

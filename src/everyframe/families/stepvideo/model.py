@@ -8,7 +8,8 @@ bfloat16 (angles of rotations, timestep, sums of masks) is exact here. Read next
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Mapping
+from typing import ClassVar, cast
 
 import torch
 from einops import rearrange
@@ -31,7 +32,12 @@ from everyframe.ops.rope_axes import RotaryAxes
 
 
 class StepVideoModel(nn.Module):
-    """Step-Video's denoiser; its values mean nothing until weights are loaded."""
+    """Step-Video's denoiser; its values mean nothing until weights are loaded.
+
+    `embedders` are its parts that embed a number, and whether that is another one at every step.
+    """
+
+    embedders: ClassVar[Mapping[str, bool]] = {"adaln_single.emb": True}
 
     def __init__(self, config: StepVideoConfig) -> None:
         super().__init__()

@@ -1,0 +1,166 @@
+"""What is kept is served for the very same and nothing else; whether that pays is tried."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from everyframe.core.facts import DeviceFacts
+from everyframe.core.plan import Precision
+from everyframe.families.opensora.config import STDiT3Config
+from everyframe.families.opensora.stdit3 import STDiT3
+from everyframe.optimize.catalogue import CATALOGUE
+from everyframe.optimize.kept import KeptEmbedding, embedders, forget, keep
+from everyframe.optimize.measure import hold
+from everyframe.optimize.put_on import before_weights, has_place
+from everyframe.optimize.subject import Call, Subject
+from everyframe.optimize.trials import embeddings
+
+CONFIG = STDiT3Config(
+    hidden_size=32, depth=1, num_heads=2, caption_channels=16, model_max_length=8, in_channels=4
+)
+PATH = "kept-embeddings"
+
+
+@pytest.fixture(autouse=True)
+def _as_in_a_run() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+def build(config: STDiT3Config = CONFIG) -> STDiT3:
+    model = STDiT3(config).eval().requires_grad_(False)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        parameter.normal_(std=0.1, generator=generator)
+    return model
+
+
+def answer(model: STDiT3, t: float, fps: float, device: str = "cpu") -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    text = torch.randn(1, 8, 16, generator=generator).to(device)
+    x = torch.randn(1, 4, 3, 8, 8, generator=generator).to(device)
+    out: Tensor = model(
+        x, torch.tensor([t], device=device), model.context(text), fps=fps, height=64.0, width=64.0
+    )
+    return out
+
+
+def test_a_run_by_it_has_the_bits_of_one_without_and_computes_less() -> None:
+    plain, fast = build(), build()
+    assert has_place(PATH, fast)
+    assert not has_place(PATH, nn.Linear(2, 2))
+    before_weights(fast, [PATH])
+    assert [*fast.state_dict()] == [*plain.state_dict()]
+    computed: list[str] = []
+    for name in embedders(fast):
+        fast.get_submodule(f"{name}.mlp").register_forward_hook(
+            lambda *_, name=name: computed.append(name)
+        )
+    for t, fps in ((900.0, 24.0), (500.0, 24.0), (900.0, 24.0), (900.0, 8.0)):
+        assert torch.equal(answer(fast, t, fps), answer(plain, t, fps))
+    assert computed == ["fps_embedder", "t_embedder", "t_embedder", "fps_embedder"]
+
+
+def test_nothing_that_changed_is_served_as_it_was() -> None:
+    module, number = nn.Sequential(build().t_embedder), torch.tensor([700.0, 700.0])
+    keep(module, ["0"])
+    part = module[0]
+    assert isinstance(part, KeptEmbedding)
+    seen: list[Tensor] = []
+
+    def changed() -> None:
+        """Not the answer of before, and the one that there is without."""
+        part.is_plain = True
+        want = part(number)
+        part.is_plain = False
+        assert torch.equal(part(number), want)
+        assert torch.equal(part(number), want)
+        assert not any(each.shape == want.shape and torch.equal(each, want) for each in seen)
+        seen.append(want)
+
+    changed()
+    layer = part.get_submodule("mlp.2")
+    layer.weight = nn.Parameter(layer.weight * 2, requires_grad=False)
+    changed()
+    layer.weight.data = layer.weight.data + 1
+    changed()
+    handle = layer.register_forward_hook(lambda module, given, out: out * 3)
+    changed()
+    handle.remove()
+    assert torch.equal(part(number), seen[-2])
+    part.to(torch.float64)
+    number = number.double()
+    changed()
+    number = number[:1]
+    changed()
+    with torch.inference_mode(False):
+        outside = build().t_embedder.requires_grad_(False)
+        holder = nn.Sequential(outside)
+        keep(holder, ["0"])
+        with torch.no_grad():
+            number = torch.tensor([700.0])
+            before = outside(number)
+            outside.get_submodule("mlp.0").weight.mul_(2)  # the same memory, other numbers
+            assert not torch.equal(outside(number), before)
+
+
+def test_what_is_handed_out_can_be_written_into() -> None:
+    module, number = nn.Sequential(build().t_embedder), torch.tensor([3.0])
+    keep(module, ["0"])
+    want = module(number).clone()
+    module(number).zero_()
+    assert torch.equal(module(number), want)
+    forget(module)
+    assert torch.equal(module(number), want)
+
+
+def test_what_is_not_finite_is_not_kept() -> None:
+    """The guard repeats a call to see where such a value arises."""
+    module, number = nn.Sequential(build().t_embedder), torch.tensor([3.0])
+    calls = 0
+
+    def once(*given: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return given[2] * (torch.nan if calls == 1 else 1)
+
+    keep(module, ["0"])
+    module[0].get_submodule("mlp").register_forward_hook(once)
+    assert not module(number).isfinite().all()
+    assert module(number).isfinite().all()
+
+
+def subject(names: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> Subject:
+    """Wide enough for an embedding to take longer than to look one up."""
+    config = STDiT3Config(
+        hidden_size=2304, depth=1, num_heads=16, caption_channels=16, model_max_length=8,
+        in_channels=4,
+    )  # fmt: skip
+    monkeypatch.setattr(STDiT3, "embedders", names)
+    with torch.device("meta"):
+        model = STDiT3(config)
+    cpu = DeviceFacts("a processor", "cpu", None, 10**9, 10**9)
+    call = Call(lambda: model, lambda module, device: answer(module, 1.0, 24.0, device))
+    whole = Precision("float32", "float32")
+    return Subject("denoiser", cpu, 1, whole, "plan", "device", calls=(call,))
+
+
+def test_whether_a_run_has_enough_of_them_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = CATALOGUE[PATH]
+    steady = hold(
+        embeddings(subject({"fps_embedder": False}, monkeypatch), path),
+        "cpu", time.monotonic() + 120,
+    )  # fmt: skip
+    # The very same numbers, and nineteen of twenty looked up.
+    assert steady.error == 0
+    assert steady.gain > 3
+    fresh = hold(
+        embeddings(subject({"t_embedder": True}, monkeypatch), path), "cpu", time.monotonic() + 120
+    )
+    assert fresh.error == 0
+    assert fresh.gain < 1.5, "every step has a timestep of its own, and none is looked up"
