@@ -175,14 +175,3 @@ def test_half_precision_is_used_where_it_is_certified(
     # Asked for by name, nobody's certificate is needed.
     asked = prepared(model, will_run=True, dtype="bf16").plan
     assert asked.component("text_encoder").precision.compute == "bfloat16"
-
-
-def test_a_known_issue_stands_against_a_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
-    old = DeviceFacts("an old card", "cuda", 0, 10**10, 10**10, (6, 1), False, False)
-    machine = MachineFacts((old,), 2, {})
-    found = certifying.avoided(machine, old)
-    assert found["compile"].startswith("known issue triton-needs-sm70: ")
-    new = replace(old, capability=(9, 0))
-    assert "compile" not in certifying.avoided(MachineFacts((new,), 2, {}), new)
-    processor = DeviceFacts("a processor", "cpu", None, 10**9, 10**9)
-    assert certifying.avoided(MachineFacts((processor,), 2, {}), processor) == {}

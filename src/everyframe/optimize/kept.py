@@ -45,7 +45,8 @@ class KeptEmbedding(nn.Module):
             while len(self._kept) >= _MOST:
                 del self._kept[next(iter(self._kept))]
             # With its weights, so that no others can come to lie at the same address meanwhile.
-            self._kept[key] = (made.clone(), [each.detach() for each in (*self.parameters(), *self.buffers())])
+            weights = [each.detach() for each in (*self.parameters(), *self.buffers())]
+            self._kept[key] = (made.clone(), weights)
         return made
 
 

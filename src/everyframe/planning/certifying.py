@@ -1,8 +1,8 @@
 """Certificates of a plan's components: which are there, which are missing, and making those.
 
 Before a run what it needs at once is tried for some seconds, if it is long enough that this pays;
-`everyframe paths --certify` tries everything. Known issues of this machine stand in the way of a
-path whatever a trial says. Read next: `choosing.py`, `everyframe.optimize.certify`.
+`everyframe paths --certify` tries everything. Read next: `choosing.py`, `issues.py` (what stands
+against a path whatever a trial says), `everyframe.optimize.certify`.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from everyframe.core.facts import DeviceFacts, MachineFacts
+from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import ComponentPlan, Precision
-from everyframe.hardware.known_issues import find, known_issues
-from everyframe.optimize.catalogue import CATALOGUE, PRECISIONS, FastPath, for_device
+from everyframe.families.family import JointRehearsal
+from everyframe.optimize.catalogue import CATALOGUE, PRECISIONS, FastPath
 from everyframe.optimize.certificate import Certificate
 from everyframe.optimize.subject import Call, Subject
-from everyframe.optimize.tools import why_not
 from everyframe.planning.dryrun import DryRun, largest_scores
 
 if TYPE_CHECKING:
@@ -38,9 +37,6 @@ _LONG_ON_CARDS = 1e13
 
 #: Bytes of scores from which on their memory matters.
 _MUCH = 64e6
-
-#: Vendors of known issues by torch's device types.
-_VENDORS = {"cpu": ("cpu",), "cuda": ("nvidia", "amd"), "mps": ("apple",), "xpu": ("intel",)}
 
 
 @dataclass(frozen=True)
@@ -79,6 +75,7 @@ class Certificates:
             calls=tuple(
                 Call(run.rehearsal.module, run.rehearsal.call, run.rehearsal.outputs)
                 for run in runs
+                if not isinstance(run.rehearsal, JointRehearsal)
             ),
             products=tuple(heaviest),  # type: ignore[arg-type]
         )
@@ -164,44 +161,6 @@ def make(
     for name, why in untried.items():
         _log.info("%s: %s", name, why)
     return untried
-
-
-def avoided(machine: MachineFacts, device: DeviceFacts) -> dict[str, str]:
-    """Paths that a known issue of this machine stands against, with its words.
-
-    Nothing is looked up where no issue is about such a device.
-    """
-    found = _known(machine, device)
-    missing = why_not() if device.kind == "cpu" else None
-    return {**found, **({"compile": missing} if missing else {})}
-
-
-def _known(machine: MachineFacts, device: DeviceFacts) -> dict[str, str]:
-    vendors = _VENDORS.get(device.kind, ())
-    paths = {path.name: set(path.uses) for path in for_device(device)}
-    in_question = [
-        issue
-        for issue in known_issues()
-        if issue.is_severe and not issue.avoided and issue.decided_by == "facts"
-        and issue.where.vendor in (None, *vendors)
-        and any(set(issue.uses) <= uses for uses in paths.values() if issue.uses)
-    ]  # fmt: skip
-    if not in_question:
-        return {}
-    if machine.software is None:
-        from everyframe.hardware.loaded import with_loaded
-        from everyframe.hardware.software import software_facts
-
-        machine = replace(machine, software=with_loaded(software_facts()))
-    here = replace(machine, devices=(device,))
-    known = {issue.id for issue in in_question}
-    return {
-        name: f"known issue {match.issue.id}: {match.issue.title}"
-        for match in find(here)
-        if match.issue.id in known
-        for name, uses in paths.items()
-        if set(match.issue.uses) <= uses
-    }
 
 
 def _of(component: str, runs: Sequence[DryRun]) -> list[DryRun]:

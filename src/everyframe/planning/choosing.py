@@ -29,6 +29,7 @@ from everyframe.optimize.catalogue import (
 from everyframe.optimize.certificate import Certificate
 from everyframe.planning.certifying import Certificates, operations
 from everyframe.planning.dryrun import DryRun, largest_scores
+from everyframe.planning.issues import Known, tags_of
 
 #: Verdicts with which a path is used.
 USED = ("certified", "pinned", "expected")
@@ -73,13 +74,13 @@ class Chooser:
     """Chooses by certificates; None stands for a machine that is not here, which has none.
 
     `expects` is whether untried paths are told as expected: the plan is shown and not run, or is
-    of a machine that is not here. `avoided` are paths with a known issue here, with its words.
+    of a machine that is not here. `known` is what stands against paths whatever was tried.
     """
 
     device: DeviceFacts
     pins: Pins = Pins()
     certificates: Certificates | None = None
-    avoided: Mapping[str, str] = field(default_factory=dict)
+    known: Known = field(default_factory=Known)
     expects: bool = True
 
     def dtype(
@@ -93,7 +94,7 @@ class Chooser:
         if name is None or self.pins.dtype != "auto":
             return by_facts.compute, ()
         certificates = self._certificates(component.name, by_facts, runs)
-        choice = self._judge(component.name, CATALOGUE[name], certificates)
+        choice = self._judge(component.name, CATALOGUE[name], certificates, runs)
         return (by_facts.compute if choice.verdict in USED else "float32"), (choice,)
 
     def choices(
@@ -104,7 +105,7 @@ class Chooser:
             return self._blindly(component)
         certificates = self._certificates(component, precision, runs)
         found = [
-            self._judge(component, path, certificates)
+            self._judge(component, path, certificates, runs)
             for path in candidates(runs, self.device, is_quantised=bool(precision.weights))
             if not path.on_demand or self._demands(component, path, runs, certificates)
         ]
@@ -117,8 +118,9 @@ class Chooser:
             return ()
         found = []
         for path in candidates(own, self.device):
-            if path.on_demand and path.name in self.avoided:
-                found.append(Choice(path.name, "avoided", self.avoided[path.name]))
+            against = self.known.against(path.name, tags_of(component, own))
+            if path.on_demand and against is not None:
+                found.append(Choice(path.name, "avoided", against))
             elif path.on_demand and path.name not in self.pins.off:
                 found.append(Choice(path.name, "untried", f"on demand: --{path.name}"))
         return tuple(found)
@@ -136,12 +138,16 @@ class Chooser:
             choice
             for path in for_device(self.device)
             if path.group == "attention"
-            for choice in (self._judge(component, path, {}),)
+            for choice in (self._judge(component, path, {}, ()),)
             if choice.verdict == "pinned"
         )
 
     def _judge(
-        self, component: str, path: FastPath, certificates: Mapping[str, Certificate]
+        self,
+        component: str,
+        path: FastPath,
+        certificates: Mapping[str, Certificate],
+        runs: Sequence[DryRun],
     ) -> Choice:
         pins = self.pins
         if path.name in pins.off:
@@ -154,8 +160,9 @@ class Chooser:
             if path.name == path_of_kernel(pins.kernel):
                 return Choice(path.name, "pinned", f"by --attention {pins.kernel}")
             return Choice(path.name, "off", f"by --attention {pins.kernel}")
-        if path.name in self.avoided:
-            return Choice(path.name, "avoided", self.avoided[path.name])
+        against = self.known.against(path.name, tags_of(component, runs))
+        if against is not None:
+            return Choice(path.name, "avoided", against)
         if path.name in certificates:
             return of_certificate(certificates[path.name])
         if self.expects and (path.at_once or path.on_demand):

@@ -100,18 +100,20 @@ class Parts:
         tried = self._runs(component.name, settings, precision, roughly=roughly)
         runs = tuple(run for run in tried if isinstance(run, DryRun))
         weighed: tuple[Choice, ...] = ()
-        # A pipeline's own call can't be tried part by part, so nothing is chosen for it.
-        alone = [run for run in runs if not isinstance(run.rehearsal, JointRehearsal)]
-        if component.has_precision is None and self.asked == "auto" and len(alone) == len(runs):
+        # Where a call was not followed there is nothing to try a precision on.
+        is_known = len(runs) == len(tried) and (bool(runs) or not roughly)
+        if component.has_precision is None and self.asked == "auto" and is_known:
             dtype, weighed = chooser.dtype(component, precision, runs)
             if dtype != precision.compute:
                 precision, notes = self._chosen(component, dtype, kind)
                 tried = self._runs(component.name, settings, precision, roughly=roughly)
                 runs = tuple(run for run in tried if isinstance(run, DryRun))
-                alone = list(runs)
+        # A pipeline's own call has products to try, and no part that could be tried alone.
+        alone = [run for run in runs if not isinstance(run.rehearsal, JointRehearsal)]
         notes += tuple(not_followed(component.title, why) for why in tried if isinstance(why, str))
         choices = (*weighed, *chooser.choices(component.name, precision, alone))
-        paths = used(choices) if alone or choices else None
+        is_chosen = bool(alone) or any(choice not in weighed for choice in choices)
+        paths = used(choices) if is_chosen else None
         remedies = remedies_for(component.name, precision.parameters, self.remedies)
         resident = _resident_bytes(runs, precision) if offload and runs else None
         weights = self._weight_bytes(component, settings, precision, remedies)

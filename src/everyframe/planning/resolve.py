@@ -46,6 +46,7 @@ from everyframe.planning.dividing import (
 from everyframe.planning.dryrun import clashes_of, heaviest, says, stage_plan
 from everyframe.planning.fitting import Fitted, Fitting, within
 from everyframe.planning.forecast import describe_bytes, fits
+from everyframe.planning.issues import known
 from everyframe.planning.models import refuse_if_not_drawable
 from everyframe.planning.quantising import check_effect, quantising_of
 from everyframe.planning.sharing import (
@@ -140,7 +141,7 @@ def prepare(
         num_threads=num_threads,
         components=fitted.components,
         to_fetch=model.missing(),
-        notes=(*notes, *fitted.notes, *fitted.says, *says),
+        notes=(*notes, *fitted.notes, *fitted.says, *says, *chooser.known.notes(fitted.runs)),
         stages=_stages(fitted, rates, shares.division),
         clashes=clashes_of(fitted.runs),
         host_bytes=fitted.host_bytes,
@@ -218,7 +219,7 @@ def _chooser(
         pins_of(request, device),
         # What is certified on one of them says nothing of the others.
         certifying.Certificates(device, num_threads) if is_here and alike else None,
-        {**certifying.avoided(facts, device), **(AVOIDED if len(devices) > 1 else {})},
+        known(facts, device, is_here=is_here).and_these(AVOIDED if len(devices) > 1 else {}),
         expects=alike,
     )
 

@@ -22,6 +22,7 @@ from everyframe.families.family import JointRehearsal
 from everyframe.families.pipeline import rehearsals
 from everyframe.hardware.profiles import find_profile
 from everyframe.planning import dryrun
+from everyframe.planning.certifying import Certificates
 from everyframe.planning.resolve import Prepared, prepare
 from everyframe.precision import edges
 from everyframe.precision import rehearse as rehearsing
@@ -106,6 +107,26 @@ def test_the_plan_has_time_and_memory_of_each_part(folder: Path) -> None:
     ratio = by_name[1]["transformer"].operations / by_name[0]["transformer"].operations
     assert ratio == 10
     assert by_name[0]["vae"].operations == by_name[1]["vae"].operations
+
+
+def test_the_precisions_of_its_parts_are_tried_or_avoided(folder: Path) -> None:
+    """By the products of its call, as none of its parts can be called alone."""
+    asked = everyframe.Request(model=str(folder), **{**SMALL, "device": "auto"})
+    verdicts = {}
+    for profile in ("h20-cublas12.5.2.13", "h20-cublas12.1"):
+        found = prepare(asked, profile=profile)
+        part = found.plan.component("transformer")
+        (choice,) = part.choices
+        verdicts[choice.verdict] = (choice.path, part.precision.compute, part.paths)
+    assert verdicts == {
+        "expected": ("bf16", "bfloat16", None),
+        "avoided": ("bf16", "float32", None),
+    }
+    assert any("transformer: float32, as bf16 is avoided" in note for note in found.plan.notes)
+    runs = [run for run in found.fitted.runs if run.rehearsal.component == "transformer"]
+    subject = Certificates(CARD, 1).subject("transformer", WIDE, runs)
+    assert {product.kind for product, _ in subject.products} >= {"product", "attention"}
+    assert subject.calls == ()
 
 
 def test_parts_of_two_precisions_meet_and_are_cast(prepared: Prepared) -> None:

@@ -1,0 +1,131 @@
+"""What is known of a machine is avoided where it matters, and told where it can't be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import everyframe
+import tiny
+from everyframe.core.facts import DeviceFacts, MachineFacts, Product, SoftwareFacts
+from everyframe.core.plan import Precision
+from everyframe.optimize.catalogue import CATALOGUE
+from everyframe.planning.choosing import Chooser
+from everyframe.planning.issues import known, tags_of
+
+CARD = DeviceFacts("a card", "cuda", 0, 10**10, 10**10, (9, 0), True, True)
+CPU = DeviceFacts("a processor", "cpu", None, 10**10, 10**10)
+
+
+SIZES: dict[str, Any] = {"size": "16x16", "num_frames": 3, "num_inference_steps": 2, "seed": 5}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny.opensora_1_2(tmp_path_factory.mktemp("models") / "tiny"))
+
+
+class Run:
+    """As much of a dry run as is asked for: the products of a component."""
+
+    def __init__(self, component: str, *shapes: tuple[int, ...], kind: str = "convolution") -> None:
+        product = Product(kind, "bfloat16", shapes)
+        self.found = type("", (), {"work": type("", (), {"products": ((product, 1.0),)})})
+        self.rehearsal = type("", (), {"component": component, "key": component, "num_calls": 1})
+
+
+VAE: Any = Run("vae", (1, 8, 4, 16, 16), (8, 8, 3, 3, 3))
+DENOISER: Any = Run("denoiser", (64, 8), (8, 8), kind="product")
+
+
+def machine(device: DeviceFacts, **software: Any) -> MachineFacts:
+    return MachineFacts((device, CPU), 2, {}, SoftwareFacts(system="linux", **software))
+
+
+def found(device: DeviceFacts, **software: Any) -> Mapping[str, Any]:
+    return {
+        path: told
+        for path in CATALOGUE
+        if (told := known(machine(device, **software), device).against(path, ())) is not None
+    }
+
+
+def test_a_compiler_that_cannot_run_on_a_card_is_avoided() -> None:
+    old = replace(CARD, capability=(6, 1))
+    assert found(old)["compile"].startswith("known issue triton-needs-sm70: ")
+    assert found(CARD) == {}
+
+
+def test_nothing_is_known_of_a_processor() -> None:
+    facts = MachineFacts((CPU,), 2, {})
+    assert known(facts, CPU, is_here=False).paths == {}
+    assert known(facts, CPU).rest == ()
+
+
+def test_what_is_about_an_operation_is_avoided_where_that_is_computed() -> None:
+    """cuDNN 9.8 gets 3D convolutions in bfloat16 wrong; a denoiser without any keeps its dtype."""
+    sick = machine(CARD, packages={"torch": "2.8.0"}, libraries={"cudnn": "9.10.2"})
+    assert tags_of("vae", [VAE, DENOISER]) == {"component:vae", "op:conv3d"}
+    assert tags_of("denoiser", [VAE, DENOISER]) == {"component:denoiser"}
+    chooser = Chooser(CARD, known=known(sick, CARD))
+    bf16 = Precision("bfloat16", "bfloat16")
+
+    def chosen(run: Any) -> tuple[str, str]:
+        part: Any = type("", (), {"name": run.rehearsal.component})
+        dtype, (choice,) = chooser.dtype(part, bf16, [run])
+        return dtype, choice.verdict
+
+    assert chosen(VAE) == ("float32", "avoided")
+    assert chosen(DENOISER) == ("bfloat16", "expected")
+    well = machine(CARD, packages={"torch": "2.8.0"}, libraries={"cudnn": "9.15.0"})
+    chooser = Chooser(CARD, known=known(well, CARD))
+    assert chosen(VAE) == ("bfloat16", "expected")
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("h20-cublas12.1", "float32"), ("h20-cublas12.5.2.13", "bfloat16")]
+)
+def test_a_library_that_kills_bfloat16_has_it_avoided(name: str, dtype: str, model: str) -> None:
+    plan = everyframe.plan("a red circle", model=model, profile=name, **SIZES)
+    denoiser = plan.component("denoiser")
+    assert denoiser.precision.compute == dtype
+    said = [note for note in plan.notes if "h20-cublas121-sigfpe" in note]
+    assert len(said) == (2 if dtype == "float32" else 0), "a line for each part that has it"
+    for note in said:
+        assert "float32, as bf16 is avoided here" in note
+        assert note.endswith("pip install nvidia-cublas-cu12==12.5.2.13)")
+    # And in the record, with the same words.
+    choices = plan.to_json()["components"][1]["choices"]
+    assert [each["verdict"] for each in choices if each["path"] == "bf16"] == [
+        "avoided" if dtype == "float32" else "expected"
+    ]
+
+
+def test_what_no_path_avoids_is_told_with_what_mends_it() -> None:
+    new = replace(CARD, capability=(12, 0))
+    sick = known(machine(new, packages={"torch": "2.6.0"}, cuda="12.6", driver="575.1"), new)
+    (said,) = sick.notes([DENOISER])
+    assert said.startswith("known issue blackwell-needs-cu128: ")
+    assert "pip install -U torch" in said
+    assert not [*known(machine(new, packages={"torch": "2.9.0"}, cuda="12.8"), new).notes([])]
+    apple = replace(CARD, kind="mps", index=None, capability=None)
+    old = known(machine(apple, packages={"torch": "2.2.0"}), apple)
+    assert [*old.notes([DENOISER])] == []
+    assert "mps-conv3d" in next(old.notes([VAE, DENOISER]))
+
+
+def test_other_systems_packages_are_not_ours() -> None:
+    theirs = {"oneflow": "0.9.1", "nexfort": "0.1", "imaginairy": "14.3.0", "opensora": "1.2"}
+    turing = replace(CARD, capability=(7, 5))
+    for device in (CARD, turing):
+        told = known(machine(device, packages={"torch": "2.11.0", **theirs}), device)
+        assert not any("onediff" in each or "nexfort" in each for each in told.notes([VAE]))
+        assert [*told.notes([VAE])] == []
+
+
+def test_a_machine_that_is_not_here_is_judged_by_its_own_facts() -> None:
+    alone = MachineFacts((CARD,), 2, {})
+    assert known(alone, CARD, is_here=False).against("bf16", {"op:conv3d"}) is None
