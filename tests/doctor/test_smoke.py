@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ from everyframe.doctor import smoke as smoking
 from everyframe.doctor.checks import Patient
 from everyframe.doctor.diagnose import diagnose
 from everyframe.hardware.isolated import Ended
+from everyframe.media.video import Video
+from everyframe.optimize.catalogue import CATALOGUE
 
 CPU = DeviceFacts("a processor", "cpu", None, 1 << 34, 1 << 34)
 CARD = DeviceFacts("a card", "cuda", 0, 1 << 34, 1 << 34, (9, 0), has_fast_bf16=True)
@@ -20,14 +23,14 @@ FRAMES = np.full((3, 8, 8, 3), 100, np.uint8)
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, **answers: Any) -> list[tuple[str, str]]:
-    """Answers in place of videos, by dtype or kernel on the card; gives what was asked."""
+    """Answers in place of videos, by dtype or path on the card; gives what was asked."""
     asked: list[tuple[str, str]] = []
 
     def run(
-        function: object, device: str, dtype: str, kernel: str | None, *, seconds: float
+        function: object, device: str, dtype: str, path: str | None, *, seconds: float
     ) -> Ended:
-        asked.append((device, kernel or dtype))
-        answer = FRAMES if device == "cpu" else answers.get(kernel or dtype, FRAMES)
+        asked.append((device, path or dtype))
+        answer = FRAMES if device == "cpu" else answers.get(path or dtype, FRAMES)
         return answer if isinstance(answer, Ended) else Ended(answer.tolist(), seconds=10.0)
 
     monkeypatch.setattr(smoking, "run_isolated", run)
@@ -42,7 +45,8 @@ def test_every_precision_is_compared_with_float32_on_the_cpu(
     assert check.mark == "fine"
     assert asked == [
         ("cpu", "float32"), ("cuda:0", "float32"), ("cuda:0", "bfloat16"), ("cuda:0", "float16"),
-        ("cuda:0", "flash"), ("cuda:0", "efficient"), ("cuda:0", "cudnn"),
+        ("cuda:0", "attention-flash"), ("cuda:0", "attention-efficient"),
+        ("cuda:0", "attention-cudnn"),
     ]  # fmt: skip
     assert "cuda:0 in bfloat16: off by 2.00 of 255 at most" in check.details
 
@@ -73,25 +77,50 @@ def test_what_is_wrong_is_told_by_precision(
     assert text in finding.says
 
 
-def test_a_kernel_that_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, cudnn=one_bad_frame())
+def test_a_path_that_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, **{"attention-cudnn": one_bad_frame()})
     (finding,) = smoking.smoke(ON_CARD).findings
-    assert "on cuda:0 in bfloat16 by cudnn attention is off by 100.0" in finding.says
+    assert "on cuda:0 in bfloat16 by attention-cudnn is off by 100.0" in finding.says
+
+
+def test_on_a_processor_every_path_has_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = plant(monkeypatch)
+    smoking.smoke(Patient(MachineFacts((CPU,), 4)))
+    paths = ["attention-flash", "linear-gelu", "kept-embeddings"]
+    assert asked == [("cpu", way) for way in ("float32", "bfloat16", *paths)]
+
+
+def test_the_path_that_has_its_turn_is_the_one_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    import everyframe.api
+
+    seen: list[dict[str, tuple[str, ...] | None]] = []
+
+    def generate(**asked: Any) -> Video:
+        made = everyframe.plan(**asked)
+        seen.append({part.name: part.paths for part in made.components})
+        return Video(FRAMES, Fraction(8), {}, None)
+
+    monkeypatch.setattr(everyframe.api, "generate", generate)
+    for path in (None, "attention-flash", "linear-gelu", "kept-embeddings"):
+        assert smoking.frames_of("cpu", "float32", path) == FRAMES.tolist()
+    denoisers = [each["denoiser"] for each in seen]
+    assert denoisers == [(), ("attention-flash",), ("linear-gelu",), ("kept-embeddings",)]
 
 
 def test_two_minutes_are_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(smoking, "kernels_for", lambda device: ("flash", "math"))
+    flash = CATALOGUE["attention-flash"]
+    monkeypatch.setattr(smoking, "for_device", lambda device: (flash,))
     plant(monkeypatch, float32=Ended(FRAMES.tolist(), seconds=102.0))
     check = smoking.smoke(ON_CARD)
     assert check.mark == "note"
     assert [finding.says.split(":")[0] for finding in check.findings] == [
         "no time was left for bfloat16", "no time was left for float16",
-        "no time was left for bfloat16 by flash attention",
+        "no time was left for bfloat16 by attention-flash",
     ]  # fmt: skip
 
 
 def test_what_hangs_is_told_from_what_had_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(smoking, "kernels_for", lambda device: ())
+    monkeypatch.setattr(smoking, "for_device", lambda device: ())
     plant(monkeypatch, float32=Ended(timed_out=True, seconds=105.0))
     check = smoking.smoke(ON_CARD)
     assert check.findings[0].mark == "trouble"

@@ -155,7 +155,9 @@ COMMAND = command(
     (
         _checks(),
         flag("model", str, "Can this machine run that model? Its plan is a check too."),
-        flag("smoke", bool, "Make a small video in each precision, against float32 on the CPU."),
+        flag(
+            "smoke", bool, "Make a small video in each precision and by each path, against the CPU."
+        ),
         flag("json", bool, "The report as a line of JSON on standard output."),
         flag("everything", bool, "Tell all in detail, and where it was reported.", alias="--all"),
         flag("share", bool, "A report to paste, without names and paths of this machine."),

@@ -1,8 +1,8 @@
 """The small validation of new hardware: the embedded model in every precision of this device.
 
-And by every attention kernel of torch's, where the device has several. Each is made in a process of
-its own, with the same seed and noise, and compared with float32 on the CPU frame by frame.
-Read next: `everyframe.api`, `everyframe.precision.policy`.
+And by every fast path that the device has, but for those that are for demand alone, as compiling
+takes minutes. Each is made in a process of its own, with the same seed and noise, and compared with
+float32 on the CPU frame by frame. Read next: `everyframe.api`, `everyframe.precision.policy`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from everyframe.doctor.checks import Patient
 from everyframe.doctor.report import Check, Finding
 from everyframe.hardware.isolated import run_isolated
 from everyframe.hardware.known_issues import Mend
-from everyframe.optimize.catalogue import PLAIN, kernels_for
+from everyframe.optimize.catalogue import PLAIN, PRECISIONS, for_device, kernel_of
 
 #: All together stay under 2 minutes; a precision for which less than this is left is not tried.
 _SECONDS = 115.0
@@ -38,7 +38,7 @@ _ASKED: dict[str, Any] = {
 
 
 def smoke(patient: Patient) -> Check:
-    """The check ``smoke``: trouble for each precision and kernel whose frames are wrong."""
+    """The check ``smoke``: trouble for each precision and path whose frames are wrong."""
     device = patient.machine.devices[0]
     reference = run_isolated(frames_of, "cpu", "float32", None, seconds=_SECONDS)
     seconds = reference.seconds
@@ -47,13 +47,13 @@ def smoke(patient: Patient) -> Check:
         return Check.of("smoke", "float32 on the CPU", [finding], seconds=seconds)
     found: list[Finding] = []
     details = []
-    for dtype, kernel in _cases(device):
-        left, way = _SECONDS - seconds, _way(dtype, kernel)
+    for dtype, path in _cases(device):
+        left, way = _SECONDS - seconds, _way(dtype, path)
         if left < _LEAST:
             says = f"no time was left for {way}: 2 minutes are over"
             found.append(Finding(mark="note", says=says))
             continue
-        ended = run_isolated(frames_of, device.torch_name, dtype, kernel, seconds=left)
+        ended = run_isolated(frames_of, device.torch_name, dtype, path, seconds=left)
         seconds += ended.seconds
         if ended.timed_out and left < _PATIENCE * reference.seconds:
             says = (
@@ -74,21 +74,25 @@ def smoke(patient: Patient) -> Check:
     return Check.of("smoke", said, found, details, seconds)
 
 
-def _way(dtype: str, kernel: str | None) -> str:
-    return dtype if kernel is None else f"{dtype} by {kernel} attention"
+def _way(dtype: str, path: str | None) -> str:
+    return dtype if path is None else f"{dtype} by {path}"
 
 
 def _cases(device: DeviceFacts) -> tuple[tuple[str, str | None], ...]:
-    """Each dtype by plain attention, then each other kernel in the dtype that runs take.
+    """Each dtype computed plainly, then each other path in the dtype that runs take.
 
-    On the CPU float32 by plain attention is the reference itself, and fp16 takes minutes.
+    On the CPU plain float32 is the reference itself, and fp16 takes minutes.
     """
-    kernels = [kernel for kernel in kernels_for(device) if kernel != PLAIN]
+    paths = [
+        path.name
+        for path in for_device(device)
+        if path.name not in PRECISIONS and not path.on_demand
+    ]
     if device.kind == "cpu":
-        return (("bfloat16", None), *(("float32", kernel) for kernel in kernels))
+        return (("bfloat16", None), *(("float32", path) for path in paths))
     dtypes = [dtype for dtype in _BUDGETS if dtype in device.dtypes]
     taken = "bfloat16" if device.has_fast_bf16 else "float16"
-    return (*((dtype, None) for dtype in dtypes), *((taken, kernel) for kernel in kernels))
+    return (*((dtype, None) for dtype in dtypes), *((taken, path) for path in paths))
 
 
 def _wrong(device: DeviceFacts, way: str, how: str) -> Finding:
@@ -102,14 +106,20 @@ def _wrong(device: DeviceFacts, way: str, how: str) -> Finding:
     )
 
 
-def frames_of(device: str, dtype: str, kernel: str | None) -> list[Any]:
+def frames_of(device: str, dtype: str, path: str | None) -> list[Any]:
     """The frames of the small video as numbers of 0..255, nested (T, H, W, 3).
 
-    With a `kernel` attention is computed by that one where it can be, else by the plain one.
+    By that path where it has a place, and all else plainly.
     """
-    from everyframe.api import generate
+    from everyframe.api import generate, plan
 
-    video = generate(device=device, dtype=dtype, attention=kernel or PLAIN, **_ASKED)
+    asked: dict[str, Any] = {"device": device, "dtype": dtype, **_ASKED}
+    kernel = kernel_of(path) if path is not None else PLAIN
+    if kernel is not None:
+        asked["attention"] = kernel
+    else:
+        asked["paths"] = {part.name: (path,) for part in plan(**asked).components}
+    video = generate(**asked)
     assert not isinstance(video, list), "one was asked for"
     frames: list[Any] = video.frames.tolist()
     return frames
