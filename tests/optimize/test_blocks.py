@@ -16,8 +16,10 @@ from everyframe.core.plan import Precision
 from everyframe.optimize import put_on
 from everyframe.optimize.blocks import blocks_of
 from everyframe.optimize.catalogue import CATALOGUE
-from everyframe.optimize.measure import Outcome, hold
+from everyframe.optimize.compiling import is_compiled
+from everyframe.optimize.measure import Outcome, hold, relative_error
 from everyframe.optimize.subject import Subject
+from everyframe.optimize.tools import why_not
 from everyframe.optimize.trials import block
 from everyframe.planning.certifying import Certificates
 from everyframe.planning.resolve import prepare
@@ -36,8 +38,9 @@ def _as_in_a_run() -> Iterator[None]:
         yield
 
 
-def subject(model: str, dtype: str = "fp32") -> Subject:
-    prepared = prepare(everyframe.Request(prompt="a", model=model, dtype=dtype, **SIZES))
+def subject(model: str, dtype: str = "fp32", **more: Any) -> Subject:
+    sizes = {**SIZES, **more}
+    prepared = prepare(everyframe.Request(prompt="a", model=model, dtype=dtype, **sizes))
     part = prepared.plan.component("denoiser")
     runs = [run for run in prepared.fitted.runs if run.rehearsal.component == "denoiser"]
     certificates = Certificates(prepared.plan.device, 1)
@@ -103,3 +106,38 @@ def test_a_component_without_blocks_has_nothing_to_be_tried_on(model: str) -> No
     bare = Subject("denoiser", of.device, 1, Precision("float32", "float32"), "plan", "device")
     with pytest.raises(ValueError, match="nothing that it could be tried on"):
         tried(bare)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(missing := why_not()), reason=str(missing))
+def test_a_compiled_block_of_a_model_follows_whatever_changes(model: str) -> None:
+    """The real compiler on the real block: another shape, scalar or weight is never an old graph's.
+
+    It computes in float32 what the block does, in another order of sums.
+    """
+    torch._dynamo.reset()
+    first = next(blocks_of(subject(model)))
+    larger = next(blocks_of(subject(model, size="48x32", num_frames=5)))
+    plain, compiled = first.alone(()), first.alone(("compile",))
+    assert is_compiled(compiled.blocks[0])
+    seen: list[Any] = []
+
+    def check(given: Any) -> None:
+        want = plain(*given.args, **given.kwargs)
+        assert relative_error(compiled(*given.args, **given.kwargs), want) < 1e-5
+        assert not seen or relative_error(want, seen[-1]) > 1e-3
+        seen.append(want)
+
+    check(first.given)
+    check(larger.given)  # other shapes, and back
+    check(first.given)
+    for each in (plain, compiled):
+        each.blocks[0].get_parameter("mlp.fc2.weight").mul_(3)  # the same memory, other numbers
+    check(first.given)
+    for each in (plain, compiled):
+        each.blocks[0].get_submodule("norm1").eps = 2.0  # a number of its own
+    check(first.given)
+    for each in (plain, compiled):
+        layer = each.blocks[0].get_submodule("mlp.fc2")
+        layer.bias = nn.Parameter(torch.ones_like(layer.bias), requires_grad=False)  # another one
+    check(first.given)
