@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import shlex
 import sys
 import tempfile
 import time
@@ -123,10 +124,8 @@ def report(
     lines = [
         f"# Runs in which nothing is wrong, {date.today()}",
         "",
-        f"{alarmed.total()} of {done.total()} runs raised an alarm. `shapes` is the embedded "
-        "model, with another prompt each; the others are tiny random models. On "
-        f"{machine_facts('cpu').cpu.name}, commit {commit}, in {seconds / 60:.0f} minutes. "
-        "`python benchmarks/clean.py` does it again.",
+        f"**{alarmed.total()} of {done.total()}** runs raised an alarm. `shapes` is the embedded "
+        "model, with another prompt each; the others are tiny random models.",
         "",
         "| model | precision | runs | with an alarm |",
         "|---|---|---|---|",
@@ -134,6 +133,15 @@ def report(
     lines += [
         f"| {name} | {dtype} | {count} | {alarmed[name, dtype]} |"
         for (name, dtype), count in done.items()
+    ]
+    facts = machine_facts("cpu")
+    versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
+    lines += [
+        "",
+        f"Hardware: {facts.cpu.name}, {facts.num_cores} cores that did other work too. Versions: "
+        f"{versions}. Commit {commit}, {seconds / 60:.0f} minutes.",
+        "",
+        f"Command: `{shlex.join(['python', 'benchmarks/clean.py', *sys.argv[1:]])}`",
     ]
     return "\n".join(lines) + "\n"
 

@@ -2,7 +2,7 @@
 
     python benchmarks/kill.py              # 100 kills of the embedded model; about 10 minutes
     python benchmarks/kill.py --kills 20   # fewer
-    python benchmarks/kill.py model=FOLDER size=16x16 num_frames=3  # another model
+    python benchmarks/kill.py --name wan model=FOLDER chain=1 size=16x16 num_frames=5  # another
 
 Each run is a process of its own that is ended by SIGKILL: two times out of three at a random moment
 after a random event, in whatever it does then (loading, text, a step, decoding), and the third time
@@ -11,12 +11,13 @@ and names in their places. The state is written at every step here, to be in dan
 be. What is left is gone on with in another process, and its frames are compared bit for bit. A
 third of those that go on are killed again and gone on with once more. It runs on a copy of the
 package, so that a change on the disk meanwhile does no harm. Writes a dated page into
-`benchmarks/results/` unless told not to.
+`benchmarks/results/` unless told not to, anew after every tenth.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import multiprocessing
 import os
@@ -41,6 +42,7 @@ from everyframe.core.request import Request
 from everyframe.engine.resuming import go_on
 from everyframe.engine.run import stream
 from everyframe.hardware import machine_facts
+from everyframe.planning.resolve import prepare
 from everyframe.runs import files
 from everyframe.runs.folder import all_runs
 from everyframe.runs.keeper import EVERY_STEP, Keep
@@ -98,7 +100,9 @@ def run_to(place: Path, events: Iterator[Event], moment: Moment | None) -> None:
             frames.append(np.asarray(event.frames, np.float32))
         if moment is not None and moment.event == number:
             threading.Timer(moment.delay, die).start()
-    np.save(place / "frames.npy", np.concatenate(frames))
+    # By another name first: the kill may come now, too.
+    np.save(place / "all.npy", np.concatenate(frames))
+    os.replace(place / "all.npy", place / "frames.npy")
     (place / "modules").write_text("\n".join(sorted(sys.modules)))
     (place / "counts").write_text(f"{number} {calls()}")
 
@@ -146,7 +150,8 @@ def process(
     work: Callable[..., None], root: Path, options: dict[str, Any], moment: Moment | None = None
 ) -> int:
     """The exit code of that work in a process of its own, negative for a signal."""
-    # Forked, so that nothing is imported again (see `whole`); this process has computed nothing.
+    # Forked, so that nothing is imported again (see `whole`); this process has computed nothing
+    # with numbers, and has no threads that a fork would lack.
     forked = multiprocessing.get_context("fork")
     child = forked.Process(target=work, args=(root / "runs", root, options, moment))
     child.start()
@@ -164,6 +169,10 @@ def whole(root: Path, options: dict[str, Any]) -> tuple[np.ndarray[Any, Any], Co
         # Half of what a run of this size takes is the import of libraries when they are needed.
         if name.partition(".")[0] in _SLOW_TO_IMPORT and name not in sys.modules:
             importlib.import_module(name)
+    # Nor what plans know of a call by running it dry, without numbers.
+    prepare(Request(**options), may_fetch=True)
+    # A quarter of a run's time was spent on looking through what is imported for garbage.
+    gc.freeze()
     events, calls = (root / "counts").read_text().split()
     return np.load(root / "frames.npy"), Counts(int(events), int(calls))
 
@@ -217,6 +226,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=1e9, help="stop after so long")
+    parser.add_argument("--name", default="", help="of the model, in the page and its name")
     parser.add_argument("--no-page", action="store_true")
     given = parser.parse_args()
     commit = on_a_copy()
@@ -234,29 +244,37 @@ def main() -> None:
             again = moment_of(chance, number // 3, counts) if number % 3 == 0 else None
             outcomes.append(kill_once(root, options, wanted, moment, again))
             print(number + 1, outcomes[-1], flush=True)
-    page = report(outcomes, counts, options, commit, time.monotonic() - began)
-    print(page)
-    if not given.no_page:
-        (RESULTS / f"kill-{date.today()}.md").write_text(page)
+            # Whatever ends this process, most of what it found stays.
+            if len(outcomes) % 10 == 0 or number + 1 == given.kills:
+                page = report(given.name, outcomes, counts, options, commit, began)
+                if not given.no_page:
+                    name = "-".join(filter(None, ("kill", given.name, str(date.today()))))
+                    (RESULTS / f"{name}.md").write_text(page)
+    print(report(given.name, outcomes, counts, options, commit, began))
+    sys.exit(not all(outcome.same for outcome in outcomes))
 
 
 def report(
-    outcomes: list[Outcome], counts: Counts, options: dict[str, Any], commit: str, seconds: float
+    name: str,
+    outcomes: list[Outcome],
+    counts: Counts,
+    options: dict[str, Any],
+    commit: str,
+    began: float,
 ) -> str:
     """The result page."""
-    model = "a tiny random Open-Sora 1.2" if "model" in options else "the embedded model"
     same = sum(outcome.same for outcome in outcomes)
+    facts = machine_facts("cpu")
+    versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
     lines = [
         f"# Runs that are killed, {date.today()}",
         "",
-        f"{same} of {len(outcomes)} runs gave the bits of an unbroken run; "
-        f"{sum(outcome.kills for outcome in outcomes)} processes were killed. Of {model}, "
-        f"{options['chain']} clips of {options['num_frames']} frames in "
-        f"{options['num_inference_steps']} steps each, on "
-        f"{machine_facts('cpu').cpu.name}; {counts.events} events and {counts.calls} "
-        "calls of the disk in an unbroken run, the state written at every step. "
-        f"`python benchmarks/kill.py` does it again; this was {commit}, in {seconds / 60:.0f} "
-        "minutes.",
+        f"**{same} of {len(outcomes)}** runs gave the bits of an unbroken run; "
+        f"{sum(outcome.kills for outcome in outcomes)} processes were killed, by SIGKILL. Of "
+        f"{f'a tiny random {name}' if name else 'the embedded model'}, {options['chain']} clips "
+        f"of {options['num_frames']} frames in {options['num_inference_steps']} steps each; "
+        f"{counts.events} events and {counts.calls} calls of the disk in an unbroken run, the "
+        "state written at every step.",
         "",
         "| killed while | runs | the same bits |",
         "|---|---|---|",
@@ -264,6 +282,16 @@ def report(
     hit = Counter(outcome.where for outcome in outcomes)
     good = Counter(outcome.where for outcome in outcomes if outcome.same)
     lines += [f"| {where} | {count} | {good[where]} |" for where, count in sorted(hit.items())]
+    asked = [f"{key}={value}" for key, value in options.items() if OPTIONS.get(key) != value]
+    asked = ["model=FOLDER" if each.startswith("model=") else each for each in asked]
+    named = ["--name", name] if name else []
+    lines += [
+        "",
+        f"Hardware: {facts.cpu.name}, {facts.num_cores} cores that did other work too. Versions: "
+        f"{versions}. Commit {commit}, {(time.monotonic() - began) / 60:.0f} minutes.",
+        "",
+        f"Command: `{' '.join(['python benchmarks/kill.py', *named, *asked])}`",
+    ]
     return "\n".join(lines) + "\n"
 
 
