@@ -10,7 +10,6 @@ Read next: `put_on`, `trials.embeddings`.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from functools import cache
 from typing import Any
 
 import torch
@@ -86,6 +85,11 @@ def forget(module: nn.Module) -> None:
             part._kept.clear()
 
 
-@cache
+#: A module's class -> the one that keeps.
+_KINDS: dict[type[nn.Module], type[nn.Module]] = {}
+
+
 def _kind(base: type[nn.Module]) -> type[nn.Module]:
-    return type(f"Kept{base.__name__}", (KeptEmbedding, base), {})
+    if base not in _KINDS:
+        _KINDS[base] = type(f"Kept{base.__name__}", (KeptEmbedding, base), {})
+    return _KINDS[base]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -96,6 +96,7 @@ def precision(subject: Subject, path: FastPath) -> Iterator[Contest]:
         if product.dtype not in _ALLOWED:
             continue
         dtype = torch_dtype(product.dtype)
+        multiply: Callable[..., Tensor]
         if product.kind == "convolution":
             x, y, cut = _filters(product, subject)
             multiply = partial(_convolved, product.told)
