@@ -112,8 +112,7 @@ class Parts:
         alone = [run for run in runs if not isinstance(run.rehearsal, JointRehearsal)]
         notes += tuple(not_followed(component.title, why) for why in tried if isinstance(why, str))
         choices = (*weighed, *chooser.choices(component.name, precision, alone))
-        is_chosen = bool(alone) or any(choice not in weighed for choice in choices)
-        paths = used(choices) if is_chosen else None
+        paths = used(choices) if alone or len(choices) > len(weighed) else None
         remedies = remedies_for(component.name, precision.parameters, self.remedies)
         resident = _resident_bytes(runs, precision) if offload and runs else None
         weights = self._weight_bytes(component, settings, precision, remedies)
@@ -137,11 +136,9 @@ class Parts:
             paths=paths,
             choices=choices,
         )
-        notes = (*notes, *told(component.title, choices, precision))
-        notes = (*notes, *told_of_weights(component.title, precision, self.quantising))
-        for run in runs:
-            notes = (*notes, *run.notes())
-        return Part(plan, runs, notes)
+        notes += told(component.title, choices, precision)
+        notes += tuple(told_of_weights(component.title, precision, self.quantising))
+        return Part(plan, runs, (*notes, *(note for run in runs for note in run.notes())))
 
     def kinds(self, component: Component, settings: Settings) -> tuple[str, ...]:
         """What its weights may be kept in, the most exact first; "" is their own dtype."""
