@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from everyframe.core.plan import Precision
+from everyframe.numerics.locate import bad_weights, locate
 from everyframe.planning.quantising import ERRORS
 from everyframe.precision import edges, quantised
 from everyframe.precision.quantised import (
@@ -108,6 +109,27 @@ def test_the_error_is_as_large_as_plans_say(kind: str) -> None:
     x = torch.randn(16, 2048)
     error = (of(plain, kind)(x) - plain(x)).norm() / plain(x).norm()
     assert ERRORS[kind] / 2 < error < ERRORS[kind]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fault_in_it_is_found_and_mended_as_in_any_layer(kind: str) -> None:
+    """A sum beyond float16: the module is named, and in float32 it is finite."""
+    plain = nn.Linear(64, 8, bias=False).requires_grad_(False)
+    plain.weight.fill_(30.0)
+    net = nn.Sequential(of(plain, kind)).to(torch.float16)
+    x = torch.full((1, 64), 60.0, dtype=torch.float16)
+    fault, _ = locate({"net": net}, lambda: net(x))
+    assert fault is not None
+    assert (fault.place, fault.cause, fault.dtype) == ("net.0", "range", torch.float16)
+    raised = Raised(net[0], torch.float32)
+    assert locate({"net": net}, lambda: net(x))[0] is None
+    torch.testing.assert_close(net(x), torch.full((1, 8), 64 * 30.0 * 60), rtol=1e-2, atol=0)
+    raised.undo()
+    assert bad_weights({"net": net}) == []
+    # Weights that are no numbers stay so, and are told.
+    plain.weight[2, 3] = torch.nan
+    broken = nn.Sequential(of(plain, kind))
+    assert "net.0.weight_scale" in [name for name, _ in bad_weights({"net": broken})]
 
 
 class Net(nn.Module):

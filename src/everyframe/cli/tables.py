@@ -247,12 +247,17 @@ def _components(parts: Sequence[ComponentPlan]) -> Table:
             part.stage,
             part.title,
             part.device,
-            str(part.precision),
-            describe_bytes(part.weight_bytes),
+            part.precision.compute,
+            _weights(part),
             describe_bytes(part.working_bytes),
             describe_bytes(part.peak_bytes),
         )
     return shown
+
+
+def _weights(part: ComponentPlan) -> str:
+    size = describe_bytes(part.weight_bytes)
+    return f"{size} in {part.precision.weights}" if part.precision.weights else size
 
 
 def _stages(plan: Plan) -> Table:

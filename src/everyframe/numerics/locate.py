@@ -215,7 +215,7 @@ def _cause(dtype: torch.dtype, in_float32: Range | None) -> Cause:
 def _widened(value: Any) -> Any:
     """Half precision, also where it is asked for, in float32; copies, as some are written into."""
     if isinstance(value, Tensor) and value.is_floating_point():
-        return value.to(torch.promote_types(value.dtype, torch.float32), copy=True)
+        return value.to(max(value.dtype, torch.float32, key=lambda each: each.itemsize), copy=True)
     if isinstance(value, torch.dtype) and value in (torch.float16, torch.bfloat16):
         return torch.float32
     return value

@@ -58,8 +58,10 @@ def range_of(value: Any) -> Range:
 
     The device is waited for once, however many tensors there are.
     """
-    # Not float64, which MPS has not; float32 holds every half precision value.
-    ends = [torch.stack(torch.aminmax(tensor)).float() for tensor in tensors_in(value)]
+    # Not float64, which MPS has not; float32 holds every half precision value. In eight bits torch
+    # can't compare.
+    held = (each if each.dtype.itemsize > 1 else each.float() for each in tensors_in(value))
+    ends = [torch.stack(torch.aminmax(tensor)).float() for tensor in held]
     if not ends:
         return Range(0.0, 0.0)
     together = torch.stack([end.to(ends[0].device) for end in ends])

@@ -113,6 +113,16 @@ def test_one_video_on_several_ranks(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_one_video_with_weights_in_eight_bits(ranks: Group, model: str, kind: str) -> None:
+    """All ranks round alike, so nothing but the order of sums is left here too."""
+    rounded = prepare(asked(model, quantize=kind)).plan
+    alone = staged(Alone(), rounded, model)
+    check_close(ranks.run(3, staged, rounded, model, "ulysses"), alone)
+    assert rounded.component("denoiser").precision.weights == kind
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 def test_branches_apart(ranks: Group, plan: Plan, model: str, size: int) -> None:
     found = ranks.run(size, staged, plan, model, "ulysses", groups=2)
