@@ -40,6 +40,14 @@ CASES: dict[str, tuple[str, str, int, int, int, dict[str, Any]]] = {
     "svd-denoise-320": ("svd", "denoise", 320, 320, 64, {}),
     "svd-denoise-384": ("svd", "denoise", 384, 384, 64, {}),
     "svd-decode-448": ("svd", "decode", 448, 448, 3, {}),
+    "stepvideo-denoise-34": (
+        "stepvideo", "denoise", 512, 512, 34,
+        {"num_attention_heads": 12, "attention_head_dim": 64, "num_layers": 1},
+    ),
+    "stepvideo-denoise-51": (
+        "stepvideo", "denoise", 512, 512, 51,
+        {"num_attention_heads": 12, "attention_head_dim": 64, "num_layers": 1},
+    ),
 }  # fmt: skip
 NUM_THREADS = 1
 
@@ -86,8 +94,8 @@ def measured(case: str) -> dict[str, float]:
     # hundredths of a second say little about a call of many.
     rates_module.time = types.SimpleNamespace(perf_counter=time.process_time)
     family, stage, height, width, num_frames, sizes = CASES[case]
-    version = family.removeprefix("opensora-")
-    model = small_models.svd() if family == "svd" else small_models.opensora(version, **sizes)
+    name, _, version = family.partition("-")
+    model = getattr(small_models, name)(*filter(None, [version]), **sizes)
     settings = small_models.settings(height, width, num_frames)
     rehearsal = next(each for each in model.rehearsals(settings) if each.stage == stage)
     cpu = DeviceFacts("here", "cpu", None, 1 << 40, 1 << 40)

@@ -1,4 +1,4 @@
-"""Runs a plan that was changed by hand: its stages one after the other, and nothing around them."""
+"""Plans for tests: changed by hand, run stage by stage, and with certificates planted for them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from everyframe.core.events import Frames
 from everyframe.core.plan import Plan
 from everyframe.families.family import Take
+from everyframe.optimize.certificate import Certificate, Verdict
 from everyframe.planning.resolve import Prepared
 
 
@@ -41,3 +42,22 @@ def with_components(**changes: Any) -> Callable[[Plan], Plan]:
     return lambda plan: replace(
         plan, components=tuple(replace(part, **changes) for part in plan.components)
     )
+
+
+def certificates_of(
+    prepared: Prepared, verdict: Verdict, path: str = "attention-flash"
+) -> list[Certificate]:
+    """One for that path of each component of that plan."""
+    certificates = prepared.chooser.certificates
+    assert certificates is not None
+    made = []
+    for part in prepared.plan.components:
+        runs = [run for run in prepared.fitted.runs if run.rehearsal.component == part.name]
+        subject = certificates.subject(part.name, part.precision, runs)
+        made.append(
+            Certificate(
+                path, part.name, subject.device_key, subject.plan_key, verdict, "planted", 1e-7,
+                1e-5, 3.0, "2026-11-22",
+            )
+        )  # fmt: skip
+    return made

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 import everyframe
@@ -27,6 +28,7 @@ from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import ComponentPlan, Plan, Precision, Settings
 from everyframe.core.request import Request
 from everyframe.engine.record import differences
+from everyframe.families import tiles
 from everyframe.families.family import Saving
 from everyframe.families.guarding import Guard
 from everyframe.families.reliefs import Reliefs
@@ -155,6 +157,66 @@ def test_opensora_decodes_fewer_frames_in_a_call(folders: Callable[[str], Path])
     repairs = repairs_of(events)
     assert {repair.stage for repair in repairs} == {"decode"}
     assert repairs[-1].to.startswith("frames are decoded 1 at once")
+    assert np.abs(frames_of(events) - usual).max() < CLOSE
+
+
+@contextmanager
+def no_room_for_width(kind: str, above: int) -> Iterator[None]:
+    """Within, modules of that class find no memory for more than `above` columns."""
+
+    def hook(module: nn.Module, args: Any) -> None:
+        wide = type(module).__name__ == kind and args[0].shape[-1] > above
+        if wide and not next(module.parameters()).is_meta:
+            raise RuntimeError(TOO_LITTLE)
+
+    handle = nn.modules.module.register_module_forward_pre_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ASKED)
+def test_encoding_goes_on_in_tiles(
+    family: str, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After what is exact, of which there is none for one picture in one call."""
+    monkeypatch.setattr(tiles, "SIDES", (3,))
+    more = {"image": PICTURE} if family == "opensora" else {}
+    usual = frames_of(events_of(folders(family), family, **more))
+    with no_room_for_width("Encoder", above=24):
+        events = events_of(folders(family), family, **more)
+    repairs = repairs_of(events)
+    assert {repair.stage for repair in repairs} == {"given frames"}
+    assert {repair.component for repair in repairs} == {"vae"}
+    assert repairs[-1].to.startswith("given frames are encoded in 4 tiles")
+    # Another picture is seen, and not quite another one.
+    apart = np.abs(frames_of(events) - usual)
+    assert 0 < apart.mean() < 0.1
+
+
+@pytest.mark.slow
+def test_frames_are_encoded_one_by_one_before_tiles_are_thought_of(tmp_path: Path) -> None:
+    """Each by itself, so only sums are in another order."""
+    folder = tiny_inpaint.inpaint(tmp_path / "inpaint")
+    frames = np.random.default_rng(1).integers(0, 255, (3, 32, 32, 3), np.uint8)
+    source = tmp_path / "source"
+    source.mkdir()
+    for number, frame in enumerate(frames):
+        Image.fromarray(frame).save(source / f"{number}.png")
+    asked = {
+        "model": str(folder), "prompt": "a red ball", "source": str(source), "mask": "8,8,24,24",
+        "control": "canny", "frames_at_once": 3, "num_inference_steps": 2, "seed": 1,
+        "device": "cpu", "dtype": "fp32",
+    }  # fmt: skip
+    usual = frames_of(list(everyframe.stream(Request(**asked))))
+    with no_room("Encoder", above=1) as calls:
+        events = list(everyframe.stream(Request(**asked)))
+    assert max(calls) == 3, "the fault was not planted"
+    repairs = repairs_of(events)
+    assert [repair.to.split()[5] for repair in repairs] == ["2", "1"]
+    assert "only rounds differently" in repairs[-1].to
     assert np.abs(frames_of(events) - usual).max() < CLOSE
 
 

@@ -53,7 +53,7 @@ def usual(opensora: Prepared) -> np.ndarray:
     [
         (offloaded, 0.0),
         (saving("branches_at_once", 1), CLOSE),
-        (saving("decode_frames", 1), CLOSE),
+        (saving("vae_frames", 1), CLOSE),
     ],
     ids=["offload", "branches", "frames"],
 )

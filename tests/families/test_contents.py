@@ -17,7 +17,7 @@ from everyframe.core.errors import CheckpointError
 from everyframe.core.request import Request
 from everyframe.families.family import Strict
 from everyframe.families.loading import check_contents
-from everyframe.planning.resolve import find_model
+from everyframe.planning.models import find_model
 
 #: The maker of a tiny checkpoint, and the files of its parts.
 PARTS: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {

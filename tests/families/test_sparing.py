@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+import pytest
+
 import small_models
 from everyframe.core.plan import Settings
+from everyframe.families import tiles
 from everyframe.families.family import Saving
 from everyframe.families.sparing import ways
 
@@ -47,8 +50,46 @@ def test_a_family_offers_nothing_less_than_what_is_done() -> None:
     svd = small_models.svd()
     tiled = small_models.settings(512, 512, 4, options={"decode_chunk_size": 1})
     tiled = tiled.with_saving("decode_tile", 32)
-    assert [each.settings.saving("decode_tile", 0) for each in svd.savings("vae", tiled)] == [16]
+    found = [each for each in svd.savings("vae", tiled) if each.stage == "decode"]
+    assert [each.settings.saving("decode_tile", 0) for each in found] == [16]
     opensora = small_models.opensora("1.2")
-    fewer = small_models.settings(32, 32, 17).with_saving("decode_frames", 2)
-    found = [each.settings.saving("decode_frames", 0) for each in opensora.savings("vae", fewer)]
-    assert found == [1]
+    fewer = small_models.settings(32, 32, 17).with_saving("vae_frames", 2)
+    found = list(opensora.savings("vae", fewer))
+    assert [each.settings.saving("vae_frames", 0) for each in found] == [1]
+
+
+def of_two_stages(component: str, settings: Settings) -> Iterator[Saving]:
+    """One for both, and a lossy one for each of two."""
+    fewer = settings.with_saving("frames", 1)
+    yield Saving(fewer, "fewer")
+    for stage in ("first", "second"):
+        yield Saving(settings.with_saving(stage, 8), f"tiles of {stage}", True, stage)
+
+
+def test_a_stage_has_what_helps_it_and_what_helps_all() -> None:
+    settings = small_models.settings()
+
+    def said(stage: str | None) -> list[tuple[str, dict[str, int]]]:
+        done = ways(["vae"], settings, of_two_stages, may_wait=False, stage=stage)
+        return [(way.says, dict(way.settings.savings)) for way in done]
+
+    assert said("second") == [
+        ("fewer", {"frames": 1}), ("tiles of second", {"frames": 1, "second": 8}),
+    ]  # fmt: skip
+    assert [says for says, _ in said(None)] == ["fewer", "tiles of first", "tiles of second"]
+    assert said(None)[-1][1] == {"frames": 1, "first": 8, "second": 8}
+
+
+@pytest.mark.parametrize("name", ["svd", "inpaint-9", "opensora-1.2"])
+def test_every_family_that_encodes_has_tiles_for_it(name: str) -> None:
+    model = small_models.all_models()[name]
+    settings = small_models.settings(512, 512, 17, given_frames=("image",))
+    for stage, own in (("given frames", tiles.ENCODE), ("decode", tiles.DECODE)):
+        done = list(ways(["vae"], settings, model.savings, may_wait=False, stage=stage))
+        is_lossy = [way.is_lossy for way in done]
+        assert is_lossy == sorted(is_lossy), "exact ones come first"
+        tiled = [way for way in done if way.settings.saving(own, 0)]
+        assert [way.settings.saving(own, 0) for way in tiled] == [32, 16]
+        assert all(way.is_lossy and way.stage == stage for way in tiled)
+        (other,) = {tiles.ENCODE, tiles.DECODE} - {own}
+        assert not any(way.settings.saving(other, 0) for way in done)

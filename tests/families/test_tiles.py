@@ -9,7 +9,14 @@ from torch import Tensor
 
 import small_models
 from everyframe.families import tiles
-from everyframe.families.tiles import decode_in_tiles, num_repeats, num_tiles, tile_savings
+from everyframe.families.tiles import (
+    decode_in_tiles,
+    encode_in_tiles,
+    fewer_frames,
+    num_repeats,
+    num_tiles,
+    tile_savings,
+)
 
 FACTOR = 2
 
@@ -44,6 +51,36 @@ def test_only_what_is_near_an_edge_of_a_tile_is_another() -> None:
     # Two tiles, of the columns 0 to 7 and 6 to 13: their zeros are seen in columns 7 and 6 alone.
     differs = ((tiled - whole).abs() > 1e-12).any(dim=2)[0, 0]
     assert differs.nonzero().flatten().tolist() == [12, 13, 14, 15]
+
+
+def mean_of_each(pixels: Tensor) -> Tensor:
+    """A latent of its own pixels alone."""
+    return F.avg_pool2d(pixels, FACTOR) ** 3
+
+
+@pytest.mark.parametrize("size", [(16, 16), (18, 27), (33, 14)])
+def test_an_encoder_of_single_places_gives_the_same(size: tuple[int, int]) -> None:
+    """Also where rows or columns are over at the end, which no latent stands for."""
+    pixels = torch.randn(2, 3, *size, dtype=torch.float64)
+    whole = mean_of_each(pixels)
+    tiled = encode_in_tiles(mean_of_each, pixels, FACTOR, 8)
+    assert torch.allclose(tiled, whole, rtol=1e-12)
+    assert torch.equal(encode_in_tiles(mean_of_each, pixels, FACTOR, 0), whole)
+
+
+def test_no_more_than_a_tile_is_encoded_at_once() -> None:
+    sizes: list[tuple[int, ...]] = []
+
+    def watched(pixels: Tensor) -> Tensor:
+        sizes.append(tuple(pixels.shape[-2:]))
+        return mean_of_each(pixels)
+
+    encode_in_tiles(watched, torch.zeros(1, 3, 144, 256), FACTOR, 32)
+    assert set(sizes) == {(64, 64)}
+    assert len(sizes) == num_tiles(72, 128, 32)
+    sizes.clear()
+    encode_in_tiles(watched, torch.zeros(1, 3, 144, 256), FACTOR, 32, most=2)
+    assert len(sizes) == 2
 
 
 def test_it_fades_from_one_tile_into_the_next() -> None:
@@ -82,5 +119,20 @@ def test_savings_are_those_that_cut() -> None:
     settings = small_models.settings()
     assert not list(tile_savings(settings, 8, 16))
     found = list(tile_savings(settings, 40, 40))
-    assert [saving.settings.saving(tiles.NAME, 0) for saving in found] == [32, 16]
+    assert [saving.settings.saving(tiles.DECODE, 0) for saving in found] == [32, 16]
     assert all(saving.is_lossy and "lossy" in saving.says for saving in found)
+
+
+def test_savings_of_encoding_are_for_its_stage_and_leave_decoding_alone() -> None:
+    settings = small_models.settings()
+    found = list(tile_savings(settings, 40, 40, tiles.ENCODE))
+    assert [saving.settings.saving(tiles.ENCODE, 0) for saving in found] == [32, 16]
+    assert {saving.stage for saving in found} == {"given frames"}
+    assert not any(saving.settings.saving(tiles.DECODE, 0) for saving in found)
+    assert {saving.stage for saving in tile_savings(settings, 40, 40)} == {"decode"}
+
+
+def test_fewer_frames_come_by_halves_and_show_nowhere() -> None:
+    found = list(fewer_frames(small_models.settings(), 5))
+    assert [saving.settings.saving(tiles.FRAMES, 0) for saving in found] == [3, 2, 1]
+    assert not any(saving.is_lossy or saving.stage for saving in found)

@@ -32,6 +32,13 @@ def test_an_error_is_told_with_what_was_printed() -> None:
     assert "Traceback" in ended.printed
 
 
+def test_what_cannot_be_sent_is_told() -> None:
+    ended = run_isolated(planted_faults.answer, "a", lambda: "b", seconds=PATIENCE)
+    assert not ended.is_well
+    assert ended.error is not None
+    assert "can't be sent to a process" in ended.error
+
+
 @pytest.mark.parametrize(
     ("function", "name"),
     [

@@ -19,6 +19,7 @@ from everyframe.planning import certifying
 from everyframe.planning import resolve as resolver
 from everyframe.planning.certifying import Certificates, Missing
 from everyframe.planning.resolve import Prepared, prepare
+from planned import certificates_of
 
 SIZES: dict[str, Any] = {"size": "16x16", "num_frames": 3, "num_inference_steps": 2, "seed": 5}
 
@@ -37,31 +38,6 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def prepared(model: str, *, will_run: bool = False, **options: Any) -> Prepared:
     request = everyframe.Request(prompt="a", model=model, **{**SIZES, **options})
     return prepare(request, will_run=will_run)
-
-
-def certificates_of(found: Prepared, verdict: Any, gain: float = 3.0) -> list[Certificate]:
-    """One for attention of each component of that plan."""
-    certificates = found.chooser.certificates
-    assert certificates is not None
-    made = []
-    for part in found.plan.components:
-        runs = [run for run in found.fitted.runs if run.rehearsal.component == part.name]
-        subject = certificates.subject(part.name, part.precision, runs)
-        made.append(
-            Certificate(
-                "attention-flash",
-                part.name,
-                subject.device_key,
-                subject.plan_key,
-                verdict,
-                "planted",
-                1e-7,
-                1e-5,
-                gain,
-                "2026-11-22",
-            )
-        )
-    return made
 
 
 def verdict(plan: Plan, path: str, component: str = "denoiser") -> str:

@@ -11,6 +11,7 @@ import small_models
 from everyframe.core.amounts import parse_bytes
 from everyframe.core.errors import InputError
 from everyframe.core.facts import DeviceFacts
+from everyframe.families import tiles
 from everyframe.families.family import Rehearsal
 from everyframe.families.opensora.components import Sizes
 from everyframe.families.opensora.config import STDiT3Config
@@ -71,6 +72,27 @@ def test_savings_come_one_after_the_other() -> None:
     kept = fitting(asked, card(int(vae.peak_bytes * 0.5 / 0.92))).fit(settings)
     assert not kept.fits
     assert kept.settings.option("decode_chunk_size") == 8
+
+
+def test_a_picture_is_encoded_in_tiles_only_where_encoding_is_too_large() -> None:
+    """Decoding takes more than encoding of the same size, so it is in tiles before."""
+    model, settings = small_models.svd(), small_models.settings(512, 512, 1)
+    whole = fitting(model, CARD)
+    vae = whole.parts.named("vae", settings)
+    encoding, decoding = (vae.in_stage(stage)[0] for stage in ("given frames", "decode"))
+    assert encoding < decoding
+    between = fitting(model, card(int((encoding + decoding) / 2 / 0.92))).fit(settings)
+    assert between.fits
+    assert between.settings.saving(tiles.DECODE, 0) == 32
+    assert not between.settings.saving(tiles.ENCODE, 0)
+    assert part(between, "vae").peak_bytes >= encoding, "its picture is still encoded as a whole"
+    less = fitting(model, card(int(encoding * 0.8 / 0.92))).fit(settings)
+    assert less.fits
+    assert less.settings.saving(tiles.ENCODE, 0) == 32
+    (line,) = [line for line in less.says if "given frames are encoded" in line]
+    assert "in 9 tiles" in line
+    assert "lossy" in line
+    assert part(less, "vae").peak_bytes < encoding
 
 
 def test_weights_wait_on_the_host_where_nothing_else_helps() -> None:

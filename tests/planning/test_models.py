@@ -10,7 +10,8 @@ from everyframe.core.errors import InputError
 from everyframe.core.facts import DeviceFacts, MachineFacts
 from everyframe.core.request import Request
 from everyframe.planning import models
-from everyframe.planning.resolve import find_model, resolve
+from everyframe.planning.models import find_model
+from everyframe.planning.resolve import resolve
 
 CPU = DeviceFacts("made-up processor", "cpu", None, 64 * 10**9, 64 * 10**9)
 

@@ -220,7 +220,7 @@ def test_no_more_memory_than_was_allowed(machine: Callable[..., None], model: st
     most = int(roomy.peak_bytes * 0.6 / 0.92)
     plan = everyframe.plan("a", max_memory=f"{most}", **wanted)
     assert plan.obstacle is None
-    assert plan.settings.saving("decode_frames", 4) < 4
+    assert plan.settings.saving("vae_frames", 4) < 4
     assert plan.peak_bytes < most
     assert any("frames are decoded" in note for note in plan.notes)
     # And what was asked of the host holds as well.

@@ -26,7 +26,8 @@ from everyframe.engine.reporting import check_folder, loaded_in, repairs_of, rep
 from everyframe.engine.run import takes_of, work
 from everyframe.families.family import Take
 from everyframe.hardware.facts import machine_facts
-from everyframe.planning.resolve import GivenModel, find_model
+from everyframe.planning.models import find_model
+from everyframe.planning.resolve import GivenModel
 from everyframe.runs.folder import RunFolder
 from everyframe.runs.keeper import Keep, Keeper, Pace, Progress, furthest
 from everyframe.runs.store import Store

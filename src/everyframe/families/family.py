@@ -217,6 +217,10 @@ class Rehearsal:
         """Whether it is of the steps, whose work several ranks share."""
         return self.stage == "denoise"
 
+    def part(self) -> Any:
+        """The component's own module."""
+        return self.module()
+
 
 @dataclass(frozen=True)
 class JointRehearsal(Rehearsal):
@@ -224,27 +228,35 @@ class JointRehearsal(Rehearsal):
 
     Here `module` gives every component's module by name, and ``call(modules, device)`` is handed
     those; it may be code that no dry run can follow. `outputs_of` takes the place of `outputs`.
+    `model` stands for the model alone, whatever is asked of it.
     """
 
     outputs_of: Callable[[Any], tuple[str, ...]] = lambda module: ("",)
     is_of_step: bool = False
+    model: Hashable = None
 
     @property
     def denoises(self) -> bool:
         """See `Rehearsal`."""
         return self.is_of_step
 
+    def part(self) -> Any:
+        """The component's own module."""
+        return self.module()[self.component]
+
 
 @dataclass(frozen=True)
 class Saving:
     """Settings with which a component takes less memory, and what the plan says of the change.
 
-    What `is_lossy` shows in the picture, and is taken after everything that doesn't.
+    What `is_lossy` shows in the picture, and is taken after everything that doesn't. `stage` is the
+    one in which it helps, where the component works in several; empty for all of them.
     """
 
     settings: Settings
     says: str
     is_lossy: bool = False
+    stage: str = ""
 
 
 Savings = Callable[[str, Settings], Iterator[Saving]]
@@ -262,8 +274,9 @@ class Rehearsing(Protocol):
     def savings(self, component: str, settings: Settings) -> Iterator[Saving]:
         """Ways to run that component in less memory, from the least change to the most.
 
-        Each has those before it in it, lossy ones come last. Nothing that the request asked for by
-        name is changed.
+        Each has those of its stage and of all stages before it in it, and nothing that helps in
+        another stage alone; lossy ones come last. Nothing that the request asked for by name is
+        changed.
         """
         ...
 

@@ -64,7 +64,7 @@ class Guard:
         self._parts = dict(parts)
         self._counted = (counts, of or stage)
         self._repairs = Repairs(plan.device, parts)
-        self.reliefs = Reliefs(plan, parts, savings)
+        self.reliefs = Reliefs(plan, parts, savings, stage)
         self._events: list[Event] = []
         self._take: Take | None = None
         self._largest = 0.0

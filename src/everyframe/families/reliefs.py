@@ -28,17 +28,24 @@ class Relief:
 
 
 class Reliefs:
-    """The ways to do with less memory, each once; `settings` are those that hold by now.
+    """The ways to do with less memory in a stage, each once; `settings` are those that hold by now.
 
     `count` is how many of them were done.
     """
 
-    def __init__(self, plan: Plan, parts: Mapping[str, nn.Module], savings: Savings | None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        parts: Mapping[str, nn.Module],
+        savings: Savings | None,
+        stage: str | None = None,
+    ) -> None:
         self.settings = plan.settings
         self.count = 0
         self._plan = plan
         self._parts = parts
         self._savings = savings
+        self._stage = stage
         self._left: Iterator[Relief] | None = None
 
     def next(self) -> Relief | None:
@@ -61,7 +68,8 @@ class Reliefs:
         on_host = self._plan.device.kind == "cpu"
         if not on_host:
             yield Relief("", "what was kept for later is given back")
-        for way in ways(tuple(self._parts), self.settings, self._savings, may_wait=not on_host):
+        names, may_wait = tuple(self._parts), not on_host
+        for way in ways(names, self.settings, self._savings, may_wait=may_wait, stage=self._stage):
             planned = self._plan.component(way.component)
             if way.offload and planned.offload:
                 continue

@@ -19,7 +19,7 @@ class Way:
     """One more thing done for `component`: `settings` hold then, with all that was done before.
 
     `offload` is whether this one is that its weights wait on the host, in which nothing changes but
-    the time; else it is a saving of the family, with what is said of it.
+    the time; else it is a saving of the family, with what is said of it, for that `stage` or all.
     """
 
     component: str
@@ -27,19 +27,36 @@ class Way:
     says: str
     is_lossy: bool = False
     offload: bool = False
+    stage: str = ""
 
 
 def ways(
-    components: Sequence[str], settings: Settings, savings: Savings | None, *, may_wait: bool
+    components: Sequence[str],
+    settings: Settings,
+    savings: Savings | None,
+    *,
+    may_wait: bool,
+    stage: str | None = None,
 ) -> Iterator[Way]:
-    """All that can be done for these components; weights wait only where they `may_wait`."""
+    """All that can be done for these components; weights wait only where they `may_wait`.
+
+    With `stage`, only what helps in that one.
+    """
     for is_lossy in (False, True):
         for name in components if savings is not None else ():
             assert savings is not None
-            for saving in savings(name, settings):
-                if saving.is_lossy == is_lossy and saving.settings != settings:
-                    settings = saving.settings
-                    yield Way(name, settings, saving.says, is_lossy)
+            for at in _stages(savings, name, settings, stage):
+                for saving in savings(name, settings):
+                    wanted = (saving.is_lossy, saving.stage) == (is_lossy, at)
+                    if wanted and saving.settings != settings:
+                        settings = saving.settings
+                        yield Way(name, settings, saving.says, is_lossy, stage=at)
         for name in components if may_wait and not is_lossy else ():
             says = "its weights wait in the host's memory and come to the device block by block"
             yield Way(name, settings, says, offload=True)
+
+
+def _stages(savings: Savings, name: str, settings: Settings, only: str | None) -> list[str]:
+    """The stages that there are savings for, those for all stages first."""
+    found = dict.fromkeys(saving.stage for saving in savings(name, settings))
+    return sorted((at for at in found if only is None or at in ("", only)), key=bool)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import tempfile
@@ -98,6 +99,10 @@ def _run(
             ours.close()
             theirs.close()
             return None
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            ours.close()
+            theirs.close()
+            return Ended(error=f"what it needs can't be sent to a process: {error}")
         theirs.close()
         try:
             answer = _answer(ours, began + seconds)

@@ -22,7 +22,6 @@ from everyframe.optimize.subject import Call, Subject
 from everyframe.precision import edges
 from everyframe.precision.islands import in_island
 from everyframe.precision.quantised import quantise_layers
-from everyframe.precision.rehearse import rehearse
 
 #: Some channels of what a block is given are so many times as large as the others, as in trained
 #: models; sums that are kept too narrowly overflow there.
@@ -83,7 +82,7 @@ def blocks_of(
     `parts` says which parts of the module are taken for its blocks.
     """
     for call in subject.calls:
-        module = call.module()
+        module = call.part()
         names = tuple(parts(module))
         given = _noted(subject, call, names, subject.precision)
         wide = _noted(subject, call, names, Precision("float32", "float32"))
@@ -99,7 +98,7 @@ def _noted(
     subject: Subject, call: Call, names: tuple[str, ...], precision: Precision
 ) -> dict[str, Given]:
     """What each of these parts is given first, in that precision."""
-    module = call.module()
+    module = call.part()
     given: dict[str, Given] = {}
 
     def noting(name: str) -> Callable[..., None]:
@@ -115,7 +114,7 @@ def _noted(
         for name in names
     ]
     try:
-        rehearse(module, precision, call.call, subject.device, call.outputs)
+        call.rehearse(precision, subject.device)
     finally:
         for handle in handles:
             handle.remove()

@@ -6,12 +6,16 @@ Read next: `trials`, `certify`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from everyframe.core.facts import DeviceFacts, Product
 from everyframe.core.plan import Precision
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,47 @@ class Call:
     module: Callable[[], Any]
     call: Callable[[Any, str], object]
     outputs: tuple[str, ...] = ("",)
+
+    def part(self) -> nn.Module:
+        """The component's own module, on meta."""
+        found: nn.Module = self.module()
+        return found
+
+    def rehearse(self, precision: Precision, device: DeviceFacts) -> None:
+        """Make the call dry, with the component in that precision."""
+        from everyframe.precision.rehearse import rehearse
+
+        rehearse(self.module(), precision, self.call, device, self.outputs)
+
+
+@dataclass(frozen=True)
+class JointCall(Call):
+    """One in which several components work, of which `component` is meant.
+
+    `module` gives all of them by name; `precisions` are those of the plan. `outputs_of` takes the
+    place of `outputs`.
+    """
+
+    component: str = ""
+    precisions: Mapping[str, Precision] = field(default_factory=dict)
+    outputs_of: Callable[[Any], tuple[str, ...]] = lambda module: ("",)
+
+    def part(self) -> nn.Module:
+        """The component's own module, on meta."""
+        found: nn.Module = self.module()[self.component]
+        return found
+
+    def rehearse(self, precision: Precision, device: DeviceFacts) -> None:
+        """Make the call dry, with the component in that precision and the others in theirs."""
+        from everyframe.precision.rehearse import Part, rehearse_together
+
+        modules = self.module()
+        precisions = {**self.precisions, self.component: precision}
+        parts = {
+            name: Part(module, precisions[name], self.outputs_of(module))
+            for name, module in modules.items()
+        }
+        rehearse_together(parts, partial(self.call, modules), device)
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,7 @@ def embeddings(subject: Subject, path: FastPath) -> Iterator[Contest]:
     """The embeddings of numbers in all steps of a run, kept and not: the same but for the time."""
     steps: dict[str, bool] = {}
     for call in subject.calls:
-        steps |= embedders(call.module())
+        steps |= embedders(call.part())
     # Equal parts stand for each other, and here it matters which number comes again.
     for name, is_new in steps.items():
         for each in blocks_of(subject, lambda module, name=name: {name} & {*embedders(module)}):  # type: ignore[misc]

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING
 
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import ComponentPlan, Precision
-from everyframe.families.family import JointRehearsal
 from everyframe.optimize.catalogue import CATALOGUE, PRECISIONS, FastPath
 from everyframe.optimize.certificate import Certificate
-from everyframe.optimize.subject import Call, Subject
+from everyframe.optimize.subject import Subject
 from everyframe.planning.dryrun import DryRun, largest_scores
 
 if TYPE_CHECKING:
@@ -70,13 +69,9 @@ class Certificates:
             device=self.device,
             num_threads=self.num_threads,
             precision=precision,
-            plan_key=plan_key(component, precision, [run.rehearsal.key for run in runs]),
+            plan_key=plan_key(component, precision, [run.key for run in runs]),
             device_key=device_key(self.device, self.num_threads),
-            calls=tuple(
-                Call(run.rehearsal.module, run.rehearsal.call, run.rehearsal.outputs)
-                for run in runs
-                if not isinstance(run.rehearsal, JointRehearsal)
-            ),
+            calls=tuple(run.call() for run in runs),
             products=tuple(heaviest),  # type: ignore[arg-type]
         )
 

@@ -214,7 +214,7 @@ def candidates(
         for path in for_device(device)
         if path.group != "precision"
         and (path.group != "attention" or has_attention)
-        and has_place(path.name, runs[0].rehearsal.module(), is_quantised=is_quantised)
+        and has_place(path.name, runs[0].rehearsal.part(), is_quantised=is_quantised)
     )
 
 

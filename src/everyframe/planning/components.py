@@ -45,6 +45,20 @@ class Part:
     runs: tuple[DryRun, ...]
     notes: tuple[str, ...]
 
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """Those that it was run dry in."""
+        return tuple(dict.fromkeys(run.rehearsal.stage for run in self.runs))
+
+    def in_stage(self, stage: str | None) -> tuple[int, bool]:
+        """Bytes that it holds at most in that stage, or in any; whether a tensor is too large."""
+        runs = [run for run in self.runs if stage in (None, run.rehearsal.stage)]
+        too_large = any(run.too_large for run in runs)
+        if stage is None or not runs:
+            return self.plan.peak_bytes, too_large
+        working = max(run.found.working_bytes for run in runs) + score_bytes(runs, self.plan.paths)
+        return self.plan.held_bytes + working, too_large
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -96,28 +110,21 @@ class Parts:
         """
         chooser = self.chooser or Chooser(self.device)
         kind = self._first_kind(component, settings) if kind is None else kind
-        precision, notes = self._by_facts(component, kind)
-        tried = self._runs(component.name, settings, precision, roughly=roughly)
+        chosen = self._chosen(component, settings, chooser, kind, roughly=roughly)
+        precision, notes = chosen.precision, chosen.notes
+        tried = chosen.tried
+        if tried is None:
+            tried = self._runs(component, settings, chooser, precision, roughly=roughly)
         runs = tuple(run for run in tried if isinstance(run, DryRun))
-        weighed: tuple[Choice, ...] = ()
-        # Where a call was not followed there is nothing to try a precision on.
-        is_known = len(runs) == len(tried) and (bool(runs) or not roughly)
-        if component.has_precision is None and self.asked == "auto" and is_known:
-            dtype, weighed = chooser.dtype(component, precision, runs)
-            if dtype != precision.compute:
-                precision, notes = self._chosen(component, dtype, kind)
-                tried = self._runs(component.name, settings, precision, roughly=roughly)
-                runs = tuple(run for run in tried if isinstance(run, DryRun))
-        # A pipeline's own call has products to try, and no part that could be tried alone.
-        alone = [run for run in runs if not isinstance(run.rehearsal, JointRehearsal)]
         notes += tuple(not_followed(component.title, why) for why in tried if isinstance(why, str))
-        choices = (*weighed, *chooser.choices(component.name, precision, alone))
-        paths = used(choices) if alone or len(choices) > len(weighed) else None
+        choices = (*chosen.choices, *chooser.choices(component.name, precision, runs))
+        paths = used(choices) if runs or len(choices) > len(chosen.choices) else None
         remedies = remedies_for(component.name, precision.parameters, self.remedies)
         resident = _resident_bytes(runs, precision) if offload and runs else None
         weights = self._weight_bytes(component, settings, precision, remedies)
         # A pipeline's parts are read by diffusers and transformers, whole.
-        waits = weights + frame_bytes(settings) if alone else 0
+        is_ours = not any(isinstance(run.rehearsal, JointRehearsal) for run in runs)
+        waits = weights + frame_bytes(settings) if is_ours else 0
         plan = ComponentPlan(
             name=component.name,
             title=component.title,
@@ -180,9 +187,9 @@ class Parts:
     def _by_facts(self, component: Component, kind: str) -> tuple[Precision, tuple[str, ...]]:
         if component.has_precision is not None:
             return component.has_precision, ()
-        return self._chosen(component, self.asked, kind)
+        return self._in_dtype(component, self.asked, kind)
 
-    def _chosen(
+    def _in_dtype(
         self, component: Component, dtype: str, kind: str
     ) -> tuple[Precision, tuple[str, ...]]:
         precision, notes = choose(self.device, dtype, component.needs, force=self.force)
@@ -195,27 +202,63 @@ class Parts:
     def _rehearsals(self, name: str, settings: Settings) -> list[Rehearsal]:
         return [each for each in self.rehearsals(settings) if each.component == name]
 
-    def _runs(
-        self, name: str, settings: Settings, precision: Precision, *, roughly: bool
-    ) -> tuple[DryRun | str, ...]:
-        """The dry runs of a component; why there is none in place of one that can't be had."""
-        return tuple(
-            self._joint(each, settings, precision)
-            if isinstance(each, JointRehearsal)
-            else dry_run(each, precision, self.device)
-            for each in self._rehearsals(name, settings)
-            if not (roughly and isinstance(each, JointRehearsal))
-        )
+    def _chosen(
+        self,
+        component: Component,
+        settings: Settings,
+        chooser: Chooser,
+        kind: str,
+        *,
+        roughly: bool = False,
+    ) -> _Chosen:
+        """The precision that it has by facts of the device, if that is certified."""
+        precision, notes = self._by_facts(component, kind)
+        if component.has_precision is not None or self.asked != "auto":
+            return _Chosen(precision, notes)
+        tried = self._runs(component, settings, None, precision, roughly=roughly)
+        runs = [run for run in tried if isinstance(run, DryRun)]
+        # Where a call was not followed there is nothing to try a precision on.
+        if len(runs) != len(tried) or (roughly and not runs):
+            return _Chosen(precision, notes)
+        dtype, weighed = chooser.dtype(component, precision, runs)
+        if dtype != precision.compute:
+            precision, notes = self._in_dtype(component, dtype, kind)
+            return _Chosen(precision, notes, weighed)
+        # What works beside a component may have another precision than by facts.
+        is_joint = any(isinstance(run.rehearsal, JointRehearsal) for run in runs)
+        return _Chosen(precision, notes, weighed, None if is_joint else tried)
 
-    def _joint(
-        self, rehearsal: JointRehearsal, settings: Settings, precision: Precision
-    ) -> DryRun | str:
-        precisions = {
-            each.name: choose(self.device, self.asked, each.needs, force=self.force)[0]
+    def _runs(
+        self,
+        component: Component,
+        settings: Settings,
+        chooser: Chooser | None,
+        precision: Precision,
+        *,
+        roughly: bool,
+    ) -> tuple[DryRun | str, ...]:
+        """The dry runs of a component; why there is none in place of one that can't be had.
+
+        Those that work beside it have what `chooser` finds, or what they have by facts.
+        """
+        found: list[DryRun | str] = []
+        for each in self._rehearsals(component.name, settings):
+            if not isinstance(each, JointRehearsal):
+                found.append(dry_run(each, precision, self.device))
+            elif not roughly:
+                beside = self._beside(settings, chooser)
+                all_ = {**beside, component.name: precision}
+                found.append(joint_dry_run(each, all_, self.device))
+        return tuple(found)
+
+    def _beside(self, settings: Settings, chooser: Chooser | None) -> dict[str, Precision]:
+        """The precision of every component; the weights of a pipeline's parts are kept whole."""
+        return {
+            each.name: self._by_facts(each, "")[0]
+            if chooser is None
+            else self._chosen(each, settings, chooser, "").precision
             for each in self.model.components(settings)
         }
-        precisions[rehearsal.component] = precision
-        return joint_dry_run(rehearsal, precisions, self.device)
 
     def _working_bytes(
         self, component: Component, runs: Sequence[DryRun], precision: Precision
@@ -248,8 +291,17 @@ def _rows(rehearsals: Sequence[Rehearsal], precision: Precision) -> Mapping[str,
 def _resident_bytes(runs: Sequence[DryRun], precision: Precision) -> int:
     from everyframe.families.offload import resident_bytes
 
-    rehearsal = runs[0].rehearsal
-    module = rehearsal.module()
-    if isinstance(rehearsal, JointRehearsal):
-        module = module[rehearsal.component]
-    return resident_bytes(module, precision)
+    return resident_bytes(runs[0].rehearsal.part(), precision)
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """A component's precision, what is said of it, and the paths that were weighed for it.
+
+    `tried` are its dry runs, where those by which it was chosen are also those of the plan.
+    """
+
+    precision: Precision
+    notes: tuple[str, ...]
+    choices: tuple[Choice, ...] = ()
+    tried: tuple[DryRun | str, ...] | None = None

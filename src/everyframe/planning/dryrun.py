@@ -8,8 +8,8 @@ Read next: `everyframe.precision.rehearse`, `everyframe.families.family.Rehearsa
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from operator import itemgetter
@@ -19,6 +19,7 @@ from everyframe.core.facts import DeviceFacts, Product, Rates
 from everyframe.core.plan import ComponentPlan, Plan, Precision, StagePlan
 from everyframe.families.family import JointRehearsal, Rehearsal
 from everyframe.optimize.catalogue import kernel_used
+from everyframe.optimize.subject import Call, JointCall
 from everyframe.precision.dtypes import num_bytes
 
 if TYPE_CHECKING:
@@ -38,10 +39,33 @@ _MAX_DONE = 256
 
 @dataclass(frozen=True)
 class DryRun:
-    """One stage's rehearsal and what it found."""
+    """One stage's rehearsal and what it found.
+
+    `precisions` are those of all components that worked in it, where several did.
+    """
 
     rehearsal: Rehearsal
     found: Rehearsed
+    precisions: Mapping[str, Precision] = field(default_factory=dict)
+
+    @property
+    def key(self) -> Hashable:
+        """What it computes, by which its certificates are found: calls of equal sizes are equal.
+
+        A pipeline's call is made of the prompt's very words, so there it is what was counted.
+        """
+        if isinstance(self.rehearsal, JointRehearsal):
+            return (self.rehearsal.model, self.found.work.products)
+        return self.rehearsal.key
+
+    def call(self) -> Call:
+        """The same as a process of its own can make it."""
+        each = self.rehearsal
+        if isinstance(each, JointRehearsal):
+            return JointCall(
+                each.module, each.call, (), each.component, self.precisions, each.outputs_of
+            )
+        return Call(each.module, each.call, each.outputs)
 
     @property
     def too_large(self) -> bool:
@@ -98,7 +122,7 @@ def joint_dry_run(
     key = (rehearsal.key, *sorted(precisions.items(), key=itemgetter(0)), _rules(device))
     together = _once(key, run)
     if rehearsal.component in together.found:
-        return DryRun(rehearsal, together.found[rehearsal.component])
+        return DryRun(rehearsal, together.found[rehearsal.component], precisions)
     return together.stopped if together.at == rehearsal.component else ""
 
 

@@ -192,47 +192,64 @@ class Fitting:
 
         Its weights are kept in eight bits only where it fits no way without.
         """
-        first = self._saved_in(component, settings, None)
+        first = self._saved_as(component, settings, None)
         if self._holds(first[1]):
             return first
         others = self.parts.kinds(component, settings)[1:]
-        found = (self._saved_in(component, settings, kind) for kind in others)
+        found = (self._saved_as(component, settings, kind) for kind in others)
         return next((each for each in found if self._holds(each[1])), first)
 
-    def _saved_in(
+    def _saved_as(
         self, component: Component, settings: Settings, kind: str | None
     ) -> tuple[Settings, Part, list[str]]:
         part = self.parts.part(component, settings, offload=False, kind=kind)
         kind = part.plan.precision.weights
-        done = self._ways(component.name, settings)
-        if self._holds(part) or not done or self.weights_exceed(component, settings, kind):
+        if self._holds(part) or self.weights_exceed(component, settings, kind):
             return settings, part, []
+        taken: list[Way] = []
+        # What helps in one stage alone is not done for the sake of another.
+        for stage in part.stages or (None,):
+            more, settings, part = self._saved_in(stage, part, settings)
+            taken += more
+        return settings, part, [*_said(component, taken), *_waits(part)]
+
+    def _saved_in(
+        self, stage: str | None, part: Part, settings: Settings
+    ) -> tuple[list[Way], Settings, Part]:
+        """The fewest ways with which the component fits in that stage, or all of them."""
+        name, waits = part.plan.name, part.plan.offload
+        done = [] if self._holds(part, stage) else self._ways(name, settings, stage)
+        if not done:
+            return [], settings, part
 
         def after(number: int, *, offload: bool = True) -> Part:
-            waits = offload and any(way.offload for way in done[:number])
+            now = waits or (offload and any(way.offload for way in done[:number]))
             then = done[number - 1].settings
-            return self.parts.named(component.name, then, offload=waits, kind=kind)
+            return self.parts.named(name, then, offload=now, kind=part.plan.precision.weights)
 
-        taken = min(len(done), 1 + _first(len(done), lambda index: self._holds(after(index + 1))))
+        def enough(index: int) -> bool:
+            return self._holds(after(index + 1), stage)
+
+        taken = min(len(done), 1 + _first(len(done), enough))
         part = after(taken)
         # Weights that waited in vain before something lossy was done may not have to.
         if done[taken - 1].is_lossy and part.plan.offload:
             stays = after(taken, offload=False)
-            part = stays if self._holds(stays) else part
-        return done[taken - 1].settings, part, [*_said(component, done[:taken]), *_waits(part)]
+            part = stays if self._holds(stays, stage) else part
+        return done[:taken], done[taken - 1].settings, part
 
-    def _ways(self, name: str, settings: Settings) -> list[Way]:
+    def _ways(self, name: str, settings: Settings, stage: str | None = None) -> list[Way]:
         if not isinstance(self.model, Rehearsing):
             return []
         may_wait = self.device.kind != "cpu"
-        return list(ways([name], settings, self.model.savings, may_wait=may_wait))
+        return list(ways([name], settings, self.model.savings, may_wait=may_wait, stage=stage))
 
-    def _holds(self, part: Part) -> bool:
+    def _holds(self, part: Part, stage: str | None = None) -> bool:
+        """Whether it fits in that stage, or in all of them."""
         name = part.plan.name
         where = self.lead if self.lead is not None and self._is_led(name) else self.device
-        return fits(part.plan.peak_bytes * self._copies(name), where) and not any(
-            run.too_large for run in part.runs
-        )
+        peak, too_large = part.in_stage(stage)
+        return fits(peak * self._copies(name), where) and not too_large
 
     def _hold(self, parts: Sequence[Part]) -> bool:
         """Whether all fit, those that share a stage together."""
@@ -273,8 +290,8 @@ def _first(number: int, holds: Callable[[int], bool]) -> int:
 
 
 def _said(component: Component, done: Sequence[Way]) -> list[str]:
-    """What is said of the savings: each has those before it in it, exact ones and lossy ones."""
-    kinds = {way.is_lossy: way.says for way in done if not way.offload}
+    """What is said of the savings: each has those of its kind before it in it."""
+    kinds = {(way.is_lossy, way.stage): way.says for way in done if not way.offload}
     return [f"{component.title}: {says}" for says in kinds.values()]
 
 

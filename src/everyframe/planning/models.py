@@ -1,18 +1,25 @@
-"""What models are known, what is on this disk, what each needs: for lists and for refusals.
+"""The model that a request names; which are known and on this disk, and what each needs.
 
 Read next: `checkpoints/known.py` (the data), `resolve.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from everyframe.checkpoints import shapes_prompts
-from everyframe.checkpoints.find import Location, overview
-from everyframe.core.errors import InputError
+from everyframe.checkpoints.fetch import fetch_missing
+from everyframe.checkpoints.find import Location, locate, overview
+from everyframe.core.errors import CheckpointError, InputError
 from everyframe.core.request import Request
+from everyframe.families.family import Model
+from everyframe.families.registry import family, family_names, family_options, options_of
 from everyframe.hardware.facts import machine_facts, pick_device
 from everyframe.planning.forecast import describe_bytes, fits
+
+EMBEDDED_MODEL = "shapes"
 
 #: A model's largest part in the precision of a plan takes about this share of its bytes on disk:
 #: parts are stored in float32 and loaded one at a time.
@@ -82,3 +89,44 @@ def refuse_if_not_drawable(request: Request) -> None:
         f"the embedded model can't draw this: {read.reason}. It draws {shapes_prompts.CAN_DRAW}. "
         f"Models that fit this machine: {others} (--model NAME); --model shapes tries anyway"
     )
+
+
+def find_model(request: Request, may_fetch: bool) -> tuple[Model, str]:
+    """The model that a request names, and its family's name.
+
+    Raises:
+        InputError: there is none, or it has to be fetched first and may not be.
+    """
+    if request.model is None and request.prompt is None:
+        raise InputError("give a prompt, or a model that needs none")
+    # Before the family is known: what is fetched depends on it.
+    variant = request.family_options.get("variant")
+    location = locate(request.model or EMBEDDED_MODEL, variant=variant)
+    if location.kind == "embedded" and not location.complete:
+        raise CheckpointError("the embedded model is not in this installation; install it again")
+    if location.kind == "hub" and not location.complete:
+        if not may_fetch:
+            raise InputError(
+                f"{location.asked} is not on this disk, and its configs are needed to plan"
+                f"{location.hint}; `everyframe generate` fetches it, "
+                f"or `hf download {location.asked}`"
+            )
+        location = fetch_missing(location)
+    for name in family_names():
+        found = family(name).recognise(location, _tolerant_options(name, request))
+        if found is not None:
+            family_options(name, request)
+            return found, name
+    raise CheckpointError(_no_family(location))
+
+
+def _tolerant_options(name: str, request: Request) -> Any:
+    """The options that this family knows; another family's are told once the model is known."""
+    own = options_of(name)
+    given: Mapping[str, Any] = request.family_options
+    return own(**{key: value for key, value in given.items() if key in own.model_fields})
+
+
+def _no_family(location: Location) -> str:
+    families = ", ".join(family(name).title for name in family_names())
+    return f"{location.asked} is a model of no family that is known here; known are: {families}"

@@ -7,26 +7,20 @@ out, `engine/run.py` for who runs it.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from everyframe.checkpoints.fetch import fetch_missing
-from everyframe.checkpoints.find import Location, locate
 from everyframe.core.amounts import parse_bytes
 from everyframe.core.division import Division
-from everyframe.core.errors import CannotRunError, CheckpointError, InputError
+from everyframe.core.errors import CannotRunError
 from everyframe.core.facts import DeviceFacts, MachineFacts, Rates
 from everyframe.core.plan import Plan, Remedy, Settings, StagePlan
 from everyframe.core.request import DTYPES, Request, random_seed
 from everyframe.families.family import Model, Reading
 from everyframe.families.registry import (
     check_option_names,
-    family,
-    family_names,
     family_options,
-    options_of,
 )
 from everyframe.families.remembered import known_key, remembered, said_of
 from everyframe.hardware.facts import machine_facts
@@ -43,11 +37,11 @@ from everyframe.planning.dividing import (
     sending_seconds,
     shares_asked,
 )
-from everyframe.planning.dryrun import clashes_of, heaviest, says, stage_plan
+from everyframe.planning.dryrun import clashes_of, heaviest, stage_plan
 from everyframe.planning.fitting import Fitted, Fitting, within
-from everyframe.planning.forecast import describe_bytes, fits
 from everyframe.planning.issues import known
-from everyframe.planning.models import refuse_if_not_drawable
+from everyframe.planning.models import find_model, refuse_if_not_drawable
+from everyframe.planning.obstacle import obstacle_of
 from everyframe.planning.quantising import check_effect, quantising_of
 from everyframe.planning.sharing import (
     Shares,
@@ -57,8 +51,6 @@ from everyframe.planning.sharing import (
     speed_dtype,
     weights_by_speed,
 )
-
-EMBEDDED_MODEL = "shapes"
 
 #: How many of a plan's products are tried on a real device for its forecast of time.
 _NUM_TRIALS = 6
@@ -112,17 +104,14 @@ def prepare(
     `will_run` has fast paths tried that nobody tried here, for some seconds at most, and the plan
     hold nothing but what is certified; without, it says what it expects.
     """
-    check_option_names(request)
-    if given is not None:
-        family_options(given.family, request)
-        model, family_name = given.model, given.family
-    else:
-        model, family_name = find_model(request, may_fetch)
-    facts = machine_facts(request.device) if profile is None else find_profile(profile).machine()
-    devices = _usable(devices or asked_devices(request, facts), request)
-    device, (settings, notes) = in_common(devices), _settled(model, request, with_seconds)
+    model, family_name = _model(request, given, may_fetch=may_fetch)
+    # Before the machine is looked at, which takes torch: what can't be asked is told at once.
+    settings, notes = _settled(model, request, with_seconds)
     if given is None and request.model is None:
         refuse_if_not_drawable(request)  # after sizes, which are cheaper to mend
+    facts = machine_facts(request.device) if profile is None else find_profile(profile).machine()
+    devices = _usable(devices or asked_devices(request, facts), request)
+    device = in_common(devices)
     num_threads = num_threads or default_threads(facts, len(devices), is_here=profile is None)
     chooser = _chooser(request, facts, devices, num_threads, is_here=profile is None)
     # Repairs are of this machine, and a model that somebody has in memory may hold any weights.
@@ -150,8 +139,17 @@ def prepare(
         division=shares.division,
     )
     # What somebody has in memory is there already: what is free says nothing against it.
-    obstacle = None if given is not None else _obstacle(plan, fitting, fitted, facts)
+    obstacle = None if given is not None else obstacle_of(plan, fitting, fitted, facts)
     return Prepared(replace(plan, obstacle=obstacle), model, fitted, chooser)
+
+
+def _model(request: Request, given: GivenModel | None, *, may_fetch: bool) -> tuple[Model, str]:
+    """The model that is asked for, and its family's name."""
+    check_option_names(request)
+    if given is None:
+        return find_model(request, may_fetch)
+    family_options(given.family, request)
+    return given.model, given.family
 
 
 def _settled(model: Model, request: Request, reads: bool) -> tuple[Settings, tuple[str, ...]]:
@@ -306,96 +304,3 @@ def check_feasible(plan: Plan) -> None:
     """Raise `CannotRunError` (exit 3) if the plan says that it can't be done here."""
     if plan.obstacle is not None:
         raise CannotRunError(plan.obstacle)
-
-
-def find_model(request: Request, may_fetch: bool) -> tuple[Model, str]:
-    """The model that a request names, and its family's name.
-
-    Raises:
-        InputError: there is none, or it has to be fetched first and may not be.
-    """
-    if request.model is None and request.prompt is None:
-        raise InputError("give a prompt, or a model that needs none")
-    # Before the family is known: what is fetched depends on it.
-    variant = request.family_options.get("variant")
-    location = locate(request.model or EMBEDDED_MODEL, variant=variant)
-    if location.kind == "embedded" and not location.complete:
-        raise CheckpointError("the embedded model is not in this installation; install it again")
-    if location.kind == "hub" and not location.complete:
-        if not may_fetch:
-            raise InputError(
-                f"{location.asked} is not on this disk, and its configs are needed to plan"
-                f"{location.hint}; `everyframe generate` fetches it, "
-                f"or `hf download {location.asked}`"
-            )
-        location = fetch_missing(location)
-    for name in family_names():
-        found = family(name).recognise(location, _tolerant_options(name, request))
-        if found is not None:
-            family_options(name, request)
-            return found, name
-    raise CheckpointError(_no_family(location))
-
-
-def _tolerant_options(name: str, request: Request) -> Any:
-    """The options that this family knows; another family's are told once the model is known."""
-    own = options_of(name)
-    given: Mapping[str, Any] = request.family_options
-    return own(**{key: value for key, value in given.items() if key in own.model_fields})
-
-
-def _no_family(location: Location) -> str:
-    families = ", ".join(family(name).title for name in family_names())
-    return f"{location.asked} is a model of no family that is known here; known are: {families}"
-
-
-def _obstacle(plan: Plan, fitting: Fitting, fitted: Fitted, facts: MachineFacts) -> str | None:
-    """Why it can't be done there and what could, or None."""
-    if fitted.fits and not plan.clashes:
-        return None
-    if fitted.fits:
-        return (
-            f"{says(plan)}: it would fail on {plan.device.name}; the first is {plan.clashes[0]} "
-            "(--dtype fp32 has none where the model itself asks for no dtype)"
-        )
-    text = f"not enough memory: {_needs(plan, fitting)}"
-    smaller = fitting.largest(plan.settings)
-    if smaller is not None:
-        width, height = smaller.settings.width, smaller.settings.height
-        frames = smaller.settings.num_frames
-        return (
-            f"{text}; the largest that fits is {width}x{height} with {frames} frames "
-            f"(--size {width}x{height} --num-frames {frames})"
-        )
-    others = [
-        d.torch_name
-        for d in facts.devices
-        if d.torch_name != plan.device.torch_name and fits(plan.peak_bytes, d)
-    ]
-    if others:
-        return f"{text}; it would fit on {others[0]} (--device {others[0]})"
-    least = "" if plan.model == EMBEDDED_MODEL else " (the smallest model is --model shapes)"
-    return f"{text}; no smaller video of this model fits{least}"
-
-
-def _needs(plan: Plan, fitting: Fitting) -> str:
-    """What needs more than there is, and how much there is."""
-    if fits(plan.peak_bytes, fitting.device) and plan.host_bytes > fitting.host_memory:
-        return (
-            f"the host would hold {describe_bytes(plan.host_bytes)} of weights and frames, it has "
-            f"{describe_bytes(fitting.host_memory)} free"
-        )
-    largest = max(plan.components, key=lambda part: part.peak_bytes)
-    # Parts that share a stage are in memory together: none of them alone is what is too large.
-    together = plan.peak_bytes > largest.peak_bytes
-    what = f"{plan.title}, all of it in memory at once," if together else f"the {largest.title}"
-    components = fitting.model.components(plan.settings)
-    exceeds = any(
-        each.name == largest.name and fitting.weights_exceed(each, plan.settings)
-        for each in components
-    )
-    alone = f" ({describe_bytes(largest.weight_bytes)} of weights alone)" if exceeds else ""
-    return (
-        f"{what} needs about {describe_bytes(plan.peak_bytes)}{alone}, {plan.device.name} has "
-        f"{describe_bytes(fitting.device.free_memory)} free"
-    )

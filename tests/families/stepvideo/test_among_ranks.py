@@ -24,7 +24,8 @@ from everyframe.families.family import Shared, Take
 from everyframe.families.stepvideo import stages
 from everyframe.parallel.heads import ATTENDING
 from everyframe.parallel.team import Alone, Team, Teams
-from everyframe.planning.resolve import find_model, prepare
+from everyframe.planning.models import find_model
+from everyframe.planning.resolve import prepare
 from everyframe.runs.keeper import Keep
 from ranks import Group, group_of
 

@@ -18,7 +18,7 @@ from everyframe.core.events import Event, Frames, Repaired, StageStarted
 from everyframe.core.request import Request
 from everyframe.engine.ranks import Join
 from everyframe.engine.run import stream
-from everyframe.families.svd import stages
+from everyframe.families.svd import denoiser, stages
 from everyframe.parallel.team import Team
 from everyframe.runs.keeper import Keep
 from ranks import Group, group_of
@@ -127,12 +127,12 @@ def test_branches_apart_have_the_bits_of_branches_one_after_the_other(
 ) -> None:
     """The same arithmetic, only dealt out: each branch is computed as one device computes it."""
     found = ranks.run(2, run, model, {"parallel": "cfg=2"})
-    inner = stages.Denoiser.__init__
+    inner = denoiser.Denoiser.__init__
 
     def one_after_the_other(self: Any, unet: Any, picture: Any, settings: Any, device: str) -> None:
         inner(self, unet, picture, settings.with_saving("branches_at_once", 1), device)
 
-    monkeypatch.setattr(stages.Denoiser, "__init__", one_after_the_other)
+    monkeypatch.setattr(denoiser.Denoiser, "__init__", one_after_the_other)
     wanted = run(None, model, {})
     assert all(torch.equal(each["latents"][5], wanted["latents"][5]) for each in found)
     assert np.array_equal(found[0]["frames"][5], wanted["frames"][5])

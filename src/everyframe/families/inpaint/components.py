@@ -10,13 +10,12 @@ import inspect
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from everyframe.core.errors import CheckpointError
+from everyframe.families.empty import Empty
 from everyframe.families.family import Component
 from everyframe.families.inpaint.config import InpaintConfig
-from everyframe.families.loading import build_on_meta, count_parameters
 from everyframe.precision.policy import ComponentNeeds
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ _WIDE = re.compile(
 
 
 @dataclass(frozen=True)
-class Builders:
+class Builders(Empty):
     """Makes the empty modules from their configs."""
 
     config: InpaintConfig
@@ -45,21 +44,6 @@ class Builders:
         """The components' names, in the order in which they first run."""
         nets = map(controlnet_name, range(len(self.config.controlnets)))
         return ("text_encoder", "vae", *nets, "unet")
-
-    @cached_property
-    def num_elements(self) -> Mapping[str, Mapping[str, int]]:
-        """Elements of each tensor of each component; counted once, for building takes a while."""
-        return {name: count_parameters(partial(self.empty, name)) for name in self.parts}
-
-    @cached_property
-    def _empty(self) -> dict[str, nn.Module]:
-        return {}
-
-    def empty(self, component: str) -> nn.Module:
-        """One part on meta, the same object at every call, for counting and for dry runs."""
-        if component not in self._empty:
-            self._empty[component] = build_on_meta(partial(self.build, component))
-        return self._empty[component]
 
     def build(self, component: str) -> nn.Module:
         """One part, empty, by its name."""

@@ -73,7 +73,7 @@ class InpaintModel:
 
     def savings(self, component: str, settings: Settings) -> Iterator[Saving]:
         """Ways to run a component in less memory."""
-        return savings(component, settings)
+        return savings(self.builders.config, component, settings)
 
     def missing(self) -> tuple[str, ...]:
         """What must be fetched first."""

@@ -20,6 +20,8 @@ from einops import rearrange
 from torch import Tensor
 
 from everyframe.core.events import Event, Frames, Loaded, Note, Sound, Step
+from everyframe.core.plan import Settings
+from everyframe.families import tiles
 from everyframe.families.family import Take
 from everyframe.families.guarding import Guard
 from everyframe.families.inpaint.inputs import WHITE
@@ -45,14 +47,14 @@ class EncodeStage:
         job, began = self.job, time.perf_counter()
         vae = job.load_vae()
         yield Loaded("vae", time.perf_counter() - began)
-        guard = Guard(job.plan, self.name, {"vae": vae})
+        guard = Guard(job.plan, self.name, {"vae": vae}, savings=job.savings)
         pieces: list[list[Known]] = [[] for _ in takes]
         for number, batch in enumerate(batched(job.painted(takes), job.together), start=1):
             begun = time.perf_counter()
             source_FCHW, mask_FCHW = self._tensors(batch)
             for take, known in zip(takes, pieces, strict=True):
                 guard.take(take)
-                encode = partial(self._encode, vae, take, source_FCHW, mask_FCHW)
+                encode = partial(self._encode, vae, guard, take, source_FCHW, mask_FCHW)
                 known.append(guard.call(number, encode))
             yield from guard.events()
             seconds = time.perf_counter() - begun
@@ -73,37 +75,69 @@ class EncodeStage:
         white = torch.from_numpy(masks >= WHITE).to(torch.float32)
         return 2.0 * rearrange(source, "f h w c -> f c h w") - 1.0, white[:, None]
 
-    def _encode(self, vae: Any, take: Take, source_FCHW: Tensor, mask_FCHW: Tensor) -> Known:
+    def _encode(
+        self, vae: Any, guard: Guard, take: Take, source_FCHW: Tensor, mask_FCHW: Tensor
+    ) -> Known:
         config = self.job.config
         shape = self.job.latent_shape
         # In diffusers' order: the source's draw comes first, where it is drawn at all.
         draw = 0
         source = masked = None
         if not config.takes_mask or self.job.mixes_source_in(take):
-            source = self._latents(vae, source_FCHW, noise.plain_noise(take.seed, (1, *shape)))
+            drawn = noise.plain_noise(take.seed, (1, *shape))
+            source = self._latents(vae, guard, source_FCHW, drawn)
             draw = 1
         if config.takes_mask:
             picked = noise.plain_noise(take.seed, (1, *shape), draw)
-            masked = self._latents(vae, source_FCHW * (mask_FCHW < 0.5), picked)
+            masked = self._latents(vae, guard, source_FCHW * (mask_FCHW < 0.5), picked)
         return Known(F.interpolate(mask_FCHW, size=shape[1:]), masked, source)
 
-    def _latents(self, vae: Any, picture_FCHW: Tensor, noise_1Chw: Tensor) -> Tensor:
+    def _latents(self, vae: Any, guard: Guard, picture_FCHW: Tensor, noise_1Chw: Tensor) -> Tensor:
         """Scaled latents of pictures, the posterior sampled by that noise."""
-        mean, deviation = posterior(vae, picture_FCHW.to(self.job.device("vae")))
-        latents: Tensor = self.job.config.scaling_factor * (mean + deviation * noise_1Chw)
+        config, given = self.job.config, picture_FCHW.to(self.job.device("vae"))
+        mean, deviation = posterior(vae, given, config.spatial_factor, guard.settings)
+        latents: Tensor = config.scaling_factor * (mean + deviation * noise_1Chw)
         return latents
 
 
-def posterior(vae: Any, picture_FCHW: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation (F, 4, h, w) of a picture's latents; float32, on the CPU."""
-    found = vae.encode(picture_FCHW).latent_dist
-    return found.mean.to("cpu", torch.float32), found.std.to("cpu", torch.float32)
+def posterior(
+    vae: Any,
+    picture_FCHW: Tensor,
+    factor: int,
+    settings: Settings,
+    *,
+    most_tiles: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation (F, 4, h, w) of a picture's latents; float32, on the CPU.
+
+    A latent stands for `factor` rows and columns. The settings say how many frames are encoded at
+    once, and in which tiles.
+    """
+    side = settings.saving(tiles.ENCODE, 0)
+
+    def encode(part: Tensor) -> Tensor:
+        found = vae.encode(part).latent_dist
+        return torch.cat([found.mean, found.std], dim=1)
+
+    lots = picture_FCHW.split(settings.saving(tiles.FRAMES, len(picture_FCHW)))
+    made = [tiles.encode_in_tiles(encode, lot, factor, side, most=most_tiles) for lot in lots]
+    mean, deviation = torch.cat(made).to("cpu", torch.float32).chunk(2, dim=1)
+    return mean, deviation
 
 
-def decoded(vae: Any, latents_FChw: Tensor) -> Tensor:
+def decoded(
+    vae: Any, latents_FChw: Tensor, settings: Settings, *, most_tiles: int | None = None
+) -> Tensor:
     """Pixels (F, 3, H, W) around -1..1 of unscaled latents; float32, on the CPU."""
-    pixels: Tensor = vae.decode(latents_FChw).sample.to("cpu", torch.float32)
-    return pixels
+    side = settings.saving(tiles.DECODE, 0)
+
+    def decode(part: Tensor) -> Tensor:
+        pixels: Tensor = vae.decode(part).sample
+        return pixels
+
+    lots = latents_FChw.split(settings.saving(tiles.FRAMES, len(latents_FChw)))
+    made = [tiles.decode_in_tiles(decode, lot, side, most=most_tiles) for lot in lots]
+    return torch.cat([each.to("cpu", torch.float32) for each in made])
 
 
 def _as_frames(pixels_FCHW: Tensor) -> Tensor:
@@ -139,7 +173,7 @@ class DecodeStage:
         job, began = self.job, time.perf_counter()
         vae = job.load_vae()
         yield Loaded("vae", time.perf_counter() - began)
-        guard = Guard(job.plan, self.name, {"vae": vae})
+        guard = Guard(job.plan, self.name, {"vae": vae}, savings=job.savings)
         total, done = self.num_steps(len(takes)), 0
         for take in takes:
             guard.take(take)
@@ -198,7 +232,11 @@ class DecodeStage:
         scaled = (latents / job.config.scaling_factor).to(job.device("vae"))
         given = np.stack([frame for frame, _ in batch])
         is_asked = bool((given.max(axis=(1, 2)) == given.min(axis=(1, 2))).any())
-        decode = partial(decoded, vae, scaled)
+
+        def decode() -> Tensor:
+            # As it was planned, or in less where memory ran out.
+            return decoded(vae, scaled, guard.settings)
+
         made = _as_frames(guard.decoded(number, decode, scaled, is_asked=is_asked))
         made = made[:, : job.geometry.height, : job.geometry.width].contiguous()
         if job.settings.option("unblended"):

@@ -13,6 +13,7 @@ from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from everyframe.core.plan import Settings
+from everyframe.families import tiles
 from everyframe.families.family import Rehearsal, Saving
 from everyframe.families.inpaint.components import Builders, controlnet_name
 from everyframe.families.inpaint.config import InpaintConfig
@@ -28,6 +29,10 @@ def rehearsals(builders: Builders, settings: Settings) -> tuple[Rehearsal, ...]:
     config = builders.config
     together = min(int(settings.option("frames_at_once")), num_painted(settings))
     num_batches = ceil(num_painted(settings) / together)
+    lot = min(together, settings.saving(tiles.FRAMES, together))
+    lots = num_batches * ceil(together / lot)
+    decode_tile, given_tile = settings.saving(tiles.DECODE, 0), settings.saving(tiles.ENCODE, 0)
+    latents = latent_shape(config, settings)[1:]
     size = geometry_of(config, settings).padded
     strength = float(settings.option("strength"))
     each = num_timesteps(config.scheduler, settings.num_inference_steps, strength)
@@ -56,21 +61,39 @@ def rehearsals(builders: Builders, settings: Settings) -> tuple[Rehearsal, ...]:
     denoise = partial(_denoise, config, settings, together)
     return (
         one("text", "text_encoder", partial(_text, config), branches),
-        one("given frames", "vae", partial(_encode, (together, 3, *size)), num_batches),
+        one(
+            "given frames", "vae", partial(_encode, config, settings, lot),
+            lots * tiles.num_repeats(*latents, given_tile), lot, given_tile,
+        ),
         *nets,
         one("denoise", "unet", denoise, steps, *step),
-        one("decode", "vae", partial(_decode, config, settings, together), num_batches),
-    )
+        one(
+            "decode", "vae", partial(_decode, config, settings, lot),
+            lots * tiles.num_repeats(*latents, decode_tile), lot, decode_tile,
+        ),
+    )  # fmt: skip
 
 
-def savings(component: str, settings: Settings) -> Iterator[Saving]:
-    """One branch of guidance after the other. (Frames at once are as many as were asked for.)"""
+def savings(config: InpaintConfig, component: str, settings: Settings) -> Iterator[Saving]:
+    """One branch of guidance after the other; fewer frames in one call of the autoencoder, tiles.
+
+    Frames that are denoised at once are as many as were asked for.
+    """
     is_net = component == "unet" or component.startswith("controlnet")
     if is_net and settings.guidance_scale > 1:
         yield Saving(
             settings.with_saving("branches_at_once", 1),
             "the two branches of guidance are computed one after the other",
         )
+    if component != "vae":
+        return
+    together = min(int(settings.option("frames_at_once")), num_painted(settings))
+    for saving in tiles.fewer_frames(settings, together):
+        settings = saving.settings
+        yield saving
+    size = latent_shape(config, settings)[1:]
+    yield from tiles.tile_savings(settings, *size, tiles.ENCODE)
+    yield from tiles.tile_savings(settings, *size)
 
 
 def _text(config: InpaintConfig, encoder: Any, device: str) -> object:
@@ -83,22 +106,28 @@ def _text(config: InpaintConfig, encoder: Any, device: str) -> object:
     return embed(encoder, ids, torch.ones_like(ids), device=device, uses_mask=uses_mask)
 
 
-def _encode(shape: tuple[int, ...], vae: Any, device: str) -> object:
+def _encode(
+    config: InpaintConfig, settings: Settings, frames: int, vae: Any, device: str
+) -> object:
     import torch
 
     from everyframe.families.inpaint.pictures import posterior
 
-    return posterior(vae, torch.zeros(shape, device=device))
+    size = geometry_of(config, settings).padded
+    pictures = torch.zeros(frames, 3, *size, device=device)
+    factor = config.spatial_factor
+    return posterior(vae, pictures, factor, settings, most_tiles=tiles.REHEARSED)
 
 
 def _decode(
-    config: InpaintConfig, settings: Settings, together: int, vae: Any, device: str
+    config: InpaintConfig, settings: Settings, frames: int, vae: Any, device: str
 ) -> object:
     import torch
 
     from everyframe.families.inpaint.pictures import decoded
 
-    return decoded(vae, torch.zeros(together, *latent_shape(config, settings), device=device))
+    latents = torch.zeros(frames, *latent_shape(config, settings), device=device)
+    return decoded(vae, latents, settings, most_tiles=tiles.REHEARSED)
 
 
 def _steer(

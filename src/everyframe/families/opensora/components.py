@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from everyframe.core.plan import Settings
+from everyframe.families.empty import Empty
 from everyframe.families.family import Component
-from everyframe.families.loading import build_on_meta, count_parameters
 from everyframe.families.opensora.config import STDiT3Config, STDiTConfig
 from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConfig
 from everyframe.precision.policy import ComponentNeeds
@@ -38,32 +37,26 @@ T5_RANGE_ISLANDS = ("*.wo",)
 
 
 @dataclass(frozen=True)
-class Sizes:
+class Sizes(Empty):
     """The configs of the three parts."""
 
     denoiser: STDiTConfig | STDiT3Config
     vae: ImageVAEConfig | VideoVAEConfig
     text: Mapping[str, Any]
 
-    @cached_property
-    def num_elements(self) -> Mapping[str, Mapping[str, int]]:
-        """Elements of each tensor of each component; counted once, for building takes a while."""
-        return {name: count_parameters(partial(self.empty, name)) for name in PARTS}
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The components' names."""
+        return PARTS
 
-    @cached_property
-    def _empty(self) -> dict[str, nn.Module]:
-        return {}
-
-    def empty(self, component: str) -> nn.Module:
-        """One part on meta, the same object at every call, for counting and for dry runs."""
+    def build(self, component: str) -> nn.Module:
+        """One part, empty, by its name."""
         builders: Mapping[str, Callable[[], nn.Module]] = {
             "text_encoder": self.build_text,
             "denoiser": self.build_denoiser,
             "vae": self.build_vae,
         }
-        if component not in self._empty:
-            self._empty[component] = build_on_meta(builders[component])
-        return self._empty[component]
+        return builders[component]()
 
     def outputs(self, component: str) -> tuple[str, ...]:
         """Which submodules' results leave for the engine, in float32 at least."""
@@ -72,18 +65,6 @@ class Sizes:
         image = isinstance(self.vae, ImageVAEConfig)
         spatial = "module" if image else "spatial_vae.module"
         return (f"{spatial}.decoder", f"{spatial}.encoder", f"{spatial}.quant_conv")
-
-    def saving(self, settings: Settings) -> Sizes:
-        """These sizes, with as many frames in one call of the decoder as the plan allows."""
-        vae = self.vae
-        spatial = vae if isinstance(vae, ImageVAEConfig) else vae.spatial
-        frames = settings.saving("decode_frames", spatial.micro_batch_size)
-        if frames == spatial.micro_batch_size:
-            return self
-        fewer = replace(spatial, micro_batch_size=frames)
-        if isinstance(vae, ImageVAEConfig):
-            return replace(self, vae=fewer)
-        return replace(self, vae=replace(vae, spatial=fewer))
 
     def build_denoiser(self) -> STDiT | STDiT3:
         """An empty denoiser."""

@@ -17,9 +17,9 @@ from einops import rearrange
 from torch import Tensor
 
 from everyframe.core.events import Event, Frames, Loaded, Step, event_of
-from everyframe.families import tiles
 from everyframe.families.family import Take
 from everyframe.families.guarding import Guard
+from everyframe.families.opensora import coding
 from everyframe.families.opensora.settle import PIECE
 from everyframe.families.opensora.stages import Job, as_float
 from everyframe.families.opensora.vae import ImageVAE, Piece, VideoVAE
@@ -97,10 +97,6 @@ class DecodeStage:
 
 def _decoded(vae: ImageVAE | VideoVAE, guard: Guard, latents: Tensor, piece: Piece) -> Tensor:
     """The pixels (T, C, H, W) of one piece."""
-    # As the autoencoder was planned, or less where memory ran out.
-    at_once = guard.settings.saving("decode_frames", 0) or None
-    side = guard.settings.saving(tiles.NAME, 0)
-    pixels = tiles.decode_in_tiles(
-        lambda part: vae.decode_piece(part, piece, at_once), latents, side
-    )
+    # As it was planned, or in less where memory ran out.
+    pixels = coding.decoded(vae, latents, piece, guard.settings)
     return rearrange(pixels[0], "c t h w -> t c h w")

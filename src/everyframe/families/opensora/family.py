@@ -172,8 +172,7 @@ class OpenSoraModel:
             TextStage,
         )
 
-        sizes = self.sizes.saving(plan.settings)
-        job = Job(plan, sizes, self.parts, self.facts, clip, self.savings, teams)
+        job = Job(plan, self.sizes, self.parts, self.facts, clip, self.savings, teams)
         stages: list[Stage] = [TextStage(job)] if clip == 0 else []
         given = plan.settings.given_frames
         if job.goes_on() or "image" in given or (

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from everyframe.core.plan import Settings
@@ -36,18 +35,18 @@ def rehearsals(
     size = (settings.num_frames, settings.height, settings.width)
     branches = 1 if settings.guidance_scale == 1 else 2
     together = min(branches, settings.saving("branches_at_once", branches))
-    fewer = sizes.saving(settings)
-    pieces = fewer.vae.pieces(settings.num_frames)
-    given = bool(settings.given_frames) or settings.chain > 1
+    pieces = sizes.vae.pieces(settings.num_frames)
+    given = _is_given(settings)
     length = sizes.denoiser.model_max_length
-    tile = settings.saving(tiles.NAME, 0)
+    at_once = settings.saving(tiles.FRAMES, 0)
+    tile, given_tile = settings.saving(tiles.DECODE, 0), settings.saving(tiles.ENCODE, 0)
     latents = sizes.vae.latent_size(*size)[1:]
 
     def one(stage: str, component: str, call: Any, num_calls: float, *told: Any) -> Rehearsal:
         return Rehearsal(
             stage,
             component,
-            partial(sizes.empty if fewer is sizes else fewer.empty, component),
+            partial(sizes.empty, component),
             call,
             num_calls * (settings.chain if stage != "text" else 1),
             (*config, stage, *told),
@@ -59,9 +58,10 @@ def rehearsals(
     if given:
         # What is encoded are given frames: a piece at most.
         frames = min(settings.num_frames, PIECE)
-        stages.append(
-            one("given frames", "vae", partial(_encode, (frames, *size[1:])), 1, frames, *size)
-        )
+        encode = partial(_encode, (frames, *size[1:]), settings)
+        repeats = tiles.num_repeats(*latents, given_tile)
+        told = (frames, *size, at_once, given_tile)
+        stages.append(one("given frames", "vae", encode, repeats, *told))
     stages += [
         one(
             "denoise", "denoiser", partial(_denoise, sizes, facts, settings, given, team, groups),
@@ -69,18 +69,18 @@ def rehearsals(
             *(() if team is None else (team.rank, team.weights, groups)),
         ),
         one(
-            "decode", "vae", partial(_decode, size, tile),
+            "decode", "vae", partial(_decode, size, settings),
             settings.num_frames / pieces[0].num_frames * tiles.num_repeats(*latents, tile),
-            *size, repr(fewer.vae), tile,
+            *size, at_once, tile,
         ),
     ]  # fmt: skip
     return tuple(stages)
 
 
 def savings(sizes: Sizes, component: str, settings: Settings) -> Iterator[Saving]:
-    """One branch of guidance after the other; fewer frames in one call of the decoder, and tiles.
+    """One branch of guidance after the other; fewer frames in one call of the autoencoder, tiles.
 
-    The decoder's last stage works frame by frame, so with fewer of them each stays what it is.
+    Its spatial stage works frame by frame, so with fewer of them each stays what it is.
     """
     if component == "denoiser" and settings.guidance_scale != 1:
         yield Saving(
@@ -91,16 +91,18 @@ def savings(sizes: Sizes, component: str, settings: Settings) -> Iterator[Saving
         return
     vae = sizes.vae
     usual = (vae if isinstance(vae, ImageVAEConfig) else vae.spatial).micro_batch_size
-    frames = settings.saving("decode_frames", usual)
-    while frames > 1:
-        frames = ceil(frames / 2)
-        yield Saving(
-            settings.with_saving("decode_frames", frames),
-            f"frames are decoded {frames} at once, which only rounds differently",
-        )
-        settings = settings.with_saving("decode_frames", frames)
+    for saving in tiles.fewer_frames(settings, usual):
+        settings = saving.settings
+        yield saving
     size = sizes.vae.latent_size(settings.num_frames, settings.height, settings.width)
+    if _is_given(settings):
+        yield from tiles.tile_savings(settings, *size[1:], tiles.ENCODE)
     yield from tiles.tile_savings(settings, *size[1:])
+
+
+def _is_given(settings: Settings) -> bool:
+    """Whether frames are encoded at all."""
+    return bool(settings.given_frames) or settings.chain > 1
 
 
 def _text(length: int, encoder: Any, device: str) -> object:
@@ -112,10 +114,13 @@ def _text(length: int, encoder: Any, device: str) -> object:
     return embed(encoder, ids, torch.ones(1, length, dtype=torch.bool), device)
 
 
-def _encode(size: tuple[int, int, int], vae: Any, device: str) -> object:
+def _encode(size: tuple[int, int, int], settings: Settings, vae: Any, device: str) -> object:
     import torch
 
-    return vae.encode(torch.zeros(1, 3, *size, device=device)).to("cpu", torch.float32)
+    from everyframe.families.opensora.coding import encoded
+
+    video = torch.zeros(1, 3, *size, device=device)
+    return encoded(vae, video, settings, most_tiles=tiles.REHEARSED)
 
 
 def _denoise(
@@ -171,14 +176,14 @@ def _one_step(
     return next(rflow.sample_masked(denoise, x, timesteps, mask, fresh)).x
 
 
-def _decode(size: tuple[int, int, int], tile: int, vae: Any, device: str) -> object:
+def _decode(size: tuple[int, int, int], settings: Settings, vae: Any, device: str) -> object:
     import torch
+
+    from everyframe.families.opensora.coding import decoded
 
     num_frames, height, width = size
     channels = vae.config.latent_channels
     latents = torch.zeros(1, channels, *vae.latent_size(num_frames, height, width), device=device)
-    first = vae.pieces(num_frames)[0]
-    piece = tiles.decode_in_tiles(
-        lambda part: vae.decode_piece(part, first), latents, tile, most=tiles.REHEARSED
-    )
-    return piece.to("cpu", torch.float32)
+    piece = vae.pieces(num_frames)[0]
+    pixels = decoded(vae, latents, piece, settings, most_tiles=tiles.REHEARSED)
+    return pixels.to("cpu", torch.float32)

@@ -21,7 +21,7 @@ from everyframe.core.plan import Plan, Settings
 from everyframe.families.family import Savings, Take
 from everyframe.families.guarding import Guard
 from everyframe.families.loading import load_component
-from everyframe.families.opensora import sharding
+from everyframe.families.opensora import coding, sharding
 from everyframe.families.opensora.checkpoint import Parts
 from everyframe.families.opensora.components import Sizes
 from everyframe.families.opensora.denoise import Denoiser, Text, timesteps_of
@@ -186,40 +186,45 @@ class GivenStage:
         began = time.perf_counter()
         vae = self.job.load_vae()
         yield Loaded("vae", time.perf_counter() - began)
-        guard = Guard(self.job.plan, self.name, {"vae": vae})
+        guard = Guard(self.job.plan, self.name, {"vae": vae}, savings=self.job.savings)
         for number, take in enumerate(takes, start=1):
             begun = time.perf_counter()
             guard.take(take)
-            take.known = guard.call(number, partial(self._known, vae, take))
+            take.known = guard.call(number, partial(self._known, vae, guard, take))
             yield from guard.events()
             seconds = time.perf_counter() - begun
             yield Step(self.name, number, len(takes), take.seed, seconds)
 
-    def _known(self, vae: ImageVAE | VideoVAE, take: Take) -> Known:
+    def _known(self, vae: ImageVAE | VideoVAE, guard: Guard, take: Take) -> Known:
         job = self.job
+        encode = partial(self._encode, vae, guard)
         shape = job.latent_shape()
         latents = torch.zeros((1, *shape))
         mask = torch.ones((1, shape[1]))
         before = job.before(take)
         if before is not None:
-            encoded = self._encode(vae, before)
+            encoded = encode(before)
             latents[:, :, : encoded.shape[2]] = encoded
             mask[:, : encoded.shape[2]] = job.settings.edit_strength
         elif take.given.first is not None:
-            latents[:, :, :1] = self._encode(vae, as_float(take.given.first))
+            latents[:, :, :1] = encode(as_float(take.given.first))
             mask[:, :1] = job.settings.edit_strength
         if take.given.last is not None and job.clip == job.settings.chain - 1:
             # The last latent frame holds the last four frames of a piece and what came before
             # them. Upstream snaps a lone picture to the beginning of a piece, where it is not the
             # last frame; a piece that stands still ends in one that is.
             last_piece = job.sizes.vae.pieces(job.settings.num_frames)[-1].num_frames
-            still = self._encode(vae, as_float(take.given.last), last_piece)
+            still = encode(as_float(take.given.last), last_piece)
             latents[:, :, -1:] = still[:, :, -1:]
             mask[:, -1:] = job.settings.edit_strength
         return Known(latents, mask)
 
     def _encode(
-        self, vae: ImageVAE | VideoVAE, frames_THWC: Tensor, still: int | None = None
+        self,
+        vae: ImageVAE | VideoVAE,
+        guard: Guard,
+        frames_THWC: Tensor,
+        still: int | None = None,
     ) -> Tensor:
         """Frames in 0..1 to latents (1, C, T, h, w), float32 on the CPU.
 
@@ -227,8 +232,7 @@ class GivenStage:
         """
         video = rearrange(frames_THWC, "t h w c -> 1 c t h w") * 2 - 1
         video = video.to(self.job.plan.component("vae").device)
-        latents = vae.encode(video) if still is None else vae.encode_still(video, still)
-        return latents.to("cpu", torch.float32)
+        return coding.encoded(vae, video, guard.settings, still=still)
 
 
 def as_float(frames: object) -> Tensor:

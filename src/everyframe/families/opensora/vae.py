@@ -66,12 +66,16 @@ class ImageVAE(nn.Module):
         *,
         sample_posterior: bool = False,
         generator: torch.Generator | None = None,
+        at_once: int | None = None,
     ) -> Tensor:
-        """Pixels (B, 3, T, H, W) -> latents (B, C, T, H // factor, W // factor), scaled."""
+        """Pixels (B, 3, T, H, W) -> latents (B, C, T, H // factor, W // factor), scaled.
+
+        `at_once` frames in a call, or as many as the config says.
+        """
         batch = video_BCTHW.shape[0]
         rows = rearrange(video_BCTHW, "b c t h w -> (b t) c h w")
         latents = []
-        for group in torch.split(rows, self.config.micro_batch_size):
+        for group in torch.split(rows, at_once or self.config.micro_batch_size):
             posterior = self.module.encode(group).latent_dist
             latents.append(posterior.sample(generator) if sample_posterior else posterior.mode())
         z = torch.cat(latents) * self.config.scaling_factor
@@ -140,13 +144,16 @@ class VideoVAE(nn.Module):
         *,
         sample_posterior: bool = False,
         generator: torch.Generator | None = None,
+        at_once: int | None = None,
     ) -> Tensor:
         """Pixels (B, 3, T, H, W) -> normalised latents (B, C, latent frames, h, w).
 
-        The posteriors' means, or draws from both stages (spatial first) for training.
+        The posteriors' means, or draws from both stages (spatial first) for training. `at_once` is
+        the spatial stage's.
         """
         draws: dict[str, Any] = {"sample_posterior": sample_posterior, "generator": generator}
-        return self._through_time(self.spatial_vae.encode(video_BCTHW, **draws), draws)
+        spatial = self.spatial_vae.encode(video_BCTHW, at_once=at_once, **draws)
+        return self._through_time(spatial, draws)
 
     def encode_still(self, picture_BCTHW: Tensor, num_frames: int) -> Tensor:
         """`encode` of one picture (B, 3, 1, H, W) that stands still so long, seen once."""

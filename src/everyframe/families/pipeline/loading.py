@@ -23,7 +23,7 @@ from everyframe.families import offload, repairing, turns
 from everyframe.families.loading import keep_in_sight, show
 from everyframe.families.pipeline.checkpoint import Files, Part
 from everyframe.families.pipeline.classes import component_class, empty_modular, pipeline_class
-from everyframe.optimize.put_on import after_weights
+from everyframe.optimize.put_on import after_weights, before_weights
 from everyframe.precision import edges
 from everyframe.precision.dtypes import torch_dtype
 
@@ -86,6 +86,8 @@ def _component(where: str, part: Part, plan: Plan) -> tuple[nn.Module, list[str]
     # Parameters keep `requires_grad`, as in diffusers: torch picks other kernels without, and their
     # last bits differ. The call runs without gradients anyway.
     module.eval()
+    # With its weights already: what is swapped takes them over.
+    before_weights(module, planned.paths)
     keep_in_sight(module)
     edges.apply(module, planned.precision, outputs_of(module))
     # A pipeline's own code hands half precision to a part in float32, too.

@@ -72,29 +72,36 @@ class Dry:
         repeats = max(settings.num_inference_steps - fewer, 1) / max(steps - fewer, 1)
         rank = (teams.team.rank, teams.team.weights, teams.way)
         key = (self._identity, repr(few), repr(self.own), rank)
-
-        def call(modules: Mapping[str, nn.Module], device: str) -> object:
-            with ExitStack() as stack:
-                for put_on in sharding.of_all(modules, teams).values():
-                    stack.callback(put_on.remove)
-                return self._call(few)
-
         tiled = dict(settings.options).get("vae_tiling")
         return tuple(
             JointRehearsal(
                 stage=STAGE,
                 component=part.name,
-                module=lambda: self.modules,
-                call=call,
+                module=partial(getattr, self, "modules"),
+                call=partial(self.call, few, teams),
                 num_calls=repeats if denoisers((part.name,)) else 1,
                 key=key,
                 outputs_of=outputs_of,
                 is_of_step=bool(denoisers((part.name,))),
+                model=self._identity,
             )
             for part in self.files.models
             # Tiles are thousands of operations each.
             if not (tiled and part.name == "vae")
         )
+
+    def call(
+        self, settings: Settings, teams: Teams, modules: Mapping[str, nn.Module], device: str
+    ) -> object:
+        """The pipeline's call around `modules`, which are its own, as one of several ranks."""
+        with ExitStack() as stack:
+            for put_on in sharding.of_all(modules, teams).values():
+                stack.callback(put_on.remove)
+            return self._call(settings)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Sent to another process without what was built here."""
+        return Dry, (self.files, self.interface, self.own)
 
     def _call(self, settings: Settings) -> object:
         frame = np.zeros((1, settings.height, settings.width, 3), np.uint8)

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
+from everyframe.families.empty import Empty
 from everyframe.families.family import Component, RankPart
-from everyframe.families.loading import build_on_meta, count_parameters
 from everyframe.families.stepvideo.config import StepLLMConfig, StepVideoConfig
 from everyframe.families.stepvideo.vae_config import StepVAEConfig
 from everyframe.parallel.grid import Deal, Grid
@@ -46,7 +45,7 @@ PARTS = (
 
 
 @dataclass(frozen=True)
-class Sizes:
+class Sizes(Empty):
     """The configs of the parts, and which bias Step-LLM is given (`llm.Bias`)."""
 
     denoiser: StepVideoConfig
@@ -55,20 +54,15 @@ class Sizes:
     vae: StepVAEConfig
     llm_bias: str = "sqrt"
 
-    @cached_property
-    def num_elements(self) -> Mapping[str, Mapping[str, int]]:
-        """Elements of each tensor of each component; counted once, for building takes a while."""
-        return {name: count_parameters(partial(self.empty, name)) for name, *_ in PARTS}
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The components' names."""
+        return tuple(name for name, *_ in PARTS)
 
-    @cached_property
-    def _empty(self) -> dict[str, nn.Module]:
-        return {}
-
-    def empty(self, component: str) -> nn.Module:
-        """One part on meta, the same object at every call, for counting and for dry runs."""
-        if component not in self._empty:
-            self._empty[component] = build_on_meta(self.builder(component))
-        return self._empty[component]
+    def build(self, component: str) -> nn.Module:
+        """One part, empty, by its name."""
+        made: nn.Module = self.builder(component)()
+        return made
 
     def builder(self, component: str) -> Callable[[], Any]:
         """Makes one part without weights."""

@@ -6,13 +6,12 @@ The modules are diffusers' and transformers' own. Read next: `stages.py`, which 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
+from everyframe.families.empty import Empty
 from everyframe.families.family import Component
-from everyframe.families.loading import build_on_meta, count_parameters
 from everyframe.families.svd.config import SVDConfig
 from everyframe.precision.policy import ComponentNeeds
 
@@ -33,26 +32,20 @@ IMAGE_ENCODER_ISLANDS = ("*layrnorm", "*layer_norm*", "*layernorm", "visual_proj
 
 
 @dataclass(frozen=True)
-class Builders:
+class Builders(Empty):
     """Makes the empty modules from their configs."""
 
     config: SVDConfig
 
-    @cached_property
-    def num_elements(self) -> Mapping[str, Mapping[str, int]]:
-        """Elements of each tensor of each component; counted once, for building takes a while."""
-        return {name: count_parameters(partial(self.empty, name)) for name in PARTS}
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The components' names."""
+        return PARTS
 
-    @cached_property
-    def _empty(self) -> dict[str, nn.Module]:
-        return {}
-
-    def empty(self, component: str) -> nn.Module:
-        """One part on meta, the same object at every call, for counting and for dry runs."""
-        if component not in self._empty:
-            build: Callable[[], nn.Module] = getattr(self, component)
-            self._empty[component] = build_on_meta(build)
-        return self._empty[component]
+    def build(self, component: str) -> nn.Module:
+        """One part, empty, by its name."""
+        made: nn.Module = getattr(self, component)()
+        return made
 
     def outputs(self, component: str) -> tuple[str, ...]:
         """Which submodules' results leave for the engine, in float32 at least."""

@@ -131,13 +131,9 @@ class SVDModel:
 
     def shared_stages(self, plan: Plan, clip: int, teams: Teams) -> Sequence[Stage]:
         """The same stages for one rank of several."""
-        from everyframe.families.svd.stages import (
-            DecodeStage,
-            DenoiseStage,
-            EncodeStage,
-            ImageStage,
-            Job,
-        )
+        from everyframe.families.svd.decoding import DecodeStage, EncodeStage
+        from everyframe.families.svd.job import Job
+        from everyframe.families.svd.stages import DenoiseStage, ImageStage
 
         assert clip == 0, "a chain is refused when the request is settled"
         job = Job(plan, self.builders, self.files, self.savings, teams)

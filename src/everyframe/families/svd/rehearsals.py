@@ -1,7 +1,8 @@
 """The stages of a Stable Video Diffusion, each called once for a dry run, and how to save memory.
 
-What is called is what `stages.py` calls, at the plan's sizes; host tensors are zeros, and those on
-the device have no numbers. Read next: `everyframe.precision.rehearse`, `stages.py`.
+What is called is what `stages.py` and `decoding.py` call, at the plan's sizes; host tensors are
+zeros, and those on the device have no numbers. Read next: `everyframe.precision.rehearse`,
+`stages.py`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def rehearsals(
     chunk = min(int(settings.option("decode_chunk_size")), settings.num_frames)
     branches = 1 if settings.guidance_scale <= 1 else 2
     together = min(branches, settings.saving("branches_at_once", branches))
-    tile = settings.saving(tiles.NAME, 0)
+    tile, given_tile = settings.saving(tiles.DECODE, 0), settings.saving(tiles.ENCODE, 0)
     rows, columns = latent_shape(builders.config, settings)[2:]
     config = (repr(builders.config),)
 
@@ -52,7 +53,10 @@ def rehearsals(
 
     return (
         one("image", "image_encoder", partial(_image, builders), 1),
-        one("given frames", "vae", partial(_encode, size), 1, *size),
+        one(
+            "given frames", "vae", partial(_encode, builders, settings),
+            tiles.num_repeats(rows, columns, given_tile), *size, given_tile,
+        ),
         one(
             "denoise", "unet", partial(_denoise, builders, settings, team, groups),
             settings.num_inference_steps, *size, settings.num_frames, branches, together,
@@ -69,7 +73,7 @@ def rehearsals(
 def savings(
     config: SVDConfig, component: str, settings: Settings, options: SVDOptions
 ) -> Iterator[Saving]:
-    """One branch of guidance after the other; fewer frames decoded at once, and tiles."""
+    """One branch of guidance after the other; fewer frames decoded at once; tiles, both ways."""
     if component == "unet" and settings.guidance_scale > 1:
         yield Saving(
             settings.with_saving("branches_at_once", 1),
@@ -77,6 +81,8 @@ def savings(
         )
     if component != "vae":
         return
+    size = latent_shape(config, settings)[2:]
+    yield from tiles.tile_savings(settings, *size, tiles.ENCODE)
     chunk = int(settings.option("decode_chunk_size"))
     while chunk > 1 and options.decode_chunk_size is None:
         chunk = ceil(chunk / 2)
@@ -87,8 +93,9 @@ def savings(
             f"frames are decoded {chunk} at once (decode_chunk_size), which changes the picture a "
             "little: the decoder sees a frame's neighbours only inside of these",
             is_lossy=True,
+            stage="decode",
         )
-    yield from tiles.tile_savings(settings, *latent_shape(config, settings)[2:])
+    yield from tiles.tile_savings(settings, *size)
 
 
 def _image(builders: Builders, encoder: Any, device: str) -> object:
@@ -99,11 +106,14 @@ def _image(builders: Builders, encoder: Any, device: str) -> object:
     return encoder(pixel_values=pixels).image_embeds[:, None].to("cpu", torch.float32)
 
 
-def _encode(size: tuple[int, int], vae: Any, device: str) -> object:
+def _encode(builders: Builders, settings: Settings, vae: Any, device: str) -> object:
     import torch
 
-    picture = torch.zeros(1, 3, *size, device=device)
-    return vae.encode(picture).latent_dist.mode().to("cpu", torch.float32)
+    from everyframe.families.svd.decoding import encoded
+
+    picture = torch.zeros(1, 3, settings.height, settings.width, device=device)
+    latents = encoded(vae, builders.config, picture, settings, most_tiles=tiles.REHEARSED)
+    return latents.to("cpu", torch.float32)
 
 
 def _denoise(
@@ -127,7 +137,8 @@ def _denoise(
 def _one_step(builders: Builders, settings: Settings, unet: Any, device: str) -> object:
     import torch
 
-    from everyframe.families.svd.stages import Denoiser, Picture
+    from everyframe.families.svd.denoiser import Denoiser
+    from everyframe.families.svd.job import Picture
     from everyframe.samplers import euler_karras
 
     config = builders.config
@@ -143,11 +154,9 @@ def _one_step(builders: Builders, settings: Settings, unet: Any, device: str) ->
 def _decode(builders: Builders, settings: Settings, chunk: int, vae: Any, device: str) -> object:
     import torch
 
+    from everyframe.families.svd.decoding import decoded
+
     config = builders.config
     latents = torch.zeros(chunk, *latent_shape(config, settings)[1:], device=device)
-    together = {"num_frames": chunk} if config.decodes_together else {}
-    side = settings.saving(tiles.NAME, 0)
-    pixels = tiles.decode_in_tiles(
-        lambda part: vae.decode(part, **together).sample, latents, side, most=tiles.REHEARSED
-    )
+    pixels = decoded(vae, config, latents, settings, most_tiles=tiles.REHEARSED)
     return pixels.to("cpu", torch.float32)

@@ -1,0 +1,47 @@
+"""A model's parts without numbers: each made once on torch's meta device, to count and run dry.
+
+A family's own class says which parts there are and how one is built; it is made from configs, so
+no weights are needed, and torch only once a part is asked for. Read next: `loading.py`, which
+fills parts with their weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property, partial
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class Empty:
+    """Base of what makes a model's parts from its configs."""
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The components' names."""
+        raise NotImplementedError
+
+    def build(self, component: str) -> nn.Module:
+        """One part, without weights, wherever torch makes tensors now."""
+        raise NotImplementedError
+
+    @cached_property
+    def num_elements(self) -> Mapping[str, Mapping[str, int]]:
+        """Elements of each tensor of each component; counted once, for building takes a while."""
+        from everyframe.families.loading import count_parameters
+
+        return {name: count_parameters(partial(self.empty, name)) for name in self.parts}
+
+    @cached_property
+    def _made(self) -> dict[str, nn.Module]:
+        return {}
+
+    def empty(self, component: str) -> nn.Module:
+        """One part on meta, the same object at every call, for counting and for dry runs."""
+        from everyframe.families.loading import build_on_meta
+
+        if component not in self._made:
+            self._made[component] = build_on_meta(partial(self.build, component))
+        return self._made[component]
