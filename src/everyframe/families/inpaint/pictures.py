@@ -119,7 +119,7 @@ def posterior(
         found = vae.encode(part).latent_dist
         return torch.cat([found.mean, found.std], dim=1)
 
-    lots = picture_FCHW.split(settings.saving(tiles.FRAMES, len(picture_FCHW)))
+    lots = torch.split(picture_FCHW, settings.saving(tiles.FRAMES, len(picture_FCHW)))
     made = [tiles.encode_in_tiles(encode, lot, factor, side, most=most_tiles) for lot in lots]
     mean, deviation = torch.cat(made).to("cpu", torch.float32).chunk(2, dim=1)
     return mean, deviation
@@ -135,7 +135,7 @@ def decoded(
         pixels: Tensor = vae.decode(part).sample
         return pixels
 
-    lots = latents_FChw.split(settings.saving(tiles.FRAMES, len(latents_FChw)))
+    lots = torch.split(latents_FChw, settings.saving(tiles.FRAMES, len(latents_FChw)))
     made = [tiles.decode_in_tiles(decode, lot, side, most=most_tiles) for lot in lots]
     return torch.cat([each.to("cpu", torch.float32) for each in made])
 
