@@ -141,6 +141,19 @@ def test_little_is_imported_before_it_must(words: list[str]) -> None:
     assert run.stdout.splitlines()[-1].split() == ["loaded:"], run.stdout + run.stderr
 
 
+def test_what_cannot_be_asked_is_told_before_torch_is_there() -> None:
+    """Which takes seconds: the configs of a model are enough for that."""
+    words = ["plan", "a red circle", "--model", "shapes", "--size", "17x16"]
+    program = (
+        "import sys\nfrom everyframe.cli.main import main\n"
+        f"print(main({words!r}), *({SLOW!r} & set(sys.modules)))"
+    )
+    command = [sys.executable, "-c", program]
+    run = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    assert run.stdout.split() == ["2"], run.stdout + run.stderr
+    assert run.stderr == "error: width must be a multiple of 8, got 17; try 16 or 24\n"
+
+
 def test_help_is_quick() -> None:
     """Under 0.5 s of processor time; the wall clock would measure whoever else is at work."""
     command = [sys.executable, "-m", "everyframe", "--help"]
