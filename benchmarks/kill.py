@@ -4,6 +4,8 @@
     python benchmarks/kill.py --kills 20   # fewer
     python benchmarks/kill.py --name wan model=FOLDER chain=1 size=16x16 num_frames=5  # another
 
+Tiny models, which take a third of the time, are made by `tests/tiny.py` and its neighbours.
+
 Each run is a process of its own that is ended by SIGKILL: two times out of three at a random moment
 after a random event, in whatever it does then (loading, text, a step, decoding), and the third time
 inside a write of its state: before or after a random one of the calls that put bytes on the disk
