@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import tempfile
@@ -41,6 +42,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if on_gpu and not _has_gpu():
         for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a GPU; torch sees none here"))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: whoever looks for garbage need not look at it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def _has_gpu() -> bool:

@@ -1,16 +1,20 @@
 """The programs on our pages: which there are, and how one is run.
 
 A fenced block is run if it says ``sh`` or ``python``. ``<!-- not run: why -->`` on the line above
-leaves it out. All blocks of a page share one folder and are run in order, as a reader would.
-Read next: `test_docs.py`.
+leaves it out. All blocks of a page share one folder and are run in order, as a reader would. On the
+README each program is a new process. On other pages it is forked from this one, which is what a new
+one would be after some seconds of imports. Read next: `test_docs.py`.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +25,10 @@ COMMANDS = {"sh": ("sh", "-eu"), "python": (sys.executable,)}
 SHOWN = ("text", "json", "toml", "yaml", "makefile")
 
 _FENCE = re.compile(r"^```(.*)$")
+#: A command of ours with nothing in it that a shell would have to do.
+_PLAIN = re.compile(r"everyframe [^|&;<>$`\\#*?~()]+")
+#: Pages whose programs are processes of their own from the beginning.
+_AS_TYPED = ("README.md",)
 _NOT_RUN = re.compile(r"^<!-- not run: (\S.*) -->$")
 TIMEOUT = 180
 
@@ -74,20 +82,75 @@ def environment(source: Path, shims: Path) -> dict[str, str]:
 
 def run(block: Block, folder: Path, env: dict[str, str]) -> None:
     """Run a block in `folder`. Raises `AssertionError` with its output if it fails."""
-    command = COMMANDS[block.language]
-    result = subprocess.run(
-        command,
-        input=block.text,
-        cwd=folder,
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=TIMEOUT,
-    )
-    assert result.returncode == 0, (
-        f"{block.page}:{block.line}: exit status {result.returncode}\n{block.text}\n{result.stdout}"
-    )
+    programs = None if block.page.name in _AS_TYPED else plain_programs(block)
+    if programs is None or not hasattr(os, "fork"):
+        done = subprocess.run(
+            COMMANDS[block.language],
+            input=block.text,
+            cwd=folder,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=TIMEOUT,
+        )
+        code, said = done.returncode, done.stdout
+    else:
+        code, said = _forked(programs, folder, env)
+    assert code == 0, f"{block.page}:{block.line}: exit status {code}\n{block.text}\n{said}"
+
+
+def plain_programs(block: Block) -> list[str | list[str]] | None:
+    """A program of Python, or the words of commands of ours; None for what needs a shell."""
+    if block.language == "python":
+        return [block.text]
+    lines = [line for line in block.text.splitlines() if line.strip()]
+    if not all(_PLAIN.fullmatch(line) for line in lines):
+        return None
+    return [shlex.split(line)[1:] for line in lines]
+
+
+def _forked(
+    programs: Sequence[str | list[str]], folder: Path, env: dict[str, str]
+) -> tuple[int, str]:
+    """The programs, each in a fork of this process, up to one that fails: its code, and output."""
+    # Here, and not in each of them.
+    from everyframe.cli import generate  # noqa: F401
+    from everyframe.engine import run as engine  # noqa: F401
+    from everyframe.families.opensora import stages  # noqa: F401
+
+    output = folder.with_name(f"{folder.name}-printed")
+    output.touch()
+    for program in programs:
+        process = multiprocessing.get_context("fork").Process(
+            target=_in_fork, args=(program, folder, env, output)
+        )
+        process.start()
+        process.join(TIMEOUT)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+        if process.exitcode:
+            break
+    return process.exitcode or 0, output.read_text(errors="replace")
+
+
+def _in_fork(program: str | list[str], folder: Path, env: dict[str, str], output: Path) -> None:
+    with output.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    # Those of pytest's capturing go elsewhere.
+    sys.stdout, sys.stderr = (os.fdopen(each, "w", buffering=1) for each in (1, 2))
+    sys.stdin = os.fdopen(os.open(os.devnull, os.O_RDONLY))
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(env)
+    if isinstance(program, str):
+        exec(compile(program, "<page>", "exec"), {"__name__": "__main__"})
+        return
+    from everyframe.cli.main import main
+
+    sys.exit(main(program))
 
 
 class Reader:

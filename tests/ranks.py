@@ -21,8 +21,12 @@ from everyframe.parallel.meeting import leave, meet
 from everyframe.parallel.team import Alone, Ranks, Team
 
 PATIENCE = 240.0
-#: Imported once for all processes; diffusers takes seconds.
-PRELOAD = ["torch", "everyframe.parallel.switch", "everyframe.families.svd.unet"]
+#: Imported once for all processes, of what any of them imports: diffusers takes seconds.
+PRELOAD = [
+    "torch", "transformers", "diffusers.pipelines.latte.pipeline_latte", "everyframe.engine.run",
+    "everyframe.precision.rehearse", "everyframe.families.opensora.stages",
+    "everyframe.families.svd.unet",
+]  # fmt: skip
 FAST = (1, 2, 3, 5)
 SLOW = (4, 6, 7, 8)
 

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from docs_blocks import COMMANDS, Block, Reader, blocks_of, environment
+from docs_blocks import COMMANDS, Block, Reader, blocks_of, environment, plain_programs
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
@@ -117,6 +117,24 @@ def test_blocks_are_found_and_run_in_order(tmp_path: Path) -> None:
 def test_a_failing_block_is_seen(block: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="exit status"):
         read_all(block, tmp_path)
+
+
+def test_a_command_is_run_by_a_shell_where_it_needs_one() -> None:
+    def programs(text: str) -> object:
+        (block,) = blocks_of(Path("page.md"), f"```sh\n{text}\n```")
+        return plain_programs(block)
+
+    assert programs('everyframe plan "a b" -o x.mp4\neveryframe models') == [
+        ["plan", "a b", "-o", "x.mp4"], ["models"],
+    ]  # fmt: skip
+    for text in ("everyframe models | head", "ls", 'everyframe inspect "$FILE"', "everyframe x &"):
+        assert programs(text) is None
+
+
+@pytest.mark.parametrize("text", ["everyframe plan ''", "everyframe nothing"])
+def test_a_command_of_ours_that_fails_is_seen(text: str, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"exit status 2(.|\n)*error: "):
+        read_all(f"```sh\n{text}\n```", tmp_path)
 
 
 @pytest.mark.parametrize("block", ["```\nls\n```", "```bash\nls\n```", "```sh\nls"])
