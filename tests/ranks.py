@@ -31,10 +31,19 @@ FAST = (1, 2, 3, 5)
 SLOW = (4, 6, 7, 8)
 
 
-class Group:
-    """So many processes that met."""
+#: In a process of a group: other groups of the same sizes, where the module wants some.
+_SUPPLIES: dict[int, Any] = {}
 
-    def __init__(self, sizes: Sequence[int]) -> None:
+
+def supply_of(team: Team) -> Team:
+    """The ranks of a team once more, as another team; for modules that start `supplied`."""
+    return Alone() if team.size == 1 else Ranks(team.weights, _SUPPLIES[team.size])
+
+
+class Group:
+    """So many processes that met; `supplied`, they can have a second team (`supply_of`)."""
+
+    def __init__(self, sizes: Sequence[int], *, supplied: bool = False) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         self._folder = tempfile.TemporaryDirectory(prefix="everyframe-")
@@ -42,7 +51,7 @@ class Group:
         self._pipes, self._processes = [], []
         for rank in range(max(sizes)):
             ours, theirs = context.Pipe()
-            arguments = (rank, tuple(sizes), place, theirs)
+            arguments = (rank, tuple(sizes), place, theirs, supplied)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -91,12 +100,14 @@ class _Failed:
         self.text = text
 
 
-def _serve(rank: int, sizes: tuple[int, ...], place: str, pipe: Any) -> None:
+def _serve(rank: int, sizes: tuple[int, ...], place: str, pipe: Any, supplied: bool) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     meet(rank, [1.0] * max(sizes), Path(place), patience=PATIENCE)
     groups = {size: dist.new_group(list(range(size))) for size in sizes}
+    if supplied:
+        _SUPPLIES.update({size: dist.new_group(list(range(size))) for size in sizes})
     pipe.send("met")
     while True:
         try:
@@ -116,15 +127,20 @@ def _serve(rank: int, sizes: tuple[int, ...], place: str, pipe: Any) -> None:
 @pytest.fixture(scope="module")
 def ranks(request: pytest.FixtureRequest) -> Iterator[Group]:
     """Processes that met, for all cases of a module; import it by name to have it."""
+    yield from group_of(sizes_of(request))
+
+
+def sizes_of(request: pytest.FixtureRequest) -> list[int]:
+    """How many ranks the cases of a module have, of those that are run."""
     module = request.node
     mine = [item for item in request.session.items if item.getparent(pytest.Module) is module]
     is_slow = any(item.get_closest_marker("slow") for item in mine)
-    yield from group_of([size for size in (FAST + SLOW if is_slow else FAST) if size > 1])
+    return [size for size in (FAST + SLOW if is_slow else FAST) if size > 1]
 
 
-def group_of(sizes: Sequence[int]) -> Iterator[Group]:
+def group_of(sizes: Sequence[int], *, supplied: bool = False) -> Iterator[Group]:
     """For a module that wants others than these."""
-    made = Group(sizes)
+    made = Group(sizes, supplied=supplied)
     yield made
     made.close()
 

@@ -93,8 +93,9 @@ def resume(
         run: its name or folder (see `list_runs`); without one, the last that was broken off.
         pipe: the loaded pipeline, for a run of `everyframe.run`.
         output: as in `generate`; what was kept of earlier clips for ``"uint8"`` is no finer.
-        devices: ``num_devices``, ``devices``, ``parallel`` and ``shares`` of `generate`, to go on
-            with others than it was begun with; then the videos are the same but for rounding.
+        devices: ``num_devices``, ``devices``, ``parallel``, ``shares`` and ``shard_weights`` of
+            `generate`, to go on with others than it was begun with; then the videos are the same
+            but for rounding.
 
     Raises:
         InputError: there is no such run, or something that it needs was changed.

@@ -19,6 +19,7 @@ from everyframe.checkpoints.strict import KeyMap
 from everyframe.core.errors import CheckpointError
 from everyframe.core.plan import ComponentPlan, Precision
 from everyframe.families import offload
+from everyframe.families.ahead import Fetched
 from everyframe.families.loading import load_component
 from everyframe.precision import edges
 from everyframe.precision.raising import Raised
@@ -242,13 +243,12 @@ def test_what_is_raised_while_it_waits_comes_raised(tmp_path: Path) -> None:
 def test_the_next_part_is_on_its_way_while_one_computes() -> None:
     model = Model(12)
     came: list[str] = []
-    bring = offload.from_host(torch.device("cpu"))
 
     def noted(name: str, waiting: nn.Parameter) -> Tensor:
         came.append(name)
-        return bring(name, waiting)
+        return waiting.detach().clone()
 
-    offload.apply(model, "cpu", noted)
+    offload.apply(model, "cpu", Fetched(noted, torch.device("cpu")))
     seen: list[bool] = []
 
     def look(*_: object) -> None:

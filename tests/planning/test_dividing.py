@@ -27,6 +27,7 @@ class TwoBranches:
     title = "a model"
     led = ("text_encoder",)
     ways: tuple[str, ...] = ("",)
+    in_step = True
     shared_rehearsals = shared_stages = sum  # not asked here
 
     def num_branches(self, settings: Settings) -> int:
@@ -227,7 +228,7 @@ def test_the_plan_is_of_the_rank_with_the_most_to_do() -> None:
          r"is for 4 devices, got 3; for 3 it can be auto, sequence=3 or cfg=2, which parts any"),
         ({"parallel": "sequence=2"}, r"is for 2 devices, got 1; for 1 it can be auto, sequence=1"),
         ({"parallel": "cfg=3", "num_devices": 3}, r"cfg=3: it has 2 branches; sequence=3"),
-        ({"parallel": "cfg=2", "num_devices": 2, "guidance": 1}, "1 has one branch"),
+        ({"parallel": "cfg=2", "num_devices": 2, "guidance": 1}, "it has one branch; seq"),
         ({"parallel": "data=2", "num_devices": 2}, "at least 2 videos, got --num-videos 1"),
         ({"parallel": "cfg=2"}, "wants 2 devices or more, got 1"),
         ({"model": Whole(), "parallel": "sequence=2", "num_devices": 2},

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from everyframe.core.errors import CannotRunError
+from everyframe.core.errors import CannotRunError, InputError
 from everyframe.core.facts import DeviceFacts, Rates
 from everyframe.core.plan import Plan
 from everyframe.core.request import Request
@@ -127,3 +127,66 @@ def test_what_is_sent_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert slow.seconds is not None
     steps = fast.settings.num_inference_steps
     assert slow.seconds - fast.seconds == pytest.approx(steps * sent * (1e-6 - 1e-10))
+
+
+# ---------------------------------------------------------------- weights that ranks keep
+
+
+def kept(found: Plan) -> list[int]:
+    assert found.division is not None
+    return [rank.weight_bytes for rank in found.division.ranks]
+
+
+def test_weights_are_kept_by_all_where_they_do_not_fit_on_one() -> None:
+    """Taken by itself, and only then: three cards of which none holds the denoiser."""
+    roomy = plan(card(0), card(1), card(2))
+    whole = roomy.component("denoiser")
+    assert (whole.holders, kept(roomy)) == (1, [0, 0, 0])
+    free = int((whole.weight_bytes * 0.7 + whole.working_bytes) / 0.92)
+    tight = plan(*(card(index, free=free) for index in range(3)))
+    part = tight.component("denoiser")
+    assert tight.obstacle is None
+    assert part.holders == 3
+    assert not part.offload, "the host is not needed"
+    assert whole.weight_bytes / 3 < part.held_bytes < 0.7 * whole.weight_bytes
+    assert part.weight_bytes == whole.weight_bytes
+    (said,) = (note for note in tight.notes if "keeps a part of its weights" in note)
+    assert said.startswith("STDiT denoiser: each of 3 devices")
+    # Each sends what it keeps to both others, once for each branch, which come one by one by then.
+    assert tight.settings.saving("branches_at_once", 2) == 1
+    assert sum(kept(tight)) == pytest.approx(2 * 2 * whole.weight_bytes, rel=0.1)
+    assert max(kept(tight)) < 1.2 * min(kept(tight))
+    # Where that is not enough either, they wait on the host.
+    tiny = int((part.held_bytes * 0.8 + whole.working_bytes) / 0.92)
+    waits = plan(*(card(index, free=tiny) for index in range(3))).component("denoiser")
+    assert (waits.holders, waits.offload) == (1, True)
+
+
+def test_several_videos_share_devices_where_one_does_not_hold_the_weights() -> None:
+    """Ranks on one CPU, whose memory holds the weights once and not twice."""
+    cpu = replace(card(0, "a CPU"), kind="cpu", index=None)
+    apart = plan(cpu, cpu, num_videos=2)
+    whole = apart.component("denoiser")
+    assert str(apart.division) == "data=2, cfg=1, sequence=1"
+    free = int((1.7 * whole.weight_bytes + 2 * whole.working_bytes) / 0.92)
+    tight = replace(cpu, memory=free, free_memory=free)
+    together = plan(tight, tight, num_videos=2)
+    assert together.obstacle is None
+    assert str(together.division) == "data=1, cfg=1, sequence=2"
+    assert together.component("denoiser").holders == 2
+    # What was asked for by name is left as it is, and is told where it can't be done.
+    assert plan(tight, tight, num_videos=2, parallel="data=2").obstacle is not None
+
+
+def test_what_is_asked_for_by_name_is_done() -> None:
+    two = (card(0), card(1))
+    asked = plan(*two, shard_weights=True)
+    assert asked.component("denoiser").holders == 2
+    assert all(part.holders == 1 for part in asked.components if part.stage != "denoise")
+    # Videos of their own would leave one device for each.
+    together = plan(*two, num_videos=2, shard_weights=True)
+    assert str(together.division) == "data=1, cfg=1, sequence=2"
+    with pytest.raises(InputError, match="data=2 leaves one of 2 devices for a video"):
+        plan(*two, num_videos=2, shard_weights=True, parallel="data=2")
+    with pytest.raises(InputError, match="shard_weights has no effect on one device"):
+        plan(card(0), shard_weights=True)

@@ -1,8 +1,8 @@
-"""Kills the worker process that it is put into: ``PLANTED=SIGFPE:Attention:3`` in the environment.
+"""Kills or stops the worker process that it is put into: ``PLANTED=SIGFPE:Attention:3``.
 
 Python imports this by itself where its folder is in PYTHONPATH. ``PLANTED_RANK=1`` is for that rank
-under torchrun alone. The signal comes when a module of
-that class is called for that time, as it would from a broken library that the module calls.
+alone. The signal comes when a module of that class was called for that time, as it would from a
+broken library that the module calls; with ``hang`` in its place the call never returns.
 """
 
 from __future__ import annotations
@@ -10,15 +10,21 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from typing import Any
 
-is_meant = os.environ.get("PLANTED_RANK") in (None, os.environ.get("RANK"))
-if os.environ.get("PLANTED") and is_meant and "everyframe.engine.worker" in sys.orig_argv:
+wanted = os.environ.get("PLANTED_RANK")
+if os.environ.get("PLANTED") and "everyframe.engine.worker" in sys.orig_argv:
     import torch
+    import torch.distributed as dist
     from torch.nn.modules.module import register_module_forward_hook
 
     name, kind, times = os.environ["PLANTED"].split(":")
     left = int(times)
+
+    def is_meant() -> bool:
+        """Whether this is the rank; it is told once ranks have met."""
+        return wanted is None or (dist.is_initialized() and dist.get_rank() == int(wanted))
 
     def die(module: Any, given: Any, answer: Any) -> None:
         """Die if it is the turn of this call."""
@@ -27,7 +33,9 @@ if os.environ.get("PLANTED") and is_meant and "everyframe.engine.worker" in sys.
         is_real = any(type(each) is torch.Tensor and not each.is_meta for each in given)
         if type(module).__name__ == kind and is_real:
             left -= 1
-            if not left:
+            if not left and is_meant():
+                if name == "hang":
+                    time.sleep(600)
                 os.kill(os.getpid(), getattr(signal, name))
 
     register_module_forward_hook(die)

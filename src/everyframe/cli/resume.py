@@ -126,7 +126,10 @@ COMMAND = command(
         optional("run", "Name or folder of the run; see --list."),
         flag("list", bool, "List the runs that can be gone on with, and stop."),
         flag("forget", bool, "Remove the run and all that is kept of it, and stop."),
-        *(request_flag(name) for name in ("num_devices", "devices", "parallel", "shares")),
+        *(
+            request_flag(name)
+            for name in ("num_devices", "devices", "parallel", "shares", "shard_weights")
+        ),
         run_flag("output"),
         run_flag("json"),
         run_flag("run_dir"),

@@ -81,6 +81,7 @@ def print_plan(plan: Plan, file: IO[str]) -> None:
 
 def _ranks(division: Division) -> Table:
     """Each rank's part of one video's denoising, and what it sends."""
+    keeps = any(rank.weight_bytes for rank in division.ranks)
     shown = table(
         ("rank", "left"),
         ("device", "left"),
@@ -88,6 +89,7 @@ def _ranks(division: Division) -> Table:
         ("tokens", "right"),
         ("attention", "right"),
         ("sends a step", "right"),
+        *((("of weights", "right"),) if keeps else ()),
     )
     for number, rank in enumerate(division.ranks):
         shown.add_row(
@@ -96,9 +98,14 @@ def _ranks(division: Division) -> Table:
             str(division.videos[rank.group]),
             f"{rank.tokens:.1%}",
             f"{rank.attention:.1%}",
-            describe_bytes(rank.sent_bytes) if rank.sent_bytes else "nothing",
+            _sent(rank.sent_bytes),
+            *((_sent(rank.weight_bytes),) if keeps else ()),
         )
     return shown
+
+
+def _sent(num_bytes: int) -> str:
+    return describe_bytes(num_bytes) if num_bytes else "nothing"
 
 
 def print_record(record: Mapping[str, Any], file: IO[str]) -> None:

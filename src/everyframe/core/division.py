@@ -89,7 +89,8 @@ class RankPlan:
     `group` counts the groups that make videos apart from each other; `weight` is its speed beside
     those of the others. `tokens` is the part (0..1) of one video's tokens that it holds,
     `attention` its part of what they are dealt out for in another way; `sent_bytes` leave it at
-    each step. `idle` says when it has nothing to do, empty if it always has.
+    each step, and `weight_bytes` of the weights that it keeps for others. `idle` says when it has
+    nothing to do, empty if it always has.
     """
 
     device: str
@@ -99,6 +100,7 @@ class RankPlan:
     attention: float = 1.0
     sent_bytes: int = 0
     idle: str = ""
+    weight_bytes: int = 0
 
 
 @dataclass(frozen=True)

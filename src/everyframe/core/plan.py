@@ -129,8 +129,8 @@ class ComponentPlan:
 
     `weight_bytes` is what its parameters take in that precision, `working_bytes` the forecast peak
     of everything else while it runs. With `offload` the parameters lie in the host's memory, or in
-    their files if it `streams`, and `resident_bytes` of them at most are on the device at any time.
-    `remedies` are repairs that it
+    their files if it `streams`; with `holders` above 1 so many ranks keep them between them. Then
+    `resident_bytes` of them at most are on the device at any time. `remedies` are repairs that it
     has from the start. `paths` are the fast paths that it runs by (`everyframe.optimize`), None
     where nobody chose and torch does as it likes; `choices` say why, of these and of those that it
     does not run by.
@@ -152,6 +152,7 @@ class ComponentPlan:
     paths: tuple[str, ...] | None = None
     choices: tuple[Choice, ...] = ()
     by_turns: bool = False
+    holders: int = 1
 
     @property
     def held_bytes(self) -> int:

@@ -153,6 +153,11 @@ class Request(Options):
     shares: str | None = option(
         "How much each of several devices does, such as 24,8.", group="Machine"
     )
+    shard_weights: bool = option(
+        "Several devices keep the denoiser's weights between them, each a part of the blocks.",
+        group="Machine",
+        default=False,
+    )
     max_memory: str | None = option(
         "Use no more of the device's memory than this, such as 8GB.", group="Machine"
     )

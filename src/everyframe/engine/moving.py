@@ -20,7 +20,7 @@ from everyframe.planning.dividing import AVOIDED
 from everyframe.planning.resolve import check_feasible, prepare
 
 #: Options that say which devices work and what each does; none of them fits other devices.
-OF_RANKS = ("num_devices", "devices", "parallel", "shares")
+OF_RANKS = ("num_devices", "devices", "parallel", "shares", "shard_weights")
 
 
 def asked_anew(request: Request, ranks: Mapping[str, Any]) -> Request:

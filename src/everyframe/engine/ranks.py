@@ -22,7 +22,7 @@ from everyframe.core.plan import Plan
 from everyframe.core.request import DTYPES, Request, random_seed
 from everyframe.families.family import Model, Shared, Stage, Take
 from everyframe.hardware.facts import machine_facts
-from everyframe.parallel.meeting import check_alike, part, set_device
+from everyframe.parallel.meeting import again, check_alike, part, set_device
 from everyframe.parallel.team import ONE, Team, Teams
 from everyframe.planning.dividing import asked_devices
 from everyframe.planning.resolve import default_threads
@@ -150,6 +150,8 @@ def joined(
     plan, mine = from_plain(told, _nothing_bulky), division.ranks[peers.rank]
     world.weights = division.weights
     team = part(world, division.groups)
+    holds = any(each.holders > 1 for each in plan.components)
+    supply = again(world, division.groups) if holds else None
     first = plan.settings.seed
     left = [
         [number for number in division.takes(group) if first + number not in skip]
@@ -165,7 +167,7 @@ def joined(
     takes = left[mine.group]
     if not team.is_lead and not isinstance(model, Shared):
         takes = []
-    teams = Teams(world, team, division.cfg, division.way)
+    teams = Teams(world, team, division.cfg, division.way, supply)
     leads = [at_work.index(group[0]) for group in division.groups if group[0] in at_work]
     sources = tuple(rank for rank in leads if rank) if peers.gathers else ()
     return Here(_on(plan, mine.device), teams, takes, mine.group, sources)

@@ -1,9 +1,11 @@
-"""A rank's part of a video whose tokens are dealt out by places and by frames, as plans tell it.
+"""A rank's part of a video that is dealt out by places and frames, or by batches of frames.
 
 No torch: plans are made without it. Read next: `everyframe.parallel.grid`, `sharded`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from everyframe.families.family import RankPart
 from everyframe.parallel.grid import Deal
@@ -26,3 +28,26 @@ def dealt_part(
         sent_bytes,
         idle,
     )
+
+
+def workers(weights: Sequence[float]) -> tuple[int, ...]:
+    """The ranks that have a batch in each round: all but those whose share is 0."""
+    return tuple(rank for rank, weight in enumerate(weights) if weight)
+
+
+def holder(number: int, weights: Sequence[float], first: int = 0) -> int:
+    """The rank that has that batch, where the first round begins with batch `first`."""
+    ranks = workers(weights)
+    return ranks[(number - first) % len(ranks)]
+
+
+def batches_part(
+    count: int, weights: Sequence[float], rank: int, sent_bytes: int, how: str
+) -> RankPart:
+    """The part of a rank that has some of so many batches; a batch sends so much a step.
+
+    `how` there would be more of them.
+    """
+    mine = sum(holder(number, weights) == rank for number in range(count))
+    idle = "" if mine else f"there are fewer batches of frames than devices; {how}"
+    return RankPart(mine / count, mine / count, sent_bytes if mine else 0, idle)

@@ -347,14 +347,17 @@ class Shared(Protocol):
     """A model of which several ranks make one video together.
 
     `led` are the components that the first of all ranks alone loads, for all of them. `ways` are
-    its ways to exchange what attention needs, ("",) where there is but one.
+    its ways to exchange what attention needs, ("",) where there is but one. `in_step` is whether
+    ranks call the denoiser, which is loaded here, together: then they can keep its weights between
+    them.
     """
 
     led: tuple[str, ...]
     ways: tuple[str, ...]
+    in_step: bool
 
     def num_branches(self, settings: Settings) -> int:
-        """How many branches of guidance one step computes."""
+        """How many branches of guidance one step computes, which ranks can have apart."""
         ...
 
     def rank_part(self, settings: Settings, crew: Crew, rank: int, element_bytes: int) -> RankPart:

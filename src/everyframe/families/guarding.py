@@ -105,6 +105,10 @@ class Guard:
         events, self._events = self._events, []
         yield from events
 
+    def hear(self, events: Iterable[Event]) -> None:
+        """Hand on with its own what the guards of other ranks told."""
+        self._events += events
+
     def call(self, step: int, compute: Callable[[], _Result]) -> _Result:
         """The result of `compute`, all of whose floating tensors are finite.
 

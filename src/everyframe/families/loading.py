@@ -26,7 +26,9 @@ from everyframe.checkpoints.tensors import TensorFile, open_checkpoint
 from everyframe.core.plan import ComponentPlan
 from everyframe.families import offload, quantising, repairing
 from everyframe.families.family import Strict
+from everyframe.families.holding import Holding
 from everyframe.optimize.put_on import after_weights, before_weights
+from everyframe.parallel.team import Team
 from everyframe.precision import edges, quantised
 from everyframe.precision.dtypes import torch_dtype
 from everyframe.precision.islands import parameter_dtype
@@ -70,11 +72,13 @@ def load_component(
     weights: Path | TensorFile,
     keys: KeyMap,
     outputs: tuple[str, ...] = ("",),
+    supply: Team | None = None,
 ) -> ModuleT:
     """The component's module with those weights, on its device, ready to be called.
 
     `build` makes it without weights; `outputs` are the submodules whose results leave for the
-    engine (see `edges.apply`). Raises `CheckpointError` for anything missing, extra or misshapen.
+    engine (see `edges.apply`). `supply` are the ranks that keep the weights between them, if the
+    plan has that. Raises `CheckpointError` for anything missing, extra or misshapen.
     """
     module = build_on_meta(build)
     before_weights(module, part.paths)
@@ -88,12 +92,15 @@ def load_component(
         return torch_dtype(parameter_dtype(name, part.precision))
 
     opened = open_checkpoint(weights) if isinstance(weights, Path) else weights
-    device = torch.device("cpu" if part.offload else part.device)
     where = torch.device(part.device)
+    device = torch.device("cpu") if part.offload else where
     rounded = quantised.rows(module, part.precision).keys()
     with quantised.as_quantised(module, part.precision):
-        # Units that are read at each call: here they are held against the file and not read.
+        # What comes at each call, from a file or from other ranks, is held against the file here
+        # and not read.
         leave = offload.unit_parameters(module) if part.streams else frozenset[str]()
+        held = _held(module, part, supply)
+        leave = leave if held is None else held.elsewhere
     found = load_strictly(
         module, opened, keys=keys, dtype=dtype_of, device=device, leave=leave | rounded
     )
@@ -103,10 +110,10 @@ def load_component(
     put_on = edges.apply(module, part.precision, outputs)
     for remedy in part.remedies:
         repairing.put_on(module, remedy)
-    if part.offload:
+    if part.offload or held is not None:
         kind = part.precision.weights
-        bring = quantising.from_files(opened, found.left, where, kind) if part.streams else None
-        offload.apply(module, where, bring)
+        files = quantising.from_files(opened, found.left, where, kind) if part.streams else None
+        offload.apply(module, where, held or files)
     after_weights(module, part.paths, outputs, repairing.plain_parts(part.remedies))
     show(part.name, module)
     _log.debug(
@@ -115,6 +122,14 @@ def load_component(
         put_on.num_hooks,
     )  # fmt: skip
     return module
+
+
+def _held(module: nn.Module, part: ComponentPlan, supply: Team | None) -> Holding | None:
+    """What brings weights that ranks keep between them, if the plan has that."""
+    if part.holders == 1:
+        return None
+    assert supply is not None, "planned for ranks"
+    return Holding(module, supply, torch.device(part.device))
 
 
 def check_contents(model: object) -> None:

@@ -1,12 +1,13 @@
-"""Offload block by block: weights wait on the host or in their files and come for their call.
+"""Offload block by block: weights wait elsewhere and come for their call.
 
 Put on a loaded module from outside. A *unit* is a part small enough to come as a whole, such as a
 block; when it is called its parameters are brought to the device, and let go when it returns; the
-next one is then already on its way (`ahead`). A layer of a unit that is called by itself (keys and
+next one is then already on its way (`ahead`). A part of a unit that is called by itself (keys and
 values of a text, before any block runs) comes alone. What belongs to no unit, and every buffer,
 stays on the device. The arithmetic is the same, so the result is too, bit for bit; the price is the
 way of all weights to the device at every call.
 
+They wait on the host, in their files, or with other ranks (`holding`).
 Read next: `everyframe.families.loading`, which puts it on; `everyframe.planning.fitting`, which
 decides where.
 """
@@ -22,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from everyframe.checkpoints.tensors import TensorFile
 from everyframe.core.plan import Precision
-from everyframe.families.ahead import Ahead, Bring
+from everyframe.families.ahead import Ahead, Carrier, Fetched
 from everyframe.precision.dtypes import num_bytes
 from everyframe.precision.islands import parameter_dtype
 from everyframe.precision.quantised import as_quantised
@@ -34,7 +35,8 @@ _SHARE = 1 / 12
 def units(module: nn.Module) -> dict[str, nn.Module]:
     """The parts that come and go as a whole, by dotted name; they are disjoint.
 
-    They follow from the module's structure and sizes alone, never from a device.
+    They follow from the module's structure and sizes alone, never from a device. A module that
+    calls its layers piece by piece, so more or less often, says that it `comes_whole`.
     """
     limit = _count(module) * _SHARE
     return dict(_split(module, "", limit))
@@ -54,6 +56,12 @@ def resident_bytes(module: nn.Module, precision: Precision) -> int:
 
     The largest unit and the next largest: one computes, one is on its way.
     """
+    of_units, rest = unit_bytes(module, precision)
+    return rest + sum(sorted(of_units.values())[-2:])
+
+
+def unit_bytes(module: nn.Module, precision: Precision) -> tuple[dict[str, int], int]:
+    """Bytes of each unit's parameters by its name, and of those that belong to none."""
     with as_quantised(module, precision):
         sizes = {
             name: each.numel() * num_bytes(parameter_dtype(name, precision))
@@ -61,24 +69,24 @@ def resident_bytes(module: nn.Module, precision: Precision) -> int:
             else each.nbytes
             for name, each in module.named_parameters()
         }
-        parts = {f"{name}." for name in units(module)}
-    of_parts = {
-        part: sum(size for name, size in sizes.items() if name.startswith(part)) for part in parts
+        names = list(units(module))
+    of_units = {
+        unit: sum(size for name, size in sizes.items() if name.startswith(f"{unit}."))
+        for unit in names
     }
-    largest = sorted(of_parts.values())[-2:]
-    return sum(sizes.values()) - sum(of_parts.values()) + sum(largest)
+    return of_units, sum(sizes.values()) - sum(of_units.values())
 
 
-def from_host(device: torch.device) -> Bring:
+def from_host(device: torch.device) -> Fetched:
     """Copies of what waits in the host's memory, made even where the device is the host."""
 
     def bring(name: str, waiting: nn.Parameter) -> Tensor:
         return torch.empty_like(waiting, device=device).copy_(waiting)
 
-    return bring
+    return Fetched(bring, device)
 
 
-def from_files(weights: TensorFile, sources: Mapping[str, str], device: torch.device) -> Bring:
+def from_files(weights: TensorFile, sources: Mapping[str, str], device: torch.device) -> Fetched:
     """Parameters read out of their files again; `sources` are the file's names by the module's.
 
     Nothing of them waits anywhere: in the module they lie on meta.
@@ -87,29 +95,28 @@ def from_files(weights: TensorFile, sources: Mapping[str, str], device: torch.de
     def bring(name: str, waiting: nn.Parameter) -> Tensor:
         return weights.load(sources[name], device, waiting.dtype)
 
-    return bring
+    return Fetched(bring, device)
 
 
 class Offload:
     """What `apply` has put on a module; `remove` takes it off and leaves the weights waiting.
 
-    `most_bytes` is the most that units had on the device at once since it was put on, those on
+    `most_bytes` is the most that came for units and was there at once since it was put on, those on
     their way included.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device, bring: Bring) -> None:
+    def __init__(self, module: nn.Module, device: torch.device, carrier: Carrier) -> None:
         self._handles: list[RemovableHandle] = []
         self._waiting: dict[nn.Module, dict[str, nn.Parameter]] = {}
         self._names = WeakKeyDictionary({part: name for name, part in module.named_modules()})
         found = units(module)
-        self._ahead = Ahead(bring, device, list(found))
+        self._ahead = Ahead(carrier, list(found))
         self._bytes = 0
         self.most_bytes = 0
         for unit in found.values():
-            self._hook(unit)
-            for layer in unit.modules():
-                if layer is not unit and _has_own(layer):
-                    self._hook(layer)
+            for part in unit.modules():
+                if next(part.parameters(), None) is not None:
+                    self._hook(part)
         waiting = {id(p) for unit in found.values() for p in unit.parameters()}
         for part in module.modules():
             for name, parameter in part._parameters.items():
@@ -127,7 +134,7 @@ class Offload:
         self._ahead.forget()
 
     def _hook(self, part: nn.Module) -> None:
-        mine: list[nn.Module] = []
+        mine: list[tuple[nn.Module, int]] = []
 
         # They are given the part, and must not hold it: it would hold itself through its hooks.
         def come(part: nn.Module, *_: object) -> None:
@@ -144,11 +151,14 @@ class Offload:
             came = self._ahead.take(self._names[part], named)
             for layer, own in wanted:
                 self._waiting[layer] = own
-                mine.append(layer)
-                for name in own:
+                size = 0
+                for name, parameter in own.items():
                     tensor = came[self._named(layer, name)]
                     layer._parameters[name] = _parameter(tensor)
-                    self._bytes += tensor.nbytes
+                    # What is here already doesn't come.
+                    size += 0 if tensor is parameter else tensor.nbytes
+                mine.append((layer, size))
+                self._bytes += size
             following = self._ahead.following(self._names[part])
             if following is not None:
                 self._ahead.send_for(following, self._of(following))
@@ -156,11 +166,9 @@ class Offload:
 
         def go(*_: object) -> None:
             while mine:
-                layer = mine.pop()
-                for name, parameter in self._waiting.pop(layer).items():
-                    came = layer._parameters[name]
-                    self._bytes -= 0 if came is None else came.nbytes
-                    layer._parameters[name] = parameter
+                layer, size = mine.pop()
+                layer._parameters.update(self._waiting.pop(layer))
+                self._bytes -= size
 
         self._handles.append(part.register_forward_pre_hook(come, prepend=True))
         self._handles.append(part.register_forward_hook(go, always_call=True))
@@ -182,13 +190,13 @@ class Offload:
         return f"{self._names[layer]}.{name}".lstrip(".")
 
 
-def apply(module: nn.Module, device: str | torch.device, bring: Bring | None = None) -> Offload:
-    """Offload a module whose weights lie on the host, or wherever `bring` gets them from.
+def apply(module: nn.Module, device: str | torch.device, carrier: Carrier | None = None) -> Offload:
+    """Offload a module whose weights lie on the host, or wherever `carrier` gets them from.
 
     It then computes on `device`.
     """
     device = torch.device(device)
-    return Offload(module, device, bring or from_host(device))
+    return Offload(module, device, carrier or from_host(device))
 
 
 def _has_own(layer: nn.Module) -> bool:
@@ -206,6 +214,7 @@ def _parameter(tensor: Tensor) -> nn.Parameter:
 def _split(module: nn.Module, name: str, limit: float) -> Iterator[tuple[str, nn.Module]]:
     children = [(key, child) for key, child in module.named_children() if _count(child)]
     leaf = not children or isinstance(module, nn.MultiheadAttention)
+    leaf = leaf or getattr(module, "comes_whole", False)
     if name and (leaf or (_count(module) <= limit and not _only_holds(module))):
         yield name, module
         return

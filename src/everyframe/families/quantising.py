@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from everyframe.checkpoints.tensors import TensorFile
 from everyframe.core.plan import Precision
 from everyframe.families import offload
-from everyframe.families.ahead import Bring
+from everyframe.families.ahead import Fetched
 from everyframe.precision.quantised import (
     SCALE,
     QuantisedLinear,
@@ -57,11 +57,10 @@ def fill(
 
 def from_files(
     weights: TensorFile, sources: Mapping[str, str], device: torch.device, kind: str
-) -> Bring:
+) -> Fetched:
     """As `offload.from_files`, for a module that keeps some weights in eight bits."""
-    plain = offload.from_files(weights, sources, device)
     if not kind:
-        return plain
+        return offload.from_files(weights, sources, device)
     scales: dict[str, Tensor] = {}
 
     def bring(name: str, waiting: nn.Parameter) -> Tensor:
@@ -69,7 +68,7 @@ def from_files(
         if own == SCALE and layer in scales:  # it came with the values
             return scales.pop(layer).to(waiting.dtype)
         if own != SCALE and waiting.is_floating_point():
-            return plain(name, waiting)
+            return weights.load(sources[name], device, waiting.dtype)
         source = weights.load(sources[f"{layer}.weight"])
         values, scale = quantise(source, kind, device)
         if own == SCALE:
@@ -77,4 +76,4 @@ def from_files(
         scales[layer] = scale
         return values
 
-    return bring
+    return Fetched(bring, device)

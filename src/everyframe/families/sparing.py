@@ -1,6 +1,7 @@
 """The ways to do with less memory, in the one order that plans and runs take them in.
 
-Exact savings of a family come first, then weights wait on the host, then what shows in the picture.
+Exact savings of a family come first, then ranks keep weights between them, then these wait on the
+host, then what shows in the picture.
 A plan takes as few of them as make it fit (`everyframe.planning.fitting`); a stage that runs out of
 memory takes the next one (`reliefs.py`). Read next: `family.Saving`, `offload.py`.
 """
@@ -18,8 +19,9 @@ from everyframe.families.family import Savings
 class Way:
     """One more thing done for `component`: `settings` hold then, with all that was done before.
 
-    `offload` is whether this one is that its weights wait on the host, in which nothing changes but
-    the time; else it is a saving of the family, with what is said of it, for that `stage` or all.
+    With `offload` this one is that its weights wait on the host, with `holders` above 1 that so
+    many ranks keep them between them, in which nothing changes but the time; else it is a saving of
+    the family, with what is said of it, for that `stage` or all.
     """
 
     component: str
@@ -28,6 +30,12 @@ class Way:
     is_lossy: bool = False
     offload: bool = False
     stage: str = ""
+    holders: int = 1
+
+    @property
+    def moves_weights(self) -> bool:
+        """Whether it is about where weights are, and not a saving of the family."""
+        return self.offload or self.holders > 1
 
 
 def ways(
@@ -37,10 +45,11 @@ def ways(
     *,
     may_wait: bool,
     stage: str | None = None,
+    holders: int = 1,
 ) -> Iterator[Way]:
     """All that can be done for these components; weights wait only where they `may_wait`.
 
-    With `stage`, only what helps in that one.
+    With `stage`, only what helps in that one. `holders` ranks can keep weights between them.
     """
     for is_lossy in (False, True):
         for name in components if savings is not None else ():
@@ -51,6 +60,8 @@ def ways(
                     if wanted and saving.settings != settings:
                         settings = saving.settings
                         yield Way(name, settings, saving.says, is_lossy, stage=at)
+        for name in components if holders > 1 and not is_lossy else ():
+            yield Way(name, settings, held_says(holders), holders=holders)
         for name in components if may_wait and not is_lossy else ():
             says = "its weights wait in the host's memory and come to the device block by block"
             yield Way(name, settings, says, offload=True)
@@ -60,3 +71,11 @@ def _stages(savings: Savings, name: str, settings: Settings, only: str | None) -
     """The stages that there are savings for, those for all stages first."""
     found = dict.fromkeys(saving.stage for saving in savings(name, settings))
     return sorted((at for at in found if only is None or at in ("", only)), key=bool)
+
+
+def held_says(holders: int) -> str:
+    """What is said of weights that so many ranks keep between them."""
+    return (
+        f"each of {holders} devices keeps a part of its weights and hands them to the others, "
+        "block by block"
+    )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -18,14 +19,28 @@ from everyframe.families.family import Take
 from everyframe.families.guarding import Guard
 from everyframe.samplers.step import Step as SamplerStep
 
-Batches = Callable[[Take], Iterable[Iterator[SamplerStep]]]
-"""The samplers of a take's batches from that one on which `Take.step` is in, begun at that step."""
+
+@dataclass(frozen=True)
+class Lot:
+    """Batches of a take that are worked on at the same time, by `count` ranks; one as a rule.
+
+    `steps` are those of this rank's batch, and the state after the last is that of them all. When
+    they are over, `end` steps of the take are done: those of each batch count.
+    """
+
+    steps: Iterator[SamplerStep]
+    end: int
+    count: int = 1
+
+
+Lots = Callable[[Take], Iterable[Lot]]
+"""A take's lots from that one on which `Take.step` is in, begun at that step."""
 
 
 def denoised(
-    stage: str, takes: Sequence[Take], num_steps: int, guard: Guard, batches: Batches
+    stage: str, takes: Sequence[Take], num_steps: int, guard: Guard, lots: Lots
 ) -> Iterator[Event]:
-    """Fill each take's `latents` with what its samplers make of it, one batch after the other.
+    """Fill each take's `latents` with what its samplers make of it, one lot after the other.
 
     `num_steps` is of one take. The latents of several batches are joined along the first axis.
     """
@@ -35,25 +50,27 @@ def denoised(
             continue  # done before the run was broken off
         begun = time.perf_counter()
         guard.take(take)
-        for sampled in batches(take):
-            for step in sampled:
+        for lot in lots(take):
+            for step in lot.steps:
                 guard.latents(step.index + 1, step.x)
                 yield from guard.events()
-                _take_step(take, step, take.step + 1 == num_steps)
+                left = step.num_steps - 1 - step.index
+                _take_step(take, step, lot.end if not left else take.step + 1, num_steps)
                 take.reliefs = guard.reliefs.count
                 now = time.perf_counter()
-                done, total = number * num_steps + take.step, len(takes) * num_steps
-                yield Step(stage, done, total, take.seed, now - begun)
+                # Steps of batches that other ranks have count as they go on, too.
+                done = number * num_steps + lot.end - left * lot.count
+                yield Step(stage, done, len(takes) * num_steps, take.seed, now - begun)
                 begun = now
 
 
-def _take_step(take: Take, step: SamplerStep, is_last: bool) -> None:
+def _take_step(take: Take, step: SamplerStep, done: int, num_steps: int) -> None:
     """Put the state after a step into its take, whole at every moment in which others see it."""
-    take.step += 1
+    take.step = done
     take.latents, take.memory = step.x, step.memory
     if step.index + 1 == step.num_steps:
         take.finished = (*take.finished, step.x.to("cpu"))
         take.latents = take.memory = None
-    if is_last:
+    if done == num_steps:
         take.latents = torch.cat(take.finished) if len(take.finished) > 1 else take.finished[0]
         take.finished = ()

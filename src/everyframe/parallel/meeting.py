@@ -64,10 +64,13 @@ def part(team: Team, groups: Sequence[Sequence[int]]) -> Team:
     Every rank must be in one group, and all must call this with the same groups.
     """
     assert sorted(rank for group in groups for rank in group) == list(range(team.size))
-    mine = next(list(group) for group in groups if team.rank in group)
-    if len(groups) == 1:
-        return team
+    return team if len(groups) == 1 else again(team, groups)
+
+
+def again(team: Team, groups: Sequence[Sequence[int]]) -> Team:
+    """As `part`, and always another team: what it exchanges goes beside what the first does."""
     made = [dist.new_group(list(group)) for group in groups]  # all ranks make all of them
+    mine = next(list(group) for group in groups if team.rank in group)
     if len(mine) == 1:
         return Alone()
     own = next(each for each, group in zip(made, groups, strict=True) if team.rank in group)

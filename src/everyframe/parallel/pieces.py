@@ -7,7 +7,7 @@ on with its next piece while the first rank fetches the one before. Read next: `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -33,13 +33,14 @@ def owners(num_pieces: int, weights: Sequence[float]) -> tuple[int, ...]:
 
 def in_order(
     team: Team,
-    owner: Sequence[int],
+    owner: Iterable[int],
     compute: Callable[[int], tuple[Tensor, Any]],
     what: str,
 ) -> Iterator[tuple[Tensor, Any]]:
     """On the lead: each piece's tensor (on the CPU) and plain data, in order; elsewhere nothing.
 
-    ``compute(number)`` makes them, and is called for this rank's own pieces only.
+    ``compute(number)`` makes them, and is called for this rank's own pieces only, as soon as
+    `owner` has said whose it is.
     """
     sending: Sending | None = None
     for number, rank in enumerate(owner):

@@ -99,6 +99,19 @@ class Team(ABC):
             self._broadcast([(x, source)], what)
         return x
 
+    def start_broadcast(self, parts: Sequence[tuple[Tensor, int]], what: str) -> Sending:
+        """`broadcast` of contiguous tensors, each of the rank beside it, while this one computes.
+
+        None of them may be read or changed before the `Sending` was waited for.
+        """
+        if self.size == 1:
+            return Sending([], self._told(what))
+        for x, source in parts:
+            self.sent[what] += x.nbytes * (self.size - 1) * (source == self.rank)
+        with self._told(what):
+            works = self._start_broadcast([part for part in parts if part[0].numel()])
+        return Sending(works, self._told(what))
+
     def sum(self, x: Tensor, what: str) -> Tensor:
         """The sum over all ranks, added up in their order: the same bits on every rank."""
         each = self.gather(x[None], [1] * self.size, what)
@@ -178,9 +191,15 @@ class Team(ABC):
     ) -> Any:
         """Contiguous `x` to `out`; what is to be waited for, None if it is over."""
 
-    @abstractmethod
     def _broadcast(self, parts: Sequence[tuple[Tensor, int]], what: str) -> None:
         """Each contiguous tensor is filled with what its source rank has in it."""
+        with self._told(what):
+            for work in self._start_broadcast(parts):
+                work.wait()
+
+    @abstractmethod
+    def _start_broadcast(self, parts: Sequence[tuple[Tensor, int]]) -> list[Any]:
+        """What is to be waited for until `_broadcast` is done."""
 
 
 class Sending:
@@ -224,8 +243,8 @@ class Imagined(Team):
     def _all_to_all(self, *_: object) -> None:
         pass
 
-    def _broadcast(self, *_: object) -> None:
-        pass
+    def _start_broadcast(self, *_: object) -> list[Any]:
+        return []
 
     def _send(self, *_: object) -> list[Any]:
         return []
@@ -246,13 +265,16 @@ class Teams:
     """A rank among all ranks, and among those that make the same videos.
 
     `groups` is into how many parts the branches of guidance are dealt, each with ranks of its own,
-    `way` how attention's tokens are exchanged, where the model has several ways.
+    `way` how attention's tokens are exchanged, where the model has several ways. `supply` are the
+    ranks of `team` once more, on a way of their own, where they keep weights between them: those
+    come while tokens are exchanged.
     """
 
     world: Team
     team: Team
     groups: int = 1
     way: str = ""
+    supply: Team | None = None
 
 
 #: One rank that does everything.
@@ -290,14 +312,11 @@ class Ranks(Team):
                 group=self._group, async_op=not at_once,
             )  # fmt: skip
 
-    def _broadcast(self, parts: Sequence[tuple[Tensor, int]], what: str) -> None:
-        with self._told(what):
-            waiting = [
-                dist.broadcast(_bytes(x), self._members[source], self._group, async_op=True)
-                for x, source in parts
-            ]
-            for each in waiting:
-                each.wait()
+    def _start_broadcast(self, parts: Sequence[tuple[Tensor, int]]) -> list[Any]:
+        return [
+            dist.broadcast(_bytes(x), self._members[source], self._group, async_op=True)
+            for x, source in parts
+        ]
 
     def _send(self, parts: Sequence[Tensor], target: int, what: str) -> list[Any]:
         with self._told(what):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import Choice, ComponentPlan, Precision, Remedy, Settings
@@ -67,7 +67,8 @@ class Parts:
     `host_memory` bytes are free beside the device; `remedies` are the repairs that components have
     from the start where they have that dtype. `chooser` chooses fast paths; without one those are
     expected that the device could have. `quantising` is which weights may be kept in eight bits.
-    With `teams`, it is one rank of theirs.
+    With `teams`, it is one rank of theirs, of which `holders` can keep the denoiser's weights
+    between them, and do if it `shards`.
     """
 
     model: Model
@@ -79,6 +80,8 @@ class Parts:
     chooser: Chooser | None = None
     quantising: Quantising = WHOLE
     teams: Teams | None = None
+    holders: int = 1
+    shards: bool = False
 
     def named(
         self,
@@ -86,13 +89,16 @@ class Parts:
         settings: Settings,
         *,
         offload: bool = False,
+        holders: int = 1,
         roughly: bool = False,
         kind: str | None = None,
     ) -> Part:
         """The component of that name; see `part`."""
         components = self.model.components(settings)
         component = next(each for each in components if each.name == name)
-        return self.part(component, settings, offload=offload, roughly=roughly, kind=kind)
+        return self.part(
+            component, settings, offload=offload, holders=holders, roughly=roughly, kind=kind
+        )
 
     def part(
         self,
@@ -100,13 +106,14 @@ class Parts:
         settings: Settings,
         *,
         offload: bool,
+        holders: int = 1,
         roughly: bool = False,
         kind: str | None = None,
     ) -> Part:
         """The component at these settings, with `offload` its weights waiting on the host.
 
-        `kind` is one of `kinds`, None the first. With `roughly` whole calls of a pipeline, which
-        take seconds, are not run dry.
+        `holders` ranks keep its weights between them. `kind` is one of `kinds`, None the first.
+        With `roughly` whole calls of a pipeline, which take seconds, are not run dry.
         """
         chooser = self.chooser or Chooser(self.device)
         kind = self._first_kind(component, settings) if kind is None else kind
@@ -120,7 +127,7 @@ class Parts:
         choices = (*chosen.choices, *chooser.choices(component.name, precision, runs))
         paths = used(choices) if runs or len(choices) > len(chosen.choices) else None
         remedies = remedies_for(component.name, precision.parameters, self.remedies)
-        resident = _resident_bytes(runs, precision) if offload and runs else None
+        holders = max(holders, self.holders_of(component)) if self.shards else holders
         weights = self._weight_bytes(component, settings, precision, remedies)
         # A pipeline's parts are read by diffusers and transformers, whole.
         is_ours = not any(isinstance(run.rehearsal, JointRehearsal) for run in runs)
@@ -136,9 +143,7 @@ class Parts:
             weight_bytes=weights,
             working_bytes=self._working_bytes(component, runs, precision)
             + score_bytes(runs, paths),
-            offload=resident is not None,
-            streams=resident is not None and waits > self.host_memory,
-            resident_bytes=resident,
+            **self._elsewhere(runs, precision, waits, offload, holders),
             remedies=remedies,
             paths=paths,
             choices=choices,
@@ -146,6 +151,22 @@ class Parts:
         notes += told(component.title, choices, precision)
         notes += tuple(told_of_weights(component.title, precision, self.quantising))
         return Part(plan, runs, (*notes, *(note for run in runs for note in run.notes())))
+
+    def _elsewhere(
+        self, runs: Sequence[DryRun], precision: Precision, waits: int, offload: bool, holders: int
+    ) -> dict[str, Any]:
+        """What a plan says of weights that are not on the device; nothing of those that are.
+
+        `waits` bytes would lie on the host.
+        """
+        if not runs or not (offload or holders > 1):
+            return {}
+        return {
+            "offload": offload,
+            "streams": offload and waits > self.host_memory,
+            "holders": holders,
+            "resident_bytes": _resident_bytes(runs[0].rehearsal, precision, holders),
+        }
 
     def kinds(self, component: Component, settings: Settings) -> tuple[str, ...]:
         """What its weights may be kept in, the most exact first; "" is their own dtype."""
@@ -162,8 +183,16 @@ class Parts:
         return self.kinds(component, settings)[0] if first else first
 
     def weights_alone(self, component: Component, settings: Settings, kind: str) -> int:
-        """Bytes that its weights take at least, however little is computed at once."""
-        return self._weight_bytes(component, settings, self._by_facts(component, kind)[0])
+        """Bytes that its weights take here at least, however little is computed at once."""
+        precision, holders = self._by_facts(component, kind)[0], self.holders_of(component)
+        if holders == 1:
+            return self._weight_bytes(component, settings, precision)
+        (call, *_) = self._rehearsals(component.name, settings)
+        return _resident_bytes(call, precision, holders)
+
+    def holders_of(self, component: Component) -> int:
+        """How many ranks can keep its weights between them: those that call it together."""
+        return self.holders if component.stage == "denoise" else 1
 
     def _weight_bytes(
         self,
@@ -288,10 +317,14 @@ def _rows(rehearsals: Sequence[Rehearsal], precision: Precision) -> Mapping[str,
     return rows(alone[0].module(), precision) if alone else {}
 
 
-def _resident_bytes(runs: Sequence[DryRun], precision: Precision) -> int:
+def _resident_bytes(rehearsal: Rehearsal, precision: Precision, holders: int) -> int:
+    """What is on the device at most of weights that come block by block."""
+    from everyframe.families.holding import held_bytes
     from everyframe.families.offload import resident_bytes
 
-    return resident_bytes(runs[0].rehearsal.part(), precision)
+    if holders > 1:
+        return held_bytes(rehearsal.part(), precision, holders)
+    return resident_bytes(rehearsal.part(), precision)
 
 
 @dataclass(frozen=True)

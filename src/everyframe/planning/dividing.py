@@ -98,10 +98,13 @@ def divide(
     effort_of: Callable[[Settings], Effort],
     num_threads: int,
     weights: Sequence[float] | None = None,
+    *,
+    shards: bool = False,
 ) -> Division | None:
     """How the run is divided; None for one device. `effort_of` is asked only for several.
 
     `weights` are the devices' speeds where the request names no shares; without them all are alike.
+    With `shards` every video has several devices.
 
     Raises:
         InputError: what was asked can't be had; the text says what would be right.
@@ -110,6 +113,8 @@ def divide(
     asked_for = shares_asked(request, len(devices))
     weights = tuple(asked_for or weights or (1.0,) * len(devices))
     _check_ways(asked, model, settings, len(devices))
+    if request.shard_weights:
+        _check_shards(asked, model, len(devices))
     if len(devices) == 1:
         return None
     effort = effort_of(settings)
@@ -125,6 +130,8 @@ def divide(
         if asked.cfg is None or asked.cfg * count <= len(devices)
         for way in ([asked.way] if asked.way else ways)
     ]
+    if shards:
+        divisions = [each for each in divisions if min(map(len, each.groups)) > 1]
     kind = devices[0].kind
     speed = _OPERATIONS[kind] * (num_threads if kind == "cpu" else 1)
     pace = _Pace(speed, _BYTES[kind], _PLAIN[kind])
@@ -150,6 +157,23 @@ def sending_seconds(division: Division | None) -> float:
         return 0.0
     kind = division.ranks[0].device.partition(":")[0]
     return max(rank.sent_bytes for rank in division.ranks) / _BYTES[kind]
+
+
+def weights_seconds(division: Division | None) -> float:
+    """How long a step's weights are on their way to those that don't keep them."""
+    if division is None:
+        return 0.0
+    kind = division.ranks[0].device.partition(":")[0]
+    groups = [[division.ranks[rank].weight_bytes for rank in group] for group in division.groups]
+    # Each sends what it keeps to all others of its group.
+    return max(sum(sent) / max(1, len(sent) - 1) for sent in groups) / _BYTES[kind]
+
+
+def can_share(request: Request, model: Model, division: Division | None) -> bool:
+    """Whether devices that have videos of their own could have each together with others."""
+    is_alone = division is not None and min(map(len, division.groups)) == 1
+    in_step = isinstance(model, Shared) and model.in_step
+    return is_alone and in_step and parse_ways(request.parallel).data in (None, 1)
 
 
 def shares_asked(request: Request, num_devices: int) -> tuple[float, ...] | None:
@@ -189,10 +213,10 @@ def _check_ways(asked: Ways, model: Model, settings: Settings, count: int) -> No
             f"{settings.num_videos}; sequence={count} divides one video"
         )
     if cfg > branches:
-        why = "guidance_scale 1 has one branch" if branches == 1 else f"it has {branches} branches"
-        if branches == 1 and settings.guidance_scale != 1:
-            why = f"{model.title} computes its branches of guidance in its own way"
-        raise InputError(f"parallel cfg={cfg}: {why}; sequence={count} divides its tokens")
+        raise InputError(
+            f"parallel cfg={cfg}: {_branches(model, settings, branches)}; sequence={count} divides "
+            "each video"
+        )
     if data * cfg > count:
         raise InputError(
             f"parallel data={data},cfg={cfg} wants {data * cfg} devices or more, got {count}"
@@ -207,6 +231,34 @@ def _check_ways(asked: Ways, model: Model, settings: Settings, count: int) -> No
         raise InputError(
             f"parallel {_written(asked)} is for {wanted} devices, got {count}; for {count} it can "
             f"be auto, {' or '.join(right)}"
+        )
+
+
+def _branches(model: Model, settings: Settings, count: int) -> str:
+    """What is said of so many branches of guidance, where more were asked for."""
+    if count > 1:
+        return f"it has {count} branches"
+    if settings.guidance_scale <= 1:
+        return "without guidance it has one branch"
+    return f"{model.title} computes its branches of guidance in its own way"
+
+
+def _check_shards(asked: Ways, model: Model, count: int) -> None:
+    """Raise `InputError` where nobody is there to keep weights with."""
+    if count == 1:
+        raise InputError(
+            "shard_weights has no effect on one device; give --num-devices or --devices"
+        )
+    if not isinstance(model, Shared) or not model.in_step:
+        raise InputError(
+            f"shard_weights has no effect on {model.title}, whose weights each device has whole; "
+            "--max-memory brings them block by block"
+        )
+    if count // (asked.data or 1) < 2:
+        raise InputError(
+            f"parallel data={asked.data} leaves one of {count} devices for a video, and "
+            "shard_weights wants two or more; "
+            f"give {'data=' + str(count // 2) if count > 3 else 'data=1'}, or leave parallel out"
         )
 
 

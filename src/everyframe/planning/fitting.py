@@ -17,7 +17,7 @@ from everyframe.core.division import Division
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import ComponentPlan, Settings, peak_of
 from everyframe.families.family import Component, Model, Rehearsal, Rehearsing, Shared
-from everyframe.families.sparing import Way, ways
+from everyframe.families.sparing import Way, held_says, ways
 from everyframe.planning.components import Part, Parts, frame_bytes
 from everyframe.planning.dividing import Effort
 from everyframe.planning.dryrun import DryRun
@@ -87,6 +87,7 @@ class Fitting:
                     each,
                     settings,
                     offload=saved[each.name].offload,
+                    holders=saved[each.name].holders,
                     kind=saved[each.name].precision.weights,
                 )
                 for each in self.model.components(settings)
@@ -130,7 +131,8 @@ class Fitting:
         copies = len(division.ranks) if device.kind == "cpu" else 1
         mine = replace(self.device, memory=device.memory, free_memory=device.free_memory)
         teams = Teams(team, team, division.cfg, division.way)
-        parts = replace(self.parts, device=mine, teams=teams)
+        holders = holders_of(self.model, division)
+        parts = replace(self.parts, device=mine, teams=teams, holders=holders)
         return Fitting(parts, copies, lead)
 
     def effort(self, settings: Settings) -> Effort:
@@ -176,12 +178,14 @@ class Fitting:
         """Whether every component fits with all that can be saved."""
         parts: list[Part] = []
         for component in self.model.components(settings):
-            done = self._ways(component.name, settings)
+            done = self._ways(component, settings)
             least = done[-1].settings if done else settings
-            offload = any(way.offload for way in done)
+            offload, holders = _where(done)
             kind = self.parts.kinds(component, least)[-1]
             # Whole calls of a pipeline would take minutes for all that are tried here.
-            part = self.parts.named(component.name, least, offload=offload, roughly=True, kind=kind)
+            part = self.parts.named(
+                component.name, least, offload=offload, holders=holders, roughly=True, kind=kind
+            )
             if not self._holds(part):
                 return False
             parts.append(part)
@@ -205,44 +209,58 @@ class Fitting:
         part = self.parts.part(component, settings, offload=False, kind=kind)
         kind = part.plan.precision.weights
         if self._holds(part) or self.weights_exceed(component, settings, kind):
-            return settings, part, []
+            return settings, part, _elsewhere(part)
         taken: list[Way] = []
         # What helps in one stage alone is not done for the sake of another.
         for stage in part.stages or (None,):
-            more, settings, part = self._saved_in(stage, part, settings)
+            more, settings, part = self._saved_in(component, stage, part, settings)
             taken += more
-        return settings, part, [*_said(component, taken), *_waits(part)]
+        return settings, part, [*_said(component, taken), *_elsewhere(part)]
 
     def _saved_in(
-        self, stage: str | None, part: Part, settings: Settings
+        self, component: Component, stage: str | None, part: Part, settings: Settings
     ) -> tuple[list[Way], Settings, Part]:
         """The fewest ways with which the component fits in that stage, or all of them."""
-        name, waits = part.plan.name, part.plan.offload
-        done = [] if self._holds(part, stage) else self._ways(name, settings, stage)
+        name, before = component.name, part.plan
+        done = [] if self._holds(part, stage) else self._ways(component, settings, stage)
         if not done:
             return [], settings, part
 
-        def after(number: int, *, offload: bool = True) -> Part:
-            now = waits or (offload and any(way.offload for way in done[:number]))
+        def after(number: int, *, moves: bool = True) -> Part:
+            offload, holders = _where(done[:number] if moves else (), before)
             then = done[number - 1].settings
-            return self.parts.named(name, then, offload=now, kind=part.plan.precision.weights)
+            kind = before.precision.weights
+            return self.parts.named(name, then, offload=offload, holders=holders, kind=kind)
 
         def enough(index: int) -> bool:
             return self._holds(after(index + 1), stage)
 
         taken = min(len(done), 1 + _first(len(done), enough))
         part = after(taken)
-        # Weights that waited in vain before something lossy was done may not have to.
-        if done[taken - 1].is_lossy and part.plan.offload:
-            stays = after(taken, offload=False)
+        # Weights that were moved in vain before something lossy was done may not have to be.
+        if done[taken - 1].is_lossy and (part.plan.offload or part.plan.holders > 1):
+            stays = after(taken, moves=False)
             part = stays if self._holds(stays, stage) else part
         return done[:taken], done[taken - 1].settings, part
 
-    def _ways(self, name: str, settings: Settings, stage: str | None = None) -> list[Way]:
+    def _ways(
+        self, component: Component, settings: Settings, stage: str | None = None
+    ) -> list[Way]:
         if not isinstance(self.model, Rehearsing):
             return []
-        may_wait = self.device.kind != "cpu"
-        return list(ways([name], settings, self.model.savings, may_wait=may_wait, stage=stage))
+        holders = self.parts.holders_of(component)
+        # Where ranks were asked to keep them, that is not changed.
+        is_asked = self.parts.shards and holders > 1
+        return list(
+            ways(
+                [component.name],
+                settings,
+                self.model.savings,
+                may_wait=self.device.kind != "cpu" and not is_asked,
+                stage=stage,
+                holders=1 if is_asked else holders,
+            )
+        )
 
     def _holds(self, part: Part, stage: str | None = None) -> bool:
         """Whether it fits in that stage, or in all of them."""
@@ -291,12 +309,27 @@ def _first(number: int, holds: Callable[[int], bool]) -> int:
 
 def _said(component: Component, done: Sequence[Way]) -> list[str]:
     """What is said of the savings: each has those of its kind before it in it."""
-    kinds = {(way.is_lossy, way.stage): way.says for way in done if not way.offload}
+    kinds = {(way.is_lossy, way.stage): way.says for way in done if not way.moves_weights}
     return [f"{component.title}: {says}" for says in kinds.values()]
 
 
-def _waits(part: Part) -> list[str]:
+def _where(done: Sequence[Way], before: ComponentPlan | None = None) -> tuple[bool, int]:
+    """Whether weights wait on the host after all this, and else how many ranks keep them."""
+    offload = any(way.offload for way in done) or (before is not None and before.offload)
+    holders = (1 if before is None else before.holders, *(way.holders for way in done))
+    return offload, 1 if offload else max(holders)
+
+
+def holders_of(model: Model, division: Division) -> int:
+    """How many ranks can keep the denoiser's weights between them: those of the smallest group."""
+    in_step = isinstance(model, Shared) and model.in_step
+    return min(map(len, division.groups)) if in_step else 1
+
+
+def _elsewhere(part: Part) -> list[str]:
     """What is said of weights that are not on the device."""
+    if part.plan.holders > 1:
+        return [f"{part.plan.title}: {held_says(part.plan.holders)}"]
     if not part.plan.offload:
         return []
     where = "its weights wait in the host's memory and come to the device block by block"
@@ -316,7 +349,7 @@ def _by_turns(parts: Sequence[Part]) -> tuple[list[Part], list[str]]:
         return list(parts), []
     turned = [
         replace(part, plan=replace(part.plan, by_turns=True))
-        if part.plan.stage in shared and not part.plan.offload
+        if part.plan.stage in shared and not part.plan.offload and part.plan.holders == 1
         else part
         for part in parts
     ]

@@ -7,8 +7,9 @@ out, `engine/run.py` for who runs it.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from everyframe.core.amounts import parse_bytes
@@ -32,10 +33,12 @@ from everyframe.planning.components import Parts
 from everyframe.planning.dividing import (
     AVOIDED,
     asked_devices,
+    can_share,
     divide,
     idle_notes,
     sending_seconds,
     shares_asked,
+    weights_seconds,
 )
 from everyframe.planning.dryrun import clashes_of, heaviest, stage_plan
 from everyframe.planning.fitting import Fitted, Fitting, within
@@ -50,6 +53,7 @@ from everyframe.planning.sharing import (
     shared_out,
     speed_dtype,
     weights_by_speed,
+    with_weights,
 )
 
 #: How many of a plan's products are tried on a real device for its forecast of time.
@@ -117,8 +121,8 @@ def prepare(
     # Repairs are of this machine, and a model that somebody has in memory may hold any weights.
     is_own = profile is None and given is None
     fitting = _fitting(model, facts, device, request, chooser, is_own=is_own)
-    shares = _shares(request, model, settings, devices, num_threads, fitting)
-    fitting, fitted = _fitted(shares.fitting, settings, chooser, will_run=will_run)
+    shared = partial(_shares, request, model, settings, devices, num_threads, fitting)
+    shares, fitting, fitted = _fitted(shared, request, settings, chooser, will_run=will_run)
     rates = _rates(fitted, devices[shares.rank], num_threads) if with_seconds else None
     says = (*shares.says, *_of_repairs(fitted), *idle_notes(shares.division))
     plan = Plan(
@@ -170,15 +174,20 @@ def _usable(devices: Sequence[DeviceFacts], request: Request) -> tuple[DeviceFac
 def _stages(
     fitted: Fitted, rates: Rates | None, division: Division | None
 ) -> tuple[StagePlan, ...]:
-    """The stages; what ranks send at each step takes its time too."""
-    sending = sending_seconds(division) * fitted.settings.num_inference_steps
+    """The stages; what ranks send at each step takes its time too.
+
+    Weights come while others compute, so whichever takes longer.
+    """
+    steps = fitted.settings.num_inference_steps
+    sending, weights = sending_seconds(division) * steps, weights_seconds(division) * steps
     parts = {part.name: part for part in fitted.components}
     stages = []
     for run in fitted.runs:
         stage = stage_plan(run, parts[run.rehearsal.component], rates)
         if run.rehearsal.denoises and stage.seconds is not None:
             # Once: of two experts one works at each step.
-            stage, sending = replace(stage, seconds=stage.seconds + sending), 0.0
+            stage = replace(stage, seconds=max(stage.seconds + sending, weights))
+            sending = weights = 0.0
         stages.append(stage)
     return tuple(stages)
 
@@ -190,13 +199,20 @@ def _shares(
     devices: Sequence[DeviceFacts],
     num_threads: int,
     fitting: Fitting,
+    *,
+    shards: bool,
 ) -> Shares:
-    """How the work is divided among devices that may not be alike."""
+    """How the work is divided among devices that may not be alike.
+
+    With `shards` so that each video has several, which can keep weights between them.
+    """
     asked = shares_asked(request, len(devices))
     dtype = speed_dtype(DTYPES[request.dtype])
 
     def divided(weights: Sequence[float]) -> Division | None:
-        return divide(request, model, settings, devices, fitting.effort, num_threads, weights)
+        return divide(
+            request, model, settings, devices, fitting.effort, num_threads, weights, shards=shards
+        )
 
     weights = asked or weights_by_speed(devices, dtype, num_threads)
     return shared_out(fitting, devices, settings, weights, divided, is_asked=asked is not None)
@@ -223,15 +239,30 @@ def _chooser(
 
 
 def _fitted(
-    fitting: Fitting, settings: Settings, chooser: Chooser, *, will_run: bool
-) -> tuple[Fitting, Fitted]:
-    """What fits; before a run what it needs at once is tried, and only certified paths are left."""
-    fitted = fitting.fit(settings)
+    shared: Callable[..., Shares],
+    request: Request,
+    settings: Settings,
+    chooser: Chooser,
+    *,
+    will_run: bool,
+) -> tuple[Shares, Fitting, Fitted]:
+    """What fits; before a run what it needs at once is tried, and only certified paths are left.
+
+    Where it doesn't fit on a device a video, several share each.
+    """
+    shares = shared(shards=request.shard_weights)
+    fitting, fitted = shares.fitting, shares.fitting.fit(settings)
+    if not fitted.fits and can_share(request, fitting.model, shares.division):
+        other = shared(shards=True)
+        again = other.fitting.fit(settings)
+        if again.fits:
+            shares, fitting, fitted = other, other.fitting, again
     check_effect(fitting.parts.quantising, fitting.model.title, fitted.components)
-    if not will_run or not certifying.make_at_once(chooser.certificates, fitted):
-        return fitting, fitted
-    fitting = fitting.certified_alone()
-    return fitting, fitting.fit(settings)
+    if will_run and certifying.make_at_once(chooser.certificates, fitted):
+        fitting = fitting.certified_alone()
+        fitted = fitting.fit(settings)
+    division = with_weights(shares.division, fitting.model, fitted)
+    return replace(shares, division=division), fitting, fitted
 
 
 def _fitting(
@@ -257,6 +288,7 @@ def _fitting(
             chooser=chooser,
             remedies=remedies,
             quantising=quantising_of(request, device),
+            shards=request.shard_weights,
         )
     )
 

@@ -11,15 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import floor
+from math import ceil, floor
 from typing import TYPE_CHECKING
 
 from everyframe.core.division import Division
 from everyframe.core.facts import DeviceFacts, Product
 from everyframe.core.plan import Settings
-from everyframe.families.family import Shared
+from everyframe.families.family import Model, Shared
 from everyframe.hardware.rates import measured_rates
-from everyframe.planning.fitting import Fitting
+from everyframe.planning.fitting import Fitted, Fitting, holders_of
 from everyframe.planning.forecast import USABLE_SHARE
 
 if TYPE_CHECKING:
@@ -159,10 +159,30 @@ def _needs(parts: Parts, division: Division, settings: Settings) -> list[_Need]:
     for rank, each in enumerate(division.ranks):
         group = division.groups[each.group]
         team = Imagined(group.index(rank), [division.weights[other] for other in group])
-        mine = replace(parts, teams=Teams(team, team, division.cfg, division.way))
+        teams = Teams(team, team, division.cfg, division.way)
+        mine = replace(parts, teams=teams, holders=holders_of(parts.model, division))
         plan = mine.named(step.component, settings).plan
         found.append(_Need(plan.held_bytes, plan.working_bytes))
     return found
+
+
+def with_weights(division: Division | None, model: Model, fitted: Fitted) -> Division | None:
+    """The division with what each rank sends at a step of weights that it keeps, at most."""
+    from everyframe.families.holding import kept_bytes
+
+    held = next((part for part in fitted.components if part.holders > 1), None)
+    if division is None or held is None or not isinstance(model, Shared):
+        return division
+    run = next(run for run in fitted.runs if run.rehearsal.component == held.name)
+    branches = model.num_branches(fitted.settings)
+    calls = ceil(branches / fitted.settings.saving("branches_at_once", branches))
+    ranks = list(division.ranks)
+    for group in division.groups:
+        kept = kept_bytes(run.rehearsal.module(), held.precision, len(group))
+        for rank, size in zip(group, kept, strict=True):
+            sent = size * (len(group) - 1) * calls
+            ranks[rank] = replace(ranks[rank], weight_bytes=sent)
+    return replace(division, ranks=tuple(ranks))
 
 
 def _said(

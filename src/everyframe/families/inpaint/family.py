@@ -11,19 +11,34 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import ceil, prod
 from pathlib import PurePath
+from typing import TYPE_CHECKING
 
 from everyframe.checkpoints.find import Location
 from everyframe.core.options import FamilyOptions
 from everyframe.core.plan import Plan, Settings
 from everyframe.core.request import Request
-from everyframe.families.family import Component, Contents, Rehearsal, Saving, Stage
+from everyframe.families.dealing import batches_part, workers
+from everyframe.families.family import (
+    Component,
+    Contents,
+    Crew,
+    RankPart,
+    Rehearsal,
+    Saving,
+    Stage,
+)
 from everyframe.families.inpaint import settle
 from everyframe.families.inpaint.checkpoint import Files, find_files
 from everyframe.families.inpaint.components import Builders, components, controlnet_name
 from everyframe.families.inpaint.config import InpaintConfig
 from everyframe.families.inpaint.options import InpaintOptions
 from everyframe.families.inpaint.rehearsals import rehearsals, savings
+from everyframe.families.inpaint.schedulers import num_timesteps
+
+if TYPE_CHECKING:
+    from everyframe.parallel.team import Teams
 
 
 @dataclass(frozen=True)
@@ -35,6 +50,9 @@ class InpaintModel:
     options: InpaintOptions
     files: Files
     builders: Builders
+    led = ("text_encoder",)
+    ways = ("",)
+    in_step = False
 
     def settle(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
         """Every value of the request settled, and notes."""
@@ -70,6 +88,27 @@ class InpaintModel:
     def rehearsals(self, settings: Settings) -> tuple[Rehearsal, ...]:
         """A call of every stage."""
         return rehearsals(self.builders, settings)
+
+    def num_branches(self, settings: Settings) -> int:
+        """One: ranks have whole frames, with both branches of guidance."""
+        return 1
+
+    def rank_part(self, settings: Settings, crew: Crew, rank: int, element_bytes: int) -> RankPart:
+        """Whole batches of frames; their latents are sent when they are done."""
+        config, together = self.builders.config, int(settings.option("frames_at_once"))
+        strength, steps = float(settings.option("strength")), settings.num_inference_steps
+        frames = prod(settle.latent_shape(config, settings)) * together
+        # Once a round, so a little of it at each of its steps.
+        sent = (
+            4 * frames * (len(crew.weights) - 1) // num_timesteps(config.scheduler, steps, strength)
+        )
+        batches = ceil(settle.num_painted(settings) / together)
+        how = "--frames-at-once 1 has a batch for each frame"
+        return batches_part(batches, crew.weights, rank, sent, how)
+
+    def shared_rehearsals(self, settings: Settings, teams: Teams) -> tuple[Rehearsal, ...]:
+        """A call of every stage as one of several ranks makes it."""
+        return rehearsals(self.builders, settings, len(workers(teams.team.weights)))
 
     def savings(self, component: str, settings: Settings) -> Iterator[Saving]:
         """Ways to run a component in less memory."""
@@ -112,12 +151,18 @@ class InpaintModel:
 
     def stages(self, plan: Plan, clip: int) -> Sequence[Stage]:
         """Text, given frames, denoise, decode."""
+        from everyframe.parallel.team import ONE
+
+        return self.shared_stages(plan, clip, ONE)
+
+    def shared_stages(self, plan: Plan, clip: int, teams: Teams) -> Sequence[Stage]:
+        """The same stages for one rank of several."""
         from everyframe.families.inpaint.job import Job
         from everyframe.families.inpaint.pictures import DecodeStage, EncodeStage
         from everyframe.families.inpaint.stages import DenoiseStage, TextStage
 
         assert clip == 0, "a chain is refused when the request is settled"
-        job = Job(plan, self.builders, self.files, self.options, self.savings)
+        job = Job(plan, self.builders, self.files, self.options, self.savings, teams)
         return (TextStage(job), EncodeStage(job), DenoiseStage(job), DecodeStage(job))
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from everyframe.core.plan import Plan, Settings
@@ -24,19 +25,21 @@ from everyframe.families.inpaint.settle import geometry_of, latent_shape, num_pa
 from everyframe.families.inpaint.weights import VAE_KEYS
 from everyframe.families.loading import load_component
 from everyframe.media.pixels import Frames
+from everyframe.parallel.team import ONE, Teams
 
 _Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True)
 class Job:
-    """What all stages share: the plan, the model's configs and files, the options."""
+    """What all stages share: the plan, the model's configs and files, the options, ranks."""
 
     plan: Plan
     builders: Builders
     files: Files
     options: InpaintOptions
     savings: Savings | None = None
+    teams: Teams = ONE
 
     @property
     def settings(self) -> Settings:
@@ -136,6 +139,26 @@ class Known:
     mask: Tensor
     masked: Tensor | None
     source: Tensor | None
+
+    @classmethod
+    def joined(cls, pieces: Sequence[Known]) -> Known:
+        """Those of all frames, of those of some frames each."""
+        every = zip(*(each.tensors() for each in pieces), strict=True)
+        return cls.of([torch.cat(some) for some in every])
+
+    def tensors(self) -> list[Tensor]:
+        """All three, as they are sent: what is not there has no elements.
+
+        In one order of memory, whoever made them: a convolution's last bits depend on it.
+        """
+        every = (self.mask, self.masked, self.source)
+        return [torch.empty(0) if x is None else x.contiguous() for x in every]
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> Known:
+        """What `tensors` gave."""
+        mask, masked, source = tensors
+        return cls(mask, *(x if x.numel() else None for x in (masked, source)))
 
 
 def batched(items: Iterable[_Item], size: int) -> Iterator[list[_Item]]:

@@ -19,13 +19,16 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from everyframe.core.events import Event, Frames, Loaded, Note, Sound, Step
+from everyframe.core.events import Event, Frames, Loaded, Note, Sound, Step, event_of
 from everyframe.core.plan import Settings
 from everyframe.families import tiles
+from everyframe.families.dealing import holder, workers
 from everyframe.families.family import Take
 from everyframe.families.guarding import Guard
+from everyframe.families.inpaint.dealing import hear, share
 from everyframe.families.inpaint.inputs import WHITE
 from everyframe.families.inpaint.job import Job, Known, batched
+from everyframe.parallel.pieces import in_order
 from everyframe.samplers import noise
 
 
@@ -43,28 +46,43 @@ class EncodeStage:
         return self.job.num_batches
 
     def run(self, takes: Sequence[Take]) -> Iterator[Event]:
-        """Fill each take's `known`."""
-        job, began = self.job, time.perf_counter()
+        """Fill each take's `known`. Several ranks deal out the batches; all have all of them."""
+        job, team, began = self.job, self.job.teams.team, time.perf_counter()
         vae = job.load_vae()
         yield Loaded("vae", time.perf_counter() - began)
         guard = Guard(job.plan, self.name, {"vae": vae}, savings=job.savings)
-        pieces: list[list[Known]] = [[] for _ in takes]
-        for number, batch in enumerate(batched(job.painted(takes), job.together), start=1):
+        together, total = len(workers(team.weights)), job.num_batches
+        mine: dict[int, list[Known]] = {}
+        happened: list[Event] = []
+        for number, batch in enumerate(batched(job.painted(takes), job.together)):
+            if holder(number, team.weights) != team.rank:
+                continue
             begun = time.perf_counter()
             source_FCHW, mask_FCHW = self._tensors(batch)
-            for take, known in zip(takes, pieces, strict=True):
+            mine[number] = []
+            for take in takes:
                 guard.take(take)
                 encode = partial(self._encode, vae, guard, take, source_FCHW, mask_FCHW)
-                known.append(guard.call(number, encode))
-            yield from guard.events()
-            seconds = time.perf_counter() - begun
-            yield Step(self.name, number, job.num_batches, takes[0].seed, seconds)
-        for take, known in zip(takes, pieces, strict=True):
-            take.known = Known(
-                mask=torch.cat([each.mask for each in known]),
-                masked=_joined([each.masked for each in known]),
-                source=_joined([each.source for each in known]),
-            )
+                mine[number].append(guard.call(number + 1, encode))
+            told = [*guard.events()]
+            happened += told
+            yield from told
+            done, seconds = min(number + together, total), time.perf_counter() - begun
+            yield Step(self.name, done, total, takes[0].seed, seconds)
+        hear(team, guard, happened)
+        yield from guard.events()
+        for place, take in enumerate(takes):
+            pieces = [
+                Known.of(
+                    share(
+                        team,
+                        mine[number][place].tensors() if number in mine else None,
+                        holder(number, team.weights),
+                    )
+                )
+                for number in range(total)
+            ]
+            take.known = Known.joined(pieces)
 
     def _tensors(self, batch: Sequence[tuple[Any, Any]]) -> tuple[Tensor, Tensor]:
         """Source (F, 3, H, W) in -1..1 and mask (F, 1, H, W) of 0 and 1, padded."""
@@ -150,11 +168,6 @@ def as_floats(frames: Any) -> Tensor:
     return torch.from_numpy(frames).to(torch.float32) / 255
 
 
-def _joined(pieces: Sequence[Tensor | None]) -> Tensor | None:
-    present = [piece for piece in pieces if piece is not None]
-    return torch.cat(present) if present else None
-
-
 @dataclass(frozen=True)
 class DecodeStage:
     """Latents become frames, and outside of the mask the source comes back."""
@@ -169,7 +182,7 @@ class DecodeStage:
         return num_takes * self.job.num_batches
 
     def run(self, takes: Sequence[Take]) -> Iterator[Event]:
-        """Yield the frames of each take."""
+        """Yield the frames of each take. Several ranks deal out the lots; the first has all."""
         job, began = self.job, time.perf_counter()
         vae = job.load_vae()
         yield Loaded("vae", time.perf_counter() - began)
@@ -178,19 +191,43 @@ class DecodeStage:
         for take in takes:
             guard.take(take)
             yield from self._sound(takes, take)
-            latents = iter(take.latents.split(job.together))
-            for batch in self._lots(takes):
-                begun = time.perf_counter()
-                frames = as_floats(np.stack([frame for frame, _ in batch]))
-                painted = [number for number, (_, mask) in enumerate(batch) if job.paints(mask)]
-                if painted:
+            begun = time.perf_counter()
+            for frames, (is_painted, told) in self._frames(vae, guard, takes, take, done):
+                yield from map(event_of, told)
+                if is_painted:
                     done += 1
-                    these = [batch[number] for number in painted]
-                    frames[painted] = self._decode(vae, guard, done, next(latents), these)
-                    yield from guard.events()
                     yield Step(self.name, done, total, take.seed, time.perf_counter() - begun)
                 yield Frames(take.seed, len(frames), frames.numpy())
+                begun = time.perf_counter()
             take.latents = None
+
+    def _frames(
+        self, vae: Any, guard: Guard, takes: Sequence[Take], take: Take, done: int
+    ) -> Iterator[tuple[Tensor, Any]]:
+        """Frames (F, H, W, 3) in 0..1, whether any was denoised, and what happened, lot by lot."""
+        job, team = self.job, self.job.teams.team
+        latents = take.latents.contiguous().split(job.together)
+        # The lot that is at hand, and how many batches of denoised frames came before it.
+        now: list[tuple[Any, Any]] = []
+        count = -1
+
+        def owners() -> Iterator[int]:
+            nonlocal count
+            for lot in self._lots(takes):
+                now[:] = lot
+                count += any(job.paints(mask) for _, mask in lot)
+                yield holder(max(count, 0), team.weights)
+
+        def make(_: int) -> tuple[Tensor, Any]:
+            frames = as_floats(np.stack([frame for frame, _ in now]))
+            painted = [number for number, (_, mask) in enumerate(now) if job.paints(mask)]
+            if painted:
+                these = [now[number] for number in painted]
+                step = done + count + 1
+                frames[painted] = self._decode(vae, guard, step, latents[count], these)
+            return frames, [bool(painted), [event.to_json() for event in guard.events()]]
+
+        return in_order(team, owners(), make, "frames are handed over")
 
     def _lots(self, takes: Sequence[Take]) -> Iterator[list[tuple[Any, Any]]]:
         """All frames in order, in lots that hold one batch of those that were denoised, or none."""

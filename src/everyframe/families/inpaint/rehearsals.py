@@ -24,11 +24,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def rehearsals(builders: Builders, settings: Settings) -> tuple[Rehearsal, ...]:
-    """A prompt, given frames, one step of each network, one batch of frames."""
+def rehearsals(builders: Builders, settings: Settings, num_ranks: int = 1) -> tuple[Rehearsal, ...]:
+    """A prompt, given frames, one step of each network, one batch of frames.
+
+    Of one of `num_ranks` ranks, which have a batch each.
+    """
     config = builders.config
     together = min(int(settings.option("frames_at_once")), num_painted(settings))
-    num_batches = ceil(num_painted(settings) / together)
+    num_batches = ceil(num_painted(settings) / together / num_ranks)
     lot = min(together, settings.saving(tiles.FRAMES, together))
     lots = num_batches * ceil(together / lot)
     decode_tile, given_tile = settings.saving(tiles.DECODE, 0), settings.saving(tiles.ENCODE, 0)

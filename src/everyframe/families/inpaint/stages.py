@@ -11,9 +11,10 @@ Read next: `pictures.py` (the other stages), `denoiser.py`.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -23,15 +24,17 @@ from torch import Tensor, nn
 
 from everyframe.core.events import Event, Loaded, Step
 from everyframe.core.plan import Settings
+from everyframe.families.dealing import workers
 from everyframe.families.family import Take
 from everyframe.families.guarding import Guard
 from everyframe.families.inpaint.components import controlnet_name
+from everyframe.families.inpaint.dealing import in_round
 from everyframe.families.inpaint.denoiser import Conditions, Denoiser, Steering
 from everyframe.families.inpaint.job import Job, batched
 from everyframe.families.inpaint.text import embed, load_tokenizer, prompts_of, tokens_of
 from everyframe.families.inpaint.weights import CONTROLNET_KEYS, UNET_KEYS, text_keys
 from everyframe.families.loading import load_component
-from everyframe.families.stepping import denoised
+from everyframe.families.stepping import Lot, denoised
 from everyframe.families.telling import prompt_was_cut
 from everyframe.samplers import noise, scheduled
 from everyframe.samplers.step import Step as SamplerStep
@@ -51,7 +54,14 @@ class TextStage:
         return len(prompts_of(self.job.settings))
 
     def run(self, takes: Sequence[Take]) -> Iterator[Event]:
-        """Fill each take's `text`."""
+        """Fill each take's `text`: one rank encodes, the others are told."""
+        world = self.job.teams.world
+        mine = [(yield from self._encoded(takes))] if world.is_lead else None
+        (text,) = world.share(mine, 0, "the text is handed on")
+        for take in takes:
+            take.text = text
+
+    def _encoded(self, takes: Sequence[Take]) -> Generator[Event, None, Tensor]:
         job, began = self.job, time.perf_counter()
         tokenizer = load_tokenizer(job.files.part("tokenizer"))
         # Tokens first: a prompt that is too long is told before gigabytes are read.
@@ -75,8 +85,7 @@ class TextStage:
             yield from guard.events()
             seconds = time.perf_counter() - begun
             yield Step(self.name, number, len(tokens), takes[0].seed, seconds)
-        for take in takes:
-            take.text = torch.cat(hidden)
+        return torch.cat(hidden)
 
     def _names(self) -> Iterable[str]:
         return self.job.builders.num_elements["text_encoder"]
@@ -114,9 +123,9 @@ class DenoiseStage:
         yield Loaded("unet", time.perf_counter() - began)
         named = {controlnet_name(number): net for number, net in enumerate(nets)}
         guard = Guard(job.plan, self.name, {**named, "unet": unet}, savings=job.savings)
-        batches = partial(self._batches, unet, nets, guard)
+        lots = partial(self._lots, unet, nets, guard)
         steps = job.num_batches * job.num_timesteps
-        yield from denoised(self.name, takes, steps, guard, batches)
+        yield from denoised(self.name, takes, steps, guard, lots)
         for take in takes:
             take.known = None
 
@@ -128,23 +137,26 @@ class DenoiseStage:
         outputs = job.builders.outputs(name)
         return load_component(job.plan.component(name), build, folder, CONTROLNET_KEYS, outputs)
 
-    def _batches(
+    def _lots(
         self, unet: nn.Module, nets: Sequence[nn.Module], guard: Guard, take: Take
-    ) -> Iterator[Iterator[SamplerStep]]:
-        """The sampler of each batch of frames that is not done."""
-        job = self.job
-        num_done = take.step // job.num_timesteps
-        first = 0
-        for number, batch in enumerate(batched(job.controls(take), job.together)):
-            frames = slice(first, first + len(batch))
-            first = frames.stop
-            if number < num_done:
-                continue
-            controls = tuple(
-                rearrange(torch.from_numpy(np.stack(one)), "f h w c -> f c h w").contiguous()
-                for one in zip(*batch, strict=True)
+    ) -> Iterator[Lot]:
+        """The batches of frames that are not done, a round of all ranks after the other."""
+        job, team = self.job, self.job.teams.team
+        steps, ranks = job.num_timesteps, workers(team.weights)
+        num_done, start = divmod(take.step, steps)
+        left = islice(enumerate(batched(job.controls(take), job.together)), num_done, None)
+        for batches in batched(left, len(ranks)):
+            mine = [one for one, rank in zip(batches, ranks, strict=False) if rank == team.rank]
+            # What was begun is the first one; who has it goes on with it.
+            begun = start if mine and mine[0][0] == num_done else 0
+            sampled = (
+                step
+                for number, batch in mine
+                for step in self._sampled(unet, nets, guard, take, (number, batch), begun)
             )
-            yield self._sampled(unet, nets, guard, take, controls, frames)
+            last, count = batches[-1][0], len(batches)
+            whole = in_round(team, guard, sampled, ranks[:count], steps)
+            yield Lot(whole, (last + 1) * steps, count)
 
     def _sampled(
         self,
@@ -152,22 +164,25 @@ class DenoiseStage:
         nets: Sequence[nn.Module],
         guard: Guard,
         take: Take,
-        controls: tuple[Tensor, ...],
-        frames: slice,
+        numbered: tuple[int, Sequence[Any]],
+        start: int,
     ) -> Iterator[SamplerStep]:
+        """The steps of a batch: its number, and of each frame what the ControlNets see."""
+        number, batch = numbered
+        first = number * self.job.together
+        frames = slice(first, first + len(batch))
         job, known = self.job, take.known
         device = job.device("unet")
         scheduler, timesteps = job.scheduled(device)
         mask = known.mask[frames].to(device)
         source = None if known.source is None else known.source[frames].to(device)
         x, noised = self._begin(take, scheduler, timesteps, source, len(mask))
-        start = take.step % len(timesteps)
         if start:
             x = take.latents.to(device)
         takes_mask = job.config.takes_mask
         conditions = Conditions(
             text=take.text.to(device),
-            controls=tuple(control.to(device) for control in controls),
+            controls=tuple(control.to(device) for control in _controls(batch)),
             mask=mask if takes_mask else None,
             masked=known.masked[frames].to(device) if takes_mask else None,
         )
@@ -196,7 +211,7 @@ class DenoiseStage:
             known=put_back,
             generators=generators,
             start=start,
-            memory=take.memory,
+            memory=take.memory if start else None,
         ):
             done = made[0].step = step.index + 1
             yield step
@@ -214,6 +229,12 @@ class DenoiseStage:
             assert source is not None, "encoded to begin with"
             return scheduler.add_noise(source, start, timesteps[:1]), start
         return start * scheduler.init_noise_sigma, start
+
+
+def _controls(batch: Sequence[Any]) -> Iterator[Tensor]:
+    """What each ControlNet sees of some frames, (F, C, H, W)."""
+    for one in zip(*batch, strict=True):
+        yield rearrange(torch.from_numpy(np.stack(one)), "f h w c -> f c h w").contiguous()
 
 
 def _denoiser(

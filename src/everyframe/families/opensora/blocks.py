@@ -114,7 +114,7 @@ class CaptionEmbedder(nn.Module):
     """Text encoder states (B, L, caption_channels) to (B, L, hidden).
 
     ``y_embedding`` (L, caption_channels) stands in for the text encoder's states where there is no
-    text; it goes through the same layers.
+    text; it goes through the same layers. Asked without a text, that is the answer.
     """
 
     def __init__(self, caption_channels: int, hidden_size: int, model_max_length: int) -> None:
@@ -122,8 +122,8 @@ class CaptionEmbedder(nn.Module):
         self.y_embedding = nn.Parameter(torch.zeros(model_max_length, caption_channels))
         self.y_proj = MLP(caption_channels, hidden_size, hidden_size)
 
-    def forward(self, text: Tensor) -> Tensor:
-        out: Tensor = self.y_proj(text)
+    def forward(self, text: Tensor | None = None) -> Tensor:
+        out: Tensor = self.y_embedding if text is None else self.y_proj(text)
         return out
 
 

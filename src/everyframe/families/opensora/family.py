@@ -63,6 +63,7 @@ class OpenSoraModel:
     facts: settle.Facts
     led = ("text_encoder",)
     ways = ("",)
+    in_step = True
 
     @property
     def title(self) -> str:

@@ -36,7 +36,7 @@ from everyframe.families.opensora.text import (
 )
 from everyframe.families.opensora.vae import ImageVAE, VideoVAE
 from everyframe.families.opensora.weights import keys_of
-from everyframe.families.stepping import denoised
+from everyframe.families.stepping import Lot, denoised
 from everyframe.families.telling import prompt_was_cut
 from everyframe.parallel.team import ONE, Teams
 from everyframe.samplers import iddpm, noise, rflow
@@ -263,6 +263,7 @@ class DenoiseStage:
             job.sizes.build_denoiser,
             path,
             keys_of("denoiser", job.facts.version),
+            supply=job.teams.supply,
         )
         yield Loaded("denoiser", time.perf_counter() - began)
         team = job.teams.team
@@ -271,10 +272,12 @@ class DenoiseStage:
             parts = {"denoiser": model}
             guard = Guard(job.plan, self.name, parts, savings=job.savings, apart=apart)
 
-            def batches(take: Take) -> Iterator[Iterator[SamplerStep]]:
-                yield self._sample(model, guard, take)
+            steps = job.settings.num_inference_steps
 
-            yield from denoised(self.name, takes, job.settings.num_inference_steps, guard, batches)
+            def lots(take: Take) -> Iterator[Lot]:
+                yield Lot(self._sample(model, guard, take), steps)
+
+            yield from denoised(self.name, takes, steps, guard, lots)
 
     def _sample(self, model: STDiT | STDiT3, guard: Guard, take: Take) -> Iterator[SamplerStep]:
         job, settings = self.job, self.job.settings

@@ -111,7 +111,9 @@ class STDiT3(nn.Module):
 
     def null_text(self) -> Tensor:
         """(L, caption_channels): what stands in for the text encoder's states without a text."""
-        return self.y_embedder.y_embedding
+        # By a call: where weights wait elsewhere, they come for those.
+        out: Tensor = self.y_embedder()
+        return out
 
     def context(self, text_BLD: Tensor, mask_BL: Tensor | None = None) -> TextContext:
         """What the blocks need of texts, once a prompt; see `context.cut_to_longest` for shapes."""

@@ -139,6 +139,7 @@ class SharedPipelineModel(PipelineModel):
 
     led = ()
     ways = ATTENDING
+    in_step = False
 
     @property
     def _cuts(self) -> Cuts:

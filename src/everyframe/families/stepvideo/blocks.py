@@ -179,6 +179,8 @@ class WidenedGELU(nn.Module):
 class FeedForward(nn.Module):
     """Four times as wide and back; without biases."""
 
+    comes_whole = True
+
     def __init__(self, size: int) -> None:
         super().__init__()
         narrow = nn.Linear(4 * size, size, bias=False)

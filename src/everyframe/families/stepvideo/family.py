@@ -60,6 +60,7 @@ class StepVideo:
     facts: settle.Facts
     led = ("step_llm", "clip")
     ways = ATTENDING
+    in_step = True
 
     @property
     def title(self) -> str:

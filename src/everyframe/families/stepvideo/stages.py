@@ -24,7 +24,7 @@ from everyframe.families.family import Take
 from everyframe.families.guarding import Guard
 from everyframe.families.latents import Piece
 from everyframe.families.loading import load_component
-from everyframe.families.stepping import denoised
+from everyframe.families.stepping import Lot, denoised
 from everyframe.families.stepvideo import sharding
 from everyframe.families.stepvideo.checkpoint import Parts
 from everyframe.families.stepvideo.components import Sizes
@@ -74,6 +74,7 @@ class Job:
             self.parts.weights(component),
             KEYS[component],
             outputs=self.sizes.outputs(component),
+            supply=self.teams.supply,
         )
 
 
@@ -193,10 +194,12 @@ class DenoiseStage:
             apart = put_on.apart if teams.team.size > 1 else None
             guard = Guard(job.plan, self.name, parts, savings=savings, apart=apart)
 
-            def batches(take: Take) -> Iterator[Iterator[SamplerStep]]:
-                yield self._sample(model, guard, take)
+            steps = job.settings.num_inference_steps
 
-            yield from denoised(self.name, takes, job.settings.num_inference_steps, guard, batches)
+            def lots(take: Take) -> Iterator[Lot]:
+                yield Lot(self._sample(model, guard, take), steps)
+
+            yield from denoised(self.name, takes, steps, guard, lots)
 
     def _sample(self, model: StepVideoModel, guard: Guard, take: Take) -> Iterator[SamplerStep]:
         settings, device = self.job.settings, self.job.device(self.component)

@@ -51,6 +51,7 @@ class SVDModel:
     builders: Builders
     led = ("image_encoder",)
     ways = ("",)
+    in_step = True
 
     @property
     def config(self) -> SVDConfig:

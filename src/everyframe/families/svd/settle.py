@@ -52,6 +52,7 @@ def settle(
             f"frames are decoded {chunk} at once (decode_chunk_size): the decoder sees a frame's "
             f"neighbours only inside of these, so the picture differs from {num_frames} at once"
         )
+    _note_decoding(config, request, (chunk, num_frames), notes)
     _note_fit(request, (height, width), options.fit, notes)
     settings = Settings(
         prompt="",
@@ -131,6 +132,26 @@ def _num_frames(config: SVDConfig, request: Request, fps: float, notes: list[str
     if frames != config.num_frames:
         notes.append(f"the model was trained on {config.num_frames} frames, not on {frames}")
     return frames
+
+
+def _note_decoding(
+    config: SVDConfig, request: Request, frames: tuple[int, int], notes: list[str]
+) -> None:
+    """Where one device decodes for several, what would have all of them do it.
+
+    `frames` are those decoded at once, and all of them.
+    """
+    at_once, num_frames = frames
+    devices = min(-(-request.num_ranks // request.num_videos), num_frames)
+    if devices == 1 or at_once < num_frames:
+        return
+    fewer = -(-num_frames // devices)
+    price = "changes the picture" if config.decodes_together else "rounds differently"
+    notes.append(
+        f"one device decodes all {num_frames} frames together, and the others wait; "
+        f"--decode-chunk-size {fewer} deals them out to {-(-num_frames // fewer)} devices, which "
+        f"{price}"
+    )
 
 
 def _note_fit(request: Request, size: tuple[int, int], fit: str, notes: list[str]) -> None:

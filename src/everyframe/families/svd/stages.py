@@ -20,7 +20,7 @@ from everyframe.core.events import Event, Loaded, Step
 from everyframe.families.family import Take
 from everyframe.families.guarding import Guard
 from everyframe.families.loading import load_component
-from everyframe.families.stepping import denoised
+from everyframe.families.stepping import Lot, denoised
 from everyframe.families.svd import pictures, sharding
 from everyframe.families.svd.denoiser import Denoiser
 from everyframe.families.svd.job import Job, Picture, given_picture
@@ -93,6 +93,7 @@ class DenoiseStage:
             job.builders.unet,
             *job.files.weights("unet"),
             outputs=job.builders.outputs("unet"),
+            supply=job.teams.supply,
         )
         yield Loaded("unet", time.perf_counter() - began)
         team = job.teams.team
@@ -100,10 +101,12 @@ class DenoiseStage:
             apart = put_on.apart if team.size > 1 else None
             guard = Guard(job.plan, self.name, {"unet": unet}, savings=job.savings, apart=apart)
 
-            def batches(take: Take) -> Iterator[Iterator[SamplerStep]]:
-                yield self._sample(unet, guard, take)
+            steps = job.settings.num_inference_steps
 
-            yield from denoised(self.name, takes, job.settings.num_inference_steps, guard, batches)
+            def lots(take: Take) -> Iterator[Lot]:
+                yield Lot(self._sample(unet, guard, take), steps)
+
+            yield from denoised(self.name, takes, steps, guard, lots)
         for take in takes:
             take.known = None
 

@@ -31,10 +31,10 @@ import torch.nn.functional as F
 from diffusers import UNetSpatioTemporalConditionModel
 from torch import Tensor, nn
 
+from everyframe.families.svd.layers import swap_layers
 from everyframe.families.svd.layout import WHOLE, Layout
 from everyframe.ops.attention import attention, merge_heads, split_heads
 from everyframe.ops.dtypes import float32_or_wider
-from everyframe.ops.gated import gated_gelu
 from everyframe.ops.norm import widen_norms
 
 
@@ -82,6 +82,7 @@ def build(config: Mapping[str, Any]) -> VideoUNet:
     """The UNet of these sizes, without weights if the default device is meta."""
     made = VideoUNet(**config)
     widen_norms(made)
+    swap_layers(made)
     return made
 
 
@@ -179,10 +180,10 @@ class _Walk:
         y = torch.unflatten(x, 0, self._size).transpose(1, 2)  # (b, C, r, H, W), the same memory
         h = _silu(time.norm1(y, self._layout.frame_statistics))
         h = self._over_time(h, time.conv1)
-        h = _over_frames(time.conv1, h)
+        h = time.conv1(h)
         h += self._of_pixels(time.time_emb_proj(self._time_BC))
         h = _silu(time.norm2(h, self._layout.pixel_statistics))
-        h = self._over_space(_over_frames(time.conv2, h), y)
+        h = self._over_space(time.conv2(h), y)
         # mix * x + (1 - mix) * (x + h), where x is the spatial answer.
         y.addcmul_(h.to(y.dtype), self._context.rests[name].to(y.dtype))
         return x
@@ -226,33 +227,25 @@ class _Walk:
         return x + torch.unflatten(answer, 1, x.shape[-2:]).permute(0, 3, 1, 2)
 
 
-def _over_frames(conv: nn.Conv3d, x_bCThw: Tensor) -> Tensor:
-    """A convolution over time alone, whose kernels refuse frames without a pixel."""
-    if 0 in x_bCThw.shape:
-        return x_bCThw
-    h: Tensor = conv(x_bCThw)
-    return h
-
-
 def _spatial_layer(block: Any, tokens_brSC: Tensor, picture_br1C: Tensor) -> Tensor:
     """Self-attention within each frame, the picture, the feed-forward."""
     normed = block.norm1(tokens_brSC).flatten(0, 1)
     tokens_brSC += _self_attention(block.attn1, normed).reshape(tokens_brSC.shape)
     tokens_brSC += picture_br1C
-    tokens_brSC += _feed_forward(block.ff, block.norm3(tokens_brSC))
+    tokens_brSC += block.ff(block.norm3(tokens_brSC))
     return tokens_brSC
 
 
 def _temporal_layer(block: Any, tokens_bTsC: Tensor, picture_b1sC: Tensor) -> Tensor:
     """A feed-forward, self-attention of each pixel over time, the picture, a feed-forward."""
-    widened = _feed_forward(block.ff_in, block.norm_in(tokens_bTsC))
+    widened = block.ff_in(block.norm_in(tokens_bTsC))
     tokens_bTsC = tokens_bTsC.add_(widened) if block.is_res else widened
     # Pixel by pixel, once for queries, keys and values.
     normed_bsTC = block.norm1(tokens_bTsC).transpose(1, 2).contiguous()
     attended = _self_attention(block.attn1, normed_bsTC.flatten(0, 1))
     tokens_bTsC += attended.reshape(normed_bsTC.shape).transpose(1, 2)
     tokens_bTsC += picture_b1sC
-    answer = _feed_forward(block.ff, block.norm3(tokens_bTsC))
+    answer: Tensor = block.ff(block.norm3(tokens_bTsC))
     return tokens_bTsC.add_(answer) if block.is_res else answer
 
 
@@ -264,11 +257,6 @@ def _self_attention(block: Any, rows_NLC: Tensor) -> Tensor:
     )
     answer: Tensor = block.to_out[0](merge_heads(attention(q, k, v, scale=block.scale)))
     return answer
-
-
-def _feed_forward(block: Any, tokens: Tensor) -> Tensor:
-    """diffusers' `FeedForward`: a gated layer and the one that makes it narrow."""
-    return gated_gelu(tokens, block.net[0].proj, block.net[2], block.net[2].in_features)
 
 
 def _silu(fresh: Tensor) -> Tensor:
