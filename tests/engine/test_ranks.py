@@ -112,6 +112,13 @@ def test_one_video_on_several_ranks(ranks: Group, model: str, size: int) -> None
 
 
 @pytest.mark.slow
+def test_a_part_of_the_weights_on_each_rank_gives_the_same_bits(ranks: Group, model: str) -> None:
+    found = together(ranks.run(3, run, model, {"shard_weights": True}))
+    assert np.array_equal(found[5], together(ranks.run(3, run, model, {}))[5])
+    check_close(found, alone(model))
+
+
+@pytest.mark.slow
 def test_a_given_picture_a_chain_and_a_negative_prompt(ranks: Group, model: str) -> None:
     picture = np.linspace(0, 255, 24 * 40 * 3).reshape(24, 40, 3).astype(np.uint8)
     options = {"image": picture, "chain": 2, "negative_prompt": "a square"}
