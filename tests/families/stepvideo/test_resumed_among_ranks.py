@@ -24,6 +24,7 @@ OPTIONS: dict[str, Any] = {
     "num_inference_steps": 3, "device": "cpu",
 }  # fmt: skip
 STEP = 2
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +64,6 @@ def test_on_as_many_ranks_it_has_the_same_bits(
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "parallel"), [(2, "auto"), (2, "ring=2"), (2, "cfg=2"), (3, "ring=3")]
 )
@@ -81,14 +81,12 @@ def test_on_other_ranks_only_rounding_differs(
     assert (division.way == "ring") == parallel.startswith("ring")
 
 
-@pytest.mark.slow
 def test_on_one_device(kept: tuple[Path, dict[int, Any]], tmp_path: Path) -> None:
     path, whole = kept
     events = go_on(RunFolder(copied(path, tmp_path)), ranks={"num_devices": 1}, cleans=False)
     check_close(told(list(events), speaks=True)["frames"], whole)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["text", "clip text", "denoise"])
 def test_begun_on_one_device_and_broken_off_in_any_stage(
     ranks: Group,
