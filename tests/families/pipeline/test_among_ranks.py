@@ -27,7 +27,7 @@ from everyframe.runs.folder import RunFolder, all_runs
 from everyframe.runs.keeper import Keep
 from ranks import Group, group_of
 
-NAMES = ("wan", "ltx", "cogvideox")
+NAMES = ("wan", "ltx", "cogvideox", "hunyuan")
 SIZES = (2, 3)
 
 

@@ -60,12 +60,21 @@ def cogvideox(*, rotary: bool) -> nn.Module:
     )  # fmt: skip
 
 
+def hunyuan() -> nn.Module:
+    return diffusers.HunyuanVideoTransformer3DModel(
+        in_channels=4, out_channels=4, num_attention_heads=3, attention_head_dim=12, num_layers=2,
+        num_single_layers=1, num_refiner_layers=1, patch_size=2, patch_size_t=1,
+        guidance_embeds=True, text_embed_dim=8, pooled_projection_dim=6, rope_axes_dim=(4, 4, 4),
+    )  # fmt: skip
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "wan": wan,
     "wan of a picture": lambda: wan(image_dim=6, added_kv_proj_dim=36),
     "ltx": ltx,
     "cogvideox": lambda: cogvideox(rotary=False),
     "cogvideox 5b": lambda: cogvideox(rotary=True),
+    "hunyuan": hunyuan,
 }
 
 
@@ -110,6 +119,18 @@ def of_cogvideox(frames: int, height: int, width: int, *, rotary: bool) -> dict[
     }
 
 
+def of_hunyuan(frames: int, height: int, width: int) -> dict[str, Any]:
+    lengths = torch.tensor([SHORT, LONG])
+    return {
+        "hidden_states": randn(2, 4, frames, height, width),
+        "timestep": torch.tensor([300.0, 700.0]),
+        "encoder_hidden_states": randn(2, LONG, 8, seed=3),
+        "encoder_attention_mask": (torch.arange(LONG) < lengths[:, None]).long(),
+        "pooled_projections": randn(2, 6, seed=4),
+        "guidance": torch.tensor([6000.0, 6000.0]),
+    }
+
+
 #: The model, and what it is called with: odd numbers of frames, rows, columns and tokens.
 CASES: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "wan": ("wan", lambda: of_wan(3, 6, 10)),
@@ -134,12 +155,14 @@ CASES: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "ltx, fewer tokens than ranks": ("ltx", lambda: of_ltx(1, 1, 2)),
     "cogvideox": ("cogvideox", lambda: of_cogvideox(3, 6, 10, rotary=False)),
     "cogvideox 5b": ("cogvideox 5b", lambda: of_cogvideox(3, 6, 10, rotary=True)),
+    "hunyuan, ragged texts": ("hunyuan", lambda: of_hunyuan(3, 6, 10)),
+    "hunyuan, fewer tokens than ranks": ("hunyuan", lambda: of_hunyuan(1, 2, 4)),
     "cogvideox, fewer tokens than ranks": (
         "cogvideox 5b", lambda: of_cogvideox(1, 2, 4, rotary=True),
     ),
 }  # fmt: skip
 #: Those that are run by default, by heads and with three ranks; the others with ``--slow``.
-FAST = ("wan", "ltx, ragged texts", "cogvideox 5b")
+FAST = ("wan", "ltx, ragged texts", "cogvideox 5b", "hunyuan, ragged texts")
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8)
 
 
@@ -269,6 +292,7 @@ LARGE: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "wan": ("wan", lambda: of_wan(5, 16, 20)),
     "ltx": ("ltx", lambda: of_ltx(5, 8, 10)),
     "cogvideox": ("cogvideox 5b", lambda: of_cogvideox(5, 16, 20, rotary=True)),
+    "hunyuan": ("hunyuan", lambda: of_hunyuan(5, 16, 20)),
 }
 
 
@@ -353,6 +377,7 @@ def padding(put_on: Sharding, model: Any, inputs: dict[str, Any], team: Team) ->
 #: Each with a model in which it makes a difference.
 FAULTS = [
     (other_noise, "wan"), (other_noise, "cogvideox 5b"), (dropped_mask, "ltx, ragged texts"),
+    (dropped_mask, "hunyuan, ragged texts"),
     (own_positions, "wan"), (own_positions, "ltx, ragged texts"), (padding, "wan"),
     (padding, "cogvideox 5b"),
 ]  # fmt: skip

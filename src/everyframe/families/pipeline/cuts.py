@@ -49,9 +49,10 @@ class Cuts:
     they have that dimension, and `tables` submodules whose results have it, with the dimension. All
     tokens look at all in the modules `attention`, whose names may hold a ``*``.
 
-    `text` is the key of its config that says how many tokens of the text there are at most, None if
-    they are not among those that are cut. With `together` a pipeline asks about both branches of
-    guidance at once.
+    `text` is how many tokens of a text there are unless ``max_sequence_length`` says it, or the key
+    of its config that does; None if they are not among those that are cut. `guidance` is how both
+    branches are asked about: ``together`` in one call, ``apart`` in two, or as an ``input`` of one.
+    A config that has any of `unlike` is of a variant that can't be cut so.
     """
 
     tokens: tuple[Cut, ...]
@@ -60,8 +61,13 @@ class Cuts:
     tables: tuple[tuple[str, int], ...] = ()
     last: str = "proj_out"
     video: int = 0
-    text: str | None = None
-    together: bool = True
+    text: str | int | None = None
+    guidance: str = "together"
+    unlike: tuple[tuple[str, Any], ...] = ()
+
+    def fits(self, config: Mapping[str, Any]) -> bool:
+        """Whether a transformer of that config can be cut so."""
+        return not any(config.get(key) == value for key, value in self.unlike)
 
     def num_tokens(self, sizes: Sizes, settings: Settings) -> tuple[int, ...]:
         """How many tokens a video of those settings has of each kind."""
@@ -72,22 +78,26 @@ class Cuts:
             side // sizes.spatial_factor // patch
             for side, patch in zip((settings.height, settings.width), sides, strict=True)
         )
-        found = [int(config[self.text])] if self.text is not None else []
+        found = []
+        if self.text is not None:
+            most = self.text if isinstance(self.text, int) else config[self.text]
+            found = [int(dict(settings.options).get("max_sequence_length", most))]
         found.insert(self.video, frames * rows * columns)
         return tuple(found)
 
     def part(self, sizes: Sizes, settings: Settings, crew: Crew, rank: int, width: int) -> RankPart:
         """What that rank does of each step, with products in numbers of `width` bytes."""
         config = sizes.denoiser
-        branches = 1 if settings.guidance_scale <= 1 else 2
-        batch = branches if self.together else 1
+        branches = 2 if settings.guidance_scale > 1 and self.guidance != "input" else 1
+        batch = branches if self.guidance == "together" else 1
         streams = [shares(n, crew.weights) for n in self.num_tokens(sizes, settings)]
         deal = dealt(streams, batch * int(config["num_attention_heads"]), crew.weights)
         heads, tokens = HeadDeal(deal), len(deal.columns[rank])
         held = tokens / deal.grid.places
         looks = held if crew.way == "ring" else heads.share(rank)
         vectors = sent_vectors(deal, rank) if crew.way == "ring" else heads.moved(rank)
-        sent = vectors * int(config["num_layers"]) * int(config["attention_head_dim"]) * width
+        blocks = int(config["num_layers"]) + int(config.get("num_single_layers") or 0)
+        sent = vectors * blocks * int(config["attention_head_dim"]) * width
         channels = int(config.get("out_channels") or config["in_channels"])
         answer = streams[self.video][rank] * math.prod(patch_of(config)) * channels * _ANSWER
         sent += batch * answer * (len(crew.weights) - 1)
@@ -105,7 +115,7 @@ CUTS: Mapping[str, Cuts] = {
         # Wan 2.2 of a picture gives each token a timestep of its own.
         beside=(Cut("", "timestep"),),
         tables=(("rope", 1),),
-        together=False,
+        guidance="apart",
     ),
     "LTXVideoTransformer3DModel": Cuts(
         tokens=(Cut("", "hidden_states"),),
@@ -122,6 +132,18 @@ CUTS: Mapping[str, Cuts] = {
         beside=(Cut("", "image_rotary_emb", 0),),
         video=1,
         text="max_text_seq_length",
+    ),
+    "HunyuanVideoTransformer3DModel": Cuts(
+        tokens=(
+            Cut("transformer_blocks.0", "hidden_states"),
+            Cut("transformer_blocks.0", "encoder_hidden_states"),
+        ),
+        attention=("transformer_blocks.*.attn", "single_transformer_blocks.*.attn"),
+        tables=(("rope", 0),),
+        text=256,
+        guidance="input",
+        # Its blocks know the tokens of the first frame by their number.
+        unlike=(("image_condition_type", "token_replace"),),
     ),
 }
 

@@ -167,7 +167,12 @@ def _can_be_shared(files: Files) -> bool:
     """Whether all of its denoisers are of classes that are known to be cut."""
     classes = {part.name: part for part in files.models}
     found = [classes[name] for name in denoisers(classes)]
-    is_known = all(part.class_name in CUTS and part.library == "diffusers" for part in found)
+    is_known = all(
+        part.library == "diffusers"
+        and part.class_name in CUTS
+        and CUTS[part.class_name].fits(part.config())
+        for part in found
+    )
     return bool(found) and is_known and not files.is_modular
 
 
