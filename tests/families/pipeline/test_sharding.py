@@ -374,18 +374,21 @@ def padding(put_on: Sharding, model: Any, inputs: dict[str, Any], team: Team) ->
     return undo
 
 
-#: Each with a model in which it makes a difference.
+#: Each with a model in which it makes a difference; the first four are planted by default.
 FAULTS = [
-    (other_noise, "wan"), (other_noise, "cogvideox 5b"), (dropped_mask, "ltx, ragged texts"),
-    (dropped_mask, "hunyuan, ragged texts"),
-    (own_positions, "wan"), (own_positions, "ltx, ragged texts"), (padding, "wan"),
-    (padding, "cogvideox 5b"),
+    (other_noise, "cogvideox 5b"), (own_positions, "wan"), (dropped_mask, "hunyuan, ragged texts"),
+    (padding, "wan"), (other_noise, "wan"), (dropped_mask, "ltx, ragged texts"),
+    (own_positions, "ltx, ragged texts"), (padding, "cogvideox 5b"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("fault", "case", "way"),
-    [slowly(*each, way, unless=way == "ulysses") for each in FAULTS for way in ATTENDING],
+    [
+        slowly(*each, way, unless=way == "ulysses" and each in FAULTS[:4])
+        for each in FAULTS
+        for way in ATTENDING
+    ],
 )
 def test_a_planted_fault_is_seen(ranks: Group, way: str, fault: Any, case: str) -> None:
     found = ranks.run(3, sharded, way, case, fault=fault)
