@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -110,11 +111,15 @@ def test_a_component_without_blocks_has_nothing_to_be_tried_on(model: str) -> No
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(missing := why_not()), reason=str(missing))
-def test_a_compiled_block_of_a_model_follows_whatever_changes(model: str) -> None:
+def test_a_compiled_block_of_a_model_follows_whatever_changes(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The real compiler on the real block: another shape, scalar or weight is never an old graph's.
 
     It computes in float32 what the block does, in another order of sums.
     """
+    # Of its own: a compiler that was killed elsewhere leaves half a library in the one of all.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     torch._dynamo.reset()
     first = next(blocks_of(subject(model)))
     larger = next(blocks_of(subject(model, size="48x32", num_frames=5)))

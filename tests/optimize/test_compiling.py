@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,7 +65,9 @@ BACKENDS = (
 
 
 @pytest.fixture(params=BACKENDS)
-def model(request: pytest.FixtureRequest) -> Model:
+def model(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Model:
+    # Of its own: a compiler that was killed elsewhere leaves half a library in the one of all.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     torch.manual_seed(0)
     torch._dynamo.reset()
     made = Model().eval().requires_grad_(False)
