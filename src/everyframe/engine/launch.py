@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from everyframe.core import errors
-from everyframe.core.errors import EveryframeError
+from everyframe.core.errors import EveryframeError, WorkerDiedError
 from everyframe.core.events import Event, Events, Kept
 from everyframe.core.plain import from_plain
 from everyframe.core.request import Request
-from everyframe.engine.obituary import obituary
+from everyframe.engine.obituary import kept_in, obituary
 from everyframe.engine.patience import Patience
 from everyframe.engine.torchrun import Torchrun
 from everyframe.engine.wire import receive, send
@@ -113,6 +113,8 @@ def _handed_on(stack: ExitStack, job: Job, workers: list[Worker]) -> Events:
                 yield event
         except _GoneError as gone:
             raise obituary(gone.worker, gone.worker.end(), run) from gone.__cause__
+        except WorkerDiedError as died:
+            raise WorkerDiedError("; ".join([str(died), *kept_in(run)])) from died.__cause__
         for worker in workers:
             worker.end()
     if run is not None:

@@ -43,9 +43,12 @@ def obituary(worker: Worker, code: int, run: RunFolder | None) -> WorkerDiedErro
         )
     else:
         said += _of_the_machine(machine_now(), signal_name(-code), where, worker.printed())
-    if run is not None:
-        said.append(f"what it came to is kept: everyframe resume {run.name}")
-    return WorkerDiedError("; ".join(said))
+    return WorkerDiedError("; ".join([*said, *kept_in(run)]))
+
+
+def kept_in(run: RunFolder | None) -> list[str]:
+    """What is said of a run that is kept where it ended."""
+    return [] if run is None else [f"what it came to is kept: everyframe resume {run.name}"]
 
 
 def machine_now() -> MachineFacts:

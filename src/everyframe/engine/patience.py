@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from everyframe.engine.launch import Worker
 
 #: Seconds in which nothing happens until a rank is given up; an exchange takes a small part.
-_SECONDS = 20.0
+_SECONDS = 15.0
 #: Seconds of a core in that time that are as good as none.
 _IDLE = 0.5
 

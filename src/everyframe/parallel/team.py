@@ -121,17 +121,27 @@ class Team(ABC):
         return total
 
     def share(self, values: Sequence[Tensor] | None, source: int, what: str) -> list[Tensor]:
-        """Tensors of rank `source`, whose number and shapes the others don't know, on the CPU."""
+        """Tensors of rank `source`, whose number and shapes the others don't know, on the CPU.
+
+        They lie in memory as there: a convolution's last bits may depend on it.
+        """
         if self.size == 1:
             assert values is not None
             return list(values)
-        told = self.tell(
-            None if values is None else [[list(v.shape), _name(v.dtype)] for v in values],
-            source, what,
-        )  # fmt: skip
+        shapes = [[list(v.shape), _name(v.dtype), _order(v)] for v in values or ()]
+        told = self.tell(None if values is None else shapes, source, what)
         if values is None:
-            values = [torch.empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in told]
-        return [self.broadcast(value.cpu(), source, what) for value in values]
+            values = [
+                torch.empty([shape[dim] for dim in order], dtype=getattr(torch, dtype))
+                for shape, dtype, order in told
+            ]
+        else:
+            values = [value.cpu().permute(_order(value)) for value in values]
+        came = [self.broadcast(value, source, what) for value in values]
+        return [
+            value.permute([order.index(dim) for dim in range(value.ndim)])
+            for value, (_, _, order) in zip(came, told, strict=True)
+        ]
 
     def tell(self, value: Any, source: int, what: str) -> Any:
         """Plain data (what JSON holds) of rank `source` on every rank."""
@@ -369,6 +379,11 @@ def _row_bytes(x: Tensor) -> int:
     for length in x.shape[1:]:
         rows *= length
     return rows
+
+
+def _order(x: Tensor) -> list[int]:
+    """The dimensions as they lie in memory, the outermost first."""
+    return sorted(range(x.ndim), key=lambda dim: -x.stride()[dim])
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -147,12 +147,8 @@ class Known:
         return cls.of([torch.cat(some) for some in every])
 
     def tensors(self) -> list[Tensor]:
-        """All three, as they are sent: what is not there has no elements.
-
-        In one order of memory, whoever made them: a convolution's last bits depend on it.
-        """
-        every = (self.mask, self.masked, self.source)
-        return [torch.empty(0) if x is None else x.contiguous() for x in every]
+        """All three, as they are sent: what is not there has no elements."""
+        return [torch.empty(0) if x is None else x for x in (self.mask, self.masked, self.source)]
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> Known:

@@ -206,7 +206,7 @@ class DecodeStage:
     ) -> Iterator[tuple[Tensor, Any]]:
         """Frames (F, H, W, 3) in 0..1, whether any was denoised, and what happened, lot by lot."""
         job, team = self.job, self.job.teams.team
-        latents = take.latents.contiguous().split(job.together)
+        latents = take.latents.split(job.together)
         # The lot that is at hand, and how many batches of denoised frames came before it.
         now: list[tuple[Any, Any]] = []
         count = -1
