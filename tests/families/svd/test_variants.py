@@ -51,7 +51,7 @@ def test_a_variant_is_read_where_it_is_asked_for_or_alone(folder: Path, only_fp1
 
 
 def test_a_variant_that_is_not_there(folder: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"looked for .*\*.bf16.safetensors, but it holds"):
+    with pytest.raises(CheckpointError, match="no weights in the variant 'bf16'"):
         frames(folder, variant="bf16")
     with pytest.raises(InputError, match="variant"):
         frames(folder, variant="../fp16")

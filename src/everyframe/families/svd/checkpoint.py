@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from everyframe.checkpoints.fetch import fetch_missing
 from everyframe.checkpoints.find import Location
 from everyframe.checkpoints.folder import read_json
-from everyframe.core.errors import InputError
+from everyframe.core.errors import CheckpointError, InputError
 from everyframe.families.svd import single
 from everyframe.families.svd.config import IMAGE_VAE, RELEASED
 
@@ -122,13 +122,27 @@ def find_files(location: Location, variant: str | None = None) -> Files | None:
     `variant` names one of several stored precisions; `location` was found for it.
 
     Raises:
-        CheckpointError: a ``model_index.json`` that is no JSON object, or a broken file.
+        CheckpointError: a ``model_index.json`` that is no JSON object, a broken file, or a folder
+            without weights in that variant.
         InputError: a variant of one file, which has none.
     """
     found = _find(location)
-    if found is not None and found.is_single and variant is not None:
-        raise InputError(f"variant has no effect on {found.where}: it is one file; leave it out")
+    if found is not None and variant is not None:
+        _check_variant(found, variant)
     return found and replace(found, variant=variant)
+
+
+def _check_variant(files: Files, variant: str) -> None:
+    if files.is_single:
+        raise InputError(f"variant has no effect on {files.where}: it is one file; leave it out")
+    folder = files.location.path
+    if folder is not None:
+        lacking = [each for each in WEIGHTS if not [*(folder / each).glob(f"*.{variant}.*")]]
+        if lacking:
+            raise CheckpointError(
+                f"{files.where} has no weights in the variant {variant!r}: no *.{variant}.* in its "
+                f"{', '.join(lacking)}; leave variant out"
+            )
 
 
 def _find(location: Location) -> Files | None:
