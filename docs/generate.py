@@ -181,7 +181,7 @@ def _rows(model: type[Options], group: str) -> Iterator[str]:
         else:
             flags = [f"--{name.replace('_', '-')}", *facts["aliases"]]
             option = "`PROMPT`" if name == "prompt" else ", ".join(f"`{flag}`" for flag in flags)
-        default = "" if field.default in (None, False) else f"`{field.default}`"
+        default = "" if field.default in (None, False, (), {}) else f"`{field.default}`"
         yield f"| {option} | {_value(field, facts['unit'])} | {default} | {field.description} |"
 
 

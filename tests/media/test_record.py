@@ -101,7 +101,7 @@ def test_what_is_no_video_says_so(tmp_path: Path) -> None:
     with pytest.raises(MediaError, match="no such file"):
         read_record(tmp_path / "missing.mp4")
     (tmp_path / "text.mp4").write_text("hello")
-    with pytest.raises(MediaError, match="neither a video nor a picture"):
+    with pytest.raises(MediaError, match=r"'\S+' is neither a video nor a picture: [^\[']+$"):
         read_record(tmp_path / "text.mp4")
     (tmp_path / "other.json").write_text(json.dumps({"a": 1}))
     for place in ("other.json", "."):

@@ -119,7 +119,8 @@ def embedded_record(path: Path) -> dict[str, Any] | None:
     except UnidentifiedImageError:
         return _record_of_video(path)
     except (OSError, Image.DecompressionBombError) as error:
-        raise MediaError(f"can't read {str(path)!r}: {error}") from error
+        why = getattr(error, "strerror", None) or error
+        raise MediaError(f"can't read {str(path)!r}: {why}") from error
 
 
 def record_of_picture(picture: Any) -> dict[str, Any] | None:
@@ -141,5 +142,6 @@ def _record_of_video(path: Path) -> dict[str, Any] | None:
         with av.open(str(path)) as container:
             tags = {key.lower(): value for key, value in container.metadata.items()}
     except (av.FFmpegError, OSError) as error:
-        raise MediaError(f"{str(path)!r} is neither a video nor a picture: {error}") from error
+        why = error.strerror or error
+        raise MediaError(f"{str(path)!r} is neither a video nor a picture: {why}") from error
     return parse(tags.get("comment"))
