@@ -18,12 +18,7 @@ dated page and a picture into `benchmarks/results/`.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import statistics
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
@@ -36,6 +31,8 @@ from typing import Any
 from PIL import Image, ImageDraw, ImageFont
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+import two_workers
 
 import small_models
 from everyframe.core.facts import DeviceFacts
@@ -346,49 +343,20 @@ def _font(size: int) -> Any:
     return ImageFont.load_default(size)
 
 
-# ---------------------------------------------------------------- two workers on this CPU
-
-_RUN = ["generate", "a red circle moves to the right on a blue background", "--seed", "7",
-        "--device", "cpu", "--dtype", "fp32", "--json"]  # fmt: skip
-
-
-def two_against_one(turns: int) -> str:
-    """Seconds of all steps with one worker of one thread and with two, by turns."""
-    found: dict[int, list[float]] = {1: [], 2: []}
-    for _ in range(turns):
-        for number, seconds in found.items():
-            seconds.append(_seconds_of_steps(number))
-            print(number, f"{seconds[-1]:.2f} s", flush=True)
-    one, two = (statistics.median(seconds) for seconds in found.values())
-    return (
-        f"denoising took {one:.2f} s with one worker of one thread and {two:.2f} s with two: "
-        f"{one / two:.2f} times as fast (medians of {turns})"
-    )
-
-
-def _seconds_of_steps(number: int) -> float:
-    with tempfile.TemporaryDirectory() as folder:
-        words = [*_RUN, "--num-devices", str(number), "-o", f"{folder}/clip.mp4"]
-        done = subprocess.run(
-            [sys.executable, "-m", "everyframe", *words],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "EVERYFRAME_RUNS": "off"},
-            capture_output=True, text=True, check=True,
-        )  # fmt: skip
-    events = [json.loads(line) for line in done.stdout.splitlines()]
-    return sum(e["seconds"] for e in events if e["type"] == "step" and e["stage"] == "denoise")
-
-
 def main() -> None:
     """Count, draw and write; or measure."""
     parser = argparse.ArgumentParser(description="What several devices send, and how evenly.")
     parser.add_argument("--as", dest="profile", default="cuda-sm80", help="a profile's name")
     parser.add_argument("--two", action="store_true", help="two workers against one, on this CPU")
-    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--turns", type=int, default=3, help="of --two")
     parser.add_argument("--only", default="", help="cases whose name holds this")
     parser.add_argument("--no-page", action="store_true")
     given = parser.parse_args()
     if given.two:
-        print(two_against_one(given.turns))
+        text = two_workers.page(given.turns)
+        print(text)
+        if not given.no_page:
+            (RESULTS / f"parallel-two-{date.today()}.md").write_text(text)
         return
     device = find_profile(given.profile).machine().devices[0]
     names = [name for name in cases() if given.only in name]
