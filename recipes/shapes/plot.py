@@ -21,6 +21,8 @@ _CURVES = {
     "apart": ("loss", "along", "squared distance from the codes"),
     "direction": ("loss", "told", "clips told from their reversals"),
     "repair": ("loss", "all", "clips read right in all four"),
+    "agree": ("loss", "along", "squared distance from the motion's mean"),
+    "settle": ("loss", "all", "clips read right in all four"),
     "denoiser": ("loss", "all", "clips read right in all four"),
 }
 

@@ -19,8 +19,20 @@ from recipes.shapes import shipped
 from recipes.shapes.loop import Task, train
 
 STAGES = ("autoencoder", "temporal", "text", "denoiser", "polish")
-REPAIRS = ("apart", "direction", "repair")  # of a denoiser that gets motions wrong
-ALONE = ("autoencoder", "temporal", "text", "apart")  # not trained by several processes together
+REPAIRS = (
+    "apart",
+    "direction",
+    "repair",
+    "agree",
+    "settle",
+)  # of a denoiser that gets motions wrong
+ALONE = (
+    "autoencoder",
+    "temporal",
+    "text",
+    "apart",
+    "agree",
+)  # not trained by several processes together
 #: Hours of training, kept where no checkout or clean-up of the sources takes them away.
 WORK = cache_folder() / "recipes" / "shapes"
 
@@ -45,6 +57,10 @@ def build(stage: str, given: argparse.Namespace) -> Task:
         from recipes.shapes import apart
 
         return apart.task(work, **steps)
+    if stage == "agree":
+        from recipes.shapes import agree
+
+        return agree.task(work, **steps)
     if stage == "denoiser":
         from recipes.shapes import denoiser
 
@@ -52,7 +68,11 @@ def build(stage: str, given: argparse.Namespace) -> Task:
     if stage in REPAIRS:
         from recipes.shapes import repair
 
-        tasks = {"direction": repair.direction_task, "repair": repair.repair_task}
+        tasks = {
+            "direction": repair.direction_task,
+            "repair": repair.repair_task,
+            "settle": repair.settle_task,
+        }
         return tasks[stage](work, **steps)
     from recipes.shapes import polish
 
