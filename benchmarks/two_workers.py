@@ -44,7 +44,7 @@ def page(turns: int) -> str:
         f"`python benchmarks/parallel.py --two --turns {turns}`: seconds of the denoising steps of "
         f"51 frames of 256x256 by an Open-Sora 1.2 of width {SIZES['hidden_size']} and "
         f"{SIZES['depth']} pairs of blocks, medians and the least of {turns} turns (other work "
-        "only adds). The last row is what this machine's second core is worth where nothing is shared.",
+        "only adds). The last row is what the second core here is worth where nothing is shared.",
         "",
         f"Hardware: {facts.cpu.name}, {facts.num_cores} cores; load at the end "
         f"{os.getloadavg()[0]:.1f}. Versions: {versions}.",
