@@ -49,7 +49,7 @@ CHANGE_WEIGHT = 4.0  # of cells that change in time: they alone show a growing o
 # Sampling, in training's checks and as the shipped folder's own defaults.
 SHIFT = 4.0  # of the timesteps towards high noise
 NUM_STEPS = 30
-GUIDANCE = 2.0
+GUIDANCE = 1.2
 NULL_TEXT = 0.1
 # Which latent frames are given, and how often: (first, last, weight).
 GIVEN = ((1, 0, 0.17), (0, 1, 0.02), (1, 1, 0.02), (2, 0, 0.02), (3, 0, 0.01))
