@@ -87,7 +87,7 @@ def _makes_new(func: Any) -> bool:
 def _described(value: Any) -> Iterator[Any]:
     """All that sizes depend on, as what can be looked up; None for what can't be."""
     if isinstance(value, Tensor):
-        yield (value.shape, value.stride(), value.dtype) if value.is_meta else None
+        yield (value.shape, value.stride(), value.dtype) if stands_in(value) else None
     elif isinstance(value, (tuple, list)):
         yield len(value)
         for each in value:
@@ -108,7 +108,7 @@ def _sizes_of(answer: Any, given: list[Tensor]) -> list[_Sizes] | None:
     known = {id(each.untyped_storage()) for each in given}
     made: list[_Sizes] = []
     for each in results:
-        if not isinstance(each, Tensor) or not each.is_meta:
+        if not isinstance(each, Tensor) or not stands_in(each):
             return None
         storage = each.untyped_storage()
         if id(storage) in known or storage.nbytes() != each.numel() * each.element_size():
@@ -170,14 +170,19 @@ def places(mask: Tensor) -> Tensor:
     return torch.empty(mask.numel(), mask.ndim, dtype=torch.int64, device=STAND_IN)
 
 
+def stands_in(tensor: Tensor) -> bool:
+    """Whether a tensor is on the stand-in; asked some ten times an operation."""
+    return tensor.is_meta
+
+
 def on_device(values: Any) -> list[Tensor]:
     """Those of the tensors that are on the stand-in."""
-    return [each for each in tensors_of(values) if each.is_meta]
+    return [each for each in tensors_of(values) if stands_in(each)]
 
 
 def to_stand_in_all(values: Any) -> Any:
     """`values` with `to_stand_in` of each; the same ones where there is nothing to be done."""
-    if all(each.is_meta for each in tensors_of(values)):
+    if all(stands_in(each) for each in tensors_of(values)):
         return values
     return tree_map(to_stand_in, values)
 

@@ -313,6 +313,7 @@ def test_a_1_0_is_told_by_its_table_and_not_by_its_folder(
     torch.save({"blocks.0.attn_temp.qkv.weight": torch.zeros(1), "pos_embed": table}, file)
     for part in ("vae", "text_encoder"):
         (folder / part).mkdir()
+    tiny.sentence_pieces(folder / "text_encoder" / "spiece.model")  # plans count tokens
     plan = everyframe.plan("a red circle", model=str(file))
     assert (plan.settings.height, plan.settings.width) == (side, side)
 
