@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import _cur_sdpa_kernel_backends
 
 from everyframe.core.events import Event, Note
 from everyframe.families.pipeline.alternating import alternating
+from everyframe.ops.attention import PLAIN, attend_by
 
 Emit = Callable[[Event], None]
 
@@ -95,3 +97,19 @@ def test_the_call_has_no_gradients_and_its_own_number_of_threads() -> None:
         _, seen = drained(alternating(call, 2))
     assert seen == (False, False, 2)
     torch.set_num_threads(here)
+
+
+def test_attention_is_chosen_as_before_when_a_reader_leaves_inside_of_a_module() -> None:
+    """What ends the call there is no `Exception`, for which torch calls no hook."""
+
+    class Attends(nn.Module):
+        def forward(self, emit: Emit) -> None:
+            emit(Note(""))
+
+    layer, before = Attends(), _cur_sdpa_kernel_backends(with_priority=True)
+    attend_by(layer, PLAIN)
+    events = alternating(layer, 1)
+    next(events)
+    assert _cur_sdpa_kernel_backends(with_priority=True) != before
+    events.close()
+    assert _cur_sdpa_kernel_backends(with_priority=True) == before

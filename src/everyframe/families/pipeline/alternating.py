@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from everyframe.core.events import Event
+from everyframe.ops.attention import kernels_kept
 
 _Result = TypeVar("_Result")
 
@@ -71,7 +72,7 @@ class _Alternating:
             # Both are a thread's own. Not inference mode: what a pipeline keeps in its modules
             # would be of no use to training afterwards.
             torch.set_num_threads(self._num_threads)
-            with torch.no_grad():
+            with torch.no_grad(), kernels_kept():
                 result = self._call(self.emit)
         except BaseException as error:  # noqa: BLE001 - raised again in the reader's thread
             self.answers.put(("error", error))
