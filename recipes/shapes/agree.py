@@ -42,7 +42,7 @@ def task(work: Path, num_steps: int = 3000, batch: int = 64) -> Task:
         """Captions of the scenes, where their states were, and where they ought to be."""
         ids, mask = words(chosen, rng)
         was = before(input_ids=ids, attention_mask=mask.long()).last_hidden_state
-        return Drawn(ids, mask, was, meant.shift(pooled(was, mask), chosen))
+        return Drawn(ids, mask, was, meant.shift(text.pooled(was, mask), chosen))
 
     def states(of: Drawn) -> Tensor:
         found = modules["text"](input_ids=of.ids, attention_mask=of.mask.long())
@@ -61,7 +61,7 @@ def task(work: Path, num_steps: int = 3000, batch: int = 64) -> Task:
         # Half of a batch are the captions that are farthest off: most are where they ought to be.
         with torch.no_grad():
             missed = several.was + several.shift[:, None] - states(several)
-        off = pooled(missed @ meant.axes, several.mask).norm(dim=-1)
+        off = text.pooled(missed @ meant.axes, several.mask).norm(dim=-1)
         farthest = off.argsort(descending=True)[: batch // 2]
         along, across = distance(several.rows(torch.cat([farthest, torch.arange(batch // 2)])))
         return 10 * along + across, {"along": along.item(), "across": across.item()}
@@ -70,7 +70,7 @@ def task(work: Path, num_steps: int = 3000, batch: int = 64) -> Task:
         chosen = list(world.held_out_scenes()) * 4
         of = drawn(chosen, np.random.default_rng(58))
         along, across = distance(of)
-        told = meant.nearest(pooled(states(of), of.mask), chosen)
+        told = meant.nearest(text.pooled(states(of), of.mask), chosen)
         return {"score": -float(10 * along + across), "along": float(along), "told": float(told)}
 
     return Task(
@@ -102,11 +102,6 @@ class Drawn:
     def rows(self, index: Tensor) -> Drawn:
         """Those of some captions."""
         return Drawn(self.ids[index], self.mask[index], self.was[index], self.shift[index])
-
-
-def pooled(states: Tensor, mask: Tensor) -> Tensor:
-    """The mean (B, C) of each caption's states (B, L, C) over its own tokens."""
-    return (states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
 
 
 class Meant:

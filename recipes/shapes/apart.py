@@ -79,7 +79,7 @@ def mean_states(encoder: Any, words: text.Captions) -> dict[tuple[str, str], Ten
     scenes, rng = list(world.train_scenes()), np.random.default_rng(55)
     ids, mask = words(scenes, rng)
     states = encoder(input_ids=ids, attention_mask=mask.long()).last_hidden_state
-    of_caption = (states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+    of_caption = text.pooled(states, mask)
     return {
         (name, value): of_caption[[getattr(scene, name) == value for scene in scenes]].mean(0)
         for name, values in understand.ATTRIBUTES.items()

@@ -93,6 +93,11 @@ def tokenize(texts: list[str], with_tokenizer: Any) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
+def pooled(states: Tensor, mask: Tensor) -> Tensor:
+    """The mean (B, C) of each caption's states (B, L, C) over its own tokens."""
+    return (states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+
+
 class Captions:
     """Draws a wording for each scene, sometimes with an unknown word in it, and tokenizes it."""
 

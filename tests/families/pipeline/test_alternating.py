@@ -88,15 +88,12 @@ def test_a_reader_who_leaves_ends_the_call_at_its_next_module() -> None:
 
 
 def test_the_call_has_no_gradients_and_its_own_number_of_threads() -> None:
-    here = torch.get_num_threads()
-
     def call(emit: Emit) -> tuple[bool, bool, int]:
         return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_num_threads()
 
     with torch.inference_mode():
         _, seen = drained(alternating(call, 2))
     assert seen == (False, False, 2)
-    torch.set_num_threads(here)
 
 
 def test_attention_is_chosen_as_before_when_a_reader_leaves_inside_of_a_module() -> None:
