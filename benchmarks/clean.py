@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 from copied import on_a_copy
+from versions import versions_of
 
 from everyframe.checkpoints.shapes_prompts import BACKGROUNDS, COLOURS, SHAPES
 from everyframe.core.events import Event, Note, Repaired, VideoDone
@@ -143,7 +144,7 @@ def report(
         for (name, dtype), count in done.items()
     ]
     facts = machine_facts("cpu")
-    versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
+    versions = versions_of(facts)
     lines += [
         "",
         f"Hardware: {facts.cpu.name}, {facts.num_cores} cores that did other work too. Versions: "

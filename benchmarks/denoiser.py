@@ -29,6 +29,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
+from versions import versions_of
 
 from everyframe.core.plan import Precision
 from everyframe.families.opensora.components import DENOISER_ISLANDS
@@ -211,7 +212,7 @@ def relative(got: Tensor, true: Tensor) -> float:
 def page(sizes: Sizes, flops: int, times: dict[str, Times], error: float, rounds: int) -> str:
     """The result as Markdown."""
     facts = machine_facts("cpu")
-    versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
+    versions = versions_of(facts)
     command = shlex.join(["python", "benchmarks/denoiser.py", *sys.argv[1:]])
     rows = []
     for dtype, of in times.items():

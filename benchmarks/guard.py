@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from versions import versions_of
 
 import everyframe
 from everyframe.core.events import Ready, Repaired
@@ -90,7 +91,7 @@ def page(request: Request, runs: list[tuple[float, float, int]]) -> str:
     shares = [guard / whole for guard, whole, _ in runs]
     share = statistics.median(shares)
     facts = machine_facts("cpu")
-    versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
+    versions = versions_of(facts)
     plan = everyframe.plan(request)
     settings = plan.settings
     command = shlex.join(["python", "benchmarks/guard.py", *sys.argv[1:]])

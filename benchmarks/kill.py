@@ -38,6 +38,7 @@ from typing import Any
 
 import numpy as np
 from copied import on_a_copy
+from versions import versions_of
 
 from everyframe.core.events import Event, Frames, Loaded, StageStarted, Step
 from everyframe.core.request import Request
@@ -267,7 +268,7 @@ def report(
     """The result page."""
     same = sum(outcome.same for outcome in outcomes)
     facts = machine_facts("cpu")
-    versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
+    versions = versions_of(facts)
     lines = [
         f"# Runs that are killed, {date.today()}",
         "",

@@ -38,6 +38,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
+from versions import versions_of
 
 from everyframe.checkpoints.strict import KeyMap
 from everyframe.core.facts import DeviceFacts
@@ -313,8 +314,7 @@ def main() -> None:
     head = [
         f"# Step-Video's parts, {date.today()}",
         "",
-        f"{facts.cpu.name}, {facts.num_cores} cores, one thread; "
-        + ", ".join(f"{name} {version}" for name, version in facts.versions.items()),
+        f"{facts.cpu.name}, {facts.num_cores} cores, one thread; " + versions_of(facts),
         "",
         f"`python benchmarks/stepvideo.py {shlex.join(sys.argv[1:])}`".replace(" `", "`"),
         "",

@@ -45,6 +45,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModelWithProjection
+from versions import versions_of
 
 from everyframe.core.events import Loaded, Note, Planned, Ready
 from everyframe.core.plan import Precision
@@ -316,7 +317,7 @@ def whole_run(request: Mapping[str, Any]) -> float:
 def page(sizes: Sizes, found: Measured, whole: Mapping[str, list[float]], rounds: int) -> str:
     """The result as Markdown."""
     facts = machine_facts("cpu")
-    versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
+    versions = versions_of(facts)
     command = shlex.join(["python", "benchmarks/svd.py", *sys.argv[1:]])
     rows = [
         f"| {name} | {statistics.median(times):.2f} s | **{found.ratio(name):.2f}** | "

@@ -25,6 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 from torch import Tensor, nn
+from versions import versions_of
 
 from everyframe.hardware import machine_facts
 from everyframe.numerics.trace import file
@@ -120,7 +121,7 @@ def main() -> None:
     )
     table = "\n".join([f"| {' | '.join(head)} |", "| --- " * len(head) + "|", *rows])
     facts = machine_facts(None)
-    versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
+    versions = versions_of(facts)
     page = (
         f"# What a trace costs, {date.today().isoformat()}\n\n{table}\n\n"
         f"`{' '.join(['python', *sys.argv])}` on {facts.devices[0].name}, one thread, processor "

@@ -21,6 +21,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
+from versions import versions_of
+
 import tiny
 from everyframe.hardware import machine_facts
 
@@ -37,7 +39,7 @@ def page(turns: int) -> str:
     with tempfile.TemporaryDirectory() as folder:
         found = measure(tiny.opensora_1_2(Path(folder, "model"), **SIZES), turns)
     facts = machine_facts("cpu")
-    versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
+    versions = versions_of(facts)
     lines = [
         f"# Two workers of one thread, {date.today()}",
         "",
