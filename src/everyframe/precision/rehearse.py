@@ -23,9 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import Precision
+from everyframe.ops.attention import PLAIN, by_kernel
 from everyframe.ops.device import standing_for
 from everyframe.precision import edges, rules
 from everyframe.precision.dtypes import dtype_name
+from everyframe.precision.fused import Asked, is_fused
 from everyframe.precision.islands import in_island
 from everyframe.precision.live import LiveBytes
 from everyframe.precision.quantised import as_quantised
@@ -171,7 +173,7 @@ def _names(part: str, module: nn.Module, run: _Run) -> Iterator[None]:
 
 
 class _Attention(TorchFunctionMode):
-    """Fused attention as one operation: on meta torch would take it apart into another one."""
+    """Attention as the device computes it: on meta torch would always write its scores out."""
 
     def __init__(self, run: _Run) -> None:
         super().__init__()
@@ -181,9 +183,11 @@ class _Attention(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         given = kwargs or {}
-        if func is F.scaled_dot_product_attention and args and args[0].device.type == STAND_IN:
-            return self._run.attention(*args, **given)
         try:
+            if func is F.scaled_dot_product_attention:
+                asked = Asked(*args, **given)  # torch's names, however it was given them
+                if asked.query.device.type == STAND_IN:
+                    return self._run.attention(asked)
             return func(*args, **given)
         except RuntimeError as error:
             # Some functions compare dtypes before any operation is reached.
@@ -298,29 +302,28 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._find(operation, [(kind, said)])
         raise _Failed(f"{self._place(operation)}: {said}") from error
 
-    def attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        """The result of fused attention, laid out as the kernels lay it out, and its costs."""
+    def attention(self, asked: Asked) -> Tensor:
+        """Attention as it is computed there: by a fused kernel, or with its scores written out."""
+        if clashes := list(rules.check_attention(*asked.operands, asked.attn_mask)):
+            self._find("attention", clashes)
+            asked = asked.in_one_dtype()  # to see what comes after
+        if not is_fused(asked, self.device):
+            with by_kernel(PLAIN, strictly=True):  # every operation of it is seen
+                return F.scaled_dot_product_attention(**vars(asked))
+        return self._fused(asked)
+
+    def _fused(self, asked: Asked) -> Tensor:
+        """The result of one kernel, laid out as the kernels lay it out, and its costs."""
         self._now.num_operations += 1
-        self._find("attention", rules.check_attention(query, key, value, attn_mask))
-        tensors = [query, key, value]
+        query, key, value = asked.operands
         batch, heads, length, _ = query.shape
         out = value.new_empty((batch, length, heads, value.shape[-1])).transpose(1, 2)
         place = self._place("attention")
         if self.device.kind == "mps":  # its scores are a tensor
             scores = batch * heads * length * key.shape[-2] * query.element_size()
             self.live.workspace(scores, place)
-        self._now.work.attention(query, key, value, attn_mask)
-        self._check("attention", (), tensors, [out])
+        self._now.work.attention(query, key, value, asked.attn_mask)
+        self._check("attention", (), list(asked.operands), [out])
         return out
 
     def _check(

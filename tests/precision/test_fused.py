@@ -1,0 +1,95 @@
+"""The rules of torch's fused attention against torch's own choice, where it can be asked."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from everyframe.core.facts import DeviceFacts
+from everyframe.hardware.accelerators import accelerator_facts
+from everyframe.hardware.profiles import find_profile
+from everyframe.ops.attention import PLAIN, by_kernel
+from everyframe.precision.fused import Asked, is_fused
+
+
+def cases(device: str) -> list[Asked]:
+    """Attention of every kind that models ask for, and of kinds that no kernel takes."""
+
+    def x(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    q, kv = (1, 2, 5), (1, 2, 7)
+    found = [
+        Asked(x(*q, d, dtype=dtype), x(*kv, d, dtype=dtype), x(*kv, d, dtype=dtype))
+        for d, dtype in product(
+            (1, 6, 8, 72, 320), (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+        )
+    ]
+    three = x(*q, 8), x(*kv, 8), x(*kv, 8)
+    masks = [(5, 7), (1, 7), (1, 1, 5, 7), (1, 2, 5, 7), (1, 1, 1, 7), (1, 5, 7)]
+    found += [Asked(*three, x(*mask).bool()) for mask in masks]
+    found += [Asked(*three, x(*mask)) for mask in masks]
+    return [
+        *found,
+        Asked(three[0], three[1], x(*kv, 16)),  # other heads for values
+        Asked(x(2, 5, 8), x(2, 7, 8), x(2, 7, 8)),  # no heads
+        Asked(x(1, 4, 5, 8), *three[1:], enable_gqa=True),
+        Asked(x(2, 2, 5, 8), *three[1:]),  # two samples, and keys of one
+        Asked(x(1, 2, 8, 5).transpose(2, 3), *three[1:]),  # numbers that are not side by side
+        Asked(x(1, 2, 0, 8), *three[1:]),
+        Asked(*three, is_causal=True),
+        Asked(*three, dropout_p=0.1),
+    ]
+
+
+def agrees(asked: Asked, device: DeviceFacts) -> bool:
+    chosen = torch._fused_sdp_choice(
+        *asked.operands,
+        asked.attn_mask,
+        asked.dropout_p,
+        asked.is_causal,
+        enable_gqa=asked.enable_gqa,
+    )
+    return is_fused(asked, device) is (SDPBackend(chosen) != SDPBackend.MATH)
+
+
+def test_a_processors_rules_are_torchs() -> None:
+    asked = cases("cpu")
+    device = find_profile("cpu-fp32").machine().devices[0]
+    assert [each for each in asked if not agrees(each, device)] == []
+    assert {is_fused(each, device) for each in asked} == {True, False}
+    with by_kernel(PLAIN):
+        assert not any(is_fused(each, device) for each in asked)
+
+
+@pytest.mark.gpu
+def test_a_cards_rules_are_torchs() -> None:
+    device = next(each for each in accelerator_facts() if each.kind == "cuda")
+    asked = [each for each in cases("cuda") if not each.dropout_p]
+    assert [each for each in asked if not agrees(each, device)] == []
+
+
+@pytest.mark.parametrize(
+    ("profile", "dtype", "head", "expected"),
+    [
+        ("cuda-sm70", torch.float16, 64, True),
+        ("cuda-sm70", torch.float16, 20, False),  # not by eights
+        ("cuda-sm75", torch.bfloat16, 64, False),  # which it would emulate
+        ("cuda-sm75", torch.float32, 6, True),
+        ("cuda-sm80", torch.float32, 6, False),  # not by fours
+        ("cuda-sm80", torch.bfloat16, 20, True),  # flash attention pads
+        ("cuda-sm80", torch.bfloat16, 512, True),  # an autoencoder's one head
+        ("cuda-sm90", torch.float64, 64, False),
+        ("rocm", torch.bfloat16, 64, True),
+        ("mps", torch.float32, 6, True),
+    ],
+)
+def test_a_cards_rules_by_its_age(
+    profile: str, dtype: torch.dtype, head: int, expected: bool
+) -> None:
+    q = torch.zeros(1, 2, 5, head, dtype=dtype)
+    assert is_fused(Asked(q, q, q), find_profile(profile).machine().devices[0]) is expected
