@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import nn
 
 import everyframe
 import tiny
 from everyframe.core.facts import DeviceFacts, MachineFacts, Product, SoftwareFacts
 from everyframe.core.plan import Precision
 from everyframe.optimize.catalogue import CATALOGUE
-from everyframe.planning.choosing import Chooser
-from everyframe.planning.issues import known, tags_of
+from everyframe.planning.choosing import Chooser, Pins, told
+from everyframe.planning.issues import Against, Known, known, tags_of
 
 CARD = DeviceFacts("a card", "cuda", 0, 10**10, 10**10, (9, 0), True, True)
 CPU = DeviceFacts("a processor", "cpu", None, 10**10, 10**10)
@@ -74,7 +76,7 @@ def test_what_is_about_an_operation_is_avoided_where_that_is_computed() -> None:
     bf16 = Precision("bfloat16", "bfloat16")
 
     def chosen(run: Any) -> tuple[str, str]:
-        part: Any = type("", (), {"name": run.rehearsal.component})
+        part: Any = SimpleNamespace(name=run.rehearsal.component, has_precision=None)
         dtype, (choice,) = chooser.dtype(part, bf16, [run])
         return dtype, choice.verdict
 
@@ -102,6 +104,69 @@ def test_a_library_that_kills_bfloat16_has_it_avoided(name: str, dtype: str, mod
     assert [each["verdict"] for each in choices if each["path"] == "bf16"] == [
         "avoided" if dtype == "float32" else "expected"
     ]
+
+
+def test_what_is_asked_for_by_name_is_done_and_the_issue_told(model: str) -> None:
+    asked = {"model": model, "profile": "h20-cublas12.1", "dtype": "bf16", **SIZES}
+    plan = everyframe.plan("a red circle", **asked)
+    assert plan.component("denoiser").precision.compute == "bfloat16"
+    said = [note for note in plan.notes if "h20-cublas121-sigfpe" in note]
+    titles = [part.title for part in plan.components if part.precision.compute == "bfloat16"]
+    assert [note.partition(":")[0] for note in said] == titles
+    for note in said:
+        assert ": bfloat16, by --dtype bf16, in spite of known issue h20-cublas121-sigfpe" in note
+        assert note.endswith("pip install nvidia-cublas-cu12==12.5.2.13)")
+    (choice,) = (c for c in plan.component("denoiser").choices if c.path == "bf16")
+    assert (choice.verdict, choice.despite is None) == ("pinned", False)
+    assert not [note for note in everyframe.plan("a", **{**asked, "dtype": "fp32"}).notes
+                if "h20" in note]  # fmt: skip
+
+
+def test_a_loaded_components_dtype_is_kept_and_the_issue_told() -> None:
+    sick = machine(CARD, packages={"torch": "2.8.0"}, libraries={"cudnn": "9.10.2"})
+    chooser = Chooser(CARD, known=known(sick, CARD))
+    bf16 = Precision("bfloat16", "bfloat16")
+    for run, is_told in ((VAE, True), (DENOISER, False)):
+        name = run.rehearsal.component
+        part: Any = SimpleNamespace(name=name, has_precision=bf16)
+        dtype, choices = chooser.dtype(part, bf16, [run])
+        assert dtype == "bfloat16"
+        assert bool(choices) == is_told
+        for note in told("Its vae", choices, bf16):
+            assert note.startswith("Its vae: bfloat16, as it was loaded, in spite of known issue")
+
+
+def test_a_kernel_asked_for_by_name_is_used_and_the_issue_told() -> None:
+    sick = Known({"attention-flash": (Against("known issue planted: it lies (leave it)"),)})
+    attention: Any = Run("denoiser", *((1, 2, 8, 8),) * 3, kind="attention")
+    attention.rehearsal.part = lambda: nn.Identity()
+    half = Precision("float16", "float16")
+    for kernel, verdict in ((None, "avoided"), ("flash", "pinned")):
+        choices = Chooser(CARD, Pins(kernel=kernel), known=sick).choices(
+            "denoiser", half, [attention]
+        )
+        found = {choice.path: choice for choice in choices}
+        assert found["attention-flash"].verdict == verdict
+        (note,) = told("Denoiser", choices, half)
+        assert "planted" in note
+        assert note.startswith("Denoiser: attention-flash, by --attention flash, in spite of") == (
+            kernel is not None
+        )
+
+
+def test_what_can_not_be_tried_is_still_avoided_and_turned_off() -> None:
+    """A pipeline that no dry run follows: nothing to certify on, but what is known counts."""
+    bf16, part = Precision("bfloat16", "bfloat16"), SimpleNamespace(name="x", has_precision=None)
+    sick = Known({"bf16": (Against("known issue planted: it lies (leave it)"),)})
+
+    def chosen(chooser: Chooser) -> tuple[str, list[str]]:
+        dtype, choices = chooser.dtype(part, bf16, (), may_try=False)  # type: ignore[arg-type]
+        return dtype, [choice.verdict for choice in choices]
+
+    assert chosen(Chooser(CARD)) == ("bfloat16", [])
+    assert chosen(Chooser(CARD, known=sick)) == ("float32", ["avoided"])
+    assert chosen(Chooser(CARD, Pins(off=frozenset({"bf16"})))) == ("float32", ["off"])
+    assert chosen(Chooser(CARD, Pins(dtype="bfloat16"), known=sick)) == ("bfloat16", ["pinned"])
 
 
 def test_what_no_path_avoids_is_told_with_what_mends_it() -> None:

@@ -112,7 +112,7 @@ class Choice:
     `verdict` is ``certified`` or ``refused`` by its certificate, ``untried`` without one,
     ``pinned`` or ``off`` by the person who asked, ``avoided`` for a known issue, ``expected`` in a
     plan that nobody runs yet. `error` is relative to float32, `limit` what it may be, `gain` the
-    plain path's time over its own.
+    plain path's time over its own. `despite` is the known issue that a pinned one is used with.
     """
 
     path: str
@@ -121,6 +121,7 @@ class Choice:
     error: float | None = None
     limit: float | None = None
     gain: float | None = None
+    despite: str | None = None
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,9 @@ from everyframe.planning.issues import Known, tags_of
 #: Verdicts with which a path is used.
 USED = ("certified", "pinned", "expected")
 
+#: Verdicts that keep a path from being used whatever a trial would say.
+_AGAINST = ("avoided", "off")
+
 #: A component that is called fewer times is not compiled, and one that computes less in a run only
 #: if that is asked for: minutes on a CPU, which compiling takes too.
 _AGAIN_AND_AGAIN, _VERY_LONG = 4, 1e14
@@ -84,18 +87,40 @@ class Chooser:
     expects: bool = True
 
     def dtype(
-        self, component: Component, by_facts: Precision, runs: Sequence[DryRun]
+        self,
+        component: Component,
+        by_facts: Precision,
+        runs: Sequence[DryRun],
+        *,
+        may_try: bool = True,
     ) -> tuple[str, tuple[Choice, ...]]:
         """The dtype to compute in where the facts of the device say `by_facts`, and why.
 
-        `runs` are the dry runs in that precision.
+        `runs` are the dry runs in that precision. One that there is nothing to try on (not
+        `may_try`) is taken unless something stands against it.
         """
-        name = next((name for name, dtype in PRECISIONS.items() if dtype == by_facts.compute), None)
-        if name is None or self.pins.dtype != "auto":
-            return by_facts.compute, ()
+        name = _precision(by_facts)
+        if name is None or self._is_given(component):
+            return by_facts.compute, self._given(component, name, runs)
         certificates = self._certificates(component.name, by_facts, runs)
         choice = self._judge(component.name, CATALOGUE[name], certificates, runs)
+        if not may_try and (self.pins.exact is not None or choice.verdict not in _AGAINST):
+            return by_facts.compute, ()
         return (by_facts.compute if choice.verdict in USED else "float32"), (choice,)
+
+    def _is_given(self, component: Component) -> bool:
+        """Whether nothing is chosen: a dtype is asked for, or its weights are there in theirs."""
+        return self.pins.dtype != "auto" or component.has_precision is not None
+
+    def _given(
+        self, component: Component, name: str | None, runs: Sequence[DryRun]
+    ) -> tuple[Choice, ...]:
+        """What stands against a precision that nobody chose here, if anything does."""
+        against = name and self.known.against(name, tags_of(component.name, runs))
+        if not name or not against:
+            return ()
+        why = "as it was loaded" if component.has_precision else f"by --dtype {name}"
+        return (Choice(name, "pinned", why, despite=against),)
 
     def choices(
         self, component: str, precision: Precision, runs: Sequence[DryRun]
@@ -150,17 +175,18 @@ class Chooser:
         runs: Sequence[DryRun],
     ) -> Choice:
         pins = self.pins
+        against = self.known.against(path.name, tags_of(component, runs))
         if path.name in pins.off:
             return Choice(path.name, "off", "turned off by --without")
         if pins.exact is not None:
             if self._exactly(component, path):
-                return Choice(path.name, "pinned", "by the record")
+                return Choice(path.name, "pinned", "by the record", despite=against)
             return Choice(path.name, "off", "the record does without")
         if path.group == "attention" and pins.kernel is not None:
+            why = f"by --attention {pins.kernel}"
             if path.name == path_of_kernel(pins.kernel):
-                return Choice(path.name, "pinned", f"by --attention {pins.kernel}")
-            return Choice(path.name, "off", f"by --attention {pins.kernel}")
-        against = self.known.against(path.name, tags_of(component, runs))
+                return Choice(path.name, "pinned", why, despite=against)
+            return Choice(path.name, "off", why)
         if against is not None:
             return Choice(path.name, "avoided", against)
         if path.name in certificates:
@@ -199,6 +225,11 @@ def of_certificate(certificate: Certificate) -> Choice:
     )
 
 
+def _precision(precision: Precision) -> str | None:
+    """The path that a precision is; None for float32."""
+    return next((name for name, dtype in PRECISIONS.items() if dtype == precision.compute), None)
+
+
 def candidates(
     runs: Sequence[DryRun], device: DeviceFacts, *, is_quantised: bool = False
 ) -> tuple[FastPath, ...]:
@@ -235,9 +266,15 @@ def score_bytes(runs: Sequence[DryRun], paths: Sequence[str] | None) -> int:
 
 
 def told(title: str, choices: Sequence[Choice], precision: Precision) -> tuple[str, ...]:
-    """What the person should know: each path that was refused or is avoided, with its reason."""
+    """What the person should know: each path that was refused or is avoided, with its reason.
+
+    And each that is taken although a known issue is about it.
+    """
     lines = []
     for choice in choices:
+        if choice.despite:
+            what = precision.compute if choice.path in PRECISIONS else choice.path
+            lines.append(f"{title}: {what}, {choice.reason}, in spite of {choice.despite}")
         if choice.verdict in ("refused", "avoided"):
             says = choice.verdict if choice.verdict == "refused" else "is avoided"
             if choice.path in PRECISIONS:

@@ -242,14 +242,11 @@ class Parts:
     ) -> _Chosen:
         """The precision that it has by facts of the device, if that is certified."""
         precision, notes = self._by_facts(component, kind)
-        if component.has_precision is not None or self.asked != "auto":
-            return _Chosen(precision, notes)
         tried = self._runs(component, settings, None, precision, roughly=roughly)
         runs = [run for run in tried if isinstance(run, DryRun)]
         # Where a call was not followed there is nothing to try a precision on.
-        if len(runs) != len(tried) or (roughly and not runs):
-            return _Chosen(precision, notes)
-        dtype, weighed = chooser.dtype(component, precision, runs)
+        may_try = len(runs) == len(tried) and not (roughly and not runs)
+        dtype, weighed = chooser.dtype(component, precision, runs, may_try=may_try)
         if dtype != precision.compute:
             precision, notes = self._in_dtype(component, dtype, kind)
             return _Chosen(precision, notes, weighed)
