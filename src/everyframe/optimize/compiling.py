@@ -3,8 +3,8 @@
 A block is compiled where it stands: its name, parameters and hooks stay. torch guards a graph by
 the shapes, dtypes and plain values that it was made for, and takes weights as inputs; hooks it does
 not guard unless told, and a hook is how a precision is raised and a kernel chosen, so it is told
-here. Compilation needs a C++ compiler and takes minutes: only on demand. Read next: `tools`,
-`put_on`.
+here. Compilation needs a C++ compiler and takes minutes: only on demand. Read next: `compiler`,
+`tools`, `put_on`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import nn
 
 from everyframe.numerics.locate import Fault
 from everyframe.numerics.watch import range_of, tensors_in
+from everyframe.optimize import compiler
 
 #: A graph is wrong beyond this share of the largest value; rounding in bfloat16 is a tenth of it.
 _FAR = 0.1
@@ -93,6 +94,8 @@ def compile_blocks(
     module: nn.Module, names: Iterable[str], backend: str | Callable[..., Any] = "inductor"
 ) -> None:
     """Compile the parts with these dotted names in place; the first call of each takes long."""
+    if backend == "inductor":
+        compiler.prepare()
     # torch's switches are made at import, so type checkers see none of them.
     config: Any = torch._dynamo.config
     config.skip_nnmodule_hook_guards = False

@@ -38,6 +38,15 @@ def test_events_come_in_order_and_then_the_result() -> None:
     assert drained(alternating(call, 1)) == (["0", "1", "2"], 7)
 
 
+def test_what_was_set_before_holds_in_the_call() -> None:
+    """torch keeps its switches of compiling in context variables, which a new thread lacks."""
+    config: Any = torch._dynamo.config
+    before = config.skip_nnmodule_hook_guards
+    with config.patch(skip_nnmodule_hook_guards=not before):
+        events = alternating(lambda emit: config.skip_nnmodule_hook_guards, 1)
+        assert drained(events) == ([], not before)
+
+
 def test_nothing_runs_while_an_event_is_read() -> None:
     done: list[int] = []
 

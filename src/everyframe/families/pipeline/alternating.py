@@ -8,6 +8,7 @@ call at the next module that it calls.
 
 from __future__ import annotations
 
+import contextvars
 import threading
 from collections.abc import Callable, Generator
 from queue import SimpleQueue
@@ -35,8 +36,12 @@ class _Alternating:
         self._go = threading.Semaphore(0)
         self._is_stopped = False
         self.answers: SimpleQueue[tuple[str, Any]] = SimpleQueue()
-        # A daemon, so that a call that hangs does not keep the process from ending.
-        self.thread = threading.Thread(target=self._run, name="everyframe-pipeline", daemon=True)
+        # A thread begins without what was set in this one's context, torch's switches of compiling
+        # among it. A daemon, so that a call that hangs does not keep the process from ending.
+        context = contextvars.copy_context()
+        self.thread = threading.Thread(
+            target=context.run, args=(self._run,), name="everyframe-pipeline", daemon=True
+        )
 
     def go_on(self) -> None:
         """Let the call run to its next event."""
