@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from everyframe.core.facts import DeviceFacts
-from everyframe.hardware.peak import memory_verdict, peak_bytes
+from everyframe.hardware.peak import is_out_of_memory, memory_verdict, peak_bytes
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows doesn't tell")
@@ -22,3 +22,19 @@ def test_the_peak_is_that_of_this_process() -> None:
 
 def test_nothing_is_said_where_nothing_is_known() -> None:
     assert memory_verdict(DeviceFacts("gpu", "mps", 0, 10**9, 10**9)) == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "is_it"),
+    [
+        (MemoryError(), True),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_what_says_that_memory_ran_out(error: Exception, is_it: bool) -> None:
+    assert is_out_of_memory(error) == is_it

@@ -19,7 +19,9 @@ def _as_it_was() -> Iterator[None]:
 
 def precisions() -> list[str]:
     backends = torch.backends
-    operations = (backends.cudnn.conv, backends.cuda.matmul, backends.mkldnn.matmul)
+    operations = (
+        backends.cudnn.conv, backends.cudnn.rnn, backends.cuda.matmul, backends.mkldnn.matmul,
+    )  # fmt: skip
     return [operation.fp32_precision for operation in operations]
 
 
@@ -29,9 +31,37 @@ def test_full_within_and_as_it_was_afterwards(elsewhere: str) -> None:
     before = precisions()
     assert before[0] == "tf32", "PyTorch's default, which makes this needed"
     with full_float32():
-        assert precisions() == ["ieee"] * 3
+        assert precisions() == ["ieee"] * 4
     assert precisions() == before
     assert torch.get_float32_matmul_precision() == elsewhere
+
+
+@pytest.mark.parametrize("elsewhere", ["highest", "high", "medium"])
+def test_whoever_asks_for_the_old_switches_gets_an_answer(elsewhere: str) -> None:
+    """torch refuses one where old and new switches disagree, and has code that asks."""
+    torch.set_float32_matmul_precision(elsewhere)
+    products, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = products.allow_tf32, cudnn.allow_tf32
+    with full_float32():
+        assert (products.allow_tf32, cudnn.allow_tf32) == (False, False)
+        assert torch.get_float32_matmul_precision() == "highest"
+        with cudnn.flags(enabled=False):
+            assert not cudnn.enabled
+    assert (products.allow_tf32, cudnn.allow_tf32) == before
+
+
+def test_what_somebody_mixed_stays_as_it_was() -> None:
+    """New switches that disagree with the old ones, which then can't be asked."""
+    cudnn = torch.backends.cudnn
+    cudnn.conv.fp32_precision = "ieee"
+    try:
+        with pytest.raises(RuntimeError):
+            _ = cudnn.allow_tf32
+        with full_float32():
+            assert not cudnn.allow_tf32
+        assert (cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision) == ("ieee", "tf32")
+    finally:
+        cudnn.conv.fp32_precision = "tf32"
 
 
 def test_sums_of_half_precision_products_are_wide_within() -> None:

@@ -132,10 +132,17 @@ class Fetched:
         if self._worker is None:
             return None
         size = sum(each.nbytes for each in waiting.values())
-        coming = self._worker.submit(self._beside, dict(waiting))
+        # What is computed by now must be over first. A card's work is only queued here, and the
+        # parts before would all still be there: many of them, where copies are quicker than it.
+        before = None
+        if self._stream is not None:
+            before = torch.cuda.current_stream(self._device).record_event()
+        coming = self._worker.submit(self._beside, dict(waiting), before)
         return _InThread(size, coming, None if self._stream is None else self._device)
 
-    def _beside(self, waiting: Waiting) -> dict[str, Tensor]:
+    def _beside(self, waiting: Waiting, before: torch.cuda.Event | None) -> dict[str, Tensor]:
+        if before is not None:
+            before.synchronize()
         context: AbstractContextManager[object] = nullcontext()
         if self._stream is not None:
             context = torch.cuda.stream(self._stream)

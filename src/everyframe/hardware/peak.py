@@ -32,13 +32,14 @@ def peak_bytes(device: DeviceFacts) -> int | None:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether that is an allocator that found no memory.
 
-    torch has a class of its own for accelerators only; elsewhere it says so in words.
+    torch has a class of its own for accelerators only; elsewhere it says so in words, and for
+    what cuBLAS and cuDNN find no room for in the names of their codes.
     """
     import torch
 
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    words = ("can't allocate memory", "out of memory")
+    words = ("can't allocate memory", "out of memory", "STATUS_ALLOC_FAILED")
     return isinstance(error, RuntimeError) and any(each in str(error) for each in words)
 
 

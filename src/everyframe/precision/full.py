@@ -4,6 +4,9 @@ cuDNN multiplies float32 convolutions in TF32 (10 bits after the point) by PyTor
 every card since Ampere; a plan that says float32 for the autoencoder would not get it. And cuBLAS
 may add up the parts of a half precision product in half precision, by default too: a sum overflows
 where the result would fit. Not here: which precision a component has (`policy`).
+
+PyTorch has two sets of switches for the first. Whoever asks for an old one (`cudnn.flags`, torch's
+compiler, other libraries) gets an error where the new ones say something else, so both are set.
 Read next: `everyframe.engine.run`, which enters this.
 """
 
@@ -30,11 +33,14 @@ def full_float32() -> Iterator[None]:
     backends: Any = torch.backends
     operations = (
         backends.cudnn.conv,
+        backends.cudnn.rnn,
         backends.cuda.matmul,
         backends.mkldnn.conv,
         backends.mkldnn.matmul,
     )
     before = [operation.fp32_precision for operation in operations]
+    old = _old_switches()
+    _set_old_switches(False, "highest")
     for operation in operations:
         operation.fp32_precision = "ieee"
     products = backends.cuda.matmul
@@ -44,7 +50,25 @@ def full_float32() -> Iterator[None]:
     try:
         yield
     finally:
+        _set_old_switches(*old)
         for operation, precision in zip(operations, before, strict=True):
             operation.fp32_precision = precision
         for switch, before_it in zip(_NARROW_SUMS, allowed, strict=True):
             setattr(products, switch, before_it)
+
+
+def _old_switches() -> tuple[bool, str]:
+    """Whether cuDNN may use TF32, and the precision of products, as the old switches say.
+
+    Where they and the new ones disagree already torch does not tell, and nobody can rely on them.
+    """
+    try:
+        return torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return True, "highest"  # as torch begins
+
+
+def _set_old_switches(cudnn_allows_tf32: bool, products: str) -> None:
+    # Each sets new ones too, which come after it.
+    torch.backends.cudnn.allow_tf32 = cudnn_allows_tf32
+    torch.set_float32_matmul_precision(products)
