@@ -119,10 +119,10 @@ def stepvideo_tokens(model: Any, settings: Settings) -> int:
 
 def svd(blocks: int | None) -> Any:
     """Stable Video Diffusion at its released sizes."""
-    from everyframe.families.svd.components import Builders
+    from everyframe.families.svd.components import Sizes
     from everyframe.families.svd.config import RELEASED, SVDConfig
 
-    return replace(small_models.svd(), builders=Builders(SVDConfig.from_json("released", RELEASED)))
+    return replace(small_models.svd(), sizes=Sizes(SVDConfig.from_json("released", RELEASED)))
 
 
 def cases() -> dict[str, Case]:

@@ -11,7 +11,7 @@ from typing import Any
 import tiny
 import tiny_step
 from everyframe.core.plan import Settings
-from everyframe.families.inpaint.components import Builders as InpaintBuilders
+from everyframe.families.inpaint.components import Sizes as InpaintSizes
 from everyframe.families.inpaint.config import InpaintConfig, released
 from everyframe.families.inpaint.family import InpaintModel
 from everyframe.families.inpaint.options import InpaintOptions
@@ -26,7 +26,7 @@ from everyframe.families.stepvideo.config import StepLLMConfig, StepVideoConfig
 from everyframe.families.stepvideo.family import StepVideo
 from everyframe.families.stepvideo.options import StepVideoOptions
 from everyframe.families.stepvideo.settle import Facts as StepVideoFacts
-from everyframe.families.svd.components import Builders
+from everyframe.families.svd.components import Sizes as SVDSizes
 from everyframe.families.svd.config import RELEASED, SVDConfig
 from everyframe.families.svd.family import SVDModel
 from everyframe.families.svd.options import SVDOptions
@@ -80,7 +80,7 @@ def svd(*, options: SVDOptions | None = None, **changes: Any) -> Any:
     configs = {**RELEASED, "unet": {**RELEASED["unet"], **UNET}, "vae": vae, "image_encoder": CLIP}
     config = SVDConfig.from_json("small", {**configs, **changes})
     files: Any = SimpleNamespace(where="nowhere", missing=lambda: ())
-    return SVDModel("small", "SVD", options or SVDOptions(), files, Builders(config))
+    return SVDModel("small", "SVD", options or SVDOptions(), files, SVDSizes(config))
 
 
 def inpaint(channels: int, *, options: InpaintOptions | None = None) -> Any:
@@ -101,7 +101,7 @@ def inpaint(channels: int, *, options: InpaintOptions | None = None) -> Any:
     place = SimpleNamespace(where="nowhere")
     files: Any = SimpleNamespace(where="nowhere", missing=lambda: (), controlnets=(place,))
     return InpaintModel(
-        "small", "inpaint", options or InpaintOptions(), files, InpaintBuilders(config)
+        "small", "inpaint", options or InpaintOptions(), files, InpaintSizes(config)
     )
 
 

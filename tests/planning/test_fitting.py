@@ -17,7 +17,7 @@ from everyframe.families.opensora.components import Sizes
 from everyframe.families.opensora.config import STDiT3Config
 from everyframe.families.opensora.family import _T5_XXL
 from everyframe.families.opensora.vae_config import VideoVAEConfig
-from everyframe.families.svd.components import Builders
+from everyframe.families.svd.components import Sizes as SVDSizes
 from everyframe.families.svd.config import RELEASED, SVDConfig
 from everyframe.families.svd.options import SVDOptions
 from everyframe.hardware.profiles import find_profile
@@ -197,7 +197,7 @@ def test_what_is_no_amount(text: str) -> None:
 
 def released_svd() -> Any:
     model = small_models.svd()
-    return replace(model, builders=Builders(SVDConfig.from_json("released", RELEASED)))
+    return replace(model, sizes=SVDSizes(SVDConfig.from_json("released", RELEASED)))
 
 
 def released_opensora() -> Any:

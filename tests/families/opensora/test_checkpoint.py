@@ -19,7 +19,7 @@ import tiny
 from everyframe.checkpoints import fetch
 from everyframe.checkpoints.find import locate
 from everyframe.core.errors import CheckpointError, InputError
-from everyframe.families.opensora.checkpoint import find_parts
+from everyframe.families.opensora.checkpoint import find_files
 from everyframe.families.opensora.options import OpenSoraOptions
 
 SIZES: dict[str, Any] = {"size": "16x16", "num_frames": 3, "num_inference_steps": 2, "seed": 5}
@@ -171,10 +171,10 @@ def test_a_repository_without_what_a_part_needs(
 
 
 def test_offline_every_missing_part_is_told_with_its_command() -> None:
-    parts = find_parts(locate("opensora-1.2"), OpenSoraOptions())
-    assert parts is not None
+    files = find_files(locate("opensora-1.2"), OpenSoraOptions())
+    assert files is not None
     with pytest.raises(InputError) as caught:
-        parts.fetched()
+        files.fetched()
     for name in ("OpenSora-STDiT-v3", "OpenSora-VAE-v1.2", "t5-v1_1-xxl"):
         assert re.search(rf"hf download \S+/{name} ", str(caught.value))
 

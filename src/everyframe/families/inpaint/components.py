@@ -34,7 +34,7 @@ _WIDE = re.compile(
 
 
 @dataclass(frozen=True)
-class Builders(Empty):
+class Sizes(Empty):
     """Makes the empty modules from their configs."""
 
     config: InpaintConfig
@@ -121,9 +121,9 @@ def _made(kind: Any, config: Mapping[str, Any]) -> nn.Module:
     return model
 
 
-def components(builders: Builders, places: Mapping[str, str]) -> tuple[Component, ...]:
+def components(sizes: Sizes, places: Mapping[str, str]) -> tuple[Component, ...]:
     """Text encoder, autoencoder, ControlNets, denoiser; `places` says where each lies."""
-    config, count = builders.config, builders.num_elements
+    config, count = sizes.config, sizes.num_elements
     total = {name: sum(elements.values()) for name, elements in count.items()}
     text = ComponentNeeds(
         "text_encoder", total["text_encoder"], TEXT_ENCODER_ISLANDS, prefers="float16"
@@ -131,7 +131,7 @@ def components(builders: Builders, places: Mapping[str, str]) -> tuple[Component
     # Decoded pixels are the product: float32 unless asked otherwise.
     vae = ComponentNeeds("vae", total["vae"], prefers="float32", force_upcast=config.force_upcast)
     parts = [(text, "CLIP text encoder", "text"), (vae, "autoencoder", "decode")]
-    for net in builders.parts[2:-1]:
+    for net in sizes.parts[2:-1]:
         need = ComponentNeeds(net, total[net], CONTROLNET_ISLANDS, prefers="float16")
         parts.append((need, "ControlNet", "denoise"))
     unet = ComponentNeeds("unet", total["unet"], UNET_ISLANDS, prefers="float16")

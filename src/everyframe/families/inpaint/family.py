@@ -31,7 +31,7 @@ from everyframe.families.family import (
 )
 from everyframe.families.inpaint import settle
 from everyframe.families.inpaint.checkpoint import Files, find_files
-from everyframe.families.inpaint.components import Builders, components, controlnet_name
+from everyframe.families.inpaint.components import Sizes, components, controlnet_name
 from everyframe.families.inpaint.config import InpaintConfig
 from everyframe.families.inpaint.options import InpaintOptions
 from everyframe.families.inpaint.rehearsals import rehearsals, savings
@@ -49,7 +49,7 @@ class InpaintModel:
     title: str
     options: InpaintOptions
     files: Files
-    builders: Builders
+    sizes: Sizes
     led = ("text_encoder",)
     ways = ("",)
     in_step = False
@@ -57,7 +57,7 @@ class InpaintModel:
     def settle(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
         """Every value of the request settled, and notes."""
         facts = settle.Facts(
-            self.title, self.builders.config, self.files.pipeline, self.files.has_safety_checker
+            self.title, self.sizes.config, self.files.pipeline, self.files.has_safety_checker
         )
         return settle.settle(facts, request, self.options, seed)
 
@@ -69,7 +69,7 @@ class InpaintModel:
         from everyframe.families.telling import prompt_was_cut
 
         tokenizer = load_tokenizer(self.files.part("tokenizer"))
-        tokens = tokens_of(tokenizer, settings, self.builders.config.num_tokens)
+        tokens = tokens_of(tokenizer, settings, self.sizes.config.num_tokens)
         return tuple(prompt_was_cut(cut).text for *_, cut in tokens if cut)
 
     def smaller(self, settings: Settings) -> Iterator[Settings]:
@@ -83,11 +83,11 @@ class InpaintModel:
         places |= {
             controlnet_name(number): net.where for number, net in enumerate(self.files.controlnets)
         }
-        return components(self.builders, places)
+        return components(self.sizes, places)
 
     def rehearsals(self, settings: Settings) -> tuple[Rehearsal, ...]:
         """A call of every stage."""
-        return rehearsals(self.builders, settings)
+        return rehearsals(self.sizes, settings)
 
     def num_branches(self, settings: Settings) -> int:
         """One: ranks have whole frames, with both branches of guidance."""
@@ -95,7 +95,7 @@ class InpaintModel:
 
     def rank_part(self, settings: Settings, crew: Crew, rank: int, element_bytes: int) -> RankPart:
         """Whole batches of frames; their latents are sent when they are done."""
-        config, together = self.builders.config, int(settings.option("frames_at_once"))
+        config, together = self.sizes.config, int(settings.option("frames_at_once"))
         strength, steps = float(settings.option("strength")), settings.num_inference_steps
         frames = prod(settle.latent_shape(config, settings)) * together
         # Once a round, so a little of it at each of its steps.
@@ -108,11 +108,11 @@ class InpaintModel:
 
     def shared_rehearsals(self, settings: Settings, teams: Teams) -> tuple[Rehearsal, ...]:
         """A call of every stage as one of several ranks makes it."""
-        return rehearsals(self.builders, settings, len(workers(teams.team.weights)))
+        return rehearsals(self.sizes, settings, len(workers(teams.team.weights)))
 
     def savings(self, component: str, settings: Settings) -> Iterator[Saving]:
         """Ways to run a component in less memory."""
-        return savings(self.builders.config, component, settings)
+        return savings(self.sizes.config, component, settings)
 
     def missing(self) -> tuple[str, ...]:
         """What must be fetched first."""
@@ -135,7 +135,7 @@ class InpaintModel:
         """Of text encoder, autoencoder, UNet and each ControlNet."""
         from everyframe.families.inpaint import weights
 
-        names = self.builders.num_elements["text_encoder"]
+        names = self.sizes.num_elements["text_encoder"]
         has_prefix = any(name.startswith("text_model.") for name in names)
         keys = {
             "text_encoder": weights.text_keys(has_prefix),
@@ -143,10 +143,10 @@ class InpaintModel:
             "unet": weights.UNET_KEYS,
         }
         for name, own in keys.items():
-            yield Contents(partial(self.builders.empty, name), self.files.part(name), own)
+            yield Contents(partial(self.sizes.empty, name), self.files.part(name), own)
         for number, net in enumerate(self.files.controlnets):
             assert net.folder is not None, "asked before it was fetched"
-            empty = partial(self.builders.empty, controlnet_name(number))
+            empty = partial(self.sizes.empty, controlnet_name(number))
             yield Contents(empty, net.folder, weights.CONTROLNET_KEYS)
 
     def stages(self, plan: Plan, clip: int) -> Sequence[Stage]:
@@ -162,7 +162,7 @@ class InpaintModel:
         from everyframe.families.inpaint.stages import DenoiseStage, TextStage
 
         assert clip == 0, "a chain is refused when the request is settled"
-        job = Job(plan, self.builders, self.files, self.options, self.savings, teams)
+        job = Job(plan, self.sizes, self.files, self.options, self.savings, teams)
         return (TextStage(job), EncodeStage(job), DenoiseStage(job), DecodeStage(job))
 
 
@@ -186,7 +186,7 @@ class ControlNetInpainting:
 
 def _model(name: str, title: str, files: Files, options: InpaintOptions) -> InpaintModel:
     config = InpaintConfig.from_json(files.where, files.configs(), files.controlnet_configs())
-    return InpaintModel(name, title, options, files, Builders(config))
+    return InpaintModel(name, title, options, files, Sizes(config))
 
 
 INPAINT = ControlNetInpainting()

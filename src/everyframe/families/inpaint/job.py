@@ -16,7 +16,7 @@ from torch import Tensor
 from everyframe.core.plan import Plan, Settings
 from everyframe.families.family import Savings, Take
 from everyframe.families.inpaint.checkpoint import Files
-from everyframe.families.inpaint.components import Builders
+from everyframe.families.inpaint.components import Sizes
 from everyframe.families.inpaint.config import InpaintConfig
 from everyframe.families.inpaint.inputs import Geometry, Grey, Inputs, open_inputs
 from everyframe.families.inpaint.options import InpaintOptions
@@ -35,7 +35,7 @@ class Job:
     """What all stages share: the plan, the model's configs and files, the options, ranks."""
 
     plan: Plan
-    builders: Builders
+    sizes: Sizes
     files: Files
     options: InpaintOptions
     savings: Savings | None = None
@@ -49,7 +49,7 @@ class Job:
     @property
     def config(self) -> InpaintConfig:
         """The model's configs."""
-        return self.builders.config
+        return self.sizes.config
 
     @property
     def geometry(self) -> Geometry:
@@ -120,10 +120,10 @@ class Job:
         """The autoencoder with its weights."""
         return load_component(
             self.plan.component("vae"),
-            self.builders.vae,
+            self.sizes.vae,
             self.files.part("vae"),
             VAE_KEYS,
-            outputs=self.builders.outputs("vae"),
+            outputs=self.sizes.outputs("vae"),
         )
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from everyframe.core.plan import Settings
 from everyframe.families import tiles
 from everyframe.families.family import Rehearsal, Saving
-from everyframe.families.inpaint.components import Builders, controlnet_name
+from everyframe.families.inpaint.components import Sizes, controlnet_name
 from everyframe.families.inpaint.config import InpaintConfig
 from everyframe.families.inpaint.schedulers import num_timesteps
 from everyframe.families.inpaint.settle import geometry_of, latent_shape, num_painted
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def rehearsals(builders: Builders, settings: Settings, num_ranks: int = 1) -> tuple[Rehearsal, ...]:
+def rehearsals(sizes: Sizes, settings: Settings, num_ranks: int = 1) -> tuple[Rehearsal, ...]:
     """A prompt, given frames, one step of each network, one batch of frames.
 
     Of one of `num_ranks` ranks, which have a batch each.
     """
-    config = builders.config
+    config = sizes.config
     together = min(int(settings.option("frames_at_once")), num_painted(settings))
     num_batches = ceil(num_painted(settings) / together / num_ranks)
     lot = min(together, settings.saving(tiles.FRAMES, together))
@@ -49,11 +49,11 @@ def rehearsals(builders: Builders, settings: Settings, num_ranks: int = 1) -> tu
         return Rehearsal(
             stage,
             component,
-            partial(builders.empty, component),
+            partial(sizes.empty, component),
             call,
             num_calls,
             (*key, stage, component, *more),
-            builders.outputs(component),
+            sizes.outputs(component),
         )
 
     step = (branches, at_once, guess)

@@ -69,7 +69,7 @@ class TextStage:
         yield from (prompt_was_cut(cut) for *_, cut in tokens if cut)
         encoder = load_component(
             job.plan.component("text_encoder"),
-            job.builders.text_encoder,
+            job.sizes.text_encoder,
             job.files.part("text_encoder"),
             text_keys(any(name.startswith("text_model.") for name in self._names())),
         )
@@ -88,7 +88,7 @@ class TextStage:
         return torch.cat(hidden)
 
     def _names(self) -> Iterable[str]:
-        return self.job.builders.num_elements["text_encoder"]
+        return self.job.sizes.num_elements["text_encoder"]
 
 
 @dataclass(frozen=True)
@@ -115,10 +115,10 @@ class DenoiseStage:
         began = time.perf_counter()
         unet = load_component(
             job.plan.component("unet"),
-            job.builders.unet,
+            job.sizes.unet,
             job.files.part("unet"),
             UNET_KEYS,
-            outputs=job.builders.outputs("unet"),
+            outputs=job.sizes.outputs("unet"),
         )
         yield Loaded("unet", time.perf_counter() - began)
         named = {controlnet_name(number): net for number, net in enumerate(nets)}
@@ -133,8 +133,8 @@ class DenoiseStage:
         job, name = self.job, controlnet_name(number)
         folder = job.files.controlnets[number].folder
         assert folder is not None, "asked before it was fetched"
-        build = partial(job.builders.controlnet, number)
-        outputs = job.builders.outputs(name)
+        build = partial(job.sizes.controlnet, number)
+        outputs = job.sizes.outputs(name)
         return load_component(job.plan.component(name), build, folder, CONTROLNET_KEYS, outputs)
 
     def _lots(

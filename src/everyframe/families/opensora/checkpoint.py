@@ -36,7 +36,7 @@ _KEYS_OF_1_3 = ("use_spatial_rope", "kernel_size", "force_pad_h_for_sp_size")
 
 
 @dataclass(frozen=True)
-class Parts:
+class Files:
     """The sources of one model, its version, and what its own everyframe.json says."""
 
     version: str
@@ -50,7 +50,7 @@ class Parts:
         """All of them, each once."""
         return (self.text_encoder, self.denoiser, self.vae)
 
-    def fetched(self) -> Parts:
+    def fetched(self) -> Files:
         """The same parts with all files on this disk."""
         hub = [source.part for source in self.sources() if source.part is not None]
         # All at once, so that somebody without a network is told of all that is missing.
@@ -80,7 +80,7 @@ def of_part(part: Part) -> Source:
     return Source(part.repo_id, weights[0] if alone else found.folder, found)
 
 
-def find_parts(location: Location, options: OpenSoraOptions) -> Parts | None:
+def find_files(location: Location, options: OpenSoraOptions) -> Files | None:
     """The parts of an Open-Sora model at that place; None if it is another family's.
 
     Raises:
@@ -98,7 +98,7 @@ def find_parts(location: Location, options: OpenSoraOptions) -> Parts | None:
     return _from_disk(location.asked, location.path, options)
 
 
-def _from_hub_id(location: Location, options: OpenSoraOptions) -> Parts | None:
+def _from_hub_id(location: Location, options: OpenSoraOptions) -> Files | None:
     place = location.parts[0]
     if place.folder is None or not place.complete:
         return None
@@ -108,7 +108,7 @@ def _from_hub_id(location: Location, options: OpenSoraOptions) -> Parts | None:
     return replace(found, denoiser=replace(found.denoiser, where=location.asked))
 
 
-def _from_disk(asked: str, path: Path, options: OpenSoraOptions) -> Parts | None:
+def _from_disk(asked: str, path: Path, options: OpenSoraOptions) -> Files | None:
     if (path / "model_index.json").is_file():
         return None  # a diffusers pipeline; what else lies beside that is none of ours
     source = Source(path.name or asked, _weights_at(path))
@@ -129,14 +129,14 @@ def _from_disk(asked: str, path: Path, options: OpenSoraOptions) -> Parts | None
 
 def _completed(
     version: str, denoiser: Source, options: OpenSoraOptions, known: Mapping[str, Source]
-) -> Parts:
+) -> Files:
     """Every part: as the options say, else as it was found, else as upstream uses it."""
     standard = next(model for model in KNOWN if _VERSION_OF_KNOWN.get(model.name) == version)
     standard_vae = next(part for part in standard.parts if part.role == "vae")
     vae = _asked(options.vae, "vae") or known.get("vae") or of_part(standard_vae)
     text = _asked(options.text_encoder, "text_encoder") or known.get("text_encoder")
     text = text or of_part(T5_XXL)
-    return Parts(version, denoiser, vae, text, _tokenizer(text, options, known))
+    return Files(version, denoiser, vae, text, _tokenizer(text, options, known))
 
 
 def _tokenizer(text: Source, options: OpenSoraOptions, known: Mapping[str, Source]) -> Source:

@@ -30,7 +30,7 @@ from everyframe.families.family import (
     Stage,
 )
 from everyframe.families.opensora import settle
-from everyframe.families.opensora.checkpoint import Parts, find_parts
+from everyframe.families.opensora.checkpoint import Files, find_files
 from everyframe.families.opensora.components import Sizes, components, sent_bytes, token_sizes
 from everyframe.families.opensora.config import STDiT3Config, STDiTConfig
 from everyframe.families.opensora.options import OpenSoraOptions
@@ -58,7 +58,7 @@ class OpenSoraModel:
 
     name: str
     options: OpenSoraOptions
-    parts: Parts
+    files: Files
     sizes: Sizes
     facts: settle.Facts
     led = ("text_encoder",)
@@ -76,7 +76,7 @@ class OpenSoraModel:
 
     def unread(self, settings: Settings) -> tuple[str, ...]:
         """What T5 has no room for."""
-        place = self.parts.tokenizer.path
+        place = self.files.tokenizer.path
         if place is None:
             return ()
         from everyframe.families.opensora.text import load_tokenizer, tokens_of
@@ -91,11 +91,11 @@ class OpenSoraModel:
 
     def components(self, settings: Settings) -> tuple[Component, ...]:
         """Text encoder, denoiser, autoencoder."""
-        parts = self.parts
+        files = self.files
         sources = {
-            "text_encoder": parts.text_encoder.where,
-            "denoiser": parts.denoiser.where,
-            "vae": parts.vae.where,
+            "text_encoder": files.text_encoder.where,
+            "denoiser": files.denoiser.where,
+            "vae": files.vae.where,
         }
         prefers = str(self.facts.defaults.get("dtype", "bfloat16"))
         return components(self.sizes, sources, prefers)
@@ -124,21 +124,21 @@ class OpenSoraModel:
 
     def missing(self) -> tuple[str, ...]:
         """What must be fetched first."""
-        return tuple(line for source in self.parts.sources() for line in source.missing())
+        return tuple(line for source in self.files.sources() for line in source.missing())
 
     def fetch(self) -> OpenSoraModel:
         """The same model with all of its files on this disk."""
         if not self.missing():
             return self
-        parts = self.parts.fetched()
-        return _model(self.name, parts, self.options)
+        files = self.files.fetched()
+        return _model(self.name, files, self.options)
 
     def weight_files(self) -> tuple[str, ...]:
         """Every file that holds weights."""
         from everyframe.checkpoints.tensors import open_checkpoint
 
         files: list[str] = []
-        for source in self.parts.sources():
+        for source in self.files.sources():
             assert source.path is not None
             files += [str(file) for file in open_checkpoint(source.path).files]
         return tuple(files)
@@ -147,14 +147,14 @@ class OpenSoraModel:
         """Of text encoder, denoiser and autoencoder."""
         from everyframe.families.opensora.weights import keys_of
 
-        parts = {
-            "text_encoder": self.parts.text_encoder,
-            "denoiser": self.parts.denoiser,
-            "vae": self.parts.vae,
+        files = {
+            "text_encoder": self.files.text_encoder,
+            "denoiser": self.files.denoiser,
+            "vae": self.files.vae,
         }
-        for name, source in parts.items():
+        for name, source in files.items():
             assert source.path is not None, "asked before it was fetched"
-            keys = keys_of(name, self.parts.version)
+            keys = keys_of(name, self.files.version)
             yield Contents(partial(self.sizes.empty, name), source.path, keys)
 
     def stages(self, plan: Plan, clip: int) -> Sequence[Stage]:
@@ -173,7 +173,7 @@ class OpenSoraModel:
             TextStage,
         )
 
-        job = Job(plan, self.sizes, self.parts, self.facts, clip, self.savings, teams)
+        job = Job(plan, self.sizes, self.files, self.facts, clip, self.savings, teams)
         stages: list[Stage] = [TextStage(job)] if clip == 0 else []
         given = plan.settings.given_frames
         if job.goes_on() or "image" in given or (
@@ -193,41 +193,41 @@ class OpenSora:
     def recognise(self, location: Location, options: FamilyOptions) -> OpenSoraModel | None:
         """The model at that place if it is an Open-Sora, by names and configs alone."""
         assert isinstance(options, OpenSoraOptions)
-        parts = find_parts(location, options)
-        if parts is None:
+        files = find_files(location, options)
+        if files is None:
             return None
         title = location.known.title if location.known is not None else None
-        return _model(location.name, parts, options, title)
+        return _model(location.name, files, options, title)
 
 
 def _model(
-    name: str, parts: Parts, options: OpenSoraOptions, title: str | None = None
+    name: str, files: Files, options: OpenSoraOptions, title: str | None = None
 ) -> OpenSoraModel:
-    denoiser, side = _denoiser_config(parts, name)
-    vae = _vae_config(parts)
-    sizes = Sizes(denoiser, vae, parts.text_encoder.config() or _T5_XXL)
+    denoiser, side = _denoiser_config(files, name)
+    vae = _vae_config(files)
+    sizes = Sizes(denoiser, vae, files.text_encoder.config() or _T5_XXL)
     _check_fit(sizes)
     facts = settle.Facts(
-        version=parts.version,
-        title=title or f"Open-Sora {parts.version} ({PurePath(name).name})",
+        version=files.version,
+        title=title or f"Open-Sora {files.version} ({PurePath(name).name})",
         vae=vae,
         patch=denoiser.patch_size,
-        defaults=parts.defaults,
-        has_scores=parts.version == "1.2"
-        and bool(parts.defaults.get("has_scores", not parts.defaults)),
+        defaults=files.defaults,
+        has_scores=files.version == "1.2"
+        and bool(files.defaults.get("has_scores", not files.defaults)),
         square=side,
     )
-    return OpenSoraModel(name, options, parts, sizes, facts)
+    return OpenSoraModel(name, options, files, sizes, facts)
 
 
-def _denoiser_config(parts: Parts, name: str) -> tuple[STDiTConfig | STDiT3Config, int | None]:
-    config = parts.denoiser.config()
-    if parts.version == "1.2":
+def _denoiser_config(files: Files, name: str) -> tuple[STDiTConfig | STDiT3Config, int | None]:
+    config = files.denoiser.config()
+    if files.version == "1.2":
         return (STDiT3Config.from_json(config) if config else STDiT3Config()), None
     if config is not None:
         found = STDiTConfig.from_json(config)
         return found, found.input_size[1] * 8
-    side = _side(parts.denoiser, name)
+    side = _side(files.denoiser, name)
     input_size, space_scale = _RELEASED_1_0[side]
     return STDiTConfig(input_size=input_size, space_scale=space_scale), side
 
@@ -254,9 +254,9 @@ def _side(denoiser: Source, name: str) -> int:
     )
 
 
-def _vae_config(parts: Parts) -> ImageVAEConfig | VideoVAEConfig:
-    config = parts.vae.config()
-    if parts.version == "1.0":
+def _vae_config(files: Files) -> ImageVAEConfig | VideoVAEConfig:
+    config = files.vae.config()
+    if files.version == "1.0":
         return ImageVAEConfig.from_json(config) if config else ImageVAEConfig()
     return VideoVAEConfig.from_json(config) if config else VideoVAEConfig()
 

@@ -22,7 +22,7 @@ from everyframe.families.family import Savings, Take
 from everyframe.families.guarding import Guard
 from everyframe.families.loading import load_component
 from everyframe.families.opensora import coding, sharding
-from everyframe.families.opensora.checkpoint import Parts
+from everyframe.families.opensora.checkpoint import Files
 from everyframe.families.opensora.components import Sizes
 from everyframe.families.opensora.denoise import Denoiser, Text, timesteps_of
 from everyframe.families.opensora.model import STDiT, STDiT3
@@ -49,7 +49,7 @@ class Job:
 
     plan: Plan
     sizes: Sizes
-    parts: Parts
+    files: Files
     facts: Facts
     clip: int
     savings: Savings | None = None
@@ -87,7 +87,7 @@ class Job:
 
     def load_vae(self) -> ImageVAE | VideoVAE:
         """The autoencoder with its weights."""
-        path = self.parts.vae.path
+        path = self.files.vae.path
         assert path is not None
         return load_component(
             self.plan.component("vae"),
@@ -126,7 +126,7 @@ class TextStage:
 
     def _encoded(self, takes: Sequence[Take]) -> Generator[Event, None, list[TextEmbedding]]:
         job, began = self.job, time.perf_counter()
-        tokenizer_path, path = job.parts.tokenizer.path, job.parts.text_encoder.path
+        tokenizer_path, path = job.files.tokenizer.path, job.files.text_encoder.path
         assert tokenizer_path is not None
         assert path is not None
         tokenizer = load_tokenizer(tokenizer_path)
@@ -256,7 +256,7 @@ class DenoiseStage:
     def run(self, takes: Sequence[Take]) -> Iterator[Event]:
         """Fill each take's `latents`."""
         job, began = self.job, time.perf_counter()
-        path = job.parts.denoiser.path
+        path = job.files.denoiser.path
         assert path is not None
         model = load_component(
             job.plan.component("denoiser"),

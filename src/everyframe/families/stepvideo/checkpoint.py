@@ -31,7 +31,7 @@ CLIP_ENCODER, CLIP_TOKENIZER = "clip_text_encoder", "tokenizer"
 
 
 @dataclass(frozen=True)
-class Parts:
+class Files:
     """The sources of one model by component, and whether it is the turbo variant."""
 
     sources: Mapping[str, Source]
@@ -54,7 +54,7 @@ class Parts:
         """What must be fetched first, a line each."""
         return tuple(line for source in self.sources.values() for line in source.missing())
 
-    def fetched(self) -> Parts:
+    def fetched(self) -> Files:
         """The same parts with all files on this disk."""
         places = [source.part for source in self.sources.values() if source.part is not None]
         # All at once, so that somebody without a network is told of all that is missing.
@@ -68,7 +68,7 @@ class Parts:
         )
 
 
-def find_parts(location: Location, base: str | None) -> Parts | None:
+def find_files(location: Location, base: str | None) -> Files | None:
     """The parts of a Step-Video at that place; None if it is another family's.
 
     `base` is where the parts lie that are not beside the denoiser.
@@ -91,14 +91,14 @@ def find_parts(location: Location, base: str | None) -> Parts | None:
     return _completed(_beside(folder), location.asked, base)
 
 
-def _completed(sources: Mapping[str, Source], name: str, base: str | None) -> Parts:
+def _completed(sources: Mapping[str, Source], name: str, base: str | None) -> Files:
     """Every part: beside the denoiser, where `base` says, else the base model's on the hub."""
     others = _of_base(base)
     whole = {part: sources.get(part) or others[part] for part in _FOLDERS}
     if base is not None:
         whole |= {part: source for part, source in others.items() if part != "denoiser"}
     # Both variants are of one class, and no config tells them apart.
-    return Parts(whole, "turbo" in PurePath(name).name.casefold())
+    return Files(whole, "turbo" in PurePath(name).name.casefold())
 
 
 def _is_ours(folder: Path) -> bool:

@@ -29,7 +29,7 @@ from everyframe.families.family import (
     Stage,
 )
 from everyframe.families.stepvideo import settle
-from everyframe.families.stepvideo.checkpoint import CLIP_ENCODER, Parts, find_parts
+from everyframe.families.stepvideo.checkpoint import CLIP_ENCODER, Files, find_files
 from everyframe.families.stepvideo.components import (
     HUNYUAN_CLIP,
     PARTS,
@@ -55,7 +55,7 @@ class StepVideo:
 
     name: str
     options: StepVideoOptions
-    parts: Parts
+    files: Files
     sizes: Sizes
     facts: settle.Facts
     led = ("step_llm", "clip")
@@ -73,12 +73,12 @@ class StepVideo:
 
     def unread(self, settings: Settings) -> tuple[str, ...]:
         """What Step-LLM or CLIP has no room for."""
-        if any(self.parts.sources[name].path is None for name in self.led):
+        if any(self.files.sources[name].path is None for name in self.led):
             return ()
         from everyframe.families.stepvideo import reading
 
-        llm = reading.llm_tokenizer(self.parts, self.sizes)
-        clip = reading.clip_tokenizer(self.parts, self.sizes)
+        llm = reading.llm_tokenizer(self.files, self.sizes)
+        clip = reading.clip_tokenizer(self.files, self.sizes)
         return tuple(reading.tokens_of(settings, llm, clip)[1])
 
     def smaller(self, settings: Settings) -> Iterator[Settings]:
@@ -87,7 +87,7 @@ class StepVideo:
 
     def components(self, settings: Settings) -> tuple[Component, ...]:
         """Both text encoders, denoiser, autoencoder."""
-        return components(self.sizes, {name: self.parts.sources[name].where for name, *_ in PARTS})
+        return components(self.sizes, {name: self.files.sources[name].where for name, *_ in PARTS})
 
     def rehearsals(self, settings: Settings) -> tuple[Rehearsal, ...]:
         """A call of every stage."""
@@ -114,19 +114,19 @@ class StepVideo:
 
     def missing(self) -> tuple[str, ...]:
         """What must be fetched first."""
-        return self.parts.missing()
+        return self.files.missing()
 
     def fetch(self) -> StepVideo:
         """The same model with all of its files on this disk."""
         if not self.missing():
             return self
-        return _model(self.name, self.title, self.parts.fetched(), self.options)
+        return _model(self.name, self.title, self.files.fetched(), self.options)
 
     def weight_files(self) -> tuple[str, ...]:
         """Every file that holds weights."""
         from everyframe.checkpoints.tensors import open_checkpoint
 
-        opened = (open_checkpoint(self.parts.weights(name)) for name, *_ in PARTS)
+        opened = (open_checkpoint(self.files.weights(name)) for name, *_ in PARTS)
         return tuple(str(file) for each in opened for file in each.files)
 
     def contents(self) -> Iterator[Contents]:
@@ -134,7 +134,7 @@ class StepVideo:
         from everyframe.families.stepvideo.weights import KEYS
 
         for name, keys in KEYS.items():
-            yield Contents(partial(self.sizes.empty, name), self.parts.weights(name), keys)
+            yield Contents(partial(self.sizes.empty, name), self.files.weights(name), keys)
 
     def stages(self, plan: Plan, clip: int) -> Sequence[Stage]:
         """Both texts, denoise, decode."""
@@ -153,7 +153,7 @@ class StepVideo:
         )
 
         assert clip == 0, "a chain is refused when the request is settled"
-        job = Job(plan, self.sizes, self.parts, self.facts, teams)
+        job = Job(plan, self.sizes, self.files, self.facts, teams)
         return (LLMStage(job), ClipStage(job), DenoiseStage(job), DecodeStage(job))
 
 
@@ -167,51 +167,51 @@ class StepVideoFamily:
     def recognise(self, location: Location, options: FamilyOptions) -> StepVideo | None:
         """The model at that place if it is a Step-Video, by its configs alone."""
         assert isinstance(options, StepVideoOptions)
-        parts = find_parts(location, options.base)
-        if parts is None:
+        files = find_files(location, options.base)
+        if files is None:
             return None
         known = location.known
-        variant = f"{self.title} Turbo" if parts.is_turbo else self.title
+        variant = f"{self.title} Turbo" if files.is_turbo else self.title
         title = known.title if known else f"{variant} ({PurePath(location.name).name})"
-        return _model(location.name, title, parts, options)
+        return _model(location.name, title, files, options)
 
 
-def _model(name: str, title: str, parts: Parts, options: StepVideoOptions) -> StepVideo:
-    denoiser = _config(parts, "denoiser")
-    llm = _config(parts, "step_llm")
+def _model(name: str, title: str, files: Files, options: StepVideoOptions) -> StepVideo:
+    denoiser = _config(files, "denoiser")
+    llm = _config(files, "step_llm")
     sizes = Sizes(
         denoiser=StepVideoConfig.from_json(denoiser) if denoiser else StepVideoConfig(),
         llm=StepLLMConfig.from_json(llm) if llm else StepLLMConfig(),
-        clip=_config(parts, "clip") or HUNYUAN_CLIP,
-        vae=_vae_config(parts),
+        clip=_config(files, "clip") or HUNYUAN_CLIP,
+        vae=_vae_config(files),
         llm_bias=options.llm_bias,
     )
-    _check_fit(sizes, parts)
-    facts = settle.Facts(title, parts.is_turbo, sizes.vae, sizes.denoiser.patch_size)
-    return StepVideo(name, options, parts, sizes, facts)
+    _check_fit(sizes, files)
+    facts = settle.Facts(title, files.is_turbo, sizes.vae, sizes.denoiser.patch_size)
+    return StepVideo(name, options, files, sizes, facts)
 
 
-def _config(parts: Parts, component: str) -> Mapping[str, Any] | None:
+def _config(files: Files, component: str) -> Mapping[str, Any] | None:
     """A component's config.json, which must be there once the component is; None before."""
-    path = parts.sources[component].path
+    path = files.sources[component].path
     if path is None:
         return None
     return read_json((path / CLIP_ENCODER if component == "clip" else path) / "config.json")
 
 
-def _vae_config(parts: Parts) -> StepVAEConfig:
-    if parts.sources["vae"].path is None:
+def _vae_config(files: Files) -> StepVAEConfig:
+    if files.sources["vae"].path is None:
         return StepVAEConfig()
     from everyframe.checkpoints.tensors import open_checkpoint
 
-    tensors = open_checkpoint(parts.weights("vae"))
+    tensors = open_checkpoint(files.weights("vae"))
     try:
         return StepVAEConfig.from_shapes({name: tensors.shape(name) for name in tensors})
     except CheckpointError as error:
         raise CheckpointError(f"{tensors.source}: {error}") from None
 
 
-def _check_fit(sizes: Sizes, parts: Parts) -> None:
+def _check_fit(sizes: Sizes, files: Files) -> None:
     """Parts of different models, put together by hand, are told before anything is loaded."""
     channels = sizes.denoiser.caption_channels
     if len(channels) != 2:
@@ -227,7 +227,7 @@ def _check_fit(sizes: Sizes, parts: Parts) -> None:
         ("clip", "CLIP has {} channels", sizes.clip.get("hidden_size"), channels[1]),
     )
     for part, what, gives, takes in pairs:
-        if gives != takes and parts.sources[part].path is not None:
+        if gives != takes and files.sources[part].path is not None:
             raise CheckpointError(
                 f"{what.format(gives)}, but the denoiser takes {takes}; "
                 "these parts belong to different models"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from everyframe.core.errors import InputError
 from everyframe.core.plan import Settings
-from everyframe.families.stepvideo.checkpoint import CLIP_TOKENIZER, Parts
+from everyframe.families.stepvideo.checkpoint import CLIP_TOKENIZER, Files
 from everyframe.families.stepvideo.components import Sizes
 from everyframe.families.stepvideo.text import (
     CLIP_LENGTH,
@@ -30,14 +30,14 @@ def texts_of(settings: Settings) -> list[str]:
     return texts
 
 
-def llm_tokenizer(parts: Parts, sizes: Sizes) -> StepTokenizer:
+def llm_tokenizer(files: Files, sizes: Sizes) -> StepTokenizer:
     """Step-LLM's."""
-    return StepTokenizer(parts.folder("step_llm"), sizes.llm.padded_vocab_size)
+    return StepTokenizer(files.folder("step_llm"), sizes.llm.padded_vocab_size)
 
 
-def clip_tokenizer(parts: Parts, sizes: Sizes) -> ClipTokenizer:
+def clip_tokenizer(files: Files, sizes: Sizes) -> ClipTokenizer:
     """CLIP's."""
-    return ClipTokenizer(parts.folder("clip") / CLIP_TOKENIZER, int(sizes.clip["vocab_size"]))
+    return ClipTokenizer(files.folder("clip") / CLIP_TOKENIZER, int(sizes.clip["vocab_size"]))
 
 
 def tokens_of(

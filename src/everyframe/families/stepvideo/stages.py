@@ -26,7 +26,7 @@ from everyframe.families.latents import Piece
 from everyframe.families.loading import load_component
 from everyframe.families.stepping import Lot, denoised
 from everyframe.families.stepvideo import sharding
-from everyframe.families.stepvideo.checkpoint import Parts
+from everyframe.families.stepvideo.checkpoint import Files
 from everyframe.families.stepvideo.components import Sizes
 from everyframe.families.stepvideo.denoise import Denoiser, Text
 from everyframe.families.stepvideo.model import StepVideoModel
@@ -53,7 +53,7 @@ class Job:
 
     plan: Plan
     sizes: Sizes
-    parts: Parts
+    files: Files
     facts: Facts
     teams: Teams = ONE
 
@@ -71,7 +71,7 @@ class Job:
         return load_component(
             self.plan.component(component),
             self.sizes.builder(component),
-            self.parts.weights(component),
+            self.files.weights(component),
             KEYS[component],
             outputs=self.sizes.outputs(component),
             supply=self.teams.supply,
@@ -106,7 +106,7 @@ class LLMStage:
     def _encoded(self, takes: Sequence[Take]) -> Generator[Event, None, list[TextStates]]:
         job, began = self.job, time.perf_counter()
         # Tokens of both encoders first: what is too long is told before gigabytes are read.
-        llm, clip = llm_tokenizer(job.parts, job.sizes), clip_tokenizer(job.parts, job.sizes)
+        llm, clip = llm_tokenizer(job.files, job.sizes), clip_tokenizer(job.files, job.sizes)
         tokens, told = tokens_of(job.settings, llm, clip)
         yield from (Note(text, in_record=True) for text in told)
         model = job.load(self.component)
@@ -150,7 +150,7 @@ class ClipStage:
 
     def _encoded(self, takes: Sequence[Take]) -> Generator[Event, None, list[Tensor]]:
         job, began = self.job, time.perf_counter()
-        tokenizer = clip_tokenizer(job.parts, job.sizes)
+        tokenizer = clip_tokenizer(job.files, job.sizes)
         model = job.load(self.component)
         yield Loaded(self.component, time.perf_counter() - began)
         guard = Guard(job.plan, self.name, {self.component: model})

@@ -32,7 +32,7 @@ IMAGE_ENCODER_ISLANDS = ("*layrnorm", "*layer_norm*", "*layernorm", "visual_proj
 
 
 @dataclass(frozen=True)
-class Builders(Empty):
+class Sizes(Empty):
     """Makes the empty modules from their configs."""
 
     config: SVDConfig
@@ -90,9 +90,9 @@ def _without_notes(config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in config.items() if not name.startswith("_")}
 
 
-def components(builders: Builders, where: str) -> tuple[Component, ...]:
+def components(sizes: Sizes, where: str) -> tuple[Component, ...]:
     """Image encoder, autoencoder and denoiser, in the order in which they first run."""
-    config, count = builders.config, builders.num_elements
+    config, count = sizes.config, sizes.num_elements
     total = {name: sum(elements.values()) for name, elements in count.items()}
     encoder = ComponentNeeds(
         "image_encoder",

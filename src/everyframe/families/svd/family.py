@@ -30,7 +30,7 @@ from everyframe.families.family import (
 )
 from everyframe.families.svd import settle
 from everyframe.families.svd.checkpoint import WEIGHTS, Files, find_files
-from everyframe.families.svd.components import Builders, components, sent_bytes
+from everyframe.families.svd.components import Sizes, components, sent_bytes
 from everyframe.families.svd.config import SVDConfig
 from everyframe.families.svd.options import SVDOptions
 from everyframe.families.svd.rehearsals import rehearsals, savings
@@ -48,7 +48,7 @@ class SVDModel:
     title: str
     options: SVDOptions
     files: Files
-    builders: Builders
+    sizes: Sizes
     led = ("image_encoder",)
     ways = ("",)
     in_step = True
@@ -56,7 +56,7 @@ class SVDModel:
     @property
     def config(self) -> SVDConfig:
         """The configs of the parts."""
-        return self.builders.config
+        return self.sizes.config
 
     def settle(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
         """Every value of the request settled, and notes."""
@@ -77,11 +77,11 @@ class SVDModel:
 
     def components(self, settings: Settings) -> tuple[Component, ...]:
         """Image encoder, autoencoder, denoiser."""
-        return components(self.builders, self.files.where)
+        return components(self.sizes, self.files.where)
 
     def rehearsals(self, settings: Settings) -> tuple[Rehearsal, ...]:
         """A call of every stage."""
-        return rehearsals(self.builders, settings)
+        return rehearsals(self.sizes, settings)
 
     def num_branches(self, settings: Settings) -> int:
         """With guidance two, with the picture and without."""
@@ -92,13 +92,13 @@ class SVDModel:
         frames, _, rows, columns = settle.latent_shape(self.config, settings)
         grid = Grid(self.num_branches(settings), frames, rows * columns)
         deal = Deal(grid, crew.weights, crew.groups)
-        unet = self.builders.empty("unet")
+        unet = self.sizes.empty("unet")
         sent = sent_bytes(unet, (rows, columns), deal, rank, element_bytes)
         return dealt_part(deal, rank, sent, "work in space")
 
     def shared_rehearsals(self, settings: Settings, teams: Teams) -> tuple[Rehearsal, ...]:
         """A call of every stage as one of several ranks makes it."""
-        return rehearsals(self.builders, settings, teams.team, teams.groups)
+        return rehearsals(self.sizes, settings, teams.team, teams.groups)
 
     def savings(self, component: str, settings: Settings) -> Iterator[Saving]:
         """Ways to run a component in less memory."""
@@ -122,7 +122,7 @@ class SVDModel:
     def contents(self) -> Iterator[Contents]:
         """Of image encoder, autoencoder and denoiser."""
         for name in WEIGHTS:
-            yield Contents(partial(self.builders.empty, name), *self.files.weights(name))
+            yield Contents(partial(self.sizes.empty, name), *self.files.weights(name))
 
     def stages(self, plan: Plan, clip: int) -> Sequence[Stage]:
         """Picture, its latents, denoise, decode."""
@@ -137,7 +137,7 @@ class SVDModel:
         from everyframe.families.svd.stages import DenoiseStage, ImageStage
 
         assert clip == 0, "a chain is refused when the request is settled"
-        job = Job(plan, self.builders, self.files, self.savings, teams)
+        job = Job(plan, self.sizes, self.files, self.savings, teams)
         return (ImageStage(job), EncodeStage(job), DenoiseStage(job), DecodeStage(job))
 
 
@@ -164,7 +164,7 @@ class StableVideoDiffusion:
 
 def _model(name: str, title: str, files: Files, options: SVDOptions) -> SVDModel:
     config = SVDConfig.from_json(files.where, files.configs())
-    return SVDModel(name, title, options, files, Builders(config))
+    return SVDModel(name, title, options, files, Sizes(config))
 
 
 SVD = StableVideoDiffusion()

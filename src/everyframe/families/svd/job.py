@@ -12,7 +12,7 @@ from everyframe.core.plan import Plan, Settings
 from everyframe.families.family import Savings, Take
 from everyframe.families.loading import load_component
 from everyframe.families.svd.checkpoint import Files
-from everyframe.families.svd.components import Builders
+from everyframe.families.svd.components import Sizes
 from everyframe.families.svd.config import SVDConfig
 from everyframe.parallel.team import ONE, Teams
 
@@ -25,7 +25,7 @@ class Job:
     """What all stages share: the plan, the model's configs and files, ranks."""
 
     plan: Plan
-    builders: Builders
+    sizes: Sizes
     files: Files
     savings: Savings | None = None
     teams: Teams = ONE
@@ -38,7 +38,7 @@ class Job:
     @property
     def config(self) -> SVDConfig:
         """The model's configs."""
-        return self.builders.config
+        return self.sizes.config
 
     @property
     def size(self) -> tuple[int, int]:
@@ -58,9 +58,9 @@ class Job:
         """The autoencoder with its weights."""
         return load_component(
             self.plan.component("vae"),
-            self.builders.vae,
+            self.sizes.vae,
             *self.files.weights("vae"),
-            outputs=self.builders.outputs("vae"),
+            outputs=self.sizes.outputs("vae"),
         )
 
 

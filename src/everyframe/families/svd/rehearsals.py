@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from everyframe.core.plan import Settings
 from everyframe.families import tiles
 from everyframe.families.family import Rehearsal, Saving
-from everyframe.families.svd.components import Builders
+from everyframe.families.svd.components import Sizes
 from everyframe.families.svd.settle import latent_shape
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def rehearsals(
-    builders: Builders, settings: Settings, team: Team | None = None, groups: int = 1
+    sizes: Sizes, settings: Settings, team: Team | None = None, groups: int = 1
 ) -> tuple[Rehearsal, ...]:
     """Picture, its latents, one step, one chunk of frames.
 
@@ -37,33 +37,33 @@ def rehearsals(
     branches = 1 if settings.guidance_scale <= 1 else 2
     together = min(branches, settings.saving("branches_at_once", branches))
     tile, given_tile = settings.saving(tiles.DECODE, 0), settings.saving(tiles.ENCODE, 0)
-    rows, columns = latent_shape(builders.config, settings)[2:]
-    config = (repr(builders.config),)
+    rows, columns = latent_shape(sizes.config, settings)[2:]
+    config = (repr(sizes.config),)
 
-    def one(stage: str, component: str, call: Any, num_calls: float, *sizes: Any) -> Rehearsal:
+    def one(stage: str, component: str, call: Any, num_calls: float, *shape: Any) -> Rehearsal:
         return Rehearsal(
             stage,
             component,
-            partial(builders.empty, component),
+            partial(sizes.empty, component),
             call,
             num_calls,
-            (*config, stage, *sizes),
-            builders.outputs(component),
+            (*config, stage, *shape),
+            sizes.outputs(component),
         )
 
     return (
-        one("image", "image_encoder", partial(_image, builders), 1),
+        one("image", "image_encoder", partial(_image, sizes), 1),
         one(
-            "given frames", "vae", partial(_encode, builders, settings),
+            "given frames", "vae", partial(_encode, sizes, settings),
             tiles.num_repeats(rows, columns, given_tile), *size, given_tile,
         ),
         one(
-            "denoise", "unet", partial(_denoise, builders, settings, team, groups),
+            "denoise", "unet", partial(_denoise, sizes, settings, team, groups),
             settings.num_inference_steps, *size, settings.num_frames, branches, together,
             *(() if team is None else (team.rank, team.weights, groups)),
         ),
         one(
-            "decode", "vae", partial(_decode, builders, settings, chunk),
+            "decode", "vae", partial(_decode, sizes, settings, chunk),
             ceil(settings.num_frames / chunk) * tiles.num_repeats(rows, columns, tile),
             *size, chunk, tile,
         ),
@@ -98,26 +98,26 @@ def savings(
     yield from tiles.tile_savings(settings, *size)
 
 
-def _image(builders: Builders, encoder: Any, device: str) -> object:
+def _image(sizes: Sizes, encoder: Any, device: str) -> object:
     import torch
 
-    side = builders.config.image_side
+    side = sizes.config.image_side
     pixels = torch.zeros(1, 3, side, side).to(device)
     return encoder(pixel_values=pixels).image_embeds[:, None].to("cpu", torch.float32)
 
 
-def _encode(builders: Builders, settings: Settings, vae: Any, device: str) -> object:
+def _encode(sizes: Sizes, settings: Settings, vae: Any, device: str) -> object:
     import torch
 
     from everyframe.families.svd.decoding import encoded
 
     picture = torch.zeros(1, 3, settings.height, settings.width, device=device)
-    latents = encoded(vae, builders.config, picture, settings, most_tiles=tiles.REHEARSED)
+    latents = encoded(vae, sizes.config, picture, settings, most_tiles=tiles.REHEARSED)
     return latents.to("cpu", torch.float32)
 
 
 def _denoise(
-    builders: Builders,
+    sizes: Sizes,
     settings: Settings,
     team: Team | None,
     groups: int,
@@ -129,19 +129,19 @@ def _denoise(
 
     put_on = sharding.apply(unet, team or Alone(), groups)
     try:
-        return _one_step(builders, settings, unet, device)
+        return _one_step(sizes, settings, unet, device)
     finally:
         put_on.remove()  # the module is shared by all rehearsals
 
 
-def _one_step(builders: Builders, settings: Settings, unet: Any, device: str) -> object:
+def _one_step(sizes: Sizes, settings: Settings, unet: Any, device: str) -> object:
     import torch
 
     from everyframe.families.svd.denoiser import Denoiser
     from everyframe.families.svd.job import Picture
     from everyframe.samplers import euler_karras
 
-    config = builders.config
+    config = sizes.config
     frames, channels, rows, columns = latent_shape(config, settings)
     width = int(config.image_encoder.get("projection_dim", 512))
     picture = Picture(torch.zeros(1, 1, width), torch.zeros(1, channels, rows, columns))
@@ -151,12 +151,12 @@ def _one_step(builders: Builders, settings: Settings, unet: Any, device: str) ->
     return next(euler_karras.sample(denoise, start, sigmas)).x
 
 
-def _decode(builders: Builders, settings: Settings, chunk: int, vae: Any, device: str) -> object:
+def _decode(sizes: Sizes, settings: Settings, chunk: int, vae: Any, device: str) -> object:
     import torch
 
     from everyframe.families.svd.decoding import decoded
 
-    config = builders.config
+    config = sizes.config
     latents = torch.zeros(chunk, *latent_shape(config, settings)[1:], device=device)
     pixels = decoded(vae, config, latents, settings, most_tiles=tiles.REHEARSED)
     return pixels.to("cpu", torch.float32)

@@ -57,7 +57,7 @@ class ImageStage:
         job, began = self.job, time.perf_counter()
         encoder = load_component(
             job.plan.component("image_encoder"),
-            job.builders.image_encoder,
+            job.sizes.image_encoder,
             *job.files.weights("image_encoder"),
         )
         yield Loaded("image_encoder", time.perf_counter() - began)
@@ -90,9 +90,9 @@ class DenoiseStage:
         job, began = self.job, time.perf_counter()
         unet = load_component(
             job.plan.component("unet"),
-            job.builders.unet,
+            job.sizes.unet,
             *job.files.weights("unet"),
-            outputs=job.builders.outputs("unet"),
+            outputs=job.sizes.outputs("unet"),
             supply=job.teams.supply,
         )
         yield Loaded("unet", time.perf_counter() - began)
