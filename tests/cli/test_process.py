@@ -142,16 +142,27 @@ def test_little_is_imported_before_it_must(words: list[str]) -> None:
 
 
 def test_what_cannot_be_asked_is_told_before_torch_is_there() -> None:
-    """Which takes seconds: the configs of a model are enough for that."""
-    words = ["plan", "a red circle", "--model", "shapes", "--size", "17x16"]
+    """Which takes seconds: the configs of a model, and facts of a machine, are enough for that."""
+    words = ["plan", "a red circle", "--model", "shapes"]
+    several = ["--as", "cpu-fp32", "--num-devices", "2"]
+    refused = {
+        "width must be a multiple of 8": ["--size", "17x16"],
+        "fp16 on a CPU": ["--as", "cpu-fp32", "--dtype", "fp16"],
+        "shares must be 2 numbers": [*several, "--shares", "1,2,3"],
+        "it has 2 branches": [*several, "--parallel", "cfg=9"],
+        "shard_weights has no effect on one device": ["--as", "cpu-fp32", "--shard-weights"],
+    }
     program = (
         "import sys\nfrom everyframe.cli.main import main\n"
-        f"print(main({words!r}), *({SLOW!r} & set(sys.modules)))"
+        f"codes = [main({words!r} + more) for more in {[*refused.values()]!r}]\n"
+        f"print(*codes, *({SLOW!r} & set(sys.modules)))"
     )
     command = [sys.executable, "-c", program]
     run = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
-    assert run.stdout.split() == ["2"], run.stdout + run.stderr
-    assert run.stderr == "error: width must be a multiple of 8, got 17; try 16 or 24\n"
+    assert run.stdout.split() == ["2"] * len(refused), run.stdout + run.stderr
+    for says, line in zip(refused, run.stderr.splitlines(), strict=True):
+        assert line.startswith("error: "), line
+        assert says in line
 
 
 def test_help_is_quick() -> None:

@@ -90,6 +90,15 @@ def asked_devices(request: Request, facts: MachineFacts) -> tuple[DeviceFacts, .
     return found
 
 
+def check_division(request: Request, model: Model, settings: Settings, num_devices: int) -> None:
+    """Raise `InputError` for a division that so many devices can't have; it says what is right."""
+    shares_asked(request, num_devices)
+    asked = parse_ways(request.parallel)
+    _check_ways(asked, model, settings, num_devices)
+    if request.shard_weights:
+        _check_shards(asked, model, num_devices)
+
+
 def divide(
     request: Request,
     model: Model,
@@ -109,12 +118,9 @@ def divide(
     Raises:
         InputError: what was asked can't be had; the text says what would be right.
     """
+    check_division(request, model, settings, len(devices))
     asked = parse_ways(request.parallel)
-    asked_for = shares_asked(request, len(devices))
-    weights = tuple(asked_for or weights or (1.0,) * len(devices))
-    _check_ways(asked, model, settings, len(devices))
-    if request.shard_weights:
-        _check_shards(asked, model, len(devices))
+    weights = tuple(shares_asked(request, len(devices)) or weights or (1.0,) * len(devices))
     if len(devices) == 1:
         return None
     effort = effort_of(settings)

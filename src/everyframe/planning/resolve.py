@@ -34,6 +34,7 @@ from everyframe.planning.dividing import (
     AVOIDED,
     asked_devices,
     can_share,
+    check_division,
     divide,
     idle_notes,
     sending_seconds,
@@ -55,6 +56,7 @@ from everyframe.planning.sharing import (
     weights_by_speed,
     with_weights,
 )
+from everyframe.precision.policy import check_asked
 
 #: How many of a plan's products are tried on a real device for its forecast of time.
 _NUM_TRIALS = 6
@@ -110,11 +112,12 @@ def prepare(
     """
     model, family_name = _model(request, given, may_fetch=may_fetch)
     # Before the machine is looked at, which takes torch: what can't be asked is told at once.
-    settings, notes = _settled(model, request, with_seconds)
+    settings, notes = model.settle(request, random_seed() if request.seed is None else request.seed)
     if given is None and request.model is None:
         refuse_if_not_drawable(request)  # after sizes, which are cheaper to mend
     facts = machine_facts(request.device) if profile is None else find_profile(profile).machine()
     devices = _usable(devices or asked_devices(request, facts), request)
+    check_division(request, model, settings, len(devices))
     device = in_common(devices)
     num_threads = num_threads or default_threads(facts, len(devices), is_here=profile is None)
     chooser = _chooser(request, facts, devices, num_threads, is_here=profile is None)
@@ -124,6 +127,8 @@ def prepare(
     shared = partial(_shares, request, model, settings, devices, num_threads, fitting)
     shares, fitting, fitted = _fitted(shared, request, settings, chooser, will_run=will_run)
     rates = _rates(fitted, devices[shares.rank], num_threads) if with_seconds else None
+    if with_seconds and isinstance(model, Reading):
+        notes = (*notes, *model.unread(settings))
     says = (*shares.says, *_of_repairs(fitted), *idle_notes(shares.division))
     plan = Plan(
         model=model.name,
@@ -134,7 +139,13 @@ def prepare(
         num_threads=num_threads,
         components=fitted.components,
         to_fetch=model.missing(),
-        notes=(*notes, *fitted.notes, *fitted.says, *says, *chooser.known.notes(fitted.runs)),
+        notes=(
+            *notes,
+            *fitted.notes,
+            *fitted.says,
+            *says,
+            *chooser.known.notes(fitted.runs),
+        ),
         stages=_stages(fitted, rates, shares.division),
         clashes=clashes_of(fitted.runs),
         host_bytes=fitted.host_bytes,
@@ -156,17 +167,10 @@ def _model(request: Request, given: GivenModel | None, *, may_fetch: bool) -> tu
     return given.model, given.family
 
 
-def _settled(model: Model, request: Request, reads: bool) -> tuple[Settings, tuple[str, ...]]:
-    """Every value of the request, and notes; with `reads` also of what no encoder will read."""
-    seed = random_seed() if request.seed is None else request.seed
-    settings, notes = model.settle(request, seed)
-    if reads and isinstance(model, Reading):
-        notes = (*notes, *model.unread(settings))
-    return settings, notes
-
-
 def _usable(devices: Sequence[DeviceFacts], request: Request) -> tuple[DeviceFacts, ...]:
-    """The devices with no more of their memory free than may be used."""
+    """The devices with what may be used of their memory; `InputError` if one lacks the dtype."""
+    for device in devices:
+        check_asked(device, DTYPES[request.dtype], force=request.force)
     most = _asked_bytes(request, "max_memory")
     return tuple(within(device, most) for device in devices)
 

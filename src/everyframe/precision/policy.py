@@ -55,7 +55,7 @@ def choose(
     """
     if asked not in ASKABLE:
         raise InputError(f"dtype must be one of {', '.join(ASKABLE)}, got {asked!r}")
-    _check_asked(device, asked, force)
+    check_asked(device, asked, force=force)
     dtype, notes = _auto(device, needs) if asked == "auto" else _as_asked(device, asked, needs)
     islands = () if dtype == "float32" else needs.islands
     if dtype == "float16":
@@ -63,7 +63,8 @@ def choose(
     return Precision(parameters=dtype, compute=dtype, islands=islands), notes
 
 
-def _check_asked(device: DeviceFacts, asked: str, force: bool) -> None:
+def check_asked(device: DeviceFacts, asked: str, *, force: bool = False) -> None:
+    """Raise `InputError` for a dtype that can't be had on that device, or not without `force`."""
     if asked != "auto" and asked not in device.dtypes:
         raise InputError(
             f"{device.name} has no {asked}; give --dtype auto or one of {', '.join(device.dtypes)}"
