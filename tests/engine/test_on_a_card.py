@@ -35,8 +35,29 @@ Frames_ = np.ndarray[Any, Any]
 #: The largest difference of a pixel in 0..1 that the order of float32's sums may make.
 ROUNDING = 2e-3
 
-#: The largest mean difference, of the spread of all pixels: random weights carry each rounding on.
-BUDGETS = {"bf16": 0.15, "fp16": 0.03}
+#: The mean difference to float32, of the spread of all pixels, that a CPU makes in half precision:
+#: random weights carry each rounding on, some models' far. Measured with torch 2.13.
+ON_A_CPU = {
+    "opensora-1.0": {"bf16": 9.6e-03, "fp16": 1.5e-03},
+    "opensora-1.2": {"bf16": 1.8e-02, "fp16": 2.0e-03},
+    "svd": {"bf16": 3.1e-02, "fp16": 3.2e-03},
+    "inpaint": {"bf16": 6.8e-03, "fp16": 1.1e-03},
+    "stepvideo": {"bf16": 5.8e-02, "fp16": 4.0e-03},
+    "wan": {"bf16": 2.0e-01, "fp16": 9.2e-02},
+    "ltx2": {"bf16": 7.0e-03, "fp16": 9.8e-04},
+    "hunyuan15": {"bf16": 9.1e-03, "fp16": 1.1e-03},
+    "cogvideox": {"bf16": 1.9e-02, "fp16": 3.3e-03},
+    "ltx": {"bf16": 9.1e-03, "fp16": 1.2e-03},
+    "ltx25": {"bf16": 1.1e-02, "fp16": 1.4e-03},
+    "minimax_h3": {"bf16": 4.6e-03, "fp16": 5.7e-04},
+    "hunyuan": {"bf16": 2.2e-01, "fp16": 2.2e-03},
+    "mochi": {"bf16": 2.7e-02, "fp16": 3.5e-03},
+    "latte": {"bf16": 4.4e-02, "fp16": 4.8e-03},
+    "animatediff": {"bf16": 3.8e-02, "fp16": 7.0e-03},
+    "wan_of_a_picture": {"bf16": 3.7e-01, "fp16": 8.5e-02},
+}
+#: A card rounds at other places, and may be so many times as far off.
+TIMES = 2.0
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +103,7 @@ def test_float32_is_that_of_the_cpu_and_comes_again(
     assert np.array_equal(frames_of(name, device="cuda", dtype="fp32"), got)
 
 
-@pytest.mark.parametrize("dtype", BUDGETS)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("name", tiny_families.NAMES)
 def test_half_precision_is_near_and_comes_again(
     name: str, dtype: str, frames_of: Callable[..., Frames_], record_property: Callable[..., None]
@@ -91,7 +112,7 @@ def test_half_precision_is_near_and_comes_again(
     got = frames_of(name, device="cuda", dtype=dtype)
     largest, mean = off(got, want)
     record_property("largest, mean", f"{largest:.2e} {mean:.2e}")
-    assert mean <= BUDGETS[dtype], (largest, mean)
+    assert mean <= TIMES * ON_A_CPU[name][dtype], (largest, mean)
     assert np.array_equal(frames_of(name, device="cuda", dtype=dtype), got)
 
 
@@ -101,7 +122,7 @@ def test_every_kernel_of_attention_gives_the_same_video(
     name: str, kernel: str, frames_of: Callable[..., Frames_]
 ) -> None:
     largest, mean = off(frames_of(name, device="cuda", attention=kernel), frames_of(name))
-    assert mean <= BUDGETS["bf16"], (largest, mean)
+    assert mean <= TIMES * ON_A_CPU[name]["bf16"], (largest, mean)
 
 
 #: Memory with which some weights wait on the host, and with which less of the host they stay in
@@ -169,7 +190,7 @@ def test_overflow_in_float16_is_repaired_where_it_arises(
     got = joined(events)
     assert np.isfinite(got).all()
     want = joined(events_of(folder, name, dtype="fp32"))
-    assert np.abs(got - want).mean() <= BUDGETS["fp16"] * want.std()
+    assert np.abs(got - want).mean() <= 0.03 * want.std()
 
 
 def test_too_little_memory_is_done_in_less(tmp_path: Path) -> None:
