@@ -43,6 +43,7 @@ from everyframe.planning.dividing import (
 )
 from everyframe.planning.dryrun import clashes_of, heaviest, stage_plan
 from everyframe.planning.fitting import Fitted, Fitting, within
+from everyframe.planning.given import check_given
 from everyframe.planning.issues import known
 from everyframe.planning.models import find_model, refuse_if_not_drawable
 from everyframe.planning.obstacle import obstacle_of
@@ -113,8 +114,7 @@ def prepare(
     model, family_name = _model(request, given, may_fetch=may_fetch)
     # Before the machine is looked at, which takes torch: what can't be asked is told at once.
     settings, notes = model.settle(request, random_seed() if request.seed is None else request.seed)
-    if given is None and request.model is None:
-        refuse_if_not_drawable(request)  # after sizes, which are cheaper to mend
+    _check_contents(request, given)
     facts = machine_facts(request.device) if profile is None else find_profile(profile).machine()
     devices = _usable(devices or asked_devices(request, facts), request)
     check_division(request, model, settings, len(devices))
@@ -159,6 +159,13 @@ def _model(request: Request, given: GivenModel | None, *, may_fetch: bool) -> tu
         return find_model(request, may_fetch)
     family_options(given.family, request)
     return given.model, given.family
+
+
+def _check_contents(request: Request, given: GivenModel | None) -> None:
+    """Raise `InputError` for pictures that are none, and what the embedded model can't draw."""
+    check_given(request)
+    if given is None and request.model is None:
+        refuse_if_not_drawable(request)  # after sizes, which are cheaper to mend
 
 
 def _usable(devices: Sequence[DeviceFacts], request: Request) -> tuple[DeviceFacts, ...]:
