@@ -80,7 +80,7 @@ def svd(*, options: SVDOptions | None = None, **changes: Any) -> Any:
     configs = {**RELEASED, "unet": {**RELEASED["unet"], **UNET}, "vae": vae, "image_encoder": CLIP}
     config = SVDConfig.from_json("small", {**configs, **changes})
     files: Any = SimpleNamespace(where="nowhere", missing=lambda: ())
-    return SVDModel("small", "SVD", options or SVDOptions(), files, SVDSizes(config))
+    return SVDModel("small", options or SVDOptions(), files, SVDSizes(config), "SVD")
 
 
 def inpaint(channels: int, *, options: InpaintOptions | None = None) -> Any:

@@ -27,6 +27,10 @@ class Empty:
         """One part, without weights, wherever torch makes tensors now."""
         raise NotImplementedError
 
+    def outputs(self, component: str) -> tuple[str, ...]:
+        """Which of its submodules' results leave for the engine, in float32 at least."""
+        raise NotImplementedError
+
     @cached_property
     def num_elements(self) -> Mapping[str, Mapping[str, int]]:
         """Elements of each tensor of each component; counted once, for building takes a while."""

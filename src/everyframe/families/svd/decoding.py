@@ -7,25 +7,24 @@ Several ranks deal out the chunks. Read next: `stages.py` for the stages between
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from einops import rearrange
 from torch import Tensor
 
-from everyframe.core.events import Event, Frames, Loaded, Step, event_of
+from everyframe.core.events import Event
 from everyframe.core.plan import Settings
-from everyframe.families import tiles
+from everyframe.families import coding, tiles
+from everyframe.families.coding import Pieces
 from everyframe.families.family import Take
 from everyframe.families.guarding import Guard
 from everyframe.families.svd import pictures
 from everyframe.families.svd.config import SVDConfig
 from everyframe.families.svd.job import Job, Picture, given_picture
-from everyframe.parallel.pieces import in_order, owners
 from everyframe.samplers import noise
 
 
@@ -83,35 +82,28 @@ class EncodeStage:
     def run(self, takes: Sequence[Take]) -> Iterator[Event]:
         """Complete each take's `known`: one rank encodes, those that share its videos are told."""
         team = self.job.teams.team
-        if team.is_lead:
-            yield from self._encoded(takes)
-        for take in takes:
-            mine = [take.known.latents] if team.is_lead else None
-            latents = team.share(mine, 0, "given frames are handed on")[0]
+        told = yield from coding.from_lead(team, self._encoded(takes), "given frames are handed on")
+        for take, latents in zip(takes, told, strict=True):
             take.known = Picture(take.known.embedding, latents)
 
-    def _encoded(self, takes: Sequence[Take]) -> Iterator[Event]:
-        job, began = self.job, time.perf_counter()
-        vae = job.load_vae()
-        yield Loaded("vae", time.perf_counter() - began)
-        guard = Guard(job.plan, self.name, {"vae": vae}, savings=job.savings)
+    def _encoded(self, takes: Sequence[Take]) -> Generator[Event, None, list[Tensor]]:
+        vae = yield from self.job.loaded(self.component)
+        guard = self.job.guard(self.name, {self.component: vae})
+        encode = partial(self._latents, vae, guard)
+        return (yield from coding.encoded_each(self.name, guard, takes, encode))
+
+    def _latents(self, vae: Any, guard: Guard, take: Take) -> Tensor:
+        """Of the take's picture, on the CPU.
+
+        Not scaled: the denoiser was trained on the encoder's own values here.
+        """
+        job = self.job
+        picture = pictures.for_vae(given_picture(take), job.size, job.fit)
         strength = float(job.settings.option("noise_aug_strength"))
-        for number, take in enumerate(takes, start=1):
-            begun = time.perf_counter()
-            guard.take(take)
-            picture = pictures.for_vae(given_picture(take), job.size, job.fit)
-            if strength:
-                picture = picture + strength * noise.plain_noise(take.seed, picture.shape)
-            picture = picture.to(job.device("vae"))
-
-            def encode(picture: Tensor = picture) -> Tensor:
-                return encoded(vae, job.config, picture, guard.settings)
-
-            latents = guard.call(number, encode)
-            yield from guard.events()
-            # Not scaled: the denoiser was trained on the encoder's own values here.
-            take.known = Picture(take.known.embedding, latents.to("cpu", torch.float32))
-            yield Step(self.name, number, len(takes), take.seed, time.perf_counter() - begun)
+        if strength:
+            picture = picture + strength * noise.plain_noise(take.seed, picture.shape)
+        picture = picture.to(job.device(self.component))
+        return encoded(vae, job.config, picture, guard.settings).to("cpu", torch.float32)
 
 
 @dataclass(frozen=True)
@@ -125,51 +117,39 @@ class DecodeStage:
 
     def num_steps(self, num_takes: int) -> int:
         """One a chunk."""
-        chunk = int(self.job.settings.option("decode_chunk_size"))
-        return num_takes * -(-self.job.settings.num_frames // chunk)
+        return num_takes * -(-self.job.settings.num_frames // self._chunk_size)
+
+    @property
+    def _chunk_size(self) -> int:
+        return int(self.job.settings.option("decode_chunk_size"))
 
     def run(self, takes: Sequence[Take]) -> Iterator[Event]:
         """Yield the frames of each take. Several ranks deal out the chunks; the first has all."""
-        job, began = self.job, time.perf_counter()
-        vae = job.load_vae()
-        yield Loaded("vae", time.perf_counter() - began)
-        total, done = self.num_steps(len(takes)), 0
-        guard = Guard(job.plan, self.name, {"vae": vae}, savings=job.savings)
-        for take in takes:
-            begun = time.perf_counter()
-            guard.take(take)
-            for frames, told in self._chunks(vae, guard, take, done):
-                done += 1
-                now = time.perf_counter()
-                yield from map(event_of, told)
-                yield Step(self.name, done, total, take.seed, now - begun)
-                yield Frames(take.seed, len(frames), frames.numpy())
-                begun = time.perf_counter()
-            take.latents = None
-
-    def _chunks(
-        self, vae: Any, guard: Guard, take: Take, done: int
-    ) -> Iterator[tuple[Tensor, list[Any]]]:
-        """Frames (T, H, W, 3) in 0..1 and what happened, chunk by chunk, where they come to."""
         team = self.job.teams.team
-        given = np.asarray(given_picture(take))
-        # A picture of one colour may well give frames of one.
-        is_asked = bool(given.min() == given.max())
-        chunks = take.latents[0].split(int(self.job.settings.option("decode_chunk_size")))
-
-        def make(number: int) -> tuple[Tensor, list[Any]]:
-            step = done + number + 1
-            frames = self._decode(vae, guard, step, chunks[number], is_asked=is_asked)
-            return frames, [event.to_json() for event in guard.events()]
-
-        return in_order(team, owners(len(chunks), team.weights), make, "frames are handed over")
+        vae = yield from self.job.loaded(self.component)
+        guard = self.job.guard(self.name, {self.component: vae})
+        for place, take in enumerate(takes):
+            given = np.asarray(given_picture(take))
+            # A picture of one colour may well give frames of one.
+            is_asked = bool(given.min() == given.max())
+            chunks = take.latents[0].split(self._chunk_size)
+            decode = partial(self._decode, vae, guard, chunks, is_asked)
+            pieces = Pieces(len(chunks), decode)
+            yield from coding.decoded(self.name, takes, place, guard, team, pieces)
 
     def _decode(
-        self, vae: Any, guard: Guard, chunk: int, latents_TCHW: Tensor, *, is_asked: bool
+        self,
+        vae: Any,
+        guard: Guard,
+        chunks_TCHW: Sequence[Tensor],
+        is_asked: bool,
+        number: int,
+        step: int,
     ) -> Tensor:
-        """Frames (T, H, W, 3) in 0..1 of one chunk."""
+        """Frames (T, H, W, 3) in 0..1 of the chunk of that number."""
         config = self.job.config
-        latents = (latents_TCHW * (1 / config.scaling_factor)).to(self.job.device("vae"))
+        latents = chunks_TCHW[number] * (1 / config.scaling_factor)
+        latents = latents.to(self.job.device(self.component))
 
         def decode() -> Tensor:
             # A chunk as it was planned, or in smaller ones where memory ran out.
@@ -177,7 +157,4 @@ class DecodeStage:
             parts = torch.split(latents, at_once)
             return torch.cat([decoded(vae, config, part, guard.settings) for part in parts])
 
-        pixels = guard.decoded(chunk, decode, latents, is_asked=is_asked)
-        pixels = pixels.to("cpu", torch.float32)
-        frames: Tensor = rearrange(pixels, "t c h w -> t h w c") / 2 + 0.5
-        return frames.clamp(0, 1).contiguous()
+        return coding.as_frames(guard.decoded(step, decode, latents, is_asked=is_asked))

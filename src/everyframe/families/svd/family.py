@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
@@ -21,15 +20,15 @@ from everyframe.core.request import Request
 from everyframe.families.dealing import dealt_part
 from everyframe.families.family import (
     Component,
-    Contents,
     Crew,
     RankPart,
     Rehearsal,
     Saving,
     Stage,
 )
+from everyframe.families.staged import StagedModel
 from everyframe.families.svd import settle
-from everyframe.families.svd.checkpoint import WEIGHTS, Files, find_files
+from everyframe.families.svd.checkpoint import Files, find_files
 from everyframe.families.svd.components import Sizes, components, sent_bytes
 from everyframe.families.svd.config import SVDConfig
 from everyframe.families.svd.options import SVDOptions
@@ -37,21 +36,17 @@ from everyframe.families.svd.rehearsals import rehearsals, savings
 from everyframe.parallel.grid import Deal, Grid
 
 if TYPE_CHECKING:
+    from everyframe.checkpoints.strict import KeyMap
+    from everyframe.checkpoints.tensors import TensorFile
     from everyframe.parallel.team import Teams
 
 
 @dataclass(frozen=True)
-class SVDModel:
+class SVDModel(StagedModel[SVDOptions, Files, Sizes]):
     """One checkpoint of this family, its configs read and its weights not."""
 
-    name: str
     title: str
-    options: SVDOptions
-    files: Files
-    sizes: Sizes
     led = ("image_encoder",)
-    ways = ("",)
-    in_step = True
 
     @property
     def config(self) -> SVDConfig:
@@ -104,40 +99,22 @@ class SVDModel:
         """Ways to run a component in less memory."""
         return savings(self.config, component, settings, self.options)
 
-    def missing(self) -> tuple[str, ...]:
-        """What must be fetched first."""
-        return self.files.missing()
-
-    def fetch(self) -> SVDModel:
+    def fetched(self) -> SVDModel:
         """The same model with all of its files on this disk."""
-        if not self.missing():
-            return self
         return _model(self.name, self.title, self.files.fetched(), self.options)
 
-    def weight_files(self) -> tuple[str, ...]:
-        """Every file that holds weights."""
-        opened = (self.files.weights(component)[0] for component in WEIGHTS)
-        return tuple(dict.fromkeys(str(file) for each in opened for file in each.files))
-
-    def contents(self) -> Iterator[Contents]:
-        """Of image encoder, autoencoder and denoiser."""
-        for name in WEIGHTS:
-            yield Contents(partial(self.sizes.empty, name), *self.files.weights(name))
-
-    def stages(self, plan: Plan, clip: int) -> Sequence[Stage]:
-        """Picture, its latents, denoise, decode."""
-        from everyframe.parallel.team import ONE
-
-        return self.shared_stages(plan, clip, ONE)
+    def weights(self, component: str) -> tuple[TensorFile, KeyMap]:
+        """Where a component's weights are, and how their names become the module's."""
+        return self.files.weights(component)
 
     def shared_stages(self, plan: Plan, clip: int, teams: Teams) -> Sequence[Stage]:
-        """The same stages for one rank of several."""
+        """Picture, its latents, denoise, decode."""
         from everyframe.families.svd.decoding import DecodeStage, EncodeStage
         from everyframe.families.svd.job import Job
         from everyframe.families.svd.stages import DenoiseStage, ImageStage
 
         assert clip == 0, "a chain is refused when the request is settled"
-        job = Job(plan, self.sizes, self.files, self.savings, teams)
+        job = Job(plan, self, teams)
         return (ImageStage(job), EncodeStage(job), DenoiseStage(job), DecodeStage(job))
 
 
@@ -164,7 +141,7 @@ class StableVideoDiffusion:
 
 def _model(name: str, title: str, files: Files, options: SVDOptions) -> SVDModel:
     config = SVDConfig.from_json(files.where, files.configs())
-    return SVDModel(name, title, options, files, Sizes(config))
+    return SVDModel(name, options, files, Sizes(config), title)
 
 
 SVD = StableVideoDiffusion()

@@ -1,4 +1,4 @@
-"""What all stages of a Stable Video Diffusion run share: the plan, the model's files, the picture.
+"""What all stages of a Stable Video Diffusion run share: the plan, the model, the picture.
 
 Not here: what is done with it. Read next: `stages.py`.
 """
@@ -8,37 +8,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from everyframe.core.plan import Plan, Settings
-from everyframe.families.family import Savings, Take
-from everyframe.families.loading import load_component
-from everyframe.families.svd.checkpoint import Files
-from everyframe.families.svd.components import Sizes
+from everyframe.families import job
+from everyframe.families.family import Take
 from everyframe.families.svd.config import SVDConfig
-from everyframe.parallel.team import ONE, Teams
+from everyframe.families.svd.family import SVDModel
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Job:
-    """What all stages share: the plan, the model's configs and files, ranks."""
-
-    plan: Plan
-    sizes: Sizes
-    files: Files
-    savings: Savings | None = None
-    teams: Teams = ONE
-
-    @property
-    def settings(self) -> Settings:
-        """The plan's settings."""
-        return self.plan.settings
+class Job(job.Job[SVDModel]):
+    """What all stages share, and what they ask of it."""
 
     @property
     def config(self) -> SVDConfig:
         """The model's configs."""
-        return self.sizes.config
+        return self.model.config
 
     @property
     def size(self) -> tuple[int, int]:
@@ -49,19 +35,6 @@ class Job:
     def fit(self) -> str:
         """How a picture of other proportions is fitted."""
         return str(self.settings.option("fit"))
-
-    def device(self, component: str) -> str:
-        """Where a component runs."""
-        return self.plan.component(component).device
-
-    def load_vae(self) -> Any:
-        """The autoencoder with its weights."""
-        return load_component(
-            self.plan.component("vae"),
-            self.sizes.vae,
-            *self.files.weights("vae"),
-            outputs=self.sizes.outputs("vae"),
-        )
 
 
 @dataclass(frozen=True)

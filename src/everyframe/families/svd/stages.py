@@ -9,17 +9,16 @@ Read next: `denoiser.py`, `pictures.py`, `sharding.py`, `samplers/euler_karras.p
 
 from __future__ import annotations
 
-import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from everyframe.core.events import Event, Loaded, Step
+from everyframe.core.events import Event
+from everyframe.families import coding
 from everyframe.families.family import Take
 from everyframe.families.guarding import Guard
-from everyframe.families.loading import load_component
 from everyframe.families.stepping import Lot, denoised
 from everyframe.families.svd import pictures, sharding
 from everyframe.families.svd.denoiser import Denoiser
@@ -46,30 +45,22 @@ class ImageStage:
     def run(self, takes: Sequence[Take]) -> Iterator[Event]:
         """Begin each take's `known`: one rank encodes, the others are told."""
         world = self.job.teams.world
-        mine: list[Tensor] | None = None
-        if world.is_lead:
-            mine = [(yield from self._encoded(takes))]
-        embedding = world.share(mine, 0, "the picture is handed on")[0]
+        told = yield from coding.from_lead(world, self._encoded(takes), "the picture is handed on")
         for take in takes:
-            take.known = Picture(embedding)
+            take.known = Picture(told[0])
 
-    def _encoded(self, takes: Sequence[Take]) -> Generator[Event, None, Tensor]:
-        job, began = self.job, time.perf_counter()
-        encoder = load_component(
-            job.plan.component("image_encoder"),
-            job.sizes.image_encoder,
-            *job.files.weights("image_encoder"),
-        )
-        yield Loaded("image_encoder", time.perf_counter() - began)
-        begun = time.perf_counter()
+    def _encoded(self, takes: Sequence[Take]) -> Generator[Event, None, list[Tensor]]:
+        job = self.job
+        encoder = yield from job.loaded(self.component)
+        guard = job.guard(self.name, {self.component: encoder})
         shown = pictures.for_clip(given_picture(takes[0]), job.size, job.fit)
-        pixels = pictures.clip_input(shown, job.config).to(job.device("image_encoder"))
-        guard = Guard(job.plan, self.name, {"image_encoder": encoder})
-        embeds = guard.call(1, lambda: encoder(pixel_values=pixels).image_embeds)
-        yield from guard.events()
-        yield Step(self.name, 1, 1, takes[0].seed, time.perf_counter() - begun)
-        embedding: Tensor = embeds[:, None].to("cpu", torch.float32)
-        return embedding
+        pixels = pictures.clip_input(shown, job.config).to(job.device(self.component))
+
+        def encode() -> Tensor:
+            embeds: Tensor = encoder(pixel_values=pixels).image_embeds
+            return embeds[:, None].to("cpu", torch.float32)
+
+        return (yield from coding.encoded_once(self.name, guard, takes, [encode]))
 
 
 @dataclass(frozen=True)
@@ -87,19 +78,11 @@ class DenoiseStage:
 
     def run(self, takes: Sequence[Take]) -> Iterator[Event]:
         """Fill each take's `latents`."""
-        job, began = self.job, time.perf_counter()
-        unet = load_component(
-            job.plan.component("unet"),
-            job.sizes.unet,
-            *job.files.weights("unet"),
-            outputs=job.sizes.outputs("unet"),
-            supply=job.teams.supply,
-        )
-        yield Loaded("unet", time.perf_counter() - began)
-        team = job.teams.team
+        job, team = self.job, self.job.teams.team
+        unet = yield from job.loaded(self.component)
         with sharding.apply(unet, team, job.teams.groups) as put_on:
             apart = put_on.apart if team.size > 1 else None
-            guard = Guard(job.plan, self.name, {"unet": unet}, savings=job.savings, apart=apart)
+            guard = job.guard(self.name, {self.component: unet}, apart)
 
             steps = job.settings.num_inference_steps
 
@@ -112,7 +95,7 @@ class DenoiseStage:
 
     def _sample(self, unet: VideoUNet, guard: Guard, take: Take) -> Iterator[SamplerStep]:
         job, config = self.job, self.job.config
-        device = job.device("unet")
+        device = job.device(self.component)
         steps = job.settings.num_inference_steps
         sigmas = euler_karras.schedule(steps, config.sigma_min, config.sigma_max)
 
