@@ -44,6 +44,7 @@ from everyframe.families.family import Model, Stage, Take
 from everyframe.families.loading import check_contents, let_go
 from everyframe.families.remembered import Key, forget, key_of, remember
 from everyframe.hardware.peak import give_back, is_out_of_memory
+from everyframe.ops.attention import kernels_kept
 from everyframe.planning.resolve import GivenModel, check_feasible, prepare
 from everyframe.precision.full import full_float32
 from everyframe.runs.folder import runs_folder
@@ -134,7 +135,8 @@ def _apart(events: Events, num_threads: int) -> Events:
     """
     with closing(events):
         while True:
-            with _Threads(num_threads), full_float32(), torch.inference_mode():
+            # An interrupt inside of a module would leave its kernels of attention to what comes.
+            with _Threads(num_threads), kernels_kept(), full_float32(), torch.inference_mode():
                 event = _next(events)
             if event is None:
                 return
@@ -170,6 +172,8 @@ def _run(
             yield frames
     for clip, stage in _stages(here, model, progress):
         keeper.write(progress)
+        for take in takes:
+            take.shortages = keeper.shortages(clip, progress.stage)
         for event in _run_stage(stage, takes, clip, num_clips):
             if isinstance(event, Repaired):
                 progress.repairs.append({"clip": clip, **event.to_json()})

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from everyframe.checkpoints.strict import KeyMap
     from everyframe.checkpoints.tensors import TensorFile
     from everyframe.core.plan import Precision
+    from everyframe.families.shortages import Shortages
     from everyframe.parallel.team import Teams
     from everyframe.precision.policy import ComponentNeeds
 
@@ -77,7 +78,7 @@ class Take:
     While a stage that `goes_on` runs, `step` counts its steps that are done for this take,
     `latents` is the state after them, `memory` what else the sampler needs to go on, and `finished`
     the latents of batches before the one that is worked on. `remedies` are the repairs that it
-    needed in the stage that runs, `reliefs` how many things were done in it to need less memory.
+    needed in the stage that runs, `shortages` are when memory ran out in it.
     `answers` are those of a foreign pipeline's models, for a stage that is gone on with by replay.
     """
 
@@ -92,13 +93,13 @@ class Take:
     memory: Any = None
     finished: tuple[Any, ...] = ()
     remedies: tuple[Remedy, ...] = ()
-    reliefs: int = 0
+    shortages: Shortages | None = None
     answers: Answers | None = None
 
     def begin_stage(self) -> None:
         """Forget how far the stage before was."""
         self.step, self.memory, self.finished = 0, None, ()
-        self.remedies, self.reliefs = (), 0
+        self.remedies = ()
 
 
 class Answers(Protocol):

@@ -22,7 +22,7 @@ from everyframe.core.events import Event, Note, Repaired
 from everyframe.core.plan import PLAIN, Plan, Remedy, Settings
 from everyframe.families.denoising import Denoiser
 from everyframe.families.family import Savings, Take
-from everyframe.families.reliefs import Reliefs
+from everyframe.families.reliefs import Relief, Reliefs
 from everyframe.families.repairing import Repairs
 from everyframe.families.telling import asks_for_blank, told_of
 from everyframe.hardware.peak import is_out_of_memory, memory_verdict
@@ -95,6 +95,7 @@ class Guard:
             if remedy.component in self._parts:
                 self._repairs.put_on(remedy)
         self._take, self._largest = take, 0.0
+        self.reliefs.moments.of(take)
 
     def end(self) -> None:
         """Take every repair off; the components are as they were, bit for bit."""
@@ -133,6 +134,8 @@ class Guard:
         Raises:
             CannotRunError: there is too little for any way that is known.
         """
+        for relief in () if self._apart else self.reliefs.again(step):
+            self._relieved(step, relief, "memory ran out here before the run was broken off")
         while True:
             try:
                 return compute()
@@ -145,14 +148,17 @@ class Guard:
             compute = again or compute
 
     def _relieve(self, step: int, said: str) -> None:
-        relief = None if self._apart else self.reliefs.next()
+        relief = None if self._apart else self.reliefs.at(step)
         if relief is None:
             raise CannotRunError(
                 f"{self._where(step)}: out of memory, and nothing is left that takes less; a "
                 "smaller size or num_frames does, and another program may hold what the plan "
                 f"counted on ({said})"
             )
-        text = f"{self._where(step)}: out of memory ({said}); it goes on: {relief.says}"
+        self._relieved(step, relief, f"out of memory ({said})")
+
+    def _relieved(self, step: int, relief: Relief, why: str) -> None:
+        text = f"{self._where(step)}: {why}; it goes on: {relief.says}"
         self._events.append(
             Repaired(self._stage, step, relief.component, "", "", "memory", "", "", relief.says,
                      text)

@@ -1,8 +1,9 @@
 """Too little memory while a stage runs: done in less, from the least change to the most.
 
 Whatever is chosen holds for the rest of the stage, for all of its videos. Not here: which ways
-there are and in which order (`sparing.py`), and what a plan chooses before anything runs
-(`everyframe.planning.fitting`). Read next: `guarding.py`, whose calls are repeated; `offload.py`.
+there are and in which order (`sparing.py`), when they were taken (`shortages.py`), and what a plan
+chooses before anything runs (`everyframe.planning.fitting`). Read next: `guarding.py`, whose calls
+are repeated; `offload.py`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import nn
 from everyframe.core.plan import Plan
 from everyframe.families import offload
 from everyframe.families.family import Savings
+from everyframe.families.shortages import Moments
 from everyframe.families.sparing import ways
 from everyframe.hardware.peak import give_back
 
@@ -30,7 +32,7 @@ class Relief:
 class Reliefs:
     """The ways to do with less memory in a stage, each once; `settings` are those that hold by now.
 
-    `count` is how many of them were done.
+    `moments` says in which calls.
     """
 
     def __init__(
@@ -41,7 +43,7 @@ class Reliefs:
         stage: str | None = None,
     ) -> None:
         self.settings = plan.settings
-        self.count = 0
+        self.moments = Moments()
         self._plan = plan
         self._parts = parts
         self._savings = savings
@@ -55,14 +57,24 @@ class Reliefs:
             # Not sooner: it holds this object and with it the parts, which would then stay in
             # memory until the collector looks for cycles, in every stage that needs no relief.
             self._left = self._ways()
-        relief = next(self._left, None)
-        self.count += relief is not None
+        return next(self._left, None)
+
+    def at(self, number: int) -> Relief | None:
+        """Do the next one for the call of that number; it is kept before, if there is one."""
+        relief = self.next()
+        if relief is not None:
+            self.moments.keep(self.moments.now(number))
         return relief
 
-    def redo(self, count: int) -> None:
-        """Do the first `count` of them, as a run that is gone on with had done."""
-        while self.count < count and self.next() is not None:
-            continue
+    def again(self, number: int) -> Iterator[Relief]:
+        """Do those that this run needed before it was broken off, up to the call of that number.
+
+        Yields those of the call itself, of which nobody was told.
+        """
+        for is_now in self.moments.due(number):
+            relief = self.next()
+            if relief is not None and is_now:
+                yield relief
 
     def _ways(self) -> Iterator[Relief]:
         on_host = self._plan.device.kind == "cpu"

@@ -44,7 +44,6 @@ def denoised(
 
     `num_steps` is of one take. The latents of several batches are joined along the first axis.
     """
-    guard.reliefs.redo(max((take.reliefs for take in takes), default=0))
     for number, take in enumerate(takes):
         if take.step == num_steps:
             continue  # done before the run was broken off
@@ -56,7 +55,6 @@ def denoised(
                 yield from guard.events()
                 left = step.num_steps - 1 - step.index
                 _take_step(take, step, lot.end if not left else take.step + 1, num_steps)
-                take.reliefs = guard.reliefs.count
                 now = time.perf_counter()
                 # Steps of batches that other ranks have count as they go on, too.
                 done = number * num_steps + lot.end - left * lot.count

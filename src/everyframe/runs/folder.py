@@ -3,8 +3,8 @@
 A run's folder is called by the time at which it began. In it: ``run.json``, written once (what was
 asked, the plan, the record, with arrays that were given in ``given/``), ``state.json`` (how far it
 came, with ``tensors/`` that it names; ``state-1.json`` and so on for other groups of ranks, which
-make other videos of the same run), ``answers/``, and ``lock``, which is the running process's for
-as long as it lives. Read next: `keeper.py`.
+make other videos of the same run), ``shortages.json`` (when memory ran out), ``answers/``, and
+``lock``, which is the running process's for as long as it lives. Read next: `keeper.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
@@ -72,6 +72,10 @@ class RunFolder:
         return self.path / f"{_STATE}{self._of_part}.json"
 
     @property
+    def _shortages(self) -> Path:
+        return self.path / f"shortages{self._of_part}.json"
+
+    @property
     def given(self) -> Path:
         """Where tensors and pictures lie that came with the request."""
         return self.path / "given"
@@ -88,6 +92,15 @@ class RunFolder:
     def write_state(self, values: Mapping[str, Any]) -> None:
         """Put this in the place of the state. Raises `OSError`; the old one holds then."""
         write_whole(self._state, _as_json(values))
+
+    def write_shortages(self, values: Sequence[Any]) -> None:
+        """Put this in the place of the shortages of memory. Raises `OSError`."""
+        write_whole(self._shortages, _as_json({"shortages": values}))
+
+    def shortages(self) -> list[Any]:
+        """What `write_shortages` wrote last. Raises `DamagedError`."""
+        values = _read(self._shortages) or {}
+        return list(values.get("shortages", ()))
 
     def run(self) -> dict[str, Any]:
         """What `write_run` wrote. Raises `DamagedError` for no run, or another version's."""

@@ -21,13 +21,14 @@ from everyframe.core.plain import from_plain, to_plain
 from everyframe.families.family import Take
 from everyframe.media.pixels import to_uint8
 from everyframe.runs.folder import Lock, RunFolder
+from everyframe.runs.shortages import KeptShortages
 from everyframe.runs.store import Store, hashes_in
 
 #: Seconds that go by after a write that failed.
 _AFTER_FAILURE = 30.0
 #: What is kept of a take.
 _OF_TAKE = ("seed", "text", "known", "latents", "tail", "step", "memory", "finished",
-            "remedies", "reliefs")  # fmt: skip
+            "remedies")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,18 @@ class Keeper:
             return
         progress.frames.append((event.seed, event.num_frames, kept))
         self._spent += time.monotonic() - began
+
+    def shortages(self, clip: int, stage: int) -> KeptShortages | None:
+        """Where that stage's shortages of memory are kept; None where nothing is."""
+        if self.folder is None:
+            return None
+        return KeptShortages(self.folder, clip, stage, self._not_kept)
+
+    def _not_kept(self, why: str) -> None:
+        self.note(
+            f"that memory ran out can't be kept ({why}); if this run is broken off and gone on "
+            "with where there is more memory, its bits may be others"
+        )
 
     def kept_frames(self, progress: Progress) -> Iterator[Frames]:
         """The frames of the clips before, again."""

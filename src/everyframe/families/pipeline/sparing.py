@@ -17,9 +17,10 @@ from torch import nn
 
 from everyframe.core.plan import Plan
 from everyframe.families import offload, turns
-from everyframe.families.family import Savings
+from everyframe.families.family import Savings, Take
 from everyframe.families.pipeline.loading import set_tiling, wait_elsewhere
 from everyframe.families.reliefs import Relief
+from everyframe.families.shortages import Shortage
 from everyframe.families.sparing import Way, ways
 from everyframe.hardware.peak import give_back
 
@@ -36,6 +37,7 @@ class Reliefs:
     ) -> None:
         self.tried: list[str] = []
         self.settings = plan.settings
+        self._known: list[Shortage] | None = None
         self._plan = plan
         self._pipe = pipe
         self._owned = dict(owned)
@@ -44,6 +46,26 @@ class Reliefs:
         self._turns: turns.Turns | None = None
         self._waiting = {part.name for part in plan.components if part.offload or part.by_turns}
         self._in_blocks = {part.name for part in plan.components if part.offload}
+
+    def at(self, take: Take, part: str) -> Relief | None:
+        """Do the next one for that component in that video; it is kept before, if there is one."""
+        relief = self.next(part)
+        if relief is not None and take.shortages is not None:
+            take.shortages.keep(Shortage(take.seed, at=part))
+        return relief
+
+    def again(self, take: Take) -> Iterator[Relief]:
+        """Do those that this run needed before it was broken off, in that video and before it.
+
+        Yields those of this one, of which nobody was told. What was answered before them is served.
+        """
+        if self._known is None:
+            self._known = [] if take.shortages is None else [*take.shortages.known()]
+        while self._known and (self._known[0].seed or 0) <= take.seed:
+            shortage = self._known.pop(0)
+            relief = self.next(shortage.at)
+            if relief is not None and shortage.seed == take.seed:
+                yield relief
 
     def next(self, at: str) -> Relief | None:
         """Do the next one for the component `at`, empty where the pipeline's own code failed.

@@ -36,6 +36,7 @@ from everyframe.families.pipeline.sizes import denoisers
 from everyframe.families.pipeline.sparing import Reliefs
 from everyframe.families.pipeline.untouched import untouched
 from everyframe.families.pipeline.watching import StepWatch
+from everyframe.families.reliefs import Relief
 from everyframe.hardware.peak import is_out_of_memory
 from everyframe.parallel.team import ONE, Teams
 
@@ -145,20 +146,27 @@ class PipelineStage:
                 emit(Step(self.name, done, total, take.seed, now - begun))
             begun = time.perf_counter()
 
+        for relief in () if ready.shared else ready.reliefs.again(take):
+            why = f"{self.name}: memory ran out before the run was broken off; it is called again"
+            emit(self._relieved(relief, 0, why, take))
         while True:
             made = self._attempt(ready, take, on_step, emit)
             if not isinstance(made, _TooLittle):
                 return made
-            relief = None if ready.shared else ready.reliefs.next(made.at)
-            if relief is None:
+            less = None if ready.shared else ready.reliefs.at(take, made.at)
+            if less is None:
                 raise CannotRunError(self._beyond(made, ready.reliefs.tried))
-            text = f"{made.place}: out of memory ({made.said}); it is called again: {relief.says}"
-            emit(
-                Repaired(self.name, made.step, relief.component, "", "", "memory", "", "",
-                         relief.says, text, take.seed)
-            )  # fmt: skip
+            why = f"{made.place}: out of memory ({made.said}); it is called again"
+            emit(self._relieved(less, made.step, why, take))
             if take.answers is not None:
                 take.answers.again()
+
+    def _relieved(self, relief: Relief, step: int, why: str, take: Take) -> Repaired:
+        text = f"{why}: {relief.says}"
+        return Repaired(
+            self.name, step, relief.component, "", "", "memory", "", "", relief.says, text,
+            take.seed,
+        )  # fmt: skip
 
     def _attempt(
         self, ready: _Ready, take: Take, on_step: Callable[[int, int], None], emit: Emit
