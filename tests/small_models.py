@@ -15,12 +15,14 @@ from everyframe.families.inpaint.components import Sizes as InpaintSizes
 from everyframe.families.inpaint.config import InpaintConfig, released
 from everyframe.families.inpaint.family import InpaintModel
 from everyframe.families.inpaint.options import InpaintOptions
+from everyframe.families.opensora.checkpoint import Files as OpenSoraFiles
 from everyframe.families.opensora.components import Sizes
 from everyframe.families.opensora.config import STDiT3Config, STDiTConfig
 from everyframe.families.opensora.family import OpenSoraModel
 from everyframe.families.opensora.options import OpenSoraOptions
 from everyframe.families.opensora.settle import Facts
 from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConfig
+from everyframe.families.sources import Source
 from everyframe.families.stepvideo import components as stepvideo_parts
 from everyframe.families.stepvideo.config import StepLLMConfig, StepVideoConfig
 from everyframe.families.stepvideo.family import StepVideo
@@ -64,11 +66,10 @@ def opensora(version: str, *, options: OpenSoraOptions | None = None, **sizes: A
                 "vae_temporal": {"type": "VAE_Temporal_SD", **tiny.TEMPORAL},
             }
         )
-    places = SimpleNamespace(where="nowhere")
-    parts: Any = SimpleNamespace(text_encoder=places, denoiser=places, vae=places)
+    files = OpenSoraFiles(version, *[Source("nowhere", None)] * 4)
     facts = Facts(version, f"Open-Sora {version}", vae, config.patch_size, {}, False, 32)
     return OpenSoraModel(
-        "small", options or OpenSoraOptions(), parts, Sizes(config, vae, T5), facts
+        "small", options or OpenSoraOptions(), files, Sizes(config, vae, T5), facts
     )
 
 

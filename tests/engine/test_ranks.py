@@ -16,10 +16,12 @@ import torch
 import tiny
 from everyframe.core.division import Division
 from everyframe.core.events import Event, Frames, Repaired, StageStarted, VideoDone
+from everyframe.core.plan import ComponentPlan
 from everyframe.core.request import Request
 from everyframe.engine import ranks as engine_ranks
 from everyframe.engine.ranks import Join
 from everyframe.engine.run import stream
+from everyframe.families import job
 from everyframe.families.opensora import sharding, stages
 from everyframe.parallel.team import Team
 from everyframe.runs.keeper import Keep
@@ -207,13 +209,14 @@ def test_one_rank_alone_encodes_the_text(ranks: Group, model: str) -> None:
 def _no_encoder_but_on_the_first(team: Team) -> Any:
     if team.is_lead:
         return None
-    kept = stages.build_encoder
+    kept = job.load_component
 
-    def refuse(*_: Any) -> Any:
-        raise AssertionError("the text is encoded once")
+    def refuse(part: ComponentPlan, *more: Any, **named: Any) -> Any:
+        assert part.name != "text_encoder", "the text is encoded once"
+        return kept(part, *more, **named)
 
-    stages.build_encoder = refuse
-    return lambda: setattr(stages, "build_encoder", kept)
+    job.load_component = refuse
+    return lambda: setattr(job, "load_component", kept)
 
 
 # ---------------------------------------------------------------- what goes wrong

@@ -27,7 +27,7 @@ from everyframe.core.events import (
 from everyframe.engine import given as given_frames
 from everyframe.engine import run
 from everyframe.engine.record import make_record
-from everyframe.families.opensora import stages
+from everyframe.families import job
 
 SIZES: dict[str, Any] = {"size": "16x16", "num_frames": 3, "num_inference_steps": 2}
 
@@ -96,7 +96,7 @@ def test_the_number_of_threads_is_the_plans_while_it_runs(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used = set()
-    load = stages.load_component
+    load = job.load_component
 
     def spy(*args: Any, **kwargs: Any) -> Any:
         used.add(torch.get_num_threads())
@@ -104,7 +104,7 @@ def test_the_number_of_threads_is_the_plans_while_it_runs(
         assert torch.backends.cudnn.conv.fp32_precision == "ieee"
         return load(*args, **kwargs)
 
-    monkeypatch.setattr(stages, "load_component", spy)
+    monkeypatch.setattr(job, "load_component", spy)
     before = torch.get_num_threads()
     for event in run.stream(request(model, seed=1), num_threads=before + 1):
         # Whoever reads the events runs in their own surroundings.
@@ -153,7 +153,7 @@ def test_given_pictures_are_read_before_anything_is_loaded(
     def never(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("loaded")
 
-    monkeypatch.setattr(stages, "load_component", never)
+    monkeypatch.setattr(job, "load_component", never)
     (tmp_path / "no.png").write_text("no picture")
     options = {"num_frames": 17, "image": str(tmp_path / "no.png")}
     with pytest.raises(MediaError, match=r"no\.png' is no picture"):

@@ -27,7 +27,8 @@ import everyframe
 import tiny
 from everyframe.core.errors import InputError
 from everyframe.core.events import Loaded, Note, StageDone
-from everyframe.families.opensora import decoding, stages
+from everyframe.families import job
+from everyframe.families.opensora import decoding
 from everyframe.families.opensora.config import STDiT3Config, STDiTConfig
 from everyframe.families.opensora.model import STDiT3, build_model
 from everyframe.families.opensora.vae import ImageVAE, VideoVAE
@@ -305,7 +306,7 @@ def test_each_part_is_gone_before_the_next_one_is_loaded(
     model_1_2: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded: list[weakref.ref[nn.Module]] = []
-    load = stages.load_component
+    load = job.load_component
 
     def spy(*args: Any, **kwargs: Any) -> nn.Module:
         alive = [ref for ref in loaded if ref() is not None]
@@ -314,7 +315,7 @@ def test_each_part_is_gone_before_the_next_one_is_loaded(
         loaded.append(weakref.ref(module))
         return module
 
-    monkeypatch.setattr(stages, "load_component", spy)
+    monkeypatch.setattr(job, "load_component", spy)
     image = np.zeros((24, 40, 3), dtype=np.uint8)
     request = everyframe.Request(
         prompt=PROMPT, model=str(model_1_2), seed=1, chain=2, image=image, **SIZES
@@ -354,7 +355,7 @@ def test_a_prompt_that_is_too_long_is_told_before_anything_is_loaded(
     def never(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("loaded")
 
-    monkeypatch.setattr(stages, "load_component", never)
+    monkeypatch.setattr(job, "load_component", never)
     with pytest.raises(InputError, match=r"has 46 tokens, this model reads 24;.*cuts: 'left"):
         run(model_1_2, "a red circle " * 7 + "a " + "left " * 16)
 

@@ -46,13 +46,23 @@ class Files:
     tokenizer: Source
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
-    def sources(self) -> tuple[Source, ...]:
-        """All of them, each once."""
-        return (self.text_encoder, self.denoiser, self.vae)
+    def sources(self) -> Mapping[str, Source]:
+        """Those with weights, by component."""
+        return {"text_encoder": self.text_encoder, "denoiser": self.denoiser, "vae": self.vae}
+
+    def weights(self, component: str) -> Path:
+        """The file or folder that holds a component's weights."""
+        path = self.sources()[component].path
+        assert path is not None, "asked before it was fetched"
+        return path
+
+    def missing(self) -> tuple[str, ...]:
+        """What must be fetched first, a line each."""
+        return tuple(line for source in self.sources().values() for line in source.missing())
 
     def fetched(self) -> Files:
         """The same parts with all files on this disk."""
-        hub = [source.part for source in self.sources() if source.part is not None]
+        hub = [source.part for source in self.sources().values() if source.part is not None]
         # All at once, so that somebody without a network is told of all that is missing.
         fetched = {place.part: of_part(place.part) for place in fetch_parts(hub)}
 

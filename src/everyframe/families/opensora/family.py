@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,6 @@ from everyframe.core.request import Request
 from everyframe.families.dealing import dealt_part
 from everyframe.families.family import (
     Component,
-    Contents,
     Crew,
     RankPart,
     Rehearsal,
@@ -37,9 +35,13 @@ from everyframe.families.opensora.options import OpenSoraOptions
 from everyframe.families.opensora.rehearsals import rehearsals, savings
 from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConfig
 from everyframe.families.sources import Source
+from everyframe.families.staged import StagedModel
 from everyframe.parallel.grid import Deal, Grid
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from everyframe.checkpoints.strict import KeyMap
     from everyframe.parallel.team import Teams
 
 #: T5 v1.1 XXL's encoder, for plans made before it is fetched.
@@ -53,17 +55,11 @@ _RELEASED_1_0 = {256: ((16, 32, 32), 0.5), 512: ((16, 64, 64), 1.0)}
 
 
 @dataclass(frozen=True)
-class OpenSoraModel:
+class OpenSoraModel(StagedModel[OpenSoraOptions, Files, Sizes]):
     """One checkpoint of this family, its configs read and its weights not."""
 
-    name: str
-    options: OpenSoraOptions
-    files: Files
-    sizes: Sizes
     facts: settle.Facts
     led = ("text_encoder",)
-    ways = ("",)
-    in_step = True
 
     @property
     def title(self) -> str:
@@ -91,12 +87,7 @@ class OpenSoraModel:
 
     def components(self, settings: Settings) -> tuple[Component, ...]:
         """Text encoder, denoiser, autoencoder."""
-        files = self.files
-        sources = {
-            "text_encoder": files.text_encoder.where,
-            "denoiser": files.denoiser.where,
-            "vae": files.vae.where,
-        }
+        sources = {name: source.where for name, source in self.files.sources().items()}
         prefers = str(self.facts.defaults.get("dtype", "bfloat16"))
         return components(self.sizes, sources, prefers)
 
@@ -122,49 +113,18 @@ class OpenSoraModel:
         """Ways to run a component in less memory."""
         return savings(self.sizes, component, settings)
 
-    def missing(self) -> tuple[str, ...]:
-        """What must be fetched first."""
-        return tuple(line for source in self.files.sources() for line in source.missing())
-
-    def fetch(self) -> OpenSoraModel:
+    def fetched(self) -> OpenSoraModel:
         """The same model with all of its files on this disk."""
-        if not self.missing():
-            return self
-        files = self.files.fetched()
-        return _model(self.name, files, self.options)
+        return _model(self.name, self.files.fetched(), self.options, self.title)
 
-    def weight_files(self) -> tuple[str, ...]:
-        """Every file that holds weights."""
-        from everyframe.checkpoints.tensors import open_checkpoint
-
-        files: list[str] = []
-        for source in self.files.sources():
-            assert source.path is not None
-            files += [str(file) for file in open_checkpoint(source.path).files]
-        return tuple(files)
-
-    def contents(self) -> Iterator[Contents]:
-        """Of text encoder, denoiser and autoencoder."""
+    def weights(self, component: str) -> tuple[Path, KeyMap]:
+        """Where a component's weights are, and how their names become the module's."""
         from everyframe.families.opensora.weights import keys_of
 
-        files = {
-            "text_encoder": self.files.text_encoder,
-            "denoiser": self.files.denoiser,
-            "vae": self.files.vae,
-        }
-        for name, source in files.items():
-            assert source.path is not None, "asked before it was fetched"
-            keys = keys_of(name, self.files.version)
-            yield Contents(partial(self.sizes.empty, name), source.path, keys)
-
-    def stages(self, plan: Plan, clip: int) -> Sequence[Stage]:
-        """Text once, then for each clip: given frames if there are any, denoise, decode."""
-        from everyframe.parallel.team import ONE
-
-        return self.shared_stages(plan, clip, ONE)
+        return self.files.weights(component), keys_of(component, self.files.version)
 
     def shared_stages(self, plan: Plan, clip: int, teams: Teams) -> Sequence[Stage]:
-        """The same stages for one rank of several."""
+        """Text once, then for each clip: given frames if there are any, denoise, decode."""
         from everyframe.families.opensora.decoding import DecodeStage
         from everyframe.families.opensora.stages import (
             DenoiseStage,
@@ -173,7 +133,7 @@ class OpenSoraModel:
             TextStage,
         )
 
-        job = Job(plan, self.sizes, self.files, self.facts, clip, self.savings, teams)
+        job = Job(plan, self, teams, clip)
         stages: list[Stage] = [TextStage(job)] if clip == 0 else []
         given = plan.settings.given_frames
         if job.goes_on() or "image" in given or (

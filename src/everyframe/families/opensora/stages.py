@@ -7,7 +7,6 @@ of 1.2; what differs on purpose is written where it differs. Read next: `compone
 
 from __future__ import annotations
 
-import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,49 +15,35 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from everyframe.core.events import Event, Loaded, Step
-from everyframe.core.plan import Plan, Settings
-from everyframe.families.family import Savings, Take
+from everyframe.core.events import Event
+from everyframe.families import coding, job
+from everyframe.families.family import Take
 from everyframe.families.guarding import Guard
-from everyframe.families.loading import load_component
-from everyframe.families.opensora import coding, sharding
-from everyframe.families.opensora.checkpoint import Files
-from everyframe.families.opensora.components import Sizes
+from everyframe.families.opensora import sharding
+from everyframe.families.opensora.coding import encoded
 from everyframe.families.opensora.denoise import Denoiser, Text, timesteps_of
+from everyframe.families.opensora.family import OpenSoraModel
 from everyframe.families.opensora.model import STDiT, STDiT3
-from everyframe.families.opensora.settle import PIECE, Facts, known_frames
-from everyframe.families.opensora.text import (
-    TextEmbedding,
-    build_encoder,
-    embed,
-    load_tokenizer,
-    tokens_of,
-)
+from everyframe.families.opensora.settle import PIECE, known_frames
+from everyframe.families.opensora.text import TextEmbedding, embed, load_tokenizer, tokens_of
 from everyframe.families.opensora.vae import ImageVAE, VideoVAE
-from everyframe.families.opensora.weights import keys_of
+from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConfig
 from everyframe.families.stepping import Lot, denoised
 from everyframe.families.telling import prompt_was_cut
-from everyframe.parallel.team import ONE, Teams
 from everyframe.samplers import iddpm, noise, rflow
 from everyframe.samplers.step import Step as SamplerStep
 
 
 @dataclass(frozen=True)
-class Job:
-    """What all stages of one clip share: plan, the model's sizes and places, which clip, ranks."""
+class Job(job.Job[OpenSoraModel]):
+    """What all stages of one clip share: the plan, the model, the ranks, and which clip."""
 
-    plan: Plan
-    sizes: Sizes
-    files: Files
-    facts: Facts
-    clip: int
-    savings: Savings | None = None
-    teams: Teams = ONE
+    clip: int = 0
 
     @property
-    def settings(self) -> Settings:
-        """The plan's settings."""
-        return self.plan.settings
+    def vae(self) -> ImageVAEConfig | VideoVAEConfig:
+        """The autoencoder's sizes."""
+        return self.model.sizes.vae
 
     def goes_on(self) -> bool:
         """Whether this clip begins with frames of the clip before it or of a given video."""
@@ -74,28 +59,16 @@ class Job:
         frames = take.tail
         if self.clip == 0:
             assert take.given.source is not None
-            frames = as_float(take.given.source[-PIECE:])
-        wanted = known_frames(self.facts, self.settings)[0]
+            frames = coding.as_floats(take.given.source[-PIECE:])
+        wanted = known_frames(self.model.facts, self.settings)[0]
         tail: Tensor = frames[-wanted:] if len(frames) >= wanted else frames[-1:]
         return tail
 
     def latent_shape(self) -> tuple[int, int, int, int]:
         """(C, T, h, w) of one clip's latents."""
         settings = self.settings
-        size = self.sizes.vae.latent_size(settings.num_frames, settings.height, settings.width)
-        return (self.sizes.vae.latent_channels, *size)
-
-    def load_vae(self) -> ImageVAE | VideoVAE:
-        """The autoencoder with its weights."""
-        path = self.files.vae.path
-        assert path is not None
-        return load_component(
-            self.plan.component("vae"),
-            self.sizes.build_vae,
-            path,
-            keys_of("vae", self.facts.version),
-            outputs=self.sizes.outputs("vae"),
-        )
+        size = self.vae.latent_size(settings.num_frames, settings.height, settings.width)
+        return (self.vae.latent_channels, *size)
 
 
 @dataclass(frozen=True)
@@ -114,42 +87,26 @@ class TextStage:
     def run(self, takes: Sequence[Take]) -> Iterator[Event]:
         """Fill each take's `text`: one rank encodes, the others are told."""
         world = self.job.teams.world
-        tensors: list[Tensor] | None = None
-        if world.is_lead:
-            encoded = yield from self._encoded(takes)
-            tensors = [tensor for each in encoded for tensor in (each.hidden, each.mask)]
-        told = world.share(tensors, 0, "the text is handed on")
-        texts = [TextEmbedding(*told[i : i + 2]) for i in range(0, len(told), 2)]
+        told = yield from coding.from_lead(world, self._encoded(takes), "the text is handed on")
+        texts = [TextEmbedding(*each) for each in zip(told[::2], told[1::2], strict=True)]
         text = Text(texts[0], texts[1] if len(texts) > 1 else None)
         for take in takes:
             take.text = text
 
-    def _encoded(self, takes: Sequence[Take]) -> Generator[Event, None, list[TextEmbedding]]:
-        job, began = self.job, time.perf_counter()
-        tokenizer_path, path = job.files.tokenizer.path, job.files.text_encoder.path
-        assert tokenizer_path is not None
-        assert path is not None
-        tokenizer = load_tokenizer(tokenizer_path)
+    def _encoded(self, takes: Sequence[Take]) -> Generator[Event, None, list[Tensor]]:
+        job, model = self.job, self.job.model
+        place = model.files.tokenizer.path
+        assert place is not None, "asked before it was fetched"
         # Tokens first: a prompt that is too long is told before gigabytes are read.
-        tokens = tokens_of(tokenizer, job.settings, job.sizes.denoiser.model_max_length)
+        tokenizer, length = load_tokenizer(place), model.sizes.denoiser.model_max_length
+        tokens = tokens_of(tokenizer, job.settings, length)
         yield from (prompt_was_cut(cut) for *_, cut in tokens if cut)
-        encoder = load_component(
-            job.plan.component("text_encoder"),
-            lambda: build_encoder(job.sizes.text),
-            path,
-            keys_of("text_encoder", job.facts.version),
-        )
-        yield Loaded("text_encoder", time.perf_counter() - began)
-        guard = Guard(job.plan, self.name, {"text_encoder": encoder})
-        device = job.plan.component("text_encoder").device
-        texts: list[TextEmbedding] = []
-        for number, (ids, mask, _) in enumerate(tokens, start=1):
-            begun = time.perf_counter()
-            texts.append(guard.call(number, partial(embed, encoder, ids, mask, device)))
-            yield from guard.events()
-            seconds = time.perf_counter() - begun
-            yield Step("text", len(texts), len(tokens), takes[0].seed, seconds)
-        return texts
+        encoder = yield from job.loaded(self.component)
+        guard = job.guard(self.name, {self.component: encoder})
+        device = job.device(self.component)
+        calls = [partial(embed, encoder, ids, mask, device) for ids, mask, _ in tokens]
+        texts = yield from coding.encoded_once(self.name, guard, takes, calls)
+        return [tensor for each in texts for tensor in (each.hidden, each.mask)]
 
 
 @dataclass(frozen=True)
@@ -176,24 +133,16 @@ class GivenStage:
     def run(self, takes: Sequence[Take]) -> Iterator[Event]:
         """Fill each take's `known`: one rank encodes, those that share its videos are told."""
         team = self.job.teams.team
-        if team.is_lead:
-            yield from self._encoded(takes)
-        for take in takes:
-            mine = [take.known.latents, take.known.mask] if team.is_lead else None
-            take.known = Known(*team.share(mine, 0, "given frames are handed on"))
+        told = yield from coding.from_lead(team, self._encoded(takes), "given frames are handed on")
+        for take, *known in zip(takes, told[::2], told[1::2], strict=True):
+            take.known = Known(*known)
 
-    def _encoded(self, takes: Sequence[Take]) -> Iterator[Event]:
-        began = time.perf_counter()
-        vae = self.job.load_vae()
-        yield Loaded("vae", time.perf_counter() - began)
-        guard = Guard(self.job.plan, self.name, {"vae": vae}, savings=self.job.savings)
-        for number, take in enumerate(takes, start=1):
-            begun = time.perf_counter()
-            guard.take(take)
-            take.known = guard.call(number, partial(self._known, vae, guard, take))
-            yield from guard.events()
-            seconds = time.perf_counter() - begun
-            yield Step(self.name, number, len(takes), take.seed, seconds)
+    def _encoded(self, takes: Sequence[Take]) -> Generator[Event, None, list[Tensor]]:
+        vae = yield from self.job.loaded(self.component)
+        guard = self.job.guard(self.name, {self.component: vae})
+        encode = partial(self._known, vae, guard)
+        known = yield from coding.encoded_each(self.name, guard, takes, encode)
+        return [tensor for each in known for tensor in (each.latents, each.mask)]
 
     def _known(self, vae: ImageVAE | VideoVAE, guard: Guard, take: Take) -> Known:
         job = self.job
@@ -207,14 +156,14 @@ class GivenStage:
             latents[:, :, : encoded.shape[2]] = encoded
             mask[:, : encoded.shape[2]] = job.settings.edit_strength
         elif take.given.first is not None:
-            latents[:, :, :1] = encode(as_float(take.given.first))
+            latents[:, :, :1] = encode(coding.as_floats(take.given.first))
             mask[:, :1] = job.settings.edit_strength
         if take.given.last is not None and job.clip == job.settings.chain - 1:
             # The last latent frame holds the last four frames of a piece and what came before
             # them. Upstream snaps a lone picture to the beginning of a piece, where it is not the
             # last frame; a piece that stands still ends in one that is.
-            last_piece = job.sizes.vae.pieces(job.settings.num_frames)[-1].num_frames
-            still = encode(as_float(take.given.last), last_piece)
+            last_piece = job.vae.pieces(job.settings.num_frames)[-1].num_frames
+            still = encode(coding.as_floats(take.given.last), last_piece)
             latents[:, :, -1:] = still[:, :, -1:]
             mask[:, -1:] = job.settings.edit_strength
         return Known(latents, mask)
@@ -231,13 +180,8 @@ class GivenStage:
         With `still`, one frame as if it stood still for so many.
         """
         video = rearrange(frames_THWC, "t h w c -> 1 c t h w") * 2 - 1
-        video = video.to(self.job.plan.component("vae").device)
-        return coding.encoded(vae, video, guard.settings, still=still)
-
-
-def as_float(frames: object) -> Tensor:
-    """8-bit frames as float32 in 0..1."""
-    return torch.from_numpy(frames).to(torch.float32) / 255
+        video = video.to(self.job.device(self.component))
+        return encoded(vae, video, guard.settings, still=still)
 
 
 @dataclass(frozen=True)
@@ -255,22 +199,11 @@ class DenoiseStage:
 
     def run(self, takes: Sequence[Take]) -> Iterator[Event]:
         """Fill each take's `latents`."""
-        job, began = self.job, time.perf_counter()
-        path = job.files.denoiser.path
-        assert path is not None
-        model = load_component(
-            job.plan.component("denoiser"),
-            job.sizes.build_denoiser,
-            path,
-            keys_of("denoiser", job.facts.version),
-            supply=job.teams.supply,
-        )
-        yield Loaded("denoiser", time.perf_counter() - began)
-        team = job.teams.team
+        job, team = self.job, self.job.teams.team
+        model = yield from job.loaded(self.component)
         with sharding.apply(model, team, job.teams.groups) as put_on:
             apart = put_on.apart if team.size > 1 else None
-            parts = {"denoiser": model}
-            guard = Guard(job.plan, self.name, parts, savings=job.savings, apart=apart)
+            guard = job.guard(self.name, {self.component: model}, apart)
 
             steps = job.settings.num_inference_steps
 
@@ -280,8 +213,8 @@ class DenoiseStage:
             yield from denoised(self.name, takes, steps, guard, lots)
 
     def _sample(self, model: STDiT | STDiT3, guard: Guard, take: Take) -> Iterator[SamplerStep]:
-        job, settings = self.job, self.job.settings
-        device = job.plan.component("denoiser").device
+        job, settings, facts = self.job, self.job.settings, self.job.model.facts
+        device = job.device(self.component)
         shape = job.latent_shape()
         label = take.seed if job.clip == 0 else noise.derived_seed(take.seed, "clip", job.clip)
 
@@ -295,14 +228,14 @@ class DenoiseStage:
         x = x.to(device)
 
         def make() -> Denoiser:
-            return Denoiser(model, take.text, guard.settings, job.facts, device)
+            return Denoiser(model, take.text, guard.settings, facts, device)
 
         denoise = guard.denoiser(make, start)
-        if job.facts.version == "1.0":
+        if facts.version == "1.0":
             plan = iddpm.schedule(settings.num_inference_steps)
             yield from iddpm.sample(denoise, x, plan, fresh, start=start)
             return
-        timesteps = timesteps_of(settings, job.facts)
+        timesteps = timesteps_of(settings, facts)
         if take.known is None:
             yield from rflow.sample(denoise, x, timesteps, start=start)
             return
