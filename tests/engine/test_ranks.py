@@ -114,10 +114,13 @@ def test_one_video_on_several_ranks(ranks: Group, model: str, size: int) -> None
 
 
 @pytest.mark.slow
-def test_a_part_of_the_weights_on_each_rank_gives_the_same_bits(ranks: Group, model: str) -> None:
-    found = together(ranks.run(3, run, model, {"shard_weights": True}))
-    assert np.array_equal(found[5], together(ranks.run(3, run, model, {}))[5])
-    check_close(found, alone(model))
+@pytest.mark.parametrize("kept", [{}, {"quantize": "int8"}, {"quantize": "fp8"}])
+def test_a_part_of_the_weights_on_each_rank_gives_the_same_bits(
+    ranks: Group, model: str, kept: dict[str, Any]
+) -> None:
+    found = together(ranks.run(3, run, model, {"shard_weights": True, **kept}))
+    assert np.array_equal(found[5], together(ranks.run(3, run, model, kept))[5])
+    check_close(found, alone(model, **kept))
 
 
 @pytest.mark.slow

@@ -30,6 +30,7 @@ from everyframe.families.stepvideo.model import StepVideoModel
 from everyframe.families.svd import sharding as of_svd
 from everyframe.families.svd import unet
 from everyframe.parallel.team import Team
+from everyframe.precision.quantised import QuantisedLinear
 from everyframe.precision.raising import Raised
 from ranks import Group, group_of, in_every_size, sizes_of, supply_of
 
@@ -77,13 +78,16 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Group]:
 
 def test_each_unit_has_one_holder_and_all_have_about_as_much() -> None:
     sizes = {"a": 3, "b": 10, "c": 4, "d": 4, "e": 2}
-    assert holders(sizes, 1) == dict.fromkeys(sizes, 0)
-    found = holders(sizes, 2)
-    assert found == holders(dict(sizes), 2)
+    assert holders(sizes, [1]) == dict.fromkeys(sizes, 0)
+    found = holders(sizes, [1, 1])
+    assert found == holders(dict(sizes), [3, 3])
     kept = [sum(sizes[unit] for unit in sizes if found[unit] == rank) for rank in range(2)]
     assert sorted(kept) == [11, 12]
+    # Of ranks with unequal room each has its part of it, and one without room none.
+    found = holders(dict.fromkeys("abcdefghijkl", 5), [3, 0, 1])
+    assert [list(found.values()).count(rank) for rank in range(3)] == [9, 0, 3]
     # More ranks than units: some keep nothing, and none of them is missed.
-    assert sorted(holders(sizes, 7).values()) == [0, 1, 2, 3, 4]
+    assert sorted(holders(sizes, [1] * 7).values()) == [0, 1, 2, 3, 4]
 
 
 def stored(folder: Path) -> tuple[Model, Path]:
@@ -93,7 +97,7 @@ def stored(folder: Path) -> tuple[Model, Path]:
     return model, path
 
 
-def loaded(team: Team, path: str, dtype: str = "float32") -> tuple[Any, list[str]]:
+def loaded(team: Team, path: str, dtype: str = "float32", kind: str = "") -> tuple[Any, list[str]]:
     """The model on this rank of those that keep it between them, and the tensors that it read."""
     read: list[str] = []
     kept = TensorFile.load
@@ -103,7 +107,7 @@ def loaded(team: Team, path: str, dtype: str = "float32") -> tuple[Any, list[str
         return kept(self, name, *given)
 
     plan = ComponentPlan(
-        "model", "model", "denoise", "here", 0, "cpu", Precision(dtype, dtype), 0, 0,
+        "model", "model", "denoise", "here", 0, "cpu", Precision(dtype, dtype, weights=kind), 0, 0,
         holders=team.size,
     )  # fmt: skip
     TensorFile.load = noted  # type: ignore[method-assign]
@@ -153,9 +157,29 @@ def test_the_same_bits_from_a_part_of_the_weights(ranks: Group, size: int, tmp_p
     check_kept(found, source)
 
 
+def held_by_room(team: Team, path: str, room: list[float]) -> dict[str, Any]:
+    """As `held`, of ranks that have unequal room."""
+    own, team.weights = team.weights, tuple(room)
+    try:
+        return held(team, path)
+    finally:
+        team.weights = own
+
+
+def test_ranks_of_unequal_room_keep_unequal_parts(ranks: Group, tmp_path: Path) -> None:
+    source, path = stored(tmp_path)
+    unit = sum(p.nbytes for p in source.blocks[0].parameters())
+    x = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH)
+    wanted = [source(x, is_turned) for is_turned in (False, False, True)]
+    found = ranks.run(2, held_by_room, str(path), [3.0, 1.0])
+    assert [each["kept"] // unit for each in found] == [9, 3]
+    for each in found:
+        assert all(torch.equal(a, b) for a, b in zip(each["out"], wanted, strict=True))
+
+
 def _first_keeps_all() -> Any:
     kept = holding.holders
-    holding.holders = lambda sizes, count: dict.fromkeys(sizes, 0)
+    holding.holders = lambda sizes, room: dict.fromkeys(sizes, 0)
     return lambda: setattr(holding, "holders", kept)
 
 
@@ -164,6 +188,33 @@ def test_a_rank_that_keeps_everything_is_seen(ranks: Group, tmp_path: Path) -> N
     found = ranks.run(2, held, str(path), _first_keeps_all)
     with pytest.raises(AssertionError):
         check_kept(found, source)
+
+
+def in_eight_bits(team: Team, path: str, kind: str) -> dict[str, Any]:
+    """One rank's answer by weights in eight bits, and what it keeps of them."""
+    model, _ = loaded(team, path, kind=kind)
+    x = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH)
+    kept = sum(p.nbytes for p in model.blocks.parameters() if not p.is_meta)
+    kinds = {type(block.inner) for block in model.blocks}
+    return {"out": [model(x), model(x, is_turned=True)], "kept": kept, "kinds": kinds}
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_weights_in_eight_bits_are_kept_by_ranks_too(
+    ranks: Group, tmp_path: Path, kind: str
+) -> None:
+    """The same bits as of one rank that has all of them in eight bits, and not those of floats."""
+    source, path = stored(tmp_path)
+    (whole,) = ranks.run(1, in_eight_bits, str(path), kind)
+    found = ranks.run(3, in_eight_bits, str(path), kind)
+    told = kept_bytes(source, Precision("float32", "float32", weights=kind), [1] * 3)
+    for each, kept in zip(found, told, strict=True):
+        assert each["kinds"] == {QuantisedLinear}
+        assert all(torch.equal(a, b) for a, b in zip(each["out"], whole["out"], strict=True))
+        assert each["kept"] == kept
+    assert sum(told) == whole["kept"] < 0.6 * sum(p.nbytes for p in source.blocks.parameters())
+    x = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH)
+    assert not torch.equal(found[0]["out"][0], source(x))
 
 
 def sent(team: Team, path: str) -> dict[str, Any]:
@@ -187,7 +238,7 @@ def test_what_is_sent_is_what_is_told(ranks: Group, tmp_path: Path) -> None:
     unit = sum(p.nbytes for p in model.blocks[0].parameters())
     text = sum(p.nbytes for p in model.blocks[0].text.parameters())
     found = ranks.run(3, sent, "")
-    told = kept_bytes(model, WIDE, 3)
+    told = kept_bytes(model, WIDE, [1] * 3)
     assert sum(told) == DEPTH * unit
     for each, kept in zip(found, told, strict=True):
         # What comes first is sent for by the end of the pass before, from the second one on.

@@ -162,6 +162,23 @@ def test_weights_are_kept_by_all_where_they_do_not_fit_on_one() -> None:
     assert (waits.holders, waits.offload) == (1, True)
 
 
+def test_what_each_keeps_follows_free_memory() -> None:
+    """A card of which a quarter is free keeps a quarter of what the other does, and that fits."""
+    roomy = plan(card(0), card(1), shard_weights=True).component("denoiser")
+    whole, working = roomy.weight_bytes, roomy.working_bytes
+    small = int((0.45 * whole + working) / 0.92)
+    found = plan(card(0, free=4 * small), card(1, free=small), shard_weights=True)
+    assert found.division is not None
+    assert [rank.room for rank in found.division.ranks] == [1.0, 0.25]
+    assert kept(found)[0] > 2.5 * kept(found)[1] > 0
+    assert found.obstacle is None
+    part = found.component("denoiser")  # of the small card, which is the tightest
+    assert part.holders == 2
+    assert part.held_bytes < 0.45 * whole
+    # A half of them, as of equal cards, does not fit there.
+    assert roomy.held_bytes > 0.45 * whole
+
+
 def test_several_videos_share_devices_where_one_does_not_hold_the_weights() -> None:
     """Ranks on one CPU, whose memory holds the weights once and not twice."""
     cpu = replace(card(0, "a CPU"), kind="cpu", index=None)

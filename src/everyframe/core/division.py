@@ -89,8 +89,9 @@ class RankPlan:
     `group` counts the groups that make videos apart from each other; `weight` is its speed beside
     those of the others. `tokens` is the part (0..1) of one video's tokens that it holds,
     `attention` its part of what they are dealt out for in another way; `sent_bytes` leave it at
-    each step, and `weight_bytes` of the weights that it keeps for others. `idle` says when it has
-    nothing to do, empty if it always has.
+    each step, and `weight_bytes` of the weights that it keeps for others, of which it has a part as
+    large as its `room` is beside theirs. `idle` says when it has nothing to do, empty if it always
+    has.
     """
 
     device: str
@@ -101,6 +102,7 @@ class RankPlan:
     sent_bytes: int = 0
     idle: str = ""
     weight_bytes: int = 0
+    room: float = 1.0
 
 
 @dataclass(frozen=True)

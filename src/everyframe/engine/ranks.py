@@ -151,7 +151,8 @@ def joined(
     world.weights = division.weights
     team = part(world, division.groups)
     holds = any(each.holders > 1 for each in plan.components)
-    supply = again(world, division.groups) if holds else None
+    room = [each.room for each in division.ranks]
+    supply = again(world, division.groups, room) if holds else None
     first = plan.settings.seed
     left = [
         [number for number in division.takes(group) if first + number not in skip]

@@ -15,7 +15,7 @@ Read next: `offload.py`; `everyframe.planning.components`, which forecasts it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,42 +31,49 @@ from everyframe.precision.quantised import as_quantised
 WEIGHTS = "weights are handed on"
 
 
-def holders(unit_sizes: Mapping[str, int], count: int) -> dict[str, int]:
-    """Which of `count` ranks keeps each unit: the largest first, each by who has least by then."""
-    held = [0] * count
+def holders(unit_sizes: Mapping[str, int], room: Sequence[float]) -> dict[str, int]:
+    """Which rank keeps each unit: the largest first, each by who is least full with it.
+
+    `room` is how much of the weights each rank may keep beside the others; one without keeps none.
+    """
+    held = {rank: 0 for rank, much in enumerate(room) if much}
     found: dict[str, int] = {}
     for unit in sorted(unit_sizes, key=lambda name: -unit_sizes[name]):
-        found[unit] = min(range(count), key=held.__getitem__)
-        held[found[unit]] += unit_sizes[unit]
+        size = unit_sizes[unit]
+        found[unit] = min(held, key=lambda rank: (held[rank] + size) / room[rank])
+        held[found[unit]] += size
     return found
 
 
-def kept_bytes(module: nn.Module, precision: Precision, count: int) -> list[int]:
-    """Bytes of units that each of `count` ranks keeps for all."""
+def kept_bytes(module: nn.Module, precision: Precision, room: Sequence[float]) -> list[int]:
+    """Bytes of units that each rank keeps for all; see `holders`."""
     sizes, _ = offload.unit_bytes(module, precision)
     with as_quantised(module, precision):
-        rank_of = holders(_elements(module), count)
-    return [sum(sizes[unit] for unit in sizes if rank_of[unit] == rank) for rank in range(count)]
+        rank_of = holders(_elements(module), room)
+    ranks = range(len(room))
+    return [sum(sizes[unit] for unit in sizes if rank_of[unit] == rank) for rank in ranks]
 
 
-def held_bytes(module: nn.Module, precision: Precision, count: int) -> int:
-    """Bytes of parameters that one of `count` ranks has on its device at most.
+def held_bytes(
+    module: nn.Module, precision: Precision, room: Sequence[float], rank: int | None = None
+) -> int:
+    """Bytes of parameters that that rank has on its device at most; None is who has most.
 
     What it keeps, what belongs to no unit, and two units of others: one computes, one comes.
     """
-    resident = offload.resident_bytes(module, precision)
-    return resident + max(kept_bytes(module, precision, count))
+    kept = kept_bytes(module, precision, room)
+    return offload.resident_bytes(module, precision) + (max(kept) if rank is None else kept[rank])
 
 
 class Holding:
-    """A `Carrier` for a module whose weights the ranks of `team` keep between them.
+    """A `Carrier` for a module whose weights the ranks of `team` keep between them, by its weights.
 
     They talk of nothing else meanwhile: what they compute is exchanged by another team.
     """
 
     def __init__(self, module: nn.Module, team: Team, device: torch.device) -> None:
         self._team, self._device = team, device
-        units, rank_of = offload.units(module), holders(_elements(module), team.size)
+        units, rank_of = offload.units(module), holders(_elements(module), team.weights)
         by_parameter: dict[int, int] = {}  # one may have several names
         self._holder: dict[str, int] = {}
         for unit, part in units.items():

@@ -67,14 +67,20 @@ def part(team: Team, groups: Sequence[Sequence[int]]) -> Team:
     return team if len(groups) == 1 else again(team, groups)
 
 
-def again(team: Team, groups: Sequence[Sequence[int]]) -> Team:
-    """As `part`, and always another team: what it exchanges goes beside what the first does."""
+def again(
+    team: Team, groups: Sequence[Sequence[int]], weights: Sequence[float] | None = None
+) -> Team:
+    """As `part`, and always another team: what it exchanges goes beside what the first does.
+
+    Its ranks have their `weights` among those of all, where these are others than the team's.
+    """
+    weights = team.weights if weights is None else weights
     made = [dist.new_group(list(group)) for group in groups]  # all ranks make all of them
     mine = next(list(group) for group in groups if team.rank in group)
     if len(mine) == 1:
         return Alone()
     own = next(each for each, group in zip(made, groups, strict=True) if team.rank in group)
-    parted = Ranks([team.weights[rank] for rank in mine], own)
+    parted = Ranks([weights[rank] for rank in mine], own)
     parted.waits = team.waits
     return parted
 

@@ -68,7 +68,7 @@ class Parts:
     from the start where they have that dtype. `chooser` chooses fast paths; without one those are
     expected that the device could have. `quantising` is which weights may be kept in eight bits.
     With `teams`, it is one rank of theirs, of which `holders` can keep the denoiser's weights
-    between them, and do if it `shards`.
+    between them, and do if it `shards`; `room` is how much each, where they are not alike.
     """
 
     model: Model
@@ -81,6 +81,7 @@ class Parts:
     quantising: Quantising = WHOLE
     teams: Teams | None = None
     holders: int = 1
+    room: tuple[float, ...] = ()
     shards: bool = False
 
     def named(
@@ -165,7 +166,7 @@ class Parts:
             "offload": offload,
             "streams": offload and waits > self.host_memory,
             "holders": holders,
-            "resident_bytes": _resident_bytes(runs[0].rehearsal, precision, holders),
+            "resident_bytes": self._resident_bytes(runs[0].rehearsal, precision, holders),
         }
 
     def kinds(self, component: Component, settings: Settings) -> tuple[str, ...]:
@@ -188,7 +189,18 @@ class Parts:
         if holders == 1:
             return self._weight_bytes(component, settings, precision)
         (call, *_) = self._rehearsals(component.name, settings)
-        return _resident_bytes(call, precision, holders)
+        return self._resident_bytes(call, precision, holders)
+
+    def _resident_bytes(self, rehearsal: Rehearsal, precision: Precision, holders: int) -> int:
+        """What is on the device at most of weights that come block by block."""
+        from everyframe.families.holding import held_bytes
+        from everyframe.families.offload import resident_bytes
+
+        if holders == 1:
+            return resident_bytes(rehearsal.part(), precision)
+        if not self.room or self.teams is None:
+            return held_bytes(rehearsal.part(), precision, [1.0] * holders)
+        return held_bytes(rehearsal.part(), precision, self.room, self.teams.team.rank)
 
     def holders_of(self, component: Component) -> int:
         """How many ranks can keep its weights between them: those that call it together."""
@@ -312,16 +324,6 @@ def _rows(rehearsals: Sequence[Rehearsal], precision: Precision) -> Mapping[str,
 
     alone = [each for each in rehearsals if not isinstance(each, JointRehearsal)]
     return rows(alone[0].module(), precision) if alone else {}
-
-
-def _resident_bytes(rehearsal: Rehearsal, precision: Precision, holders: int) -> int:
-    """What is on the device at most of weights that come block by block."""
-    from everyframe.families.holding import held_bytes
-    from everyframe.families.offload import resident_bytes
-
-    if holders > 1:
-        return held_bytes(rehearsal.part(), precision, holders)
-    return resident_bytes(rehearsal.part(), precision)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,8 @@ from everyframe.families.family import Crew, Model, Shared
 from everyframe.hardware.facts import pick_device
 from everyframe.parallel.partition import shares, teams
 
+#: Free memory is told apart by so many steps of the largest.
+_ROOM = 16
 #: Multiplications and additions, and bytes to another device, that one has a second: for the choice
 #: between ways to divide, where only their ratio counts. Of a CPU, one core.
 _OPERATIONS = {"cpu": 5e10, "cuda": 5e13}
@@ -284,14 +286,25 @@ def _division(
     """All devices, of the speeds of `crew`, in `data` groups that are crews of their own."""
     weights = crew.weights
     parted = teams(len(devices), [1.0] * data, weights)
+    rooms = rooms_of(devices)
     speeds = [sum(weights[rank] for rank in group) for group in parted]
     ranks: list[RankPlan] = []
     for number, group in enumerate(parted):
         mine = replace(crew, weights=tuple(weights[rank] for rank in group))
         for place, rank in enumerate(group):
-            plan = RankPlan(devices[rank].torch_name, number, weights[rank])
+            plan = RankPlan(devices[rank].torch_name, number, weights[rank], room=rooms[rank])
             ranks.append(_part(plan, model, settings, mine, place, effort))
     return Division(tuple(ranks), shares(settings.num_videos, speeds), crew.groups, way=crew.way)
+
+
+def rooms_of(devices: Sequence[DeviceFacts]) -> tuple[float, ...]:
+    """How much of weights that devices keep between them each can keep beside the others.
+
+    By free memory, in steps, so that a little more or less of it changes nothing.
+    """
+    most = max(device.free_memory for device in devices)
+    steps = [max(1, round(_ROOM * device.free_memory / max(1, most))) for device in devices]
+    return tuple(step / _ROOM for step in steps)
 
 
 def _part(

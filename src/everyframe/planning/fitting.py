@@ -131,8 +131,8 @@ class Fitting:
         copies = len(division.ranks) if device.kind == "cpu" else 1
         mine = replace(self.device, memory=device.memory, free_memory=device.free_memory)
         teams = Teams(team, team, division.cfg, division.way)
-        holders = holders_of(self.model, division)
-        parts = replace(self.parts, device=mine, teams=teams, holders=holders)
+        holders, room = holders_of(self.model, division), room_of(division, rank)
+        parts = replace(self.parts, device=mine, teams=teams, holders=holders, room=room)
         return Fitting(parts, copies, lead)
 
     def effort(self, settings: Settings) -> Effort:
@@ -324,6 +324,13 @@ def holders_of(model: Model, division: Division) -> int:
     """How many ranks can keep the denoiser's weights between them: those of the smallest group."""
     in_step = isinstance(model, Shared) and model.in_step
     return min(map(len, division.groups)) if in_step else 1
+
+
+def room_of(division: Division, rank: int) -> tuple[float, ...]:
+    """How much of its denoiser's weights each of that rank's group may keep; empty if alike."""
+    group = division.groups[division.ranks[rank].group]
+    room = tuple(division.ranks[each].room for each in group)
+    return room if len(set(room)) > 1 else ()
 
 
 def _elsewhere(part: Part) -> list[str]:

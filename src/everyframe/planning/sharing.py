@@ -19,7 +19,7 @@ from everyframe.core.facts import DeviceFacts, Product
 from everyframe.core.plan import Settings
 from everyframe.families.family import Model, Shared
 from everyframe.hardware.rates import measured_rates
-from everyframe.planning.fitting import Fitted, Fitting, holders_of
+from everyframe.planning.fitting import Fitted, Fitting, holders_of, room_of
 from everyframe.planning.forecast import USABLE_SHARE
 
 if TYPE_CHECKING:
@@ -160,7 +160,8 @@ def _needs(parts: Parts, division: Division, settings: Settings) -> list[_Need]:
         group = division.groups[each.group]
         team = Imagined(group.index(rank), [division.weights[other] for other in group])
         teams = Teams(team, team, division.cfg, division.way)
-        mine = replace(parts, teams=teams, holders=holders_of(parts.model, division))
+        holders, room = holders_of(parts.model, division), room_of(division, rank)
+        mine = replace(parts, teams=teams, holders=holders, room=room)
         plan = mine.named(step.component, settings).plan
         found.append(_Need(plan.held_bytes, plan.working_bytes))
     return found
@@ -178,7 +179,8 @@ def with_weights(division: Division | None, model: Model, fitted: Fitted) -> Div
     calls = ceil(branches / fitted.settings.saving("branches_at_once", branches))
     ranks = list(division.ranks)
     for group in division.groups:
-        kept = kept_bytes(run.rehearsal.module(), held.precision, len(group))
+        room = [ranks[rank].room for rank in group]
+        kept = kept_bytes(run.rehearsal.module(), held.precision, room)
         for rank, size in zip(group, kept, strict=True):
             sent = size * (len(group) - 1) * calls
             ranks[rank] = replace(ranks[rank], weight_bytes=sent)
