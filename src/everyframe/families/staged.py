@@ -49,8 +49,6 @@ class StagedModel(ABC, Generic[_Options, _Files, _Sizes]):
     options: _Options
     files: _Files
     sizes: _Sizes
-    ways = ("",)
-    in_step = True
 
     @abstractmethod
     def weights(self, component: str) -> tuple[Path | TensorFile, KeyMap]:

@@ -60,6 +60,8 @@ class OpenSoraModel(StagedModel[OpenSoraOptions, Files, Sizes]):
 
     facts: settle.Facts
     led = ("text_encoder",)
+    ways = ("",)
+    in_step = True
 
     @property
     def title(self) -> str:

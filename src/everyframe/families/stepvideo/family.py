@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -21,13 +20,13 @@ from everyframe.core.plan import Plan, Settings
 from everyframe.core.request import Request
 from everyframe.families.family import (
     Component,
-    Contents,
     Crew,
     RankPart,
     Rehearsal,
     Saving,
     Stage,
 )
+from everyframe.families.staged import StagedModel
 from everyframe.families.stepvideo import settle
 from everyframe.families.stepvideo.checkpoint import CLIP_ENCODER, Files, find_files
 from everyframe.families.stepvideo.components import (
@@ -46,17 +45,16 @@ from everyframe.parallel.grid import Deal
 from everyframe.parallel.heads import ATTENDING
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from everyframe.checkpoints.strict import KeyMap
     from everyframe.parallel.team import Teams
 
 
 @dataclass(frozen=True)
-class StepVideo:
+class StepVideo(StagedModel[StepVideoOptions, Files, Sizes]):
     """One checkpoint of this family, its configs read and its weights not."""
 
-    name: str
-    options: StepVideoOptions
-    files: Files
-    sizes: Sizes
     facts: settle.Facts
     led = ("step_llm", "clip")
     ways = ATTENDING
@@ -112,48 +110,28 @@ class StepVideo:
         """Ways to run a component in less memory."""
         return savings(component, settings)
 
-    def missing(self) -> tuple[str, ...]:
-        """What must be fetched first."""
-        return self.files.missing()
-
-    def fetch(self) -> StepVideo:
+    def fetched(self) -> StepVideo:
         """The same model with all of its files on this disk."""
-        if not self.missing():
-            return self
         return _model(self.name, self.title, self.files.fetched(), self.options)
 
-    def weight_files(self) -> tuple[str, ...]:
-        """Every file that holds weights."""
-        from everyframe.checkpoints.tensors import open_checkpoint
-
-        opened = (open_checkpoint(self.files.weights(name)) for name, *_ in PARTS)
-        return tuple(str(file) for each in opened for file in each.files)
-
-    def contents(self) -> Iterator[Contents]:
-        """Of all four parts."""
+    def weights(self, component: str) -> tuple[Path, KeyMap]:
+        """Where a component's weights are, and how their names become the module's."""
         from everyframe.families.stepvideo.weights import KEYS
 
-        for name, keys in KEYS.items():
-            yield Contents(partial(self.sizes.empty, name), self.files.weights(name), keys)
-
-    def stages(self, plan: Plan, clip: int) -> Sequence[Stage]:
-        """Both texts, denoise, decode."""
-        from everyframe.parallel.team import ONE
-
-        return self.shared_stages(plan, clip, ONE)
+        return self.files.weights(component), KEYS[component]
 
     def shared_stages(self, plan: Plan, clip: int, teams: Teams) -> Sequence[Stage]:
-        """The same stages for one rank of several."""
+        """Both texts, denoise, decode."""
+        from everyframe.families.job import Job
         from everyframe.families.stepvideo.stages import (
             ClipStage,
             DecodeStage,
             DenoiseStage,
-            Job,
             LLMStage,
         )
 
         assert clip == 0, "a chain is refused when the request is settled"
-        job = Job(plan, self.sizes, self.files, self.facts, teams)
+        job = Job(plan, self, teams)
         return (LLMStage(job), ClipStage(job), DenoiseStage(job), DecodeStage(job))
 
 

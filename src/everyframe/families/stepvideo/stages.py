@@ -8,27 +8,25 @@ the seed reaches the noise, pixels are not cropped, and no filter is put on the 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
-from everyframe.core.events import Event, Frames, Loaded, Note, Step, event_of
-from everyframe.core.plan import Plan, Settings
+from everyframe.core.events import Event, Note
+from everyframe.families import coding
+from everyframe.families.coding import Pieces
 from everyframe.families.family import Take
 from everyframe.families.guarding import Guard
+from everyframe.families.job import Job
 from everyframe.families.latents import Piece
-from everyframe.families.loading import load_component
 from everyframe.families.stepping import Lot, denoised
 from everyframe.families.stepvideo import sharding
-from everyframe.families.stepvideo.checkpoint import Files
-from everyframe.families.stepvideo.components import Sizes
 from everyframe.families.stepvideo.denoise import Denoiser, Text
+from everyframe.families.stepvideo.family import StepVideo
 from everyframe.families.stepvideo.model import StepVideoModel
 from everyframe.families.stepvideo.reading import (
     clip_tokenizer,
@@ -36,53 +34,18 @@ from everyframe.families.stepvideo.reading import (
     texts_of,
     tokens_of,
 )
-from everyframe.families.stepvideo.rehearsals import savings
-from everyframe.families.stepvideo.settle import Facts, latent_shape
+from everyframe.families.stepvideo.settle import latent_shape
 from everyframe.families.stepvideo.text import TextStates, clip_states, llm_states
 from everyframe.families.stepvideo.vae import Seams, StepVAE
-from everyframe.families.stepvideo.weights import KEYS
-from everyframe.parallel.pieces import in_order, owners
-from everyframe.parallel.team import ONE, Teams
 from everyframe.samplers import flow_match, noise
 from everyframe.samplers.step import Step as SamplerStep
-
-
-@dataclass(frozen=True)
-class Job:
-    """What all stages share: the plan, the model's sizes and places, ranks."""
-
-    plan: Plan
-    sizes: Sizes
-    files: Files
-    facts: Facts
-    teams: Teams = ONE
-
-    @property
-    def settings(self) -> Settings:
-        """The plan's settings."""
-        return self.plan.settings
-
-    def device(self, component: str) -> str:
-        """Where a component runs."""
-        return self.plan.component(component).device
-
-    def load(self, component: str) -> Any:
-        """A component with its weights."""
-        return load_component(
-            self.plan.component(component),
-            self.sizes.builder(component),
-            self.files.weights(component),
-            KEYS[component],
-            outputs=self.sizes.outputs(component),
-            supply=self.teams.supply,
-        )
 
 
 @dataclass(frozen=True)
 class LLMStage:
     """Prompt and negative prompt through Step-LLM, once for all takes."""
 
-    job: Job
+    job: Job[StepVideo]
     name: str = "text"
     component: str = "step_llm"
     goes_on: bool = False
@@ -94,40 +57,30 @@ class LLMStage:
     def run(self, takes: Sequence[Take]) -> Iterator[Event]:
         """Begin each take's `text`: one rank encodes, the others are told."""
         world = self.job.teams.world
-        tensors: list[Tensor] | None = None
-        if world.is_lead:
-            encoded = yield from self._encoded(takes)
-            tensors = [tensor for each in encoded for tensor in (each.llm, each.llm_mask)]
-        told = world.share(tensors, 0, "the text is handed on")
-        states = [TextStates(*told[i : i + 2]) for i in range(0, len(told), 2)]
+        told = yield from coding.from_lead(world, self._encoded(takes), "the text is handed on")
+        states = [TextStates(*each) for each in zip(told[::2], told[1::2], strict=True)]
         for take in takes:
             take.text = _text(states)
 
-    def _encoded(self, takes: Sequence[Take]) -> Generator[Event, None, list[TextStates]]:
-        job, began = self.job, time.perf_counter()
+    def _encoded(self, takes: Sequence[Take]) -> Generator[Event, None, list[Tensor]]:
+        job, files, sizes = self.job, self.job.model.files, self.job.model.sizes
         # Tokens of both encoders first: what is too long is told before gigabytes are read.
-        llm, clip = llm_tokenizer(job.files, job.sizes), clip_tokenizer(job.files, job.sizes)
+        llm, clip = llm_tokenizer(files, sizes), clip_tokenizer(files, sizes)
         tokens, told = tokens_of(job.settings, llm, clip)
         yield from (Note(text, in_record=True) for text in told)
-        model = job.load(self.component)
-        yield Loaded(self.component, time.perf_counter() - began)
-        guard = Guard(job.plan, self.name, {self.component: model})
-        states = []
-        for number, each in enumerate(tokens, start=1):
-            begun = time.perf_counter()
-            encode = partial(llm_states, model, each, job.device(self.component))
-            states.append(TextStates(guard.call(number, encode), each.mask))
-            yield from guard.events()
-            seconds = time.perf_counter() - begun
-            yield Step(self.name, number, len(tokens), takes[0].seed, seconds)
-        return states
+        model = yield from job.loaded(self.component)
+        guard = job.guard(self.name, {self.component: model})
+        calls = [partial(llm_states, model, each, job.device(self.component)) for each in tokens]
+        states = yield from coding.encoded_once(self.name, guard, takes, calls)
+        masks = (each.mask for each in tokens)
+        return [tensor for pair in zip(states, masks, strict=True) for tensor in pair]
 
 
 @dataclass(frozen=True)
 class ClipStage:
     """The same texts through CLIP."""
 
-    job: Job
+    job: Job[StepVideo]
     name: str = "clip text"
     component: str = "clip"
     goes_on: bool = False
@@ -139,8 +92,7 @@ class ClipStage:
     def run(self, takes: Sequence[Take]) -> Iterator[Event]:
         """Complete each take's `text`: one rank encodes, the others are told."""
         world = self.job.teams.world
-        tensors = (yield from self._encoded(takes)) if world.is_lead else None
-        told = world.share(tensors, 0, "the text is handed on")
+        told = yield from coding.from_lead(world, self._encoded(takes), "the text is handed on")
         begun: Text = takes[0].text
         whole = [
             replace(states, clip=clip) for states, clip in zip(begun.branches, told, strict=True)
@@ -149,21 +101,15 @@ class ClipStage:
             take.text = _text(whole)
 
     def _encoded(self, takes: Sequence[Take]) -> Generator[Event, None, list[Tensor]]:
-        job, began = self.job, time.perf_counter()
-        tokenizer = clip_tokenizer(job.files, job.sizes)
-        model = job.load(self.component)
-        yield Loaded(self.component, time.perf_counter() - began)
-        guard = Guard(job.plan, self.name, {self.component: model})
-        found: list[Tensor] = []
-        texts = texts_of(job.settings)
-        for number, text in enumerate(texts, start=1):
-            begun = time.perf_counter()
-            encode = partial(clip_states, model, tokenizer.tokens(text), job.device(self.component))
-            found.append(guard.call(number, encode))
-            yield from guard.events()
-            seconds = time.perf_counter() - begun
-            yield Step(self.name, number, len(texts), takes[0].seed, seconds)
-        return found
+        job = self.job
+        tokenizer = clip_tokenizer(job.model.files, job.model.sizes)
+        model = yield from job.loaded(self.component)
+        guard = job.guard(self.name, {self.component: model})
+        calls = [
+            partial(clip_states, model, tokenizer.tokens(text), job.device(self.component))
+            for text in texts_of(job.settings)
+        ]
+        return (yield from coding.encoded_once(self.name, guard, takes, calls))
 
 
 def _text(states: Sequence[TextStates]) -> Text:
@@ -175,7 +121,7 @@ def _text(states: Sequence[TextStates]) -> Text:
 class DenoiseStage:
     """Noise becomes latents (1, C, T, h, w): the sampler, guidance and the denoiser."""
 
-    job: Job
+    job: Job[StepVideo]
     name: str = "denoise"
     component: str = "denoiser"
     goes_on: bool = True
@@ -186,13 +132,11 @@ class DenoiseStage:
 
     def run(self, takes: Sequence[Take]) -> Iterator[Event]:
         """Fill each take's `latents`."""
-        job, began = self.job, time.perf_counter()
-        model = job.load(self.component)
-        yield Loaded(self.component, time.perf_counter() - began)
-        teams, parts = job.teams, {self.component: model}
+        job, teams = self.job, self.job.teams
+        model = yield from job.loaded(self.component)
         with sharding.apply(model, teams.team, teams.groups, teams.way) as put_on:
             apart = put_on.apart if teams.team.size > 1 else None
-            guard = Guard(job.plan, self.name, parts, savings=savings, apart=apart)
+            guard = job.guard(self.name, {self.component: model}, apart)
 
             steps = job.settings.num_inference_steps
 
@@ -205,7 +149,7 @@ class DenoiseStage:
         settings, device = self.job.settings, self.job.device(self.component)
         x, start = take.latents, take.step
         if not start:
-            fresh = noise.start_noise(take.seed, latent_shape(self.job.facts, settings))[None]
+            fresh = noise.start_noise(take.seed, latent_shape(self.job.model.facts, settings))[None]
             x = fresh if take.start_noise is None else take.start_noise
 
         def make() -> Denoiser:
@@ -220,62 +164,44 @@ class DenoiseStage:
 class DecodeStage:
     """Latents become frames, in the pieces that the autoencoder was trained on."""
 
-    job: Job
+    job: Job[StepVideo]
     name: str = "decode"
     component: str = "vae"
     goes_on: bool = False
 
     def num_steps(self, num_takes: int) -> int:
         """One a piece."""
-        return num_takes * len(self._pieces())
+        return num_takes * len(self._pieces)
 
+    @property
     def _pieces(self) -> tuple[Piece, ...]:
-        return self.job.facts.vae.pieces(self.job.settings.num_frames)
+        return self.job.model.facts.vae.pieces(self.job.settings.num_frames)
 
     def run(self, takes: Sequence[Take]) -> Iterator[Event]:
         """Yield the frames of each take as they are finished; one waits at each seam.
 
         Several ranks deal out the pieces; all come to their first one, which blends the seams.
         """
-        job, began = self.job, time.perf_counter()
-        vae: StepVAE = job.load(self.component)
-        yield Loaded(self.component, time.perf_counter() - began)
-        guard = Guard(job.plan, self.name, {self.component: vae})
-        total, done, pieces = self.num_steps(len(takes)), 0, self._pieces()
-        team = job.teams.team
-        for take in takes:
-            guard.take(take)
-            begun = time.perf_counter()
-            make = partial(self._piece, vae, guard, take)
-            seams = Seams(dim=0)
-            made = in_order(team, owners(len(pieces), team.weights), make, "frames are handed over")
-            for number, (pixels, told) in enumerate(made, start=1):
-                ready = seams.add(pixels, is_last=number == len(pieces))
-                done += 1
-                yield from map(event_of, told)
-                now = time.perf_counter()
-                yield Step(self.name, done, total, take.seed, now - begun)
-                if len(ready):
-                    yield Frames(take.seed, len(ready), _frames(ready).numpy())
-                begun = time.perf_counter()
-            take.latents = None
+        job, team = self.job, self.job.teams.team
+        vae: StepVAE = yield from job.loaded(self.component)
+        guard = job.guard(self.name, {self.component: vae})
+        for place, take in enumerate(takes):
+            decode = partial(self._decode, vae, guard, take)
+            pieces = Pieces(len(self._pieces), decode, partial(self._ready, Seams(dim=0)))
+            yield from coding.decoded(self.name, takes, place, guard, team, pieces)
 
-    def _piece(
-        self, vae: StepVAE, guard: Guard, take: Take, number: int
-    ) -> tuple[Tensor, list[Any]]:
-        """One piece's pixels (T, C, H, W) on the host, and what happened meanwhile."""
+    def _decode(self, vae: StepVAE, guard: Guard, take: Take, number: int, step: int) -> Tensor:
+        """One piece's pixels (T, C, H, W) on the host."""
         latents = take.latents.to(self.job.device(self.component))
-        decode = partial(_decoded, vae, latents, self._pieces()[number])
-        pixels = guard.decoded(number + 1, decode, latents)
-        return pixels.to("cpu", torch.float32), [event.to_json() for event in guard.events()]
+        decode = partial(_decoded, vae, latents, self._pieces[number])
+        return guard.decoded(step, decode, latents).to("cpu", torch.float32)
+
+    def _ready(self, seams: Seams, number: int, pixels_TCHW: Tensor) -> Tensor:
+        """The frames that are finished once that piece is there."""
+        is_last = number + 1 == len(self._pieces)
+        return coding.as_frames(seams.add(pixels_TCHW, is_last=is_last))
 
 
 def _decoded(vae: StepVAE, latents: Tensor, piece: Piece) -> Tensor:
     """The pixels (T, C, H, W) of one piece."""
     return rearrange(vae.decode_piece(latents, piece)[0], "c t h w -> t c h w")
-
-
-def _frames(pixels: Tensor) -> Tensor:
-    """Frames (T, H, W, 3) in 0..1."""
-    frames = rearrange(pixels, "t c h w -> t h w c")
-    return (frames / 2 + 0.5).clamp(0, 1).contiguous()

@@ -47,6 +47,8 @@ class SVDModel(StagedModel[SVDOptions, Files, Sizes]):
 
     title: str
     led = ("image_encoder",)
+    ways = ("",)
+    in_step = True
 
     @property
     def config(self) -> SVDConfig:
