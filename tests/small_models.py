@@ -102,7 +102,7 @@ def inpaint(channels: int, *, options: InpaintOptions | None = None) -> Any:
     place = SimpleNamespace(where="nowhere")
     files: Any = SimpleNamespace(where="nowhere", missing=lambda: (), controlnets=(place,))
     return InpaintModel(
-        "small", "inpaint", options or InpaintOptions(), files, InpaintSizes(config)
+        "small", options or InpaintOptions(), files, InpaintSizes(config), "inpaint"
     )
 
 

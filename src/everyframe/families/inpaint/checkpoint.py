@@ -19,6 +19,7 @@ from everyframe.checkpoints.find import Location, PartLocation, find_part
 from everyframe.checkpoints.folder import describe_missing, listing, read_json
 from everyframe.checkpoints.known import CONTROLNETS, controlnet_part
 from everyframe.core.errors import CheckpointError, InputError, did_you_mean
+from everyframe.families.inpaint.components import controlnet_name
 from everyframe.families.inpaint.config import INPAINTING_CHANNELS, PLAIN_CHANNELS, released
 
 #: Pipelines whose parts are those of ControlNet inpainting, with or without the ControlNet.
@@ -115,10 +116,14 @@ class Files:
         assert folder is not None, "asked before it was fetched"
         return folder / name
 
-    def weights(self) -> tuple[Path, ...]:
-        """Every folder with weights."""
-        nets = [net.folder for net in self.controlnets if net.folder is not None]
-        return (*(self.part(name) for name in ("text_encoder", "vae", "unet")), *nets)
+    def weights(self, component: str) -> Path:
+        """The folder with a component's weights."""
+        nets = {controlnet_name(number): net for number, net in enumerate(self.controlnets)}
+        if component not in nets:
+            return self.part(component)
+        folder = nets[component].folder
+        assert folder is not None, "asked before it was fetched"
+        return folder
 
 
 def find_files(location: Location, controlnet: Any) -> Files | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import ceil, prod
 from pathlib import PurePath
 from typing import TYPE_CHECKING
@@ -22,7 +21,6 @@ from everyframe.core.request import Request
 from everyframe.families.dealing import batches_part, workers
 from everyframe.families.family import (
     Component,
-    Contents,
     Crew,
     RankPart,
     Rehearsal,
@@ -36,20 +34,20 @@ from everyframe.families.inpaint.config import InpaintConfig
 from everyframe.families.inpaint.options import InpaintOptions
 from everyframe.families.inpaint.rehearsals import rehearsals, savings
 from everyframe.families.inpaint.schedulers import num_timesteps
+from everyframe.families.staged import StagedModel
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from everyframe.checkpoints.strict import KeyMap
     from everyframe.parallel.team import Teams
 
 
 @dataclass(frozen=True)
-class InpaintModel:
+class InpaintModel(StagedModel[InpaintOptions, Files, Sizes]):
     """One checkpoint of this family, its configs read and its weights not."""
 
-    name: str
     title: str
-    options: InpaintOptions
-    files: Files
-    sizes: Sizes
     led = ("text_encoder",)
     ways = ("",)
     in_step = False
@@ -114,55 +112,30 @@ class InpaintModel:
         """Ways to run a component in less memory."""
         return savings(self.sizes.config, component, settings)
 
-    def missing(self) -> tuple[str, ...]:
-        """What must be fetched first."""
-        return self.files.missing()
-
-    def fetch(self) -> InpaintModel:
+    def fetched(self) -> InpaintModel:
         """The same model with all of its files on this disk."""
-        if not self.missing():
-            return self
         return _model(self.name, self.title, self.files.fetched(), self.options)
 
-    def weight_files(self) -> tuple[str, ...]:
-        """Every file that holds weights."""
-        from everyframe.checkpoints.tensors import open_checkpoint
+    @property
+    def components_on_disk(self) -> tuple[str, ...]:
+        """ControlNets come last: they are of files of their own."""
+        return tuple(sorted(self.sizes.parts, key=lambda name: name.startswith("controlnet")))
 
-        folders = self.files.weights()
-        return tuple(str(file) for folder in folders for file in open_checkpoint(folder).files)
-
-    def contents(self) -> Iterator[Contents]:
-        """Of text encoder, autoencoder, UNet and each ControlNet."""
-        from everyframe.families.inpaint import weights
+    def weights(self, component: str) -> tuple[Path, KeyMap]:
+        """Where a component's weights are, and how their names become the module's."""
+        from everyframe.families.inpaint.weights import keys_of
 
         names = self.sizes.num_elements["text_encoder"]
-        has_prefix = any(name.startswith("text_model.") for name in names)
-        keys = {
-            "text_encoder": weights.text_keys(has_prefix),
-            "vae": weights.VAE_KEYS,
-            "unet": weights.UNET_KEYS,
-        }
-        for name, own in keys.items():
-            yield Contents(partial(self.sizes.empty, name), self.files.part(name), own)
-        for number, net in enumerate(self.files.controlnets):
-            assert net.folder is not None, "asked before it was fetched"
-            empty = partial(self.sizes.empty, controlnet_name(number))
-            yield Contents(empty, net.folder, weights.CONTROLNET_KEYS)
-
-    def stages(self, plan: Plan, clip: int) -> Sequence[Stage]:
-        """Text, given frames, denoise, decode."""
-        from everyframe.parallel.team import ONE
-
-        return self.shared_stages(plan, clip, ONE)
+        return self.files.weights(component), keys_of(component, names)
 
     def shared_stages(self, plan: Plan, clip: int, teams: Teams) -> Sequence[Stage]:
-        """The same stages for one rank of several."""
+        """Text, given frames, denoise, decode."""
         from everyframe.families.inpaint.job import Job
         from everyframe.families.inpaint.pictures import DecodeStage, EncodeStage
         from everyframe.families.inpaint.stages import DenoiseStage, TextStage
 
         assert clip == 0, "a chain is refused when the request is settled"
-        job = Job(plan, self.sizes, self.files, self.options, self.savings, teams)
+        job = Job(plan, self, teams)
         return (TextStage(job), EncodeStage(job), DenoiseStage(job), DecodeStage(job))
 
 
@@ -186,7 +159,7 @@ class ControlNetInpainting:
 
 def _model(name: str, title: str, files: Files, options: InpaintOptions) -> InpaintModel:
     config = InpaintConfig.from_json(files.where, files.configs(), files.controlnet_configs())
-    return InpaintModel(name, title, options, files, Sizes(config))
+    return InpaintModel(name, options, files, Sizes(config), title)
 
 
 INPAINT = ControlNetInpainting()

@@ -13,43 +13,26 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from everyframe.core.plan import Plan, Settings
-from everyframe.families.family import Savings, Take
-from everyframe.families.inpaint.checkpoint import Files
-from everyframe.families.inpaint.components import Sizes
+from everyframe.families import job
+from everyframe.families.family import Take
 from everyframe.families.inpaint.config import InpaintConfig
+from everyframe.families.inpaint.family import InpaintModel
 from everyframe.families.inpaint.inputs import Geometry, Grey, Inputs, open_inputs
-from everyframe.families.inpaint.options import InpaintOptions
 from everyframe.families.inpaint.schedulers import begin, make_scheduler, num_timesteps
 from everyframe.families.inpaint.settle import geometry_of, latent_shape, num_painted
-from everyframe.families.inpaint.weights import VAE_KEYS
-from everyframe.families.loading import load_component
 from everyframe.media.pixels import Frames
-from everyframe.parallel.team import ONE, Teams
 
 _Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True)
-class Job:
-    """What all stages share: the plan, the model's configs and files, the options, ranks."""
-
-    plan: Plan
-    sizes: Sizes
-    files: Files
-    options: InpaintOptions
-    savings: Savings | None = None
-    teams: Teams = ONE
-
-    @property
-    def settings(self) -> Settings:
-        """The plan's settings."""
-        return self.plan.settings
+class Job(job.Job[InpaintModel]):
+    """What all stages share, and what they ask of it."""
 
     @property
     def config(self) -> InpaintConfig:
         """The model's configs."""
-        return self.sizes.config
+        return self.model.sizes.config
 
     @property
     def geometry(self) -> Geometry:
@@ -93,11 +76,7 @@ class Job:
     def inputs(self, takes: Sequence[Take]) -> Inputs:
         """What is given, opened anew."""
         first = takes[0].given.first
-        return open_inputs(self.options, None if first is None else first[0])
-
-    def device(self, component: str) -> str:
-        """Where a component runs."""
-        return self.plan.component(component).device
+        return open_inputs(self.model.options, None if first is None else first[0])
 
     @property
     def num_timesteps(self) -> int:
@@ -115,16 +94,6 @@ class Job:
     def mixes_source_in(self, take: Take) -> bool:
         """Whether sampling begins with the source under noise; given latents are taken as is."""
         return float(self.settings.option("strength")) < 1 and take.start_noise is None
-
-    def load_vae(self) -> Any:
-        """The autoencoder with its weights."""
-        return load_component(
-            self.plan.component("vae"),
-            self.sizes.vae,
-            self.files.part("vae"),
-            VAE_KEYS,
-            outputs=self.sizes.outputs("vae"),
-        )
 
 
 @dataclass(frozen=True, eq=False)

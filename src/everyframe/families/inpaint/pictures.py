@@ -19,16 +19,15 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from everyframe.core.events import Event, Frames, Loaded, Note, Sound, Step, event_of
+from everyframe.core.events import Event, Frames, Note, Sound, Step
 from everyframe.core.plan import Settings
-from everyframe.families import tiles
+from everyframe.families import coding, tiles
 from everyframe.families.dealing import holder, workers
 from everyframe.families.family import Take
 from everyframe.families.guarding import Guard
 from everyframe.families.inpaint.dealing import hear, share
 from everyframe.families.inpaint.inputs import WHITE
 from everyframe.families.inpaint.job import Job, Known, batched
-from everyframe.parallel.pieces import in_order
 from everyframe.samplers import noise
 
 
@@ -47,10 +46,9 @@ class EncodeStage:
 
     def run(self, takes: Sequence[Take]) -> Iterator[Event]:
         """Fill each take's `known`. Several ranks deal out the batches; all have all of them."""
-        job, team, began = self.job, self.job.teams.team, time.perf_counter()
-        vae = job.load_vae()
-        yield Loaded("vae", time.perf_counter() - began)
-        guard = Guard(job.plan, self.name, {"vae": vae}, savings=job.savings)
+        job, team = self.job, self.job.teams.team
+        vae = yield from job.loaded(self.component)
+        guard = job.guard(self.name, {self.component: vae})
         together, total = len(workers(team.weights)), job.num_batches
         mine: dict[int, list[Known]] = {}
         happened: list[Event] = []
@@ -89,7 +87,7 @@ class EncodeStage:
         geometry = self.job.geometry
         pictures = np.stack([geometry.pad(frame) for frame, _ in batch])
         masks = np.stack([geometry.pad(mask, with_edge=False) for _, mask in batch])
-        source = torch.from_numpy(pictures).to(torch.float32) / 255
+        source = coding.as_floats(pictures)
         white = torch.from_numpy(masks >= WHITE).to(torch.float32)
         return 2.0 * rearrange(source, "f h w c -> f c h w") - 1.0, white[:, None]
 
@@ -158,16 +156,6 @@ def decoded(
     return torch.cat([each.to("cpu", torch.float32) for each in made])
 
 
-def _as_frames(pixels_FCHW: Tensor) -> Tensor:
-    """Frames (F, H, W, 3) in 0..1."""
-    return (rearrange(pixels_FCHW, "f c h w -> f h w c") * 0.5 + 0.5).clamp(0, 1)
-
-
-def as_floats(frames: Any) -> Tensor:
-    """8-bit frames in 0..1, float32."""
-    return torch.from_numpy(frames).to(torch.float32) / 255
-
-
 @dataclass(frozen=True)
 class DecodeStage:
     """Latents become frames, and outside of the mask the source comes back."""
@@ -183,17 +171,15 @@ class DecodeStage:
 
     def run(self, takes: Sequence[Take]) -> Iterator[Event]:
         """Yield the frames of each take. Several ranks deal out the lots; the first has all."""
-        job, began = self.job, time.perf_counter()
-        vae = job.load_vae()
-        yield Loaded("vae", time.perf_counter() - began)
-        guard = Guard(job.plan, self.name, {"vae": vae}, savings=job.savings)
+        vae = yield from self.job.loaded(self.component)
+        guard = self.job.guard(self.name, {self.component: vae})
         total, done = self.num_steps(len(takes)), 0
         for take in takes:
             guard.take(take)
             yield from self._sound(takes, take)
             begun = time.perf_counter()
-            for frames, (is_painted, told) in self._frames(vae, guard, takes, take, done):
-                yield from map(event_of, told)
+            for frames, is_painted, told in self._frames(vae, guard, takes, take, done):
+                yield from told
                 if is_painted:
                     done += 1
                     yield Step(self.name, done, total, take.seed, time.perf_counter() - begun)
@@ -203,31 +189,33 @@ class DecodeStage:
 
     def _frames(
         self, vae: Any, guard: Guard, takes: Sequence[Take], take: Take, done: int
-    ) -> Iterator[tuple[Tensor, Any]]:
+    ) -> Iterator[tuple[Tensor, bool, list[Event]]]:
         """Frames (F, H, W, 3) in 0..1, whether any was denoised, and what happened, lot by lot."""
         job, team = self.job, self.job.teams.team
         latents = take.latents.split(job.together)
-        # The lot that is at hand, and how many batches of denoised frames came before it.
+        # The lot that is at hand, which of it was denoised, and the number of their batch.
         now: list[tuple[Any, Any]] = []
+        painted: list[int] = []
         count = -1
 
         def owners() -> Iterator[int]:
             nonlocal count
             for lot in self._lots(takes):
                 now[:] = lot
-                count += any(job.paints(mask) for _, mask in lot)
+                painted[:] = [number for number, (_, mask) in enumerate(lot) if job.paints(mask)]
+                count += bool(painted)
                 yield holder(max(count, 0), team.weights)
 
-        def make(_: int) -> tuple[Tensor, Any]:
-            frames = as_floats(np.stack([frame for frame, _ in now]))
-            painted = [number for number, (_, mask) in enumerate(now) if job.paints(mask)]
+        def decode(_: int) -> Tensor:
+            frames = coding.as_floats(np.stack([frame for frame, _ in now]))
             if painted:
                 these = [now[number] for number in painted]
                 step = done + count + 1
                 frames[painted] = self._decode(vae, guard, step, latents[count], these)
-            return frames, [bool(painted), [event.to_json() for event in guard.events()]]
+            return frames
 
-        return in_order(team, owners(), make, "frames are handed over")
+        for frames, told in coding.dealt_out(team, guard, owners(), decode):
+            yield frames, bool(painted), told
 
     def _lots(self, takes: Sequence[Take]) -> Iterator[list[tuple[Any, Any]]]:
         """All frames in order, in lots that hold one batch of those that were denoised, or none."""
@@ -274,11 +262,11 @@ class DecodeStage:
             # As it was planned, or in less where memory ran out.
             return decoded(vae, scaled, guard.settings)
 
-        made = _as_frames(guard.decoded(number, decode, scaled, is_asked=is_asked))
+        made = coding.as_frames(guard.decoded(number, decode, scaled, is_asked=is_asked))
         made = made[:, : job.geometry.height, : job.geometry.width].contiguous()
         if job.settings.option("unblended"):
             return made
-        source = as_floats(given)
+        source = coding.as_floats(given)
         grey = torch.from_numpy(np.stack([mask for _, mask in batch])).to(torch.float32)
         share = grey[..., None] / 255
         blended: Tensor = share * made + (1 - share) * source

@@ -10,8 +10,7 @@ Read next: `pictures.py` (the other stages), `denoiser.py`.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -22,8 +21,9 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from everyframe.core.events import Event, Loaded, Step
+from everyframe.core.events import Event
 from everyframe.core.plan import Settings
+from everyframe.families import coding
 from everyframe.families.dealing import workers
 from everyframe.families.family import Take
 from everyframe.families.guarding import Guard
@@ -32,8 +32,6 @@ from everyframe.families.inpaint.dealing import in_round
 from everyframe.families.inpaint.denoiser import Conditions, Denoiser, Steering
 from everyframe.families.inpaint.job import Job, batched
 from everyframe.families.inpaint.text import embed, load_tokenizer, prompts_of, tokens_of
-from everyframe.families.inpaint.weights import CONTROLNET_KEYS, UNET_KEYS, text_keys
-from everyframe.families.loading import load_component
 from everyframe.families.stepping import Lot, denoised
 from everyframe.families.telling import prompt_was_cut
 from everyframe.samplers import noise, scheduled
@@ -56,39 +54,26 @@ class TextStage:
     def run(self, takes: Sequence[Take]) -> Iterator[Event]:
         """Fill each take's `text`: one rank encodes, the others are told."""
         world = self.job.teams.world
-        mine = [(yield from self._encoded(takes))] if world.is_lead else None
-        (text,) = world.share(mine, 0, "the text is handed on")
+        told = yield from coding.from_lead(world, self._encoded(takes), "the text is handed on")
+        text = torch.cat(told)
         for take in takes:
             take.text = text
 
-    def _encoded(self, takes: Sequence[Take]) -> Generator[Event, None, Tensor]:
-        job, began = self.job, time.perf_counter()
-        tokenizer = load_tokenizer(job.files.part("tokenizer"))
+    def _encoded(self, takes: Sequence[Take]) -> Generator[Event, None, list[Tensor]]:
+        job = self.job
+        tokenizer = load_tokenizer(job.model.files.part("tokenizer"))
         # Tokens first: a prompt that is too long is told before gigabytes are read.
         tokens = tokens_of(tokenizer, job.settings, job.config.num_tokens)
         yield from (prompt_was_cut(cut) for *_, cut in tokens if cut)
-        encoder = load_component(
-            job.plan.component("text_encoder"),
-            job.sizes.text_encoder,
-            job.files.part("text_encoder"),
-            text_keys(any(name.startswith("text_model.") for name in self._names())),
-        )
-        yield Loaded("text_encoder", time.perf_counter() - began)
-        device = job.device("text_encoder")
+        encoder = yield from job.loaded(self.component)
+        guard = job.guard(self.name, {self.component: encoder})
+        device = job.device(self.component)
         uses_mask = bool(job.config.text_encoder.get("use_attention_mask"))
-        guard = Guard(job.plan, self.name, {"text_encoder": encoder})
-        hidden = []
-        for number, (ids, mask, _) in enumerate(tokens, start=1):
-            begun = time.perf_counter()
-            ask = partial(embed, encoder, ids, mask, device=device, uses_mask=uses_mask)
-            hidden.append(guard.call(number, ask))
-            yield from guard.events()
-            seconds = time.perf_counter() - begun
-            yield Step(self.name, number, len(tokens), takes[0].seed, seconds)
-        return torch.cat(hidden)
-
-    def _names(self) -> Iterable[str]:
-        return self.job.sizes.num_elements["text_encoder"]
+        calls = [
+            partial(embed, encoder, ids, mask, device=device, uses_mask=uses_mask)
+            for ids, mask, _ in tokens
+        ]
+        return (yield from coding.encoded_once(self.name, guard, takes, calls))
 
 
 @dataclass(frozen=True)
@@ -107,35 +92,16 @@ class DenoiseStage:
     def run(self, takes: Sequence[Take]) -> Iterator[Event]:
         """Fill each take's `latents`."""
         job = self.job
-        nets = []
-        for number in range(len(job.config.controlnets)):
-            began = time.perf_counter()
-            nets.append(self._load_controlnet(number))
-            yield Loaded(controlnet_name(number), time.perf_counter() - began)
-        began = time.perf_counter()
-        unet = load_component(
-            job.plan.component("unet"),
-            job.sizes.unet,
-            job.files.part("unet"),
-            UNET_KEYS,
-            outputs=job.sizes.outputs("unet"),
-        )
-        yield Loaded("unet", time.perf_counter() - began)
-        named = {controlnet_name(number): net for number, net in enumerate(nets)}
-        guard = Guard(job.plan, self.name, {**named, "unet": unet}, savings=job.savings)
-        lots = partial(self._lots, unet, nets, guard)
+        nets: dict[str, nn.Module] = {}
+        for name in map(controlnet_name, range(len(job.config.controlnets))):
+            nets[name] = yield from job.loaded(name)
+        unet = yield from job.loaded(self.component)
+        guard = job.guard(self.name, {**nets, self.component: unet})
+        lots = partial(self._lots, unet, [*nets.values()], guard)
         steps = job.num_batches * job.num_timesteps
         yield from denoised(self.name, takes, steps, guard, lots)
         for take in takes:
             take.known = None
-
-    def _load_controlnet(self, number: int) -> nn.Module:
-        job, name = self.job, controlnet_name(number)
-        folder = job.files.controlnets[number].folder
-        assert folder is not None, "asked before it was fetched"
-        build = partial(job.sizes.controlnet, number)
-        outputs = job.sizes.outputs(name)
-        return load_component(job.plan.component(name), build, folder, CONTROLNET_KEYS, outputs)
 
     def _lots(
         self, unet: nn.Module, nets: Sequence[nn.Module], guard: Guard, take: Take
