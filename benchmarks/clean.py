@@ -4,10 +4,10 @@
     python benchmarks/clean.py --runs 10   # fewer
 
 In float32 the embedded model draws as many prompts, each of another shape, colour, background and
-motion. In bfloat16 tiny random models of the four families make as many videos, each of another
-seed: a processor without bfloat16 of its own emulates it, which takes the embedded model a minute a
-run. An alarm is a repair, or a note of a step or of frames of one colour; each is printed. Half
-precision on a card is not run here. Runs on a copy of the package. Writes a dated page into
+motion. In bfloat16 tiny random models of the families and of pipelines make as many videos, each of
+another seed: a processor without bfloat16 of its own emulates it, which takes the embedded model a
+minute a run. An alarm is a repair, or a note of a step or of frames of one colour; each is printed.
+Half precision on a card is not run here. Runs on a copy of the package. Writes a dated page into
 `benchmarks/results/` unless told not to.
 """
 
@@ -40,6 +40,8 @@ from everyframe.runs.keeper import Keep
 RESULTS = Path(__file__).parent / "results"
 #: The makers of tiny checkpoints lie beside the tests that use them.
 TESTS = Path(__file__).parents[1] / "tests"
+#: A transformer with guidance by turns, one with it in a batch, a UNet with motion layers.
+PIPELINES = ("wan", "ltx", "animatediff")
 MOTIONS = ("moves to the right", "moves up", "is still", "grows", "shrinks")
 
 
@@ -62,6 +64,7 @@ def tiny_ones(folder: Path, count: int) -> Iterator[tuple[str, dict[str, Any]]]:
     sys.path.insert(0, str(TESTS))
     import tiny
     import tiny_inpaint
+    import tiny_pipelines
     import tiny_step
     import tiny_svd
 
@@ -79,11 +82,15 @@ def tiny_ones(folder: Path, count: int) -> Iterator[tuple[str, dict[str, Any]]]:
             tiny_step.stepvideo, {"prompt": "a red circle", "size": "16x16", "num_frames": 1}
         ),
     }  # fmt: skip
-    places = {name: make(folder / name) for name, (make, _) in asked.items()}
+    for name in PIPELINES:
+        given = {"prompt": "a red circle", **tiny_pipelines.CALLS[name]}
+        asked[f"pipeline: {name}"] = (tiny_pipelines.TINY[name], given)
+    for name, (make, _) in asked.items():
+        make(folder / name)
     for seed in range(count):
         name = list(asked)[seed % len(asked)]
         yield name, {
-            "model": str(places[name]), "seed": seed, "num_inference_steps": 1, "dtype": "bf16",
+            "model": str(folder / name), "seed": seed, "num_inference_steps": 1, "dtype": "bf16",
             "device": "cpu", **asked[name][1],
         }  # fmt: skip
 

@@ -2,9 +2,10 @@
 
     python benchmarks/kill.py              # 100 kills of the embedded model; about 10 minutes
     python benchmarks/kill.py --kills 20   # fewer
-    python benchmarks/kill.py --name wan model=FOLDER chain=1 size=16x16 num_frames=5  # another
+    python benchmarks/kill.py --tiny wan   # a tiny random pipeline, gone on with by replay
+    python benchmarks/kill.py --name 1.2 model=FOLDER num_frames=3 size=16x16  # another model
 
-Tiny models, which take a third of the time, are made by `tests/tiny.py` and its neighbours.
+`--tiny` takes the models of `tests/tiny_pipelines.py`, and ``opensora-1.2`` of `tests/tiny.py`.
 
 Each run is a process of its own that is ended by SIGKILL: two times out of three at a random moment
 after a random event, in whatever it does then (loading, text, a step, decoding), and the third time
@@ -24,6 +25,7 @@ import importlib
 import multiprocessing
 import os
 import random
+import shlex
 import signal
 import sys
 import tempfile
@@ -46,16 +48,20 @@ from everyframe.engine.resuming import go_on
 from everyframe.engine.run import stream
 from everyframe.hardware import machine_facts
 from everyframe.planning.resolve import prepare
-from everyframe.runs import files
+from everyframe.runs import answers, files
 from everyframe.runs.folder import all_runs
 from everyframe.runs.keeper import EVERY_STEP, Keep
 
 RESULTS = Path(__file__).parent / "results"
+#: The makers of tiny checkpoints lie beside the tests that use them.
+TESTS = Path(__file__).parents[1] / "tests"
 #: Two clips, so that frames are encoded and kept as well; as few steps as show something.
 OPTIONS: dict[str, Any] = {
     "prompt": "a red circle moves to the right on a blue background", "seed": 7,
     "num_inference_steps": 2, "num_frames": 17, "chain": 2,
 }  # fmt: skip
+#: The same of a tiny Open-Sora, with given frames to encode.
+TINY_OPENSORA: dict[str, Any] = {**OPTIONS, "num_frames": 3, "size": "16x16", "edit_strength": 0.5}
 #: The longest wait after an event before the kill, in seconds.
 _DELAY = 0.5
 #: What a write of the state is made of.
@@ -133,7 +139,8 @@ def _counted(moment: Moment | None) -> Callable[[], int]:
             real = getattr(os, name)
             return counting(real) if name in _CALLS else real
 
-    files.os = Watched()  # type: ignore[assignment]
+    for module in (files, answers):
+        module.os = Watched()  # type: ignore[attr-defined]
     return lambda: count
 
 
@@ -149,14 +156,39 @@ def resume(root: Path, place: Path, options: dict[str, Any], moment: Moment | No
     run_to(place, go_on(folder, pace=EVERY_STEP), moment)
 
 
+def tiny_options(name: str, folder: Path) -> dict[str, Any]:
+    """What a tiny model of that name is asked for, which is made in `folder`."""
+    sys.path.insert(0, str(TESTS))
+    import tiny
+    import tiny_pipelines
+
+    names = ("opensora-1.2", *tiny_pipelines.TINY)
+    if name not in names:
+        sys.exit(f"--tiny is one of {', '.join(names)}, got {name!r}")
+    make = tiny.opensora_1_2 if name == names[0] else tiny_pipelines.TINY[name]
+    if forked(make, folder) != 0:
+        sys.exit(f"{name} could not be made")
+    its_own = {**OPTIONS, "num_inference_steps": 3, "chain": 1}
+    if name == names[0]:
+        its_own = TINY_OPENSORA
+    else:
+        del its_own["num_frames"]
+        its_own |= tiny_pipelines.CALLS[name]
+    return {**its_own, "model": str(folder), "device": "cpu", "dtype": "fp32"}
+
+
 def process(
     work: Callable[..., None], root: Path, options: dict[str, Any], moment: Moment | None = None
 ) -> int:
     """The exit code of that work in a process of its own, negative for a signal."""
+    return forked(work, root / "runs", root, options, moment)
+
+
+def forked(work: Callable[..., object], *given: Any) -> int:
+    """The same of a function and what it is given."""
     # Forked, so that nothing is imported again (see `whole`); this process has computed nothing
     # with numbers, and has no threads that a fork would lack.
-    forked = multiprocessing.get_context("fork")
-    child = forked.Process(target=work, args=(root / "runs", root, options, moment))
+    child = multiprocessing.get_context("fork").Process(target=work, args=given)
     child.start()
     child.join()
     code = child.exitcode
@@ -230,13 +262,16 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=1e9, help="stop after so long")
     parser.add_argument("--name", default="", help="of the model, in the page and its name")
+    parser.add_argument("--tiny", default="", metavar="NAME", help="a tiny random model")
     parser.add_argument("--no-page", action="store_true")
     given = parser.parse_args()
     commit = on_a_copy()
     chance, began = random.Random(given.seed), time.monotonic()
-    options = {**OPTIONS, **dict(each.split("=", 1) for each in given.options)}
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory() as folder:
+        usual = tiny_options(given.tiny, Path(folder, "model")) if given.tiny else OPTIONS
+        options = {**usual, **dict(each.split("=", 1) for each in given.options)}
+        name = given.name or given.tiny
         (base := Path(folder, "whole")).mkdir()
         wanted, counts = whole(base, options)
         for number in range(given.kills):
@@ -249,11 +284,11 @@ def main() -> None:
             print(number + 1, outcomes[-1], flush=True)
             # Whatever ends this process, most of what it found stays.
             if len(outcomes) % 10 == 0 or number + 1 == given.kills:
-                page = report(given.name, outcomes, counts, options, commit, began)
+                page = report(name, outcomes, counts, options, commit, began)
                 if not given.no_page:
-                    name = "-".join(filter(None, ("kill", given.name, str(date.today()))))
-                    (RESULTS / f"{name}.md").write_text(page)
-    print(report(given.name, outcomes, counts, options, commit, began))
+                    called = "-".join(filter(None, ("kill", name, str(date.today()))))
+                    (RESULTS / f"{called}.md").write_text(page)
+    print(report(name, outcomes, counts, options, commit, began))
     sys.exit(not all(outcome.same for outcome in outcomes))
 
 
@@ -274,8 +309,8 @@ def report(
         "",
         f"**{same} of {len(outcomes)}** runs gave the bits of an unbroken run; "
         f"{sum(outcome.kills for outcome in outcomes)} processes were killed, by SIGKILL. Of "
-        f"{f'a tiny random {name}' if name else 'the embedded model'}, {options['chain']} clips "
-        f"of {options['num_frames']} frames in {options['num_inference_steps']} steps each; "
+        f"{f'a tiny random {name}' if name else 'the embedded model'}, clips: {options['chain']}, "
+        f"of {options['num_frames']} frames in {options['num_inference_steps']} steps; "
         f"{counts.events} events and {counts.calls} calls of the disk in an unbroken run, the "
         "state written at every step.",
         "",
@@ -285,15 +320,12 @@ def report(
     hit = Counter(outcome.where for outcome in outcomes)
     good = Counter(outcome.where for outcome in outcomes if outcome.same)
     lines += [f"| {where} | {count} | {good[where]} |" for where, count in sorted(hit.items())]
-    asked = [f"{key}={value}" for key, value in options.items() if OPTIONS.get(key) != value]
-    asked = ["model=FOLDER" if each.startswith("model=") else each for each in asked]
-    named = ["--name", name] if name else []
     lines += [
         "",
         f"Hardware: {facts.cpu.name}, {facts.num_cores} cores that did other work too. Versions: "
         f"{versions}. Commit {commit}, {(time.monotonic() - began) / 60:.0f} minutes.",
         "",
-        f"Command: `{' '.join(['python benchmarks/kill.py', *named, *asked])}`",
+        f"Command: `{shlex.join(['python', 'benchmarks/kill.py', *sys.argv[1:]])}`",
     ]
     return "\n".join(lines) + "\n"
 
