@@ -10,12 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from everyframe.checkpoints.places import cache_folder
+from everyframe.checkpoints.places import cache_folder, write_beside
 from everyframe.core.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
@@ -97,19 +95,8 @@ def _remembered() -> dict[str, object]:
 
 
 def _remember(path: str, entry: list[object]) -> None:
-    """Written beside and renamed, so that a reader never sees half a file."""
     folder = cache_folder()
-    table = _remembered()
-    table[path] = entry
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=folder, prefix=_FILE, suffix=".tmp")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(table, file)
-            os.replace(name, folder / _FILE)
-        except BaseException:
-            os.unlink(name)
-            raise
+        write_beside(folder / _FILE, json.dumps({**_remembered(), path: entry}))
     except OSError as error:
         _log.warning("the digest of %s is not remembered, %s: %s", path, folder, error)

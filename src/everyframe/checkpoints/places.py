@@ -1,11 +1,13 @@
 """Where things lie on this machine: our cache folder, the hub's cache, the embedded model.
 
-Only paths: nothing is made or read here. Read next: `find`, `digest`.
+And how a small file that several processes may write is put in its place. Nothing is read here.
+Read next: `find`, `digest`.
 """
 
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 
@@ -29,3 +31,19 @@ def hub_cache_folder() -> Path:
 def package_folder(relative: str) -> Path:
     """A folder that ships inside this package, such as ``checkpoints/shapes``."""
     return Path(__file__).resolve().parent.parent / relative
+
+
+def write_beside(path: Path, text: str) -> None:
+    """Put `text` in the place of `path`: written beside it and renamed, so nobody reads half of it.
+
+    Several may do so at once; the last one's stays. Raises `OSError`.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise

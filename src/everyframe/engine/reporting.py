@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import html
 import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from itertools import count
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from everyframe.checkpoints.places import write_beside
 from everyframe.core.errors import InputError, NumericsError
 from everyframe.core.events import Event, Events, Note, Repaired, event_of
 from everyframe.core.plan import ComponentPlan, Plan
@@ -94,7 +94,8 @@ def reported(
 
     def write(error: str = "") -> Path:
         text = page(plan, record, repairs, magnitudes, error, is_resumed=before is not None)
-        return _written(text, folder, name_of_page)
+        write_beside(folder / name_of_page, text)
+        return folder / name_of_page
 
     try:
         with closing(events):
@@ -232,17 +233,3 @@ def _free(folder: Path) -> str:
     stem, ending = _NAME.split(".")
     names = (f"{stem}-{number}.{ending}" if number > 1 else _NAME for number in count(1))
     return next(name for name in names if not (folder / name).exists())
-
-
-def _written(text: str, folder: Path, page_name: str) -> Path:
-    """Written beside and renamed, so that nobody reads half a page."""
-    folder.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=folder, prefix=_NAME, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(name, folder / page_name)
-    except BaseException:
-        os.unlink(name)
-        raise
-    return folder / page_name

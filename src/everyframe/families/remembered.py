@@ -11,15 +11,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from everyframe.checkpoints.digest import known_digest
-from everyframe.checkpoints.places import cache_folder
+from everyframe.checkpoints.places import cache_folder, write_beside
 from everyframe.core.errors import CheckpointError
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import ComponentPlan, Remedy
@@ -82,15 +80,7 @@ def remember(key: Key, remedy: Remedy) -> None:
     whole = {"schema": _SCHEMA, "repairs": [asdict(each) for each in (*others, remedy)]}
     path = key._file
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(whole, file, indent=1)
-            os.replace(name, path)
-        except BaseException:
-            os.unlink(name)
-            raise
+        write_beside(path, json.dumps(whole, indent=1))
     except OSError as error:
         _log.warning("a repair is not remembered, %s: %s", path.parent, error)
 

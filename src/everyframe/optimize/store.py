@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from everyframe.checkpoints.places import cache_folder
+from everyframe.checkpoints.places import cache_folder, write_beside
 from everyframe.optimize.certificate import Certificate, from_json
 
 _log = logging.getLogger(__name__)
@@ -79,13 +77,5 @@ def _read(path: Path) -> dict[str, Certificate]:
 
 
 def _write(path: Path, certificates: dict[str, Certificate]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     whole = {"schema": _SCHEMA, "certificates": [each.to_json() for each in certificates.values()]}
-    descriptor, name = tempfile.mkstemp(prefix=path.stem, suffix=".tmp", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(whole, file, indent=1)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+    write_beside(path, json.dumps(whole, indent=1))

@@ -8,21 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from everyframe.checkpoints.strict import KeyMap
+from everyframe.families.renames import OLD_VAE_ATTENTION
 
 #: Position tables that upstream stores beside the weights and that are computed here in float32.
 STDIT_KEYS = KeyMap(ignore=(r"pos_embed", r"pos_embed_temporal"))
 STDIT3_KEYS = KeyMap(ignore=(r"rope\.freqs",))
 
-#: diffusers renamed the attention of its autoencoders; old files (sd-vae-ft-ema) have these names.
-_OLD_ATTENTION = (
-    (r"(\.attentions\.\d+)\.query\.", r"\1.to_q."),
-    (r"(\.attentions\.\d+)\.key\.", r"\1.to_k."),
-    (r"(\.attentions\.\d+)\.value\.", r"\1.to_v."),
-    (r"(\.attentions\.\d+)\.proj_attn\.", r"\1.to_out.0."),
-)
-VIDEO_VAE_KEYS = KeyMap(rename=_OLD_ATTENTION)
+#: sd-vae-ft-ema is from before diffusers renamed the attention of its autoencoders.
+VIDEO_VAE_KEYS = KeyMap(rename=OLD_VAE_ATTENTION)
 #: A plain diffusers folder: its `AutoencoderKL` stands one level lower here.
-IMAGE_VAE_KEYS = KeyMap(rename=(*_OLD_ATTENTION, (r"^", "module.")))
+IMAGE_VAE_KEYS = KeyMap(rename=(*OLD_VAE_ATTENTION, (r"^", "module.")))
 
 #: Of a whole T5 only the encoder is wanted; its embedding may be stored under either name.
 T5_KEYS = KeyMap(
