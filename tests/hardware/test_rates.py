@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import prod
+
+import torch
 
 from everyframe.core.facts import Product
-from everyframe.hardware.rates import measured_rates
+from everyframe.hardware.rates import _convolution, measured_rates
 
 SHAPES = ((1, 2, 16, 8),) * 3
 
@@ -30,3 +33,21 @@ def test_attention_is_tried_by_its_kernel_and_with_its_mask() -> None:
     # A system hands out memory more slowly than nothing, and not a thousand times as slowly.
     assert rates.mapping is not None
     assert rates.memory / 1000 < rates.mapping
+
+
+def test_a_trial_is_short_however_large_the_convolution() -> None:
+    """One of an autoencoder of video is seconds at its own size, for each of its frames.
+
+    Three frames can't be fewer under a kernel of three, so rows and columns are.
+    """
+    most = 6e8
+    for sides, kernel in (((3, 544, 992), (3, 3, 3)), ((544, 992), (3, 3))):
+        told = (*((number,) * len(sides) for number in (1, 0, 1)), False, (0,) * len(sides), 1)
+        product = Product("convolution", "float32", ((2, 512, *sides), (512, 512, *kernel)), told)
+        run, operations = _convolution(product, "cpu", most)
+        out = run()
+        assert isinstance(out, torch.Tensor)
+        assert operations == 2 * out.numel() * 512 * prod(kernel)
+        # Its weights are large: enough places for them to be worth their reading.
+        assert most < operations < 2 * 2048 * 512 * 512 * prod(kernel)
+        assert out[0, 0].numel() > 128

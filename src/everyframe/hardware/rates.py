@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 #: Operations that one trial is cut to.
 _CPU_OPERATIONS, _CARD_OPERATIONS = 6e8, 2e11
 
+#: A convolution is tried on so many places in any case: on a few of them it is slow.
+_PLACES = 2048
+
 #: Bytes of the tensor that passes through memory: on a CPU less than what an allocator asks the
 #: system for each time, and of the one that is.
 _CPU_BYTES, _CARD_BYTES = 16 << 20, 512 << 20
@@ -148,12 +151,18 @@ def _convolution(product: Product, device: str, most: float) -> tuple[Callable[[
     import torch
 
     given, kernel = list(product.shapes[0]), product.shapes[1]
-    # Rows of the first spatial dimension are dropped once there is one sample left.
     each = 2.0 * prod(kernel) * prod(given[2:])
     given[0] = max(1, min(given[0], int(most / each)))
+    # Rows of the first spatial dimension are dropped once there is one sample left.
     if given[0] == 1 and each > most:
         fewer = int(given[2] * most / each)
-        given[2] = max(min(given[2], kernel[2]), min(given[2], fewer))
+        given[2], before = max(min(given[2], kernel[2]), min(given[2], fewer)), given[2]
+        each *= given[2] / before
+    # And of the others alike, where these can't be fewer: such are those of video.
+    if each > 2 * most and len(given) > 3:
+        share = (max(most, 2.0 * prod(kernel) * _PLACES) / each) ** (1 / len(given[3:]))
+        for axis in range(3, len(given)):
+            given[axis] = min(given[axis], max(kernel[axis], int(given[axis] * share)))
     x = _filled(given, product, device)
     weight = _filled(kernel, product, device)
 
