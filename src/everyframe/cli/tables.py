@@ -264,7 +264,7 @@ def _components(parts: Sequence[ComponentPlan]) -> Table:
 
 def _weights(part: ComponentPlan) -> str:
     size = describe_bytes(part.weight_bytes)
-    return f"{size} in {part.precision.weights}" if part.precision.weights else size
+    return f"{size} {part.precision.weights}" if part.precision.weights else size
 
 
 def _stages(plan: Plan) -> Table:
