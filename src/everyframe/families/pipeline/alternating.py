@@ -48,9 +48,13 @@ class _Alternating:
         self._go.release()
 
     def emit(self, event: Event) -> None:
-        """Called in the call's thread: hand over an event and wait."""
-        self.answers.put(("event", event))
-        self._wait()
+        """Called in the call's thread: hand over an event and wait.
+
+        Whoever reads it chooses kernels of attention of their own meanwhile.
+        """
+        with kernels_kept():
+            self.answers.put(("event", event))
+            self._wait()
 
     def stop(self) -> None:
         """End the call at the next module that it calls, and wait for that."""
