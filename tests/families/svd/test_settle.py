@@ -58,6 +58,7 @@ def test_defaults_are_those_of_diffusers() -> None:
         ({"image": "nowhere.png"}, "does not exist"),
         ({"image": WIDE[:1]}, "2 pixels or more"),
         ({"seconds": 1e6}, "at most 100000"),
+        ({"seconds": 1e308}, "at most 100000"),
         ({"latents": np.zeros((1, 4, 25, 72, 128))}, r"\(1, 25, 4, 72, 128\) \(1, frames,"),
     ],
 )

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from everyframe.core.errors import InputError, did_you_mean
+from everyframe.core.errors import InputError
 from everyframe.core.plan import Settings
 from everyframe.core.request import Request
 from everyframe.families.inpaint.config import InpaintConfig
@@ -27,6 +27,12 @@ from everyframe.families.inpaint.inputs import (
 from everyframe.families.inpaint.options import InpaintOptions
 from everyframe.families.inpaint.schedulers import num_timesteps
 from everyframe.families.latents import check_latents
+from everyframe.families.settling import (
+    check_fit,
+    check_used,
+    frames_in,
+    told_of_fit,
+)
 from everyframe.media.frames import Survey, num_animated, survey
 
 STEPS = 50
@@ -34,7 +40,6 @@ GUIDANCE = 7.5
 #: Of a source that has no rate of its own, and of a picture, where it means nothing.
 FPS, PICTURE_FPS = 24.0, 1.0
 
-_WAYS = {"crop": "cropped", "pad": "padded", "stretch": "stretched"}
 _NO_USE = {
     "last_image": "give what is repainted as source",
     "extend": "give what is repainted as source",
@@ -154,11 +159,7 @@ def smaller(settings: Settings) -> Iterator[Settings]:
 
 def _check_request(facts: Facts, request: Request, options: InpaintOptions) -> None:
     title, num_nets = facts.title, len(facts.config.controlnets)
-    for name, instead in _NO_USE.items():
-        if getattr(request, name) is not None:
-            raise InputError(f"{name} has no effect on {title}: {instead}")
-    if request.chain > 1:
-        raise InputError(f"{title} can't go on from a clip (chain)")
+    check_used(title, request, _NO_USE)
     if not num_nets:
         raise InputError(
             f"{title} is a {facts.pipeline}, which makes single pictures; to repaint a part of a "
@@ -180,9 +181,7 @@ def _check_request(facts: Facts, request: Request, options: InpaintOptions) -> N
             "there is nothing for the ControlNet to see; give a picture or video, or one of "
             f"{', '.join(BUILT_IN)}, which are made of the source (control)"
         )
-    if options.fit not in _WAYS:
-        hint = did_you_mean(options.fit, _WAYS)
-        raise InputError(f"fit must be one of {', '.join(_WAYS)}, got {options.fit!r}{hint}")
+    check_fit(options.fit)
     _check_picture(request.image)
 
 
@@ -262,7 +261,7 @@ def _fps(inputs: Inputs, request: Request, notes: list[str]) -> float:
 def _num_frames(inputs: Inputs, found: Survey, request: Request, fps: float) -> int:
     frames = request.num_frames
     if frames is None and request.seconds is not None:
-        frames = max(1, round(request.seconds * fps))
+        frames = frames_in(request.seconds, fps)
     if frames is not None and frames > found.num_frames:
         raise InputError(
             f"{frames} frames were asked for and the source has {found.num_frames}"
@@ -273,13 +272,10 @@ def _num_frames(inputs: Inputs, found: Survey, request: Request, fps: float) -> 
 
 def _note_size(config: InpaintConfig, settings: Settings, found: Survey, notes: list[str]) -> None:
     geometry = geometry_of(config, settings)
-    if found.height * settings.width != found.width * settings.height:
-        others = " or ".join(way for way in _WAYS if way != geometry.fit)
-        notes.append(
-            f"the source is {found.width}x{found.height} and is {_WAYS[geometry.fit]} to the "
-            f"proportions of {settings.width}x{settings.height} (fit: {others} would be another "
-            "way)"
-        )
+    given, size = (found.height, found.width), (settings.height, settings.width)
+    told = told_of_fit("source", given, size, geometry.fit)
+    if told:
+        notes.append(told)
     elif found.height != settings.height:
         notes.append(
             f"the source is {found.width}x{found.height} and is resized; outside of the mask the "

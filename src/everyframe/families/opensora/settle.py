@@ -6,19 +6,26 @@ Pure functions of the request and the model's sizes; no torch, no files. What ca
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from everyframe.core.errors import InputError
 from everyframe.core.plan import Settings
-from everyframe.core.request import MAX_FRAMES, Request
+from everyframe.core.request import Request
 from everyframe.families.latents import check_latents
 from everyframe.families.opensora.options import OpenSoraOptions
 from everyframe.families.opensora.prompts import loses_all, lost
 from everyframe.families.opensora.sizes import named_size
 from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConfig
+from everyframe.families.settling import (
+    check_size,
+    frames_in,
+    in_pieces,
+    shorter,
+    smaller_sides,
+    smaller_videos,
+)
 
 #: Frames of one piece of 1.2's autoencoder; its weights were trained on multiples of it.
 PIECE = 17
@@ -185,11 +192,7 @@ def _fitted_size(
             f"the autoencoder works in steps of {step} pixels"
         )
         return fitted
-    for name, given in zip(("height", "width"), nominal, strict=True):
-        if given % step or given < step:
-            low = max(given // step * step, step)
-            near = str(low) if low > given else f"{low} or {low + step}"
-            raise InputError(f"{name} must be a multiple of {step}, got {given}; try {near}")
+    check_size(*nominal, step)
     raise AssertionError("a size that does not fit has a side that does not")
 
 
@@ -197,19 +200,11 @@ def _num_frames(facts: Facts, request: Request, fps: float, notes: list[str]) ->
     if request.num_frames is not None:
         frames = request.num_frames
     elif request.seconds is not None:
-        if request.seconds * fps > MAX_FRAMES:
-            raise InputError(
-                f"{request.seconds:g} s at {fps:g} fps are {request.seconds * fps:g} frames; "
-                f"at most {MAX_FRAMES} can be asked for"
-            )
-        frames = max(1, round(request.seconds * fps))
+        frames = frames_in(request.seconds, fps)
         if isinstance(facts.vae, VideoVAEConfig):
             whole = max(1, round(frames / PIECE)) * PIECE
             if whole != frames:
-                notes.append(
-                    f"{request.seconds:g} s become {whole} frames ({whole / fps:.2f} s): "
-                    f"the autoencoder works in pieces of {PIECE} frames"
-                )
+                notes.append(in_pieces(request.seconds, fps, whole, PIECE))
             frames = whole
     else:
         frames = int(facts.default("num_frames"))
@@ -270,14 +265,7 @@ def _check_room(facts: Facts, settings: Settings) -> None:
 def smaller(facts: Facts, settings: Settings) -> Iterator[Settings]:
     """The same video shorter, smaller or both, the one with most pixels first."""
     step = facts.size_step
-    lengths = [settings.num_frames]
-    while lengths[-1] > PIECE:
-        lengths.append(max(lengths[-1] // 2 // PIECE, 1) * PIECE)
-    sides = [(settings.height, settings.width)]
-    while min(sides[-1]) * 3 // 4 >= 8 * step:
-        height, width = (side * 3 // 4 // step * step for side in sides[-1])
-        sides.append((height, width))
-    choices = [(height, width, frames) for height, width in sides for frames in lengths]
-    for height, width, frames in sorted(choices[1:], key=math.prod, reverse=True):
-        nominal = settings.nominal_size if (height, width) == sides[0] else None
-        yield replace(settings, height=height, width=width, num_frames=frames, nominal_size=nominal)
+    sides = smaller_sides(settings.height, settings.width, step, 8 * step)
+    for each in smaller_videos(settings, shorter(settings.num_frames, PIECE), sides):
+        is_as_asked = (each.height, each.width) == sides[0]
+        yield each if is_as_asked else replace(each, nominal_size=None)

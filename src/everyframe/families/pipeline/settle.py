@@ -8,21 +8,27 @@ own. Nothing is dropped in silence: an option that this pipeline has no paramete
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from everyframe.core.errors import InputError, did_you_mean
 from everyframe.core.plan import Settings
-from everyframe.core.request import MAX_FRAMES, Request
+from everyframe.core.request import Request
 from everyframe.families.pipeline.interface import NAMES, OURS, Interface, Parameter
 from everyframe.families.pipeline.options import PipelineOptions
 from everyframe.families.pipeline.sizes import Sizes, denoisers
+from everyframe.families.settling import (
+    check_fit,
+    check_size,
+    check_used,
+    frames_in,
+    smaller_sides,
+    smaller_videos,
+)
 from everyframe.media.read import read_image
 
 STEPS = 50
 
-_WAYS = ("crop", "pad", "stretch")
-_NEVER = {
+_NO_USE = {
     "resolution": "it has no named sizes; give size WIDTHxHEIGHT",
     "extend": "it knows no video to go on from",
     "edit_strength": "give its own parameter by option, if it has one",
@@ -36,9 +42,7 @@ def settle(
     interface, notes = sizes.interface, _standing_notes(sizes, request)
     _check_request(sizes, title, request, options)
     own = check_options(interface, options.option)
-    if options.fit not in _WAYS:
-        hint = did_you_mean(options.fit, _WAYS)
-        raise InputError(f"fit must be one of {', '.join(_WAYS)}, got {options.fit!r}{hint}")
+    check_fit(options.fit)
     height, width = _size(sizes, request, notes)
     fps, is_known = sizes.frame_rate()
     if request.fps is None and not is_known:
@@ -105,11 +109,7 @@ def _standing_notes(sizes: Sizes, request: Request) -> list[str]:
 
 def _check_request(sizes: Sizes, title: str, request: Request, options: PipelineOptions) -> None:
     interface = sizes.interface
-    for name, instead in _NEVER.items():
-        if getattr(request, name) is not None:
-            raise InputError(f"{name} has no effect on {title}: {instead}")
-    if request.chain > 1:
-        raise InputError(f"{title} can't go on from a clip (chain)")
+    check_used(title, request, _NO_USE)
     for name in NAMES:
         if getattr(request, name) is None or name == "fps" or interface.name_of(name):
             continue
@@ -198,24 +198,14 @@ def _size(sizes: Sizes, request: Request, notes: list[str]) -> tuple[int, int]:
         raise InputError(
             f"{interface.class_name} does not say what size it makes; give size WIDTHxHEIGHT"
         )
-    step = sizes.spatial_factor
-    for name, given in zip(("height", "width"), chosen, strict=True):
-        if given % step:
-            low = max(given // step * step, step)
-            near = str(low) if low > given else f"{low} or {low + step}"
-            raise InputError(f"{name} must be a multiple of {step}, got {given}; try {near}")
+    check_size(*chosen, sizes.spatial_factor)
     return chosen
 
 
 def _num_frames(sizes: Sizes, request: Request, fps: float) -> int:
     frames, rule = request.num_frames, sizes.length_rule()
     if frames is None and request.seconds is not None:
-        frames = max(1, round(request.seconds * fps))
-        if frames > MAX_FRAMES:
-            raise InputError(
-                f"{request.seconds:g} s at {fps:g} fps are {frames} frames; "
-                f"at most {MAX_FRAMES} can be asked for"
-            )
+        frames = frames_in(request.seconds, fps)
         if rule is not None:
             frames = _nearest(frames, *rule)
     if frames is None:
@@ -254,10 +244,6 @@ def smaller(sizes: Sizes, settings: Settings) -> Iterator[Settings]:
     lengths, sides = [settings.num_frames], [(settings.height, settings.width)]
     while lengths[-1] // 2 > factor:
         lengths.append(_nearest(lengths[-1] // 2, factor, rest))
-    while sizes.interface.name_of("height") and min(sides[-1]) * 3 // 4 >= 2 * step:
-        height, width = (side * 3 // 4 // step * step for side in sides[-1])
-        sides.append((height, width))
-    choices = [(height, width, frames) for height, width in sides for frames in lengths]
-    ordered = sorted(choices[1:], key=lambda one: one[0] * one[1] * one[2], reverse=True)
-    for height, width, frames in ordered:
-        yield replace(settings, height=height, width=width, num_frames=frames)
+    if sizes.interface.name_of("height"):
+        sides = smaller_sides(*sides[0], step, 2 * step)
+    return smaller_videos(settings, lengths, sides)

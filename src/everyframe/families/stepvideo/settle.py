@@ -6,14 +6,22 @@ Pure functions of the request and the model's sizes; no torch, no files. What ca
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from everyframe.core.errors import InputError, did_you_mean
 from everyframe.core.plan import Settings
-from everyframe.core.request import MAX_FRAMES, Request
+from everyframe.core.request import Request
 from everyframe.families.latents import check_latents
+from everyframe.families.settling import (
+    check_size,
+    check_used,
+    frames_in,
+    in_pieces,
+    shorter,
+    smaller_sides,
+    smaller_videos,
+)
 from everyframe.families.stepvideo.options import StepVideoOptions
 from everyframe.families.stepvideo.vae_config import StepVAEConfig
 
@@ -120,11 +128,7 @@ def latent_shape(facts: Facts, settings: Settings) -> tuple[int, int, int, int]:
 
 
 def _check_request(facts: Facts, request: Request, options: StepVideoOptions) -> None:
-    for name, instead in _NO_USE.items():
-        if getattr(request, name) is not None:
-            raise InputError(f"{name} has no effect on {facts.title}: {instead}")
-    if request.chain > 1:
-        raise InputError(f"{facts.title} can't go on from a clip (chain)")
+    check_used(facts.title, request, _NO_USE)
     if request.prompt is None:
         raise InputError(f"{facts.title} draws what a prompt says; give one")
     if options.llm_bias not in _BIASES:
@@ -135,14 +139,9 @@ def _check_request(facts: Facts, request: Request, options: StepVideoOptions) ->
 
 
 def _size(facts: Facts, request: Request) -> tuple[int, int]:
-    height, width = request.asked_size() or _SIZE
-    step = facts.size_step
-    for name, given in (("height", height), ("width", width)):
-        if given % step or given < step:
-            low = max(given // step * step, step)
-            near = str(low) if low > given else f"{low} or {low + step}"
-            raise InputError(f"{name} must be a multiple of {step}, got {given}; try {near}")
-    return height, width
+    size = request.asked_size() or _SIZE
+    check_size(*size, facts.size_step)
+    return size
 
 
 def _num_frames(facts: Facts, request: Request, fps: float, notes: list[str]) -> int:
@@ -150,32 +149,15 @@ def _num_frames(facts: Facts, request: Request, fps: float, notes: list[str]) ->
         frames = _FRAMES if request.num_frames is None else request.num_frames
         facts.vae.pieces(frames)  # names the nearest that can be
         return frames
-    wanted = request.seconds * fps
-    if wanted > MAX_FRAMES:
-        raise InputError(
-            f"{request.seconds:g} s at {fps:g} fps are {wanted:g} frames; at most {MAX_FRAMES} "
-            "can be asked for"
-        )
-    near = facts.vae.nearest_frames(max(1, round(wanted)))
+    wanted, near = request.seconds * fps, facts.vae.nearest_frames(frames_in(request.seconds, fps))
     frames = min(near, key=lambda count: abs(count - wanted))
     if frames != wanted:
-        notes.append(
-            f"{request.seconds:g} s become {frames} frames ({frames / fps:.2f} s): "
-            f"the autoencoder works in pieces of {facts.vae.frame_len} frames"
-        )
+        notes.append(in_pieces(request.seconds, fps, frames, facts.vae.frame_len))
     return frames
 
 
 def smaller(facts: Facts, settings: Settings) -> Iterator[Settings]:
     """The same video shorter, smaller or both, the one with most pixels first."""
-    step, piece = facts.size_step, facts.vae.frame_len
-    lengths = [settings.num_frames]
-    while lengths[-1] > piece:
-        lengths.append(max(lengths[-1] // 2 // piece, 1) * piece)
-    sides = [(settings.height, settings.width)]
-    while min(sides[-1]) * 3 // 4 >= 4 * step:
-        height, width = (side * 3 // 4 // step * step for side in sides[-1])
-        sides.append((height, width))
-    choices = [(height, width, frames) for height, width in sides for frames in lengths]
-    for height, width, frames in sorted(choices[1:], key=math.prod, reverse=True):
-        yield replace(settings, height=height, width=width, num_frames=frames)
+    step = facts.size_step
+    sides = smaller_sides(settings.height, settings.width, step, 4 * step)
+    return smaller_videos(settings, shorter(settings.num_frames, facts.vae.frame_len), sides)

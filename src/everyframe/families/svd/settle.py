@@ -7,14 +7,22 @@ Read next: `family.py`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from everyframe.core.errors import InputError, did_you_mean
+from everyframe.core.errors import InputError
 from everyframe.core.plan import Settings
-from everyframe.core.request import MAX_FRAMES, Request
+from everyframe.core.request import Request
 from everyframe.families.latents import check_latents
+from everyframe.families.settling import (
+    check_fit,
+    check_size,
+    check_used,
+    frames_in,
+    smaller_sides,
+    smaller_videos,
+    told_of_fit,
+)
 from everyframe.families.svd.config import SVDConfig
 from everyframe.families.svd.options import SVDOptions
 from everyframe.media.read import read_image
@@ -24,7 +32,6 @@ SIZE = (576, 1024)
 FPS = 7.0
 STEPS = 25
 
-_WAYS = {"crop": "cropped", "pad": "padded", "stretch": "stretched"}
 _NO_USE = {
     "prompt": "it takes no text; leave the prompt out",
     "negative_prompt": "it takes no text",
@@ -86,19 +93,13 @@ def settle(
 
 
 def _check_request(title: str, request: Request) -> None:
-    for name, instead in _NO_USE.items():
-        if getattr(request, name) is not None:
-            raise InputError(f"{name} has no effect on {title}: {instead}")
-    if request.chain > 1:
-        raise InputError(f"{title} can't go on from a clip (chain)")
+    check_used(title, request, _NO_USE)
     if request.image is None:
         raise InputError(f"{title} makes a video of a picture; give one (image)")
 
 
 def _check_options(options: SVDOptions) -> None:
-    if options.fit not in _WAYS:
-        hint = did_you_mean(options.fit, _WAYS)
-        raise InputError(f"fit must be one of {', '.join(_WAYS)}, got {options.fit!r}{hint}")
+    check_fit(options.fit)
     low, high = options.min_guidance_scale, options.max_guidance_scale
     if high <= 1 < low:
         raise InputError(
@@ -109,24 +110,15 @@ def _check_options(options: SVDOptions) -> None:
 
 def _size(config: SVDConfig, request: Request) -> tuple[int, int]:
     asked = request.asked_size()
-    step = config.spatial_factor
-    for name, given in zip(("height", "width"), asked or (), strict=False):
-        if given % step:
-            low = max(given // step * step, step)
-            near = str(low) if low > given else f"{low} or {low + step}"
-            raise InputError(f"{name} must be a multiple of {step}, got {given}; try {near}")
+    if asked is not None:
+        check_size(*asked, config.spatial_factor)
     return asked or SIZE
 
 
 def _num_frames(config: SVDConfig, request: Request, fps: float, notes: list[str]) -> int:
     frames = request.num_frames
     if frames is None and request.seconds is not None:
-        frames = max(1, round(request.seconds * fps))
-        if frames > MAX_FRAMES:
-            raise InputError(
-                f"{request.seconds:g} s at {fps:g} fps are {frames} frames; "
-                f"at most {MAX_FRAMES} can be asked for"
-            )
+        frames = frames_in(request.seconds, fps)
     if frames is None:
         return config.num_frames
     if frames != config.num_frames:
@@ -159,13 +151,8 @@ def _note_fit(request: Request, size: tuple[int, int], fit: str, notes: list[str
     height, width = read_image(request.image).shape[:2]
     if min(height, width) < 2:
         raise InputError(f"the picture is {width}x{height}; each side must have 2 pixels or more")
-    if height * size[1] == width * size[0]:
-        return
-    others = " or ".join(way for way in _WAYS if way != fit)
-    notes.append(
-        f"the picture is {width}x{height} and is {_WAYS[fit]} to the proportions of "
-        f"{size[1]}x{size[0]} (fit: {others} would be another way)"
-    )
+    told = told_of_fit("picture", (height, width), size, fit)
+    notes += [told] if told else []
 
 
 def latent_shape(config: SVDConfig, settings: Settings) -> tuple[int, int, int, int]:
@@ -178,20 +165,11 @@ def latent_shape(config: SVDConfig, settings: Settings) -> tuple[int, int, int, 
 def smaller(config: SVDConfig, settings: Settings) -> Iterator[Settings]:
     """The same video with less memory: the same in smaller chunks, then shorter and smaller."""
     chunk = int(settings.option("decode_chunk_size"))
-    lengths, sides = [settings.num_frames], [(settings.height, settings.width)]
+    lengths = [settings.num_frames]
     while lengths[-1] > 2:
         lengths.append(lengths[-1] // 2)
     step = 8 * config.spatial_factor
-    while min(sides[-1]) * 3 // 4 >= 2 * step:
-        height, width = (side * 3 // 4 // step * step for side in sides[-1])
-        sides.append((height, width))
-    choices = [(height, width, frames) for height, width in sides for frames in lengths]
-    for height, width, frames in sorted(choices[1:], key=math.prod, reverse=True):
-        fewer = dict(settings.options) | {"decode_chunk_size": min(chunk, frames)}
-        yield replace(
-            settings,
-            height=height,
-            width=width,
-            num_frames=frames,
-            options=tuple(fewer.items()),
-        )
+    sides = smaller_sides(settings.height, settings.width, step, 2 * step)
+    for each in smaller_videos(settings, lengths, sides):
+        fewer = dict(each.options) | {"decode_chunk_size": min(chunk, each.num_frames)}
+        yield replace(each, options=tuple(fewer.items()))

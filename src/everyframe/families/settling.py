@@ -1,0 +1,104 @@
+"""What several families ask of a request alike: its size, its length, how pictures fit. No torch.
+
+Each function refuses what can't be had by an `InputError` that says what can. Not here: which
+sizes and lengths a model has, which is its family's. Read next: a family's `settle.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from everyframe.core.errors import InputError, did_you_mean
+from everyframe.core.plan import Settings
+from everyframe.core.request import MAX_FRAMES, Request
+
+#: How a picture of other proportions is fitted, and what it then is.
+_FITTED = {"crop": "cropped", "pad": "padded", "stretch": "stretched"}
+
+
+def check_used(title: str, request: Request, without: Mapping[str, str]) -> None:
+    """Refuse options that have no effect on a model that makes one clip; `without`: what instead.
+
+    Raises:
+        InputError: names the option, and what to give in its place.
+    """
+    for name, instead in without.items():
+        if getattr(request, name) is not None:
+            raise InputError(f"{name} has no effect on {title}: {instead}")
+    if request.chain > 1:
+        raise InputError(f"{title} can't go on from a clip (chain)")
+
+
+def check_size(height: int, width: int, step: int) -> None:
+    """Refuse sides that are no multiples of `step` pixels; names the nearest that are."""
+    for name, given in (("height", height), ("width", width)):
+        if given % step:
+            low = max(given // step * step, step)
+            near = str(low) if low > given else f"{low} or {low + step}"
+            raise InputError(f"{name} must be a multiple of {step}, got {given}; try {near}")
+
+
+def frames_in(seconds: float, fps: float) -> int:
+    """The frames of so many seconds, at least one. Raises `InputError` for too many."""
+    wanted = seconds * fps
+    if wanted > MAX_FRAMES:
+        raise InputError(
+            f"{seconds:g} s at {fps:g} fps are {wanted:g} frames; "
+            f"at most {MAX_FRAMES} can be asked for"
+        )
+    return max(1, round(wanted))
+
+
+def in_pieces(seconds: float, fps: float, frames: int, piece: int) -> str:
+    """What is said of seconds that become other frames, in whole pieces of so many."""
+    return (
+        f"{seconds:g} s become {frames} frames ({frames / fps:.2f} s): "
+        f"the autoencoder works in pieces of {piece} frames"
+    )
+
+
+def check_fit(fit: str) -> None:
+    """Refuse a way to fit pictures that there is none of."""
+    if fit not in _FITTED:
+        hint = did_you_mean(fit, _FITTED)
+        raise InputError(f"fit must be one of {', '.join(_FITTED)}, got {fit!r}{hint}")
+
+
+def told_of_fit(what: str, given: tuple[int, int], size: tuple[int, int], fit: str) -> str | None:
+    """What is said of a picture whose (height, width) has other proportions; None if it has not."""
+    (height, width), (to_height, to_width) = given, size
+    if height * to_width == width * to_height:
+        return None
+    others = " or ".join(way for way in _FITTED if way != fit)
+    return (
+        f"the {what} is {width}x{height} and is {_FITTED[fit]} to the proportions of "
+        f"{to_width}x{to_height} (fit: {others} would be another way)"
+    )
+
+
+def shorter(num_frames: int, piece: int) -> list[int]:
+    """Lengths down to one piece, each about half of the one before, in whole pieces."""
+    lengths = [num_frames]
+    while lengths[-1] > piece:
+        lengths.append(max(lengths[-1] // 2 // piece, 1) * piece)
+    return lengths
+
+
+def smaller_sides(height: int, width: int, step: int, least: int) -> list[tuple[int, int]]:
+    """Sizes in steps of pixels, each three quarters of the one before, no side below `least`."""
+    sides = [(height, width)]
+    while min(sides[-1]) * 3 // 4 >= least:
+        height, width = (side * 3 // 4 // step * step for side in sides[-1])
+        sides.append((height, width))
+    return sides
+
+
+def smaller_videos(
+    settings: Settings, lengths: Sequence[int], sides: Sequence[tuple[int, int]]
+) -> Iterator[Settings]:
+    """The same video shorter, smaller or both, the one with most pixels first."""
+    choices = [(height, width, frames) for height, width in sides for frames in lengths]
+    for height, width, frames in sorted(choices[1:], key=math.prod, reverse=True):
+        yield replace(settings, height=height, width=width, num_frames=frames)
