@@ -6,7 +6,7 @@ Read next: `find`, `tensors`.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,11 @@ def read_json(path: str | Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds a JSON {type(value).__name__}, expected an object")
     return value
+
+
+def without_notes(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What diffusers' config says itself: names with an underscore say who saved the file."""
+    return {name: value for name, value in config.items() if not name.startswith("_")}
 
 
 def describe_missing(folder: str | Path, expected: Sequence[str]) -> str:

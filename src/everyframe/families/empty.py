@@ -7,9 +7,11 @@ fills parts with their weights.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from everyframe.families.family import Rehearsal
 
 if TYPE_CHECKING:
     from torch import nn
@@ -49,3 +51,25 @@ class Empty:
         if component not in self._made:
             self._made[component] = build_on_meta(partial(self.build, component))
         return self._made[component]
+
+    def rehearsal(
+        self,
+        stage: str,
+        component: str,
+        call: Callable[[Any, str], object],
+        num_calls: float,
+        *told: Hashable,
+    ) -> Rehearsal:
+        """A call of a component that a stage makes so often for one video; see `Rehearsal`.
+
+        `told` is what it depends on beside the sizes of the parts.
+        """
+        return Rehearsal(
+            stage,
+            component,
+            partial(self.empty, component),
+            call,
+            num_calls,
+            (repr(self), stage, component, *told),
+            self.outputs(component),
+        )

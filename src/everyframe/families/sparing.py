@@ -12,7 +12,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from everyframe.core.plan import Settings
-from everyframe.families.family import Savings
+from everyframe.families.family import Saving, Savings
+
+#: The saving by which fewer branches of guidance are computed together.
+_BRANCHES = "branches_at_once"
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,17 @@ def ways(
         for name in components if may_wait and not is_lossy else ():
             says = "its weights wait in the host's memory and come to the device block by block"
             yield Way(name, settings, says, offload=True)
+
+
+def branches_at_once(settings: Settings, branches: int) -> int:
+    """How many of a step's branches of guidance are computed together."""
+    return min(branches, settings.saving(_BRANCHES, branches))
+
+
+def one_branch_at_once(settings: Settings) -> Saving:
+    """The saving of every denoiser whose guidance has two branches."""
+    says = "the two branches of guidance are computed one after the other"
+    return Saving(settings.with_saving(_BRANCHES, 1), says)
 
 
 def _stages(savings: Savings, name: str, settings: Settings, only: str | None) -> list[str]:

@@ -57,6 +57,13 @@ def weight_bytes(
     )
 
 
+def present(islands: Iterable[str], names: Iterable[str]) -> tuple[str, ...]:
+    """Those of the islands that hold any of these names, each once: versions differ in some."""
+    every_name = list(names)
+    found = (one for one in islands if any(in_island(name, (one,)) for name in every_name))
+    return tuple(dict.fromkeys(found))
+
+
 def check_islands(islands: Iterable[str], names: Iterable[str]) -> None:
     """Refuse a pattern that holds none of those names: an island that isn't there protects nothing.
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from everyframe.checkpoints.folder import without_notes
 from everyframe.core.errors import CheckpointError
 from everyframe.families.empty import Empty
 from everyframe.families.family import Component
@@ -70,7 +71,7 @@ class Sizes(Empty):
         import torch
         from transformers import CLIPTextConfig, CLIPTextModel
 
-        model: Any = CLIPTextModel(CLIPTextConfig(**_without_notes(self.config.text_encoder)))
+        model: Any = CLIPTextModel(CLIPTextConfig(**without_notes(self.config.text_encoder)))
         # A table that no checkpoint holds; made for real, as the rest is made on meta.
         embeddings = getattr(model, "text_model", model).embeddings
         positions = torch.arange(self.config.num_tokens, device="cpu")[None]
@@ -102,14 +103,9 @@ def controlnet_name(number: int) -> str:
     return f"controlnet_{number}" if number else "controlnet"
 
 
-def _without_notes(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The sizes alone: names with an underscore say who saved the file."""
-    return {name: value for name, value in config.items() if not name.startswith("_")}
-
-
 def _made(kind: Any, config: Mapping[str, Any]) -> nn.Module:
     """The module of that config; what its class does not know must say nothing."""
-    values = _without_notes(config)
+    values = without_notes(config)
     unknown = sorted(set(values) - set(inspect.signature(kind.__init__).parameters))
     telling = [name for name in unknown if values[name] not in (None, False)]
     if telling:

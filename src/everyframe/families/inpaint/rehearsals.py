@@ -19,6 +19,7 @@ from everyframe.families.inpaint.components import Sizes, controlnet_name
 from everyframe.families.inpaint.config import InpaintConfig
 from everyframe.families.inpaint.schedulers import num_timesteps
 from everyframe.families.inpaint.settle import geometry_of, latent_shape, num_painted
+from everyframe.families.sparing import branches_at_once, one_branch_at_once
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,20 +42,11 @@ def rehearsals(sizes: Sizes, settings: Settings, num_ranks: int = 1) -> tuple[Re
     each = num_timesteps(config.scheduler, settings.num_inference_steps, strength)
     steps = num_batches * each
     branches = 1 if settings.guidance_scale <= 1 else 2
-    at_once = min(branches, settings.saving("branches_at_once", branches))
+    at_once = branches_at_once(settings, branches)
     guess = bool(settings.option("guess_mode"))
-    key = (repr(config), *size, together)
 
-    def one(stage: str, component: str, call: Any, num_calls: float, *more: Any) -> Rehearsal:
-        return Rehearsal(
-            stage,
-            component,
-            partial(sizes.empty, component),
-            call,
-            num_calls,
-            (*key, stage, component, *more),
-            sizes.outputs(component),
-        )
+    def one(stage: str, component: str, call: Any, num_calls: float, *told: Any) -> Rehearsal:
+        return sizes.rehearsal(stage, component, call, num_calls, *size, together, *told)
 
     step = (branches, at_once, guess)
     nets = [
@@ -84,10 +76,7 @@ def savings(config: InpaintConfig, component: str, settings: Settings) -> Iterat
     """
     is_net = component == "unet" or component.startswith("controlnet")
     if is_net and settings.guidance_scale > 1:
-        yield Saving(
-            settings.with_saving("branches_at_once", 1),
-            "the two branches of guidance are computed one after the other",
-        )
+        yield one_branch_at_once(settings)
     if component != "vae":
         return
     together = min(int(settings.option("frames_at_once")), num_painted(settings))
@@ -202,6 +191,6 @@ def _called(
         guidance_scale=settings.guidance_scale,
         guess_mode=bool(settings.option("guess_mode")),
         num_steps=1,
-        branches_at_once=settings.saving("branches_at_once", branches),
+        branches_at_once=branches_at_once(settings, branches),
     )
     return denoise(zeros(*shape), torch.zeros(together, device=device))

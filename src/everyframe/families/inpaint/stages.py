@@ -32,6 +32,7 @@ from everyframe.families.inpaint.dealing import in_round
 from everyframe.families.inpaint.denoiser import Conditions, Denoiser, Steering
 from everyframe.families.inpaint.job import Job, batched
 from everyframe.families.inpaint.text import embed, load_tokenizer, prompts_of, tokens_of
+from everyframe.families.sparing import branches_at_once
 from everyframe.families.stepping import Lot, denoised
 from everyframe.families.telling import prompt_was_cut
 from everyframe.samplers import noise, scheduled
@@ -218,7 +219,7 @@ def _denoiser(
         guidance_scale=settings.guidance_scale,
         guess_mode=bool(settings.option("guess_mode")),
         num_steps=num_steps,
-        branches_at_once=settings.saving("branches_at_once", 2),
+        branches_at_once=branches_at_once(settings, 2),
     )
 
 

@@ -15,6 +15,7 @@ from everyframe.core.plan import Settings
 from everyframe.families.opensora.model import STDiT, STDiT3
 from everyframe.families.opensora.settle import PICTURE_FPS, Facts
 from everyframe.families.opensora.text import TextEmbedding
+from everyframe.families.sparing import branches_at_once
 from everyframe.samplers import rflow
 from everyframe.samplers.guidance import guide
 
@@ -53,7 +54,7 @@ class Denoiser:
         self._model = model
         self._version = facts.version
         self._scale = settings.guidance_scale
-        self._at_once = settings.saving("branches_at_once", 2)
+        self._at_once = branches_at_once(settings, 2)
         self._conditions: dict[str, Any] = {}
         if facts.version != "1.0":
             self._conditions = {

@@ -17,6 +17,7 @@ from everyframe.families.family import Rehearsal, Saving
 from everyframe.families.opensora.components import Sizes
 from everyframe.families.opensora.settle import PIECE, Facts
 from everyframe.families.opensora.vae_config import ImageVAEConfig
+from everyframe.families.sparing import branches_at_once, one_branch_at_once
 
 if TYPE_CHECKING:
     import torch
@@ -31,10 +32,9 @@ def rehearsals(
 
     With `team` the step is that of one of its ranks; see `sharding`.
     """
-    config = (repr(sizes.denoiser), repr(sizes.vae), repr(sizes.text))
     size = (settings.num_frames, settings.height, settings.width)
     branches = 1 if settings.guidance_scale == 1 else 2
-    together = min(branches, settings.saving("branches_at_once", branches))
+    together = branches_at_once(settings, branches)
     pieces = sizes.vae.pieces(settings.num_frames)
     given = _is_given(settings)
     length = sizes.denoiser.model_max_length
@@ -43,15 +43,8 @@ def rehearsals(
     latents = sizes.vae.latent_size(*size)[1:]
 
     def one(stage: str, component: str, call: Any, num_calls: float, *told: Any) -> Rehearsal:
-        return Rehearsal(
-            stage,
-            component,
-            partial(sizes.empty, component),
-            call,
-            num_calls * (settings.chain if stage != "text" else 1),
-            (*config, stage, *told),
-            sizes.outputs(component),
-        )
+        num_calls *= settings.chain if stage != "text" else 1
+        return sizes.rehearsal(stage, component, call, num_calls, *told)
 
     prompts = 1 + (settings.negative_prompt is not None)
     stages = [one("text", "text_encoder", partial(_text, length), prompts)]
@@ -83,10 +76,7 @@ def savings(sizes: Sizes, component: str, settings: Settings) -> Iterator[Saving
     Its spatial stage works frame by frame, so with fewer of them each stays what it is.
     """
     if component == "denoiser" and settings.guidance_scale != 1:
-        yield Saving(
-            settings.with_saving("branches_at_once", 1),
-            "the two branches of guidance are computed one after the other",
-        )
+        yield one_branch_at_once(settings)
     if component != "vae":
         return
     vae = sizes.vae

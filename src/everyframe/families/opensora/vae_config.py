@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from everyframe.checkpoints.folder import without_notes
 from everyframe.core.errors import CheckpointError, InputError, did_you_mean
 from everyframe.families.latents import LatentSize, Piece
 
@@ -148,8 +149,7 @@ class ImageVAEConfig:
         Its own `scaling_factor` is not taken: upstream multiplies by 0.18215 always.
         """
         _check_value(data, "_class_name", "AutoencoderKL")
-        sizes = {name: value for name, value in data.items() if not name.startswith("_")}
-        return cls(autoencoder=sizes)
+        return cls(autoencoder=without_notes(data))
 
 
 @dataclass(frozen=True)

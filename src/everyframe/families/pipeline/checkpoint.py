@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from everyframe.checkpoints.find import Location
-from everyframe.checkpoints.folder import read_json
+from everyframe.checkpoints.folder import read_json, without_notes
 from everyframe.core.errors import CheckpointError
 
 INDEX = "model_index.json"
@@ -104,7 +104,7 @@ def _read(where: str, folder: Path, index_name: str, trust: bool, variant: str |
         raise CheckpointError(f"{folder / index_name} names no pipeline class (_class_name)")
     if code_file is not None and not trust:
         raise CheckpointError(_untrusted(where, f"its pipeline is code of its own ({code_file})"))
-    public = {name: value for name, value in index.items() if not name.startswith("_")}
+    public = without_notes(index)
     entries = {name: value for name, value in public.items() if _is_component(value)}
     parts = {
         name: _part(where, folder, name, entry, trust, variant) for name, entry in entries.items()

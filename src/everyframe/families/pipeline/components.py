@@ -18,7 +18,7 @@ from everyframe.families.family import Component
 from everyframe.families.pipeline.checkpoint import Files, Part
 from everyframe.families.pipeline.classes import component_class
 from everyframe.families.pipeline.sizes import Sizes, denoisers
-from everyframe.precision.islands import in_island
+from everyframe.precision.islands import present
 from everyframe.precision.policy import ComponentNeeds
 
 STAGE = "pipeline"
@@ -50,7 +50,7 @@ def _component(part: Part, files: Files, sizes: Sizes, settings: Settings) -> Co
         part.name,
         sum(count.values()),
         islands=islands_of(part.name, component_class(part), count),
-        range_islands=_present(_T5_RANGE, count) if "T5" in part.class_name else (),
+        range_islands=present(_T5_RANGE, count) if "T5" in part.class_name else (),
         prefers=prefers(part.name, _stored(headers)),
         force_upcast=bool(part.config().get("force_upcast")),
     )
@@ -89,14 +89,9 @@ def islands_of(name: str, cls: Any, parameters: Mapping[str, int]) -> tuple[str,
     if denoisers((name,)):
         patterns += _STEERING
         # A norm without parameters has nothing to be kept in float32: it takes what it is given.
-        if _present(_LAST_NORM, parameters):
+        if present(_LAST_NORM, parameters):
             patterns.append(_LAST)
-    return _present(tuple(patterns), parameters)
-
-
-def _present(patterns: tuple[str, ...], parameters: Mapping[str, int]) -> tuple[str, ...]:
-    found = (each for each in patterns if any(in_island(name, (each,)) for name in parameters))
-    return tuple(dict.fromkeys(found))
+    return present(patterns, parameters)
 
 
 def working_bytes(name: str, sizes: Sizes, settings: Settings, element: int) -> int:

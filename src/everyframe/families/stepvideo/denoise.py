@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from everyframe.core.plan import Settings
+from everyframe.families.sparing import branches_at_once
 from everyframe.families.stepvideo.model import StepVideoModel
 from everyframe.families.stepvideo.text import TextStates
 from everyframe.families.text_context import TextContext
@@ -41,7 +42,7 @@ class Denoiser:
         self._model = model
         self._scale = settings.guidance_scale
         branches = text.branches
-        self._at_once = min(settings.saving("branches_at_once", 2), len(branches))
+        self._at_once = branches_at_once(settings, len(branches))
         self._num_branches = len(branches)
         self._context = _context(model, branches, device)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from everyframe.core.plan import Settings
 from everyframe.families.family import Rehearsal, Saving
+from everyframe.families.sparing import branches_at_once, one_branch_at_once
 from everyframe.families.stepvideo.components import PARTS, Sizes
 from everyframe.families.stepvideo.settle import Facts, latent_shape
 
@@ -25,42 +26,27 @@ def rehearsals(
     sizes: Sizes, facts: Facts, settings: Settings, teams: Teams | None = None
 ) -> tuple[Rehearsal, ...]:
     """Both texts, one step, one piece; with `teams` the step is that of one of several ranks."""
-    config = (repr(sizes.denoiser), repr(sizes.llm), repr(sizes.clip), repr(sizes.vae))
     shape = latent_shape(facts, settings)
     branches = 1 if settings.guidance_scale == 1 else 2
-    together = min(branches, settings.saving("branches_at_once", branches))
+    together = branches_at_once(settings, branches)
     pieces = facts.vae.pieces(settings.num_frames)
-    calls: dict[str, tuple[Any, float, tuple[Any, ...]]] = {
-        "step_llm": (_llm, branches, (sizes.llm_bias,)),
-        "clip": (_clip, branches, ()),
+    calls: dict[str, tuple[Any, ...]] = {
+        "step_llm": (_llm, branches),
+        "clip": (_clip, branches),
         "denoiser": (
             partial(_denoise, sizes, facts, settings, teams),
             settings.num_inference_steps,
-            (*shape, branches, together, *_key(teams)),
+            *(*shape, branches, together, *_key(teams)),
         ),
-        "vae": (partial(_decode, facts, shape), len(pieces), shape),
+        "vae": (partial(_decode, facts, shape), len(pieces), *shape),
     }
-    return tuple(
-        Rehearsal(
-            stage=stage,
-            component=name,
-            module=partial(sizes.empty, name),
-            call=calls[name][0],
-            num_calls=calls[name][1],
-            key=(*config, stage, *calls[name][2]),
-            outputs=sizes.outputs(name),
-        )
-        for name, _, stage in PARTS
-    )
+    return tuple(sizes.rehearsal(stage, name, *calls[name]) for name, _, stage in PARTS)
 
 
 def savings(component: str, settings: Settings) -> Iterator[Saving]:
     """One branch of guidance after the other."""
     if component == "denoiser" and settings.guidance_scale != 1:
-        yield Saving(
-            settings.with_saving("branches_at_once", 1),
-            "the two branches of guidance are computed one after the other",
-        )
+        yield one_branch_at_once(settings)
 
 
 def _tokens(length: int) -> Tokens:

@@ -6,13 +6,14 @@ The modules are diffusers' and transformers' own. Read next: `stages.py`, which 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from everyframe.checkpoints.folder import without_notes
 from everyframe.families.empty import Empty
 from everyframe.families.family import Component
 from everyframe.families.svd.config import SVDConfig
+from everyframe.precision.islands import present
 from everyframe.precision.policy import ComponentNeeds
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class Sizes(Empty):
         from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
 
         model: Any = CLIPVisionModelWithProjection(
-            CLIPVisionConfig(**_without_notes(self.config.image_encoder))
+            CLIPVisionConfig(**without_notes(self.config.image_encoder))
         )
         # A table that no checkpoint holds; made for real, as the rest is made on meta.
         embeddings = model.vision_model.embeddings
@@ -74,20 +75,15 @@ class Sizes(Empty):
         """An empty `UNetSpatioTemporalConditionModel`, called in our own way."""
         from everyframe.families.svd.unet import build
 
-        return build(_without_notes(self.config.unet))
+        return build(without_notes(self.config.unet))
 
     def vae(self) -> nn.Module:
         """An empty `AutoencoderKLTemporalDecoder`, or the `AutoencoderKL` of single pictures."""
         from diffusers import AutoencoderKL, AutoencoderKLTemporalDecoder
 
         kind = AutoencoderKLTemporalDecoder if self.config.decodes_together else AutoencoderKL
-        model: nn.Module = kind(**_without_notes(self.config.vae))
+        model: nn.Module = kind(**without_notes(self.config.vae))
         return model
-
-
-def _without_notes(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The sizes alone: names with an underscore say who saved the file."""
-    return {name: value for name, value in config.items() if not name.startswith("_")}
 
 
 def components(sizes: Sizes, where: str) -> tuple[Component, ...]:
@@ -97,7 +93,7 @@ def components(sizes: Sizes, where: str) -> tuple[Component, ...]:
     encoder = ComponentNeeds(
         "image_encoder",
         total["image_encoder"],
-        _present(IMAGE_ENCODER_ISLANDS, count["image_encoder"]),
+        present(IMAGE_ENCODER_ISLANDS, count["image_encoder"]),
         prefers="float16",
     )
     # Decoded pixels are the product: float32 unless asked otherwise.
@@ -148,10 +144,3 @@ def sent_bytes(unet: Any, size: tuple[int, int], deal: Deal, rank: int, element_
 def level_sizes(height: int, width: int, num_levels: int) -> list[tuple[int, int]]:
     """Rows and columns of a frame at each level of the UNet; halves are rounded up."""
     return [(-(-height // 2**level), -(-width // 2**level)) for level in range(num_levels)]
-
-
-def _present(islands: tuple[str, ...], elements: Mapping[str, int]) -> tuple[str, ...]:
-    """Those of the islands that this version of transformers has parameters for."""
-    from everyframe.precision.islands import in_island
-
-    return tuple(one for one in islands if any(in_island(name, (one,)) for name in elements))

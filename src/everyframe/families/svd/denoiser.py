@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from everyframe.core.plan import Settings
+from everyframe.families.sparing import branches_at_once
 from everyframe.families.svd.job import Picture
 from everyframe.families.svd.unet import VideoUNet
 
@@ -35,7 +36,7 @@ class Denoiser:
         told_BN = torch.tensor([told], dtype=torch.float32)
         embedding, latents_BCHW = picture.embedding, picture.latents
         self._guidance_TCHW: Tensor | None = None
-        self._at_once = settings.saving("branches_at_once", 2)
+        self._at_once = branches_at_once(settings, 2)
         if settings.guidance_scale > 1:
             low, high = settings.option("min_guidance_scale"), settings.guidance_scale
             rising = torch.linspace(low, high, settings.num_frames, dtype=torch.float32)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from everyframe.core.plan import Settings
 from everyframe.families import tiles
 from everyframe.families.family import Rehearsal, Saving
+from everyframe.families.sparing import branches_at_once, one_branch_at_once
 from everyframe.families.svd.components import Sizes
 from everyframe.families.svd.settle import latent_shape
 
@@ -35,22 +36,10 @@ def rehearsals(
     size = (settings.height, settings.width)
     chunk = min(int(settings.option("decode_chunk_size")), settings.num_frames)
     branches = 1 if settings.guidance_scale <= 1 else 2
-    together = min(branches, settings.saving("branches_at_once", branches))
+    together = branches_at_once(settings, branches)
     tile, given_tile = settings.saving(tiles.DECODE, 0), settings.saving(tiles.ENCODE, 0)
     rows, columns = latent_shape(sizes.config, settings)[2:]
-    config = (repr(sizes.config),)
-
-    def one(stage: str, component: str, call: Any, num_calls: float, *shape: Any) -> Rehearsal:
-        return Rehearsal(
-            stage,
-            component,
-            partial(sizes.empty, component),
-            call,
-            num_calls,
-            (*config, stage, *shape),
-            sizes.outputs(component),
-        )
-
+    one = sizes.rehearsal
     return (
         one("image", "image_encoder", partial(_image, sizes), 1),
         one(
@@ -75,10 +64,7 @@ def savings(
 ) -> Iterator[Saving]:
     """One branch of guidance after the other; fewer frames decoded at once; tiles, both ways."""
     if component == "unet" and settings.guidance_scale > 1:
-        yield Saving(
-            settings.with_saving("branches_at_once", 1),
-            "the two branches of guidance are computed one after the other",
-        )
+        yield one_branch_at_once(settings)
     if component != "vae":
         return
     size = latent_shape(config, settings)[2:]
