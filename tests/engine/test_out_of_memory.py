@@ -7,7 +7,7 @@ same code does it, only later.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -238,6 +238,19 @@ def test_where_nothing_takes_less_it_is_refused(
     assert text.startswith("step 1 of denoise")
     assert "nothing is left that takes less" in text
     assert caught.value.exit_code == 3
+
+
+def test_what_devices_compute_together_says_what_would_do() -> None:
+    """The others wait in the middle of an exchange; none of the ways is tried on one alone."""
+    guard = Guard(plan(), "denoise", {}, savings=lambda *_: iter(()), apart=nullcontext)
+
+    def short() -> torch.Tensor:
+        raise RuntimeError(TOO_LITTLE)
+
+    with pytest.raises(
+        CannotRunError, match=r"^step 3 of denoise .*: out of memory in the middle of"
+    ):
+        guard.call(3, short)
 
 
 def test_other_errors_stay_what_they_are() -> None:

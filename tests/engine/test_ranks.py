@@ -274,6 +274,26 @@ def test_a_repair_is_the_same_on_every_rank(ranks: Group, model: str) -> None:
     assert np.isfinite(together(found)[5]).all()
 
 
+def _no_room_to_decode(team: Team) -> Any:
+    """On the second rank a decoder finds no memory for more than one frame."""
+    if team.rank != 1:
+        return None
+
+    def refuse(module: Any, args: Any) -> None:
+        if type(module).__name__ == "Decoder" and len(args[0]) > 1 and not args[0].is_meta:
+            raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
+
+    return torch.nn.modules.module.register_module_forward_pre_hook(refuse).remove
+
+
+@pytest.mark.slow
+def test_a_rank_without_memory_to_decode_goes_on_in_less(ranks: Group, model: str) -> None:
+    found = ranks.run(2, run, model, {}, fault=_no_room_to_decode)
+    # Told by the first rank, which all frames come to.
+    assert set(found[0]["repairs"]) == {""}, "of no module: memory"
+    check_close(together(found), alone(model))
+
+
 def test_sharding_is_taken_off_again(model: str) -> None:
     """A model is left as it was; `Sharding` belongs to a stage."""
     from everyframe.families.opensora.config import STDiT3Config

@@ -149,6 +149,13 @@ class Guard:
 
     def _relieve(self, step: int, said: str) -> None:
         relief = None if self._apart else self.reliefs.at(step)
+        if relief is None and self._apart:
+            raise CannotRunError(
+                f"{self._where(step)}: out of memory in the middle of what several devices compute "
+                "together, where none can do with less by itself; more devices or --shard-weights "
+                "may go on from the last step (everyframe resume), and a smaller size or "
+                f"num_frames does ({said})"
+            )
         if relief is None:
             raise CannotRunError(
                 f"{self._where(step)}: out of memory, and nothing is left that takes less; a "

@@ -115,6 +115,39 @@ def test_one_video_on_several_ranks(
     assert all(rank.sent_bytes for rank in division.ranks)
 
 
+def encoded(team: Team, asked: dict[str, Any], *, once: bool) -> dict[str, Any]:
+    """One rank's run, with how often an encoder's first layer looked words up in it."""
+    from everyframe.families.pipeline import encoding
+
+    calls, own, names = [], torch.nn.Embedding.forward, encoding._NAMES
+    encoding._NAMES = names if once else ()
+
+    def looked_up(self: Any, ids: Any) -> Any:
+        if not self.weight.is_meta:  # a dry run
+            calls.append(ids.shape)
+        return own(self, ids)
+
+    torch.nn.Embedding.forward = looked_up  # type: ignore[method-assign]
+    try:
+        return {**run(team, asked), "calls": len(calls)}
+    finally:
+        torch.nn.Embedding.forward = own  # type: ignore[method-assign]
+        encoding._NAMES = names
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_texts_are_encoded_once(ranks: Group, asked: dict[str, dict[str, Any]], name: str) -> None:
+    """The others look up no word; the video has the bits of ranks that encode for themselves."""
+    each, found = (ranks.run(2, encoded, asked[name], once=once) for once in (False, True))
+    np.testing.assert_array_equal(videos(found)[3], videos(each)[3])
+    assert each[0]["calls"] == each[1]["calls"] > 0
+    assert [one["calls"] for one in found] == [each[0]["calls"], 0]
+    sent = [one["sent"].get("what is encoded is handed on", 0) for one in found]
+    assert sent[0] > 0
+    assert sent[1] == 0
+
+
 @pytest.mark.slow
 def test_several_videos_are_dealt_out_whole(ranks: Group, asked: dict[str, dict[str, Any]]) -> None:
     given = {**asked["ltx"], "num_videos": 2}

@@ -116,6 +116,14 @@ def component_class(part: Part) -> Any:
     return found
 
 
+def empty_component(part: Part) -> Any:
+    """The module of a component by its config, with numbers that nobody read; best made on meta."""
+    cls = component_class(part)
+    if hasattr(cls, "load_config"):  # diffusers
+        return cls.from_config(cls.load_config(str(part.folder)))
+    return cls(cls.config_class.from_pretrained(str(part.folder), local_files_only=True))
+
+
 def _own_code(folder: Path, file: str, class_name: str) -> Any:
     from diffusers.utils.dynamic_modules_utils import get_class_from_dynamic_module
 

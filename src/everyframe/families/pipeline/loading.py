@@ -23,6 +23,7 @@ from everyframe.families import offload, repairing, turns
 from everyframe.families.loading import keep_in_sight, show
 from everyframe.families.pipeline.checkpoint import Files, Part
 from everyframe.families.pipeline.classes import component_class, empty_modular, pipeline_class
+from everyframe.families.pipeline.encoding import encoders, without_weights
 from everyframe.optimize.put_on import after_weights, before_weights
 from everyframe.precision import edges
 from everyframe.precision.dtypes import torch_dtype
@@ -32,8 +33,10 @@ from everyframe.precision.dtypes import torch_dtype
 _ENDS = ("decoder", "encoder", "quant_conv")
 
 
-def load(plan: Plan, files: Files, found: list[Any]) -> Iterator[Event]:
+def load(plan: Plan, files: Files, found: list[Any], *, encodes: bool = True) -> Iterator[Event]:
     """Append the pipeline to `found`; an event for each component, and for what is said of it.
+
+    If it does not encode by itself, its encoders have no weights.
 
     Raises:
         CheckpointError: a component that can't be loaded whole; names tensors.
@@ -41,6 +44,11 @@ def load(plan: Plan, files: Files, found: list[Any]) -> Iterator[Event]:
     modules: dict[str, nn.Module] = {}
     for part in files.models:
         began = time.perf_counter()
+        if not encodes and encoders((part.name,)):
+            dtype = torch_dtype(plan.component(part.name).precision.parameters)
+            with torch.inference_mode(False), torch.no_grad():
+                modules[part.name] = without_weights(part, dtype)
+            continue
         # The engine runs in inference mode; what is made in it can't be changed outside of it.
         with torch.inference_mode(False), torch.no_grad():
             modules[part.name], extra = _component(files.where, part, plan)
@@ -100,10 +108,19 @@ def _component(where: str, part: Part, plan: Plan) -> tuple[nn.Module, list[str]
 
 
 def _place(plan: Plan, modules: dict[str, nn.Module]) -> None:
-    """Each part on its device, or waiting on the host for its turn there."""
+    """Each part on its device, or waiting on the host for its turn there; some are nowhere."""
+    nowhere = {
+        name
+        for name, module in modules.items()
+        if any(parameter.is_meta for parameter in module.parameters())
+    }
     turning = []
     for name, module in modules.items():
         part = plan.component(name)
+        if nowhere:  # diffusers asks any part where all are
+            wait_elsewhere(module, part.device)
+        if name in nowhere:
+            continue
         if not part.offload and not part.by_turns:
             module.to(part.device)
             continue

@@ -26,8 +26,8 @@ from everyframe.families.family import GivenFrames, JointRehearsal, Take
 from everyframe.families.loading import build_on_meta
 from everyframe.families.pipeline import released, sharding
 from everyframe.families.pipeline.arguments import arguments
-from everyframe.families.pipeline.checkpoint import Files, Part
-from everyframe.families.pipeline.classes import component_class
+from everyframe.families.pipeline.checkpoint import Files
+from everyframe.families.pipeline.classes import empty_component
 from everyframe.families.pipeline.components import STAGE
 from everyframe.families.pipeline.interface import Interface
 from everyframe.families.pipeline.loading import assembled, outputs_of, set_tiling
@@ -49,7 +49,10 @@ class Dry:
     def modules(self) -> dict[str, nn.Module]:
         """Its components with weights, empty; the same objects at every call."""
         with quiet_libraries():
-            return {part.name: build_on_meta(partial(_empty, part)) for part in self.files.models}
+            return {
+                part.name: build_on_meta(partial(empty_component, part))
+                for part in self.files.models
+            }
 
     @cached_property
     def _pipe(self) -> Any:
@@ -118,17 +121,6 @@ class Dry:
         set_tiling(pipe, settings)
         with quiet_libraries(even_errors=True), silent(pipe), _on_no_device():
             return pipe(**call)
-
-
-def _empty(part: Part) -> nn.Module:
-    """One component without its weights."""
-    cls = component_class(part)
-    if hasattr(cls, "load_config"):  # diffusers
-        module: nn.Module = cls.from_config(cls.load_config(str(part.folder)))
-    else:
-        config = cls.config_class.from_pretrained(str(part.folder), local_files_only=True)
-        module = cls(config)
-    return module
 
 
 @contextmanager

@@ -2,8 +2,8 @@
 
 The call runs in a thread that stands still between events (`alternating.py`), its steps are seen by
 hooks (`watching.py`). Of several ranks each makes the call, shares its denoisers' work with the
-others (`sharding.py`), and the first alone decodes. Read next: `loading.py`, `sparing.py`,
-`outputs.py`.
+others (`sharding.py`), and the first alone encodes (`encoding.py`) and decodes. Read next:
+`loading.py`, `sparing.py`, `outputs.py`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from everyframe.families.pipeline.alternating import alternating
 from everyframe.families.pipeline.arguments import arguments
 from everyframe.families.pipeline.checkpoint import Files
 from everyframe.families.pipeline.components import STAGE
+from everyframe.families.pipeline.encoding import EncodedOnce, encoders
 from everyframe.families.pipeline.guarded import Apart, Guarded
 from everyframe.families.pipeline.interface import Interface
 from everyframe.families.pipeline.loading import load
@@ -79,7 +80,8 @@ class PipelineStage:
                 assert self.files is not None
                 found: list[Any] = []
                 with quiet_libraries():
-                    yield from load(self.plan, self.files, found)
+                    leads = self.teams.team.is_lead
+                    yield from load(self.plan, self.files, found, encodes=leads)
                 pipe = found.pop()
             else:
                 stack.enter_context(untouched(pipe))
@@ -90,10 +92,17 @@ class PipelineStage:
             ready = _Ready(pipe, reliefs, sharding.of_all(_modules(pipe), self.teams))
             for each in ready.shared.values():
                 stack.callback(each.remove)
+            if ready.shared:
+                stack.enter_context(self._encoded_once(_modules(pipe)))
             for number, take in enumerate(takes):
                 if ready.shared:
                     take.answers = HandedOn(self.teams.team, take.answers)
                 yield from self._video(partial(self._call, ready, take, number, len(takes)), take)
+
+    def _encoded_once(self, modules: Mapping[str, nn.Module]) -> EncodedOnce:
+        """What has the first rank encode for all of them."""
+        found = {name: modules[name] for name in encoders(modules)}
+        return EncodedOnce(found, self.teams.team, self.plan.device.torch_name)
 
     def _set_guidance(self, pipe: Any) -> None:
         """Some pipelines keep guidance in a component, the guider, and take no scale."""
