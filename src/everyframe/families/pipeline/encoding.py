@@ -36,7 +36,8 @@ def encoders(names: Any) -> tuple[str, ...]:
 
 def without_weights(part: Part, dtype: torch.dtype) -> nn.Module:
     """An encoder that another rank computes: its config and its dtype, which pipelines ask for."""
-    return build_on_meta(partial(empty_component, part)).to(dtype).eval()
+    module: nn.Module = build_on_meta(partial(empty_component, part))
+    return module.to(dtype).eval()
 
 
 class EncodedOnce:
