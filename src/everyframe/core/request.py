@@ -311,10 +311,6 @@ class Request(Options):
         width, height = self.aspect.split(":")
         return int(width), int(height)
 
-    def with_seed(self, seed: int) -> Request:
-        """The same request for one video with this very seed."""
-        return type(self)(**{**self.given(), "seed": seed, "num_videos": 1})
-
     @property
     def num_ranks(self) -> int:
         """How many devices work together."""

@@ -5,12 +5,15 @@ Which parts there are and where each lies is the family's. Read next: a family's
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from everyframe.checkpoints.fetch import fetch_parts
 from everyframe.checkpoints.find import PartLocation
 from everyframe.checkpoints.folder import read_json
+from everyframe.checkpoints.known import Part
 
 
 @dataclass(frozen=True)
@@ -34,3 +37,19 @@ class Source:
             return None
         folder = self.path if self.path.is_dir() else self.path.parent
         return read_json(folder / name) if (folder / name).is_file() else None
+
+
+def missing(sources: Mapping[str, Source]) -> tuple[str, ...]:
+    """What must be fetched of these parts, a line each."""
+    return tuple(line for source in sources.values() for line in source.missing())
+
+
+def fetched(sources: Mapping[str, Source], of_part: Callable[[Part], Source]) -> dict[str, Source]:
+    """The same parts with all files on this disk; ``of_part(part)`` is the source of one there."""
+    places = {place.part.part: place.part for place in sources.values() if place.part is not None}
+    # All at once, so that somebody without a network is told of all that is missing.
+    found = {place.part: of_part(place.part) for place in fetch_parts([*places.values()])}
+    return {
+        name: source if source.part is None else found[source.part.part]
+        for name, source in sources.items()
+    }

@@ -11,12 +11,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import nn
 
 from everyframe.core.events import Event, Step
-from everyframe.families.family import Take
+from everyframe.families.family import Stage, Take
 from everyframe.families.guarding import Guard
+from everyframe.families.job import Job
+from everyframe.families.sharded import PutOn
 from everyframe.samplers.step import Step as SamplerStep
 
 
@@ -60,6 +64,30 @@ def denoised(
                 done = number * num_steps + lot.end - left * lot.count
                 yield Step(stage, done, len(takes) * num_steps, take.seed, now - begun)
                 begun = now
+
+
+def denoised_in_step(
+    stage: Stage,
+    job: Job[Any],
+    model: nn.Module,
+    put_on: PutOn,
+    takes: Sequence[Take],
+    sample: Callable[[Guard, Take], Iterator[SamplerStep]],
+) -> Iterator[Event]:
+    """Fill each take's `latents` by a denoiser that all ranks of a video call together.
+
+    `put_on` is what was put on it for them, and is taken off. ``sample(guard, take)`` are a take's
+    steps, from that one on which it is in.
+    """
+    with put_on:
+        apart = put_on.apart if put_on.team.size > 1 else None
+        guard = job.guard(stage.name, {stage.component: model}, apart)
+        steps = job.settings.num_inference_steps
+
+        def lots(take: Take) -> Iterator[Lot]:
+            yield Lot(sample(guard, take), steps)
+
+        yield from denoised(stage.name, takes, steps, guard, lots)
 
 
 def _take_step(take: Take, step: SamplerStep, done: int, num_steps: int) -> None:

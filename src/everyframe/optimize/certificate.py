@@ -37,11 +37,6 @@ class Certificate:
     gain: float | None
     date: str
 
-    @property
-    def is_certified(self) -> bool:
-        """Whether the path may be used."""
-        return self.verdict == "certified"
-
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
         return asdict(self)

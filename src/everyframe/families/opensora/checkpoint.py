@@ -13,11 +13,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from everyframe.checkpoints.fetch import fetch_parts
 from everyframe.checkpoints.find import Location, find_part
 from everyframe.checkpoints.folder import WEIGHT_SUFFIXES
 from everyframe.checkpoints.known import KNOWN, SUPPORTED_VERSIONS, T5_XXL, Part
 from everyframe.core.errors import CheckpointError, InputError
+from everyframe.families import sources
 from everyframe.families.opensora.options import OpenSoraOptions
 from everyframe.families.sources import Source
 
@@ -58,24 +58,13 @@ class Files:
 
     def missing(self) -> tuple[str, ...]:
         """What must be fetched first, a line each."""
-        return tuple(line for source in self.sources().values() for line in source.missing())
+        return sources.missing(self.sources())
 
     def fetched(self) -> Files:
         """The same parts with all files on this disk."""
-        hub = [source.part for source in self.sources().values() if source.part is not None]
-        # All at once, so that somebody without a network is told of all that is missing.
-        fetched = {place.part: of_part(place.part) for place in fetch_parts(hub)}
-
-        def found(source: Source) -> Source:
-            return source if source.part is None else fetched[source.part.part]
-
-        return replace(
-            self,
-            denoiser=found(self.denoiser),
-            vae=found(self.vae),
-            text_encoder=found(self.text_encoder),
-            tokenizer=found(self.tokenizer),
-        )
+        parts = {**self.sources(), "tokenizer": self.tokenizer}
+        found: dict[str, Any] = sources.fetched(parts, of_part)
+        return replace(self, **found)
 
 
 def of_part(part: Part) -> Source:

@@ -28,7 +28,7 @@ from everyframe.families.opensora.settle import PIECE, known_frames
 from everyframe.families.opensora.text import TextEmbedding, embed, load_tokenizer, tokens_of
 from everyframe.families.opensora.vae import ImageVAE, VideoVAE
 from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConfig
-from everyframe.families.stepping import Lot, denoised
+from everyframe.families.stepping import denoised_in_step
 from everyframe.families.telling import prompt_was_cut
 from everyframe.samplers import iddpm, noise, rflow
 from everyframe.samplers.step import Step as SamplerStep
@@ -199,18 +199,11 @@ class DenoiseStage:
 
     def run(self, takes: Sequence[Take]) -> Iterator[Event]:
         """Fill each take's `latents`."""
-        job, team = self.job, self.job.teams.team
+        job, teams = self.job, self.job.teams
         model = yield from job.loaded(self.component)
-        with sharding.apply(model, team, job.teams.groups) as put_on:
-            apart = put_on.apart if team.size > 1 else None
-            guard = job.guard(self.name, {self.component: model}, apart)
-
-            steps = job.settings.num_inference_steps
-
-            def lots(take: Take) -> Iterator[Lot]:
-                yield Lot(self._sample(model, guard, take), steps)
-
-            yield from denoised(self.name, takes, steps, guard, lots)
+        put_on = sharding.apply(model, teams.team, teams.groups)
+        sample = partial(self._sample, model)
+        yield from denoised_in_step(self, job, model, put_on, takes, sample)
 
     def _sample(self, model: STDiT | STDiT3, guard: Guard, take: Take) -> Iterator[SamplerStep]:
         job, settings, facts = self.job, self.job.settings, self.job.model.facts

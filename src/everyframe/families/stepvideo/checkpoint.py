@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 
-from everyframe.checkpoints.fetch import fetch_parts
 from everyframe.checkpoints.find import Location, find_part
 from everyframe.checkpoints.folder import read_json
 from everyframe.checkpoints.known import STEP_VIDEO_PARTS, Part
 from everyframe.core.errors import CheckpointError, InputError
+from everyframe.families import sources
 from everyframe.families.sources import Source
 
 PIPELINE, DENOISER = "StepVideoPipeline", "StepVideoModel"
@@ -52,20 +52,11 @@ class Files:
 
     def missing(self) -> tuple[str, ...]:
         """What must be fetched first, a line each."""
-        return tuple(line for source in self.sources.values() for line in source.missing())
+        return sources.missing(self.sources)
 
     def fetched(self) -> Files:
         """The same parts with all files on this disk."""
-        places = [source.part for source in self.sources.values() if source.part is not None]
-        # All at once, so that somebody without a network is told of all that is missing.
-        found = {place.part: _of_part(place.part) for place in fetch_parts(places)}
-        return replace(
-            self,
-            sources={
-                name: source if source.part is None else found[source.part.part]
-                for name, source in self.sources.items()
-            },
-        )
+        return replace(self, sources=sources.fetched(self.sources, _of_part))
 
 
 def find_files(location: Location, base: str | None) -> Files | None:

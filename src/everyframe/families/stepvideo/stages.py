@@ -23,7 +23,7 @@ from everyframe.families.family import Take
 from everyframe.families.guarding import Guard
 from everyframe.families.job import Job
 from everyframe.families.latents import Piece
-from everyframe.families.stepping import Lot, denoised
+from everyframe.families.stepping import denoised_in_step
 from everyframe.families.stepvideo import sharding
 from everyframe.families.stepvideo.denoise import Denoiser, Text
 from everyframe.families.stepvideo.family import StepVideo
@@ -134,16 +134,9 @@ class DenoiseStage:
         """Fill each take's `latents`."""
         job, teams = self.job, self.job.teams
         model = yield from job.loaded(self.component)
-        with sharding.apply(model, teams.team, teams.groups, teams.way) as put_on:
-            apart = put_on.apart if teams.team.size > 1 else None
-            guard = job.guard(self.name, {self.component: model}, apart)
-
-            steps = job.settings.num_inference_steps
-
-            def lots(take: Take) -> Iterator[Lot]:
-                yield Lot(self._sample(model, guard, take), steps)
-
-            yield from denoised(self.name, takes, steps, guard, lots)
+        put_on = sharding.apply(model, teams.team, teams.groups, teams.way)
+        sample = partial(self._sample, model)
+        yield from denoised_in_step(self, job, model, put_on, takes, sample)
 
     def _sample(self, model: StepVideoModel, guard: Guard, take: Take) -> Iterator[SamplerStep]:
         settings, device = self.job.settings, self.job.device(self.component)

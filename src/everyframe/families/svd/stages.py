@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from everyframe.core.events import Event
 from everyframe.families import coding
 from everyframe.families.family import Take
 from everyframe.families.guarding import Guard
-from everyframe.families.stepping import Lot, denoised
+from everyframe.families.stepping import denoised_in_step
 from everyframe.families.svd import pictures, sharding
 from everyframe.families.svd.denoiser import Denoiser
 from everyframe.families.svd.job import Job, Picture, given_picture
@@ -78,18 +79,11 @@ class DenoiseStage:
 
     def run(self, takes: Sequence[Take]) -> Iterator[Event]:
         """Fill each take's `latents`."""
-        job, team = self.job, self.job.teams.team
+        job, teams = self.job, self.job.teams
         unet = yield from job.loaded(self.component)
-        with sharding.apply(unet, team, job.teams.groups) as put_on:
-            apart = put_on.apart if team.size > 1 else None
-            guard = job.guard(self.name, {self.component: unet}, apart)
-
-            steps = job.settings.num_inference_steps
-
-            def lots(take: Take) -> Iterator[Lot]:
-                yield Lot(self._sample(unet, guard, take), steps)
-
-            yield from denoised(self.name, takes, steps, guard, lots)
+        put_on = sharding.apply(unet, teams.team, teams.groups)
+        sample = partial(self._sample, unet)
+        yield from denoised_in_step(self, job, unet, put_on, takes, sample)
         for take in takes:
             take.known = None
 
