@@ -7,7 +7,6 @@ In float64, so that a wrong cut can't hide behind rounding: two sums in another 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any
@@ -15,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from everyframe.core.plan import Precision
 from everyframe.families.opensora import sharding
@@ -23,15 +21,14 @@ from everyframe.families.opensora.components import sent_bytes
 from everyframe.families.opensora.config import STDiT3Config, STDiTConfig
 from everyframe.families.opensora.model import build_model
 from everyframe.families.opensora.sharding import Sharding
-from everyframe.ops.attention import PLAIN, by_kernel
 from everyframe.parallel.grid import Deal, Grid
 from everyframe.parallel.team import Alone, Imagined, Team
 from everyframe.precision import edges
+from on_ranks import RELATIVE, answered, worst
 from ranks import FAST, SLOW, Group, in_every_size, ranks
 
 __all__ = ["ranks"]
 
-RELATIVE = 1e-12
 HIDDEN, DEPTH, LENGTH, CAPTION = 32, 2, 6, 12
 KINDS = {"1.0": STDiTConfig, "1.2": STDiT3Config}
 
@@ -103,32 +100,13 @@ def sharded(
     """One rank's answer, the bytes that left it and, with `count`, its operations."""
     model, inputs = model_of(version), given(version, case)
     put_on = sharding.apply(model, team, groups)
-    handle = fault(model, put_on, inputs, team) if fault is not None else None
-    context = model.context(inputs["text"], inputs["mask"])
-    rest = {k: v for k, v in inputs.items() if k not in ("x", "t", "text", "mask")}
-    counter = FlopCounterMode(display=False)
-    try:
-        # torch counts no operations of its fused kernel for CPUs.
-        with ExitStack() as counting:
-            if count:
-                counting.enter_context(by_kernel(PLAIN))
-                counting.enter_context(counter)
-            out = model(inputs["x"], inputs["t"], context, **rest)
-    finally:
-        put_on.remove()
-        if handle is not None:
-            handle.remove()
-    return {"out": out, "sent": dict(team.sent), "operations": counter.get_total_flops()}
+    undo = fault(model, put_on, inputs, team) if fault is not None else None
+    return answered(team, put_on, undo, lambda: answer(model, inputs), count=count)
 
 
 def bare(version: str, case: str) -> Tensor:
     with torch.inference_mode():
         return answer(model_of(version), given(version, case))
-
-
-def worst(found: list[dict[str, Any]], wanted: Tensor) -> float:
-    """The largest error of any rank, relative to the largest value."""
-    return max(float((each["out"] - wanted).abs().max() / wanted.abs().max()) for each in found)
 
 
 @in_every_size
@@ -231,11 +209,6 @@ def test_every_rank_does_its_share(size: int, version: str) -> None:
 # ---------------------------------------------------------------- planted faults
 
 
-class _Undo:
-    def __init__(self, undo: Callable[[], None]) -> None:
-        self.remove = undo
-
-
 def other_noise(model: Any, put_on: Sharding, inputs: dict[str, Any], team: Team) -> None:
     """The last rank begins with other noise, in one number."""
     if team.rank == team.size - 1:
@@ -260,7 +233,7 @@ def padding(model: Any, put_on: Sharding, inputs: dict[str, Any], team: Team) ->
         before.remove()
         after.remove()
 
-    return _Undo(undo)
+    return undo
 
 
 def dropped_mask(model: Any, put_on: Sharding, inputs: dict[str, Any], team: Team) -> None:

@@ -8,7 +8,6 @@ for bit.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import cache
 from typing import Any
 
@@ -16,20 +15,18 @@ import diffusers
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 import tiny
 from everyframe.core.errors import CannotRunError
 from everyframe.families.pipeline import sharding
 from everyframe.families.pipeline.cuts import CUTS
 from everyframe.families.pipeline.sharding import Sharding
-from everyframe.ops.attention import PLAIN, by_kernel
 from everyframe.parallel import ring
 from everyframe.parallel.heads import ATTENDING
 from everyframe.parallel.team import Alone, Imagined, Team
+from on_ranks import RELATIVE, answered, worst
 from ranks import Group, group_of
 
-RELATIVE = 1e-12
 SHORT, LONG = 5, 7
 
 
@@ -191,19 +188,7 @@ def sharded(
     model, inputs = model_of(name), given()
     put_on = sharding.apply(model, team, way)
     undo = fault(put_on, model, inputs, team) if fault is not None else None
-    counter = FlopCounterMode(display=False)
-    try:
-        # torch counts no operations of its fused kernel for CPUs.
-        with ExitStack() as counting:
-            if count:
-                counting.enter_context(by_kernel(PLAIN))
-                counting.enter_context(counter)
-            out = model(**inputs, return_dict=False)[0]
-    finally:
-        put_on.remove()
-        if undo is not None:
-            undo()
-    return {"out": out, "sent": dict(team.sent), "operations": counter.get_total_flops()}
+    return answered(team, put_on, undo, lambda: model(**inputs, return_dict=False)[0], count=count)
 
 
 @cache
@@ -212,12 +197,6 @@ def bare(case: str) -> Tensor:
     with torch.no_grad():
         out: Tensor = model_of(name)(**given(), return_dict=False)[0]
     return out
-
-
-def worst(found: list[dict[str, Any]], case: str) -> float:
-    """The largest error of any rank, relative to the largest value."""
-    right = bare(case)
-    return max(float((each["out"] - right).abs().max() / right.abs().max()) for each in found)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +212,7 @@ def test_any_number_of_ranks_gives_the_bare_models_answer(
     ranks: Group, size: int, way: str, case: str
 ) -> None:
     found = ranks.run(size, sharded, way, case)
-    assert worst(found, case) < RELATIVE
+    assert worst(found, bare(case)) < RELATIVE
     assert all(torch.equal(each["out"], found[0]["out"]) for each in found)
     if size == 1:
         assert torch.equal(found[0]["out"], bare(case))
@@ -249,7 +228,7 @@ def test_any_number_of_ranks_gives_the_bare_models_answer(
 )
 def test_unequal_shares(ranks: Group, case: str, weights: tuple[float, ...]) -> None:
     found = ranks.run(len(weights), sharded, "ulysses", case, weights=weights)
-    assert worst(found, case) < RELATIVE
+    assert worst(found, bare(case)) < RELATIVE
 
 
 # ---------------------------------------------------------------- data, bytes and work
@@ -392,7 +371,7 @@ FAULTS = [
 )
 def test_a_planted_fault_is_seen(ranks: Group, way: str, fault: Any, case: str) -> None:
     found = ranks.run(3, sharded, way, case, fault=fault)
-    assert worst(found, case) > 100 * RELATIVE
+    assert worst(found, bare(case)) > 100 * RELATIVE
 
 
 def everything(put_on: Sharding, model: Any, inputs: dict[str, Any], team: Team) -> None:
@@ -404,7 +383,7 @@ def everything(put_on: Sharding, model: Any, inputs: dict[str, Any], team: Team)
 def test_a_rank_that_computes_everything_is_seen(case: str) -> None:
     whole = sharded(Alone(), "ulysses", case, count=True)["operations"]
     found = sharded(Imagined(1, (1.0,) * 3), "ulysses", case, fault=everything, count=True)
-    assert worst([found], case) < RELATIVE
+    assert worst([found], bare(case)) < RELATIVE
     assert found["operations"] > 1.1 * whole / 3
     assert not found["sent"]
 

@@ -8,7 +8,6 @@ In float64, so that a wrong cut can't hide behind rounding: two sums in another 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any
@@ -16,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from everyframe.core.plan import Precision
 from everyframe.families.stepvideo import sharding
@@ -24,17 +22,17 @@ from everyframe.families.stepvideo.components import DENOISER_ISLANDS, rank_part
 from everyframe.families.stepvideo.config import StepVideoConfig
 from everyframe.families.stepvideo.model import StepVideoModel
 from everyframe.families.stepvideo.sharding import Sharding
-from everyframe.ops.attention import PLAIN, attention, by_kernel
+from everyframe.ops.attention import attention
 from everyframe.parallel import ring
 from everyframe.parallel.grid import Deal, Grid
 from everyframe.parallel.heads import ATTENDING
 from everyframe.parallel.team import Alone, Imagined, Team
 from everyframe.precision import edges
+from on_ranks import RELATIVE, answered, worst
 from ranks import Group, in_every_size, ranks
 
 __all__ = ["ranks"]
 
-RELATIVE = 1e-12
 CONFIG = StepVideoConfig(
     num_attention_heads=3,
     attention_head_dim=16,
@@ -101,30 +99,12 @@ def sharded(
     model, inputs = model_of(), given(case)
     put_on = sharding.apply(model, team, groups, way)
     undo = fault(put_on, inputs, team) if fault is not None else None
-    counter = FlopCounterMode(display=False)
-    context = model.context(inputs["llm"], inputs["clip"], inputs["mask"])
-    try:
-        # torch counts no operations of its fused kernel for CPUs.
-        with ExitStack() as counting:
-            if count:
-                counting.enter_context(by_kernel(PLAIN))
-                counting.enter_context(counter)
-            out = model(inputs["x"], inputs["t"], context)
-    finally:
-        put_on.remove()
-        if undo is not None:
-            undo()
-    return {"out": out, "sent": dict(team.sent), "operations": counter.get_total_flops()}
+    return answered(team, put_on, undo, lambda: answer(model, inputs), count=count)
 
 
 def bare(case: str) -> Tensor:
     with torch.inference_mode():
         return answer(model_of(), given(case))
-
-
-def worst(found: list[dict[str, Any]], wanted: Tensor) -> float:
-    """The largest error of any rank, relative to the largest value."""
-    return max(float((each["out"] - wanted).abs().max() / wanted.abs().max()) for each in found)
 
 
 @in_every_size

@@ -7,7 +7,6 @@ so through some forty layers, whatever is wrong by far more. One rank is compare
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from fractions import Fraction
 from functools import cache, lru_cache
 from typing import Any
@@ -27,11 +26,11 @@ from everyframe.parallel import moments
 from everyframe.parallel.grid import Deal, Grid
 from everyframe.parallel.team import Alone, Imagined, Team
 from everyframe.precision import edges
+from on_ranks import RELATIVE, answered, worst
 from ranks import Group, in_every_size, ranks
 
 __all__ = ["ranks"]
 
-RELATIVE = 1e-12
 LEVELS = 3
 SIZES: dict[str, Any] = {
     "block_out_channels": (32, 64, 64), "layers_per_block": 1, "cross_attention_dim": 16,
@@ -114,21 +113,7 @@ def sharded(
     inputs = given(case)
     put_on = sharding.apply(model(), team, groups)
     undo = fault(put_on, inputs, team) if fault is not None else None
-    counter = FlopCounterMode(display=False)
-    try:
-        with counter if count else nullcontext():
-            out = answer(inputs)
-    finally:
-        put_on.remove()
-        if undo is not None:
-            undo()
-    return {"out": out, "sent": dict(team.sent), "operations": counter.get_total_flops()}
-
-
-def worst(found: list[dict[str, Any]], case: str) -> float:
-    """The largest error of any rank, relative to the largest value."""
-    right = wanted(case)
-    return max(float((each["out"] - right).abs().max() / right.abs().max()) for each in found)
+    return answered(team, put_on, undo, lambda: answer(inputs), count=count)
 
 
 #: Those that are run by default with the number of ranks that is.
@@ -142,7 +127,7 @@ _FAST = ("guided, odd sides", "fewer frames than ranks")
 )
 def test_any_number_of_ranks_gives_diffusers_answer(ranks: Group, size: int, case: str) -> None:
     found = ranks.run(size, sharded, case)
-    assert worst(found, case) < RELATIVE
+    assert worst(found, wanted(case)) < RELATIVE
     if size == 1:
         assert torch.equal(found[0]["out"], answer(given(case)))
 
@@ -152,7 +137,7 @@ def test_branches_apart(ranks: Group, size: int) -> None:
     """Ranks of their own for each sample, also three for two; who has one alone has its bits."""
     case = "guided, odd sides"
     found = ranks.run(size, sharded, case, groups=2)
-    assert worst(found, case) < RELATIVE
+    assert worst(found, wanted(case)) < RELATIVE
     # One branch after the other, as a device with little memory computes them.
     x, t, picture, told = given(case)
     context = model().context(picture, told, x.shape[1])
@@ -170,7 +155,7 @@ def test_branches_apart(ranks: Group, size: int) -> None:
 @pytest.mark.parametrize("weights", [(24.0, 8.0), (1.0, 2.0, 0.5), (1.0, 0.0)])
 def test_unequal_shares(ranks: Group, weights: tuple[float, ...]) -> None:
     case = "guided, odd sides"
-    assert worst(ranks.run(len(weights), sharded, case, weights=weights), case) < RELATIVE
+    assert worst(ranks.run(len(weights), sharded, case, weights=weights), wanted(case)) < RELATIVE
 
 
 # ---------------------------------------------------------------- bytes and work
@@ -340,7 +325,7 @@ def test_a_planted_fault_is_seen(ranks: Group, size: int, fault: Any) -> None:
     # One sample where the fault is in what ranks with a sample each have no need of.
     case = "guided, odd sides" if fault is not norm_of_its_own_frames else "one sample"
     found = ranks.run(size, sharded, case, fault=fault)
-    assert worst(found, case) > 100 * RELATIVE
+    assert worst(found, wanted(case)) > 100 * RELATIVE
 
 
 def everything(put_on: Sharding, inputs: list[Tensor], team: Team) -> None:
@@ -352,7 +337,7 @@ def test_a_rank_that_computes_everything_is_seen() -> None:
     size, case = 3, "guided, odd sides"
     whole = sharded(Alone(), case, count=True)["operations"]
     found = sharded(Imagined(1, (1.0,) * size), case, fault=everything, count=True)
-    assert worst([found], case) < RELATIVE
+    assert worst([found], wanted(case)) < RELATIVE
     assert found["operations"] > 1.1 * share(size, 1, CASES[case]) * whole
     assert not found["sent"]
 
