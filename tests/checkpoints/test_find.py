@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from everyframe.checkpoints.find import find_part, locate, names_on_disk, overview
-from everyframe.checkpoints.known import KNOWN, KnownModel, Part
+from everyframe.checkpoints.known import KNOWN
+from everyframe.checkpoints.part import KnownModel, Part
 from everyframe.core.errors import CheckpointError, InputError
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Literal
 
 from everyframe.checkpoints.folder import WEIGHT_SUFFIXES, describe_missing, read_json, weight_files
-from everyframe.checkpoints.known import KNOWN, REFUSED, SUPPORTED_VERSIONS, KnownModel, Part
+from everyframe.checkpoints.known import KNOWN, REFUSED, SUPPORTED_VERSIONS
+from everyframe.checkpoints.part import KnownModel, Part
 from everyframe.checkpoints.places import hub_cache_folder, package_folder
 from everyframe.core.errors import CheckpointError, InputError, did_you_mean, nearest
 

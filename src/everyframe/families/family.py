@@ -2,8 +2,10 @@
 
 A family recognises its checkpoints by their configs, settles a request against one, names its
 components, and gives the stages that run them. It is told device and precision by the plan and
-chooses neither. One folder a family; the same files in each: `options.py`, `config.py`, `model.py`,
-`vae.py`, `text.py`, `weights.py`, `family.py`. Read next: `registry.py`, `opensora/family.py`.
+chooses neither. One folder a family; the same files in each, as far as it needs them: `options.py`,
+`config.py`, `model.py`, `vae.py`, `text.py`, `checkpoint.py`, `weights.py`, `components.py`,
+`settle.py`, `rehearsals.py`, `stages.py`, `family.py`. Read next: `registry.py`, `staged.py` (what
+families with stages of their own share), `opensora/family.py`.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import Any
 from everyframe.checkpoints.fetch import fetch_parts
 from everyframe.checkpoints.find import PartLocation
 from everyframe.checkpoints.folder import read_json
-from everyframe.checkpoints.known import Part
+from everyframe.checkpoints.part import Part
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from typing import Any
 
 from everyframe.checkpoints.find import Location, find_part
 from everyframe.checkpoints.folder import WEIGHT_SUFFIXES
-from everyframe.checkpoints.known import KNOWN, SUPPORTED_VERSIONS, T5_XXL, Part
+from everyframe.checkpoints.known import KNOWN, SUPPORTED_VERSIONS, T5_XXL
+from everyframe.checkpoints.part import Part
 from everyframe.core.errors import CheckpointError, InputError
 from everyframe.families import sources
 from everyframe.families.opensora.options import OpenSoraOptions

@@ -13,7 +13,8 @@ from pathlib import Path, PurePath
 
 from everyframe.checkpoints.find import Location, find_part
 from everyframe.checkpoints.folder import read_json
-from everyframe.checkpoints.known import STEP_VIDEO_PARTS, Part
+from everyframe.checkpoints.known import STEP_VIDEO_PARTS
+from everyframe.checkpoints.part import Part
 from everyframe.core.errors import CheckpointError, InputError
 from everyframe.families import sources
 from everyframe.families.sources import Source
