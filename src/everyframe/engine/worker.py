@@ -150,6 +150,8 @@ class _Watch:
         register_module_forward_pre_hook(self._before)
         # The hook is ours, and does nothing while a module is compiled.
         warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global")
+        # It is diffusers that calls it so, and what that takes is in the plan.
+        warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
 
     def begin(self) -> None:
         """Another stage: what was known is gone, and others may be in its place."""

@@ -33,6 +33,7 @@ from everyframe.families.pipeline.interface import Interface
 from everyframe.families.pipeline.loading import assembled, outputs_of, set_tiling
 from everyframe.families.pipeline.quiet import quiet_libraries, silent
 from everyframe.families.pipeline.sizes import denoisers
+from everyframe.ops.attention import PLAIN, by_kernel
 from everyframe.parallel.team import ONE, Teams
 from everyframe.precision.stand_in import STAND_IN
 
@@ -128,7 +129,8 @@ def _on_no_device() -> Iterator[None]:
     """Within, two things of torch that ask for a real device take none for one.
 
     Mochi turns off a cast around its positions, which nobody turned on; LTX-2.5 decodes with
-    attention that looks at some of the keys, in place of which all are counted.
+    attention that looks at some of the keys, but writes the scores of all out, as it is not
+    compiled.
     """
     casts, attends = vars(torch)["autocast"], flex.flex_attention
 
@@ -138,7 +140,8 @@ def _on_no_device() -> Iterator[None]:
 
     def attend(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         if query.device.type == STAND_IN:
-            return F.scaled_dot_product_attention(query, key, value)
+            with by_kernel(PLAIN, strictly=True):
+                return F.scaled_dot_product_attention(query, key, value)
         return attends(query, key, value, *args, **kwargs)
 
     with (
