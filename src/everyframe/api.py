@@ -20,8 +20,9 @@ from everyframe.core.plan import Plan
 from everyframe.core.request import Request
 from everyframe.engine import run as engine
 from everyframe.engine import tracing
-from everyframe.engine.launch import Job, launched, ranks_of
+from everyframe.engine.launch import launched, ranks_of
 from everyframe.engine.moving import OF_RANKS
+from everyframe.engine.process import Job
 from everyframe.engine.record import recorded_threads, request_from
 from everyframe.engine.resuming import go_on, read_run
 from everyframe.families.registry import check_option_names, family_options

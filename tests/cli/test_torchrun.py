@@ -24,7 +24,8 @@ from everyframe import __file__ as package
 from everyframe.cli import last_words
 from everyframe.cli.main import main
 from everyframe.core.errors import InputError, PeerLostError, WorkerDiedError
-from everyframe.engine.launch import IN_PROCESS, Job
+from everyframe.engine.launch import IN_PROCESS
+from everyframe.engine.process import Job
 from everyframe.engine.torchrun import Torchrun, leave_word, under_torchrun
 from everyframe.media.read import read_video
 

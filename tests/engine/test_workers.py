@@ -21,7 +21,8 @@ from everyframe.core.errors import InputError, WorkerDiedError
 from everyframe.core.events import Event, Frames, Step
 from everyframe.core.facts import MachineFacts
 from everyframe.engine import obituary, resuming, run
-from everyframe.engine.launch import Job, launched
+from everyframe.engine.launch import launched
+from everyframe.engine.process import Job
 from everyframe.engine.trail import Trail, Whereabouts, read_trail
 from everyframe.hardware.profiles import find_profile
 from everyframe.runs.folder import RunFolder, all_runs
@@ -99,7 +100,8 @@ def test_a_worker_gives_the_bits_of_this_process(model: str, tmp_path: Path) -> 
 def test_no_worker_outlives_who_started_it(model: str, tmp_path: Path) -> None:
     program = (
         "import everyframe, sys, os\n"
-        "from everyframe.engine.launch import Job, launched\n"
+        "from everyframe.engine.launch import launched\n"
+        "from everyframe.engine.process import Job\n"
         f"request = everyframe.Request(model={model!r}, **{OPTIONS!r})\n"
         "for event in launched(Job(request)):\n"
         "    print(event.type, flush=True)\n"

@@ -83,7 +83,8 @@ def _events(wanted: Asked, output: str | None, run_dir: str | None) -> Callable[
 
     def started() -> Events:
         # Not on top: these bring NumPy, or torch, and a wrong option should be told at once.
-        from everyframe.engine.launch import Job, is_possible, launched
+        from everyframe.engine.launch import is_possible, launched
+        from everyframe.engine.process import Job
 
         root = root_of(run_dir)
         if is_possible():

@@ -66,7 +66,8 @@ def resume(
 
 
 def _events(found: RunFolder, where: Path, devices: Mapping[str, str]) -> Events:
-    from everyframe.engine.launch import Job, is_possible, launched, ranks_of
+    from everyframe.engine.launch import is_possible, launched, ranks_of
+    from everyframe.engine.process import Job
 
     ranks, here = _other_ranks(found, devices, ranks_of(found)), under_torchrun()
     if is_possible():

@@ -2,8 +2,8 @@
 
 The process that is here shows, writes files and stays alive, whatever becomes of a worker: one that
 dies is an error that says of what, where it was, and what to do. Workers end with this process,
-however it ends; the first one speaks for all. No torch here. Read next: `worker.py` (the other
-side), `obituary.py` (what is said of a dead one).
+however it ends; the first one speaks for all. No torch here. Read next: `process.py`, `worker.py`
+(the other side), `obituary.py` (what is said of a dead one).
 """
 
 from __future__ import annotations
@@ -11,14 +11,12 @@ from __future__ import annotations
 import builtins
 import logging
 import os
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection, Pipe, wait
+from dataclasses import replace
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -26,53 +24,14 @@ from everyframe.core import errors
 from everyframe.core.errors import EveryframeError, WorkerDiedError
 from everyframe.core.events import Event, Events, Kept
 from everyframe.core.plain import from_plain
-from everyframe.core.request import Request
 from everyframe.engine.obituary import kept_in, obituary
 from everyframe.engine.patience import Patience
-from everyframe.engine.torchrun import Torchrun
+from everyframe.engine.process import Job, Worker
 from everyframe.engine.wire import receive, send
 from everyframe.runs.folder import RunFolder
 
 #: In this process's environment: compute here, without a worker.
 IN_PROCESS = "EVERYFRAME_IN_PROCESS"
-#: Seconds that a worker has to end by itself once it has said all.
-_PATIENCE = 20.0
-
-
-@dataclass(frozen=True)
-class Job:
-    """What a worker is to do: make a request, or go on with the run in the folder `run`.
-
-    `root` is the folder of runs to keep it in, `output`, `as_uint8` and `pace` (see
-    `everyframe.runs.keeper`) how. `rank` is one of ``len(weights)``, whose speeds are the plan's
-    affair; they meet by the file `meeting` (see `everyframe.parallel.meeting`). Under torchrun this
-    process has that one rank alone, and `local` is its number among those of this machine, and how
-    many these are. `ranks` is what a run that was broken off goes on with in place of its own
-    devices, by the names of the request's options. `folder` is for its trail and what it prints.
-    """
-
-    request: Request | None = None
-    run: Path | None = None
-    num_threads: int | None = None
-    root: Path | None = None
-    output: str | None = None
-    as_uint8: bool = False
-    skip: tuple[int, ...] = ()
-    pace: tuple[float, float] | None = None
-    rank: int = 0
-    weights: tuple[float, ...] = (1.0,)
-    meeting: Path | None = None
-    local: tuple[int, int] | None = None
-    ranks: Mapping[str, Any] | None = None
-    folder: Path = field(default_factory=Path)
-    log_level: str = "WARNING"
-
-    def of_ranks(self, number: int, torchrun: Torchrun | None = None) -> Job:
-        """The same job for so many ranks, or for those that torchrun started."""
-        if torchrun is None or torchrun.size == 1:
-            return replace(self, weights=(1.0,) * number)
-        local = torchrun.local_rank, torchrun.local_size
-        return replace(self, weights=(1.0,) * torchrun.size, rank=torchrun.rank, local=local)
 
 
 def is_possible() -> bool:
@@ -119,53 +78,6 @@ def _handed_on(stack: ExitStack, job: Job, workers: list[Worker]) -> Events:
             worker.end()
     if run is not None:
         run.remove()
-
-
-class Worker:
-    """One worker process, and the way to it."""
-
-    def __init__(self, job: Job, place: Path | None) -> None:
-        self.job = job
-        self.connection, theirs = Pipe()
-        assert isinstance(theirs, Connection)
-        command = [sys.executable, "-m", "everyframe.engine.worker", str(theirs.fileno())]
-        self._process = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, cwd=place
-        )
-        theirs.close()
-
-    @property
-    def trail(self) -> Path:
-        """The file that says what it was at; see `read_trail`."""
-        return self.job.folder / f"trail-{self.job.rank}"
-
-    def printed(self) -> str:
-        """What was printed in it."""
-        path = self.job.folder / f"printed-{self.job.rank}"
-        return path.read_text(errors="replace") if path.exists() else ""
-
-    @property
-    def process_id(self) -> int:
-        """The system's number of it."""
-        return self._process.pid
-
-    def has_died(self) -> bool:
-        """Whether it has ended, and not well."""
-        return self._process.poll() not in (None, 0)
-
-    def end(self) -> int:
-        """Wait until it has ended by itself, or end it; its exit code, negative for a signal."""
-        try:
-            return self._process.wait(_PATIENCE)
-        except subprocess.TimeoutExpired:
-            return self.kill()
-
-    def kill(self) -> int:
-        """End it at once; its exit code, negative for a signal."""
-        self._process.kill()
-        code = self._process.wait()
-        self.connection.close()
-        return code
 
 
 @contextmanager

@@ -6,19 +6,17 @@ No torch here. Read next: `launch.py`, `trail.py`; `everyframe.hardware.known_is
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from everyframe.core.errors import WorkerDiedError
 from everyframe.core.facts import MachineFacts
 from everyframe.core.plain import from_plain, to_plain
+from everyframe.engine.process import Worker
 from everyframe.engine.trail import Whereabouts, read_trail
 from everyframe.hardware.isolated import run_isolated, signal_name
 from everyframe.hardware.known_issues import Issue, explaining, find
 from everyframe.hardware.loaded import whole_machine, without_torch
 from everyframe.runs.folder import RunFolder
-
-if TYPE_CHECKING:
-    from everyframe.engine.launch import Worker
 
 #: Seconds that the libraries have to say which they are.
 _FACTS_SECONDS = 60.0

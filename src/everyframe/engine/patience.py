@@ -11,13 +11,10 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from everyframe.core.errors import WorkerDiedError
+from everyframe.engine.process import Worker
 from everyframe.engine.trail import Whereabouts, read_trail
-
-if TYPE_CHECKING:
-    from everyframe.engine.launch import Worker
 
 #: Seconds in which nothing happens until a rank is given up; an exchange takes a small part.
 _SECONDS = 15.0

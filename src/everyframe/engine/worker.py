@@ -21,7 +21,7 @@ from typing import Any
 
 from everyframe.core.errors import EveryframeError
 from everyframe.core.events import Event, Frames, Loaded, Planned, Ready, StageStarted, Step
-from everyframe.engine.launch import Job
+from everyframe.engine.process import Job
 from everyframe.engine.trail import Trail
 from everyframe.engine.wire import receive, send
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import ComponentPlan, Precision
@@ -18,9 +17,6 @@ from everyframe.optimize.catalogue import CATALOGUE, PRECISIONS, FastPath
 from everyframe.optimize.certificate import Certificate
 from everyframe.optimize.subject import Subject
 from everyframe.planning.dryrun import DryRun, largest_scores
-
-if TYPE_CHECKING:
-    from everyframe.planning.fitting import Fitted
 
 _log = logging.getLogger(__name__)
 
@@ -113,17 +109,13 @@ def missing_at_once(
     return sorted(found, key=lambda each: -operations(_of(each.component, runs)))
 
 
-def make_at_once(certificates: Certificates | None, fitted: Fitted) -> bool:
-    """Try what these components expect and need at once; whether they expected anything.
-
-    What is too large for this device whatever is chosen is not tried.
-    """
-    expects = fitted.fits and any(
-        each.verdict == "expected" for part in fitted.components for each in part.choices
-    )
+def make_at_once(
+    certificates: Certificates | None, parts: Sequence[ComponentPlan], runs: Sequence[DryRun]
+) -> bool:
+    """Try what these components expect and need at once; whether they expected anything."""
+    expects = any(each.verdict == "expected" for part in parts for each in part.choices)
     if expects and certificates is not None:
-        missing = missing_at_once(fitted.components, fitted.runs, certificates.device)
-        make(certificates, missing, fitted.runs, AT_ONCE)
+        make(certificates, missing_at_once(parts, runs, certificates.device), runs, AT_ONCE)
     return expects
 
 

@@ -263,9 +263,12 @@ def _fitted(
         if again.fits:
             shares, fitting, fitted = other, other.fitting, again
     check_effect(fitting.parts.quantising, fitting.model.title, fitted.components)
-    if will_run and certifying.make_at_once(chooser.certificates, fitted):
-        fitting = fitting.certified_alone()
-        fitted = fitting.fit(settings)
+    # What is too large for this device whatever is chosen is not tried.
+    if will_run and fitted.fits:
+        tried = certifying.make_at_once(chooser.certificates, fitted.components, fitted.runs)
+        if tried:
+            fitting = fitting.certified_alone()
+            fitted = fitting.fit(settings)
     division = with_weights(shares.division, fitting.model, fitted)
     return replace(shares, division=division), fitting, fitted
 
