@@ -134,7 +134,9 @@ def page(
     since = " They begin where the run was gone on with." if is_resumed else ""
     faulty = dict.fromkeys(each.component for each in repairs)
     pictures = [_picture(name, magnitudes, repairs) for name in _ordered(magnitudes, faulty, error)]
-    settings = {k: v for k, v in record["settings"].items() if v not in (None, (), [], "")}
+    options = dict(record["settings"].get("options", ()))
+    settings = {**record["settings"], "options": None, **options}
+    settings = {k: v for k, v in settings.items() if v not in (None, (), [], "")}
     facts = {"device": plan.device.name, **record["versions"], "everyframe": record["everyframe"]}
     verdict = error or f"{len(repairs)} repairs, and the run went on."
     return f"""<!doctype html>

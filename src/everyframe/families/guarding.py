@@ -365,10 +365,13 @@ class Guard:
         name, tensor = bad[0]
         count = int((~tensor.isfinite()).sum())
         more = f", and {len(bad) - 1} more tensors" if len(bad) > 1 else ""
+        dtype = dtype_name(tensor.dtype)
+        why = "The file is broken"
+        if dtype != "float32":
+            why = f"Either the file is broken, or they do not fit into {dtype}; --dtype fp32 tells"
         raise NumericsError(
             f"{self._where(step)}: the weights themselves are not finite: {name} in {count} of "
-            f"{tensor.numel()} values{more}. Either the file is broken, or they do not fit into "
-            f"{dtype_name(tensor.dtype)}; --dtype fp32 tells which. Nothing was written"
+            f"{tensor.numel()} values{more}. {why}. Nothing was written"
         )
 
     def place(self, step: int) -> str:

@@ -73,7 +73,7 @@ def test_a_half_precision_sum_in_one_attention_is_named(right: Trace, block: int
     assert place.apart > 100 * place.explained
     assert "its output differs by" in place.says
     assert "the same going in, to the bit" in place.says
-    assert "is a Core in the first run and a HalfAccumulating in the second" in compared.notes[0]
+    assert "was Core in the first run and HalfAccumulating in the second" in compared.notes[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -307,4 +307,4 @@ def _notes(a: Trace, b: Trace, partners: Mapping[int, int]) -> Iterator[str]:
     others = [name for name in kinds[0] if kinds[1].get(name, kinds[0][name]) != kinds[0][name]]
     if others:
         one, two = (kind[others[0]] for kind in kinds)
-        yield f"{others[0]} is a {one} in the first run and a {two} in the second"
+        yield f"{others[0]} was {one} in the first run and {two} in the second"
