@@ -10,7 +10,7 @@ Not here: when it is done. That is a saving of a family (`everyframe.families.fa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from math import ceil
 from typing import TYPE_CHECKING
@@ -132,12 +132,19 @@ def fewer_frames(settings: Settings, usual: int) -> Iterator[Saving]:
 
 
 def tile_savings(
-    settings: Settings, height: int, width: int, name: str = DECODE
+    settings: Settings,
+    height: int,
+    width: int,
+    name: str = DECODE,
+    sides: Sequence[int] | None = None,
 ) -> Iterator[Saving]:
-    """Smaller and smaller tiles for latents of that size, in which is done what `name` says."""
+    """Smaller and smaller tiles for latents of that size, in which is done what `name` says.
+
+    `sides` are those of the tiles, `SIDES` as a rule.
+    """
     stage, what, who = _SAYS[name]
     by_now = settings.saving(name, max(height, width))
-    for side in SIDES:
+    for side in SIDES if sides is None else sides:
         tiles = num_tiles(height, width, side)
         if tiles > 1 and side < by_now:
             yield Saving(

@@ -108,7 +108,7 @@ class StepVideo(StagedModel[StepVideoOptions, Files, Sizes]):
 
     def savings(self, component: str, settings: Settings) -> Iterator[Saving]:
         """Ways to run a component in less memory."""
-        return savings(component, settings)
+        return savings(self.facts, component, settings)
 
     def fetched(self) -> StepVideo:
         """The same model with all of its files on this disk."""

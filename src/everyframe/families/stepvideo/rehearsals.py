@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from everyframe.core.plan import Settings
+from everyframe.families import tiles
 from everyframe.families.family import Rehearsal, Saving
 from everyframe.families.sparing import branches_at_once, one_branch_at_once
 from everyframe.families.stepvideo.components import PARTS, Sizes
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from everyframe.families.stepvideo.text import TextStates, Tokens
     from everyframe.parallel.team import Teams
 
+#: Rows and columns of latents in a tile, each 16 pixels: 992x544 in two tiles, or in six.
+SIDES = (48, 32, 16)
+
 
 def rehearsals(
     sizes: Sizes, facts: Facts, settings: Settings, teams: Teams | None = None
@@ -29,7 +33,7 @@ def rehearsals(
     shape = latent_shape(facts, settings)
     branches = 1 if settings.guidance_scale == 1 else 2
     together = branches_at_once(settings, branches)
-    pieces = facts.vae.pieces(settings.num_frames)
+    pieces, tile = facts.vae.pieces(settings.num_frames), settings.saving(tiles.DECODE, 0)
     calls: dict[str, tuple[Any, ...]] = {
         "step_llm": (_llm, branches),
         "clip": (_clip, branches),
@@ -38,13 +42,19 @@ def rehearsals(
             settings.num_inference_steps,
             *(*shape, branches, together, *_key(teams)),
         ),
-        "vae": (partial(_decode, facts, shape), len(pieces), *shape),
+        "vae": (
+            partial(_decode, facts, settings),
+            len(pieces) * tiles.num_repeats(*shape[2:], tile),
+            *(*shape, tile),
+        ),
     }
     return tuple(sizes.rehearsal(stage, name, *calls[name]) for name, _, stage in PARTS)
 
 
-def savings(component: str, settings: Settings) -> Iterator[Saving]:
-    """One branch of guidance after the other."""
+def savings(facts: Facts, component: str, settings: Settings) -> Iterator[Saving]:
+    """One branch of guidance after the other; tiles, in which pieces are decoded."""
+    if component == "vae":
+        yield from tiles.tile_savings(settings, *latent_shape(facts, settings)[2:], sides=SIDES)
     if component == "denoiser" and settings.guidance_scale != 1:
         yield one_branch_at_once(settings)
 
@@ -124,9 +134,12 @@ def _states(sizes: Sizes, num_tokens: int) -> TextStates:
     return TextStates(torch.zeros(1, LLM_LENGTH, llm), mask, torch.zeros(1, CLIP_LENGTH, clip))
 
 
-def _decode(facts: Facts, shape: tuple[int, ...], vae: Any, device: str) -> object:
+def _decode(facts: Facts, settings: Settings, vae: Any, device: str) -> object:
     import torch
 
-    latents = torch.zeros(1, *shape, device=device)
-    frames = facts.vae.decoded_frames(shape[1])
-    return vae.decode_piece(latents, vae.pieces(frames)[0]).to("cpu", torch.float32)
+    from everyframe.families.stepvideo.coding import decoded
+
+    latents = torch.zeros(1, *latent_shape(facts, settings), device=device)
+    piece = vae.pieces(settings.num_frames)[0]
+    pixels = decoded(vae, latents, piece, settings, most_tiles=tiles.REHEARSED)
+    return pixels.to("cpu", torch.float32)

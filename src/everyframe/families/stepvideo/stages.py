@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from everyframe.core.events import Event, Note
@@ -25,6 +24,7 @@ from everyframe.families.job import Job
 from everyframe.families.latents import Piece
 from everyframe.families.stepping import denoised_in_step
 from everyframe.families.stepvideo import sharding
+from everyframe.families.stepvideo.coding import decoded
 from everyframe.families.stepvideo.denoise import Denoiser, Text
 from everyframe.families.stepvideo.family import StepVideo
 from everyframe.families.stepvideo.model import StepVideoModel
@@ -186,15 +186,14 @@ class DecodeStage:
     def _decode(self, vae: StepVAE, guard: Guard, take: Take, number: int, step: int) -> Tensor:
         """One piece's pixels (T, C, H, W) on the host."""
         latents = take.latents.to(self.job.device(self.component))
-        decode = partial(_decoded, vae, latents, self._pieces[number])
+
+        def decode() -> Tensor:
+            # As it was planned, or in less where memory ran out.
+            return decoded(vae, latents, self._pieces[number], guard.settings)
+
         return guard.decoded(step, decode, latents).to("cpu", torch.float32)
 
     def _ready(self, seams: Seams, number: int, pixels_TCHW: Tensor) -> Tensor:
         """The frames that are finished once that piece is there."""
         is_last = number + 1 == len(self._pieces)
         return coding.as_frames(seams.add(pixels_TCHW, is_last=is_last))
-
-
-def _decoded(vae: StepVAE, latents: Tensor, piece: Piece) -> Tensor:
-    """The pixels (T, C, H, W) of one piece."""
-    return rearrange(vae.decode_piece(latents, piece)[0], "c t h w -> t c h w")
