@@ -5,15 +5,17 @@ Which parts there are and where each lies is the family's. Read next: a family's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from everyframe.checkpoints.fetch import fetch_parts
 from everyframe.checkpoints.find import PartLocation
 from everyframe.checkpoints.folder import read_json
 from everyframe.checkpoints.part import Part
+
+_Key = TypeVar("_Key")
 
 
 @dataclass(frozen=True)
@@ -39,12 +41,14 @@ class Source:
         return read_json(folder / name) if (folder / name).is_file() else None
 
 
-def missing(sources: Mapping[str, Source]) -> tuple[str, ...]:
+def missing(sources: Iterable[Source]) -> tuple[str, ...]:
     """What must be fetched of these parts, a line each."""
-    return tuple(line for source in sources.values() for line in source.missing())
+    return tuple(line for source in sources for line in source.missing())
 
 
-def fetched(sources: Mapping[str, Source], of_part: Callable[[Part], Source]) -> dict[str, Source]:
+def fetched(
+    sources: Mapping[_Key, Source], of_part: Callable[[Part], Source]
+) -> dict[_Key, Source]:
     """The same parts with all files on this disk; ``of_part(part)`` is the source of one there."""
     places = {place.part.part: place.part for place in sources.values() if place.part is not None}
     # All at once, so that somebody without a network is told of all that is missing.

@@ -14,13 +14,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from everyframe.checkpoints.fetch import fetch
 from everyframe.checkpoints.find import Location, PartLocation, find_part
 from everyframe.checkpoints.folder import describe_missing, listing, read_json
 from everyframe.checkpoints.known import CONTROLNETS, controlnet_part
+from everyframe.checkpoints.part import Part
 from everyframe.core.errors import CheckpointError, InputError, did_you_mean
+from everyframe.families import sources
 from everyframe.families.inpaint.components import controlnet_name
 from everyframe.families.inpaint.config import INPAINTING_CHANNELS, PLAIN_CHANNELS, released
+from everyframe.families.sources import Source
 
 #: Pipelines whose parts are those of ControlNet inpainting, with or without the ControlNet.
 PIPELINES = (
@@ -41,39 +43,12 @@ _RELEASED_CHANNELS = {"sd-1.5": PLAIN_CHANNELS, "sd-1.5-inpaint": INPAINTING_CHA
 
 
 @dataclass(frozen=True)
-class Place:
-    """A folder of the model, `folder` None until it is fetched. `where` is for people."""
-
-    where: str
-    folder: Path | None
-    part: PartLocation | None = None
-
-    def missing(self) -> tuple[str, ...]:
-        """What must be fetched, a line each."""
-        return () if self.part is None else self.part.to_fetch()
-
-    def fetched(self) -> Place:
-        """The same with its files on this disk. Raises `CheckpointError` if they are not there."""
-        if self.part is None or self.part.complete:
-            return self
-        wanted = self.part.part
-        fetch(wanted.repo_id, wanted.patterns)
-        found = find_part(wanted)
-        if not found.complete:
-            raise CheckpointError(
-                f"{wanted.repo_id} holds no {', '.join(found.missing)}; it is not the "
-                f"{wanted.role} that was expected"
-            )
-        return Place(self.where, found.folder, found)
-
-
-@dataclass(frozen=True)
 class Files:
     """The parts of one model: those of the base in the order of their roles, the ControlNets."""
 
     where: str
-    base: tuple[Place, ...]
-    controlnets: tuple[Place, ...]
+    base: tuple[Source, ...]
+    controlnets: tuple[Source, ...]
     known: str | None = None
     pipeline: str = PIPELINES[0]
     has_safety_checker: bool = False
@@ -81,20 +56,18 @@ class Files:
     @property
     def folder(self) -> Path | None:
         """The base model's folder; None until it is fetched."""
-        complete = not any(place.missing() for place in self.base)
-        return self.base[0].folder if complete else None
+        complete = not sources.missing(self.base)
+        return self.base[0].path if complete else None
 
     def missing(self) -> tuple[str, ...]:
         """What must be fetched, a line each."""
-        return tuple(line for place in (*self.base, *self.controlnets) for line in place.missing())
+        return sources.missing((*self.base, *self.controlnets))
 
     def fetched(self) -> Files:
         """The same with all files on this disk."""
-        return replace(
-            self,
-            base=tuple(place.fetched() for place in self.base),
-            controlnets=tuple(place.fetched() for place in self.controlnets),
-        )
+        places = dict(enumerate((*self.base, *self.controlnets)))
+        found, number = tuple(sources.fetched(places, _of_part).values()), len(self.base)
+        return replace(self, base=found[:number], controlnets=found[number:])
 
     def configs(self) -> Mapping[str, Mapping[str, Any]]:
         """The config of each of the base's parts; the released ones before they are fetched."""
@@ -106,7 +79,7 @@ class Files:
     def controlnet_configs(self) -> tuple[tuple[str, Mapping[str, Any] | None], ...]:
         """Name and config of each ControlNet; None before it is fetched."""
         return tuple(
-            (net.where, None if net.folder is None else read_json(net.folder / "config.json"))
+            (net.where, None if net.path is None else read_json(net.path / "config.json"))
             for net in self.controlnets
         )
 
@@ -121,7 +94,7 @@ class Files:
         nets = {controlnet_name(number): net for number, net in enumerate(self.controlnets)}
         if component not in nets:
             return self.part(component)
-        folder = nets[component].folder
+        folder = nets[component].path
         assert folder is not None, "asked before it was fetched"
         return folder
 
@@ -143,13 +116,8 @@ def _base(location: Location) -> Files | None:
     if location.known is not None:
         if location.known.family != "inpaint":
             return None
-        places = {
-            place.part.role: Place(place.part.repo_id, place.folder, place)
-            for place in location.parts
-        }
+        places = {place.part.role: _source(place) for place in location.parts}
         controlnet = places.pop("controlnet")
-        if controlnet.missing():
-            controlnet = replace(controlnet, folder=None)
         base = tuple(places.values())
         return Files(base[0].where, base, (controlnet,), location.known.name)
     if location.path is not None:
@@ -168,12 +136,12 @@ def _in_folder(where: str, folder: Path) -> Files | None:
     # Several ControlNets of one pipeline are saved side by side, with numbers.
     names = ["controlnet", *(f"controlnet_{number}" for number in range(1, 100))]
     present = [name for name in names if (folder / name / "config.json").is_file()]
-    nets = tuple(Place(f"{where}/{name}", folder / name) for name in present)
+    nets = tuple(Source(f"{where}/{name}", folder / name) for name in present)
     checker = index.get("safety_checker")
     judged = isinstance(checker, list) and any(part is not None for part in checker)
     pipeline = str(index["_class_name"])
     _check_parts(folder, pipeline)
-    base = (Place(where, folder),)
+    base = (Source(where, folder),)
     return Files(where, base, nets, pipeline=pipeline, has_safety_checker=judged)
 
 
@@ -209,7 +177,7 @@ def _split(asked: Sequence[Any]) -> list[str]:
     return [name.strip() for name in names]
 
 
-def _controlnet(name: str) -> Place:
+def _controlnet(name: str) -> Source:
     """A ControlNet by its short name, folder or hub id."""
     path = Path(name).expanduser()
     repo_id = CONTROLNETS.get(name.casefold())
@@ -219,11 +187,19 @@ def _controlnet(name: str) -> Place:
                 f"{name} is no ControlNet as diffusers saves it: "
                 f"{describe_missing(path, ['config.json'])}"
             )
-        return Place(path.resolve().name, path)
+        return Source(path.resolve().name, path)
     if repo_id is None and name.count("/") != 1:
         raise InputError(
             f"controlnet must be a folder, a hub id OWNER/NAME, or one of "
             f"{', '.join(CONTROLNETS)}, got {name!r}{did_you_mean(name, CONTROLNETS)}"
         )
-    found = find_part(controlnet_part(repo_id or name))
-    return Place(found.part.repo_id, found.folder if found.complete else None, found)
+    return _of_part(controlnet_part(repo_id or name))
+
+
+def _of_part(part: Part) -> Source:
+    return _source(find_part(part))
+
+
+def _source(place: PartLocation) -> Source:
+    """A folder of the hub, as far as it is on this disk."""
+    return Source(place.part.repo_id, place.folder if place.complete else None, place)

@@ -59,7 +59,7 @@ class Files:
 
     def missing(self) -> tuple[str, ...]:
         """What must be fetched first, a line each."""
-        return sources.missing(self.sources())
+        return sources.missing(self.sources().values())
 
     def fetched(self) -> Files:
         """The same parts with all files on this disk."""
