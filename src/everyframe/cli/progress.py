@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from everyframe.cli.tables import headline
@@ -44,12 +43,7 @@ class Reporter(AbstractContextManager["Reporter"]):
     def show(self, event: Event) -> None:
         """Show one event; most are of no interest to most reporters."""
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Leave the terminal as it was."""
 
 
@@ -141,12 +135,7 @@ class Bar(Reporter):
         self._stage = _Stage("", 0)
         self._row_of: dict[str, TaskID] = {}
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._row is not None and error is not None:
             self._progress.update(self._row, tail="stopped")
             self._progress.stop_task(self._row)

@@ -6,7 +6,6 @@ How a file is written is `everyframe.media.write`. Read next: `generate.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any
 
 from everyframe.core.events import Frames, VideoDone
@@ -108,12 +107,7 @@ class Sink:
         self._open.pop(event.seed).__exit__(None, None, None)
         return self._paths[event.seed]
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         # A stream that ends without its last event is our fault: nothing of it may stay either.
         broken = error or AssertionError("frames came without the end of their video")
         unfinished = list(self._open.values())

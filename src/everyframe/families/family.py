@@ -20,14 +20,9 @@ from everyframe.core.plan import Plan, Remedy, Settings
 from everyframe.core.request import Request
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import numpy as np
-    from torch import nn
 
     from everyframe.checkpoints.find import Location
-    from everyframe.checkpoints.strict import KeyMap
-    from everyframe.checkpoints.tensors import TensorFile
     from everyframe.core.plan import Precision
     from everyframe.families.shortages import Shortages
     from everyframe.parallel.team import Teams
@@ -294,28 +289,6 @@ class Reading(Protocol):
         Raises:
             InputError: a prompt is too long and may not be cut; says what would be.
         """
-        ...
-
-
-@dataclass(frozen=True)
-class Contents:
-    """What the files of a component must hold.
-
-    `empty` gives its module on meta, `weights` is a file, a folder or what was opened of them, and
-    `keys` how the names there become the module's.
-    """
-
-    empty: Callable[[], nn.Module]
-    weights: Path | TensorFile
-    keys: KeyMap
-
-
-@runtime_checkable
-class Strict(Protocol):
-    """A model whose files can be held against its parts before any of them is loaded."""
-
-    def contents(self) -> Iterator[Contents]:
-        """Of each component. Asked when nothing is missing any more."""
         ...
 
 

@@ -25,8 +25,8 @@ from everyframe.checkpoints.strict import KeyMap, check_strictly, load_strictly
 from everyframe.checkpoints.tensors import TensorFile, open_checkpoint
 from everyframe.core.plan import ComponentPlan
 from everyframe.families import offload, quantising, repairing
-from everyframe.families.family import Strict
 from everyframe.families.holding import Holding
+from everyframe.families.staged import StagedModel
 from everyframe.optimize.put_on import after_weights, before_weights
 from everyframe.parallel.team import Team
 from everyframe.precision import edges, quantised
@@ -138,7 +138,7 @@ def check_contents(model: object) -> None:
     Raises:
         CheckpointError: a tensor missing, extra or misshapen, in whichever part.
     """
-    for each in model.contents() if isinstance(model, Strict) else ():
+    for each in model.contents() if isinstance(model, StagedModel) else ():
         weights = each.weights
         opened = open_checkpoint(weights) if isinstance(weights, Path) else weights
         check_strictly(each.empty(), opened, each.keys)

@@ -9,7 +9,7 @@ Read next: `family.py` for what a model is asked, `job.py` for how its stages lo
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
@@ -17,14 +17,29 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 from everyframe.core.options import FamilyOptions
 from everyframe.core.plan import Plan, Settings
 from everyframe.families.empty import Empty
-from everyframe.families.family import Contents, Saving, Stage
+from everyframe.families.family import Saving, Stage
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from torch import nn
+
     from everyframe.checkpoints.strict import KeyMap
     from everyframe.checkpoints.tensors import TensorFile
     from everyframe.parallel.team import Teams
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What the files of a component must hold.
+
+    `empty` gives its module on meta, `weights` is a file, a folder or what was opened of them, and
+    `keys` how the names there become the module's.
+    """
+
+    empty: Callable[[], nn.Module]
+    weights: Path | TensorFile
+    keys: KeyMap
 
 
 class Files(Protocol):
@@ -91,7 +106,7 @@ class StagedModel(ABC, Generic[_Options, _Files, _Sizes]):
         return tuple(found)
 
     def contents(self) -> Iterator[Contents]:
-        """What each component's files must hold."""
+        """What each component's files must hold; asked when nothing is missing any more."""
         for name in self.components_on_disk:
             yield Contents(partial(self.sizes.empty, name), *self.weights(name))
 

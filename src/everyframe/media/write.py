@@ -15,7 +15,6 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 import av
@@ -111,12 +110,7 @@ class VideoWriter:
         except (OSError, av.FFmpegError) as error:
             raise _explained(error, self.path) from error
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if error is None:
                 self._finish()

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
+from everyframe.families.coding import as_floats
 from everyframe.families.svd.config import SVDConfig
 from everyframe.media.pixels import fit_image
 
@@ -68,5 +69,4 @@ def _blur(x_BCHW: Tensor, factor: float, dim: int) -> Tensor:
 
 
 def _as_float(picture_THWC: np.ndarray[Any, Any]) -> Tensor:
-    pixels = torch.from_numpy(picture_THWC).to(torch.float32) / 255
-    return rearrange(pixels, "t h w c -> t c h w") * 2 - 1
+    return rearrange(as_floats(picture_THWC), "t h w c -> t c h w") * 2 - 1
