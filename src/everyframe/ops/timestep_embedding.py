@@ -8,7 +8,11 @@ it, see the models in `everyframe.families`.
 from __future__ import annotations
 
 import math
+from functools import cache
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -21,11 +25,22 @@ def timestep_embedding(t_B: Tensor, dim: int, max_period: float = 10000.0) -> Te
     The result is float64 when `t_B` is, else float32. The order cosine first is that of DiT
     (Peebles and Xie, arXiv 2212.09748); `dim` is even.
     """
-    half = dim // 2
     t_B = at_least_float32(t_B)
-    exponents = torch.arange(half, dtype=t_B.dtype, device=t_B.device) / half
-    angles = t_B[:, None] * torch.exp(-math.log(max_period) * exponents)
+    f = torch.tensor(_frequencies(dim // 2, max_period, t_B.dtype), device=t_B.device)
+    angles = t_B[:, None] * f
     return torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+
+@cache
+def _frequencies(num: int, max_period: float, dtype: torch.dtype) -> npt.NDArray[np.floating[Any]]:
+    """``max_period^(-i / num)``, (num,), from exponents in that precision, as upstream's are.
+
+    On the host, by an exponential that is rounded once: devices' own differ in the last bit, and t
+    is up to 1000.
+    """
+    kind = np.float64 if dtype == torch.float64 else np.float32
+    exponents = kind(-math.log(max_period)) * (np.arange(num, dtype=kind) / kind(num))
+    return np.exp(exponents.astype(np.float64)).astype(kind)
 
 
 class TimestepEmbedding(nn.Module):

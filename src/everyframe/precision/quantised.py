@@ -149,7 +149,7 @@ def quantise(weight: Tensor, kind: str, device: torch.device) -> tuple[Tensor, T
 
 def _to_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Symmetric: the largest of a row is 127.5, the middle of what int8 reaches on both sides."""
-    scale = (_largest(rows) / 127.5).clamp(min=torch.finfo(torch.float32).eps)
+    scale = _divided(_largest(rows), 127.5).clamp(min=torch.finfo(torch.float32).eps)
     return (rows * (1 / scale)).round().clamp(-128, 127).to(torch.int8), scale
 
 
@@ -157,12 +157,21 @@ def _to_fp8(rows: Tensor) -> tuple[Tensor, Tensor]:
     """The largest of a row is float8_e4m3fn's largest; the bits of the values."""
     most = torch.finfo(torch.float8_e4m3fn).max
     # Rows of zeros are divided by something.
-    scale = _largest(rows).clamp(min=1e-12) / most
+    scale = _divided(_largest(rows).clamp(min=1e-12), most)
     return (rows / scale).clamp(-most, most).to(torch.float8_e4m3fn).view(torch.int8), scale
 
 
 def _largest(rows: Tensor) -> Tensor:
     return rows.abs().amax(dim=1, keepdim=True)
+
+
+def _divided(x: Tensor, number: float) -> Tensor:
+    """The quotient as IEEE 754 rounds it.
+
+    By a plain number CUDA multiplies with its reciprocal instead; and where the scale is one bit
+    off, the largest of a row, which is midway between two values, is rounded to the other.
+    """
+    return x / x.new_full((), number)
 
 
 _ROUNDINGS: Mapping[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {

@@ -26,6 +26,7 @@ from everyframe.families.pipeline.alternating import alternating
 from everyframe.families.pipeline.arguments import arguments
 from everyframe.families.pipeline.checkpoint import Files
 from everyframe.families.pipeline.components import STAGE
+from everyframe.families.pipeline.drawing import in_float32
 from everyframe.families.pipeline.encoding import EncodedOnce, encoders
 from everyframe.families.pipeline.guarded import Apart, Guarded
 from everyframe.families.pipeline.interface import Interface
@@ -194,6 +195,7 @@ class PipelineStage:
         )
         with (
             watch,
+            in_float32(),
             Replaying(denoising, watch, take),
             Guarded(self.plan, modules, watch, take, emit, ready.apart) as guarded,
         ):

@@ -1,0 +1,78 @@
+"""A pipeline's noise is that of its seed, whatever precision it is drawn for."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers.pipelines.cogvideo import pipeline_cogvideox
+from diffusers.utils import torch_utils
+from torch import Tensor
+
+import everyframe
+import tiny_families
+from everyframe.families.pipeline import stages
+from everyframe.families.pipeline.drawing import in_float32
+
+HALVES = [torch.bfloat16, torch.float16]
+#: The last of 17 are drawn again by torch, in the dtype that is asked for.
+SHAPE = (1, 17)
+
+
+def drawn(dtype: torch.dtype, **more: Any) -> Tensor:
+    source = torch.Generator().manual_seed(3)
+    noise: Tensor = pipeline_cogvideox.randn_tensor(SHAPE, generator=source, dtype=dtype, **more)
+    return noise
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_noise_of_half_precision_is_float32s_rounded(dtype: torch.dtype) -> None:
+    wanted = drawn(torch.float32).to(dtype)
+    assert not torch.equal(drawn(dtype), wanted), "torch does so itself: this module may go"
+    with in_float32():
+        assert torch.equal(drawn(dtype), wanted)
+        assert torch.equal(drawn(dtype, device=torch.device("cpu")), wanted)
+        assert drawn(torch.float64).dtype == torch.float64
+
+
+def test_others_draw_as_ever() -> None:
+    """What runs beside a call of ours, and whatever comes after it."""
+    before, usual = torch_utils.randn_tensor, drawn(torch.bfloat16)
+    beside: list[Tensor] = []
+    with in_float32():
+        with in_float32():
+            pass
+        thread = threading.Thread(target=lambda: beside.append(drawn(torch.bfloat16)))
+        thread.start()
+        thread.join()
+        assert torch.equal(drawn(torch.bfloat16), drawn(torch.float32).bfloat16())
+    assert torch.equal(beside[0], usual)
+    assert pipeline_cogvideox.randn_tensor is torch_utils.randn_tensor is before
+
+
+def test_a_run_in_half_precision_begins_with_float32s_noise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever torch would draw in bfloat16 is of no account; a plan is run dry with it."""
+    folder = tiny_families.made("cogvideox", tmp_path)
+    asked = tiny_families.asked("cogvideox", device="cpu", dtype="bf16", num_inference_steps=1)
+
+    def frames() -> Any:
+        video = everyframe.generate(model=str(folder), output="float", run_dir="off", **asked)
+        assert isinstance(video, everyframe.Video)
+        return video.frames
+
+    usual, draw = frames(), torch.randn
+
+    def other(*shape: Any, **kwargs: Any) -> Tensor:
+        noise = draw(*shape, **kwargs)
+        return noise * 0 if kwargs.get("dtype") in HALVES else noise
+
+    monkeypatch.setattr(torch, "randn", other)
+    assert (frames() == usual).all()
+    monkeypatch.setattr(stages, "in_float32", nullcontext)
+    assert not (frames() == usual).all(), "the fault was not planted"
