@@ -1,6 +1,7 @@
-"""How much of this CPU's matrix-product peak does one forward of STDiT3 reach?
+"""How much of a device's matrix-product peak does one forward of STDiT3 reach?
 
     python benchmarks/denoiser.py              # the sizes of the result pages; about two minutes
+    python benchmarks/denoiser.py --device cuda --depth 28 --side 64   # on a card; half a minute
     python benchmarks/denoiser.py --busy       # on a machine that does other things as well
     python benchmarks/denoiser.py --profile    # where the time goes, operator by operator
 
@@ -15,37 +16,31 @@ shares are those of one core. Writes a dated page into `benchmarks/results/` unl
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import statistics
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import date
 from functools import partial
-from pathlib import Path
 
 import torch
+from measuring import SQUARES, hardware, peak, relative, result_page, seconds, where
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
-from versions import versions_of
 
+from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import Precision
 from everyframe.families.opensora.components import DENOISER_ISLANDS
 from everyframe.families.opensora.config import STDiT3Config
 from everyframe.families.opensora.context import TextContext
 from everyframe.families.opensora.stdit3 import STDiT3
-from everyframe.hardware import machine_facts
+from everyframe.hardware import machine_facts, pick_device
 from everyframe.ops.attention import AttentionCore
 from everyframe.optimize.put_on import after_weights, before_weights
 from everyframe.precision import edges
+from everyframe.precision.full import full_float32
 
-RESULTS = Path(__file__).parent / "results"
 DTYPES = ("float32", "bfloat16")
-
-#: Sides of the square products that the peak is the best of.
-SQUARES = (1024, 2048, 4096)
 
 
 @dataclass(frozen=True)
@@ -118,10 +113,11 @@ def with_plain_attention(model: STDiT3) -> STDiT3:
     return model
 
 
-def build(sizes: Sizes, dtype: str, plain: bool) -> STDiT3:
+def build(sizes: Sizes, dtype: str, plain: bool, device: str) -> STDiT3:
     """The model with the same random parameters for every dtype and attention."""
     torch.manual_seed(0)
-    model = STDiT3(sizes.config).eval().requires_grad_(False)
+    with torch.device(device):
+        model = STDiT3(sizes.config).eval().requires_grad_(False)
     for name, parameter in model.named_parameters():
         if not name.endswith("norm.weight"):
             parameter.normal_(std=0.02)
@@ -160,30 +156,10 @@ def count_flops(sizes: Sizes) -> int:
     return int(counter.get_total_flops())
 
 
-def seconds(run: Callable[[], object]) -> float:
-    """Wall time; with one thread, that thread's processor time."""
-    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-    start = clock()
-    run()
-    return clock() - start
-
-
-def peak(dtype: str) -> float:
-    """FLOP a second of the best square product, each size tried for about the same time."""
-    best = 0.0
-    for side in SQUARES:
-        a, b = (torch.randn(side, side).to(getattr(torch, dtype)) for _ in range(2))
-        torch.mm(a, b)
-        repeats = max(2, (2048 // side) ** 2 * 4)
-        took = statistics.median(seconds(partial(torch.mm, a, b)) for _ in range(repeats))
-        best = max(best, 2 * side**3 / took)
-    return best
-
-
-def measure(sizes: Sizes, rounds: int) -> tuple[dict[str, Times], float]:
+def measure(sizes: Sizes, rounds: int, device: str) -> tuple[dict[str, Times], float]:
     """Times by dtype, and bfloat16's error against float32 (norm of difference over norm)."""
-    models = {(d, plain): build(sizes, d, plain) for d in DTYPES for plain in (False, True)}
-    latents, t, text = inputs(sizes)
+    models = {(d, plain): build(sizes, d, plain, device) for d in DTYPES for plain in (False, True)}
+    latents, t, text = inputs(sizes, device)
     contexts = {key: model.context(text) for key, model in models.items()}
     runs = {key: partial(call, model, latents, t, contexts[key]) for key, model in models.items()}
     outputs = {key: run() for key, run in runs.items()}  # which warms up as well
@@ -191,10 +167,10 @@ def measure(sizes: Sizes, rounds: int) -> tuple[dict[str, Times], float]:
     times = {dtype: Times() for dtype in DTYPES}
     for _ in range(rounds):
         for dtype in DTYPES:
-            before = peak(dtype)
-            times[dtype].ours.append(seconds(runs[dtype, False]))
-            times[dtype].peak.append(max(before, peak(dtype)))
-            times[dtype].plain.append(seconds(runs[dtype, True]))
+            before = peak(dtype, device)
+            times[dtype].ours.append(seconds(runs[dtype, False], device))
+            times[dtype].peak.append(max(before, peak(dtype, device)))
+            times[dtype].plain.append(seconds(runs[dtype, True], device))
     return times, relative(outputs["bfloat16", False], outputs["float32", False])
 
 
@@ -205,21 +181,18 @@ def check_same_function(outputs: dict[tuple[str, bool], Tensor]) -> None:
         raise RuntimeError(f"plain and fused attention differ by {error:.1e}")
 
 
-def relative(got: Tensor, true: Tensor) -> float:
-    return float((got.double() - true.double()).norm() / true.double().norm())
-
-
-def page(sizes: Sizes, flops: int, times: dict[str, Times], error: float, rounds: int) -> str:
+def page(
+    sizes: Sizes, flops: int, times: dict[str, Times], error: float, device: DeviceFacts
+) -> str:
     """The result as Markdown."""
-    facts = machine_facts("cpu")
-    versions = versions_of(facts)
+    facts, rounds = machine_facts(device.kind), len(times["float32"].ours)
     command = shlex.join(["python", "benchmarks/denoiser.py", *sys.argv[1:]])
     rows = []
     for dtype, of in times.items():
         ours, peak_ = statistics.median(of.ours), statistics.median(of.peak)
         rows.append(
-            f"| {dtype} | {ours:.2f} s | {flops / ours / 1e9:.0f} | {peak_ / 1e9:.0f} | "
-            f"**{of.share(flops):.0%}** | {statistics.median(of.plain):.2f} s | "
+            f"| {dtype} | {ours:.3g} s | {flops / ours / 1e9:.0f} | {peak_ / 1e9:.0f} | "
+            f"**{of.share(flops):.0%}** | {statistics.median(of.plain):.3g} s | "
             f"{of.speedup():.2f} |"
         )
     by_round = "\n".join(
@@ -227,7 +200,7 @@ def page(sizes: Sizes, flops: int, times: dict[str, Times], error: float, rounds
         + ", ".join(f"{flops / s / p:.0%}" for s, p in zip(of.ours, of.peak, strict=True))
         for dtype, of in times.items()
     )
-    return f"""# One STDiT3 forward on a CPU, {date.today().isoformat()}
+    return f"""# One STDiT3 forward on {where(device)}, {date.today().isoformat()}
 
 {sizes}. Matrix products alone: {flops / 1e12:.3f} TFLOP.
 
@@ -237,32 +210,31 @@ def page(sizes: Sizes, flops: int, times: dict[str, Times], error: float, rounds
 
 bfloat16 differs from float32 by {error:.2%} of the prediction's norm (random parameters).
 
-Peak is the best of square products of {", ".join(map(str, SQUARES))}, measured before and after
-each call in the same run. Times are medians of {rounds} rounds, shares medians of the rounds' own
-shares:
+Peak is the best of square products of {", ".join(map(str, SQUARES[device.kind]))}, measured
+before and after each call in the same run. Times are medians of {rounds} rounds, shares medians of
+the rounds' own shares:
 
 {by_round}
 
-Hardware: {facts.cpu.name}, {torch.get_num_threads()} of {facts.num_cores} cores,
-{"processor" if torch.get_num_threads() == 1 else "wall"} time; load at the end
-{os.getloadavg()[0]:.1f}. Versions: {versions}.
+{hardware(facts, device)}
 
 Command: `{command}`
 """
 
 
-def profile(sizes: Sizes) -> str:
+def profile(sizes: Sizes, device: str) -> str:
     """The operators by their own time, for each dtype."""
-    latents, t, text = inputs(sizes)
+    latents, t, text = inputs(sizes, device)
+    kind, activities = torch.device(device).type, torch.profiler.ProfilerActivity
     tables = []
     for dtype in DTYPES:
-        model = build(sizes, dtype, plain=False)
+        model = build(sizes, dtype, plain=False, device=device)
         context = model.context(text)
         call(model, latents, t, context)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as result:
+        with torch.profiler.profile(activities=[getattr(activities, kind.upper())]) as result:
             call(model, latents, t, context)
         averages = result.key_averages()
-        tables.append(f"{dtype}\n{averages.table(sort_by='self_cpu_time_total', row_limit=16)}")
+        tables.append(f"{dtype}\n{averages.table(sort_by=f'self_{kind}_time_total', row_limit=16)}")
     return "\n".join(tables)
 
 
@@ -275,6 +247,7 @@ def arguments() -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     parser.add_argument("--path", action="append", default=[], help="a fast path of `everyframe "
                         "paths`, besides attention-flash; may be repeated")  # fmt: skip
+    parser.add_argument("--device", default="cpu", help="cpu, or a card such as cuda")
     parser.add_argument("--busy", action="store_true", help="one thread, processor time")
     parser.add_argument("--profile", action="store_true", help="operators by time, and stop")
     parser.add_argument("--no-page", action="store_true", help="print only")
@@ -284,19 +257,21 @@ def arguments() -> argparse.Namespace:
 @torch.inference_mode()
 def main() -> None:
     asked = arguments()
+    device = pick_device(machine_facts(asked.device), asked.device)
     torch.set_num_threads(1 if asked.busy else machine_facts("cpu").num_cores)
     paths = ("attention-flash", *asked.path) if asked.path else ()
     sizes = Sizes(
         asked.hidden, asked.heads, asked.depth, asked.frames, asked.side, asked.text, paths
     )
-    if asked.profile:
-        print(profile(sizes))
-        return
-    text = page(sizes, count_flops(sizes), *measure(sizes, asked.rounds), asked.rounds)
+    with full_float32():
+        if asked.profile:
+            print(profile(sizes, device.torch_name))
+            return
+        measured = measure(sizes, asked.rounds, device.torch_name)
+    text = page(sizes, count_flops(sizes), *measured, device)
     print(text)
     if not asked.no_page:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / f"denoiser-{date.today().isoformat()}.md").write_text(text)
+        result_page("denoiser", device).write_text(text)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,18 @@
 """What share of a run's time does the guard take?
 
-    python benchmarks/guard.py             # a minute or two
-    python benchmarks/guard.py --no-page   # print only
+    python benchmarks/guard.py                 # a minute or two
+    python benchmarks/guard.py --device cuda   # on a card; half a minute
+    python benchmarks/guard.py --no-page       # print only
 
 The embedded model makes a video: text, denoising, decoding. In one run, in one process, the time
 inside of the guard's own reductions and of the last gate is summed where they are called, and
 divided by the time of the run from its first stage on; so a busy machine slows both. The model is
 a small one, at whose size a step takes a tenth of a second: at the sizes of real models a step
-takes far longer, and the guard's share is smaller. Time is this thread's own processor time, and
-the device a CPU; on a card the reductions are waited for as well, which is not measured here. Bar:
-under 1 %.
+takes far longer, and the guard's share is smaller. On a CPU time is this thread's own processor
+time. On a card it is the card's clock, between two marks in the order of its work around each
+reduction: what they compute where the card is busy, what launching them takes where it waits. A
+look also waits for the card, after which the next work is late; so runs without looks take turns
+with the others there. Bar: under 1 %.
 """
 
 from __future__ import annotations
@@ -23,48 +26,65 @@ import tempfile
 import time
 from collections.abc import Callable
 from datetime import date
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
-from versions import versions_of
+from measuring import clock, hardware, result_page
 
 import everyframe
 from everyframe.core.events import Ready, Repaired
+from everyframe.core.facts import DeviceFacts
 from everyframe.core.request import Request
 from everyframe.engine import run as engine
 from everyframe.families import guarding
-from everyframe.hardware import machine_facts
+from everyframe.hardware import machine_facts, pick_device
+from everyframe.numerics.watch import Range
 from everyframe.runs.keeper import Keep
 
-RESULTS = Path(__file__).parent / "results"
 BAR = 0.01
 
 PROMPT = "a red circle moves to the right on a blue background"
 
 
 class Clock:
-    """Processor time of this thread inside of the functions that it wraps, and their calls."""
+    """Time inside of the functions that it wraps, in ms of a card or this thread's on a CPU."""
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
+    def __init__(self, device: str) -> None:
         self.calls = 0
+        self._seconds = 0.0
+        self._device = device
+        self._marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        on_card = self._device.startswith("cuda")
+
         def timed(*args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            if on_card:
+                marks = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+                marks[0].record()
+                result = function(*args, **kwargs)
+                marks[1].record()
+                self._marks.append(marks)
+                return result
             began = time.thread_time()
             try:
                 return function(*args, **kwargs)
             finally:
-                self.seconds += time.thread_time() - began
-                self.calls += 1
+                self._seconds += time.thread_time() - began
 
         return timed
 
+    def seconds(self) -> float:
+        """All of it, once the device has finished."""
+        clock(self._device)
+        return self._seconds + sum(begin.elapsed_time(end) for begin, end in self._marks) / 1000
 
-def one_run(request: Request) -> tuple[float, float, int]:
-    """(seconds of the guard, seconds of the run, looks that the guard took)."""
-    clock = Clock()
+
+def one_run(request: Request, looks: bool = True) -> tuple[float, float, int]:
+    """(seconds of the guard, seconds of the run, looks that the guard took or would have)."""
+    inside = Clock(request.device)
     watched = {
         (owner, name): getattr(owner, name)
         for owner, name in (
@@ -72,26 +92,47 @@ def one_run(request: Request) -> tuple[float, float, int]:
         )
     }  # fmt: skip
     for (owner, name), function in watched.items():
-        setattr(owner, name, clock.around(function))
+        seen = function if looks else partial(_nothing_wrong, name)
+        setattr(owner, name, inside.around(seen))
     try:
         began = 0.0
         for event in engine.stream(request, keep=Keep(None)):
             if isinstance(event, Ready):
-                began = time.thread_time()
+                began = clock(request.device)
             if isinstance(event, Repaired):
                 raise RuntimeError(f"this run was to need no repair: {event.text}")
-        return clock.seconds, time.thread_time() - began, clock.calls
+        whole = clock(request.device) - began
+        return inside.seconds(), whole, inside.calls
     finally:
         for (owner, name), function in watched.items():
             setattr(owner, name, function)
 
 
-def page(request: Request, runs: list[tuple[float, float, int]]) -> str:
+def _nothing_wrong(name: str, *_: Any, **__: Any) -> Any:
+    """What a look gives that finds nothing, without looking."""
+    return {"range_of": Range(0.0, 1.0), "blank_frames": [], "_check_finite": None}[name]
+
+
+def without_looks(device: DeviceFacts, runs: list[float], bare: list[float]) -> str:
+    """What whole runs take without them, on a card."""
+    if device.kind == "cpu":
+        return ""
+    ratio = statistics.median(a / b for a, b in zip(runs, bare, strict=True))
+    return f"""
+Whole runs without any look, by turns with these: {statistics.median(bare):.3f} s; with looks a run
+takes {ratio:.4f} times as long (median over pairs: {
+        ", ".join(f"{a / b:.3f}" for a, b in zip(runs, bare, strict=True))
+    }).
+"""
+
+
+def page(
+    request: Request, runs: list[tuple[float, float, int]], bare: list[float], device: DeviceFacts
+) -> str:
     """The result as Markdown."""
     shares = [guard / whole for guard, whole, _ in runs]
     share = statistics.median(shares)
-    facts = machine_facts("cpu")
-    versions = versions_of(facts)
+    facts = machine_facts(device.kind)
     plan = everyframe.plan(request)
     settings = plan.settings
     command = shlex.join(["python", "benchmarks/guard.py", *sys.argv[1:]])
@@ -110,42 +151,54 @@ def page(request: Request, runs: list[tuple[float, float, int]]) -> str:
 | --- | --- | --- | --- | --- |
 {rows}
 
-The seconds are processor time of the thread that runs; the guard's are those inside of its own
-reductions: a look each for embeddings, every prediction, every state of the sampler and every lot
-of frames, and the last gate. What is not in them: building the guard, once a stage. This is a small
-model, at whose size a step takes little; the reductions pass once over what comes out of a model,
-and larger models compute more for it.
-
-Hardware: {facts.cpu.name}, 1 of {facts.num_cores} cores; load at the end {os.getloadavg()[0]:.1f}.
-Versions: {versions}.
+The seconds are {_clock_of(device)}; the guard's are those
+inside of its own reductions: a look each for embeddings, every prediction, every state of the
+sampler and every lot of frames, and the last gate. What is not in them: building the guard, once a
+stage. This is a small model, at whose size a step takes little; the reductions pass once over what
+comes out of a model, and larger models compute more for it.
+{without_looks(device, [whole for _, whole, _ in runs], bare)}
+{hardware(facts, device)}
 
 Command: `{command}`
 """
+
+
+def _clock_of(device: DeviceFacts) -> str:
+    if device.kind == "cpu":
+        return "processor time of the thread that runs"
+    return "wall time of the run and time on the card's own clock"
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=10, help="of the sampler, default 10")
     parser.add_argument("--rounds", type=int, default=3, help="default 3")
+    parser.add_argument("--device", default="cpu", help="cpu, or a card such as cuda")
     parser.add_argument("--no-page", action="store_true", help="print only")
     return parser.parse_args()
 
 
 def main() -> None:
     asked = arguments()
+    device = pick_device(machine_facts(asked.device), asked.device)
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as cache:
         os.environ["EVERYFRAME_CACHE"] = cache
         request = Request(
-            prompt=PROMPT, device="cpu", dtype="fp32", seed=1, num_inference_steps=asked.steps
-        )
+            prompt=PROMPT, device=device.torch_name, dtype="fp32", seed=1,
+            num_inference_steps=asked.steps,
+        )  # fmt: skip
         one_run(request)  # which warms up as well
-        text = page(request, [one_run(request) for _ in range(asked.rounds)])
+        runs, bare = [], []
+        for _ in range(asked.rounds):
+            runs.append(one_run(request))
+            if device.kind != "cpu":
+                bare.append(one_run(request, looks=False)[1])
+        text = page(request, runs, bare, device)
     print(text)
     if not asked.no_page:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / f"guard-{date.today().isoformat()}.md").write_text(text)
+        result_page("guard", device).write_text(text)
 
 
 if __name__ == "__main__":

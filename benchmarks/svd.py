@@ -4,27 +4,27 @@
     python benchmarks/svd.py --rounds 3    # fewer rounds; some ten minutes
     python benchmarks/svd.py --no-compile  # without torch.compile; a few minutes
     python benchmarks/svd.py --busy        # on a machine that does other things as well
+    python benchmarks/svd.py --device cuda --no-compile --released   # on a card; a minute
 
 The same random weights in diffusers' `UNetSpatioTemporalConditionModel`, eager and compiled, in
-float32 and bfloat16, and in ours, in float32 and in the precision that the policy picks for this
-CPU. All take turns, round after round, with the best matrix product between them, so that a busy
-machine slows each alike; ratios and shares are medians over rounds. A CPU without instructions for
-bfloat16 computes it many times as slowly as float32: there float32 alone is measured, and the page
-says so. Ours makes its context (what
-depends on no latents) before, once, as in a real run. The pipeline is a tiny one from disk; of ours
-the loading is left out, as diffusers' is loaded before. `--busy` takes one thread and its processor
-time. Writes a dated page into `benchmarks/results/` unless told not to.
+float32 and bfloat16 (on a card float16 too), and in ours, in float32 and in what the policy has for
+the others there. On a card diffusers' float32 is measured whole and with torch's defaults, by which
+its convolutions are TF32; ours is always whole. All take turns, round after round, with the best
+matrix product between them, so that a busy machine slows each alike; ratios and shares are medians
+over rounds. A CPU without instructions for bfloat16 computes it many times as slowly as float32:
+there float32 alone is measured, and the page says so. Ours makes its context (what depends on no
+latents) before, once, as in a real run. The pipeline is a tiny one from disk; of ours the loading
+is left out, as diffusers' is loaded before. `--busy` takes one thread and its processor time.
+Writes a dated page into `benchmarks/results/` unless told not to.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import date
@@ -34,32 +34,36 @@ from typing import Any
 
 import numpy as np
 import torch
-from denoiser import RESULTS, peak, relative, seconds
 from diffusers import (
     AutoencoderKLTemporalDecoder,
     EulerDiscreteScheduler,
     StableVideoDiffusionPipeline,
     UNetSpatioTemporalConditionModel,
 )
+from measuring import clock, hardware, peak, relative, result_page, seconds, where
 from PIL import Image
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModelWithProjection
-from versions import versions_of
 
 from everyframe.core.events import Loaded, Note, Planned, Ready
+from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import Precision
 from everyframe.core.request import Request
 from everyframe.engine.run import stream
 from everyframe.families.svd import unet
 from everyframe.families.svd.components import UNET_ISLANDS
-from everyframe.hardware import machine_facts
+from everyframe.hardware import machine_facts, pick_device
 from everyframe.precision import edges
+from everyframe.precision.full import full_float32
 from everyframe.precision.policy import ComponentNeeds, choose
 
-ALL_DTYPES = ("float32", "bfloat16")
+#: The names of dtypes as options have them.
+SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 #: What every ratio is to.
 BASE = "diffusers float32"
+#: With torch's defaults, by which a card's convolutions are TF32.
+DEFAULTS = "diffusers float32 with TF32"
 
 
 @dataclass(frozen=True)
@@ -88,9 +92,18 @@ class Sizes:
         )
 
 
-def dtypes() -> tuple[str, ...]:
-    """Those that this CPU has instructions for."""
-    return ALL_DTYPES if machine_facts("cpu").cpu.has_fast_bf16 else ALL_DTYPES[:1]
+#: The released model: 14 frames of as many tokens as 1024x576 has.
+RELEASED = Sizes((320, 640, 1280, 1280), 14, 96)
+
+
+def dtypes(device: DeviceFacts) -> tuple[str, ...]:
+    """Those that this device multiplies in hardware; never float16 on a CPU."""
+    found = ["float32"]
+    if device.has_fast_bf16:
+        found.append("bfloat16")
+    if device.kind != "cpu" and device.has_fast_fp16:
+        found.append("float16")
+    return tuple(found)
 
 
 @dataclass
@@ -108,7 +121,7 @@ class Measured:
     """Seconds by round of each candidate; GFLOP/s of the best product of each dtype by round."""
 
     times: dict[str, list[float]] = field(default_factory=dict)
-    peaks: dict[str, list[float]] = field(default_factory=lambda: {d: [] for d in dtypes()})
+    peaks: dict[str, list[float]] = field(default_factory=dict)
     flops: dict[str, int] = field(default_factory=dict)
     errors: dict[str, float] = field(default_factory=dict)
     compiling: dict[str, float] = field(default_factory=dict)
@@ -124,24 +137,21 @@ class Measured:
         return statistics.median(self.flops[name] / took / best for took, best in pairs)
 
 
-def inputs(sizes: Sizes) -> Inputs:
+def inputs(sizes: Sizes, device: str) -> Inputs:
     """The unconditional branch sees zeros in place of the picture."""
     generator = torch.Generator().manual_seed(1)
     shape = (sizes.branches, sizes.frames, 8, sizes.side, sizes.side)
     picture = torch.randn(sizes.branches, 1024, generator=generator)
     picture[: sizes.branches - 1] = 0
     told = torch.tensor([[6.0, 127.0, 0.02]] * sizes.branches)
-    return Inputs(
-        torch.randn(shape, generator=generator),
-        torch.full((sizes.branches,), 1.3),
-        picture,
-        told,
-    )
+    t = torch.full((sizes.branches,), 1.3)
+    x = torch.randn(shape, generator=generator)
+    return Inputs(*(each.to(device) for each in (x, t, picture, told)))
 
 
 def fill(module: nn.Module) -> nn.Module:
     """The same random weights for every candidate, of sizes that keep values near 1."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(next(module.parameters()).device).manual_seed(0)
     for name, parameter in module.named_parameters():
         if parameter.ndim > 1:
             parameter.normal_(std=0.8 * parameter[0].numel() ** -0.5, generator=generator)
@@ -150,9 +160,12 @@ def fill(module: nn.Module) -> nn.Module:
     return module.eval().requires_grad_(False)
 
 
-def theirs(sizes: Sizes, dtype: str) -> tuple[nn.Module, Callable[[nn.Module, Inputs], Tensor]]:
+def theirs(
+    sizes: Sizes, dtype: str, device: str
+) -> tuple[nn.Module, Callable[[nn.Module, Inputs], Tensor]]:
     """diffusers' own, all of it in one dtype, as its users have it."""
-    model = fill(UNetSpatioTemporalConditionModel(**sizes.config))
+    with torch.device(device):
+        model = fill(UNetSpatioTemporalConditionModel(**sizes.config))
     wanted = getattr(torch, dtype)
     model.to(wanted)
 
@@ -168,7 +181,8 @@ def ours(
     sizes: Sizes, given: Inputs, precision: Precision
 ) -> tuple[nn.Module, Callable[[nn.Module, Inputs], Tensor]]:
     """Ours in that precision, with its context made."""
-    model = fill(unet.build(sizes.config))
+    with torch.device(given.x.device):
+        model = fill(unet.build(sizes.config))
     edges.apply(model, precision, ("conv_out",))
     context = model.context(given.picture, given.told, sizes.frames)
 
@@ -179,34 +193,45 @@ def ours(
     return model, call
 
 
-def picked() -> Precision:
-    """What the policy has for SVD's UNet, at its released size, on this CPU."""
+def precision_of(device: DeviceFacts, dtype: str) -> Precision:
+    """What the policy has for SVD's UNet, at its released size, there; `dtype` may be auto."""
+    if dtype == "float32":
+        return Precision("float32", "float32")
     needs = ComponentNeeds("unet", 1_524_623_082, UNET_ISLANDS, prefers="float16")
-    return choose(machine_facts("cpu").cpu, "auto", needs)[0]
+    return choose(device, SHORT.get(dtype, dtype), needs)[0]
 
 
-def candidates(sizes: Sizes, given: Inputs, compiled: bool) -> dict[str, Callable[[], Tensor]]:
+def candidates(
+    sizes: Sizes, given: Inputs, device: DeviceFacts, compiled: bool
+) -> dict[str, Callable[[], Tensor]]:
     """What takes turns, by name."""
     runs: dict[str, Callable[[], Tensor]] = {}
-    for dtype in dtypes():
-        model, call = theirs(sizes, dtype)
-        runs[f"diffusers {dtype}"] = partial(call, model, given)
+    for dtype in dtypes(device):
+        model, call = theirs(sizes, dtype, device.torch_name)
+        runs[f"diffusers {dtype}"] = run = partial(call, model, given)
+        if device.kind == "cuda" and dtype == "float32":
+            runs[BASE], runs[DEFAULTS] = partial(_whole, run), run
         if compiled:
             faster: Any = torch.compile(model)
             runs[f"diffusers {dtype} compiled"] = partial(call, faster, given)
-    precisions = {"float32": Precision("float32", "float32")}
-    policy = picked()
-    if policy.compute != "float32":
-        precisions |= {f"{policy.compute} (the policy's)": policy}
-    for name, precision in precisions.items():
-        model, call = ours(sizes, given, precision)
-        runs[f"ours {name}"] = partial(call, model, given)
+    policy = precision_of(device, "auto").compute
+    for dtype in dtypes(device):
+        model, call = ours(sizes, given, precision_of(device, dtype))
+        is_picked = dtype == policy and dtype != "float32"
+        name = f"ours {dtype}" + " (the policy's)" * is_picked
+        runs[name] = partial(_whole, partial(call, model, given))
     return runs
+
+
+def _whole(run: Callable[[], Tensor]) -> Tensor:
+    """As the engine computes: without TF32, and no sums in half precision."""
+    with full_float32():
+        return run()
 
 
 def dtype_of(name: str) -> str:
     """The dtype in which a candidate multiplies."""
-    return "bfloat16" if "bfloat16" in name else "float32"
+    return next(dtype for dtype in ("bfloat16", "float16", "float32") if dtype in name)
 
 
 def count_flops(run: Callable[[], Tensor]) -> int:
@@ -216,26 +241,27 @@ def count_flops(run: Callable[[], Tensor]) -> int:
     return int(counter.get_total_flops())
 
 
-def measure_forward(sizes: Sizes, rounds: int, compiled: bool) -> Measured:
+def measure_forward(sizes: Sizes, rounds: int, device: DeviceFacts, compiled: bool) -> Measured:
     """All candidates, round after round."""
-    given, found = inputs(sizes), Measured()
-    runs = candidates(sizes, given, compiled)
+    there = device.torch_name
+    given, found = inputs(sizes, there), Measured()
+    runs = candidates(sizes, given, device, compiled)
     answers: dict[str, Tensor] = {}
     for name, run in runs.items():
-        began = time.perf_counter()
+        began = clock(there)
         answers[name] = run()  # which warms up, and compiles
         if name.endswith("compiled"):
-            found.compiling[name] = time.perf_counter() - began
+            found.compiling[name] = clock(there) - began
             found.flops[name] = found.flops[name.removesuffix(" compiled")]
         else:
             found.flops[name] = count_flops(run)
         found.errors[name] = relative(answers[name], answers[BASE])
         found.times[name] = []
     for _ in range(rounds):
-        for dtype in dtypes():
-            found.peaks[dtype].append(peak(dtype))
+        for dtype in dtypes(device):
+            found.peaks.setdefault(dtype, []).append(peak(dtype, there))
         for name, run in runs.items():
-            found.times[name].append(seconds(run))
+            found.times[name].append(seconds(run, there))
     return found
 
 
@@ -274,7 +300,9 @@ def tiny_pipeline(folder: Path) -> Path:
     return folder
 
 
-def measure_pipeline(side: int, frames: int, steps: int, rounds: int) -> dict[str, list[float]]:
+def measure_pipeline(
+    side: int, frames: int, steps: int, rounds: int, device: DeviceFacts
+) -> dict[str, list[float]]:
     """Seconds of whole runs by round, from a picture to frames."""
     shape = {"height": side, "width": side, "num_frames": frames, "num_inference_steps": steps}
     picture = np.random.default_rng(0).integers(0, 256, (side, side, 3), np.uint8)
@@ -282,16 +310,19 @@ def measure_pipeline(side: int, frames: int, steps: int, rounds: int) -> dict[st
     with tempfile.TemporaryDirectory() as place:
         folder = tiny_pipeline(Path(place, "tiny"))
         runs: dict[str, Callable[[], float]] = {}
-        for dtype in dtypes():
+        for dtype in dtypes(device):
             pipe = StableVideoDiffusionPipeline.from_pretrained(folder, dtype=getattr(torch, dtype))
+            pipe.to(device.torch_name)
             pipe.set_progress_bar_config(disable=True)
             image = Image.fromarray(picture)
             runs[f"diffusers {dtype}"] = partial(
-                seconds, partial(pipe, image, output_type="np", **shape)
+                seconds, partial(pipe, image, output_type="np", **shape), device.torch_name
             )
-            name = {"float32": "fp32", "bfloat16": "bf16"}[dtype]
-            request = {"model": str(folder), "image": picture, "seed": 1, "dtype": name, **shape}
-            runs[f"ours {dtype}"] = partial(whole_run, request)
+            request = {
+                "model": str(folder), "image": picture, "seed": 1, "dtype": SHORT[dtype],
+                "device": device.torch_name, **shape,
+            }  # fmt: skip
+            runs[f"ours {dtype}"] = partial(whole_run, request, device.torch_name)
         for run in runs.values():
             run()
         for _ in range(rounds):
@@ -300,13 +331,11 @@ def measure_pipeline(side: int, frames: int, steps: int, rounds: int) -> dict[st
     return found
 
 
-def whole_run(request: Mapping[str, Any]) -> float:
+def whole_run(request: Mapping[str, Any], device: str) -> float:
     """Seconds of one run, planning and loading left out; on the clock that `seconds` goes by."""
-    num_threads = torch.get_num_threads()
-    clock = time.thread_time if num_threads == 1 else time.perf_counter
-    total, before = 0.0, clock()
-    for event in stream(Request(**request), num_threads=num_threads):
-        now = clock()
+    total, before = 0.0, clock(device)
+    for event in stream(Request(**request), num_threads=torch.get_num_threads()):
+        now = clock(device)
         # What ends in one of these was planning, hashing and loading.
         if not isinstance(event, (Planned, Note, Ready, Loaded)):
             total += now - before
@@ -314,24 +343,25 @@ def whole_run(request: Mapping[str, Any]) -> float:
     return total
 
 
-def page(sizes: Sizes, found: Measured, whole: Mapping[str, list[float]], rounds: int) -> str:
+def page(
+    sizes: Sizes, found: Measured, whole: Mapping[str, list[float]], device: DeviceFacts
+) -> str:
     """The result as Markdown."""
-    facts = machine_facts("cpu")
-    versions = versions_of(facts)
+    facts, rounds = machine_facts(device.kind), len(found.times[BASE])
     command = shlex.join(["python", "benchmarks/svd.py", *sys.argv[1:]])
     rows = [
-        f"| {name} | {statistics.median(times):.2f} s | **{found.ratio(name):.2f}** | "
+        f"| {name} | {statistics.median(times):.3g} s | **{found.ratio(name):.2f}** | "
         f"{found.flops[name] / 1e12:.2f} | {found.share(name, dtype_of(name)):.0%} | "
         f"{found.errors[name]:.1e} | {_compiled(found, name)} |"
         for name, times in found.times.items()
     ]
     of_whole = [
-        f"| {name} | {statistics.median(times):.2f} s | "
+        f"| {name} | {statistics.median(times):.3g} s | "
         f"{statistics.median(b / a for a, b in zip(times, whole[BASE], strict=True)):.2f} |"
         for name, times in whole.items()
     ]
     lines = "\n".join
-    return f"""# Stable Video Diffusion on a CPU, {date.today().isoformat()}
+    return f"""# Stable Video Diffusion on {where(device)}, {date.today().isoformat()}
 
 ## One forward of the UNet
 
@@ -351,17 +381,21 @@ medians of {rounds} rounds.
 | what | one run | times as fast as {BASE} |
 | --- | --- | --- |
 {lines(of_whole)}
-{_left_out()}
-Hardware: {facts.cpu.name}, {torch.get_num_threads()} of {facts.num_cores} cores,
-{"processor" if torch.get_num_threads() == 1 else "wall"} time; load at the end
-{os.getloadavg()[0]:.1f}. Versions: {versions}.
+{_said_of(device)}
+{hardware(facts, device)}
 
 Command: `{command}`
 """
 
 
-def _left_out() -> str:
-    if dtypes() == ALL_DTYPES:
+def _said_of(device: DeviceFacts) -> str:
+    if device.kind == "cuda":
+        return f"""
+float32 is whole, without TF32, but for "{DEFAULTS}", as torch has it by default; diffusers'
+half precision has torch's defaults too, ours sums in float32. The policy picks
+{precision_of(device, "auto").compute}.
+"""
+    if device.has_fast_bf16:
         return ""
     return """
 This CPU has no instructions for bfloat16, so nothing was measured in it, and the policy picks
@@ -380,6 +414,8 @@ def arguments() -> argparse.Namespace:
     )
     for name, default in (("frames", 14), ("side", 32), ("rounds", 5), ("pipeline-side", 128)):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
+    parser.add_argument("--device", default="cpu", help="cpu, or a card such as cuda")
+    parser.add_argument("--released", action="store_true", help="the released model's sizes")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     parser.add_argument("--busy", action="store_true", help="one thread, processor time")
     parser.add_argument("--no-page", action="store_true", help="print only")
@@ -388,16 +424,20 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     asked = arguments()
+    device = pick_device(machine_facts(asked.device), asked.device)
     torch.set_num_threads(1 if asked.busy else machine_facts("cpu").num_cores)
-    sizes = Sizes(tuple(asked.widths), asked.frames, asked.side)
+    sizes = (
+        Sizes(**RELEASED)
+        if asked.released
+        else Sizes(tuple(asked.widths), asked.frames, asked.side)
+    )
     with torch.no_grad():
-        found = measure_forward(sizes, asked.rounds, not asked.no_compile)
-        whole = measure_pipeline(asked.pipeline_side, asked.frames, 5, asked.rounds)
-    text = page(sizes, found, whole, asked.rounds)
+        found = measure_forward(sizes, asked.rounds, device, not asked.no_compile)
+        whole = measure_pipeline(asked.pipeline_side, asked.frames, 5, asked.rounds, device)
+    text = page(sizes, found, whole, device)
     print(text)
     if not asked.no_page:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / f"svd-{date.today().isoformat()}.md").write_text(text)
+        result_page("svd", device).write_text(text)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ Checkpoints are tiny and random, so what is compared is whether a card computes 
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -211,8 +212,12 @@ def test_too_little_memory_is_done_in_less(tmp_path: Path) -> None:
     assert repairs, "the fault was not planted"
     assert {event.cause for event in repairs} == {"memory"}
     assert "out of memory" in repairs[0].text
-    # Decoded in other chunks, which this decoder sees a little.
-    assert np.abs(joined(events) - want).mean() <= 0.02
+    # This decoder gives other frames in other chunks: those that were taken are asked for at once.
+    chunks = [re.search(r"decoded (\d+) at once", repair.to) for repair in repairs]
+    sizes = [int(found[1]) for found in chunks if found]
+    if sizes:
+        want = joined(events_of(folder, "svd", decode_chunk_size=sizes[-1], **asked))
+    assert np.abs(joined(events) - want).max() <= ROUNDING
 
 
 @pytest.mark.parametrize("name", ["opensora-1.2", "svd", "inpaint", "stepvideo"])
