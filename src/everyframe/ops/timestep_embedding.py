@@ -40,7 +40,8 @@ def _frequencies(num: int, max_period: float, dtype: torch.dtype) -> npt.NDArray
     """
     kind = np.float64 if dtype == torch.float64 else np.float32
     exponents = kind(-math.log(max_period)) * (np.arange(num, dtype=kind) / kind(num))
-    return np.exp(exponents.astype(np.float64)).astype(kind)
+    rounded: npt.NDArray[np.floating[Any]] = np.exp(exponents.astype(np.float64)).astype(kind)
+    return rounded
 
 
 class TimestepEmbedding(nn.Module):
