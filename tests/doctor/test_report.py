@@ -55,13 +55,21 @@ def test_what_is_shared_holds_nothing_private() -> None:
     data = {
         "says": "on WINTERMUTE, /home/ada/work/venv/libcublas.so and /Users/bob/x",
         "list": ["canada", "ada"],
-        "environment": {"LD_LIBRARY_PATH": "/secret/place", "NCCL_P2P_DISABLE": "1"},
+        "environment": {
+            "LD_LIBRARY_PATH": "/secret/place",
+            "EVERYFRAME_RUNS": "/secret/runs",
+            "NCCL_P2P_DISABLE": "1",
+        },
         "number": 3,
     }
     assert shareable(data, private) == {
         "says": "on (host), ~/venv/libcublas.so and ~/x",
         "list": ["canada", "(user)"],
-        "environment": {"LD_LIBRARY_PATH": "(set)", "NCCL_P2P_DISABLE": "1"},
+        "environment": {
+            "LD_LIBRARY_PATH": "(set)",
+            "EVERYFRAME_RUNS": "(set)",
+            "NCCL_P2P_DISABLE": "1",
+        },
         "number": 3,
     }
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch._inductor.config
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from everyframe.optimize import compiler
 from everyframe.optimize.tools import why_not
@@ -107,9 +108,12 @@ def test_the_cache_is_ours_unless_one_is_named(
     ours = tmp_path / "cache" / "inductor"
     assert os.environ[compiler.CACHE_VARIABLE] == str(ours)
     assert ours in script.parents
+    # What torch names by itself is nobody's wish.
+    monkeypatch.setenv(compiler.CACHE_VARIABLE, default_cache_dir())
     # Again: no script of the script.
     assert behind(made, HONEST) == str(script)
     assert str(made) in script.read_text()
+    assert os.environ[compiler.CACHE_VARIABLE] == str(ours)
     config.cpp.cxx = str(made)
     monkeypatch.setenv(compiler.CACHE_VARIABLE, str(tmp_path / "named"))
     assert (tmp_path / "named") in Path(behind(made, HONEST)).parents

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 #: Variables whose value is a list of places; which ones they are says enough.
-_PLACES = re.compile(r"(^|_)(PATH|DIR|HOME|FILE|CACHE|PRELOAD)$")
+_PLACES = re.compile(r"(^|_)(PATH|DIR|HOME|FILE|CACHE|RUNS|PRELOAD)$")
 
 
 def shareable(value: Any, private: Mapping[str, str] | None = None) -> Any:

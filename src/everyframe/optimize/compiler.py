@@ -87,7 +87,12 @@ def _found(asked: Any) -> str | None:
 
 def _cache() -> Path:
     """The folder that torch keeps it in, which is there. Raises `OSError`."""
-    folder = Path(os.environ.get(CACHE_VARIABLE) or cache_folder() / "inductor")
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    # torch names its own there as soon as its compiler is imported.
+    named = os.environ.get(CACHE_VARIABLE)
+    is_torchs = not named or named == default_cache_dir()
+    folder = cache_folder() / "inductor" if is_torchs else Path(named or "")
     folder.mkdir(parents=True, exist_ok=True)
     os.environ[CACHE_VARIABLE] = str(folder.absolute())
     return folder.absolute()

@@ -177,7 +177,7 @@ class Chooser:
         pins = self.pins
         against = self.known.against(path.name, tags_of(component, runs))
         if path.name in pins.off:
-            return Choice(path.name, "off", "turned off by --without")
+            return Choice(path.name, "off", "turned off: --without, EVERYFRAME_WITHOUT")
         if pins.exact is not None:
             if self._exactly(component, path):
                 return Choice(path.name, "pinned", "by the record", despite=against)
