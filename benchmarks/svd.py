@@ -198,7 +198,7 @@ def precision_of(device: DeviceFacts, dtype: str) -> Precision:
     if dtype == "float32":
         return Precision("float32", "float32")
     needs = ComponentNeeds("unet", 1_524_623_082, UNET_ISLANDS, prefers="float16")
-    return choose(device, SHORT.get(dtype, dtype), needs)[0]
+    return choose(device, dtype, needs)[0]
 
 
 def candidates(
