@@ -139,7 +139,10 @@ def find_profile(name: str | Path) -> Profile:
     try:
         given = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise InputError(f"{path} is no profile: {error}") from error
+        raise InputError(
+            f"{path} is no profile: it can't be read as JSON ({error}); give a file of facts, or one "
+            f"of {', '.join(shipped)}"
+        ) from error
     return _checked(given, str(path))
 
 
