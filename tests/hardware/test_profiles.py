@@ -92,7 +92,7 @@ def test_what_is_no_profile(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="must be an object"):
         find_profile(path)
     path.write_text("{")
-    with pytest.raises(InputError, match="is no profile: it can.t be read as JSON"):
+    with pytest.raises(InputError, match="no profile: it can't be read as JSON"):
         find_profile(path)
 
 

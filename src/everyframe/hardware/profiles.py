@@ -140,8 +140,8 @@ def find_profile(name: str | Path) -> Profile:
         given = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(
-            f"{path} is no profile: it can't be read as JSON ({error}); give a file of facts, or one "
-            f"of {', '.join(shipped)}"
+            f"{path} is no profile: it can't be read as JSON ({error}); give a file of facts or "
+            f"one of {', '.join(shipped)}"
         ) from error
     return _checked(given, str(path))
 
