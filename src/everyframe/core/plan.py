@@ -60,10 +60,6 @@ class Settings:
         """These settings with one more saving."""
         return replace(self, savings=(*dict(self.savings, **{name: value}).items(),))
 
-    def for_seed(self, seed: int) -> Settings:
-        """The settings of one video out of several."""
-        return replace(self, seed=seed, num_videos=1)
-
 
 @dataclass(frozen=True)
 class Precision:
@@ -245,10 +241,6 @@ class Plan:
     def peak_bytes(self) -> int:
         """The largest stage, not the sum; see `peak_of`."""
         return peak_of(self.components)
-
-    def for_seed(self, seed: int) -> Plan:
-        """The plan of one video out of several."""
-        return replace(self, settings=self.settings.for_seed(seed))
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for printing, events and records."""

@@ -72,6 +72,16 @@ def make_record(plan: Plan, request: Request, weight_files: Sequence[str]) -> di
     }
 
 
+def for_seed(record: dict[str, Any], seed: int) -> dict[str, Any]:
+    """The record of one video out of several: as if its seed alone had been asked for."""
+    request = {key: value for key, value in record["request"].items() if key != "num_videos"}
+    settings = {**record["settings"], "seed": seed, "num_videos": 1}
+    mine = {**record, "request": {**request, "seed": seed}, "settings": settings}
+    repairs = [each for each in record.get("repairs", ()) if each["seed"] in (None, seed)]
+    mine.pop("repairs", None)
+    return {**mine, "repairs": repairs} if repairs else mine
+
+
 def _is_local(model: str) -> bool:
     """Whether that model lies in a folder or file of the maker's own.
 

@@ -38,12 +38,13 @@ from everyframe.engine.gathering import gathered
 from everyframe.engine.given import read_given, start_noise
 from everyframe.engine.keeping import begin, keeper_of, kept
 from everyframe.engine.ranks import Here, Join, joined, met
-from everyframe.engine.record import make_record
+from everyframe.engine.record import for_seed, make_record
 from everyframe.engine.reporting import check_folder, loaded_in, reported
 from everyframe.families.family import Model, Stage, Take
 from everyframe.families.loading import check_contents, let_go
 from everyframe.families.remembered import Key, forget, key_of, remember
 from everyframe.hardware.peak import give_back, is_out_of_memory
+from everyframe.hardware.threads import cpu_threads
 from everyframe.ops.attention import kernels_kept
 from everyframe.planning.resolve import GivenModel, check_feasible, prepare
 from everyframe.precision.full import full_float32
@@ -136,7 +137,7 @@ def _apart(events: Events, num_threads: int) -> Events:
     with closing(events):
         while True:
             # An interrupt inside of a module would leave its kernels of attention to what comes.
-            with _Threads(num_threads), kernels_kept(), full_float32(), torch.inference_mode():
+            with cpu_threads(num_threads), kernels_kept(), full_float32(), torch.inference_mode():
                 event = _next(events)
             if event is None:
                 return
@@ -255,27 +256,3 @@ def _run_stage(stage: Stage, takes: Sequence[Take], clip: int, num_clips: int) -
     seconds = time.perf_counter() - began
     _log.info("clip %d of %d: %s took %.2f s", clip + 1, num_clips, stage.name, seconds)
     yield StageDone(stage.name, seconds)
-
-
-def for_seed(record: dict[str, Any], seed: int) -> dict[str, Any]:
-    """The record of one video out of several: as if its seed alone had been asked for."""
-    request = {key: value for key, value in record["request"].items() if key != "num_videos"}
-    settings = {**record["settings"], "seed": seed, "num_videos": 1}
-    mine = {**record, "request": {**request, "seed": seed}, "settings": settings}
-    repairs = [each for each in record.get("repairs", ()) if each["seed"] in (None, seed)]
-    mine.pop("repairs", None)
-    return {**mine, "repairs": repairs} if repairs else mine
-
-
-class _Threads:
-    """CPU threads for the time of a run: results depend on their number, so the plan fixes it."""
-
-    def __init__(self, num_threads: int) -> None:
-        self._wanted = num_threads
-        self._before = torch.get_num_threads()
-
-    def __enter__(self) -> None:
-        torch.set_num_threads(self._wanted)
-
-    def __exit__(self, *_: object) -> None:
-        torch.set_num_threads(self._before)

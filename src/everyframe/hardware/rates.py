@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from everyframe.core.facts import Product, Rates
+from everyframe.hardware.threads import cpu_threads
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,7 +70,7 @@ def measured_rates(
 def _rate(product: Product, device: str, num_threads: int, kernels: Kernels | None) -> float:
     """Operations a second of that product, cut to a fraction where it is large."""
     most = _CPU_OPERATIONS if device == "cpu" else _CARD_OPERATIONS
-    with _threads(num_threads):
+    with cpu_threads(num_threads):
         run, operations = _TRIALS[product.kind](product, device, most)
         with kernels(product.told[-1]) if kernels and _names_kernel(product) else nullcontext():
             return operations / _seconds(run, device)
@@ -84,7 +85,7 @@ def _mapping(num_threads: int) -> float:
     """Bytes a second that the system hands out to a CPU's work, zeroed, on top of their use."""
     import torch
 
-    with _threads(num_threads):
+    with cpu_threads(num_threads):
         there = torch.empty(_MAPPED_BYTES // 4)
         used = _seconds(lambda: there.fill_(0.5), "cpu")
         fresh = _seconds(lambda: torch.empty(_MAPPED_BYTES // 4).fill_(0.5), "cpu")
@@ -97,7 +98,7 @@ def _memory(device: str, num_threads: int) -> tuple[float, float]:
     import torch
 
     size = _CPU_BYTES if device == "cpu" else _CARD_BYTES
-    with _threads(num_threads):
+    with cpu_threads(num_threads):
         x = torch.ones(size // 4, device=device)
         few = torch.ones(8, device=device)
         passing = _seconds(lambda: torch.nn.functional.silu(x) + x, device)
@@ -202,21 +203,3 @@ def _filled(shape: Sequence[int], product: Product, device: str) -> Tensor:
     import torch
 
     return torch.full(tuple(shape), 0.5, dtype=getattr(torch, product.dtype), device=device)
-
-
-class _threads:  # noqa: N801 - used like a function
-    """So many CPU threads within."""
-
-    def __init__(self, number: int) -> None:
-        self._number = number
-
-    def __enter__(self) -> None:
-        import torch
-
-        self._before = torch.get_num_threads()
-        torch.set_num_threads(self._number)
-
-    def __exit__(self, *_: Any) -> None:
-        import torch
-
-        torch.set_num_threads(self._before)
