@@ -1,7 +1,7 @@
 """Stage 1: the spatial autoencoder (diffusers' `AutoencoderKL`), trained on single frames.
 
-64 x 64 pixels become 8 x 8 latents of 8 channels. The object is a twentieth of the frame and would
-be lost in a plain mean, so its pixels weigh more; the bar is measured on it as well.
+A frame's sides become 8 times smaller, with 8 channels. The object is a twentieth of the frame and
+would be lost in a plain mean, so its pixels weigh more; the bar is measured on it as well.
 
 Latents are trained to be local: a cell that the object isn't near must be what it is in an empty
 frame. Left alone it is not, because `AutoencoderKL`'s group norms run over the whole frame and
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from everyframe.checkpoints.shapes_prompts import BACKGROUNDS
 from recipes.shapes import world
 from recipes.shapes.loop import Task, autocast
+from recipes.shapes.world import FORMATS, Format
 
 SIZES: dict[str, Any] = {
     "in_channels": 3,
@@ -34,11 +35,7 @@ SIZES: dict[str, Any] = {
 OBJECT_WEIGHT = 8.0
 LOCAL_WEIGHT = 0.1
 CELL = 8  # pixels of a side of what one latent cell stands for
-
-
-def to_torch(frames: world.Floats) -> Tensor:
-    """Frames (..., H, W, 3) in 0..1 -> (..., 3, H, W) in -1..1."""
-    return torch.from_numpy(np.ascontiguousarray(np.moveaxis(frames, -1, -3))) * 2 - 1
+GROUNDS = tuple(BACKGROUNDS)
 
 
 def object_weight(pixels: Tensor) -> Tensor:
@@ -58,12 +55,15 @@ def near_cells(pixels: Tensor) -> Tensor:
     return nn.functional.max_pool2d(on_object, CELL + 4, stride=CELL, padding=2)
 
 
-def empty_frames() -> tuple[list[str], Tensor]:
-    """The backgrounds' names and a frame of each without an object (N, 3, H, W)."""
-    names = list(BACKGROUNDS)
-    colours = np.array([world.PALETTE[name] for name in names], np.float32) / 255
-    flat = np.broadcast_to(colours[:, None, None], (len(names), world.SIDE, world.SIDE, 3))
-    return names, to_torch(flat)
+def empty_frames(side: int, device: torch.device | str) -> Tensor:
+    """A frame of each of `GROUNDS` without an object (N, 3, side, side)."""
+    colours = torch.tensor([world.PALETTE[name] for name in GROUNDS], device=device) / 127.5 - 1
+    return colours[:, :, None, None].expand(-1, -1, side, side).contiguous()
+
+
+def grounds_of(clips: world.Clips, device: torch.device | str) -> Tensor:
+    """(B,): which of `GROUNDS` each clip has."""
+    return world.sent(torch.tensor([GROUNDS.index(s.background) for s in clips.scenes]), device)
 
 
 def strangeness(z: Tensor, empty: Tensor, near: Tensor) -> Tensor:
@@ -84,43 +84,54 @@ def psnr(out: Tensor, target: Tensor) -> tuple[float, float]:
     return float(-10 * whole.log10()), float(-10 * on_object.log10())
 
 
-def random_frames(count: int, rng: np.random.Generator) -> tuple[Tensor, list[str]]:
-    """One frame each of `count` training clips (count, 3, H, W), and their backgrounds."""
-    clips = world.random_clips(world.train_scenes(), count, rng)
-    times = rng.uniform(size=(count, 1)).astype(np.float32)
-    return to_torch(world.draw(clips, times)[:, 0]), [clip.scene.background for clip in clips]
-
-
 def build() -> Any:
     from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 
     return AutoencoderKL(**SIZES)
 
 
-def task(num_steps: int = 4500, batch: int = 32) -> Task:
-    """The stage for `loop.train`; the score is the worse of the two PSNRs."""
-    modules = nn.ModuleDict({"spatial": build()})
+def task(num_steps: int = 8000, batch: int = 128, device: str = "cpu") -> Task:
+    """The stage for `loop.train`; the score is the least PSNR. `batch` small frames a step, and
+    a quarter as many large ones, which are as many pixels."""
+    modules = nn.ModuleDict({"spatial": build()}).to(device)
     model: Any = modules["spatial"]
-    held, _ = random_frames(128, np.random.default_rng(1))
-    names, empty = empty_frames()
 
-    def loss(step: int) -> tuple[Tensor, dict[str, float]]:
-        pixels, grounds = random_frames(batch, np.random.default_rng([2, step]))
-        with autocast():
-            posterior = model.encode(torch.cat([pixels, empty])).latent_dist
-            out = model.decode(posterior.sample()[:batch]).sample
-        z, of_empty = posterior.mean.float().split([batch, len(names)])
-        pixel = pixel_loss(out.float(), pixels)
-        away = strangeness(z, of_empty[[names.index(one) for one in grounds]], near_cells(pixels))
-        total = pixel + 1e-4 * posterior.kl().float().mean() / 512 + LOCAL_WEIGHT * away
-        return total, {"pixel": pixel.item(), "strange": away.item()}
+    def frames(form: Format, count: int, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
+        clips = world.random_clips(world.random_scenes(world.train_scenes(), count, rng), rng)
+        times = torch.from_numpy(rng.uniform(size=(count, 1))).float()
+        return world.draw(clips, form.side, times, device)[:, 0], grounds_of(clips, device)
+
+    held = [frames(form, 128, np.random.default_rng(1))[0] for form in FORMATS]
+    empty = [empty_frames(form.side, device) for form in FORMATS]
+    counts = (batch, batch // 4)
+
+    def draw(step: int) -> tuple[Tensor, ...]:
+        rng = np.random.default_rng([2, step])
+        drawn = [frames(*each, rng) for each in zip(FORMATS, counts, strict=True)]
+        return tuple(part for each in drawn for part in each)
+
+    def loss(*drawn: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        total, shown = torch.zeros((), device=device), {}
+        for pixels, grounds, ground in zip(drawn[::2], drawn[1::2], empty, strict=True):
+            with autocast(device):
+                posterior = model.encode(torch.cat([pixels, ground])).latent_dist
+                out = model.decode(posterior.sample()[: len(pixels)]).sample
+            z, of_empty = posterior.mean.float().split([len(pixels), len(GROUNDS)])
+            shown["pixel"] = pixel_loss(out.float(), pixels)
+            shown["strange"] = strangeness(z, of_empty[grounds], near_cells(pixels))
+            kl = posterior.kl().float().mean() / z[0].numel()
+            total = total + shown["pixel"] + 1e-4 * kl + LOCAL_WEIGHT * shown["strange"]
+        return total / 2, shown
 
     def validate(_: nn.ModuleDict) -> dict[str, float]:
-        out = model.decode(model.encode(held).latent_dist.mode()).sample
-        whole, on_object = psnr(out, held)
-        return {"score": min(whole, on_object), "psnr": whole, "psnr_object": on_object}
+        figures: dict[str, float] = {}
+        for form, pixels in zip(FORMATS, held, strict=True):
+            out = model.decode(model.encode(pixels).latent_dist.mode()).sample
+            whole, on_object = psnr(out, pixels)
+            figures |= {f"psnr_{form.side}": whole, f"object_{form.side}": on_object}
+        return {"score": min(figures.values()), **figures}
 
     return Task(
-        modules, loss, validate, clips_per_step=batch, num_steps=num_steps, learning_rate=2e-3,
-        ema=0.995, validate_every=250,
+        modules, draw, loss, validate, clips_per_step=sum(counts), num_steps=num_steps,
+        learning_rate=2e-3, static=True,
     )  # fmt: skip

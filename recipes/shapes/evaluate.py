@@ -1,4 +1,4 @@
-"""Measures every bar of the embedded model: ``python recipes/shapes/evaluate.py``.
+"""Measures every bar of the embedded model: ``python recipes/shapes/evaluate.py [--side 128]``.
 
 Clips are made by the product's own public function, `everyframe.generate`; the reader is plain
 image arithmetic (`reader.py`). Prompts and seeds are fixed: one try each. Prints a table and exits
@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import everyframe
 from everyframe.checkpoints.shapes_prompts import Scene
 from recipes.shapes import captions, reader, world
+from recipes.shapes.world import FORMATS, SMALL, Format
 
 NAMES = ("colour", "background", "motion", "shape")
 Say = Callable[[str], None]
@@ -76,20 +77,20 @@ def trials(count: int, validation: bool) -> list[Trial]:
     return found
 
 
-def measure_reader(count: int) -> list[Row]:
+def measure_reader(count: int, form: Format = SMALL) -> list[Row]:
     """The reader on true clips, on other clips' captions, on noise and on constant frames."""
     rng = np.random.default_rng(31)
     scenes = [world.all_scenes()[i] for i in rng.permutation(len(world.all_scenes()))[:count]]
     read = []
     for start in range(0, count, 50):
-        clips = [world.random_clip(scene, rng) for scene in scenes[start : start + 50]]
-        read += [reader.read(frames) for frames in world.draw(clips)]
+        read += [reader.read(frames) for frames in _drawn(scenes[start : start + 50], form, rng)]
     others = [*scenes[1:], scenes[0]]
-    nothing = [rng.uniform(size=(17, 64, 64, 3)).astype(np.float32) for _ in range(20)]
-    nothing += [np.full((17, 64, 64, 3), value, np.float32) for value in np.linspace(0, 1, 20)]
+    shape = (form.num_frames, form.side, form.side, 3)
+    nothing = [rng.uniform(size=shape).astype(np.float32) for _ in range(20)]
+    nothing += [np.full(shape, value, np.float32) for value in np.linspace(0, 1, 20)]
     for name in world.PALETTE:
         flat = np.array(world.PALETTE[name], np.float32) / 255
-        nothing.append(np.broadcast_to(flat, (17, 64, 64, 3)).copy())
+        nothing.append(np.broadcast_to(flat, shape).copy())
     of_nothing = [reader.read(frames) for frames in nothing]
     seen = [any(getattr(one, name) for name in NAMES) for one in of_nothing]
     return [
@@ -99,24 +100,27 @@ def measure_reader(count: int) -> list[Row]:
     ]
 
 
+def _drawn(scenes: Sequence[Scene], form: Format, rng: np.random.Generator) -> world.Floats:
+    """A true clip of each scene (B, T, H, W, 3), 0..1."""
+    times = world.even_times(len(scenes), form.num_frames)
+    return world.pictures(world.draw(world.random_clips(scenes, rng), form.side, times))
+
+
 def _all_right(read: list[reader.Reading], scenes: list[Scene]) -> float:
     pairs = zip(read, scenes, strict=True)
     return float(np.mean([all(one.right(scene).values()) for one, scene in pairs]))
 
 
-def measure_autoencoder(count: int) -> list[Row]:
+def measure_autoencoder(count: int, form: Format = SMALL) -> list[Row]:
     """PSNR of drawn clips through the shipped autoencoder: whole frames, and the object alone."""
-    import torch
-
     from recipes.shapes import shipped, temporal
 
-    vae = shipped.autoencoder()
-    clips = world.random_clips(world.all_scenes(), count, np.random.default_rng(32))
-    with torch.no_grad():
-        found = temporal.measure(vae, temporal.clip_frames(clips))
+    vae, rng = shipped.autoencoder(), np.random.default_rng(32)
+    scenes = world.random_scenes(world.all_scenes(), count, rng)
+    found = temporal.measure(vae, temporal.clip_frames(world.random_clips(scenes, rng), form))
     return [
         at_least("autoencoder: PSNR, dB", found["psnr"], 30),
-        at_least("autoencoder: PSNR on the object, dB", found["psnr_object"], 30),
+        at_least("autoencoder: PSNR on the object, dB", found["object"], 30),
     ]
 
 
@@ -144,7 +148,7 @@ def measure_prompts(
 
 
 def measure_image(
-    chosen: list[Trial], options: dict[str, Any], processes: int, say: Say
+    chosen: list[Trial], options: dict[str, Any], form: Format, processes: int, say: Say
 ) -> list[Row]:
     """Clips from a given first frame: how well it is kept, and whether the motion is as asked."""
     kept: list[float] = []
@@ -153,7 +157,7 @@ def measure_image(
     with tempfile.TemporaryDirectory() as folder:
         jobs = []
         for number, trial in enumerate(chosen):
-            first = world.draw([world.random_clip(trial.scene, rng)])[0, 0]
+            first = _drawn([trial.scene], form, rng)[0, 0]
             path = Path(folder) / f"{number}.png"
             _save_png(path, np.round(first * 255).astype(np.uint8))
             jobs.append((trial, options, path))
@@ -234,25 +238,30 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=200, help="number of prompts")
     parser.add_argument("--images", type=int, default=40, help="number of given first frames")
     parser.add_argument("--validation", action="store_true", help="other prompts and seeds")
+    parser.add_argument("--side", type=int, default=SMALL.side, help="of a frame: 64 or 128")
     parser.add_argument("--steps", type=int, help="steps instead of the checkpoint's own")
     parser.add_argument("--guidance", type=float, help="scale instead of the checkpoint's own")
+    parser.add_argument("--device", help="to make clips on, instead of the plan's choice")
     parser.add_argument("--processes", type=int, default=1, help="that make clips side by side")
     parser.add_argument("--json", type=Path, help="write the rows to this file as well")
     given = parser.parse_args()
-    options: dict[str, Any] = {}
-    if given.steps is not None:
-        options["num_inference_steps"] = given.steps
-    if given.guidance is not None:
-        options["guidance_scale"] = given.guidance
+    (form,) = (each for each in FORMATS if each.side == given.side)
+    asked = {
+        "height": form.side, "width": form.side, "num_frames": form.num_frames,
+        "num_inference_steps": given.steps, "guidance_scale": given.guidance,
+        "device": given.device,
+    }  # fmt: skip
+    options = {name: value for name, value in asked.items() if value is not None}
 
     def say(line: str) -> None:
         print(line, flush=True)
 
     chosen = trials(given.count, given.validation)
     with_image = trials(given.images, given.validation)
-    rows = measure_reader(300) + measure_autoencoder(48)
+    rows = measure_reader(300, form) + measure_autoencoder(48, form)
     rows += measure_prompts(chosen, options, given.processes, say)
-    rows += measure_image(with_image, options, given.processes, say) if given.images else []
+    if given.images:
+        rows += measure_image(with_image, options, form, given.processes, say)
     say(table(rows))
     if given.json is not None:
         given.json.write_text(json.dumps([row.__dict__ for row in rows], indent=2) + "\n")

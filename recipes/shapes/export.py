@@ -18,17 +18,18 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from everyframe.families.opensora.vae import VideoVAE
-from recipes.shapes import autoencoder, denoiser, latents, repair, temporal, text, world
+from recipes.shapes import autoencoder, denoiser, latents, temporal, text, world
 from recipes.shapes.train import WORK
 
 TARGET = Path(__file__).parents[2] / "src" / "everyframe" / "checkpoints" / "shapes"
 DEFAULTS: dict[str, Any] = {
-    "height": world.SIDE,
-    "width": world.SIDE,
-    "num_frames": world.NUM_FRAMES,
+    "height": world.SMALL.side,
+    "width": world.SMALL.side,
+    "num_frames": world.SMALL.num_frames,
     "fps": world.FPS,
     "num_inference_steps": denoiser.NUM_STEPS,
     "guidance_scale": denoiser.GUIDANCE,
+    "use_timestep_transform": True,
     "timestep_shift": denoiser.SHIFT,
     "max_length": text.MAX_LENGTH,
     "dtype": "float32",
@@ -65,7 +66,7 @@ def vae_config(vae: VideoVAE) -> dict[str, Any]:
             "type": "VideoAutoencoderKL",
             "config": autoencoder.SIZES,
             "scaling_factor": vae.config.spatial.scaling_factor,
-            "micro_batch_size": 17,
+            "micro_batch_size": temporal.PIECE,
         },
         "vae_temporal": {
             "type": "VAE_Temporal_SD",
@@ -78,7 +79,7 @@ def vae_config(vae: VideoVAE) -> dict[str, Any]:
             "temporal_downsample": list(sizes.temporal_downsample),
             "num_groups": sizes.num_groups,
         },
-        "micro_frame_size": world.NUM_FRAMES,
+        "micro_frame_size": temporal.PIECE,
         "shift": vae.shift.flatten().tolist(),
         "scale": vae.scale.flatten().tolist(),
     }
@@ -97,10 +98,9 @@ def stored(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def write(target: Path, work: Path) -> int:
     """Writes everything but the card; returns the size in bytes of all that lies in `target`."""
-    modules = repair.trained(work)
+    modules: Any = denoiser.trained_in(work / "denoiser")
     vae = latents.trained_vae(work)
-    latents.normalise(vae)
-    t5: Any = modules["text"]
+    t5 = modules["text"]
     _part(target, denoiser_config(), _without(modules["denoiser"], "rope."))
     _part(target / "vae", vae_config(vae), vae.state_dict())
     config = t5.config.to_dict() | {"architectures": ["T5EncoderModel"]}

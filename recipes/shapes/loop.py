@@ -1,4 +1,4 @@
-"""The training loop that all three stages share: steps, one line a while, log, resume, best so far.
+"""The training loop that all stages share: steps, one line a while, log, resume, best so far.
 
 A stage brings a `Task` (its modules, its loss on a batch, its validation measure); the loop knows
 nothing else of it. A run lives in a folder: ``state.pt`` to go on from, ``best.pt`` with the
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from everyframe.hardware.processor import BF16_FLAGS, processor_flags
@@ -29,46 +28,55 @@ from recipes.shapes.muon import Muon
 class Task:
     """One stage of training.
 
-    `loss(rng step)` draws its own batch; `validate` gives figures of which ``score`` (larger is
-    better) decides what is best. `modules` are trained and saved; averaged copies of their weights
-    (decay `ema`) are what is validated and kept, if `ema` is not 0. Layers' matrices whose names
-    begin with one of `muon` are trained by Muon (Jordan et al., 2024), scaled to AdamW's step size,
-    the rest by AdamW. `compilable` are the modules that gain by `torch.compile`.
+    `draw(step)` makes a batch on the device; `loss` of it is the loss, and figures to show.
+    `validate` gives figures of which ``score`` (larger is better) decides what is best. `modules`
+    are trained and saved; averaged copies of their weights (over an eighth of the steps so far,
+    decay `ema` at most) are what is validated and kept. Layers' matrices whose names begin with one
+    of `muon` are trained by Muon (Jordan et al., 2024), scaled to AdamW's step size, the rest by
+    AdamW. `compilable` are the modules that gain by `torch.compile`. `static` says that a step is
+    the same kernels on the same shapes each time and asks for no value, so that a card can replay
+    it as one graph.
     """
 
     modules: nn.ModuleDict
-    loss: Callable[[int], tuple[Tensor, dict[str, float]]]
+    draw: Callable[[int], tuple[Tensor, ...]]
+    loss: Callable[..., tuple[Tensor, dict[str, Tensor]]]
     validate: Callable[[nn.ModuleDict], dict[str, float]]
     clips_per_step: int
     num_steps: int
     learning_rate: float
     weight_decay: float = 0.0
     warmup: int = 100
-    ema: float = 0.0
-    validate_every: int = 500
+    ema: float = 0.999
+    num_validations: int = 10
     print_every: int = 50
     clip_norm: float = 1.0
     muon: tuple[str, ...] = ()
     compilable: tuple[nn.Module, ...] = ()
+    static: bool = False
 
 
-def learning_rate_at(task: Task, step: int) -> float:
-    """Linear warm-up, then half a cosine down to a fiftieth."""
-    if step < task.warmup:
-        return task.learning_rate * (step + 1) / task.warmup
-    done = (step - task.warmup) / max(1, task.num_steps - task.warmup)
-    return task.learning_rate * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
+def learning_rate_at(task: Task, step: int, done: float) -> float:
+    """Linear warm-up, then half a cosine over what is `done` (0..1), down to a fiftieth."""
+    warm = min(1.0, (step + 1) / max(1, task.warmup))
+    return task.learning_rate * warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * done)))
 
 
-def train(task: Task, folder: Path, say: Callable[[str], None] = print) -> Path:
-    """Trains from where `folder` stopped, to the end; returns the file of the best weights."""
+def train(
+    task: Task, folder: Path, say: Callable[[str], None] = print, minutes: float | None = None
+) -> Path:
+    """Trains from where `folder` stopped, to the end; returns the file of the best weights.
+
+    With `minutes`, the end is when so much time has been spent on the stage, if its steps have not
+    run out before.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     optimizers = _optimizers(task)
     average = {k: v.detach().clone() for k, v in task.modules.state_dict().items()}
     step, best, spent = 0, -math.inf, 0.0
     state_file = folder / "state.pt"
     if state_file.exists():
-        state = torch.load(state_file, weights_only=True)
+        state = torch.load(state_file, weights_only=True, map_location=_device(task.modules))
         task.modules.load_state_dict(state["modules"])
         for optimizer, kept in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(kept)
@@ -76,32 +84,41 @@ def train(task: Task, folder: Path, say: Callable[[str], None] = print) -> Path:
         best, spent = state["best"], state["seconds"]
         say(f"going on from step {step}")
     begun, log = time.monotonic() - spent, folder / "log.csv"
-    recent: dict[str, float] = {}
-    leads = rank() == 0
+
+    def done() -> float:
+        timed = (time.monotonic() - begun) / (60 * minutes) if minutes else 0.0
+        return min(1.0, max(step / task.num_steps, timed))
+
+    recent: dict[str, Tensor] = {}
     rate_from, rate_time = step, time.monotonic()
-    while step < task.num_steps:
-        loss, figures = task.loss(step)
-        task.modules.zero_grad(set_to_none=True)
-        torch.autograd.backward(loss)
-        _share(task.modules)
+    validated = math.floor(done() * task.num_validations)
+    gradients = _Captured(task) if task.static and _device(task.modules).type == "cuda" else None
+    while (part := done()) < 1:
+        batch = task.draw(step)
+        loss, figures = gradients(*batch) if gradients else _with_gradients(task, batch)
         nn.utils.clip_grad_norm_(task.modules.parameters(), task.clip_norm)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate_at(task, step)
+                group["lr"] = learning_rate_at(task, step, part)
             optimizer.step()
         step += 1
         _average(average, task, step)
-        for name, value in {"loss": loss.item(), **figures}.items():
-            recent[name] = value if name not in recent else 0.95 * recent[name] + 0.05 * value
-        if leads and (step % task.print_every == 0 or step == task.num_steps):
+        # Figures stay on the device until they are shown: to ask for one is to wait for the step.
+        for name, value in {"loss": loss, **figures}.items():
+            now = value.detach().clone()
+            recent[name] = now if name not in recent else recent[name].lerp(now, 0.05)
+        part = done()
+        if step % task.print_every == 0 or part == 1:
+            told = {name: value.item() for name, value in recent.items()}
             speed = (step - rate_from) / (time.monotonic() - rate_time)
             rate_from, rate_time = step, time.monotonic()
-            left = (task.num_steps - step) / speed / 60
-            shown = " ".join(f"{name} {value:.4f}" for name, value in recent.items())
+            left = (time.monotonic() - begun) * (1 - part) / part / 60
+            shown = " ".join(f"{name} {value:.4f}" for name, value in told.items())
             rate = speed * task.clips_per_step
-            say(f"step {step}/{task.num_steps} {shown} {rate:.1f} clips/s, {left:.1f} min left")
-            _write(log, "train", step, time.monotonic() - begun, recent)
-        if leads and (step % task.validate_every == 0 or step == task.num_steps):
+            say(f"step {step} {part:.1%} {shown} {rate:.1f} clips/s, {left:.1f} min left")
+            _write(log, "train", step, time.monotonic() - begun, told)
+        if math.floor(part * task.num_validations) > validated:
+            validated = math.floor(part * task.num_validations)
             measured = _validated(task, average)
             _write(log, "valid", step, time.monotonic() - begun, measured)
             say(f"step {step} validation: " + " ".join(f"{k} {v:.4f}" for k, v in measured.items()))
@@ -121,6 +138,45 @@ def train(task: Task, folder: Path, say: Callable[[str], None] = print) -> Path:
     return folder / "best.pt"
 
 
+def _with_gradients(task: Task, batch: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor]]:
+    task.modules.zero_grad(set_to_none=True)
+    loss, figures = task.loss(*batch)
+    torch.autograd.backward(loss)
+    return loss, figures
+
+
+class _Captured:
+    """A step's loss and gradients as one CUDA graph: layers this small leave a card idle most of
+    the time while their kernels are asked for one by one."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._batch: tuple[Tensor, ...] = ()
+        self._graph = torch.cuda.CUDAGraph()
+        self._out: tuple[Tensor, dict[str, Tensor]] | None = None
+
+    def __call__(self, *batch: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        if self._out is None:
+            self._batch = tuple(part.clone() for part in batch)
+            self._out = self._capture()
+        for kept, new in zip(self._batch, batch, strict=True):
+            kept.copy_(new)
+        self._graph.replay()
+        return self._out
+
+    def _capture(self) -> tuple[Tensor, dict[str, Tensor]]:
+        # As PyTorch's manual asks: some steps on another stream first, for what libraries set up.
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                _with_gradients(self._task, self._batch)
+        torch.cuda.current_stream().wait_stream(stream)
+        # Gradients that are there would be added to; those that are made here are written anew.
+        with torch.cuda.graph(self._graph):
+            return _with_gradients(self._task, self._batch)
+
+
 def _optimizers(task: Task) -> list[torch.optim.Optimizer]:
     named = dict(task.modules.named_parameters())
     matrices = {k: v for k, v in named.items() if k.startswith(task.muon) and k.endswith(".weight")}
@@ -135,19 +191,10 @@ def _optimizers(task: Task) -> list[torch.optim.Optimizer]:
     return found
 
 
-def rank() -> int:
-    """Which of the training's processes this is."""
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def num_ranks() -> int:
-    """How many processes train together."""
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def autocast() -> torch.autocast:
-    """bf16 on CPUs that multiply it; on others its products take 20 times as long as float32's."""
-    return torch.autocast("cpu", torch.bfloat16, enabled=_has_bf16())
+def autocast(device: torch.device | str) -> torch.autocast:
+    """bf16 where it is multiplied; on other CPUs it takes 20 times as long as float32."""
+    kind = torch.device(device).type
+    return torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda" or _has_bf16())
 
 
 @cache
@@ -155,29 +202,21 @@ def _has_bf16() -> bool:
     return bool(processor_flags() & BF16_FLAGS)
 
 
-def _share(modules: nn.ModuleDict) -> None:
-    """Gradients of all processes -> their mean, so that all take the same step."""
-    if num_ranks() == 1:
-        return
-    grads = [p.grad for p in modules.parameters() if p.grad is not None]
-    flat = torch.cat([grad.flatten() for grad in grads])
-    dist.all_reduce(flat)
-    flat /= num_ranks()
-    parts = flat.split([grad.numel() for grad in grads])
-    torch._foreach_copy_(grads, [p.view_as(g) for p, g in zip(parts, grads, strict=True)])
-
-
 def load_best(modules: nn.ModuleDict, folder: Path) -> dict[str, Any]:
     """Loads the best weights of a finished or running stage; returns what was measured."""
-    kept = torch.load(folder / "best.pt", weights_only=True)
+    kept = torch.load(folder / "best.pt", weights_only=True, map_location=_device(modules))
     modules.load_state_dict(kept["modules"])
     return {"step": kept["step"], **kept["measured"]}
+
+
+def _device(modules: nn.ModuleDict) -> torch.device:
+    return next(modules.parameters()).device
 
 
 def _average(average: dict[str, Tensor], task: Task, step: int) -> None:
     if not task.ema:
         return
-    decay = min(task.ema, step / (step + 10))
+    decay = min(task.ema, step / (step + 8))
     names = [k for k, v in average.items() if v.is_floating_point()]
     now = task.modules.state_dict()
     torch._foreach_lerp_([average[k] for k in names], [now[k] for k in names], 1 - decay)

@@ -10,20 +10,14 @@ import csv
 from pathlib import Path
 from typing import Any
 
-from recipes.shapes.train import REPAIRS, STAGES, WORK
+from recipes.shapes.train import STAGES, WORK
 
 # What is drawn of each stage: (column in training, column in validation, name of its axis).
 _CURVES = {
-    "autoencoder": ("pixel", "psnr_object", "PSNR on the object, dB"),
-    "temporal": ("pixel", "psnr_object", "PSNR on the object, dB"),
-    "polish": ("pixel", "psnr_object", "PSNR on the object, dB"),
+    "autoencoder": ("pixel", "object_64", "PSNR on the object, dB"),
+    "temporal": ("pixel", "object_64", "PSNR on the object, dB"),
     "text": ("loss", "score", "captions told right"),
-    "apart": ("loss", "along", "squared distance from the codes"),
-    "direction": ("loss", "told", "clips told from their reversals"),
-    "repair": ("loss", "all", "clips read right in all four"),
-    "agree": ("loss", "along", "squared distance from the motion's mean"),
-    "settle": ("loss", "all", "clips read right in all four"),
-    "denoiser": ("loss", "all", "clips read right in all four"),
+    "denoiser": ("loss_128", "all_128", "large clips read right in all four"),
 }
 
 
@@ -45,7 +39,7 @@ def draw(work: Path, target: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    run = [stage for stage in (*REPAIRS, *STAGES) if (work / stage / "log.csv").exists()]
+    run = [stage for stage in STAGES if (work / stage / "log.csv").exists()]
     if not run:
         raise SystemExit(f"no stage was run in {work}")
     figure, places = pyplot.subplots(

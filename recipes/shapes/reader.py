@@ -11,9 +11,11 @@ against true clips, shuffled captions, noise and constants.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from everyframe.checkpoints.shapes_prompts import BACKGROUNDS, COLOURS, SHAPES, Scene
 from recipes.shapes.world import PALETTE, Floats, shape_cover
@@ -126,9 +128,9 @@ def _centres(cover: Floats) -> tuple[Floats, Floats, Floats]:
 
 def _unit_areas() -> dict[str, float]:
     """Area of each shape at size 1."""
-    one, origin = np.float32(20.0), np.float32(32.0)
+    x = y = torch.tensor(32.0)
     return {
-        shape: float(shape_cover(shape, origin, origin, one, np.float32(0)).sum() / one**2)
+        shape: float(shape_cover(shape, x, y, torch.tensor(20.0), torch.tensor(0.0)).sum() / 20**2)
         for shape in SHAPES
     }
 
@@ -138,12 +140,10 @@ _AREAS = _unit_areas()
 
 def _overlap(cover: Floats, shape: str, x: float, y: float, area: float) -> float:
     """Best overlap of one frame's cover with the shape of that area there, at any angle."""
-    size = np.float32(np.sqrt(area / _AREAS[shape]))
     turns = 1 if shape == "circle" else _NUM_ANGLES
-    angles = np.arange(turns, dtype=np.float32) * np.float32(2 * np.pi / _SIDES[shape] / turns)
-    drawn = shape_cover(
-        shape, np.float32(x), np.float32(y), size, angles[:, None, None], cover.shape[1]
-    )
+    angles = torch.arange(turns) * (2 * math.pi / _SIDES[shape] / turns)
+    place = (torch.tensor(float(value)) for value in (x, y, np.sqrt(area / _AREAS[shape])))
+    drawn = shape_cover(shape, *place, angles[:, None, None], cover.shape[1]).numpy()
     both = np.minimum(drawn, cover).sum(axis=(-1, -2))
     either = np.maximum(drawn, cover).sum(axis=(-1, -2))
     return float((both / either).max())

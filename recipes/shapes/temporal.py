@@ -1,4 +1,4 @@
-"""Stage 2: the temporal stage of `VideoVAE`, trained on cached latents of the spatial stage.
+"""Stage 2: the temporal stage of `VideoVAE`, trained on what the spatial stage makes of clips.
 
 17 frames become 5 latent frames; the first of them stands for the first frame alone. An image that
 is given is encoded as a video of one frame, so such encodings must equal the first latent frame of
@@ -10,6 +10,8 @@ decoder is trained along, on pixels of a few frames; the spatial encoder is left
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from everyframe.checkpoints.shapes_prompts import Scene
 from everyframe.families.opensora.vae import (
     ImageVAEConfig,
     TemporalVAEConfig,
@@ -24,7 +27,9 @@ from everyframe.families.opensora.vae import (
     VideoVAEConfig,
 )
 from recipes.shapes import autoencoder, world
+from recipes.shapes.autoencoder import GROUNDS, grounds_of
 from recipes.shapes.loop import Task, autocast, load_best
+from recipes.shapes.world import FORMATS, SMALL, Format
 
 CHANNELS = 12
 TEMPORAL = TemporalVAEConfig(
@@ -37,16 +42,17 @@ TEMPORAL = TemporalVAEConfig(
     temporal_downsample=(True, True),
     num_groups=8,
 )
+PIECE = 17  # frames that are coded together; a longer clip is coded piece by piece
 NOISE = 0.05  # of latents that the decoder learns to bear: a denoiser's are never exact
-NUM_CACHED = 2000
 LOCAL_WEIGHT = 0.2
+NUM_DECODED = 3  # frames of each clip that are decoded to pixels
 
 
 def build(scaling_factor: float = 1.0) -> VideoVAE:
     """Untrained, without shift and scale (they are measured once it is trained)."""
     return VideoVAE(
         VideoVAEConfig(
-            spatial=ImageVAEConfig(autoencoder.SIZES, scaling_factor, micro_batch_size=17),
+            spatial=ImageVAEConfig(autoencoder.SIZES, scaling_factor, micro_batch_size=PIECE),
             temporal=TEMPORAL,
             shift=(0.0,) * CHANNELS,
             scale=(1.0,) * CHANNELS,
@@ -54,125 +60,181 @@ def build(scaling_factor: float = 1.0) -> VideoVAE:
     )
 
 
-def clip_frames(clips: list[world.Clip]) -> Tensor:
+def clip_frames(clips: world.Clips, form: Format, device: torch.device | str = "cpu") -> Tensor:
     """Clips -> (B, 3, T, H, W) in -1..1."""
-    return autoencoder.to_torch(world.draw(clips)).transpose(1, 2).contiguous()
+    times = world.even_times(len(clips), form.num_frames)
+    return world.draw(clips, form.side, times, device).transpose(1, 2)
+
+
+def piece_frames(
+    scenes: Sequence[Scene], form: Format, rng: np.random.Generator, device: torch.device | str
+) -> tuple[Tensor, Tensor]:
+    """A piece of a clip of each scene (B, 17, 3, H, W), and which background it has (B,)."""
+    clips = world.random_clips(scenes, rng)
+    starts = rng.integers(form.num_frames // PIECE, size=(len(clips), 1)) * PIECE
+    times = torch.from_numpy(starts + np.arange(PIECE)).float() / (form.num_frames - 1)
+    return world.draw(clips, form.side, times, device), grounds_of(clips, device)
 
 
 @torch.no_grad()
-def spatial_latents(vae: VideoVAE, clips: list[world.Clip]) -> Tensor:
-    """(B, C, T, h, w) of the spatial stage, in float16 to keep many of them."""
-    parts = []
-    for start in range(0, len(clips), 16):
-        pixels = clip_frames(clips[start : start + 16])
-        with autocast():
-            flat = pixels.transpose(1, 2).flatten(0, 1)
-            latents = vae.spatial_vae.module.encode(flat).latent_dist.mode()
-        parts.append(latents.unflatten(0, (len(pixels), -1)).transpose(1, 2).half())
-    return torch.cat(parts)
+def spatial_latents(vae: VideoVAE, frames: Tensor) -> Tensor:
+    """What the spatial stage makes of (B, T, 3, H, W): (B, C, T, h, w), scaled, float32."""
+    with autocast(frames.device):
+        z = vae.spatial_vae.module.encode(frames.flatten(0, 1)).latent_dist.mode()
+    z = z.float() * vae.config.spatial.scaling_factor
+    return z.unflatten(0, frames.shape[:2]).transpose(1, 2)
 
 
-def task(work: Path, num_steps: int = 1500, batch: int = 16) -> Task:
+def task(work: Path, num_steps: int = 6000, batch: int = 32, device: str = "cpu") -> Task:
     """The stage for `loop.train`; starts from the best spatial autoencoder in `work`."""
-    spatial: Any = nn.ModuleDict({"spatial": autoencoder.build()})
+    spatial: Any = nn.ModuleDict({"spatial": autoencoder.build()}).to(device)
     load_best(spatial, work / "autoencoder")
-    vae = build()
+    vae = build().to(device)
     vae.spatial_vae.module.load_state_dict(spatial["spatial"].state_dict())
     rng = np.random.default_rng(11)
-    clips = world.random_clips(world.train_scenes(), NUM_CACHED, rng)
-    cached = spatial_latents(vae, clips)
-    mean = cached[:200].float().mean(dim=(0, 2, 3, 4))[:, None, None, None]
-    std = cached[:200].float().std(dim=(0, 2, 3, 4))[:, None, None, None]
-    vae = _scaled(vae, 1 / float(std.mean()))
-    factor = vae.config.spatial.scaling_factor
+    frames, _ = piece_frames(
+        world.random_scenes(world.train_scenes(), 200, rng), SMALL, rng, device
+    )
+    factor = 1 / float(spatial_latents(vae, frames).std(dim=(0, 2, 3, 4)).mean())
     (work / "temporal").mkdir(exist_ok=True)
     (work / "temporal" / "scaling.json").write_text(json.dumps({"scaling_factor": factor}))
-    near = torch.cat([_near(clips[i : i + 50]) for i in range(0, NUM_CACHED, 50)])
-    names, empty = autoencoder.empty_frames()
-    with torch.no_grad():
-        still = vae.spatial_vae.module.encode(empty).latent_dist.mode() * factor
-    empty_clips = still[:, :, None].expand(-1, -1, world.NUM_FRAMES, -1, -1)
-    grounds = [names.index(clip.scene.background) for clip in clips]
-    for parameter in vae.spatial_vae.module.encoder.parameters():
-        parameter.requires_grad_(False)
-    held_clips = world.random_clips(world.train_scenes(), 24, np.random.default_rng(12))
-    held = clip_frames(held_clips)
+    vae = _scaled(vae, factor)
+    _encoders(vae)[0].requires_grad_(False)
+    return _task(vae, num_steps, batch)
 
-    def loss(step: int) -> tuple[Tensor, dict[str, float]]:
-        draws = np.random.default_rng([13, step])
-        rows = draws.integers(NUM_CACHED, size=batch)
-        x = cached[rows].float() * factor
-        weight = _object_cells(x / factor, mean, std)
-        with autocast():
-            means, log_variance = vae.temporal_vae.moments(torch.cat([x, empty_clips]))
-            z, of_empty = means.split([batch, len(names)])
+
+def polish_task(work: Path, num_steps: int = 6000, batch: int = 32, device: str = "cpu") -> Task:
+    """The decoders trained on, both encoders left as they are: latents stay what the denoiser was
+    trained on, so that this can be done beside its training."""
+    vae = trained(work, "temporal", device)
+    for encoder in _encoders(vae):
+        encoder.requires_grad_(False)
+    return replace(_task(vae, num_steps, batch), learning_rate=1e-3)
+
+
+def trained(work: Path, stage: str, device: str = "cpu") -> VideoVAE:
+    """The autoencoder with the best weights of a stage."""
+    kept = json.loads((work / "temporal" / "scaling.json").read_text())
+    vae = build(kept["scaling_factor"]).to(device)
+    load_best(nn.ModuleDict({"vae": vae}), work / stage)
+    return vae
+
+
+def _encoders(vae: VideoVAE) -> tuple[nn.ModuleList, nn.ModuleList]:
+    """What makes latents: of the spatial stage, and of the temporal one."""
+    spatial, inner = vae.spatial_vae.module, vae.temporal_vae
+    return (
+        nn.ModuleList([spatial.encoder, spatial.quant_conv]),
+        nn.ModuleList([inner.encoder, inner.quant_conv]),
+    )
+
+
+def _task(vae: VideoVAE, num_steps: int, batch: int) -> Task:
+    """`batch` small clips a step, and a quarter as many pieces of large ones."""
+    counts, scenes, device = (batch, batch // 4), world.train_scenes(), str(vae.shift.device)
+    factor = vae.config.spatial.scaling_factor
+
+    def pieces(form: Format, count: int, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
+        return piece_frames(world.random_scenes(scenes, count, rng), form, rng, device)
+
+    some = spatial_latents(vae, pieces(SMALL, 200, np.random.default_rng(11))[0])
+    std_C111 = some.std(dim=(0, 2, 3, 4))[:, None, None, None]
+    empty = {
+        form: spatial_latents(vae, _standing(autoencoder.empty_frames(form.side, device)))
+        for form in FORMATS
+    }
+    held = {form: held_clips(form, device) for form in FORMATS}
+
+    def draw(step: int) -> tuple[Tensor, ...]:
+        rng, drawn = np.random.default_rng([13, step]), []
+        for form, count in zip(FORMATS, counts, strict=True):
+            times = rng.permuted(np.tile(np.arange(1, PIECE), (count, 1)), axis=1)[:, :NUM_DECODED]
+            chosen = world.sent(torch.from_numpy(np.pad(times, ((0, 0), (1, 0)))), device)
+            drawn += [*pieces(form, count, rng), chosen]
+        return tuple(drawn)
+
+    def of_format(
+        form: Format, frames: Tensor, grounds: Tensor, chosen: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """`chosen` (B, n) frames of each piece are decoded to pixels, the first one among them."""
+        count, x = len(frames), spatial_latents(vae, frames)
+        near = autoencoder.near_cells(frames.flatten(0, 1)).unflatten(0, frames.shape[:2]).amax(1)
+        weight = _object_cells(x, std_C111)
+        with autocast(device):
+            means, log_variance = vae.temporal_vae.moments(torch.cat([x, empty[form]]))
+            z, of_empty = means.split([count, len(GROUNDS)])
             z_image = vae.temporal_vae.encode(x[:, :, :1])
-            swapped = torch.cat([z_image[: batch // 2], z[batch // 2 :, :, :1]])
+            swapped = torch.cat([z_image[: count // 2], z[count // 2 :, :, :1]])
             mixed = torch.cat([swapped, z[:, :, 1:]], dim=2)
-            out = vae.temporal_vae.decode(mixed + NOISE * torch.randn_like(mixed), 17)
+            out = vae.temporal_vae.decode(mixed + NOISE * torch.randn_like(mixed), PIECE)
             alone = vae.temporal_vae.decode(z_image, 1)
-        z, log_variance = z.float(), log_variance[:batch].float()
+        z, log_variance = z.float(), log_variance[:count].float()
         latent = (weight * (out.float() - x).square()).mean()
         first = (weight[:, :, :1] * (alone.float() - x[:, :, :1]).square()).mean()
         same = (z_image.float() - z[:, :, :1]).square().mean()
-        own_empty = of_empty.float()[[grounds[row] for row in rows]]
-        away = autoencoder.strangeness(z, own_empty, near[rows])
+        away = autoencoder.strangeness(z, of_empty.float()[grounds], near[:, :, None])
         kl = 0.5 * (z.square() + log_variance.exp() - 1 - log_variance).mean()
-        times = draws.integers(1, 17, size=batch)
-        chosen = torch.cat([out[range(batch), :, times], out[: batch // 2, :, 0], alone[:8, :, 0]])
-        clip_rows = [*rows, *rows[: batch // 2], *rows[:8]]
-        when = np.concatenate([times, np.zeros(batch // 2 + 8)]).astype(np.float32) / 16
-        target = autoencoder.to_torch(
-            world.draw([clips[i] for i in clip_rows], when[:, None])[:, 0]
-        )
-        with autocast():
-            pixels = vae.spatial_vae.module.decode(chosen / factor).sample
+        rows = torch.arange(count, device=device)[:, None]
+        picked = out.transpose(1, 2)[rows, chosen].flatten(0, 1)
+        with autocast(device):
+            decoded = torch.cat([picked, alone[: count // 2, :, 0]]) / factor
+            pixels = vae.spatial_vae.module.decode(decoded).sample
+        target = torch.cat([frames[rows, chosen].flatten(0, 1), frames[: count // 2, 0]])
         pixel = autoencoder.pixel_loss(pixels.float(), target)
         total = latent + 0.25 * first + 0.5 * same + 2 * pixel + 2e-3 * kl + LOCAL_WEIGHT * away
-        return total, {
-            "latent": latent.item(), "pixel": pixel.item(), "same": same.item(), "kl": kl.item(),
-            "strange": away.item(),
-        }  # fmt: skip
+        return total, {"latent": latent, "pixel": pixel, "same": same, "kl": kl, "strange": away}
+
+    def loss(*drawn: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        (small, shown), (large, _) = (
+            of_format(form, *drawn[i : i + 3]) for form, i in zip(FORMATS, (0, 3), strict=True)
+        )
+        return (small + large) / 2, shown
 
     def validate(_: nn.ModuleDict) -> dict[str, float]:
-        return measure(vae, held)
+        found: dict[str, float] = {}
+        for form, pixels in held.items():
+            found |= {f"{name}_{form.side}": each for name, each in measure(vae, pixels).items()}
+        return {"score": min(found.values()), **found}
 
     return Task(
-        nn.ModuleDict({"vae": vae}), loss, validate, clips_per_step=batch, num_steps=num_steps,
-        learning_rate=2e-3, ema=0.99, validate_every=150,
+        nn.ModuleDict({"vae": vae}), draw, loss, validate, clips_per_step=sum(counts),
+        num_steps=num_steps, learning_rate=2e-3, static=True,
     )  # fmt: skip
 
 
-def _near(clips: list[world.Clip]) -> Tensor:
-    """(B, 1, 1, h, w): 1 where the object comes near a cell in any frame of a clip."""
-    frames = clip_frames(clips).transpose(1, 2)
-    near = autoencoder.near_cells(frames.flatten(0, 1)).unflatten(0, frames.shape[:2])
-    return near.amax(1)[:, None]
+def held_clips(form: Format, device: torch.device | str) -> Tensor:
+    """24 clips (B, 3, T, H, W) that a coder is measured on while it is trained."""
+    rng = np.random.default_rng(12)
+    clips = world.random_clips(world.random_scenes(world.train_scenes(), 24, rng), rng)
+    return clip_frames(clips, form, device)
 
 
 @torch.no_grad()
 def measure(vae: VideoVAE, pixels: Tensor) -> dict[str, float]:
-    """PSNR of clips (B, 3, 17, H, W) coded whole; and of the first frame when given as an image."""
+    """PSNR of clips (B, 3, T, H, W) coded whole; and of the first frame when given as an image."""
+    num_frames = pixels.shape[2]
     z = vae.encode(pixels)
     by_frame = pixels.transpose(1, 2)
-    whole, on_object = autoencoder.psnr(vae.decode(z, 17).transpose(1, 2), by_frame)
+    whole, on_object = autoencoder.psnr(vae.decode(z, num_frames).transpose(1, 2), by_frame)
     z[:, :, :1] = vae.encode(pixels[:, :, :1])
     first, first_object = autoencoder.psnr(
-        vae.decode(z, 17).transpose(1, 2)[:, :1], by_frame[:, :1]
+        vae.decode(z, num_frames).transpose(1, 2)[:, :1], by_frame[:, :1]
     )
-    return {
-        "score": min(whole, on_object, first, first_object), "psnr": whole,
-        "psnr_object": on_object, "first": first, "first_object": first_object,
-    }  # fmt: skip
+    return {"psnr": whole, "object": on_object, "first": first, "first_object": first_object}
+
+
+def _standing(pictures: Tensor) -> Tensor:
+    """(N, 3, H, W) -> (N, 17, 3, H, W)."""
+    return pictures[:, None].expand(-1, PIECE, -1, -1, -1)
 
 
 def _scaled(vae: VideoVAE, scaling_factor: float) -> VideoVAE:
-    again = build(scaling_factor)
+    again = build(scaling_factor).to(vae.shift.device)
     again.load_state_dict(vae.state_dict())
     return again
 
 
-def _object_cells(x: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+def _object_cells(x: Tensor, std: Tensor) -> Tensor:
     """More weight for cells that differ from the corner's, where the background is."""
     away = ((x - x[..., :1, :1]) / std).abs().amax(1, keepdim=True)
     weight: Tensor = 1 + 4 * (away > 0.3)

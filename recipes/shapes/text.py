@@ -7,6 +7,7 @@ The vocabulary is what `shapes_prompts` and the caption templates can say; any o
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,31 +85,37 @@ def encoder() -> Any:
 
 def tokenize(texts: list[str], with_tokenizer: Any) -> tuple[Tensor, Tensor]:
     """Ids and mask (B, L), padded to the longest of the batch."""
-    rows = [
-        with_tokenizer(text, truncation=True, max_length=MAX_LENGTH)["input_ids"] for text in texts
-    ]
+    rows = with_tokenizer(texts, truncation=True, max_length=MAX_LENGTH)["input_ids"]
     length = max(len(row) for row in rows)
     ids = torch.tensor([row + [0] * (length - len(row)) for row in rows])
     mask = torch.tensor([[True] * len(row) + [False] * (length - len(row)) for row in rows])
     return ids, mask
 
 
-def pooled(states: Tensor, mask: Tensor) -> Tensor:
-    """The mean (B, C) of each caption's states (B, L, C) over its own tokens."""
-    return (states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+class Wordings:
+    """Tokenized captions of scenes, many of each, drawn once: a batch of them is an index away.
 
+    Some captions have an unknown word in them.
+    """
 
-class Captions:
-    """Draws a wording for each scene, sometimes with an unknown word in it, and tokenizes it."""
-
-    def __init__(self) -> None:
-        self.tokenizer = tokenizer()
-
-    def __call__(self, scenes: list[Scene], rng: np.random.Generator) -> tuple[Tensor, Tensor]:
-        texts = []
+    def __init__(self, scenes: Sequence[Scene], count: int, seed: int, device: str = "cpu") -> None:
+        rng, texts = np.random.default_rng(seed), []
         for scene in scenes:
-            said = captions.caption(scene, rng).split()
-            if rng.random() < 0.08:
-                said.insert(int(rng.integers(len(said) + 1)), "qqq")
-            texts.append(" ".join(said))
-        return tokenize(texts, self.tokenizer)
+            for _ in range(count):
+                said = captions.caption(scene, rng).split()
+                if rng.random() < 0.08:
+                    said.insert(int(rng.integers(len(said) + 1)), "qqq")
+                texts.append(" ".join(said))
+        ids, _ = tokenize(texts, tokenizer())
+        self.ids_SKL = ids.unflatten(0, (len(scenes), count)).to(device)
+        self.rows = {scene: row for row, scene in enumerate(scenes)}
+
+    def rows_of(self, scenes: Sequence[Scene]) -> Tensor:
+        """(B,): where each scene's wordings are."""
+        return torch.tensor([self.rows[s] for s in scenes], device=self.ids_SKL.device)
+
+    def draw(self, rows_B: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
+        """Ids and mask (B, L) of one wording each."""
+        which = rng.integers(self.ids_SKL.shape[1], size=len(rows_B))
+        ids = self.ids_SKL[rows_B, torch.from_numpy(which).to(rows_B.device, non_blocking=True)]
+        return ids, ids != 0

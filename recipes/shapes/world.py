@@ -1,8 +1,9 @@
 """The world that `shapes` learns: one flat shape on a flat background, moving in one way.
 
-A `Scene` (what a caption says) plus random place, size and speed is a `Clip`; `draw` renders clips
-with numpy alone. Edges are antialiased analytically: a pixel's cover is its distance to the edge,
-clipped. Captions are in `captions.py`, reading scenes back from frames in `reader.py`.
+A `Scene` (what a caption says) plus random place, size and speed is a clip; `draw` renders clips
+with torch, on any device, fast enough that training draws new ones at every step. Edges are
+antialiased analytically: a pixel's cover is its distance to the edge, clipped. Captions are in
+`captions.py`, reading scenes back from frames in `reader.py`.
 
 Shapes of arrays: B clips, T frames, H rows, W columns, 3 colours.
 """
@@ -18,7 +19,9 @@ from itertools import product
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from everyframe.checkpoints.shapes_prompts import (
     BACKGROUNDS,
@@ -32,8 +35,21 @@ from everyframe.checkpoints.shapes_prompts import (
 Floats = NDArray[Any]
 """Float32 arrays; numpy's own types lose that at every step of arithmetic."""
 
-SIDE = 64
-NUM_FRAMES = 17
+
+@dataclass(frozen=True)
+class Format:
+    """Side in pixels and number of frames of a clip."""
+
+    side: int
+    num_frames: int
+
+    def __str__(self) -> str:
+        return f"{self.side}x{self.side}, {self.num_frames} frames"
+
+
+SMALL, LARGE = Format(64, 17), Format(128, 34)
+FORMATS = (SMALL, LARGE)
+UNIT = 64  # pixels of a side in which places and sizes are told, whatever is drawn
 FPS = 12
 
 PALETTE: dict[str, tuple[int, int, int]] = {
@@ -58,18 +74,19 @@ _MARGIN = 3.0  # pixels between the object and the frame's edge, so that the rim
 
 
 @dataclass(frozen=True)
-class Clip:
-    """A scene with everything that its caption leaves open. Pixels, at 64 x 64; radians.
+class Clips:
+    """Scenes with everything that their captions leave open.
 
-    Values go in a straight line from the first frame's to the last one's.
+    `start` and `end` (B, 4) are x, y, size (pixels of a frame of 64 x 64) and angle (radians) in
+    the first and the last frame; between them values go in a straight line.
     """
 
-    scene: Scene
-    centre: tuple[float, float]
-    centre_end: tuple[float, float]
-    size: float
-    size_end: float
-    angle_end: float = 0.0
+    scenes: list[Scene]
+    start: Tensor
+    end: Tensor
+
+    def __len__(self) -> int:
+        return len(self.scenes)
 
 
 def drawable(scene: Scene) -> bool:
@@ -100,108 +117,124 @@ def held_out_scenes() -> tuple[Scene, ...]:
     return tuple(scene for scene in all_scenes() if held_out(scene))
 
 
-def random_clip(scene: Scene, rng: np.random.Generator) -> Clip:
-    """A clip of `scene` at a random place, size and speed that stays inside the frame."""
-    size = size_end = float(rng.uniform(7.0, 10.5))
-    if scene.motion in ("growing", "shrinking"):
-        size = float(rng.uniform(5.5, 7.0))
-        size_end = size * float(rng.uniform(1.7, 2.0))
-        if scene.motion == "shrinking":
-            size, size_end = size_end, size
-    reach = _MARGIN + max(size, size_end) * _RADIUS[scene.shape]
-    low, high = reach, SIDE - reach
-    x, y = (float(value) for value in rng.uniform(low, high, 2))
-    end = (x, y)
-    if scene.motion in ("right", "left", "up", "down"):
-        way = float(rng.uniform(15.0, min(30.0, high - low)))
-        near = float(rng.uniform(low, high - way))
-        far = near + way
-        if scene.motion in ("left", "up"):
-            near, far = far, near
-        sideways = scene.motion in ("right", "left")
-        (x, y), end = ((near, y), (far, y)) if sideways else ((x, near), (x, far))
-    angle = float(rng.uniform(0.9, 1.4)) if scene.motion == "turning" else 0.0
-    return Clip(scene, (x, y), end, size, size_end, angle)
+def random_clips(scenes: Sequence[Scene], rng: np.random.Generator) -> Clips:
+    """A clip of each scene at a random place, size and speed that stays inside the frame."""
+    count, motions = len(scenes), np.array([scene.motion for scene in scenes])
+    size = rng.uniform(7.0, 10.5, count)
+    grows, shrinks = motions == "growing", motions == "shrinking"
+    smaller = rng.uniform(5.5, 7.0, count)
+    larger = smaller * rng.uniform(1.7, 2.0, count)
+    size_end = np.select([grows, shrinks], [larger, smaller], size)
+    size = np.select([grows, shrinks], [smaller, larger], size)
+    radius = np.array([_RADIUS[scene.shape] for scene in scenes])
+    low = _MARGIN + np.maximum(size, size_end) * radius
+    high = UNIT - low
+    x, y = rng.uniform(low, high), rng.uniform(low, high)
+    x_end, y_end = x, y
+    # What grows may have less way than this; only what moves takes it.
+    way = rng.uniform(15.0, np.clip(high - low, 15.0, 30.0))
+    near = rng.uniform(low, np.maximum(low, high - way))
+    for motion, sign in (("right", 1), ("left", -1), ("down", 1), ("up", -1)):
+        moves = motions == motion
+        first, last = (near, near + way) if sign > 0 else (near + way, near)
+        if motion in ("right", "left"):
+            x, x_end = np.where(moves, first, x), np.where(moves, last, x_end)
+        else:
+            y, y_end = np.where(moves, first, y), np.where(moves, last, y_end)
+    angle_end = np.where(motions == "turning", rng.uniform(0.9, 1.4, count), 0.0)
+    start = np.stack([x, y, size, np.zeros(count)], axis=1)
+    end = np.stack([x_end, y_end, size_end, angle_end], axis=1)
+    return Clips(list(scenes), torch.from_numpy(start).float(), torch.from_numpy(end).float())
 
 
-def random_clips(scenes: Sequence[Scene], count: int, rng: np.random.Generator) -> list[Clip]:
-    """`count` clips, each of a random one of `scenes`."""
-    return [random_clip(scenes[i], rng) for i in rng.integers(len(scenes), size=count)]
+def random_scenes(scenes: Sequence[Scene], count: int, rng: np.random.Generator) -> list[Scene]:
+    """`count` of `scenes`, each drawn anew."""
+    return [scenes[i] for i in rng.integers(len(scenes), size=count)]
 
 
-def draw(clips: Sequence[Clip], times: Floats | None = None, side: int = SIDE) -> Floats:
-    """Clips -> frames (B, T, side, side, 3), float32 in 0..1.
+def even_times(count: int, num_frames: int) -> Tensor:
+    """(B, T): 0 at the first frame, 1 at the last one."""
+    return torch.linspace(0, 1, num_frames).expand(count, -1)
 
-    `times` (B, T) says when in each clip, 0 the first frame and 1 the last; by default all 17.
+
+def draw(clips: Clips, side: int, times: Tensor, device: torch.device | str = "cpu") -> Tensor:
+    """Clips -> frames (B, T, 3, side, side), float32 in -1..1 as models take them.
+
+    `times` (B, T) says when in each clip, 0 the first frame and 1 the last.
     """
-    if times is None:
-        line = np.linspace(0.0, 1.0, NUM_FRAMES, dtype=np.float32)
-        times = np.broadcast_to(line, (len(clips), NUM_FRAMES))
-    cover = np.empty((*times.shape, side, side), np.float32)
+    at_BT4 = clips.start[:, None] + (clips.end - clips.start)[:, None] * times[..., None]
+    cover = torch.zeros(*times.shape, side, side, device=device)
     for shape in SHAPES:
-        rows = [i for i, clip in enumerate(clips) if clip.scene.shape == shape]
+        rows = [i for i, scene in enumerate(clips.scenes) if scene.shape == shape]
         if rows:
-            cover[rows] = _cover(shape, [clips[i] for i in rows], times[rows], side)
-    colour = np.array([PALETTE[clip.scene.colour] for clip in clips], np.float32) / 255
-    ground = np.array([PALETTE[clip.scene.background] for clip in clips], np.float32) / 255
-    colour, ground = colour[:, None, None, None, :], ground[:, None, None, None, :]
-    frames: Floats = ground + cover[..., None] * (colour - ground)
-    return frames
+            _paint(cover, torch.tensor(rows), shape, at_BT4[rows])
+    colour = _rgb([scene.colour for scene in clips.scenes], device)
+    ground = _rgb([scene.background for scene in clips.scenes], device)
+    return (ground + cover[:, :, None] * (colour - ground)) * 2 - 1
 
 
-def _cover(shape: str, clips: Sequence[Clip], times: Floats, side: int) -> Floats:
-    def along(start: list[float], end: list[float]) -> Floats:
-        first, last = np.array(start, np.float32)[:, None], np.array(end, np.float32)[:, None]
-        values: Floats = first + (last - first) * times
-        return values[..., None, None]
+def sent(values: Tensor, device: torch.device | str) -> Tensor:
+    """`values` on the device, without waiting for what it still computes."""
+    return values.to(device, non_blocking=True)
 
-    unit = side / SIDE
-    x = along([c.centre[0] for c in clips], [c.centre_end[0] for c in clips]) * unit
-    y = along([c.centre[1] for c in clips], [c.centre_end[1] for c in clips]) * unit
-    size = along([c.size for c in clips], [c.size_end for c in clips]) * unit
-    angle = along([0.0 for _ in clips], [c.angle_end for c in clips])
+
+def _rgb(names: list[str], device: torch.device | str) -> Tensor:
+    """(B, 1, 3, 1, 1) of colours in 0..1."""
+    values = torch.tensor([PALETTE[name] for name in names], dtype=torch.float32) / 255
+    return sent(values[:, None, :, None, None], device)
+
+
+def _paint(cover: Tensor, rows: Tensor, shape: str, at_BT4: Tensor) -> None:
+    """Writes the cover of a shape that is so (x, y, size, angle) into `rows` of (B, T, H, W)."""
+    side, device = cover.shape[-1], cover.device
     # Only a window around the object is computed; it is the same for all, and inside the frame.
-    window = min(side, 2 * math.ceil(float(size.max()) * _RADIUS[shape] + 1.5))
-    left = np.clip(np.floor(x) - window // 2, 0, side - window)
-    top = np.clip(np.floor(y) - window // 2, 0, side - window)
-    part = shape_cover(shape, x - left, y - top, size, angle, window)
-    cover = np.zeros((*times.shape, side, side), np.float32)
-    steps = np.arange(window)
-    rows = top.astype(np.int64) + steps[:, None]
-    columns = left.astype(np.int64) + steps
-    clip, frame = np.ogrid[: len(clips), : times.shape[1]]
-    cover[clip[..., None, None], frame[..., None, None], rows, columns] = part
-    return cover
+    largest = float(at_BT4[..., 2].max()) * (side / UNIT)
+    window = min(side, 2 * math.ceil(largest * _RADIUS[shape] + 1.5))
+    rows, at_BT4 = sent(rows, device), sent(at_BT4, device)
+    x, y, size = (at_BT4[..., :3] * (side / UNIT)).unbind(-1)
+    left, top = ((place.floor() - window // 2).clamp(0, side - window) for place in (x, y))
+    values = (x - left, y - top, size, at_BT4[..., 3])
+    part = shape_cover(shape, *(v[..., None, None] for v in values), side=window)
+    steps = torch.arange(window, device=device)
+    down, across = top.long()[..., None] + steps, left.long()[..., None] + steps
+    frames = torch.arange(at_BT4.shape[1], device=device)[None, :, None, None]
+    cover[rows[:, None, None, None], frames, down[..., None], across[..., None, :]] = part
 
 
 def shape_cover(
-    shape: str, x: Floats, y: Floats, size: Floats, angle: Floats, side: int = SIDE
-) -> Floats:
+    shape: str, x: Tensor, y: Tensor, size: Tensor, angle: Tensor, side: int = UNIT
+) -> Tensor:
     """How much of each pixel the shape covers, 0..1: parameters (..., 1, 1) -> (..., side, side).
 
     `x`, `y` is the centre in pixels, `angle` turns clockwise (rows go down) from upright.
     """
-    grid = np.arange(side, dtype=np.float32) + np.float32(0.5)
+    grid = torch.arange(side, dtype=torch.float32, device=x.device) + 0.5
     dx, dy = grid - x, grid[:, None] - y
-    radius = size * np.float32(_RADIUS[shape])
+    radius = size * _RADIUS[shape]
     if shape == "circle":
-        disc: Floats = np.clip(0.5 + radius - np.sqrt(dx * dx + dy * dy), 0, 1)
-        return disc.astype(np.float32)
+        return (0.5 + radius - (dx * dx + dy * dy).sqrt()).clamp(0, 1)
     # Every other shape is made of lines: how far a pixel is beyond each of them.
     corners = {"square": 4, "triangle": 3, "star": 5}[shape]
     # A line's distance from the centre, in radii; a star's lines join every second corner.
-    inner = np.float32(np.cos(np.pi / corners) if shape != "star" else np.cos(2 * np.pi / 5))
-    first = np.pi / 3 if shape == "triangle" else 0.0  # the direction of a line's outer side
+    inner = math.cos(math.pi / corners) if shape != "star" else math.cos(2 * math.pi / 5)
+    first = math.pi / 3 if shape == "triangle" else 0.0  # the direction of a line's outer side
     beyond = []
     for k in range(corners):
-        normal = angle + np.float32(first + 2 * np.pi * k / corners)
-        beyond.append(dx * np.sin(normal) - dy * np.cos(normal) - inner * radius)
+        normal = angle + (first + 2 * math.pi * k / corners)
+        beyond.append(dx * normal.sin() - dy * normal.cos() - inner * radius)
+    largest, distance = beyond[0], beyond[0]
     if shape == "star":  # inside at least four of a pentagram's five lines
-        largest, distance = np.maximum(beyond[0], beyond[1]), np.minimum(beyond[0], beyond[1])
+        largest, distance = torch.maximum(*beyond[:2]), torch.minimum(*beyond[:2])
         for other in beyond[2:]:
-            distance = np.maximum(distance, np.minimum(largest, other))
-            largest = np.maximum(largest, other)
+            distance = torch.maximum(distance, torch.minimum(largest, other))
+            largest = torch.maximum(largest, other)
     else:
-        distance = np.max(np.stack(beyond), axis=0)
-    cover: Floats = np.clip(0.5 - distance, 0, 1)
-    return cover.astype(np.float32)
+        for other in beyond[1:]:
+            distance = torch.maximum(distance, other)
+    return (0.5 - distance).clamp(0, 1)
+
+
+def pictures(frames: Tensor) -> Floats:
+    """Frames (..., 3, H, W) in -1..1 -> (..., H, W, 3) in 0..1, as people take them."""
+    shown: Floats = (frames.clamp(-1, 1) / 2 + 0.5).movedim(-3, -1).float().cpu().numpy()
+    return shown

@@ -30,13 +30,14 @@ class Text:
 
 def timesteps_of(settings: Settings, facts: Facts) -> Tensor:
     """The sampler's timesteps, transformed by the video's size where the model was trained so."""
-    if not facts.default("use_timestep_transform") and facts.defaults:
-        shift = float(facts.defaults.get("timestep_shift", 1.0))
+    shift = float(facts.defaults.get("timestep_shift", 1.0))
+    if facts.defaults and not facts.default("use_timestep_transform"):
         return rflow.schedule(settings.num_inference_steps, shift=shift)
     return rflow.schedule(
         settings.num_inference_steps,
         resolution=settings.told_size,
         num_frames=settings.num_frames,
+        shift=shift,
     )
 
 
