@@ -16,6 +16,7 @@ from recipes.shapes.train import STAGES, WORK
 _CURVES = {
     "autoencoder": ("pixel", "object_64", "PSNR on the object, dB"),
     "temporal": ("pixel", "object_64", "PSNR on the object, dB"),
+    "polish": ("pixel_64", "object_64", "PSNR on the object, dB"),
     "text": ("loss", "score", "captions told right"),
     "denoiser": ("loss_128", "all_128", "large clips read right in all four"),
 }

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,14 +65,13 @@ def clip_frames(clips: world.Clips, form: Format, device: torch.device | str = "
     return world.draw(clips, form.side, times, device).transpose(1, 2)
 
 
-def piece_frames(
-    scenes: Sequence[Scene], form: Format, rng: np.random.Generator, device: torch.device | str
-) -> tuple[Tensor, Tensor]:
-    """A piece of a clip of each scene (B, 17, 3, H, W), and which background it has (B,)."""
-    clips = world.random_clips(scenes, rng)
-    starts = rng.integers(form.num_frames // PIECE, size=(len(clips), 1)) * PIECE
+def random_pieces(
+    scenes: Sequence[Scene], form: Format, rng: np.random.Generator
+) -> tuple[world.Clips, Tensor]:
+    """A clip of each scene, and when in it (B, 17) the frames of one of its pieces are."""
+    starts = rng.integers(form.num_frames // PIECE, size=(len(scenes), 1)) * PIECE
     times = torch.from_numpy(starts + np.arange(PIECE)).float() / (form.num_frames - 1)
-    return world.draw(clips, form.side, times, device), grounds_of(clips, device)
+    return world.random_clips(scenes, rng), times
 
 
 @torch.no_grad()
@@ -86,59 +84,28 @@ def spatial_latents(vae: VideoVAE, frames: Tensor) -> Tensor:
 
 
 def task(work: Path, num_steps: int = 6000, batch: int = 32, device: str = "cpu") -> Task:
-    """The stage for `loop.train`; starts from the best spatial autoencoder in `work`."""
+    """The stage for `loop.train`; starts from the best spatial autoencoder in `work`.
+
+    `batch` small clips a step, and a quarter as many pieces of large ones.
+    """
     spatial: Any = nn.ModuleDict({"spatial": autoencoder.build()}).to(device)
     load_best(spatial, work / "autoencoder")
     vae = build().to(device)
     vae.spatial_vae.module.load_state_dict(spatial["spatial"].state_dict())
-    rng = np.random.default_rng(11)
-    frames, _ = piece_frames(
-        world.random_scenes(world.train_scenes(), 200, rng), SMALL, rng, device
-    )
-    factor = 1 / float(spatial_latents(vae, frames).std(dim=(0, 2, 3, 4)).mean())
+    counts, scenes = (batch, batch // 4), world.train_scenes()
+
+    def pieces(form: Format, count: int, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
+        clips, times = random_pieces(world.random_scenes(scenes, count, rng), form, rng)
+        return world.draw(clips, form.side, times, device), grounds_of(clips, device)
+
+    some = spatial_latents(vae, pieces(SMALL, 200, np.random.default_rng(11))[0])
+    factor = 1 / float(some.std(dim=(0, 2, 3, 4)).mean())
+    std_C111 = factor * some.std(dim=(0, 2, 3, 4))[:, None, None, None]
     (work / "temporal").mkdir(exist_ok=True)
     (work / "temporal" / "scaling.json").write_text(json.dumps({"scaling_factor": factor}))
     vae = _scaled(vae, factor)
-    _encoders(vae)[0].requires_grad_(False)
-    return _task(vae, num_steps, batch)
-
-
-def polish_task(work: Path, num_steps: int = 6000, batch: int = 32, device: str = "cpu") -> Task:
-    """The decoders trained on, both encoders left as they are: latents stay what the denoiser was
-    trained on, so that this can be done beside its training."""
-    vae = trained(work, "temporal", device)
-    for encoder in _encoders(vae):
-        encoder.requires_grad_(False)
-    return replace(_task(vae, num_steps, batch), learning_rate=1e-3)
-
-
-def trained(work: Path, stage: str, device: str = "cpu") -> VideoVAE:
-    """The autoencoder with the best weights of a stage."""
-    kept = json.loads((work / "temporal" / "scaling.json").read_text())
-    vae = build(kept["scaling_factor"]).to(device)
-    load_best(nn.ModuleDict({"vae": vae}), work / stage)
-    return vae
-
-
-def _encoders(vae: VideoVAE) -> tuple[nn.ModuleList, nn.ModuleList]:
-    """What makes latents: of the spatial stage, and of the temporal one."""
-    spatial, inner = vae.spatial_vae.module, vae.temporal_vae
-    return (
-        nn.ModuleList([spatial.encoder, spatial.quant_conv]),
-        nn.ModuleList([inner.encoder, inner.quant_conv]),
-    )
-
-
-def _task(vae: VideoVAE, num_steps: int, batch: int) -> Task:
-    """`batch` small clips a step, and a quarter as many pieces of large ones."""
-    counts, scenes, device = (batch, batch // 4), world.train_scenes(), str(vae.shift.device)
-    factor = vae.config.spatial.scaling_factor
-
-    def pieces(form: Format, count: int, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
-        return piece_frames(world.random_scenes(scenes, count, rng), form, rng, device)
-
-    some = spatial_latents(vae, pieces(SMALL, 200, np.random.default_rng(11))[0])
-    std_C111 = some.std(dim=(0, 2, 3, 4))[:, None, None, None]
+    vae.spatial_vae.module.encoder.requires_grad_(False)
+    vae.spatial_vae.module.quant_conv.requires_grad_(False)
     empty = {
         form: spatial_latents(vae, _standing(autoencoder.empty_frames(form.side, device)))
         for form in FORMATS
@@ -191,10 +158,7 @@ def _task(vae: VideoVAE, num_steps: int, batch: int) -> Task:
         return (small + large) / 2, shown
 
     def validate(_: nn.ModuleDict) -> dict[str, float]:
-        found: dict[str, float] = {}
-        for form, pixels in held.items():
-            found |= {f"{name}_{form.side}": each for name, each in measure(vae, pixels).items()}
-        return {"score": min(found.values()), **found}
+        return measured(vae, held)
 
     return Task(
         nn.ModuleDict({"vae": vae}), draw, loss, validate, clips_per_step=sum(counts),
@@ -202,11 +166,27 @@ def _task(vae: VideoVAE, num_steps: int, batch: int) -> Task:
     )  # fmt: skip
 
 
+def trained(work: Path, stage: str, device: str = "cpu") -> VideoVAE:
+    """The autoencoder with the best weights of a stage."""
+    kept = json.loads((work / "temporal" / "scaling.json").read_text())
+    vae = build(kept["scaling_factor"]).to(device)
+    load_best(nn.ModuleDict({"vae": vae}), work / stage)
+    return vae
+
+
 def held_clips(form: Format, device: torch.device | str) -> Tensor:
     """24 clips (B, 3, T, H, W) that a coder is measured on while it is trained."""
     rng = np.random.default_rng(12)
     clips = world.random_clips(world.random_scenes(world.train_scenes(), 24, rng), rng)
     return clip_frames(clips, form, device)
+
+
+def measured(vae: VideoVAE, held: dict[Format, Tensor]) -> dict[str, float]:
+    """What `measure` finds in each format, and as ``score`` the least of it."""
+    found: dict[str, float] = {}
+    for form, pixels in held.items():
+        found |= {f"{name}_{form.side}": each for name, each in measure(vae, pixels).items()}
+    return {"score": min(found.values()), **found}
 
 
 @torch.no_grad()

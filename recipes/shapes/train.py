@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from everyframe.checkpoints.places import cache_folder
-from recipes.shapes import autoencoder, denoiser, temporal, understand
+from recipes.shapes import autoencoder, denoiser, polish, temporal, understand
 from recipes.shapes.loop import Task, train
 
 STAGES = ("autoencoder", "temporal", "text", "denoiser", "polish")
@@ -27,7 +27,7 @@ def build(stage: str, given: argparse.Namespace) -> Task:
         return autoencoder.task(**options)
     if stage == "text":
         return understand.task(**options)
-    made = {"temporal": temporal.task, "denoiser": denoiser.task, "polish": temporal.polish_task}
+    made = {"temporal": temporal.task, "denoiser": denoiser.task, "polish": polish.task}
     return made[stage](given.work, **options)
 
 

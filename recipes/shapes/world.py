@@ -88,6 +88,11 @@ class Clips:
     def __len__(self) -> int:
         return len(self.scenes)
 
+    def rows(self, index: Sequence[int]) -> Clips:
+        """Some of them."""
+        chosen = torch.tensor(list(index))
+        return Clips([self.scenes[i] for i in index], self.start[chosen], self.end[chosen])
+
 
 def drawable(scene: Scene) -> bool:
     """Not a turning circle (nobody could see it), not an object in its background's colour."""

@@ -1,78 +1,99 @@
-"""What the denoiser is trained on: noise levels, given frames, and words that lie too close."""
+"""What the denoiser is trained on: noise levels, given frames, texts, and weights of cells."""
 
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
-from recipes.shapes import apart, captions, denoiser, latents, text, world
+from recipes.shapes import denoiser, latents, text, world
+from recipes.shapes.world import FORMATS, LARGE, SMALL, Format
 
-from everyframe.checkpoints.shapes_prompts import Scene
+from everyframe.samplers import rflow
 
 
-def _latents(count: int) -> latents.Latents:
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+def test_noise_is_mostly_high_and_higher_where_there_is_more_to_a_video(form: Format) -> None:
+    levels = denoiser.noise_levels(form, 4000, np.random.default_rng(0))
+    assert 0 < levels.min() < 0.2
+    assert levels.max() < 1
+    # Half of four fifths are above the mean of the logits; the rest is even.
+    ratio = float(rflow.size_ratio(form.side, form.side, form.num_frames))
+    middle = ratio * np.exp(denoiser.NOISE_MEAN) / (1 + ratio * np.exp(denoiser.NOISE_MEAN))
+    above = float((levels > middle).float().mean())
+    assert abs(above - (0.4 + 0.2 * (1 - middle))) < 0.03
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+def test_frames_are_given_by_their_odds(form: Format) -> None:
+    num_latents = form.num_frames // 17 * 5
+    mask = denoiser.to_denoise(form, num_latents, 20_000, np.random.default_rng(0))
+    found = {tuple(row.nonzero()[:, 0].tolist()) for row in ~mask.unique(dim=0)}
+    expected = {
+        (*range(first), *range(num_latents - last, num_latents))
+        for first, last, _ in denoiser.GIVEN[form]
+    }
+    assert found == {(), *expected}
+    share = float((~mask).any(dim=1).float().mean())
+    assert abs(share - sum(odds for *_, odds in denoiser.GIVEN[form])) < 0.01
+
+
+def _material(form: Format, count: int) -> tuple[denoiser.Material, text.Wordings]:
+    scenes = list(world.train_scenes()[:count])
     generator = torch.Generator().manual_seed(0)
-    clips = torch.randn(count, 12, 5, 8, 8, generator=generator)
-    return latents.Latents(clips, clips[:, :, :1] + 1, list(world.train_scenes()[:count]))
-
-
-def test_early_clips_are_noised_highly_and_nothing_of_them_is_given() -> None:
-    early = torch.arange(200) % 2 == 0
-    rows, rng = np.arange(200), np.random.default_rng(0)
-    drawn = denoiser.noised(_latents(200), rows, rng, early)
-    assert drawn.mask[early].all()
-    assert drawn.s[early].min() > denoiser.EARLY[0]
-    assert drawn.s[~early].min() < 0.5
-    assert 0.1 < 1 - drawn.mask[~early, 0].float().mean() < 0.4
+    shape = 12, form.num_frames // 17 * 5, form.side // 8, form.side // 8
+    clips = torch.randn(count, *shape, generator=generator)
+    kept, words = latents.Latents(clips, clips[:, :, :1] + 1, scenes), text.Wordings(scenes, 2, 1)
+    reached = np.arange(1, count + 1) / count
+    none = torch.zeros(count, dtype=torch.long)
+    empty = torch.zeros(1, *shape)
+    return denoiser.Material(form, kept, words.rows_of(scenes), empty, none, reached), words
 
 
 def test_an_image_that_is_given_is_encoded_alone() -> None:
-    kept = _latents(200)
-    drawn = denoiser.noised(
-        kept, np.arange(200), np.random.default_rng(0), torch.zeros(200, dtype=torch.bool)
-    )
-    alone = ~drawn.mask[:, 0] & drawn.mask[:, 1]
+    material, words = _material(LARGE, 200)
+    rows = torch.arange(200)
+    batch = denoiser.draw_batch(material, rows, words, np.random.default_rng(0))
+    alone = ~batch.mask[:, 0] & batch.mask[:, 1]
+    several = ~batch.mask[:, 0] & ~batch.mask[:, 1]
     assert alone.any()
-    assert torch.equal(drawn.x0[alone, :, :1], kept.first[alone])
-    assert torch.equal(drawn.x0[~alone], kept.clips[~alone])
+    assert several.any()
+    # What is given has no noise on it, and weighs nothing.
+    assert torch.equal(batch.x_t[alone, :, :1], material.latents.first[alone])
+    assert torch.equal(batch.x_t[several, :, :1], material.latents.clips[several, :, :1])
+    assert not batch.weight[alone, :, :1].any()
+    assert batch.weight[alone, :, 1:-1].all()  # the last one may be given as well
 
 
-class _Plain(text.Captions):
-    """Says each scene in the words in which a teacher is asked."""
-
-    def __call__(
-        self, scenes: list[Scene], rng: np.random.Generator
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return text.tokenize([captions.plain_caption(scene) for scene in scenes], self.tokenizer)
-
-
-def test_what_is_right_already_is_learned_from_the_denoiser_that_has_it_right() -> None:
-    """Followed in every motion, a copy of the teacher has nothing to learn; another one has."""
-    torch.manual_seed(0)
-    teacher, other = denoiser.build().eval(), denoiser.build().eval()
-    for modules in (teacher, other):
-        for parameter in modules.parameters():
-            torch.nn.init.normal_(parameter, std=0.1)
-    some, words = _latents(4), _Plain()
-    empty = {scene.background: torch.zeros(12, 5, 8, 8) for scene in some.scenes}
-    kept = denoiser.Draws({}, kept=tuple({scene.motion for scene in some.scenes}))
-
-    def loss(modules: torch.nn.Module, draws: denoiser.Draws) -> float:
-        arguments = (some, np.arange(4), words, [1], empty, draws, teacher)
-        return float(denoiser.batch_loss(modules, *arguments).detach())
-
-    assert loss(teacher, kept) == 0
-    assert loss(other, kept) > 0.01
-    assert loss(teacher, denoiser.Draws({})) > 0.01
+def test_cells_that_hold_or_change_weigh_more() -> None:
+    material, words = _material(SMALL, 4)
+    material.latents.clips.zero_()
+    material.latents.clips[0, 0, :, 1, 1] = 2.0  # an object that rests
+    material.latents.clips[1, 0, 2, 3, 3] = 2.0  # one that is there for a moment
+    batch = denoiser.draw_batch(material, torch.arange(4), words, np.random.default_rng(0))
+    assert batch.mask[:2].all()
+    still, moment = batch.weight[0, 0, 4], batch.weight[1, 0]
+    assert still[1, 1] == 1 + denoiser.OBJECT_WEIGHT
+    assert still[0, 0] == 1
+    assert moment[2, 3, 3] == 1 + denoiser.OBJECT_WEIGHT + denoiser.CHANGE_WEIGHT
+    assert moment[4, 3, 3] == 1 + denoiser.CHANGE_WEIGHT
 
 
-def test_values_that_lie_close_get_directions_of_their_own() -> None:
-    means = dict(zip([("motion", name) for name in "abc"], torch.eye(16)[:3] * 3, strict=True))
-    means["shape", "d"] = means["motion", "a"]  # of another attribute: may lie anywhere
-    assert apart.codes_apart(means) == {}
-    means["motion", "c"] = means["motion", "b"] + 0.1
-    codes = apart.codes_apart(means)
-    assert set(codes) == {("motion", "b"), ("motion", "c")}
-    pushed = torch.stack(list(codes.values()))
-    torch.testing.assert_close(pushed @ pushed.T, apart.PUSH**2 * torch.eye(2))
-    # Across everything that values differ in so far: other captions stay what they are.
-    assert (pushed @ torch.stack(list(means.values())).T).abs().max() < 1e-5
+def test_texts_are_those_of_the_product_and_some_are_left_out() -> None:
+    """The recipe never cuts a batch of texts, the product does: what is answered is the same."""
+    modules = denoiser.build()
+    for parameter in modules.parameters():
+        torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(1))
+    scenes = list(world.held_out_scenes()[:4])
+    ids, mask = text.Wordings(scenes, 1, 1).ids_SKL[:, 0], None
+    ids = torch.nn.functional.pad(ids, (0, 3))
+    mask = ids != 0
+    drop = torch.tensor([True, False, False, True])
+    context = denoiser.contexts(modules, ids, mask, drop)
+    hidden = modules["text"](input_ids=ids, attention_mask=mask.long()).last_hidden_state
+    hidden[drop] = modules["denoiser"].null_text()[: ids.shape[1]]  # type: ignore[operator]
+    theirs = modules["denoiser"].context(hidden, mask)  # type: ignore[operator]
+    assert theirs.blocks[0].keys.shape[2] < context.blocks[0].keys.shape[2]
+    x, s = torch.randn(4, 12, 5, 8, 8), torch.rand(4)
+    answers = [denoiser.velocity(modules, x, s, SMALL, each, None) for each in (context, theirs)]
+    # Sums in another order: some millionths of values of about ten.
+    assert (answers[0] - answers[1]).abs().max() < 1e-4

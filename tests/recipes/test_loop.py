@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from recipes.shapes import autoencoder, world
+from recipes.shapes import autoencoder
 from recipes.shapes.loop import Task, load_best, train
 from recipes.shapes.muon import Muon
 from torch import Tensor, nn
@@ -17,17 +17,19 @@ def _task(num_steps: int) -> Task:
     for number, parameter in enumerate(modules.parameters()):
         nn.init.normal_(parameter, generator=torch.Generator().manual_seed(number))
 
-    def loss(step: int) -> tuple[Tensor, dict[str, float]]:
-        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+    def draw(step: int) -> tuple[Tensor, ...]:
+        return (torch.randn(8, 6, generator=torch.Generator().manual_seed(step)),)
+
+    def loss(x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         error = modules["outer"](modules["inner"](x).tanh()) - x[:, :2]
         return error.square().mean(), {}
 
     def validate(_: nn.ModuleDict) -> dict[str, float]:
-        return {"score": -loss(1000)[0].item()}
+        return {"score": -loss(*draw(1000))[0].item()}
 
     return Task(
-        modules, loss, validate, clips_per_step=8, num_steps=num_steps, learning_rate=0.05,
-        warmup=2, ema=0.5, validate_every=4, muon=("inner",),
+        modules, draw, loss, validate, clips_per_step=8, num_steps=num_steps, learning_rate=0.05,
+        warmup=2, ema=0.5, num_validations=3, muon=("inner",),
     )  # fmt: skip
 
 
@@ -35,14 +37,14 @@ def test_a_stopped_run_goes_on_as_if_it_had_not(tmp_path: Path) -> None:
     say: list[str] = []
     train(_task(12), tmp_path / "whole", say=say.append)
     stopped = _task(12)
-    drawn = stopped.loss
+    drawn = stopped.draw
 
-    def until_six(step: int) -> tuple[Tensor, dict[str, float]]:
+    def until_six(step: int) -> tuple[Tensor, ...]:
         if step == 6:
             raise KeyboardInterrupt
         return drawn(step)
 
-    stopped.loss = until_six
+    stopped.draw = until_six
     with pytest.raises(KeyboardInterrupt):
         train(stopped, tmp_path / "parts", say=say.append)
     train(_task(12), tmp_path / "parts", say=say.append)
@@ -52,6 +54,32 @@ def test_a_stopped_run_goes_on_as_if_it_had_not(tmp_path: Path) -> None:
     for name, value in whole["modules"].items():
         assert torch.equal(value, parts["modules"][name]), name
     assert "going on from step 4" in say
+
+
+def test_a_stage_ends_in_its_minutes(tmp_path: Path) -> None:
+    lines: list[str] = []
+    task = _task(10**9)
+    best = train(task, tmp_path, say=lines.append, minutes=0.005)
+    assert best.exists()
+    assert "100.0%" in lines[-2]
+    assert "validation" in lines[-1]
+
+
+@pytest.mark.gpu
+def test_a_step_captured_as_a_graph_takes_the_same_steps(tmp_path: Path) -> None:
+    for name, static in (("captured", True), ("eager", False)):
+        task = _task(12)
+        task.modules.to("cuda")
+        drawn = task.draw
+        task.draw = lambda step, drawn=drawn: tuple(part.cuda() for part in drawn(step))
+        task.validate, task.static = lambda _: {"score": 0.0}, static
+        train(task, tmp_path / name, say=lambda line: None)
+    captured, eager = (
+        torch.load(tmp_path / name / "state.pt", weights_only=True)
+        for name in ("captured", "eager")
+    )
+    for name, value in captured["modules"].items():
+        torch.testing.assert_close(value, eager["modules"][name])
 
 
 def test_muon_and_adam_both_learn(tmp_path: Path) -> None:
@@ -84,7 +112,7 @@ def test_muon_takes_pytorchs_own_steps(shape: tuple[int, int]) -> None:
 
 
 def test_cells_near_the_object_are_those_it_covers() -> None:
-    pixels = -torch.ones(1, 3, world.SIDE, world.SIDE)
+    pixels = -torch.ones(1, 3, 64, 64)
     pixels[:, :, 18:30, 34:38] = 1  # rows 2 and 3, column 4; column 4 begins at pixel 32
     near = autoencoder.near_cells(pixels)[0, 0]
     assert near.nonzero().tolist() == [[2, 4], [3, 4]]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from recipes.shapes import world
 
-from everyframe.checkpoints.shapes_prompts import SHAPES, Scene
+from everyframe.checkpoints.shapes_prompts import MOTIONS, SHAPES, Scene
 
 
 def _inside(shape: str, x: np.ndarray, y: np.ndarray, radius: float) -> np.ndarray:
@@ -32,9 +33,8 @@ def _inside(shape: str, x: np.ndarray, y: np.ndarray, radius: float) -> np.ndarr
 @pytest.mark.parametrize("shape", SHAPES)
 def test_cover_is_the_area_of_the_shape_in_each_pixel(shape: str) -> None:
     size = 9.0
-    drawn = world.shape_cover(
-        shape, np.float32(30.3), np.float32(33.6), np.float32(size), np.float32(0)
-    )
+    place = (torch.tensor(value) for value in (30.3, 33.6, size, 0.0))
+    drawn = world.shape_cover(shape, *place).numpy()
     fine = (np.arange(64 * 8) + 0.5) / 8
     x, y = np.meshgrid(fine - 30.3, fine - 33.6)
     truth = _inside(shape, x, y, size * world._RADIUS[shape])
@@ -45,33 +45,44 @@ def test_cover_is_the_area_of_the_shape_in_each_pixel(shape: str) -> None:
     assert np.abs(drawn - truth).mean() < 0.003
 
 
-def test_the_window_leaves_nothing_out() -> None:
-    rng = np.random.default_rng(0)
-    clips = world.random_clips(world.train_scenes(), 24, rng)
-    frames = world.draw(clips)
-    for clip, seen in zip(clips, frames, strict=True):
-        for index in (0, 8, 16):
-            part = np.float32(index / 16)
+@pytest.mark.parametrize("form", world.FORMATS, ids=str)
+def test_the_window_leaves_nothing_out(form: world.Format) -> None:
+    rng, unit = np.random.default_rng(0), form.side / 64
+    clips = world.random_clips(world.random_scenes(world.train_scenes(), 24, rng), rng)
+    times = torch.tensor([0.0, 0.5, 1.0]).expand(24, -1)
+    frames = world.pictures(world.draw(clips, form.side, times))
+    for index, (scene, seen) in enumerate(zip(clips.scenes, frames, strict=True)):
+        for part, frame in zip((0.0, 0.5, 1.0), seen, strict=True):
+            first, last = clips.start[index], clips.end[index]
+            x, y, size, angle = first + (last - first) * part
             cover = world.shape_cover(
-                clip.scene.shape,
-                np.float32(clip.centre[0] + (clip.centre_end[0] - clip.centre[0]) * part),
-                np.float32(clip.centre[1] + (clip.centre_end[1] - clip.centre[1]) * part),
-                np.float32(clip.size + (clip.size_end - clip.size) * part),
-                np.float32(clip.angle_end * part),
-            )
-            ground = np.array(world.PALETTE[clip.scene.background]) / 255
-            colour = np.array(world.PALETTE[clip.scene.colour]) / 255
+                scene.shape, x * unit, y * unit, size * unit, angle, form.side
+            ).numpy()
+            ground = np.array(world.PALETTE[scene.background]) / 255
+            colour = np.array(world.PALETTE[scene.colour]) / 255
             whole = ground + cover[..., None] * (colour - ground)
-            # Float32 rounding of positions up to 64 moves an edge by about 1e-5 pixels.
-            assert np.abs(seen[index] - whole).max() < 1e-4
+            # Float32 rounding of positions up to 128 moves an edge by about 1e-5 pixels.
+            assert np.abs(frame - whole).max() < 1e-4
 
 
 def test_the_object_never_touches_the_rim() -> None:
-    clips = world.random_clips(world.all_scenes(), 200, np.random.default_rng(1))
-    frames = world.draw(clips, np.tile(np.float32([0, 1]), (200, 1)))
+    rng = np.random.default_rng(1)
+    clips = world.random_clips(world.random_scenes(world.all_scenes(), 200, rng), rng)
+    frames = world.pictures(world.draw(clips, 64, torch.tensor([0.0, 1.0]).expand(200, -1)))
     rim = frames[:, :, 0], frames[:, :, -1], frames[:, :, :, 0], frames[:, :, :, -1]
     for side in rim:
-        assert np.abs(side - side[:, :1, :1]).max() < 1e-6
+        assert np.abs(side - side[:, :, :1]).max() < 1e-6
+
+
+def test_clips_move_as_their_scenes_say() -> None:
+    scenes = [Scene("square", "red", "black", motion) for motion in MOTIONS]
+    clips = world.random_clips(scenes, np.random.default_rng(2))
+    ways = dict(zip(MOTIONS, (clips.end - clips.start).sign().tolist(), strict=True))
+    assert ways == {
+        "right": [1, 0, 0, 0], "left": [-1, 0, 0, 0], "up": [0, -1, 0, 0], "down": [0, 1, 0, 0],
+        "still": [0, 0, 0, 0], "growing": [0, 0, 1, 0], "shrinking": [0, 0, -1, 0],
+        "turning": [0, 0, 0, 1],
+    }  # fmt: skip
 
 
 def test_what_is_never_drawn() -> None:
