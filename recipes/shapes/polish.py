@@ -96,5 +96,5 @@ def task(work: Path, num_steps: int = 4000, batch: int = 32, device: str = "cpu"
 
     return Task(
         nn.ModuleDict({"vae": vae}), draw, loss, validate, clips_per_step=sum(counts),
-        num_steps=num_steps, learning_rate=1e-3, static=True,
+        num_steps=num_steps, learning_rate=3e-4, static=True,
     )  # fmt: skip
