@@ -7,14 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from everyframe.core.errors import InputError
 from everyframe.core.plan import Settings
 from everyframe.core.request import Request
+from everyframe.families.opensora.denoise import timesteps_of
 from everyframe.families.opensora.options import OpenSoraOptions
 from everyframe.families.opensora.settle import Facts, known_frames, settle, smaller
 from everyframe.families.opensora.sizes import ASPECTS, SIZES
 from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConfig
+from everyframe.samplers import rflow
 
 V1_2 = Facts("1.2", "Open-Sora 1.2", VideoVAEConfig(), (1, 2, 2), {}, has_scores=True)
 V1_0 = Facts("1.0", "Open-Sora 1.0", ImageVAEConfig(), (1, 2, 2), {}, False, square=256)
@@ -52,6 +55,23 @@ def test_a_checkpoints_own_defaults_come_first_and_the_rest_is_upstreams() -> No
     found = settings(EMBEDDED)
     assert (found.height, found.width, found.num_frames, found.fps) == (64, 64, 17, 12.0)
     assert (found.num_inference_steps, found.option("aesthetic")) == (30, None)
+
+
+def test_timesteps_are_moved_by_the_size_and_by_the_checkpoints_own_shift() -> None:
+    """To the size that the model is told, and only where a checkpoint asks for that or is one of
+    upstream's; a shift of its own is on top."""
+    upstream = rflow.schedule(30, resolution=(240, 426), num_frames=51)
+    assert torch.equal(timesteps_of(settings(), V1_2), upstream)
+    assert torch.equal(timesteps_of(settings(EMBEDDED), EMBEDDED), rflow.schedule(30))
+    for own, expected in (
+        ({"timestep_shift": 4.0}, {"shift": 4.0}),
+        (
+            {"timestep_shift": 14.0, "use_timestep_transform": True},
+            {"shift": 14.0, "resolution": (64, 64), "num_frames": 17},
+        ),
+    ):
+        facts = replace(EMBEDDED, defaults={**EMBEDDED.defaults, **own})
+        assert torch.equal(timesteps_of(settings(facts), facts), rflow.schedule(30, **expected))
 
 
 @pytest.mark.parametrize(
