@@ -10,13 +10,14 @@ carry the object's colour everywhere; a denoiser then has to get every cell righ
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from everyframe.checkpoints.shapes_prompts import BACKGROUNDS
+from everyframe.checkpoints.shapes_prompts import BACKGROUNDS, Scene
 from recipes.shapes import world
 from recipes.shapes.loop import Task, autocast
 from recipes.shapes.world import FORMATS, Format
@@ -61,9 +62,9 @@ def empty_frames(side: int, device: torch.device | str) -> Tensor:
     return colours[:, :, None, None].expand(-1, -1, side, side).contiguous()
 
 
-def grounds_of(clips: world.Clips, device: torch.device | str) -> Tensor:
-    """(B,): which of `GROUNDS` each clip has."""
-    return world.sent(torch.tensor([GROUNDS.index(s.background) for s in clips.scenes]), device)
+def grounds_of(scenes: Sequence[Scene], device: torch.device | str) -> Tensor:
+    """(B,): which of `GROUNDS` each scene has."""
+    return world.sent(torch.tensor([GROUNDS.index(scene.background) for scene in scenes]), device)
 
 
 def strangeness(z: Tensor, empty: Tensor, near: Tensor) -> Tensor:
@@ -99,7 +100,7 @@ def task(num_steps: int = 8000, batch: int = 128, device: str = "cpu") -> Task:
     def frames(form: Format, count: int, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
         clips = world.random_clips(world.random_scenes(world.train_scenes(), count, rng), rng)
         times = torch.from_numpy(rng.uniform(size=(count, 1))).float()
-        return world.draw(clips, form.side, times, device)[:, 0], grounds_of(clips, device)
+        return world.draw(clips, form.side, times, device)[:, 0], grounds_of(clips.scenes, device)
 
     held = [frames(form, 128, np.random.default_rng(1))[0] for form in FORMATS]
     empty = [empty_frames(form.side, device) for form in FORMATS]

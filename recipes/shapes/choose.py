@@ -11,10 +11,9 @@ from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 
-import numpy as np
 import torch
 
-from recipes.shapes import denoiser, latents, reader
+from recipes.shapes import denoiser, latents
 from recipes.shapes.evaluate import trials
 from recipes.shapes.train import WORK
 from recipes.shapes.world import FORMATS
@@ -45,15 +44,9 @@ def main() -> None:
                 modules, vae, scenes, form, seed=61, said=said,
                 guidance=guidance, num_steps=steps, shift=shift,
             )  # fmt: skip
-            read = [
-                found.right(scene)
-                for found, scene in zip(pool.map(reader.read, frames), scenes, strict=True)
-            ]
-            shares = {name: float(np.mean([row[name] for row in read])) for name in read[0]}
-            every = float(np.mean([all(row.values()) for row in read]))
+            shares = denoiser.read_back(frames, scenes, pool.map)
             told = " ".join(f"{name} {share:.3f}" for name, share in shares.items())
-            print(f"{form}: guidance {guidance}, {steps} steps, shift {shift}: {told}, "
-                  f"all {every:.3f}", flush=True)  # fmt: skip
+            print(f"{form}: guidance {guidance}, {steps} steps, shift {shift}: {told}", flush=True)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ often the first, encoded alone as an image is at inference. Each step sees clips
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -25,7 +26,7 @@ from everyframe.families.opensora.vae import VideoVAE
 from everyframe.families.text_context import TextContext
 from everyframe.samplers import rflow
 from recipes.shapes import captions, latents, reader, temporal, text, world
-from recipes.shapes.autoencoder import GROUNDS
+from recipes.shapes.autoencoder import grounds_of
 from recipes.shapes.latents import Latents, cached_latents, trained_vae
 from recipes.shapes.loop import Task, autocast, load_best
 from recipes.shapes.world import FORMATS, LARGE, SMALL, Format
@@ -127,13 +128,11 @@ class Material:
 
     @classmethod
     def of(cls, form: Format, kept: Latents, vae: VideoVAE, words: text.Wordings) -> Material:
-        device = kept.clips.device
         motions = [scene.motion for scene in kept.scenes]
         odds = np.array([SHARES[motion] / motions.count(motion) for motion in motions])
-        grounds = [GROUNDS.index(scene.background) for scene in kept.scenes]
         return cls(
             form, kept, words.rows_of(kept.scenes), latents.empty(vae, form),
-            torch.tensor(grounds, device=device), odds.cumsum() / odds.sum(),
+            grounds_of(kept.scenes, kept.clips.device), odds.cumsum() / odds.sum(),
         )  # fmt: skip
 
     def draw(self, count: int, rng: np.random.Generator) -> Tensor:
@@ -309,8 +308,14 @@ def sample(
     return world.pictures(torch.cat(frames).transpose(1, 2))
 
 
-def read_back(frames: world.Floats, scenes: list[Scene]) -> dict[str, float]:
-    """How often each attribute, and all of them, is read as it was asked for."""
-    read = [reader.read(clip).right(scene) for clip, scene in zip(frames, scenes, strict=True)]
+def read_back(
+    frames: world.Floats, scenes: list[Scene], each: Callable[..., Iterable[reader.Reading]] = map
+) -> dict[str, float]:
+    """How often each attribute, and all of them, is read as it was asked for.
+
+    `each` is a pool's `map` where several processes read.
+    """
+    found = zip(each(reader.read, frames), scenes, strict=True)
+    read = [reading.right(scene) for reading, scene in found]
     shares = {name: float(np.mean([row[name] for row in read])) for name in read[0]}
     return {**shares, "all": float(np.mean([all(row.values()) for row in read]))}

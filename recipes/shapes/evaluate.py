@@ -102,8 +102,7 @@ def measure_reader(count: int, form: Format = SMALL) -> list[Row]:
 
 def _drawn(scenes: Sequence[Scene], form: Format, rng: np.random.Generator) -> world.Floats:
     """A true clip of each scene (B, T, H, W, 3), 0..1."""
-    times = world.even_times(len(scenes), form.num_frames)
-    return world.pictures(world.draw(world.random_clips(scenes, rng), form.side, times))
+    return world.pictures(world.draw_whole(world.random_clips(scenes, rng), form))
 
 
 def _all_right(read: list[reader.Reading], scenes: list[Scene]) -> float:

@@ -71,9 +71,8 @@ def encode(
 ) -> Latents:  # fmt: skip
     """A clip of each scene as latents; with `both_ways` also those that are training clips when
     run backwards. The spatial stage, which is most of the work, sees every frame once."""
-    clips = world.random_clips(scenes, rng)
-    times = world.even_times(len(clips), form.num_frames)
-    x = temporal.spatial_latents(vae, world.draw(clips, form.side, times, vae.shift.device))
+    frames = world.draw_whole(world.random_clips(scenes, rng), form, vae.shift.device)
+    x = temporal.spatial_latents(vae, frames)
     if both_ways:
         more = backwards(scenes)
         x = torch.cat([x, x[[i for i, _ in more]].flip(2)])

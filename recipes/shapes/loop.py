@@ -124,8 +124,7 @@ def train(
             say(f"step {step} validation: " + " ".join(f"{k} {v:.4f}" for k, v in measured.items()))
             if measured["score"] >= best:
                 best = measured["score"]
-                weights = average if task.ema else task.modules.state_dict()
-                _save({"modules": weights, "step": step, "measured": measured}, folder / "best.pt")
+                _save({"modules": average, "step": step, "measured": measured}, folder / "best.pt")
             state = {
                 "modules": task.modules.state_dict(),
                 "optimizers": [optimizer.state_dict() for optimizer in optimizers],
@@ -214,8 +213,6 @@ def _device(modules: nn.ModuleDict) -> torch.device:
 
 
 def _average(average: dict[str, Tensor], task: Task, step: int) -> None:
-    if not task.ema:
-        return
     decay = min(task.ema, step / (step + 8))
     names = [k for k, v in average.items() if v.is_floating_point()]
     now = task.modules.state_dict()
@@ -224,8 +221,7 @@ def _average(average: dict[str, Tensor], task: Task, step: int) -> None:
 
 def _validated(task: Task, average: dict[str, Tensor]) -> dict[str, float]:
     trained = {k: v.detach().clone() for k, v in task.modules.state_dict().items()}
-    if task.ema:
-        task.modules.load_state_dict(average)
+    task.modules.load_state_dict(average)
     task.modules.eval()
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         measured = task.validate(task.modules)

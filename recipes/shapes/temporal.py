@@ -61,8 +61,7 @@ def build(scaling_factor: float = 1.0) -> VideoVAE:
 
 def clip_frames(clips: world.Clips, form: Format, device: torch.device | str = "cpu") -> Tensor:
     """Clips -> (B, 3, T, H, W) in -1..1."""
-    times = world.even_times(len(clips), form.num_frames)
-    return world.draw(clips, form.side, times, device).transpose(1, 2)
+    return world.draw_whole(clips, form, device).transpose(1, 2)
 
 
 def random_pieces(
@@ -96,7 +95,7 @@ def task(work: Path, num_steps: int = 6000, batch: int = 32, device: str = "cpu"
 
     def pieces(form: Format, count: int, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
         clips, times = random_pieces(world.random_scenes(scenes, count, rng), form, rng)
-        return world.draw(clips, form.side, times, device), grounds_of(clips, device)
+        return world.draw(clips, form.side, times, device), grounds_of(clips.scenes, device)
 
     some = spatial_latents(vae, pieces(SMALL, 200, np.random.default_rng(11))[0])
     factor = 1 / float(some.std(dim=(0, 2, 3, 4)).mean())

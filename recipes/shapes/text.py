@@ -17,7 +17,7 @@ from torch import Tensor
 
 from everyframe.checkpoints import shapes_prompts as words
 from everyframe.checkpoints.shapes_prompts import Scene
-from recipes.shapes import captions
+from recipes.shapes import captions, world
 
 PAD, END, UNKNOWN = "<pad>", "</s>", "<unk>"
 MAX_LENGTH = 40
@@ -117,5 +117,5 @@ class Wordings:
     def draw(self, rows_B: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
         """Ids and mask (B, L) of one wording each."""
         which = rng.integers(self.ids_SKL.shape[1], size=len(rows_B))
-        ids = self.ids_SKL[rows_B, torch.from_numpy(which).to(rows_B.device, non_blocking=True)]
+        ids = self.ids_SKL[rows_B, world.sent(torch.from_numpy(which), rows_B.device)]
         return ids, ids != 0

@@ -157,11 +157,6 @@ def random_scenes(scenes: Sequence[Scene], count: int, rng: np.random.Generator)
     return [scenes[i] for i in rng.integers(len(scenes), size=count)]
 
 
-def even_times(count: int, num_frames: int) -> Tensor:
-    """(B, T): 0 at the first frame, 1 at the last one."""
-    return torch.linspace(0, 1, num_frames).expand(count, -1)
-
-
 def draw(clips: Clips, side: int, times: Tensor, device: torch.device | str = "cpu") -> Tensor:
     """Clips -> frames (B, T, 3, side, side), float32 in -1..1 as models take them.
 
@@ -176,6 +171,13 @@ def draw(clips: Clips, side: int, times: Tensor, device: torch.device | str = "c
     colour = _rgb([scene.colour for scene in clips.scenes], device)
     ground = _rgb([scene.background for scene in clips.scenes], device)
     return (ground + cover[:, :, None] * (colour - ground)) * 2 - 1
+
+
+def draw_whole(clips: Clips, form: Format, device: torch.device | str = "cpu") -> Tensor:
+    """All frames of clips (B, T, 3, side, side), as `draw` gives them."""
+    return draw(
+        clips, form.side, torch.linspace(0, 1, form.num_frames).expand(len(clips), -1), device
+    )
 
 
 def sent(values: Tensor, device: torch.device | str) -> Tensor:

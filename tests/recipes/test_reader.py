@@ -12,9 +12,7 @@ from everyframe.checkpoints.shapes_prompts import Scene
 
 
 def _frames(clips: world.Clips, form: Format = SMALL) -> world.Floats:
-    return world.pictures(
-        world.draw(clips, form.side, world.even_times(len(clips), form.num_frames))
-    )
+    return world.pictures(world.draw_whole(clips, form))
 
 
 def _clip(scene: Scene, seed: int = 0) -> world.Floats:
