@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from everyframe.core.events import Event, Frames, Note, Step
+from everyframe.core.events import Event, Note, Step
 from everyframe.core.request import Request
 from everyframe.engine.ranks import Join
 from everyframe.engine.resuming import go_on
@@ -21,6 +21,7 @@ from everyframe.engine.run import stream
 from everyframe.parallel.team import Team
 from everyframe.runs.folder import RunFolder
 from everyframe.runs.keeper import EVERY_STEP, Keep
+from frames import frames_by_seed
 
 #: float32, relative to the largest value: what another number of ranks may change.
 ROUNDING = 1e-5
@@ -28,12 +29,8 @@ ROUNDING = 1e-5
 
 def told(events: list[Event], *, speaks: bool) -> dict[str, Any]:
     """What came of a rank's events: frames by seed, steps that were done, notes."""
-    frames: dict[int, list[Any]] = {}
-    for event in events:
-        if isinstance(event, Frames) and speaks:
-            frames.setdefault(event.seed, []).append(event.frames)
     return {
-        "frames": {seed: np.concatenate(each) for seed, each in frames.items()},
+        "frames": frames_by_seed(events) if speaks else {},
         "steps": [(e.seed, e.step) for e in events if isinstance(e, Step) and is_of_denoising(e)],
         "notes": [event.text for event in events if isinstance(event, Note)],
     }

@@ -46,9 +46,13 @@ NAMES = (*_WITH_CODE, *tiny_pipelines.TINY)
 
 def made(name: str, folder: Path) -> Path:
     """That checkpoint in a folder of its name in `folder`; written once."""
-    place = folder / name
+    make = _WITH_CODE[name][0] if name in _WITH_CODE else tiny_pipelines.TINY[name]
+    return written(make, folder / name)
+
+
+def written(make: Callable[[Path], object], place: Path) -> Path:
+    """The checkpoint that `make` writes there; written once."""
     if not place.exists():
-        make = _WITH_CODE[name][0] if name in _WITH_CODE else tiny_pipelines.TINY[name]
         make(place)
     return place
 

@@ -20,10 +20,11 @@ from torch import nn
 
 import everyframe
 import tiny
+import tiny_families
 import tiny_inpaint
 import tiny_svd
 from everyframe.core.errors import CannotRunError
-from everyframe.core.events import Event, Frames, Repaired, VideoDone
+from everyframe.core.events import Event, Repaired, VideoDone
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import ComponentPlan, Plan, Precision, Settings
 from everyframe.core.request import Request
@@ -33,9 +34,11 @@ from everyframe.families.family import GivenFrames, Saving
 from everyframe.families.guarding import Guard
 from everyframe.families.reliefs import Reliefs
 from everyframe.planning.resolve import prepare
+from frames import frames_of
 from guarded_nets import Net, inputs, plan
 from planned import frames_of as planned_frames
 from planned import saving, unchanged
+from scarce import TOO_LITTLE, before_calls
 
 PICTURE = np.random.default_rng(0).integers(0, 255, (32, 32, 3), np.uint8)
 MASK = np.zeros((32, 32), np.uint8)
@@ -52,9 +55,6 @@ ASKED: dict[str, tuple[Callable[[Path], Path], dict[str, Any]]] = {
 
 #: The cheapest, which runs always.
 FAST = "opensora"
-
-#: As torch's CPU allocator says it.
-TOO_LITTLE = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 GB"
 
 
 @contextmanager
@@ -75,23 +75,14 @@ def no_room(kind: str, above: int, after: int = 0) -> Iterator[list[int]]:
     def hook(module: nn.Module, args: Any) -> None:
         check(module, args, {})
 
-    handle = nn.modules.module.register_module_forward_pre_hook(hook)
-    try:
+    with before_calls(hook):
         yield calls
-    finally:
-        handle.remove()
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    root, made = tmp_path_factory.mktemp("models"), {}
-
-    def folder(family: str) -> Path:
-        if family not in made:
-            made[family] = ASKED[family][0](root / family)
-        return made[family]
-
-    return folder
+    root = tmp_path_factory.mktemp("models")
+    return lambda family: tiny_families.written(ASKED[family][0], root / family)
 
 
 def asked_of(family: str, **more: Any) -> dict[str, Any]:
@@ -103,10 +94,6 @@ def asked_of(family: str, **more: Any) -> dict[str, Any]:
 
 def events_of(folder: Path, family: str, **more: Any) -> list[Event]:
     return list(everyframe.stream(Request(model=str(folder), **asked_of(family, **more))))
-
-
-def frames_of(events: list[Event]) -> np.ndarray[Any, Any]:
-    return np.concatenate([event.frames for event in events if isinstance(event, Frames)])
 
 
 def repairs_of(events: list[Event]) -> list[Repaired]:
@@ -175,11 +162,8 @@ def no_room_for_width(kind: str, above: int) -> Iterator[None]:
         if wide and not next(module.parameters()).is_meta:
             raise RuntimeError(TOO_LITTLE)
 
-    handle = nn.modules.module.register_module_forward_pre_hook(hook)
-    try:
+    with before_calls(hook):
         yield
-    finally:
-        handle.remove()
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ import torch
 
 import tiny
 from everyframe.core.division import Division
-from everyframe.core.events import Event, Frames, Repaired, StageStarted, VideoDone
+from everyframe.core.events import Repaired, StageStarted, VideoDone
 from everyframe.core.plan import ComponentPlan
 from everyframe.core.request import Request
 from everyframe.engine import ranks as engine_ranks
@@ -26,7 +26,9 @@ from everyframe.families.opensora import sharding, stages
 from everyframe.parallel.team import Team
 from everyframe.runs.keeper import Keep
 from everyframe.samplers import noise
+from frames import frames_by_seed
 from ranks import Group, RankError, group_of
+from scarce import TOO_LITTLE
 
 PROMPT = "a red circle moves to the right"
 #: Two pieces, and latents (6, 3, 5) that the patch of 2 does not divide.
@@ -55,15 +57,7 @@ def request(model: str, **options: Any) -> Request:
 
 def alone(model: str, **options: Any) -> dict[int, np.ndarray[Any, Any]]:
     """Frames of each video by its seed, made by one process without ranks."""
-    return frames_of(list(stream(request(model, **options), keep=Keep(None), num_threads=1)))
-
-
-def frames_of(events: list[Event]) -> dict[int, np.ndarray[Any, Any]]:
-    found: dict[int, list[Any]] = {}
-    for event in events:
-        if isinstance(event, Frames):
-            found.setdefault(event.seed, []).append(event.frames)
-    return {seed: np.concatenate(frames) for seed, frames in found.items()}
+    return frames_by_seed(list(stream(request(model, **options), keep=Keep(None), num_threads=1)))
 
 
 def run(team: Team, model: str, options: dict[str, Any], fault: Any = None) -> dict[str, Any]:
@@ -80,7 +74,7 @@ def run(team: Team, model: str, options: dict[str, Any], fault: Any = None) -> d
     division = next(iter(events)).plan.division  # type: ignore[attr-defined]
     assert isinstance(division, Division)
     return {
-        "frames": frames_of(events) if division.speaks(team.rank) else {},
+        "frames": frames_by_seed(events) if division.speaks(team.rank) else {},
         "stages": [each.stage for each in events if isinstance(each, StageStarted)],
         "done": [each.seed for each in events if isinstance(each, VideoDone)],
         "repairs": [each.module for each in events if isinstance(each, Repaired)],
@@ -281,7 +275,7 @@ def _no_room_to_decode(team: Team) -> Any:
 
     def refuse(module: Any, args: Any) -> None:
         if type(module).__name__ == "Decoder" and len(args[0]) > 1 and not args[0].is_meta:
-            raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
+            raise RuntimeError(TOO_LITTLE)
 
     return torch.nn.modules.module.register_module_forward_pre_hook(refuse).remove
 

@@ -17,20 +17,20 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.attention import _cur_sdpa_kernel_backends
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 import tiny
+import tiny_families
 import tiny_pipelines
 import tiny_svd
-from everyframe.core.events import Event, Frames, Note, Repaired, Step, VideoDone
+from everyframe.core.events import Event, Note, Repaired, Step, VideoDone
 from everyframe.core.request import Request
 from everyframe.engine.resuming import go_on
 from everyframe.engine.run import stream
 from everyframe.runs.folder import all_runs
 from everyframe.runs.keeper import EVERY_STEP, Keep
+from frames import frames_by_seed
+from scarce import TOO_LITTLE, before_calls
 
-#: As torch's CPU allocator says it.
-TOO_LITTLE = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 GB"
 PICTURE = np.random.default_rng(0).integers(0, 255, (32, 32, 3), np.uint8)
 ASKED: dict[str, tuple[Callable[[Path], object], dict[str, Any]]] = {
     "opensora": (
@@ -74,38 +74,20 @@ def little(
             if not left:
                 raise Killed
 
-    handle = register_module_forward_pre_hook(hook)
-    try:
+    with before_calls(hook):
         yield calls
-    finally:
-        handle.remove()
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    root, made = tmp_path_factory.mktemp("models"), dict[str, Path]()
-
-    def find(family: str) -> Path:
-        if family not in made:
-            ASKED[family][0](root / family)
-            made[family] = root / family
-        return made[family]
-
-    return find
+    root = tmp_path_factory.mktemp("models")
+    return lambda family: tiny_families.written(ASKED[family][0], root / family)
 
 
 def begun(model: Path, family: str, root: Path) -> Iterator[Event]:
     asked = {"num_inference_steps": 3, "seed": 1, "device": "cpu", "dtype": "fp32"}
     request = Request(model=str(model), **{**asked, **ASKED[family][1]})
     return stream(request, keep=Keep(root, pace=EVERY_STEP))
-
-
-def frames_of(events: list[Event]) -> dict[int, np.ndarray[Any, Any]]:
-    found: dict[int, list[Any]] = {}
-    for event in events:
-        if isinstance(event, Frames):
-            found.setdefault(event.seed, []).append(event.frames)
-    return {seed: np.concatenate(each) for seed, each in found.items()}
 
 
 def differ(one: dict[int, Any], other: dict[int, Any]) -> list[int]:
@@ -144,11 +126,11 @@ def test_what_was_done_in_less_memory_is_done_so_again(
 ) -> None:
     family, kind, too_large, after, kill, changed, skip = CASES[case]
     model = folder(family)
-    plain = frames_of([*begun(model, family, tmp_path / "plain")])
+    plain = frames_by_seed([*begun(model, family, tmp_path / "plain")])
     with little(kind, too_large, after) as calls:
         events = [*begun(model, family, tmp_path / "whole")]
     assert len(calls) > 1, "the fault was not planted"
-    wanted, repairs = frames_of(events), told(events)
+    wanted, repairs = frames_by_seed(events), told(events)
     assert differ(plain, wanted) == changed, "less memory changes no bits: nothing is shown"
 
     root = tmp_path / "killed"
@@ -156,7 +138,7 @@ def test_what_was_done_in_less_memory_is_done_so_again(
         [*begun(model, family, root)]
     (run,) = all_runs(root)
     again = [*go_on(run, pace=EVERY_STEP, skip=skip)]
-    found = frames_of(again)
+    found = frames_by_seed(again)
     assert differ(found, {seed: wanted[seed] for seed in wanted if seed not in skip}) == []
     assert told(again) == repairs
     texts = [event.text for event in again if isinstance(event, Repaired)]
@@ -190,7 +172,7 @@ def test_a_step_further_on_it_is_done_without_a_word(
                    for event in coming)  # fmt: skip
     (run,) = all_runs(root)
     again = [*go_on(run, pace=EVERY_STEP)]
-    assert differ(frames_of(again), frames_of(wanted)) == []
+    assert differ(frames_by_seed(again), frames_by_seed(wanted)) == []
     assert told(again) == []
     done = [event.record["repairs"] for event in again if isinstance(event, VideoDone)]
     assert [each["cause"] for each in done[0]] == ["memory"]

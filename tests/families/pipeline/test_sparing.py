@@ -15,12 +15,11 @@ import pytest
 import torch
 from diffusers.models.unets.unet_2d_blocks import UNetMidBlock2D
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 import everyframe
 import tiny_pipelines
 from everyframe.core.errors import CannotRunError
-from everyframe.core.events import Event, Frames, Repaired, Step, VideoDone
+from everyframe.core.events import Event, Repaired, Step, VideoDone
 from everyframe.core.plan import ComponentPlan, Precision, Settings
 from everyframe.core.request import Request
 from everyframe.engine.run import stream
@@ -29,13 +28,13 @@ from everyframe.families.pipeline.chunks import chunk_savings
 from everyframe.families.pipeline.interface import Interface, of_class
 from everyframe.families.pipeline.sparing import Reliefs
 from everyframe.runs.keeper import Keep
+from frames import frames_of
 from guarded_nets import Net, inputs, plan
+from scarce import TOO_LITTLE, before_calls
 
 ASKED: dict[str, Any] = {
     "prompt": "a fox", "num_inference_steps": 2, "seed": 1, **tiny_pipelines.CALLS["wan"],
 }  # fmt: skip
-#: As torch's CPU allocator says it.
-TOO_LITTLE = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 GB"
 
 
 @contextmanager
@@ -51,11 +50,8 @@ def no_room(kind: str, while_: Callable[[], bool]) -> Iterator[list[str]]:
         if name == kind and while_():
             raise RuntimeError(TOO_LITTLE)
 
-    handle = register_module_forward_pre_hook(check)
-    try:
+    with before_calls(check):
         yield called
-    finally:
-        handle.remove()
 
 
 @pytest.fixture(scope="module")
@@ -68,10 +64,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def events_of(folder: Path, root: Path | None, **more: Any) -> list[Event]:
     request = Request(model=str(folder), device="cpu", dtype="fp32", **{**ASKED, **more})
     return list(stream(request, keep=Keep(root)))
-
-
-def frames_of(events: list[Event]) -> np.ndarray[Any, Any]:
-    return np.concatenate([event.frames for event in events if isinstance(event, Frames)])
 
 
 def test_decoding_goes_on_in_tiles_and_no_step_is_done_twice(
@@ -116,11 +108,8 @@ def room_for_one_frame() -> Iterator[None]:
         if isinstance(module, UNetMidBlock2D) and len(given[0]) > 1 and not given[0].is_meta:
             raise RuntimeError(TOO_LITTLE)
 
-    handle = register_module_forward_pre_hook(check)
-    try:
+    with before_calls(check):
         yield
-    finally:
-        handle.remove()
 
 
 def test_fewer_frames_are_decoded_at_once_before_there_are_tiles(

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 import everyframe
 import tiny_step
@@ -18,6 +17,7 @@ from everyframe.families.stepvideo import rehearsals
 from everyframe.planning.resolve import Prepared, prepare
 from planned import frames_of as planned_frames
 from planned import saving, unchanged
+from scarce import TOO_LITTLE, before_calls
 
 ASKED: dict[str, Any] = {
     "prompt": "a red circle", "size": "64x48", "num_frames": 17, "num_inference_steps": 2,
@@ -46,13 +46,10 @@ def no_room_for_width(above: int) -> Iterator[None]:
     def hook(module: nn.Module, given: tuple[Any, ...]) -> None:
         is_wide = type(module).__name__ == "Decoder" and given[0].shape[-1] > above
         if is_wide and not given[0].is_meta:
-            raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
+            raise RuntimeError(TOO_LITTLE)
 
-    handle = register_module_forward_pre_hook(hook)
-    try:
+    with before_calls(hook):
         yield
-    finally:
-        handle.remove()
 
 
 def test_a_plan_takes_tiles_where_a_piece_does_not_fit(model: str) -> None:
