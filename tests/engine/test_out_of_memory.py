@@ -149,7 +149,7 @@ def test_opensora_decodes_fewer_frames_in_a_call(folders: Callable[[str], Path])
         events = events_of(folders("opensora"), "opensora")
     repairs = repairs_of(events)
     assert {repair.stage for repair in repairs} == {"decode"}
-    assert repairs[-1].to.startswith("frames are decoded 1 at once")
+    assert repairs[-1].to.startswith("frames are encoded and decoded 1 at once")
     assert np.abs(frames_of(events) - usual).max() < CLOSE
 
 
