@@ -175,6 +175,11 @@ def test_two_videos_on_three_devices() -> None:
     assert divided(num_videos=2, num_devices=3, parallel="data=2").groups == ((0,), (1, 2))
 
 
+def test_a_sequence_that_is_named_divides_each_of_several_videos() -> None:
+    assert divided(num_videos=2, num_devices=2).groups == ((0,), (1,))
+    assert divided(num_videos=2, num_devices=2, parallel="sequence=2").groups == ((0, 1),)
+
+
 def test_guidance_needs_no_exchange_with_a_device_a_branch() -> None:
     for parallel in ("auto", "cfg=2", "sequence=2"):
         division = divided(num_devices=2, parallel=parallel)

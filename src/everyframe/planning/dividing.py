@@ -127,7 +127,8 @@ def divide(
         return None
     effort = effort_of(settings)
     most = min(len(devices), settings.num_videos)
-    counts = [asked.data] if asked.data else list(range(most, 0, -1))
+    # A sequence that is named is that of all devices beside what else is named, as was checked.
+    counts = [asked.data or 1] if asked.data or asked.sequence else list(range(most, 0, -1))
     ways = model.ways if isinstance(model, Shared) else ("",)
     divisions = [
         replace(
