@@ -45,9 +45,10 @@ def object_weight(pixels: Tensor) -> Tensor:
     return 1 + OBJECT_WEIGHT * (away > 0.02)
 
 
-def pixel_loss(out: Tensor, target: Tensor) -> Tensor:
+def pixel_loss(out: Tensor, target: Tensor, square_weight: float = 1.0) -> Tensor:
+    """Errors and their squares: the first makes flat areas flat, the second outlines sharp."""
     error = out - target
-    return (object_weight(target) * (error.abs() + error.square())).mean()
+    return (object_weight(target) * (error.abs() + square_weight * error.square())).mean()
 
 
 def near_cells(pixels: Tensor) -> Tensor:

@@ -97,12 +97,20 @@ def stored(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def write(target: Path, work: Path) -> int:
-    """Writes everything but the card; returns the size in bytes of all that lies in `target`."""
-    modules: Any = denoiser.trained_in(work / "denoiser")
+    """Writes what was trained in `work`, and never the card; returns the size in bytes of all that
+    lies in `target`."""
     vae = latents.trained_vae(work)
+    _part(target / "vae", vae_config(vae), vae.state_dict())
+    if (work / "denoiser" / "best.pt").exists():
+        _write_denoiser(target, work)
+    return sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
+
+
+def _write_denoiser(target: Path, work: Path) -> None:
+    """The denoiser, the text encoder that it was trained with, and the defaults of both."""
+    modules: Any = denoiser.trained_in(work / "denoiser")
     t5 = modules["text"]
     _part(target, denoiser_config(), _without(modules["denoiser"], "rope."))
-    _part(target / "vae", vae_config(vae), vae.state_dict())
     config = t5.config.to_dict() | {"architectures": ["T5EncoderModel"]}
     config = {name: value for name, value in config.items() if value is not None}
     state = t5.state_dict()
@@ -110,7 +118,6 @@ def write(target: Path, work: Path) -> int:
     _part(target / "text_encoder", config, state)
     text.save_tokenizer(target / "tokenizer")
     (target / "everyframe.json").write_text(json.dumps(DEFAULTS, indent=2) + "\n")
-    return sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
 
 
 def _without(module: nn.Module, prefix: str) -> dict[str, Tensor]:

@@ -31,11 +31,11 @@ class Task:
     `draw(step)` makes a batch on the device; `loss` of it is the loss, and figures to show.
     `validate` gives figures of which ``score`` (larger is better) decides what is best. `modules`
     are trained and saved; averaged copies of their weights (over an eighth of the steps so far,
-    decay `ema` at most) are what is validated and kept. Layers' matrices whose names begin with one
-    of `muon` are trained by Muon (Jordan et al., 2024), scaled to AdamW's step size, the rest by
-    AdamW. `compilable` are the modules that gain by `torch.compile`. `static` says that a step is
-    the same kernels on the same shapes each time and asks for no value, so that a card can replay
-    it as one graph.
+    decay `ema` at most) are what is validated and kept. Layers' matrices (and kernels) whose names
+    begin with one of `muon` are trained by Muon (Jordan et al., 2024), scaled to AdamW's step size,
+    the rest by AdamW. `compilable` are the modules that gain by `torch.compile`. `static` says that
+    a step is the same kernels on the same shapes each time and asks for no value, so that a card
+    can replay it as one graph.
     """
 
     modules: nn.ModuleDict
@@ -179,7 +179,7 @@ class _Captured:
 def _optimizers(task: Task) -> list[torch.optim.Optimizer]:
     named = dict(task.modules.named_parameters())
     matrices = {k: v for k, v in named.items() if k.startswith(task.muon) and k.endswith(".weight")}
-    matrices = {k: v for k, v in matrices.items() if v.ndim == 2}
+    matrices = {k: v for k, v in matrices.items() if v.ndim > 1}
     rest = [v for k, v in named.items() if k not in matrices]
     rate, decay = task.learning_rate, task.weight_decay
     found: list[torch.optim.Optimizer] = [

@@ -1,5 +1,6 @@
 """Muon (Jordan et al., 2024) for matrices, orthogonalised in float32.
 
+A convolution's kernel is the matrix of what each output channel takes of all inputs and places.
 PyTorch's own multiplies in bf16, which takes longer than a whole training step on a CPU that does
 not have it. Matrices of one shape are orthogonalised together.
 """
@@ -33,15 +34,16 @@ class Muon(torch.optim.Optimizer):
             for shape, same in groupby(trained, key=lambda matrix: tuple(matrix.shape)):
                 matrices = list(same)
                 directions = torch.stack([self._direction(m, group["momentum"]) for m in matrices])
-                step = group["lr"] * 0.2 * max(shape) ** 0.5
+                step = group["lr"] * 0.2 * max(directions.shape[1:]) ** 0.5
+                turned = orthogonal(directions).view(-1, *shape)
                 torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])
-                torch._foreach_add_(matrices, list(orthogonal(directions)), alpha=-step)
+                torch._foreach_add_(matrices, list(turned), alpha=-step)
 
     def _direction(self, matrix: Tensor, momentum: float) -> Tensor:
         kept = self.state[matrix].setdefault("momentum", torch.zeros_like(matrix))
         assert matrix.grad is not None
         kept.lerp_(matrix.grad, 1 - momentum)
-        return matrix.grad.lerp(kept, momentum)
+        return matrix.grad.lerp(kept, momentum).flatten(1)
 
 
 def orthogonal(matrices: Tensor) -> Tensor:

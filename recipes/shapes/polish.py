@@ -1,7 +1,8 @@
-"""Stage 5: both decoders of the autoencoder trained on, the encoders left as they are.
+"""Stage 5: the spatial decoder trained on, everything before it left as it is.
 
-Latents stay what the denoiser was trained on, so this can be done after it, or beside it. Pieces of
-clips are encoded once; some frames of each are decoded and compared with what was drawn.
+Latents stay what the denoiser was trained on, so this can be done after it, or beside it. The
+temporal stage stays too: what it makes of pieces of clips is computed once, and a step is then a
+few hundred frames that one small decoder turns into pixels, which a CPU can do as well.
 """
 
 from __future__ import annotations
@@ -18,83 +19,97 @@ from recipes.shapes import autoencoder, temporal, world
 from recipes.shapes.loop import Task, autocast
 from recipes.shapes.world import FORMATS, LARGE, SMALL, Format
 
-NUM_CODED = {SMALL: 2000, LARGE: 800}
-GROUP = 16  # pieces that are encoded at once
-NUM_DECODED = 4  # frames of each piece that are decoded to pixels
+NUM_CODED = {SMALL: 1600, LARGE: 400}
+NUM_HELD = 24
+GROUP = 16  # pieces that are coded at once
+STARS = 2  # of a star's outline there is as much as of all others', so that more are drawn
+SQUARE_WEIGHT = 17.0  # of errors squared beside their size: the bar is on squares
 
 
 @dataclass(frozen=True)
 class Coded:
-    """Pieces of clips, when their frames are (N, 17), their latents (N, C, 5, h, w), and those of
-    their first frames encoded as images (N, C, 1, h, w); neither is normalised."""
+    """Pieces of clips, when their frames are (N, 17), and what the temporal stage makes of them:
+    latents (N, C, 17, h, w) as the spatial decoder takes them."""
 
     clips: world.Clips
     times: Tensor
-    z: Tensor
-    alone: Tensor
+    latents: Tensor
 
     @classmethod
     @torch.no_grad()
-    def of(cls, vae: VideoVAE, form: Format) -> Coded:
-        rng = np.random.default_rng([41, form.side])
-        scenes = world.random_scenes(world.train_scenes(), NUM_CODED[form], rng)
-        clips, times = temporal.random_pieces(scenes, form, rng)
-        latents, alone = [], []
-        for start in range(0, len(clips), GROUP):
-            rows = range(start, min(start + GROUP, len(clips)))
-            when = times[rows.start : rows.stop]
-            frames = world.draw(clips.rows(rows), form.side, when, vae.shift.device)
+    def of(cls, vae: VideoVAE, form: Format, count: int, seed: int) -> Coded:
+        """Of every second piece the first frame is encoded alone, as a given picture is."""
+        rng, inner = np.random.default_rng([seed, form.side]), vae.temporal_vae
+        known = [s for s in world.train_scenes() for _ in range(STARS if s.shape == "star" else 1)]
+        clips, times = temporal.random_pieces(world.random_scenes(known, count, rng), form, rng)
+        noise = torch.Generator(vae.shift.device).manual_seed(seed)
+        latents = []
+        for start in range(0, count, GROUP):
+            rows = range(start, min(start + GROUP, count))
+            frames = world.draw(
+                clips.rows(rows), form.side, times[rows.start : rows.stop], vae.shift.device
+            )
             x = temporal.spatial_latents(vae, frames)
-            latents.append(vae.temporal_vae.encode(x))
-            alone.append(vae.temporal_vae.encode(x[:, :, :1]))
-        return cls(clips, times, torch.cat(latents), torch.cat(alone))
+            z = inner.encode(x)
+            z[::2, :, :1] = inner.encode(x[::2, :, :1])
+            z += temporal.NOISE * torch.randn(z.shape, generator=noise, device=z.device)
+            out = inner.decode(z, temporal.PIECE)
+            latents.append(out / vae.config.spatial.scaling_factor)
+        return cls(clips, times, torch.cat(latents))
+
+    def frames(self, rows: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Frame `index` (B,) of each of the pieces `rows` (B,): latents (B, C, h, w) and pixels."""
+        device = self.latents.device
+        z = self.latents[world.sent(rows, device), :, world.sent(index, device)]
+        side = autoencoder.CELL * z.shape[-1]
+        when = self.times[rows, index][:, None]
+        return z, world.draw(self.clips.rows(rows.tolist()), side, when, device)[:, 0]
 
 
 def task(work: Path, num_steps: int = 4000, batch: int = 32, device: str = "cpu") -> Task:
     """The stage for `loop.train`; starts from the best of stage 2.
 
-    `batch` small pieces a step, and a quarter as many large ones.
+    `batch` small frames a step, and a quarter as many large ones, which are as many pixels.
     """
     vae = temporal.trained(work, "temporal", device)
-    spatial, inner = vae.spatial_vae.module, vae.temporal_vae
+    spatial = vae.spatial_vae.module
     vae.requires_grad_(False)
-    for decoder in (spatial.decoder, spatial.post_quant_conv, inner.decoder, inner.post_quant_conv):
-        decoder.requires_grad_(True)
-    factor, counts = vae.config.spatial.scaling_factor, (batch, batch // 4)
-    coded = {form: Coded.of(vae, form) for form in FORMATS}
-    held = {form: temporal.held_clips(form, device) for form in FORMATS}
+    for part in (spatial.decoder, spatial.post_quant_conv):
+        part.requires_grad_(True)
+    counts = (batch, batch // 4)
+    coded = {form: Coded.of(vae, form, NUM_CODED[form], seed=41) for form in FORMATS}
+    held = {form: Coded.of(vae, form, NUM_HELD, seed=43) for form in FORMATS}
 
     def draw(step: int) -> tuple[Tensor, ...]:
         rng, drawn = np.random.default_rng([42, step]), []
         for form, count in zip(FORMATS, counts, strict=True):
-            known, rows = coded[form], rng.integers(NUM_CODED[form], size=count)
-            frames = rng.permuted(np.tile(np.arange(temporal.PIECE), (count, 1)), axis=1)
-            chosen = torch.from_numpy(frames[:, :NUM_DECODED])
-            index = world.sent(torch.from_numpy(rows), device)
-            z = known.z[index]
-            z[: count // 2, :, :1] = known.alone[index[: count // 2]]
-            when = known.times[torch.from_numpy(rows)].gather(1, chosen)
-            target = world.draw(known.clips.rows(rows.tolist()), form.side, when, device)
-            drawn += [z, target, world.sent(chosen, device)]
+            rows, index = rng.integers(NUM_CODED[form], size=count), rng.integers(17, size=count)
+            drawn += coded[form].frames(torch.from_numpy(rows), torch.from_numpy(index))
         return tuple(drawn)
 
     def loss(*drawn: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         shown: dict[str, Tensor] = {}
-        for i, form in enumerate(FORMATS):
-            z, target, chosen = drawn[3 * i : 3 * i + 3]
+        for form, z, target in zip(FORMATS, drawn[::2], drawn[1::2], strict=True):
             with autocast(device):
-                out = inner.decode(z + temporal.NOISE * torch.randn_like(z), temporal.PIECE)
-                rows = torch.arange(len(z), device=device)[:, None]
-                picked = out.transpose(1, 2)[rows, chosen].flatten(0, 1)
-                pixels = spatial.decode(picked / factor).sample
-            error = autoencoder.pixel_loss(pixels.float(), target.flatten(0, 1))
-            shown[f"pixel_{form.side}"] = error
+                pixels = spatial.decode(z).sample
+            shown[f"pixel_{form.side}"] = autoencoder.pixel_loss(
+                pixels.float(), target, SQUARE_WEIGHT
+            )
         return torch.stack(list(shown.values())).mean(), shown
 
     def validate(_: nn.ModuleDict) -> dict[str, float]:
-        return temporal.measured(vae, held)
+        found: dict[str, float] = {}
+        for form, known in held.items():
+            rows = torch.arange(NUM_HELD)
+            frames = [known.frames(rows, torch.full_like(rows, t)) for t in range(temporal.PIECE)]
+            out = torch.cat([spatial.decode(z).sample for z, _ in frames])
+            whole, on_object = autoencoder.psnr(out, torch.cat([pixels for _, pixels in frames]))
+            found |= {f"psnr_{form.side}": whole, f"object_{form.side}": on_object}
+        return {"score": found["object_64"] + found["object_128"], **found}
 
+    decoder = "vae.spatial_vae.module.decoder"
     return Task(
         nn.ModuleDict({"vae": vae}), draw, loss, validate, clips_per_step=sum(counts),
-        num_steps=num_steps, learning_rate=3e-4, static=True,
+        num_steps=num_steps, learning_rate=1e-3, static=True,
+        muon=(f"{decoder}.mid_block", f"{decoder}.up_blocks"),
     )  # fmt: skip

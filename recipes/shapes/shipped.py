@@ -1,6 +1,11 @@
-"""The shipped parts loaded through the product's own code, to measure them."""
+"""The shipped autoencoder, loaded through the product's own code: measured, and gone on from."""
 
 from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
 
 from everyframe.checkpoints.folder import read_json
 from everyframe.checkpoints.places import package_folder
@@ -18,3 +23,16 @@ def autoencoder() -> VideoVAE:
     vae = VideoVAE(VideoVAEConfig.from_json(read_json(FOLDER / "vae" / "config.json")))
     load_strictly(vae, open_checkpoint(FOLDER / "vae"), keys=VIDEO_VAE_KEYS)
     return vae.eval()
+
+
+def unpack(work: Path) -> None:
+    """Writes the shipped autoencoder as what stage 2 left in `work`, if nothing lies there."""
+    folder = work / "temporal"
+    if (folder / "best.pt").exists():
+        return
+    vae = autoencoder()
+    folder.mkdir(parents=True, exist_ok=True)
+    scaling = {"scaling_factor": vae.config.spatial.scaling_factor}
+    (folder / "scaling.json").write_text(json.dumps(scaling))
+    modules = {f"vae.{name}": value for name, value in vae.state_dict().items()}
+    torch.save({"modules": modules, "step": 0, "measured": {}}, folder / "best.pt")

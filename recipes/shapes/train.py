@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from everyframe.checkpoints.places import cache_folder
-from recipes.shapes import autoencoder, denoiser, polish, temporal, understand
+from recipes.shapes import autoencoder, denoiser, polish, shipped, temporal, understand
 from recipes.shapes.loop import Task, train
 
 STAGES = ("autoencoder", "temporal", "text", "denoiser", "polish")
@@ -54,8 +54,13 @@ def main() -> None:
     parser.add_argument("--batch", type=int, help="small clips, frames or captions a step")
     parser.add_argument("--learning-rate", type=float, help="peak, instead of the stage's own")
     parser.add_argument("--compile", action="store_true", help="torch.compile; needs a compiler")
+    parser.add_argument(
+        "--from-shipped", action="store_true", help="polish: start from the shipped autoencoder"
+    )
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     given = parser.parse_args()
+    if given.from_shipped:
+        shipped.unpack(given.work)
     for stage in STAGES if given.stage == "all" else (given.stage,):
         print(f"stage {stage}", flush=True)
         run(stage, given)

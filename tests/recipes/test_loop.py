@@ -129,3 +129,12 @@ def test_strangeness_counts_only_cells_that_are_far() -> None:
     assert autoencoder.strangeness(only_near, empty, near) == 0
     # All of the variance lies in cells that should be empty: the mean square over the variance.
     assert 0.8 < autoencoder.strangeness(z, empty, near) < 1.2
+
+
+def test_muon_takes_a_kernel_for_the_matrix_of_its_output_channels() -> None:
+    first, gradient = torch.randn(2, 6, 5, 3, 3, generator=torch.Generator().manual_seed(0))
+    kernel, matrix = nn.Parameter(first.clone()), nn.Parameter(first.flatten(1).clone())
+    for parameter, its in ((kernel, gradient), (matrix, gradient.flatten(1))):
+        parameter.grad = its.clone()
+        Muon([parameter], lr=0.1, weight_decay=0.1).step()
+    assert torch.equal(kernel.flatten(1), matrix)
