@@ -14,7 +14,8 @@ from huggingface_hub import constants
 from everyframe.checkpoints import fetch as fetching
 from everyframe.checkpoints.fetch import download_command, fetch, fetch_missing
 from everyframe.checkpoints.find import locate
-from everyframe.core.errors import InputError
+from everyframe.checkpoints.known import controlnet_part
+from everyframe.core.errors import CheckpointError, InputError
 
 
 def forbid(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,6 +106,28 @@ def test_patterns_and_limits_reach_the_hubs_client(
     assert asked["allow_patterns"] == ["*.json"]
     assert asked["revision"] == "v1"
     assert asked["etag_timeout"] <= 3
+
+
+def test_what_is_pickled_only_is_refused_before_it_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Info:
+        sha = "0" * 40
+        siblings = tuple(
+            SimpleNamespace(rfilename=name)
+            for name in ("config.json", "diffusion_pytorch_model.bin", "unet/model.safetensors")
+        )
+
+    def download(repo_id: str, **options: Any) -> str:
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: Info())
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(CheckpointError, match=r"o/n: its weights are pickled .*save_pretrained"):
+        fetch("o/n", controlnet_part("o/n").patterns, hub_cache=tmp_path)
+    # Where pickles are taken too, or nothing lies in their place, that is another matter.
+    for patterns in (["*.safetensors", "*.bin"], ["unet/model.safetensors"], ["vae/x.safetensors"]):
+        assert fetch("o/n", patterns, hub_cache=tmp_path) == tmp_path
 
 
 def test_of_a_pipeline_only_what_it_is_loaded_from_is_fetched(

@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from everyframe.checkpoints.find import Location, PartLocation, find_part, names_on_disk
 from everyframe.checkpoints.folder import WEIGHT_SUFFIXES, listing
+from everyframe.checkpoints.pickled import refuse_pickled_files
 from everyframe.core.errors import CheckpointError, InputError
 
 _Answer = TypeVar("_Answer")
@@ -110,6 +111,7 @@ def _fetch(wanted: tuple[Wanted, ...], hub_cache: Path | None, hint: str) -> Pat
 
     first = wanted[0]
     commit, names = _ask(wanted, hub_cache, hint)
+    refuse_pickled_files(first.repo_id, first.patterns, names)
     try:
         # The branch is passed on, not its commit: only so does the cache record what `main` is.
         folder = snapshot_download(

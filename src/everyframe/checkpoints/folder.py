@@ -12,7 +12,8 @@ from typing import Any
 
 from everyframe.core.errors import CheckpointError
 
-WEIGHT_SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt")
+PICKLE_SUFFIXES = (".pth", ".pt", ".bin", ".ckpt")
+WEIGHT_SUFFIXES = (".safetensors", *PICKLE_SUFFIXES)
 
 
 def read_json(path: str | Path) -> dict[str, Any]:

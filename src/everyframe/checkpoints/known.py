@@ -69,18 +69,13 @@ CONTROLNETS: Mapping[str, str] = {
 }  # fmt: skip
 
 
-def _either(stem: str) -> tuple[str, str]:
-    """Weights as safetensors or, in older repositories, as a pickle of tensors."""
-    return (f"{stem}.safetensors", f"{stem}.bin")
-
-
 def controlnet_part(repo_id: str) -> Part:
     """A ControlNet's repository, as diffusers saves it; its size is known where it is listed."""
     is_listed = repo_id in CONTROLNETS.values()
     return Part(
         role="controlnet",
         repo_id=repo_id,
-        needs=(_CONFIG, _either("diffusion_pytorch_model")),
+        needs=(_CONFIG, ("diffusion_pytorch_model.safetensors",)),
         num_parameters=361_279_120 if is_listed else None,
     )
 
@@ -91,7 +86,7 @@ def _inpaint(
     """A diffusers folder of Stable Diffusion 1.5, and the ControlNet that was made to inpaint."""
     repo_id = f"stable-diffusion-v1-5/{repo}"
     unet, vae = (
-        ((f"{part}/config.json",), _either(f"{part}/diffusion_pytorch_model"))
+        ((f"{part}/config.json",), (f"{part}/diffusion_pytorch_model.safetensors",))
         for part in ("unet", "vae")
     )
     index = (("model_index.json",), ("scheduler/scheduler_config.json",))
@@ -99,7 +94,7 @@ def _inpaint(
         ("tokenizer/vocab.json",),
         ("tokenizer/merges.txt",),
         ("text_encoder/config.json",),
-        ("text_encoder/model.safetensors", "text_encoder/pytorch_model.bin"),
+        ("text_encoder/model.safetensors",),
     )
     extras = ("tokenizer/*.json",)
     return KnownModel(
@@ -182,7 +177,10 @@ STEP_VIDEO_PARTS = (
         _STEP_VIDEO,
         (
             ("hunyuan_clip/clip_text_encoder/config.json",),
-            _either("hunyuan_clip/clip_text_encoder/pytorch_model"),
+            tuple(
+                f"hunyuan_clip/clip_text_encoder/pytorch_model.{end}"
+                for end in ("safetensors", "bin")
+            ),
             ("hunyuan_clip/tokenizer/vocab.txt",),
         ),
         ("hunyuan_clip/tokenizer/*.json",),

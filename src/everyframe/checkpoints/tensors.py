@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from everyframe.checkpoints.entries import Entry, read_entry
-from everyframe.checkpoints.folder import describe_missing, listing, read_json
+from everyframe.checkpoints.folder import PICKLE_SUFFIXES, describe_missing, listing, read_json
 from everyframe.checkpoints.headers import read_header
 from everyframe.checkpoints.pickles import pickle_entries
 from everyframe.core.errors import CheckpointError, did_you_mean
@@ -29,7 +29,6 @@ DTYPES: Mapping[str, torch.dtype] = {
     "F8_E8M0": torch.float8_e8m0fnu,
 }  # fmt: skip
 
-PICKLE_SUFFIXES = (".pth", ".pt", ".bin", ".ckpt")
 _INDEX = ".index.json"
 #: Of a variant: ``model.safetensors.index.fp16.json``.
 _IS_INDEX = re.compile(r".*\.index(\.\w+)?\.json")

@@ -19,6 +19,7 @@ from everyframe.core.errors import CheckpointError, InputError
 from everyframe.families.inpaint.config import InpaintConfig, released
 from everyframe.families.inpaint.options import InpaintOptions
 from everyframe.families.registry import family
+from pickles import pickle_weights
 
 GIVEN: dict[str, Any] = {
     "prompt": "a red ball", "source": np.zeros((16, 16, 3), np.uint8), "mask": "0,0,8,8",
@@ -113,6 +114,24 @@ def test_a_missing_tensor_is_named(folder: Path, tmp_path: Path, part: str, file
     save_file(tensors, path)
     with pytest.raises(CheckpointError, match="lacks 1 tensor: .*" + lost.rpartition(".")[2]):
         everyframe.generate(model=str(copy), **GIVEN)
+
+
+@pytest.mark.parametrize("part", ["unet", "vae", "text_encoder", "controlnet"])
+def test_pickled_weights_are_refused(folder: Path, tmp_path: Path, part: str) -> None:
+    copy = shutil.copytree(folder, tmp_path / "pickled")
+    pickle = pickle_weights(copy / part)
+    told = (
+        rf"weights of its {part} are pickled \({pickle.name}\).*DiffusionPipeline.*save_pretrained"
+    )
+    with pytest.raises(CheckpointError, match=told):
+        everyframe.plan(model=str(copy), **GIVEN)
+
+
+def test_a_pickled_controlnet_of_its_own_is_refused(folder: Path, tmp_path: Path) -> None:
+    net = shutil.copytree(folder / "controlnet", tmp_path / "net")
+    pickle_weights(net)
+    with pytest.raises(CheckpointError, match=r"its ControlNet are pickled.*ControlNetModel\.from"):
+        everyframe.plan(model=str(folder), controlnet=str(net), **GIVEN)
 
 
 def test_a_text_encoder_of_older_files(folder: Path, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from everyframe.families.pipeline.options import PipelineOptions
 from everyframe.families.registry import family_names
 from everyframe.ops.attention import PLAIN, by_kernel
 from everyframe.planning.resolve import GivenModel, prepare
+from pickles import pickle_weights
 
 SMALL: dict[str, Any] = {
     "prompt": "a fox", "num_inference_steps": 2, "seed": 1,
@@ -180,9 +181,7 @@ def edit(file: Path, **values: Any) -> None:
 
 
 def pickled(root: Path) -> None:
-    file = next((root / "vae").glob("*.safetensors"))
-    torch.save(load_file(file), root / "vae" / "diffusion_pytorch_model.bin")
-    file.unlink()
+    pickle_weights(root / "vae")
 
 
 def without_weights(root: Path) -> None:

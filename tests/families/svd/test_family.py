@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from everyframe.core.errors import CheckpointError
 from everyframe.families.registry import family
 from everyframe.families.svd.config import RELEASED, SVDConfig
 from everyframe.families.svd.options import SVDOptions
+from pickles import pickle_weights
 
 PICTURE = np.zeros((32, 32, 3), np.uint8)
 SMALL: dict[str, Any] = {"size": "32x32", "num_frames": 2, "num_inference_steps": 1}
@@ -72,6 +74,14 @@ def test_a_missing_tensor_is_named(folder: Path, tmp_path: Path) -> None:
     save_file(tensors, file)
     with pytest.raises(CheckpointError, match=r"lacks 1 tensor: 'conv_out.bias'"):
         everyframe.generate(model=str(copy), image=PICTURE, **SMALL)
+
+
+@pytest.mark.parametrize("part", ["unet", "vae", "image_encoder"])
+def test_pickled_weights_are_refused(folder: Path, tmp_path: Path, part: str) -> None:
+    copy = shutil.copytree(folder, tmp_path / "pickled")
+    pickle_weights(copy / part)
+    with pytest.raises(CheckpointError, match=rf"weights of its {part} are pickled \(.*\.bin\)"):
+        everyframe.plan(model=str(copy), image=PICTURE, **SMALL)
 
 
 @pytest.mark.parametrize(

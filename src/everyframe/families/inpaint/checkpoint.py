@@ -18,6 +18,7 @@ from everyframe.checkpoints.find import Location, PartLocation, find_part
 from everyframe.checkpoints.folder import describe_missing, listing, read_json
 from everyframe.checkpoints.known import CONTROLNETS, controlnet_part
 from everyframe.checkpoints.part import Part
+from everyframe.checkpoints.pickled import refuse_pickled
 from everyframe.core.errors import CheckpointError, InputError, did_you_mean
 from everyframe.families import sources
 from everyframe.families.inpaint.components import controlnet_name
@@ -39,6 +40,7 @@ _CONFIGS = {
     "text_encoder": "config.json",
     "scheduler": "scheduler_config.json",
 }
+_WEIGHTS = ("unet", "vae", "text_encoder")
 _RELEASED_CHANNELS = {"sd-1.5": PLAIN_CHANNELS, "sd-1.5-inpaint": INPAINTING_CHANNELS}
 
 
@@ -141,6 +143,8 @@ def _in_folder(where: str, folder: Path) -> Files | None:
     judged = isinstance(checker, list) and any(part is not None for part in checker)
     pipeline = str(index["_class_name"])
     _check_parts(folder, pipeline)
+    for name in (*_WEIGHTS, *present):
+        refuse_pickled(str(folder), name, folder / name)
     base = (Source(where, folder),)
     return Files(where, base, nets, pipeline=pipeline, has_safety_checker=judged)
 
@@ -187,6 +191,7 @@ def _controlnet(name: str) -> Source:
                 f"{name} is no ControlNet as diffusers saves it: "
                 f"{describe_missing(path, ['config.json'])}"
             )
+        refuse_pickled(name, "ControlNet", path, "ControlNetModel")
         return Source(path.resolve().name, path)
     if repo_id is None and name.count("/") != 1:
         raise InputError(

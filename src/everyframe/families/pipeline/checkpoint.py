@@ -16,12 +16,12 @@ from typing import Any
 
 from everyframe.checkpoints.find import Location
 from everyframe.checkpoints.folder import read_json, without_notes
+from everyframe.checkpoints.pickled import refuse_pickled
 from everyframe.core.errors import CheckpointError
 
 INDEX = "model_index.json"
 MODULAR_INDEX = "modular_model_index.json"
 
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 #: ``diffusion_pytorch_model.fp16.safetensors``: a second set of the same weights.
 _VARIANT = re.compile(r"\.(?P<name>fp16|bf16|fp32|non_ema)[.-]")
 
@@ -188,12 +188,5 @@ def _weights(
     if by_variant:
         variant = next((each for each in (asked, "") if each in by_variant), min(by_variant))
         return tuple(by_variant[variant]), variant or None
-    pickled = sorted(file.name for file in folder.iterdir() if file.suffix in _PICKLES)
-    if pickled:
-        raise CheckpointError(
-            f"{where}: the weights of its {name} are pickled ({pickled[0]}), and reading a pickle "
-            "can run any program. If you trust whoever made them, convert them once: "
-            f"DiffusionPipeline.from_pretrained({where!r}, use_safetensors=False)"
-            ".save_pretrained(FOLDER) writes safetensors; then give FOLDER"
-        )
+    refuse_pickled(where, name, folder)
     return (), None

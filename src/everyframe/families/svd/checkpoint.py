@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from everyframe.checkpoints.fetch import fetch_missing
 from everyframe.checkpoints.find import Location
 from everyframe.checkpoints.folder import read_json
+from everyframe.checkpoints.pickled import refuse_pickled
 from everyframe.core.errors import CheckpointError, InputError
 from everyframe.families.svd import single
 from everyframe.families.svd.config import IMAGE_VAE, RELEASED
@@ -173,8 +174,11 @@ def _at(where: str, path: Path, location: Location) -> Files | None:
         return Files(where, path, location) if single.is_single_file(path) else None
     index = path / "model_index.json"
     if index.is_file():
-        ours = read_json(index).get("_class_name") == PIPELINE
-        return Files(where, path, location) if ours else None
+        if read_json(index).get("_class_name") != PIPELINE:
+            return None
+        for name in WEIGHTS:
+            refuse_pickled(str(path), name, path / name)
+        return Files(where, path, location)
     files = sorted(path.glob("*.safetensors"))
     if len(files) == 1 and single.is_single_file(files[0]):
         return Files(where, files[0], location)
