@@ -19,6 +19,7 @@ from everyframe.core.errors import NumericsError
 from everyframe.core.events import Event, Note, Repaired
 from everyframe.core.facts import DeviceFacts
 from everyframe.families import guarding
+from everyframe.families.denoising import GuardedDenoiser
 from everyframe.families.guarding import Guard
 from guarded_nets import CLOSE, Net, halved, inputs, plan, repairs, scaled
 
@@ -265,13 +266,13 @@ def test_what_a_denoiser_keeps_of_a_text_is_made_again() -> None:
 
     guard = Guard(plan(), "denoise", {"net": attention})
     with torch.inference_mode():
-        assert bool(guard.denoiser(make)(1e1 * inputs()).isfinite().all())
+        assert bool(GuardedDenoiser(guard, make)(1e1 * inputs()).isfinite().all())
     assert [(event.module, event.raised) for event in repairs(guard)] == [("to_q", "")]
 
 
 def test_a_jump_is_told() -> None:
     guard = Guard(plan(), "denoise", {})
-    denoise = guard.denoiser(lambda: lambda x: x)
+    denoise = GuardedDenoiser(guard, lambda: lambda x: x)
     for size in (1.0, 3.0, 0.5, 20.0):
         denoise(size * torch.ones(2))
     assert not list(guard.events())

@@ -6,23 +6,23 @@ Not here: what is done about a bad answer (`guarding.py`), and the loop of steps
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from everyframe.families.guarding import Guard
 from everyframe.numerics.watch import range_of
 
-if TYPE_CHECKING:
-    from everyframe.families.guarding import Guard
 
-
-class Denoiser:
+class GuardedDenoiser:
     """``denoise`` as `make` makes it, which is made again whenever its guard changed a module.
 
-    `start` steps were done before. See `Guard.denoiser`.
+    For what it keeps of a text was computed by modules, too. It is made with the guard's `settings`
+    of then, also where memory ran out. `start` steps were done before.
     """
 
-    def __init__(self, guard: Guard, make: Callable[[], Callable[..., Tensor]], start: int) -> None:
+    def __init__(
+        self, guard: Guard, make: Callable[[], Callable[..., Tensor]], start: int = 0
+    ) -> None:
         self._guard = guard
         self._make = make
         self._denoise = guard.spared(start + 1, make)

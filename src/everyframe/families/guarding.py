@@ -20,12 +20,11 @@ from torch import Tensor, nn
 from everyframe.core.errors import CannotRunError, NumericsError
 from everyframe.core.events import Event, Note, Repaired
 from everyframe.core.plan import PLAIN, Plan, Remedy, Settings
-from everyframe.families.denoising import Denoiser
 from everyframe.families.family import Savings, Take
-from everyframe.families.reliefs import Relief, Reliefs
+from everyframe.families.reliefs import Reliefs
 from everyframe.families.repairing import Repairs
-from everyframe.families.telling import asks_for_blank, told_of
-from everyframe.hardware.peak import is_out_of_memory, memory_verdict
+from everyframe.families.telling import Calls, asks_for_blank, told_of
+from everyframe.hardware.peak import is_out_of_memory
 from everyframe.numerics.locate import Fault, bad_weights, locate
 from everyframe.numerics.watch import Range, blank_frames, range_of
 from everyframe.optimize.compiling import wrong_graphs
@@ -60,12 +59,10 @@ class Guard:
         apart: Callable[[], AbstractContextManager[None]] | None = None,
     ) -> None:
         self._plan, self._apart = plan, apart
-        self._stage = stage
         self._parts = dict(parts)
-        self._counted = (counts, of or stage)
+        self._calls = Calls(plan.device, stage, counts, of or stage)
         self._repairs = Repairs(plan.device, parts)
-        self.reliefs = Reliefs(plan, parts, savings, stage)
-        self._events: list[Event] = []
+        self._reliefs = Reliefs(plan, parts, savings, stage)
         self._take: Take | None = None
         self._largest = 0.0
 
@@ -76,7 +73,7 @@ class Guard:
     @property
     def settings(self) -> Settings:
         """The plan's settings, with what had to be done by now to need less memory."""
-        return self.reliefs.settings
+        return self._reliefs.settings
 
     @property
     def has_repaired(self) -> bool:
@@ -95,7 +92,7 @@ class Guard:
             if remedy.component in self._parts:
                 self._repairs.put_on(remedy)
         self._take, self._largest = take, 0.0
-        self.reliefs.moments.of(take)
+        self._reliefs.moments.of(take)
 
     def end(self) -> None:
         """Take every repair off; the components are as they were, bit for bit."""
@@ -103,12 +100,11 @@ class Guard:
 
     def events(self) -> Iterator[Event]:
         """What was repaired and noticed since this was last asked."""
-        events, self._events = self._events, []
-        yield from events
+        return self._calls.events()
 
     def hear(self, events: Iterable[Event]) -> None:
         """Hand on with its own what the guards of other ranks told."""
-        self._events += events
+        self._calls.tell(*events)
 
     def call(self, step: int, compute: Callable[[], _Result]) -> _Result:
         """The result of `compute`, all of whose floating tensors are finite.
@@ -134,52 +130,20 @@ class Guard:
         Raises:
             CannotRunError: there is too little for any way that is known.
         """
-        for relief in () if self._apart else self.reliefs.again(step):
-            self._relieved(step, relief, "memory ran out here before the run was broken off")
-        while True:
-            try:
-                return compute()
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                said = str(error).partition("\n")[0]
-            # Out of the handler, so that nothing holds what the failed call had made.
-            self._relieve(step, said)
-            compute = again or compute
-
-    def _relieve(self, step: int, said: str) -> None:
-        relief = None if self._apart else self.reliefs.at(step)
-        if relief is None and self._apart:
-            raise CannotRunError(
-                f"{self._where(step)}: out of memory in the middle of what several devices compute "
-                "together, where none can do with less by itself; more devices or --shard-weights "
-                "may go on from the last step (everyframe resume), and a smaller size or "
-                f"num_frames does ({said})"
-            )
-        if relief is None:
-            raise CannotRunError(
-                f"{self._where(step)}: out of memory, and nothing is left that takes less; a "
-                "smaller size or num_frames does, and another program may hold what the plan "
-                f"counted on ({said})"
-            )
-        self._relieved(step, relief, f"out of memory ({said})")
-
-    def _relieved(self, step: int, relief: Relief, why: str) -> None:
-        text = f"{self._where(step)}: {why}; it goes on: {relief.says}"
-        self._events.append(
-            Repaired(self._stage, step, relief.component, "", "", "memory", "", "", relief.says,
-                     text)
-        )  # fmt: skip
-
-    def denoiser(
-        self, make: Callable[[], Callable[..., Tensor]], start: int = 0
-    ) -> Callable[..., Tensor]:
-        """``denoise`` as `make` makes it, watched; made again whenever a module was raised.
-
-        What it keeps of a text was computed by modules, too. Also where memory ran out, with
-        the guard's `settings` of then. `start` steps were done before.
-        """
-        return Denoiser(self, make, start)
+        if self._apart is None:
+            return self._reliefs.spared(self._calls, step, compute, again)
+        try:
+            return compute()
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            said = str(error).partition("\n")[0]
+        raise CannotRunError(
+            f"{self._where(step)}: out of memory in the middle of what several devices "
+            "compute together, where none can do with less by itself; more devices or "
+            "--shard-weights may go on from the last step (everyframe resume), and a smaller size "
+            f"or num_frames does ({said})"
+        )
 
     def answered(self, step: int, seen: Range) -> None:
         """Note an answer of a denoiser that is far larger than any before."""
@@ -247,7 +211,7 @@ class Guard:
 
     def note(self, text: str) -> None:
         """Something to be told, though nothing was changed."""
-        self._events.append(Note(text))
+        self._calls.tell(Note(text))
 
     def repaired(self, step: int, compute: Callable[[], _Result]) -> _Result:
         """The result of `compute`, which was not finite, with as little raised as helps.
@@ -302,7 +266,7 @@ class Guard:
 
     def _tell(self, repaired: Iterable[Repaired]) -> None:
         """Hand on what was repaired, and keep with the video what it has now."""
-        self._events += repaired
+        self._calls.tell(*repaired)
         if self._take is not None:
             others = [each for each in self._take.remedies if each.component not in self._parts]
             self._take.remedies = (*others, *self._repairs.all())
@@ -321,7 +285,7 @@ class Guard:
         text = f"{self._where(step)}: {told}. {remedy.place} runs in {remedy.to} from here on"
         dtype = dtype_name(fault.dtype)
         return Repaired(
-            self._stage, step, fault.part, fault.module, fault.operation, cause, dtype,
+            self._calls.stage, step, fault.part, fault.module, fault.operation, cause, dtype,
             remedy.module, remedy.to, text, self._seed,
         )  # fmt: skip
 
@@ -352,7 +316,7 @@ class Guard:
             f"float32; {' and '.join(names)} runs in float32 from here on"
         )
         self._tell(
-            Repaired(self._stage, step, name, "", "", "blank", dtype, "", "float32", text,
+            Repaired(self._calls.stage, step, name, "", "", "blank", dtype, "", "float32", text,
                      self._seed)
             for name in names
         )  # fmt: skip
@@ -376,12 +340,10 @@ class Guard:
 
     def place(self, step: int) -> str:
         """Such as "step 3 of denoise"."""
-        counts, of = self._counted
-        return f"{counts} {step} of {of}"
+        return self._calls.place(step)
 
     def _where(self, step: int) -> str:
-        memory = memory_verdict(self._plan.device)
-        return self.place(step) + (f" ({memory})" if memory else "")
+        return self._calls.where(step)
 
 
 @dataclass(frozen=True)

@@ -8,17 +8,23 @@ are repeated; `offload.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from torch import nn
 
+from everyframe.core.errors import CannotRunError
+from everyframe.core.events import Repaired
 from everyframe.core.plan import Plan
 from everyframe.families import offload
 from everyframe.families.family import Savings
 from everyframe.families.shortages import Moments
 from everyframe.families.sparing import ways
-from everyframe.hardware.peak import give_back
+from everyframe.families.telling import Calls
+from everyframe.hardware.peak import give_back, is_out_of_memory
+
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,13 @@ class Relief:
 
     component: str
     says: str
+
+    def event(self, stage: str, step: int, why: str, seed: int | None = None) -> Repaired:
+        """What tells of it: `why` it was done in that step, and for which video alone, if so."""
+        return Repaired(
+            stage, step, self.component, "", "", "memory", "", "", self.says,
+            f"{why}: {self.says}", seed,
+        )  # fmt: skip
 
 
 class Reliefs:
@@ -49,6 +62,36 @@ class Reliefs:
         self._savings = savings
         self._stage = stage
         self._left: Iterator[Relief] | None = None
+
+    def spared(
+        self,
+        calls: Calls,
+        step: int,
+        compute: Callable[[], _Result],
+        again: Callable[[], _Result] | None,
+    ) -> _Result:
+        """The result of `compute`, or of `again` if given once something is done; see `Guard`."""
+        for relief in self.again(step):
+            why = f"{calls.where(step)}: memory ran out here before the run was broken off"
+            calls.tell(relief.event(calls.stage, step, f"{why}; it goes on"))
+        while True:
+            try:
+                return compute()
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                said = str(error).partition("\n")[0]
+            # Out of the handler, so that nothing holds what the failed call had made.
+            done = self.at(step)
+            if done is None:
+                raise CannotRunError(
+                    f"{calls.where(step)}: out of memory, and nothing is left that takes less; a "
+                    "smaller size or num_frames does, and another program may hold what the plan "
+                    f"counted on ({said})"
+                )
+            why = f"{calls.where(step)}: out of memory ({said})"
+            calls.tell(done.event(calls.stage, step, f"{why}; it goes on"))
+            compute = again or compute
 
     def next(self) -> Relief | None:
         """Do the next one; None where there is none left. What torch keeps is given back first."""

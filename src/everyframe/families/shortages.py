@@ -3,7 +3,7 @@
 What is done in less memory may have other bits, and by the time that a run is gone on with there
 may be more of it. So each shortage is kept at once, before anything is computed in less, with the
 call that it was in, and done again at that call. Not here: what is done (`reliefs.py` and
-`pipeline/sparing.py`), and where it is kept (`everyframe.runs.shortages`).
+`pipeline/reliefs.py`), and where it is kept (`everyframe.runs.shortages`).
 """
 
 from __future__ import annotations

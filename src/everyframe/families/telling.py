@@ -1,12 +1,19 @@
-"""Words: of a fault, and of prompts that ask for what else is one. Read next: `guarding.py`."""
+"""What a guard tells of a stage's calls, and its words: of a fault, of a prompt that was cut.
+
+Not here: what is found and done (`guarding.py`, `reliefs.py`), and who reads it
+(`everyframe.core.events`). Read next: `guarding.py`.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 import torch
 
-from everyframe.core.events import Note
+from everyframe.core.events import Event, Note
+from everyframe.core.facts import DeviceFacts
+from everyframe.hardware.peak import memory_verdict
 from everyframe.numerics.locate import Fault
 from everyframe.precision.dtypes import dtype_name
 
@@ -25,6 +32,37 @@ _CAUSES: dict[str, str] = {
     "compiled": "as it is written, it is {wide}: what was compiled of it is wrong",
     "unclear": "this kernel has no float32 form to compare with",
 }
+
+
+class Calls:
+    """The calls of a stage on a device: how messages name each, and what is to be told of them.
+
+    What is counted, and what of: "step 3 of denoise".
+    """
+
+    def __init__(self, device: DeviceFacts, stage: str, counts: str, of: str) -> None:
+        self.stage = stage
+        self._device = device
+        self._counts, self._of = counts, of
+        self._told: list[Event] = []
+
+    def place(self, number: int) -> str:
+        """Such as "step 3 of denoise"."""
+        return f"{self._counts} {number} of {self._of}"
+
+    def where(self, number: int) -> str:
+        """The place, and whether memory is near its limit there, if the system tells."""
+        memory = memory_verdict(self._device)
+        return self.place(number) + (f" ({memory})" if memory else "")
+
+    def tell(self, *events: Event) -> None:
+        """Have these handed on."""
+        self._told += events
+
+    def events(self) -> Iterator[Event]:
+        """What was told since this was last asked."""
+        told, self._told = self._told, []
+        yield from told
 
 
 def told_of(fault: Fault, why: str) -> str:

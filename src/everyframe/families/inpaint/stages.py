@@ -25,6 +25,7 @@ from everyframe.core.events import Event
 from everyframe.core.plan import Settings
 from everyframe.families import coding
 from everyframe.families.dealing import workers
+from everyframe.families.denoising import GuardedDenoiser
 from everyframe.families.family import Take
 from everyframe.families.guarding import Guard
 from everyframe.families.inpaint.components import controlnet_name
@@ -169,7 +170,7 @@ class DenoiseStage:
         def generators(step: int) -> list[torch.Generator]:
             return [noise.generator(take.seed, "step", step) for _ in range(len(mask))]
 
-        watched = guard.denoiser(make, start)
+        watched = GuardedDenoiser(guard, make, start)
         for step in scheduled.sample(
             watched,
             x,

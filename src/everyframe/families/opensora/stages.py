@@ -17,6 +17,7 @@ from torch import Tensor
 
 from everyframe.core.events import Event
 from everyframe.families import coding, job
+from everyframe.families.denoising import GuardedDenoiser
 from everyframe.families.family import Take
 from everyframe.families.guarding import Guard
 from everyframe.families.opensora import sharding
@@ -223,7 +224,7 @@ class DenoiseStage:
         def make() -> Denoiser:
             return Denoiser(model, take.text, guard.settings, facts, device)
 
-        denoise = guard.denoiser(make, start)
+        denoise = GuardedDenoiser(guard, make, start)
         if facts.version == "1.0":
             plan = iddpm.schedule(settings.num_inference_steps)
             yield from iddpm.sample(denoise, x, plan, fresh, start=start)

@@ -1,7 +1,7 @@
 """Fewer frames decoded at once, by the pipeline's own parameter for it, where it has one.
 
 AnimateDiff, I2VGenXL and Latte split their latents before they decode them. Not here: tiles, which
-are the autoencoder's (`loading.set_tiling`). Read next: `sparing.py`, `arguments.py`.
+are the autoencoder's (`loading.set_tiling`). Read next: `reliefs.py`, `arguments.py`.
 """
 
 from __future__ import annotations

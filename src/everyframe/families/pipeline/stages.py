@@ -3,7 +3,7 @@
 The call runs in a thread that stands still between events (`alternating.py`), its steps are seen by
 hooks (`watching.py`). Of several ranks each makes the call, shares its denoisers' work with the
 others (`sharding.py`), and the first alone encodes (`encoding.py`) and decodes. Read next:
-`loading.py`, `sparing.py`, `outputs.py`.
+`loading.py`, `reliefs.py`, `outputs.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from everyframe.core.errors import CannotRunError, EveryframeError, InputError
-from everyframe.core.events import Event, Frames, Note, Repaired, Sound, Step
+from everyframe.core.events import Event, Frames, Note, Sound, Step
 from everyframe.core.plan import Plan
 from everyframe.families.family import Savings, Take
 from everyframe.families.pipeline import sharding
@@ -33,12 +33,11 @@ from everyframe.families.pipeline.interface import Interface
 from everyframe.families.pipeline.loading import load
 from everyframe.families.pipeline.outputs import Array, frames_of, sound_of
 from everyframe.families.pipeline.quiet import quiet_libraries, silent
+from everyframe.families.pipeline.reliefs import PipelineReliefs
 from everyframe.families.pipeline.replaying import HandedOn, Replaying
 from everyframe.families.pipeline.sizes import denoisers
-from everyframe.families.pipeline.sparing import Reliefs
 from everyframe.families.pipeline.untouched import untouched
 from everyframe.families.pipeline.watching import StepWatch
-from everyframe.families.reliefs import Relief
 from everyframe.hardware.peak import is_out_of_memory
 from everyframe.parallel.team import ONE, Teams
 
@@ -89,7 +88,7 @@ class PipelineStage:
             stack.enter_context(silent(pipe))
             self._set_guidance(pipe)
             owned = {} if self.pipe is not None else _modules(pipe)
-            reliefs = Reliefs(self.plan, pipe, owned, self.savings)
+            reliefs = PipelineReliefs(self.plan, pipe, owned, self.savings)
             ready = _Ready(pipe, reliefs, sharding.of_all(_modules(pipe), self.teams))
             for each in ready.shared.values():
                 stack.callback(each.remove)
@@ -158,7 +157,7 @@ class PipelineStage:
 
         for relief in () if ready.shared else ready.reliefs.again(take):
             why = f"{self.name}: memory ran out before the run was broken off; it is called again"
-            emit(self._relieved(relief, 0, why, take))
+            emit(relief.event(self.name, 0, why, take.seed))
         while True:
             made = self._attempt(ready, take, on_step, emit)
             if not isinstance(made, _TooLittle):
@@ -167,16 +166,9 @@ class PipelineStage:
             if less is None:
                 raise CannotRunError(self._beyond(made, ready.reliefs.tried))
             why = f"{made.place}: out of memory ({made.said}); it is called again"
-            emit(self._relieved(less, made.step, why, take))
+            emit(less.event(self.name, made.step, why, take.seed))
             if take.answers is not None:
                 take.answers.again()
-
-    def _relieved(self, relief: Relief, step: int, why: str, take: Take) -> Repaired:
-        text = f"{why}: {relief.says}"
-        return Repaired(
-            self.name, step, relief.component, "", "", "memory", "", "", relief.says, text,
-            take.seed,
-        )  # fmt: skip
 
     def _attempt(
         self, ready: _Ready, take: Take, on_step: Callable[[int, int], None], emit: Emit
@@ -242,7 +234,7 @@ class _Ready:
     """A loaded pipeline, what makes it do with less memory, and what shares its denoisers' work."""
 
     pipe: Any
-    reliefs: Reliefs
+    reliefs: PipelineReliefs
     shared: Mapping[str, sharding.Sharding]
 
     @property

@@ -18,6 +18,7 @@ from torch import Tensor
 from everyframe.core.events import Event, Note
 from everyframe.families import coding
 from everyframe.families.coding import Pieces
+from everyframe.families.denoising import GuardedDenoiser
 from everyframe.families.family import Take
 from everyframe.families.guarding import Guard
 from everyframe.families.job import Job
@@ -149,7 +150,7 @@ class DenoiseStage:
             return Denoiser(model, take.text, guard.settings, device)
 
         sigmas = flow_match.schedule(settings.num_inference_steps, settings.option("time_shift"))
-        denoise = guard.denoiser(make, start)
+        denoise = GuardedDenoiser(guard, make, start)
         yield from flow_match.sample(denoise, x.to(device), sigmas, start=start)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from everyframe.core.events import Event
 from everyframe.families import coding
+from everyframe.families.denoising import GuardedDenoiser
 from everyframe.families.family import Take
 from everyframe.families.guarding import Guard
 from everyframe.families.stepping import denoised_in_step
@@ -96,7 +97,7 @@ class DenoiseStage:
         def make() -> Denoiser:
             return Denoiser(unet, take.known, guard.settings, device)
 
-        denoise = guard.denoiser(make, take.step)
+        denoise = GuardedDenoiser(guard, make, take.step)
         if take.step:
             x = take.latents.to(device)
             return euler_karras.sample(denoise, x, sigmas, start=take.step)

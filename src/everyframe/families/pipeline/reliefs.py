@@ -25,7 +25,7 @@ from everyframe.families.sparing import Way, ways
 from everyframe.hardware.peak import give_back
 
 
-class Reliefs:
+class PipelineReliefs:
     """The ways to do with less memory, each once; `tried` are those that were done, in words.
 
     `owned` are the modules that may be moved, by component, none of a pipeline that is somebody

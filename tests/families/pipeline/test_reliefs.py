@@ -26,7 +26,7 @@ from everyframe.engine.run import stream
 from everyframe.families.family import Saving
 from everyframe.families.pipeline.chunks import chunk_savings
 from everyframe.families.pipeline.interface import Interface, of_class
-from everyframe.families.pipeline.sparing import Reliefs
+from everyframe.families.pipeline.reliefs import PipelineReliefs
 from everyframe.runs.keeper import Keep
 from frames import frames_of
 from guarded_nets import Net, inputs, plan
@@ -199,7 +199,7 @@ def test_on_a_card_parts_take_turns_and_then_come_by_blocks() -> None:
             tiles = replace(settings, options=(("vae_tiling", True),))
             yield Saving(tiles, "in tiles", is_lossy=True)
 
-    reliefs = Reliefs(on_card, pipe, nets, savings)
+    reliefs = PipelineReliefs(on_card, pipe, nets, savings)
     said = []
     for at in ("", "net", "net", "vae", "vae", "vae"):
         relief = reliefs.next(at)
