@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
-from itertools import accumulate, combinations, pairwise
+from itertools import accumulate, pairwise
 
 from everyframe.core.errors import InputError
+
+#: How long a team takes that has no speed at all.
+_NEVER = Fraction(10**18)
 
 
 def shares(length: int, weights: Sequence[float]) -> tuple[int, ...]:
@@ -48,20 +51,29 @@ def teams(num_ranks: int, loads: Sequence[float], weights: Sequence[float]) -> t
     """
     if num_ranks < len(loads):
         raise InputError(f"{num_ranks} ranks can't be parted into {len(loads)}; give as many ranks")
-    exact = _fractions(weights)
-    behind = [Fraction(0), *accumulate(exact)]
+    behind = [Fraction(0), *accumulate(_fractions(weights))]
 
-    def slowest(cuts: tuple[int, ...]) -> tuple[Fraction, ...]:
-        bounds = (0, *cuts, num_ranks)
-        speeds = [behind[high] - behind[low] for low, high in pairwise(bounds)]
-        times = [
-            Fraction(load) / speed if speed else Fraction(10**18)
-            for load, speed in zip(loads, speeds, strict=True)
-        ]
-        return tuple(sorted(times, reverse=True))
+    def time(load: float, start: int, stop: int) -> Fraction:
+        speed = behind[stop] - behind[start]
+        return Fraction(load) / speed if speed else _NEVER
 
-    best = min(combinations(range(1, num_ranks), len(loads) - 1), key=slowest)
-    bounds = (0, *best, num_ranks)
+    # From the last load to the first: best[start] is how the ranks from `start` on have the loads
+    # from this one on, as times, slowest first, and where each team ends. Of two ways for the same
+    # ranks the better one stays so beside any team before them, so no other has to be kept.
+    best: dict[int, tuple[list[Fraction], list[int]]] = {num_ranks: ([], [])}
+    for number in reversed(range(len(loads))):
+        found: dict[int, tuple[list[Fraction], list[int]]] = {}
+        # Each load before this one has a rank at least, and the first one begins with the first.
+        for start in range(number, num_ranks) if number else (0,):
+            for stop in range(start + 1, num_ranks + 1):
+                if stop not in best:
+                    continue
+                times, ends = best[stop]
+                times = sorted([*times, time(loads[number], start, stop)], reverse=True)
+                if start not in found or times < found[start][0]:
+                    found[start] = times, [stop, *ends]
+        best = found
+    bounds = (0, *best[0][1])
     return tuple(range(low, high) for low, high in pairwise(bounds))
 
 
