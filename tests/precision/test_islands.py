@@ -8,7 +8,13 @@ import torch
 from everyframe.core.errors import InputError
 from everyframe.core.plan import Precision
 from everyframe.precision import dtypes
-from everyframe.precision.islands import check_islands, in_island, parameter_dtype, weight_bytes
+from everyframe.precision.islands import (
+    check_islands,
+    in_island,
+    parameter_dtype,
+    present,
+    weight_bytes,
+)
 
 BF16 = Precision("bfloat16", "bfloat16", islands=("t_embedder", "*.wo"))
 
@@ -28,6 +34,17 @@ BF16 = Precision("bfloat16", "bfloat16", islands=("t_embedder", "*.wo"))
 def test_what_a_pattern_holds(name: str, inside: bool) -> None:
     assert in_island(name, BF16.islands) is inside
     assert parameter_dtype(name, BF16) == ("float32" if inside else "bfloat16")
+
+
+def test_no_islands_hold_nothing() -> None:
+    assert not in_island("t_embedder", ())
+    assert not in_island("", ())
+
+
+def test_those_that_are_there() -> None:
+    names = ["t_embedder.mlp.0.weight", "block.3.wo.weight", "a+b.weight"]
+    asked = ["*.wo", "t_embedder.mlp", "t_embedder.ml", "a+b", "[ab]lock", "*.wo", "mlp"]
+    assert present(asked, names) == ("*.wo", "t_embedder.mlp", "a+b", "[ab]lock")
 
 
 def test_an_island_in_float64_stays_float64() -> None:

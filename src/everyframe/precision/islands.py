@@ -8,8 +8,11 @@ plan can tell the bytes of weights that nobody has read. Read next: `everyframe.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from fnmatch import fnmatchcase
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from fnmatch import translate
+from functools import lru_cache
+from itertools import accumulate
 
 from everyframe.core.errors import InputError
 from everyframe.core.plan import PLAIN, Precision, Remedy
@@ -18,9 +21,19 @@ from everyframe.precision.dtypes import at_least_float32, num_bytes
 
 def in_island(name: str, islands: Iterable[str]) -> bool:
     """Whether the module or parameter of that dotted name lies in one of the islands."""
-    parts = name.split(".")
-    within = [".".join(parts[: length + 1]) for length in range(len(parts))]
-    return any(fnmatchcase(part, pattern) for pattern in islands for part in within)
+    return any(map(_matcher(tuple(islands)), _names_around(name)))
+
+
+def _names_around(name: str) -> Iterator[str]:
+    """Those of all that it lies in, outermost first, and its own: ``a``, ``a.b``, ``a.b.c``."""
+    return accumulate(name.split("."), "{}.{}".format)
+
+
+@lru_cache(maxsize=1024)
+def _matcher(islands: tuple[str, ...]) -> Callable[[str], re.Match[str] | None]:
+    """Says whether one of these patterns is one for a name. A plan asks for thousands of names."""
+    # No islands hold nothing, where no alternatives would match anything.
+    return re.compile("|".join(map(translate, islands)) or r"(?!)").match
 
 
 def parameter_dtype(name: str, precision: Precision) -> str:
@@ -59,9 +72,8 @@ def weight_bytes(
 
 def present(islands: Iterable[str], names: Iterable[str]) -> tuple[str, ...]:
     """Those of the islands that hold any of these names, each once: versions differ in some."""
-    every_name = list(names)
-    found = (one for one in islands if any(in_island(name, (one,)) for name in every_name))
-    return tuple(dict.fromkeys(found))
+    around = {each for name in names for each in _names_around(name)}
+    return tuple(dict.fromkeys(one for one in islands if any(map(_matcher((one,)), around))))
 
 
 def check_islands(islands: Iterable[str], names: Iterable[str]) -> None:
@@ -70,9 +82,10 @@ def check_islands(islands: Iterable[str], names: Iterable[str]) -> None:
     Raises:
         InputError: names the pattern.
     """
-    every_name = list(names)
-    for pattern in islands:
-        if not any(in_island(name, (pattern,)) for name in every_name):
+    patterns, every_name = list(islands), list(names)
+    found = present(patterns, every_name)
+    for pattern in patterns:
+        if pattern not in found:
             raise InputError(
                 f"float32 island {pattern!r} matches no part of this module; a pattern is a dotted "
                 f"name with wildcards, such as {_example(every_name)!r}"

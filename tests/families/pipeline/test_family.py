@@ -16,9 +16,11 @@ from safetensors.torch import load_file, save_file
 
 import everyframe
 import tiny_pipelines
+from everyframe.checkpoints.headers import SafetensorsHeader, read_header
 from everyframe.cli.main import main
 from everyframe.core.errors import CheckpointError, EveryframeError, InputError
 from everyframe.core.events import Step
+from everyframe.families.pipeline import components
 from everyframe.families.pipeline.given import given_pipeline
 from everyframe.families.pipeline.options import PipelineOptions
 from everyframe.families.registry import family_names
@@ -60,6 +62,19 @@ def test_the_plan_says_what_runs(folder: Path) -> None:
     weights = sum(part.weight_bytes for part in plan.components)
     assert plan.peak_bytes >= weights
     assert plan.peak_bytes == weights + max(part.working_bytes for part in plan.components)
+
+
+def test_each_file_is_looked_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan asks for the components dozens of times; released ones have thousands of tensors."""
+    looked: list[Path] = []
+
+    def counted(path: Path) -> SafetensorsHeader:
+        looked.append(path)
+        return read_header(path)
+
+    monkeypatch.setattr(components, "read_header", counted)
+    everyframe.plan(model=str(folder), **SMALL)
+    assert sorted(looked) == sorted(folder.glob("*/*.safetensors"))
 
 
 def test_decoders_stay_wide_and_what_steers_is_an_island(folder: Path) -> None:

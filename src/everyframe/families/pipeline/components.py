@@ -8,7 +8,8 @@ tensors of one block and the frames: for where no dry run can be had. Read next:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -36,12 +37,22 @@ _TILE = 256 * 256
 _DTYPES = {"BF16": "bfloat16", "F16": "float16"}
 
 
-def components(files: Files, sizes: Sizes, settings: Settings) -> tuple[Component, ...]:
-    """Every part that has weights, in the order of the index."""
-    return tuple(_component(part, files, sizes, settings) for part in files.models)
+@dataclass(frozen=True)
+class Held:
+    """What the files of a part say of it: the elements of each tensor by name, what it needs."""
+
+    name: str
+    source: str
+    num_elements: Mapping[str, int]
+    needs: ComponentNeeds
 
 
-def _component(part: Part, files: Files, sizes: Sizes, settings: Settings) -> Component:
+def held(files: Files) -> tuple[Held, ...]:
+    """Every part that has weights, in the order of the index; all of their headers are read."""
+    return tuple(_held(part, files) for part in files.models)
+
+
+def _held(part: Part, files: Files) -> Held:
     headers = [read_header(file) for file in part.weights]
     count = {
         name: math.prod(fact.shape) for header in headers for name, fact in header.tensors.items()
@@ -54,14 +65,22 @@ def _component(part: Part, files: Files, sizes: Sizes, settings: Settings) -> Co
         prefers=prefers(part.name, _stored(headers)),
         force_upcast=bool(part.config().get("force_upcast")),
     )
-    return Component(
-        name=part.name,
-        title=part.name.replace("_", " "),
-        stage=STAGE,
-        source=f"{files.where}/{part.name}",
-        num_elements=count,
-        needs=needs,
-        working_bytes=partial(working_bytes, part.name, sizes, settings),
+    return Held(part.name, f"{files.where}/{part.name}", count, needs)
+
+
+def components(parts: Sequence[Held], sizes: Sizes, settings: Settings) -> tuple[Component, ...]:
+    """The same as a plan takes them, for a video of these settings."""
+    return tuple(
+        Component(
+            name=part.name,
+            title=part.name.replace("_", " "),
+            stage=STAGE,
+            source=part.source,
+            num_elements=part.num_elements,
+            needs=part.needs,
+            working_bytes=partial(working_bytes, part.name, sizes, settings),
+        )
+        for part in parts
     )
 
 

@@ -36,7 +36,7 @@ from everyframe.families.pipeline.classes import (
     interface_of,
     pipeline_class,
 )
-from everyframe.families.pipeline.components import components
+from everyframe.families.pipeline.components import Held, components, held
 from everyframe.families.pipeline.cuts import CUTS, Cuts
 from everyframe.families.pipeline.options import PipelineOptions
 from everyframe.families.pipeline.quiet import quiet_libraries
@@ -74,7 +74,12 @@ class PipelineModel:
 
     def components(self, settings: Settings) -> tuple[Component, ...]:
         """Every part that has weights."""
-        return components(self.files, self.sizes, settings)
+        return components(self._held, self.sizes, settings)
+
+    @cached_property
+    def _held(self) -> tuple[Held, ...]:
+        # Once: a plan asks for the components many times.
+        return held(self.files)
 
     @cached_property
     def _dry(self) -> Dry:
