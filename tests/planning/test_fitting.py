@@ -21,7 +21,7 @@ from everyframe.families.svd.components import Sizes as SVDSizes
 from everyframe.families.svd.config import RELEASED, SVDConfig
 from everyframe.families.svd.options import SVDOptions
 from everyframe.hardware.profiles import find_profile
-from everyframe.planning import components
+from everyframe.planning import precisions
 from everyframe.planning.components import Parts
 from everyframe.planning.dryrun import DryRun, dry_run
 from everyframe.planning.fitting import Fitted, Fitting, _first, within
@@ -151,7 +151,7 @@ def test_weights_that_are_too_much_are_refused_without_a_search(
         tried.append(rehearsal.stage)
         return dry_run(rehearsal, *others)
 
-    monkeypatch.setattr(components, "dry_run", counted)
+    monkeypatch.setattr(precisions, "dry_run", counted)
     model, settings = small_models.svd(), small_models.settings(128, 128, 8)
     host = find_profile("cpu-fp32").machine().cpu
     tight = fitting(model, replace(host, free_memory=10**5))

@@ -1,8 +1,8 @@
-"""One component of a plan at given settings: its precision, fast paths, memory, and dry runs.
+"""One component of a plan at given settings: where its weights are, and how much memory it takes.
 
-What it holds while it works is the peak of its stages' dry runs. Not here: which settings, and
-whether all of it fits (`fitting.py`). Read next: `dryrun.py`, `choosing.py`,
-`everyframe.families.family.Rehearsing`.
+What it holds while it works is the peak of its stages' dry runs. Not here: its precision and these
+dry runs (`precisions.py`), which settings, and whether all of it fits (`fitting.py`). Read next:
+`precisions.py`, `choosing.py`.
 """
 
 from __future__ import annotations
@@ -11,30 +11,52 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from everyframe.core.division import Division
 from everyframe.core.facts import DeviceFacts
-from everyframe.core.plan import Choice, ComponentPlan, Precision, Remedy, Settings
+from everyframe.core.plan import ComponentPlan, Precision, Remedy, Settings
 from everyframe.families.family import (
     Component,
     JointRehearsal,
     Model,
     Rehearsal,
-    Rehearsing,
     Shared,
 )
 from everyframe.families.remembered import remedies_for
 from everyframe.planning.choosing import Chooser, score_bytes, told, used
-from everyframe.planning.dryrun import DryRun, dry_run, joint_dry_run, not_followed
+from everyframe.planning.dryrun import DryRun
+from everyframe.planning.precisions import Precisions
 from everyframe.planning.quantising import WHOLE, WORTH, Quantising
 from everyframe.planning.quantising import told as told_of_weights
 from everyframe.precision.dtypes import num_bytes
 from everyframe.precision.islands import weight_bytes
-from everyframe.precision.policy import choose
 
 if TYPE_CHECKING:
     from everyframe.parallel.team import Teams
 
+#: Bytes of a number in a file, at most in practice.
 _FILE_ELEMENT = 4
-"""Bytes of a number in a file, at most in practice."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the weights of a component are, and what they are kept in.
+
+    With `offload` they wait on the host; else `holders` ranks keep them between them. `kind` is one
+    of `Parts.kinds`, None the first.
+    """
+
+    offload: bool = False
+    holders: int = 1
+    kind: str | None = None
+
+    @staticmethod
+    def of(plan: ComponentPlan) -> Placement:
+        """That of a component as it is planned."""
+        return Placement(plan.offload, plan.holders, plan.precision.weights)
+
+
+#: All of them on the device.
+ON_DEVICE = Placement()
 
 
 @dataclass(frozen=True)
@@ -84,51 +106,62 @@ class Parts:
     room: tuple[float, ...] = ()
     shards: bool = False
 
+    def of_rank(self, division: Division, rank: int) -> Parts:
+        """The same for one rank of several."""
+        from everyframe.parallel.team import Imagined, Teams
+
+        group = division.groups[division.ranks[rank].group]
+        team = Imagined(group.index(rank), [division.weights[other] for other in group])
+        room = tuple(division.ranks[other].room for other in group)
+        in_step = isinstance(self.model, Shared) and self.model.in_step
+        return replace(
+            self,
+            teams=Teams(team, team, division.cfg, division.way),
+            # Those of the smallest group, which has to do with what it has.
+            holders=min(map(len, division.groups)) if in_step else 1,
+            room=room if len(set(room)) > 1 else (),
+        )
+
+    def rehearsals(self, settings: Settings) -> Sequence[Rehearsal]:
+        """The calls that are run dry, in the order of the stages."""
+        return self._precisions.rehearsals(settings)
+
+    @property
+    def _precisions(self) -> Precisions:
+        chooser = self.chooser or Chooser(self.device)
+        return Precisions(
+            self.model, self.device, self.asked, chooser, self.teams, force=self.force
+        )
+
     def named(
-        self,
-        name: str,
-        settings: Settings,
-        *,
-        offload: bool = False,
-        holders: int = 1,
-        roughly: bool = False,
-        kind: str | None = None,
+        self, name: str, settings: Settings, where: Placement = ON_DEVICE, *, roughly: bool = False
     ) -> Part:
         """The component of that name; see `part`."""
         components = self.model.components(settings)
         component = next(each for each in components if each.name == name)
-        return self.part(
-            component, settings, offload=offload, holders=holders, roughly=roughly, kind=kind
-        )
+        return self.part(component, settings, where, roughly=roughly)
 
     def part(
         self,
         component: Component,
         settings: Settings,
+        where: Placement = ON_DEVICE,
         *,
-        offload: bool,
-        holders: int = 1,
         roughly: bool = False,
-        kind: str | None = None,
     ) -> Part:
-        """The component at these settings, with `offload` its weights waiting on the host.
+        """The component at these settings, its weights being there.
 
-        `holders` ranks keep its weights between them. `kind` is one of `kinds`, None the first.
         With `roughly` whole calls of a pipeline, which take seconds, are not run dry.
         """
-        chooser = self.chooser or Chooser(self.device)
-        kind = self._first_kind(component, settings) if kind is None else kind
-        chosen = self._chosen(component, settings, chooser, kind, roughly=roughly)
-        precision, notes = chosen.precision, chosen.notes
-        tried = chosen.tried
-        if tried is None:
-            tried = self._runs(component, settings, chooser, precision, roughly=roughly)
-        runs = tuple(run for run in tried if isinstance(run, DryRun))
-        notes += tuple(not_followed(component.title, why) for why in tried if isinstance(why, str))
-        choices = (*chosen.choices, *chooser.choices(component.name, precision, runs))
+        kind = self._first_kind(component, settings) if where.kind is None else where.kind
+        chosen = self._precisions.chosen(component, settings, kind, roughly=roughly)
+        precision, notes, runs = chosen.precision, chosen.notes, chosen.runs
+        more = self._precisions.chooser.choices(component.name, precision, runs)
+        choices = (*chosen.choices, *more)
         paths = used(choices) if runs or len(choices) > len(chosen.choices) else None
         remedies = remedies_for(component.name, precision.parameters, self.remedies)
-        holders = max(holders, self.holders_of(component)) if self.shards else holders
+        if self.shards:
+            where = replace(where, holders=max(where.holders, self.holders_of(component)))
         weights = self._weight_bytes(component, settings, precision, remedies)
         # A pipeline's parts are read by diffusers and transformers, whole.
         is_ours = not any(isinstance(run.rehearsal, JointRehearsal) for run in runs)
@@ -144,7 +177,7 @@ class Parts:
             weight_bytes=weights,
             working_bytes=self._working_bytes(component, runs, precision)
             + score_bytes(runs, paths),
-            **self._elsewhere(runs, precision, waits, offload, holders),
+            **self._elsewhere(runs, precision, waits, where),
             remedies=remedies,
             paths=paths,
             choices=choices,
@@ -154,19 +187,19 @@ class Parts:
         return Part(plan, runs, (*notes, *(note for run in runs for note in run.notes())))
 
     def _elsewhere(
-        self, runs: Sequence[DryRun], precision: Precision, waits: int, offload: bool, holders: int
+        self, runs: Sequence[DryRun], precision: Precision, waits: int, where: Placement
     ) -> dict[str, Any]:
         """What a plan says of weights that are not on the device; nothing of those that are.
 
         `waits` bytes would lie on the host.
         """
-        if not runs or not (offload or holders > 1):
+        if not runs or not (where.offload or where.holders > 1):
             return {}
         return {
-            "offload": offload,
-            "streams": offload and waits > self.host_memory,
-            "holders": holders,
-            "resident_bytes": self._resident_bytes(runs[0].rehearsal, precision, holders),
+            "offload": where.offload,
+            "streams": where.offload and waits > self.host_memory,
+            "holders": where.holders,
+            "resident_bytes": self._resident_bytes(runs[0].rehearsal, precision, where.holders),
         }
 
     def kinds(self, component: Component, settings: Settings) -> tuple[str, ...]:
@@ -185,10 +218,11 @@ class Parts:
 
     def weights_alone(self, component: Component, settings: Settings, kind: str) -> int:
         """Bytes that its weights take here at least, however little is computed at once."""
-        precision, holders = self._by_facts(component, kind)[0], self.holders_of(component)
+        precision, _ = self._precisions.by_facts(component, kind)
+        holders = self.holders_of(component)
         if holders == 1:
             return self._weight_bytes(component, settings, precision)
-        (call, *_) = self._rehearsals(component.name, settings)
+        (call, *_) = self._precisions.rehearsals_of(component.name, settings)
         return self._resident_bytes(call, precision, holders)
 
     def _resident_bytes(self, rehearsal: Rehearsal, precision: Precision, holders: int) -> int:
@@ -216,87 +250,8 @@ class Parts:
         """Bytes of its parameters; those in eight bits with their scales."""
         found: Mapping[str, int] = {}
         if precision.weights:
-            found = _rows(self._rehearsals(component.name, settings), precision)
+            found = _rows(self._precisions.rehearsals_of(component.name, settings), precision)
         return weight_bytes(component.num_elements, precision, remedies, found)
-
-    def rehearsals(self, settings: Settings) -> Sequence[Rehearsal]:
-        """The calls that are run dry, in the order of the stages."""
-        if self.teams is not None and isinstance(self.model, Shared):
-            return self.model.shared_rehearsals(settings, self.teams)
-        return self.model.rehearsals(settings) if isinstance(self.model, Rehearsing) else ()
-
-    def _by_facts(self, component: Component, kind: str) -> tuple[Precision, tuple[str, ...]]:
-        if component.has_precision is not None:
-            return component.has_precision, ()
-        return self._in_dtype(component, self.asked, kind)
-
-    def _in_dtype(
-        self, component: Component, dtype: str, kind: str
-    ) -> tuple[Precision, tuple[str, ...]]:
-        precision, notes = choose(self.device, dtype, component.needs, force=self.force)
-        if not kind:
-            return precision, notes
-        # What is too delicate for half precision is so for eight bits, whatever the rest is in.
-        islands = precision.islands or component.needs.islands
-        return replace(precision, islands=islands, weights=kind), notes
-
-    def _rehearsals(self, name: str, settings: Settings) -> list[Rehearsal]:
-        return [each for each in self.rehearsals(settings) if each.component == name]
-
-    def _chosen(
-        self,
-        component: Component,
-        settings: Settings,
-        chooser: Chooser,
-        kind: str,
-        *,
-        roughly: bool = False,
-    ) -> _Chosen:
-        """The precision that it has by facts of the device, if that is certified."""
-        precision, notes = self._by_facts(component, kind)
-        tried = self._runs(component, settings, None, precision, roughly=roughly)
-        runs = [run for run in tried if isinstance(run, DryRun)]
-        # Where a call was not followed there is nothing to try a precision on.
-        may_try = len(runs) == len(tried) and not (roughly and not runs)
-        dtype, weighed = chooser.dtype(component, precision, runs, may_try=may_try)
-        if dtype != precision.compute:
-            precision, notes = self._in_dtype(component, dtype, kind)
-            return _Chosen(precision, notes, weighed)
-        # What works beside a component may have another precision than by facts.
-        is_joint = any(isinstance(run.rehearsal, JointRehearsal) for run in runs)
-        return _Chosen(precision, notes, weighed, None if is_joint else tried)
-
-    def _runs(
-        self,
-        component: Component,
-        settings: Settings,
-        chooser: Chooser | None,
-        precision: Precision,
-        *,
-        roughly: bool,
-    ) -> tuple[DryRun | str, ...]:
-        """The dry runs of a component; why there is none in place of one that can't be had.
-
-        Those that work beside it have what `chooser` finds, or what they have by facts.
-        """
-        found: list[DryRun | str] = []
-        for each in self._rehearsals(component.name, settings):
-            if not isinstance(each, JointRehearsal):
-                found.append(dry_run(each, precision, self.device))
-            elif not roughly:
-                beside = self._beside(settings, chooser)
-                all_ = {**beside, component.name: precision}
-                found.append(joint_dry_run(each, all_, self.device))
-        return tuple(found)
-
-    def _beside(self, settings: Settings, chooser: Chooser | None) -> dict[str, Precision]:
-        """The precision of every component; the weights of a pipeline's parts are kept whole."""
-        return {
-            each.name: self._by_facts(each, "")[0]
-            if chooser is None
-            else self._chosen(each, settings, chooser, "").precision
-            for each in self.model.components(settings)
-        }
 
     def _working_bytes(
         self, component: Component, runs: Sequence[DryRun], precision: Precision
@@ -324,16 +279,3 @@ def _rows(rehearsals: Sequence[Rehearsal], precision: Precision) -> Mapping[str,
 
     alone = [each for each in rehearsals if not isinstance(each, JointRehearsal)]
     return rows(alone[0].module(), precision) if alone else {}
-
-
-@dataclass(frozen=True)
-class _Chosen:
-    """A component's precision, what is said of it, and the paths that were weighed for it.
-
-    `tried` are its dry runs, where those by which it was chosen are also those of the plan.
-    """
-
-    precision: Precision
-    notes: tuple[str, ...]
-    choices: tuple[Choice, ...] = ()
-    tried: tuple[DryRun | str, ...] | None = None

@@ -18,7 +18,7 @@ from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import ComponentPlan, Settings, peak_of
 from everyframe.families.family import Component, Model, Rehearsal, Rehearsing, Shared
 from everyframe.families.sparing import Way, held_says, ways
-from everyframe.planning.components import Part, Parts, frame_bytes
+from everyframe.planning.components import Part, Parts, Placement, frame_bytes
 from everyframe.planning.dividing import Effort
 from everyframe.planning.dryrun import DryRun
 from everyframe.planning.forecast import fits
@@ -81,15 +81,9 @@ class Fitting:
             parts.append(part)
         if says:
             # A saving of one component may be seen by another.
-            saved = {part.plan.name: part.plan for part in parts}
+            where = {part.plan.name: Placement.of(part.plan) for part in parts}
             parts = [
-                self.parts.part(
-                    each,
-                    settings,
-                    offload=saved[each.name].offload,
-                    holders=saved[each.name].holders,
-                    kind=saved[each.name].precision.weights,
-                )
+                self.parts.part(each, settings, where[each.name])
                 for each in self.model.components(settings)
             ]
         if not self._hold(parts) and self.device.kind != "cpu":
@@ -124,15 +118,9 @@ class Fitting:
         self, division: Division, rank: int, device: DeviceFacts, lead: DeviceFacts | None = None
     ) -> Fitting:
         """Fitting for that rank, on `device`, in the precision that all have in common."""
-        from everyframe.parallel.team import Imagined, Teams
-
-        group = division.groups[division.ranks[rank].group]
-        team = Imagined(group.index(rank), [division.weights[other] for other in group])
         copies = len(division.ranks) if device.kind == "cpu" else 1
         mine = replace(self.device, memory=device.memory, free_memory=device.free_memory)
-        teams = Teams(team, team, division.cfg, division.way)
-        holders, room = holders_of(self.model, division), room_of(division, rank)
-        parts = replace(self.parts, device=mine, teams=teams, holders=holders, room=room)
+        parts = replace(self.parts.of_rank(division, rank), device=mine)
         return Fitting(parts, copies, lead)
 
     def effort(self, settings: Settings) -> Effort:
@@ -180,12 +168,9 @@ class Fitting:
         for component in self.model.components(settings):
             done = self._ways(component, settings)
             least = done[-1].settings if done else settings
-            offload, holders = _where(done)
-            kind = self.parts.kinds(component, least)[-1]
+            where = _placement(done, Placement(kind=self.parts.kinds(component, least)[-1]))
             # Whole calls of a pipeline would take minutes for all that are tried here.
-            part = self.parts.named(
-                component.name, least, offload=offload, holders=holders, roughly=True, kind=kind
-            )
+            part = self.parts.named(component.name, least, where, roughly=True)
             if not self._holds(part):
                 return False
             parts.append(part)
@@ -206,7 +191,7 @@ class Fitting:
     def _saved_as(
         self, component: Component, settings: Settings, kind: str | None
     ) -> tuple[Settings, Part, list[str]]:
-        part = self.parts.part(component, settings, offload=False, kind=kind)
+        part = self.parts.part(component, settings, Placement(kind=kind))
         kind = part.plan.precision.weights
         if self._holds(part) or self.weights_exceed(component, settings, kind):
             return settings, part, _elsewhere(part)
@@ -221,16 +206,14 @@ class Fitting:
         self, component: Component, stage: str | None, part: Part, settings: Settings
     ) -> tuple[list[Way], Settings, Part]:
         """The fewest ways with which the component fits in that stage, or all of them."""
-        name, before = component.name, part.plan
+        before = Placement.of(part.plan)
         done = [] if self._holds(part, stage) else self._ways(component, settings, stage)
         if not done:
             return [], settings, part
 
         def after(number: int, *, moves: bool = True) -> Part:
-            offload, holders = _where(done[:number] if moves else (), before)
-            then = done[number - 1].settings
-            kind = before.precision.weights
-            return self.parts.named(name, then, offload=offload, holders=holders, kind=kind)
+            where = _placement(done[:number] if moves else (), before)
+            return self.parts.named(component.name, done[number - 1].settings, where)
 
         def enough(index: int) -> bool:
             return self._holds(after(index + 1), stage)
@@ -313,24 +296,11 @@ def _said(component: Component, done: Sequence[Way]) -> list[str]:
     return [f"{component.title}: {says}" for says in kinds.values()]
 
 
-def _where(done: Sequence[Way], before: ComponentPlan | None = None) -> tuple[bool, int]:
-    """Whether weights wait on the host after all this, and else how many ranks keep them."""
-    offload = any(way.offload for way in done) or (before is not None and before.offload)
-    holders = (1 if before is None else before.holders, *(way.holders for way in done))
-    return offload, 1 if offload else max(holders)
-
-
-def holders_of(model: Model, division: Division) -> int:
-    """How many ranks can keep the denoiser's weights between them: those of the smallest group."""
-    in_step = isinstance(model, Shared) and model.in_step
-    return min(map(len, division.groups)) if in_step else 1
-
-
-def room_of(division: Division, rank: int) -> tuple[float, ...]:
-    """How much of its denoiser's weights each of that rank's group may keep; empty if alike."""
-    group = division.groups[division.ranks[rank].group]
-    room = tuple(division.ranks[each].room for each in group)
-    return room if len(set(room)) > 1 else ()
+def _placement(done: Sequence[Way], before: Placement) -> Placement:
+    """Where weights are after all this; what waits on the host is not kept between ranks, too."""
+    if before.offload or any(way.offload for way in done):
+        return replace(before, offload=True, holders=1)
+    return replace(before, holders=max([before.holders, *(way.holders for way in done)]))
 
 
 def _elsewhere(part: Part) -> list[str]:

@@ -19,7 +19,7 @@ from everyframe.core.facts import DeviceFacts, Product
 from everyframe.core.plan import Settings
 from everyframe.families.family import Model, Shared
 from everyframe.hardware.rates import measured_rates
-from everyframe.planning.fitting import Fitted, Fitting, holders_of, room_of
+from everyframe.planning.fitting import Fitted, Fitting
 from everyframe.planning.forecast import USABLE_SHARE
 
 if TYPE_CHECKING:
@@ -152,19 +152,12 @@ class _Need:
 
 def _needs(parts: Parts, division: Division, settings: Settings) -> list[_Need]:
     """What each rank needs for its part of a step."""
-    from everyframe.parallel.team import Imagined, Teams
-
     step = next(each for each in parts.rehearsals(settings) if each.denoises)
-    found: list[_Need] = []
-    for rank, each in enumerate(division.ranks):
-        group = division.groups[each.group]
-        team = Imagined(group.index(rank), [division.weights[other] for other in group])
-        teams = Teams(team, team, division.cfg, division.way)
-        holders, room = holders_of(parts.model, division), room_of(division, rank)
-        mine = replace(parts, teams=teams, holders=holders, room=room)
-        plan = mine.named(step.component, settings).plan
-        found.append(_Need(plan.held_bytes, plan.working_bytes))
-    return found
+    plans = [
+        parts.of_rank(division, rank).named(step.component, settings).plan
+        for rank in range(len(division.ranks))
+    ]
+    return [_Need(plan.held_bytes, plan.working_bytes) for plan in plans]
 
 
 def with_weights(division: Division | None, model: Model, fitted: Fitted) -> Division | None:
