@@ -16,6 +16,9 @@ from house_rules import PACKAGE, ROOMS, RULES, Module, Rule
 
 SOURCE = Path(everyframe.__file__).parent
 
+#: The page that tells of the house.
+PAGE = Path(__file__).parent.parent / "docs" / "explanation" / "house.md"
+
 #: What `import everyframe` offers. A name is added here and in CHANGELOG.md, and then kept.
 PUBLIC_NAMES = {
     "EveryframeError",
@@ -59,6 +62,14 @@ def test_rule_holds(rule: Rule) -> None:
 def test_every_folder_is_a_room() -> None:
     folders = {path.parent.relative_to(SOURCE).parts[0] for path in SOURCE.glob("*/*.py")}
     assert folders <= set(ROOMS), f"unknown rooms: {folders - set(ROOMS)}"
+
+
+@pytest.mark.parametrize("room", ["families", "planning"])
+def test_the_large_rooms_are_told_module_by_module(room: str) -> None:
+    """What has no place in the page's tables is a module that nobody finds."""
+    told = re.findall(r"`(\w+\.py)`", PAGE.read_text(encoding="utf-8"))
+    there = {path.name for path in SOURCE.glob(f"{room}/*.py")} - {"__init__.py"}
+    assert not there - {*told}, f"tell of them in {PAGE.name}"
 
 
 def test_exceptions_are_still_needed() -> None:

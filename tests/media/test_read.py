@@ -147,16 +147,6 @@ def moving(num_frames: int = 30) -> np.ndarray:
     return np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
 
 
-def test_the_last_frames_only(tmp_path: Path) -> None:
-    for name in ("clip.mp4", "clip.gif"):
-        whole, _ = read_video(write(tmp_path / name, [moving()], 24))
-        part, fps = read_video(tmp_path / name, last=7)
-        assert fps == 24
-        assert np.array_equal(part, whole[-7:])
-    with pytest.raises(InputError, match="at least 1"):
-        read_video(tmp_path / "clip.mp4", last=0)
-
-
 def test_a_picture_too_large_for_pillow_is_one_clear_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

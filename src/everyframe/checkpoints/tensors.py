@@ -123,13 +123,14 @@ class TensorFile:
 
 
 def open_checkpoint(
-    path: str | Path, *, payload: str | None = None, variant: str | None = None
+    path: str | Path | TensorFile, *, payload: str | None = None, variant: str | None = None
 ) -> TensorFile:
     """Open a checkpoint; headers are read and checked, tensors are not.
 
     Args:
         path: a ``.safetensors`` file, a ``.pth``/``.pt``/``.bin``/``.ckpt`` pickle of tensors, an
-            ``.index.json`` of shards of either, or a folder that holds one of these.
+            ``.index.json`` of shards of either, or a folder that holds one of these. What is open
+            already is given back.
         payload: for a pickle that holds several state dicts, the key of the one that is meant,
             such as ``"ema"``.
         variant: of a folder, which of several stored precisions is meant: ``"fp16"`` opens
@@ -138,6 +139,8 @@ def open_checkpoint(
     Raises:
         CheckpointError: no such file, truncated, foreign, more than tensors, a shard missing.
     """
+    if isinstance(path, TensorFile):
+        return path
     path = Path(path)
     if path.is_dir():
         path = _weights_in(path, _STANDARD_NAMES if variant is None else _names_of(variant))

@@ -35,10 +35,10 @@ def workers(weights: Sequence[float]) -> tuple[int, ...]:
     return tuple(rank for rank, weight in enumerate(weights) if weight)
 
 
-def holder(number: int, weights: Sequence[float], first: int = 0) -> int:
-    """The rank that has that batch, where the first round begins with batch `first`."""
+def holder(number: int, weights: Sequence[float]) -> int:
+    """The rank that has that batch; they are dealt out round by round."""
     ranks = workers(weights)
-    return ranks[(number - first) % len(ranks)]
+    return ranks[number % len(ranks)]
 
 
 def batches_part(

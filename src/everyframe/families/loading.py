@@ -91,7 +91,7 @@ def load_component(
             return own
         return torch_dtype(parameter_dtype(name, part.precision))
 
-    opened = open_checkpoint(weights) if isinstance(weights, Path) else weights
+    opened = open_checkpoint(weights)
     where = torch.device(part.device)
     device = torch.device("cpu") if part.offload else where
     rounded = quantised.rows(module, part.precision).keys()
@@ -139,9 +139,7 @@ def check_contents(model: object) -> None:
         CheckpointError: a tensor missing, extra or misshapen, in whichever part.
     """
     for each in model.contents() if isinstance(model, StagedModel) else ():
-        weights = each.weights
-        opened = open_checkpoint(weights) if isinstance(weights, Path) else weights
-        check_strictly(each.empty(), opened, each.keys)
+        check_strictly(each.empty(), open_checkpoint(each.weights), each.keys)
 
 
 def keep_in_sight(module: nn.Module) -> None:

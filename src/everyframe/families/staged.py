@@ -96,13 +96,12 @@ class StagedModel(ABC, Generic[_Options, _Files, _Sizes]):
 
     def weight_files(self) -> tuple[str, ...]:
         """Every file that holds weights, each once."""
-        from everyframe.checkpoints.tensors import TensorFile, open_checkpoint
+        from everyframe.checkpoints.tensors import open_checkpoint
 
         found: dict[str, None] = {}
         for name in self.components_on_disk:
             weights, _ = self.weights(name)
-            opened = weights if isinstance(weights, TensorFile) else open_checkpoint(weights)
-            found |= dict.fromkeys(map(str, opened.files))
+            found |= dict.fromkeys(map(str, open_checkpoint(weights).files))
         return tuple(found)
 
     def contents(self) -> Iterator[Contents]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections import deque
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
@@ -119,17 +118,14 @@ def _verify(path: Path, num_frames: int, width: int, height: int) -> None:
         )
 
 
-def read_frames(
-    path: Path, last: int | None = None, size: tuple[int, int] | None = None
-) -> tuple[Frames, Fraction]:
-    """All frames (T, H, W, 3), or the `last` ones, and the frame rate of a video file.
+def read_frames(path: Path, size: tuple[int, int] | None = None) -> tuple[Frames, Fraction]:
+    """All frames (T, H, W, 3) and the frame rate of a video file.
 
     With `size` (height, width) each frame is fitted as it is read; otherwise as `iter_frames`.
     """
     frames = iter_frames(path)
-    kept: deque[Frames] = deque(maxlen=last)
-    kept.extend(frame if size is None else fit_image(frame, *size) for frame in frames)
-    return np.stack(list(kept)), frame_rate(path)
+    kept = [frame if size is None else fit_image(frame, *size) for frame in frames]
+    return np.stack(kept), frame_rate(path)
 
 
 def frame_rate(path: Path) -> Fraction:

@@ -149,20 +149,17 @@ def read_video(
     path: PathLike,
     *,
     fps: Fraction | float | str | None = None,
-    last: int | None = None,
     size: tuple[int, int] | None = None,
 ) -> tuple[Frames, Fraction]:
     """Frames, uint8 (T, H, W, 3), and frame rate of a video, gif, webp or folder of png files.
 
-    `last` keeps only so many frames from the end. With `size` (height, width) frames are fitted to
-    it (see `fit_image`), those of a video file one by one: a long one in its own size may be larger
-    than the memory. `fps` is for what has none, a folder of pictures
-    without our ``record.json``, and sets the rate at which a gif or webp is sampled; a video file
-    has its own and refuses another. Raises `MediaError` for what is missing, no video or cut off.
+    With `size` (height, width) frames are fitted to it (see `fit_image`), those of a video file one
+    by one: a long one in its own size may be larger than the memory. `fps` is for what has none, a
+    folder of pictures without our ``record.json``, and sets the rate at which a gif or webp is
+    sampled; a video file has its own and refuses another. Raises `MediaError` for what is missing,
+    no video or cut off.
     """
     place = Path(path)
-    if last is not None and last < 1:
-        raise InputError(f"last must be at least 1 frame, got {last}")
     if not place.exists():
         raise MediaError(f"video {os.fspath(path)!r} does not exist")
     rate = None if fps is None else exact_fps(fps)
@@ -171,11 +168,10 @@ def read_video(
         from everyframe.media.pictures import read_animation, read_folder
 
         frames, found = (read_folder if place.is_dir() else read_animation)(place, rate)
-        frames = frames[-last:] if last else frames
         return frames if size is None else fit_image(frames, *size), found
     from everyframe.media.mp4 import read_frames
 
-    frames, found = read_frames(place, last, size)
+    frames, found = read_frames(place, size)
     if rate is not None and rate != found:
         raise InputError(f"{os.fspath(path)!r} has {found} frames a second; fps={fps} can't hold")
     return frames, found
