@@ -110,8 +110,13 @@ class SoftwareFacts:
         """The version of a library: the loaded one's, else that of the package that brings it."""
         if name in self.libraries:
             return self.libraries[name]
-        names = (f"nvidia-{name}", f"nvidia-{name}-cu12", f"nvidia-{name}-cu13")
-        return next((self.packages[each] for each in names if each in self.packages), None)
+        package = self.package_of(name)
+        return None if package is None else self.packages[package]
+
+    def package_of(self, library: str) -> str | None:
+        """The package that brings a library of NVIDIA's; None where pip lists none."""
+        names = (f"nvidia-{library}", f"nvidia-{library}-cu12", f"nvidia-{library}-cu13")
+        return next((each for each in names if each in self.packages), None)
 
 
 @dataclass(frozen=True)

@@ -168,8 +168,7 @@ def libraries(patient: Patient) -> Check:
 
 def _other_than_listed(software: SoftwareFacts) -> Iterator[Finding]:
     for name, version in software.libraries.items():
-        names = (f"nvidia-{name}", f"nvidia-{name}-cu12", f"nvidia-{name}-cu13")
-        package = next((each for each in names if each in software.packages), None)
+        package = software.package_of(name)
         if package is None or _same(software.packages[package], version):
             continue
         yield Finding(
