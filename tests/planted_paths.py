@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -98,5 +99,24 @@ def hangs(subject: Subject, path: FastPath) -> Iterator[Contest]:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         time.sleep(600)
         return x
+
+    yield from _contest(fast)
+
+
+def faulty(subject: Subject, path: FastPath) -> Iterator[Contest]:
+    """A kernel that ends the process's work on its card: all after it fails there, right or not."""
+
+    def dead(*_: object, **__: object) -> Any:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    torch.linspace = dead
+    yield from _contest(dead)
+
+
+def on_a_broken_card(subject: Subject, path: FastPath) -> Iterator[Contest]:
+    """Right, on a card that gives wrong bits."""
+
+    def fast(x: Tensor) -> Tensor:
+        raise torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered")
 
     yield from _contest(fast)

@@ -95,9 +95,9 @@ class FakeEngine:
         """As `everyframe.engine.run.stream`."""
         self.requests.append(request)
         plan = plan_of(request, self.obstacle)
+        yield Planned(plan)
         if plan.obstacle:
             raise CannotRunError(plan.obstacle)
-        yield Planned(plan)
         yield Ready({})
         yield from (Note(note) for note in plan.notes)
         for clip in range(plan.settings.chain):

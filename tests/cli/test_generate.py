@@ -167,6 +167,36 @@ def test_sizes_are_checked_before_anything_runs(
         assert "denoise" not in out + err
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("-o clip.png --num-frames 4", "can hold one frame, and 4"),
+        ("-o clip.gif --fps 60", "at most 50 frames a second"),
+        ("--image no.png", "image 'no.png' does not exist"),
+        ("--last-image .", "image '.' is a folder"),
+        ("--extend no.mp4", "video 'no.mp4' does not exist"),
+        ("--report file", "report must be a folder, and 'file' is none"),
+    ],
+)
+def test_what_needs_no_model_is_told_before_the_engine_starts(
+    words: str, says: str, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("file").write_text("")
+    assert main(["generate", "x", *words.split()]) == 2
+    assert says in capsys.readouterr().err
+    assert not engine.requests
+
+
+def test_what_cannot_run_here_is_planned_once(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the engine, whose plan is shown."""
+    engine.obstacle = "not enough memory"
+    monkeypatch.setattr(engine, "resolve", None)
+    assert main(["generate", "x"]) == 3
+    assert len(engine.requests) == 1
+
+
 def test_a_png_holds_one_frame(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
     for words in ("generate x", "generate x --dry-run", "plan x"):
         assert main([*words.split(), "-o", "clip.png"]) == 2

@@ -26,7 +26,6 @@ from everyframe.core.errors import (
     CannotRunError,
     InputError,
     MediaError,
-    WorkerDiedError,
 )
 from everyframe.core.events import Event, Kept, Note, Step, VideoDone
 from everyframe.core.plan import Remedy
@@ -172,28 +171,6 @@ def test_where_nothing_can_be_kept_the_run_goes_on(
     same(whole, events)
     (note,) = [e.text for e in events if isinstance(e, Note) and "can't be kept" in e.text]
     assert "EVERYFRAME_RUNS" in note
-
-
-def test_a_device_that_is_lost_leaves_a_good_state(
-    model: str, whole: list[Event], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def lost(*_: Any, **__: Any) -> Any:
-        raise torch.AcceleratorError("CUDA error: unspecified launch failure")
-
-    def until_it_is_lost() -> None:
-        for event in begun(tmp_path, model=model, **OPEN_SORA):
-            if isinstance(event, Step) and (event.stage, event.step) == ("denoise", 2):
-                monkeypatch.setattr(stdit3.STDiT3, "forward", lost)
-
-    with pytest.raises(WorkerDiedError) as told:
-        until_it_is_lost()
-    monkeypatch.undo()
-    (folder,) = all_runs(tmp_path)
-    assert "the device was lost" in str(told.value)
-    assert f"everyframe resume {folder.name}" in str(told.value)
-    again = list(resuming.go_on(folder))
-    same(whole, again)
-    assert steps(again) == [3]
 
 
 def test_a_place_that_is_full_leaves_a_good_state(

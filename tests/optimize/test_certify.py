@@ -72,6 +72,27 @@ def test_a_hang_is_cut_off_and_what_comes_after_it_is_tried(
     assert store.find("device", "plan")["hangs"].verdict == "refused"
 
 
+def test_a_kernel_that_loses_the_device_alone_is_refused(
+    tmp_path: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes after it is tried in another process, where the device is well again."""
+    monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path))
+    made = certify(SUBJECT, [planted_paths.planted(n) for n in ("faulty", "right")], PATIENCE)
+    assert [each.verdict for each in made.certificates] == ["refused", "certified"]
+    assert made.certificates[0].reason == "CUDA error: an illegal memory access was encountered"
+
+
+def test_no_path_is_refused_for_a_broken_card(
+    tmp_path: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path))
+    names = ("on_a_broken_card", "right")
+    made = certify(SUBJECT, [planted_paths.planted(name) for name in names], PATIENCE)
+    assert not made.certificates
+    assert made.untried.keys() == set(names)
+    assert "uncorrectable ECC" in made.untried["right"]
+
+
 def test_attention_of_the_request_is_tried_with_keys_as_large_as_they_come(
     tmp_path: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:

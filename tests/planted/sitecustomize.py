@@ -2,7 +2,9 @@
 
 Python imports this by itself where its folder is in PYTHONPATH. ``PLANTED_RANK=1`` is for that rank
 alone. The signal comes when a module of that class was called for that time, as it would from a
-broken library that the module calls; with ``hang`` in its place the call never returns.
+broken library that the module calls; with ``hang`` in its place the call never returns. With
+``lost`` it raises what torch does when a device is lost, as every module's call does from then on,
+and with ``watchdog`` it prints of that and aborts, as NCCL does.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ if os.environ.get("PLANTED") and "everyframe.engine.worker" in sys.orig_argv:
 
     name, kind, times = os.environ["PLANTED"].split(":")
     left = int(times)
+    is_dead = False
 
     def is_meant() -> bool:
         """Whether this is the rank; it is told once ranks have met."""
@@ -28,7 +31,9 @@ if os.environ.get("PLANTED") and "everyframe.engine.worker" in sys.orig_argv:
 
     def die(module: Any, given: Any, answer: Any) -> None:
         """Die if it is the turn of this call."""
-        global left
+        global left, is_dead
+        if is_dead:
+            raise torch.AcceleratorError("CUDA error: unspecified launch failure")
         # A dry run has no numbers, and breaks on no library.
         is_real = any(type(each) is torch.Tensor and not each.is_meta for each in given)
         if type(module).__name__ == kind and is_real:
@@ -36,6 +41,13 @@ if os.environ.get("PLANTED") and "everyframe.engine.worker" in sys.orig_argv:
             if not left and is_meant():
                 if name == "hang":
                     time.sleep(600)
+                if name == "lost":
+                    is_dead = True
+                    raise torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered")
+                if name == "watchdog":
+                    said = "Process group watchdog: CUDA error: an illegal memory access was seen"
+                    print("terminate called\n  what(): ", said, file=sys.stderr, flush=True)
+                    os.kill(os.getpid(), signal.SIGABRT)
                 os.kill(os.getpid(), getattr(signal, name))
 
     register_module_forward_hook(die)

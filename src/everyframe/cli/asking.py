@@ -14,6 +14,8 @@ from everyframe.core.errors import InputError
 from everyframe.core.request import Request
 from everyframe.engine.torchrun import under_torchrun
 from everyframe.families.registry import all_options
+from everyframe.media.given import check_image, check_video
+from everyframe.media.paths import check_folder, check_output
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,28 @@ def asked(given: Mapping[str, Any], from_record: str | None) -> Asked:
 
     record = read_record(from_record)
     return Asked(request_from(record, values), record)
+
+
+def check_written(request: Request, output: str | None) -> None:
+    """Tell what is wrong with an output without planning, which takes long on a slow machine.
+
+    Sizes wait for the plan: what the model says of a size is of more use than what a file does.
+    Raises `InputError`.
+    """
+    if output is not None:
+        length = None if request.num_frames is None else request.num_frames * request.chain
+        check_output(output, num_frames=length, fps=request.fps)
+
+
+def check_given(request: Request) -> None:
+    """Raise `InputError` for pictures and videos that are not there, and for a report's place."""
+    for picture in (request.image, request.last_image):
+        if isinstance(picture, str):
+            check_image(picture)
+    if isinstance(request.extend, str):
+        check_video(request.extend)
+    if request.report is not None:
+        check_folder(request.report)
 
 
 def _typed(name: str, value: Any) -> Any:

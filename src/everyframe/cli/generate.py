@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from everyframe.cli import plan as plan_command
-from everyframe.cli.asking import Asked, asked
+from everyframe.cli.asking import Asked, asked, check_given, check_written
 from everyframe.cli.last_words import Terminated
 from everyframe.cli.options import RUN_FLAGS, composed
 from everyframe.cli.progress import Reporter, reporter
@@ -32,9 +32,8 @@ from everyframe.core.events import (
     VideoDone,
     Written,
 )
-from everyframe.core.request import Request
 from everyframe.engine.torchrun import under_torchrun
-from everyframe.media.paths import check_output
+from everyframe.media.paths import check_here
 from everyframe.runs.folder import RunFolder, root_of
 
 if TYPE_CHECKING:
@@ -58,8 +57,7 @@ def generate(
 ) -> int:
     """Make the video; the exit code. `given` holds the options of the request by name."""
     wanted = asked(given, from_record)
-    if output is not None:
-        check_output(output)
+    check_written(wanted.request, output)
     if dry_run and is_silent():
         return int(ExitCode.DONE)
     if dry_run:
@@ -68,13 +66,10 @@ def generate(
         raise InputError(
             f"--as {as_profile} plans for another machine and can make nothing here; give --dry-run"
         )
-    try:
-        return make(_events(wanted, output, run_dir), output, json=json, wanted=wanted)
-    except CannotRunError:
-        if is_silent():
-            raise
-        _show_impossible(wanted.request, as_json=json)
-        raise
+    check_given(wanted.request)
+    if output is None:
+        check_here()
+    return make(_events(wanted, output, run_dir), output, json=json, wanted=wanted)
 
 
 def _events(wanted: Asked, output: str | None, run_dir: str | None) -> Callable[[], Events]:
@@ -155,6 +150,10 @@ def _make(
 
         planned = next(events)
     assert isinstance(planned, Planned), "the plan comes first"
+    if planned.plan.obstacle is not None:
+        with closing(events):
+            shown.refused(planned.plan)
+            raise CannotRunError(planned.plan.obstacle)
     paths = paths_for(planned.plan, output)
     shown.show(planned)
     run: RunFolder | None = None
@@ -213,15 +212,6 @@ def _show_differences(wanted: Asked, ready: Ready, shown: Reporter) -> None:
 
     for line in differences(wanted.record, ready.record):
         shown.show(Note(f"the frames may differ from the recorded ones: {line}"))
-
-
-def _show_impossible(request: Request, *, as_json: bool) -> None:
-    """The plan that can't be done here, so that it can be seen what is in the way."""
-    from everyframe.planning.resolve import resolve
-
-    plan = resolve(request)
-    if plan.obstacle is not None:
-        plan_command.print_it(plan, sys.stdout if as_json else sys.stderr, as_json=as_json)
 
 
 COMMAND = composed(generate, tuple(RUN_FLAGS), _HELP)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from typing import IO, Any
 
-from everyframe.cli.asking import asked
+from everyframe.cli.asking import asked, check_written
 from everyframe.cli.options import RUN_FLAGS, composed
 from everyframe.cli.text import json_line
 from everyframe.core.errors import CannotRunError, ExitCode
@@ -33,8 +33,7 @@ def plan(
 ) -> int:
     """Print the plan of these options; the exit code."""
     wanted = asked(given, from_record)
-    if output is not None:
-        check_output(output)
+    check_written(wanted.request, output)
     return show(wanted.request, output, as_json=json, profile=as_profile)
 
 

@@ -25,6 +25,7 @@ from everyframe.core.events import (
     StageStarted,
     Step,
 )
+from everyframe.core.plan import Plan
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -42,6 +43,12 @@ class Reporter(AbstractContextManager["Reporter"]):
 
     def show(self, event: Event) -> None:
         """Show one event; most are of no interest to most reporters."""
+
+    def refused(self, plan: Plan) -> None:
+        """Show the plan of what can't be done here, so that it can be seen what is in the way."""
+        from everyframe.cli.tables import print_plan
+
+        print_plan(plan, sys.stderr)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Leave the terminal as it was."""
@@ -63,6 +70,9 @@ class JsonLines(Reporter):
 
     def show(self, event: Event) -> None:
         print(json_line(event.to_json()), flush=True)
+
+    def refused(self, plan: Plan) -> None:
+        self.show(Planned(plan))
 
 
 @dataclass

@@ -18,7 +18,7 @@ from everyframe.core.errors import ExitCode, InputError
 from everyframe.core.events import Events
 from everyframe.core.request import Request
 from everyframe.engine.torchrun import under_torchrun
-from everyframe.media.paths import check_output
+from everyframe.media.paths import check_here, check_output
 from everyframe.runs.folder import RunFolder, find_run, root_of
 from everyframe.runs.listing import Listed, list_runs
 
@@ -56,12 +56,14 @@ def resume(
         found.locked().release()
         found.remove()
         return int(ExitCode.DONE)
-    if output is not None:
-        check_output(output)
     # Checked as the options of a run, which they replace.
     Request(**devices)
     written = found.run()
     place = output if output is not None else written["output"]
+    if place is None:
+        check_here()
+    else:
+        check_output(place)
     return make(lambda: _events(found, Path(written["place"]), devices), place, json=json)
 
 

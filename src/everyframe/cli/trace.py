@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from everyframe.cli.asking import asked
+from everyframe.cli.asking import asked, check_given
 from everyframe.cli.options import command, composed, flag, positional, run_flag
 from everyframe.cli.progress import reporter
 from everyframe.cli.text import json_line
 from everyframe.core.errors import ExitCode, InputError
+from everyframe.numerics.trace.place import check_place
 
 if TYPE_CHECKING:
     from everyframe.engine.tracing import Verdict
@@ -42,6 +43,8 @@ def record(
     wanted = asked(given, from_record)
     if output is None:
         raise InputError("name the trace to write, such as -o a.trace")
+    check_place(output)
+    check_given(wanted.request)
     with reporter(json) as shown:
         # Not on top: these bring torch, and a wrong option should be told at once.
         with shown.starting():

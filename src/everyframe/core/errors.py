@@ -68,6 +68,10 @@ class WorkerDiedError(EveryframeError):
     exit_code = ExitCode.WORKER_DIED
 
 
+class DeviceLostError(WorkerDiedError):
+    """A device failed under a process, which can't use it any more; a new one may."""
+
+
 class BusyError(EveryframeError):
     """A run that another process is working on."""
 

@@ -73,7 +73,9 @@ def _handed_on(stack: ExitStack, job: Job, workers: list[Worker]) -> Events:
         except _GoneError as gone:
             raise obituary(gone.worker, gone.worker.end(), run) from gone.__cause__
         except WorkerDiedError as died:
-            raise WorkerDiedError("; ".join([str(died), *kept_in(run)])) from died.__cause__
+            said = str(died)
+            kept = [] if run is not None and run.name in said else kept_in(run)
+            raise type(died)("; ".join([said, *kept])) from died.__cause__
         for worker in workers:
             worker.end()
     if run is not None:
@@ -116,7 +118,7 @@ def _events(workers: list[Worker]) -> Iterator[Event]:
                 logging.getLogger(source).log(level, "%s", text)
             elif name == "error":
                 if value["class"] == "PeerLostError":
-                    _check_who_went(workers)
+                    _check_who_went(workers, at_work)
                 raise _raised_again(value)
             else:
                 assert name == "end", name
@@ -133,17 +135,29 @@ def _ready(at_work: dict[Connection, Worker], patience: Patience | None) -> list
             patience.check(at_work.values())
 
 
-def _check_who_went(workers: list[Worker]) -> None:
-    """Raise `_GoneError` for the worker whose end the others have noticed, if there is one.
+def _check_who_went(workers: list[Worker], at_work: dict[Connection, Worker]) -> None:
+    """Raise what is known of the worker whose end the others have noticed, if there is one.
 
-    The others lose their connection to it at once, the system tells of its end a little later.
+    The others lose their connection to it at once. The system tells of its end a little later; and
+    what it says itself, such as that its device was lost, may be heard after them.
     """
     until = time.monotonic() + 3.0
+    listening = dict(at_work)
     while time.monotonic() < until:
         for worker in workers:
             if worker.has_died():
                 raise _GoneError(worker)
-        time.sleep(0.05)
+        for connection in wait(list(listening), 0.05) if listening else ():
+            assert isinstance(connection, Connection)
+            try:
+                name, value = receive(connection)
+            except (EOFError, ConnectionResetError):
+                del listening[connection]  # whether it ended well the system tells
+                continue
+            if name == "error" and value["class"] != "PeerLostError":
+                raise _raised_again(value)
+        if not listening:
+            time.sleep(0.05)
 
 
 class _GoneError(Exception):

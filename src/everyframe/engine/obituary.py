@@ -16,6 +16,7 @@ from everyframe.engine.trail import Whereabouts, read_trail
 from everyframe.hardware.isolated import run_isolated, signal_name
 from everyframe.hardware.known_issues import Issue, explaining, find
 from everyframe.hardware.loaded import whole_machine, without_torch
+from everyframe.hardware.lost import loss_in
 from everyframe.runs.folder import RunFolder
 
 #: Seconds that the libraries have to say which they are.
@@ -39,6 +40,8 @@ def obituary(worker: Worker, code: int, run: RunFolder | None) -> WorkerDiedErro
             "nobody here ended it, so most likely the system did, because memory ran out: a "
             "smaller --size or --num-frames takes less, and `everyframe plan` forecasts how much"
         )
+    elif (loss := loss_in(worker.printed())) is not None:
+        said.append(f"its device was lost {loss}")
     else:
         said += _of_the_machine(machine_now(), signal_name(-code), where, worker.printed())
     return WorkerDiedError("; ".join([*said, *kept_in(run)]))

@@ -22,6 +22,7 @@ from everyframe.core.plan import Plan
 from everyframe.core.request import DTYPES, Request, random_seed
 from everyframe.families.family import Model, Shared, Stage, Take
 from everyframe.hardware.facts import machine_facts
+from everyframe.hardware.lost import losses_told
 from everyframe.parallel.meeting import again, check_alike, part, set_device
 from everyframe.parallel.team import ONE, Team, Teams
 from everyframe.planning.dividing import asked_devices
@@ -121,6 +122,7 @@ class Here:
         return model.shared_stages(self.plan, clip, self.teams)
 
 
+@losses_told("a device", "while ranks met")
 def joined(
     plan: Plan,
     model: Model,

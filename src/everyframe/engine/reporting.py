@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import html
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from itertools import count
@@ -20,7 +19,7 @@ import numpy as np
 from torch import nn
 
 from everyframe.checkpoints.places import write_beside
-from everyframe.core.errors import InputError, NumericsError
+from everyframe.core.errors import NumericsError
 from everyframe.core.events import Event, Events, Note, Repaired, event_of
 from everyframe.core.plan import ComponentPlan, Plan
 from everyframe.families.family import Model
@@ -40,17 +39,6 @@ th, td { text-align: left; vertical-align: top; padding: .25rem .75rem .25rem 0;
   border-bottom: 1px solid #ddd; } code { overflow-wrap: anywhere; }
 .verdict { font-size: 1.15rem; }
 """
-
-
-def check_folder(folder: str | Path) -> Path:
-    """The place of the report. Raises `InputError` where there can be no such folder."""
-    path = Path(folder)
-    for place in (path, *path.parents):
-        if place.is_dir():
-            return path
-        if place.exists():
-            raise InputError(f"report must be a folder, and {os.fspath(place)!r} is none")
-    return path
 
 
 def loaded_in(model: Model) -> dict[str, nn.Module]:

@@ -22,10 +22,11 @@ from everyframe.engine.keeping import write
 from everyframe.engine.moving import OF_RANKS, asked_anew, divided_anew, said_of_move
 from everyframe.engine.ranks import Join, joined, met
 from everyframe.engine.record import differences, make_record
-from everyframe.engine.reporting import check_folder, loaded_in, repairs_of, reported
+from everyframe.engine.reporting import loaded_in, repairs_of, reported
 from everyframe.engine.run import takes_of, work
 from everyframe.families.family import Take
 from everyframe.hardware.facts import machine_facts
+from everyframe.media.paths import check_folder
 from everyframe.planning.models import find_model
 from everyframe.planning.resolve import GivenModel
 from everyframe.runs.folder import RunFolder
@@ -190,7 +191,7 @@ def _check_device(run: BrokenOff, *, is_same: bool) -> None:
         raise CannotRunError(
             f"the run {run.folder.name} was on {wanted.torch_name} ({wanted.name}), and here is "
             f"{names}: another device gives other bits, so it can't be gone on with, but made "
-            "again from its beginning"
+            "again from its beginning; if it was lost, restart the machine and go on then"
         )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from everyframe.core.errors import CannotRunError, NumericsError, WorkerDiedError
+from everyframe.core.errors import CannotRunError, NumericsError
 from everyframe.core.events import (
     Event,
     Events,
@@ -39,12 +39,14 @@ from everyframe.engine.given import read_given, start_noise
 from everyframe.engine.keeping import begin, keeper_of, kept
 from everyframe.engine.ranks import Here, Join, joined, met
 from everyframe.engine.record import for_seed, make_record
-from everyframe.engine.reporting import check_folder, loaded_in, reported
+from everyframe.engine.reporting import loaded_in, reported
 from everyframe.families.family import Model, Stage, Take
 from everyframe.families.loading import check_contents, let_go
 from everyframe.families.remembered import Key, forget, key_of, remember
+from everyframe.hardware.lost import losses_told
 from everyframe.hardware.peak import give_back, is_out_of_memory
 from everyframe.hardware.threads import cpu_threads
+from everyframe.media.paths import check_folder
 from everyframe.ops.attention import kernels_kept
 from everyframe.planning.resolve import GivenModel, check_feasible, prepare
 from everyframe.precision.full import full_float32
@@ -63,6 +65,8 @@ def stream(
     join: Join | None = None,
 ) -> Events:
     """What happens, as it happens: `Planned` first, `VideoDone` last for each video.
+
+    Of what can't be done here `Planned` comes too, and then the error.
 
     Raises an `EveryframeError` for anything that a person should know; nothing was written then.
     `num_threads` overrules the number of CPU threads, which a record asks for to get its bits back.
@@ -83,6 +87,8 @@ def stream(
         will_run=peers is None or peers.rank == 0,
     )
     plan, model = prepared.plan, prepared.model
+    if plan.obstacle is not None:
+        yield Planned(plan)  # so that it can be seen what is in the way
     check_feasible(plan)
     takes = takes_of(request, plan)
     _log.debug("plan: %s", plan)
@@ -124,40 +130,48 @@ def work(
         yield from keeper.notes()
         if keeper.folder is not None and keeper.folder.part == 0:
             yield Kept(keeper.folder.name, str(keeper.folder.path))
-        events = _apart(_run(here, model, record, keeper, progress), here.plan.num_threads)
+        events = _apart(_run(here, model, record, keeper, progress), here)
         yield from gathered(events, here) if here.sources else events
 
 
-def _apart(events: Events, num_threads: int) -> Events:
-    """The same events, made with that many threads, in full float32 and without gradients.
+def _apart(events: Events, here: Here) -> Events:
+    """The same events, made with the plan's threads, in full float32 and without gradients.
 
     All are entered for each event anew: whoever reads the stream runs between two events, and
     nothing of theirs may change by it.
     """
+    num_threads, where = here.plan.num_threads, "before its first stage"
     with closing(events):
         while True:
             # An interrupt inside of a module would leave its kernels of attention to what comes.
             with cpu_threads(num_threads), kernels_kept(), full_float32(), torch.inference_mode():
-                event = _next(events)
+                event = _next(events, here, where)
             if event is None:
                 return
+            if isinstance(event, StageStarted):
+                where = f"in {event.stage}"
+            elif isinstance(event, Step):
+                # A card's work is queued: what failed may be of any step after the last one here.
+                where = f"after step {event.step} of {event.stage}"
             yield event
 
 
-def _next(events: Iterator[Event]) -> Event | None:
+def _next(events: Iterator[Event], here: Here, where: str) -> Event | None:
     """The next event; what torch says of memory and of a lost device is told as what it is."""
-    try:
-        return next(events, None)
-    except RuntimeError as error:
-        said = str(error).splitlines()[0] if str(error) else type(error).__name__
-        if is_out_of_memory(error):
+    device = here.plan.device.torch_name
+    if here.teams.world.size > 1:
+        device += f" of rank {here.teams.world.rank}"
+    with losses_told(f"{device} ({here.plan.device.name})", where):
+        try:
+            return next(events, None)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            said = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise CannotRunError(
                 "out of memory while it ran; a smaller size or num_frames takes less, and another "
                 f"program may hold what the plan counted on ({said})"
             ) from error
-        if isinstance(error, torch.AcceleratorError):
-            raise WorkerDiedError(f"the device was lost while it ran ({said})") from error
-        raise
 
 
 def _run(

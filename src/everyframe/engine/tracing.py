@@ -29,6 +29,7 @@ from everyframe.families.loading import shown_to
 from everyframe.numerics.trace import file
 from everyframe.numerics.trace.diff import Comparison, Place, compare
 from everyframe.numerics.trace.draw import picture
+from everyframe.numerics.trace.place import check_place
 from everyframe.numerics.trace.recording import Recorder
 from everyframe.numerics.trace.replay import Replayed, is_kept, replay
 from everyframe.planning.resolve import prepare
@@ -48,7 +49,7 @@ def record(
     Raises:
         InputError: the trace can't be written there; a module of `full` that isn't there.
     """
-    place = file.check_place(path)
+    place = check_place(path)
     recorder = Recorder(full)
     # Nothing is kept to go on from: a run that was resumed would have no trace of its beginning.
     events = stream(request, num_threads=num_threads, keep=Keep(None))
@@ -90,7 +91,7 @@ def recording(what: Any, path: AnyPath, *, full: Sequence[str] = ()) -> Iterator
     Raises:
         InputError: nothing to trace, no module of such a name, or the trace can't be written there.
     """
-    place = file.check_place(path)
+    place = check_place(path)
     modules = modules_of(what)
     unknown = [name for name in full if name.split(".")[0] not in modules]
     if unknown:

@@ -24,6 +24,7 @@ from everyframe.families.family import Savings, Take
 from everyframe.families.reliefs import Reliefs
 from everyframe.families.repairing import Repairs
 from everyframe.families.telling import Calls, asks_for_blank, told_of
+from everyframe.hardware.lost import is_lost
 from everyframe.hardware.peak import is_out_of_memory
 from everyframe.numerics.locate import Fault, bad_weights, locate
 from everyframe.numerics.watch import Range, blank_frames, range_of
@@ -225,7 +226,7 @@ class Guard:
             try:
                 fault, _ = locate(self._parts, compute)
             except RuntimeError as error:
-                if not done or is_out_of_memory(error):
+                if not done or is_out_of_memory(error) or is_lost(error):
                     raise
                 # Two dtypes met beside what was raised: what is around it goes along.
                 last = done.pop()

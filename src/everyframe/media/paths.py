@@ -150,6 +150,23 @@ def check_output(
     return kind
 
 
+def check_here() -> None:
+    """Raise `MediaError` if the folder that one is in, where files without a name go, is closed."""
+    if not os.access(".", os.W_OK | os.X_OK):
+        raise MediaError("no permission to write in the folder you are in; name an output")
+
+
+def check_folder(folder: PathLike) -> Path:
+    """The place of the report. Raises `InputError` where there can be no such folder."""
+    path = Path(folder)
+    for place in (path, *path.parents):
+        if place.is_dir():
+            return path
+        if place.exists():
+            raise InputError(f"report must be a folder, and {os.fspath(place)!r} is none")
+    return path
+
+
 def _check_place(path: PathLike, kind: Kind) -> None:
     text = os.fspath(path)
     place = Path(os.path.abspath(text))

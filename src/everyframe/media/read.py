@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from everyframe.core.errors import InputError, MediaError
+from everyframe.media.given import check_image, check_video
 from everyframe.media.paths import PathLike, exact_fps
 from everyframe.media.pixels import Frames, fit_image, to_uint8
 
@@ -59,9 +60,7 @@ def read_image(
                 raise
             raise MediaError(f"the image can't be read to its end: {error}") from error
     name = os.fspath(source)
-    if not os.path.isfile(name):
-        what = "is a folder" if os.path.isdir(name) else "does not exist"
-        raise MediaError(f"image {name!r} {what}")
+    check_image(name)
     try:
         with Image.open(name) as picture:
             return _from_pillow(picture, repr(name), under)
@@ -160,8 +159,7 @@ def read_video(
     no video or cut off.
     """
     place = Path(path)
-    if not place.exists():
-        raise MediaError(f"video {os.fspath(path)!r} does not exist")
+    check_video(path)
     rate = None if fps is None else exact_fps(fps)
     # Loaded here: pictures need no FFmpeg, and videos no Pillow.
     if place.is_dir() or place.suffix.lower() in _ANIMATED:

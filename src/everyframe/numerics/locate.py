@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from everyframe.hardware.lost import is_lost
 from everyframe.numerics.watch import Range, range_of, tensors_in
 from everyframe.ops.attention import kernels_kept
 
@@ -173,7 +174,9 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         in_float32: Range | None
         try:
             in_float32 = range_of(func(*args, **kwargs))
-        except (RuntimeError, TypeError):
+        except (RuntimeError, TypeError) as error:
+            if is_lost(error):
+                raise
             in_float32 = None  # a kernel that exists in half precision only
         made = range_of(answer)
         return Fault(part, module, name, _cause(dtype, in_float32), dtype, given.range, made,

@@ -56,7 +56,7 @@ def certify(
     """
     began = time.monotonic()
     left, made, untried = list(paths), [], {}
-    spent = 0.0
+    spent, lost = 0.0, ""
     while left and spent < seconds:
         told, ended = _told(subject, left, seconds - spent, grace)
         spent += told.seconds
@@ -66,8 +66,14 @@ def certify(
                 values = told.ended[path.name]
                 if "out_of_time" in values:
                     untried[path.name] = "there was no time to try it"
+                elif "lost" in values:
+                    lost = untried[path.name] = f"the device was lost ({values['lost']})"
                 else:
                     made.append(_certificate(subject, path, **values))
+        if lost:
+            # No path is to blame; and a certificate would outlive what was wrong with the card.
+            untried |= {path.name: lost for path in left}
+            break
         culprit = next((path for path in left if path.name == told.running), None)
         if culprit is not None and not ended.is_well:
             left.remove(culprit)

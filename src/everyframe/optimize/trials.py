@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from everyframe.core.facts import Product
+from everyframe.hardware.lost import loss_of
 from everyframe.hardware.watchdog import ends_after
 from everyframe.ops.attention import PLAIN, by_kernel, takes
 from everyframe.optimize.blocks import Alone, Given, blocks_of
@@ -313,7 +314,11 @@ def run(orders: Orders) -> None:
                 break
             tell(path, began=True)
             with ends_after(left + orders.grace), full_float32(), torch.inference_mode():
-                tell(path, **_tried(path, orders.subject, device, began + orders.seconds))
+                values = _tried(path, orders.subject, device, began + orders.seconds)
+            is_over = values.pop("is_over", False)
+            tell(path, **values)
+            if is_over:
+                break
 
 
 def _tried(path: FastPath, subject: Subject, device: str, deadline: float) -> dict[str, Any]:
@@ -322,8 +327,12 @@ def _tried(path: FastPath, subject: Subject, device: str, deadline: float) -> di
     except OutOfTimeError:
         return {"out_of_time": True}
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the verdict
-        said = " ".join((str(error) or type(error).__name__).split())
-        return {"error_text": said[:200]}
+        said = " ".join((str(error) or type(error).__name__).split())[:200]
+        loss = loss_of(error)
+        if loss is None:
+            return {"error_text": said}
+        # Whatever this process tried next would fail too, without being to blame.
+        return {"lost" if loss.is_of_the_card else "error_text": said, "is_over": True}
     return {
         "error": outcome.error, "limit": outcome.limit, "gain": outcome.gain,
         "worst": outcome.worst,

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from everyframe.core.errors import PeerLostError
+from everyframe.hardware.lost import is_lost
 
 
 def _nobody_asks(what: str) -> None:
@@ -361,7 +362,8 @@ class _Told(AbstractContextManager[None]):
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._waits("")
-        if isinstance(error, RuntimeError):
+        # An exchange is where a rank may notice that its own device is gone.
+        if isinstance(error, RuntimeError) and not is_lost(error):
             said = str(error).strip().splitlines()[0] if str(error).strip() else "no word"
             raise PeerLostError(
                 f"another rank went away or did not answer while {self._what} ({said})"

@@ -38,6 +38,7 @@ from everyframe.families.pipeline.replaying import HandedOn, Replaying
 from everyframe.families.pipeline.sizes import denoisers
 from everyframe.families.pipeline.untouched import untouched
 from everyframe.families.pipeline.watching import StepWatch
+from everyframe.hardware.lost import is_lost
 from everyframe.hardware.peak import is_out_of_memory
 from everyframe.parallel.team import ONE, Teams
 
@@ -196,6 +197,8 @@ class PipelineStage:
                 result = pipe(**given)
             except (ValueError, TypeError, LookupError, AttributeError, RuntimeError,
                     MemoryError) as error:  # fmt: skip
+                if is_lost(error):
+                    raise
                 if not is_out_of_memory(error):
                     raise self._explained(error, watch.begun) from error
                 # Told and not raised, so that nothing holds what the failed call had made.

@@ -11,7 +11,6 @@ import os
 import struct
 import zipfile
 import zlib
-from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
 import numpy as np
@@ -23,10 +22,11 @@ from torch import Tensor
 
 from everyframe.core.errors import InputError
 from everyframe.numerics.trace.fingerprint import NUM_NUMBERS
+from everyframe.numerics.trace.place import HEADER, TABLES, check_place
 from everyframe.numerics.trace.trace import Call, Kind, Part, Seen, Trace
 
 SCHEMA: Final = "everyframe.trace/1"
-_HEADER, _TABLES, _FULL = "trace.json", "tables.safetensors", "full.safetensors"
+_FULL = "full.safetensors"
 _KINDS: tuple[Kind, ...] = ("weight", "input", "output")
 #: No trace of ours is near it; a small file that unpacks to more is none of ours.
 _MOST_BYTES = 1 << 30
@@ -75,8 +75,8 @@ def write(trace: Trace, path: str | os.PathLike[str]) -> None:
     work = place.with_name(f".{place.name}.partial")
     try:
         with zipfile.ZipFile(work, "w", zipfile.ZIP_DEFLATED) as file:
-            file.writestr(_HEADER, header.model_dump_json())
-            file.writestr(_TABLES, save(tables))
+            file.writestr(HEADER, header.model_dump_json())
+            file.writestr(TABLES, save(tables))
             if trace.full:
                 full = {str(row): tensor for row, tensor in trace.full.items()}
                 # Bits of activations do not pack.
@@ -94,12 +94,12 @@ def read(path: str | os.PathLike[str]) -> Trace:
     try:
         with zipfile.ZipFile(text) as file:
             inside = {info.filename: info.file_size for info in file.infolist()}
-            if {_HEADER, _TABLES} - inside.keys() or inside.keys() - {_HEADER, _TABLES, _FULL}:
+            if {HEADER, TABLES} - inside.keys() or inside.keys() - {HEADER, TABLES, _FULL}:
                 raise InputError(f"{text!r} is a zip, and no trace of everyframe")
-            if inside[_HEADER] + inside[_TABLES] > _MOST_BYTES:
+            if inside[HEADER] + inside[TABLES] > _MOST_BYTES:
                 raise InputError(f"{text!r} unpacks to more than any trace of everyframe")
-            header = _Header.model_validate_json(file.read(_HEADER))
-            tables = load(file.read(_TABLES))
+            header = _Header.model_validate_json(file.read(HEADER))
+            tables = load(file.read(TABLES))
             full = load(file.read(_FULL)) if _FULL in inside else {}
         return _trace(header, tables, full)
     except zipfile.BadZipFile:
@@ -114,28 +114,6 @@ def read(path: str | os.PathLike[str]) -> Trace:
         if isinstance(error, InputError):
             raise
         raise InputError(f"the trace {text!r} is broken: {error}") from None
-
-
-def check_place(path: str | os.PathLike[str]) -> Path:
-    """The place for a new trace. Raises `InputError` for a folder, or for somebody else's file."""
-    place = Path(path)
-    if place.is_dir() or not place.name:
-        raise InputError(f"{str(path)!r} is a folder; name a file for the trace, such as a.trace")
-    if not place.parent.is_dir():
-        raise InputError(f"there is no folder {str(place.parent)!r} for {place.name!r}")
-    if not os.access(place.parent, os.W_OK):
-        raise InputError(f"the folder {str(place.parent)!r} can't be written to")
-    if place.exists() and place.stat().st_size and not _is_ours(place):
-        raise InputError(f"{str(path)!r} is there already and is no trace; name another file")
-    return place
-
-
-def _is_ours(place: Path) -> bool:
-    try:
-        with zipfile.ZipFile(place) as file:
-            return {_HEADER, _TABLES} <= set(file.namelist())
-    except (zipfile.BadZipFile, OSError):
-        return False
 
 
 class _BrokenError(Exception):

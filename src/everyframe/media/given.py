@@ -1,0 +1,26 @@
+"""Whether a picture or video that somebody names is there, told before anything takes long.
+
+Loads neither numpy nor FFmpeg, and opens no file: whether it is a picture is seen when it is read
+(`read.py`). Where a video goes is `paths.py`.
+"""
+
+from __future__ import annotations
+
+import os
+
+from everyframe.core.errors import MediaError
+from everyframe.media.paths import PathLike
+
+
+def check_image(path: PathLike) -> None:
+    """Raise `MediaError` if there is no such file."""
+    name = os.fspath(path)
+    if not os.path.isfile(name):
+        what = "is a folder" if os.path.isdir(name) else "does not exist"
+        raise MediaError(f"image {name!r} {what}")
+
+
+def check_video(path: PathLike) -> None:
+    """Raise `MediaError` if there is neither such a file nor such a folder of frames."""
+    if not os.path.exists(path):
+        raise MediaError(f"video {os.fspath(path)!r} does not exist")
