@@ -33,6 +33,8 @@ BAD = [
     ("generate x --fps nan", "fps must be a finite number"),
     ("generate x --guidance-scale lots", "guidance_scale must be a number, got 'lots'"),
     ("generate x --size 64", "size must be WIDTHxHEIGHT, for example 640x360, got '64'"),
+    ("generate x --size 0x64", "size must have sides of 1 to 16384 pixels, got '0x64'"),
+    ("generate x --size 64x16392", "size must have sides of 1 to 16384 pixels"),
     ("generate x --height 64", "height was given without width"),
     ("generate x --aspect 16:9", "aspect needs a resolution"),
     ("generate x --size 64x64 --resolution 360p", "both set the size"),

@@ -35,6 +35,9 @@ QUANTIZE = ("auto", "none", "int8", "fp8")
 #: The longest clip that can be asked for, also by its seconds.
 MAX_FRAMES = 100_000
 
+#: The longest side in pixels.
+MAX_SIDE = 16384
+
 #: Seeds must survive being written in JSON and added to.
 MAX_SEED = 2**53 - 1
 
@@ -59,8 +62,10 @@ class Request(Options):
     negative_prompt: str | None = option("What it should not show.", group="What")
 
     size: str | None = option("WIDTHxHEIGHT.", group="Size and length", unit="pixels")
-    height: int | None = option("Height.", group="Size and length", unit="pixels", gt=0, le=16384)
-    width: int | None = option("Width.", group="Size and length", unit="pixels", gt=0, le=16384)
+    height: int | None = option(
+        "Height.", group="Size and length", unit="pixels", gt=0, le=MAX_SIDE
+    )
+    width: int | None = option("Width.", group="Size and length", unit="pixels", gt=0, le=MAX_SIDE)
     resolution: str | None = option(
         "A named size such as 360p, shaped by --aspect.", group="Size and length"
     )
@@ -281,6 +286,8 @@ class Request(Options):
             raise InputError(f"{' and '.join(used)} both set the size; give one of them")
         if self.size is not None and not _SIZE.fullmatch(self.size.strip()):
             raise InputError(f"size must be WIDTHxHEIGHT, for example 640x360, got {self.size!r}")
+        if not all(0 < side <= MAX_SIDE for side in self.asked_size() or ()):
+            raise InputError(f"size must have sides of 1 to {MAX_SIDE} pixels, got {self.size!r}")
         if (self.height is None) != (self.width is None):
             lone = "height" if self.width is None else "width"
             other = "width" if lone == "height" else "height"
