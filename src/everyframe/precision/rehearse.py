@@ -287,7 +287,7 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
             answer = self._computed(func, args, kwargs)
         except RuntimeError as error:
             self.fails(operation, error)
-        results = list(tensors_of(answer))
+        results = tensors_of(answer)
         place = self._place(operation)
         self.live.made(results, place)
         self.live.workspace(workspace(operation, tensors, results, self.device), place)

@@ -9,7 +9,7 @@ Read next: `everyframe.precision.rehearse`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any
 
@@ -187,18 +187,23 @@ def to_stand_in_all(values: Any) -> Any:
     return tree_map(to_stand_in, values)
 
 
-def tensors_of(value: Any) -> Iterator[Tensor]:
+def tensors_of(value: Any) -> list[Tensor]:
     """The tensors among an operation's operands, or results."""
     # Not torch's pytree, which knows many more kinds of trees than operations are given, and took
     # a fifth of a dry run.
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from tensors_of(each)
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from tensors_of(each)
+    found: list[Tensor] = []
+    _gather((value,), found)
+    return found
+
+
+def _gather(values: Iterable[Any], found: list[Tensor]) -> None:
+    for each in values:
+        if isinstance(each, Tensor):
+            found.append(each)
+        elif isinstance(each, (tuple, list)):
+            _gather(each, found)
+        elif isinstance(each, dict):
+            _gather(each.values(), found)
 
 
 def goes_to_host(kwargs: dict[str, Any]) -> bool:
