@@ -2,13 +2,12 @@
 
 A fenced block is run if it says ``sh`` or ``python``. ``<!-- not run: why -->`` on the line above
 leaves it out. All blocks of a page share one folder and are run in order, as a reader would. On the
-README each program is a new process. On other pages it is forked from this one, which is what a new
-one would be after some seconds of imports. Read next: `test_docs.py`.
+README each command is a new process. Other programs are forked from this one (see `forked`), which
+is what a new one would be after some seconds of imports. Read next: `test_docs.py`.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 import shlex
@@ -16,7 +15,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+
+from forked import forked
 
 #: What is run, and how.
 COMMANDS = {"sh": ("sh", "-eu"), "python": (sys.executable,)}
@@ -27,7 +29,7 @@ SHOWN = ("text", "json", "toml", "yaml", "makefile")
 _FENCE = re.compile(r"^```(.*)$")
 #: A command of ours with nothing in it that a shell would have to do.
 _PLAIN = re.compile(r"everyframe [^|&;<>$`\\#*?~()]+")
-#: Pages whose programs are processes of their own from the beginning.
+#: Pages whose commands are processes of their own from the beginning.
 _AS_TYPED = ("README.md",)
 _NOT_RUN = re.compile(r"^<!-- not run: (\S.*) -->$")
 TIMEOUT = 180
@@ -82,7 +84,8 @@ def environment(source: Path, shims: Path) -> dict[str, str]:
 
 def run(block: Block, folder: Path, env: dict[str, str]) -> None:
     """Run a block in `folder`. Raises `AssertionError` with its output if it fails."""
-    programs = None if block.page.name in _AS_TYPED else plain_programs(block)
+    is_typed = block.language == "sh" and block.page.name in _AS_TYPED
+    programs = None if is_typed else plain_programs(block)
     if programs is None or not hasattr(os, "fork"):
         done = subprocess.run(
             COMMANDS[block.language],
@@ -119,38 +122,28 @@ def _forked(
     from everyframe.engine import run as engine  # noqa: F401
     from everyframe.families.opensora import stages  # noqa: F401
 
-    output = folder.with_name(f"{folder.name}-printed")
-    output.touch()
+    said = ""
     for program in programs:
-        process = multiprocessing.get_context("fork").Process(
-            target=_in_fork, args=(program, folder, env, output)
-        )
-        process.start()
-        process.join(TIMEOUT)
-        if process.exitcode is None:
+        process = forked(
+            partial(_run, program), folder, env,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        try:
+            said += process.communicate(timeout=TIMEOUT)[0]
+        finally:
             process.kill()
-            process.join()
-        if process.exitcode:
-            break
-    return process.exitcode or 0, output.read_text(errors="replace")
+        if process.returncode:
+            return process.returncode, said
+    return 0, said
 
 
-def _in_fork(program: str | list[str], folder: Path, env: dict[str, str], output: Path) -> None:
-    with output.open("ab") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    # Those of pytest's capturing go elsewhere.
-    sys.stdout, sys.stderr = (os.fdopen(each, "w", buffering=1) for each in (1, 2))
-    sys.stdin = os.fdopen(os.open(os.devnull, os.O_RDONLY))
-    os.chdir(folder)
-    os.environ.clear()
-    os.environ.update(env)
+def _run(program: str | list[str]) -> int:
     if isinstance(program, str):
         exec(compile(program, "<page>", "exec"), {"__name__": "__main__"})
-        return
+        return 0
     from everyframe.cli.main import main
 
-    sys.exit(main(program))
+    return main(program)
 
 
 class Reader:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -148,8 +148,13 @@ def changed(plan: Plan, **values: Any) -> Plan:
     return replace(plan, settings=replace(plan.settings, **values))
 
 
-if __name__ == "__main__":
-    from everyframe.cli.main import main
+def main(pause: float, words: Sequence[str]) -> int:
+    """The command line with this engine, for good: for a process of its own."""
+    from everyframe.cli.main import main as command_line
 
-    sys.modules.update(FakeEngine(float(sys.argv[1])).modules())
-    sys.exit(main(sys.argv[2:]))
+    sys.modules.update(FakeEngine(pause).modules())
+    return command_line(words)
+
+
+if __name__ == "__main__":
+    sys.exit(main(float(sys.argv[1]), sys.argv[2:]))

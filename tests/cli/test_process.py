@@ -1,4 +1,7 @@
-"""What can only be seen from outside: signals, pipes, imports, the time that help takes."""
+"""What can only be seen from outside: signals, pipes, imports, the time that help takes.
+
+Interpreters of their own where their beginning or end is what is looked at, forks elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,17 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from cli import fake
 from everyframe import __file__ as package
+from everyframe.cli import generate, sink  # noqa: F401 - so that no fork imports them
+from everyframe.engine import launch  # noqa: F401 - likewise
+from forked import forked
 
 SOURCE = Path(package).parents[1]
 FAKE = Path(__file__).with_name("fake.py")
@@ -35,10 +44,20 @@ def started(folder: Path, *words: str, pause: float) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_leaves_no_half_written_file(number: signal.Signals, tmp_path: Path) -> None:
+def started_as_a_fork(folder: Path, *words: str, pause: float) -> subprocess.Popen[str]:
+    """The same, forked from this process."""
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return forked(partial(fake.main, pause, words), folder, ENVIRONMENT, **streams)
+
+
+@pytest.mark.parametrize(
+    ("number", "start"), [(signal.SIGINT, started), (signal.SIGTERM, started_as_a_fork)]
+)
+def test_a_signal_leaves_no_half_written_file(
+    number: signal.Signals, start: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
     words = ("generate", "x", "-o", "clip.mp4", "--json", "--chain", "100")
-    process = started(tmp_path, *words, pause=0.02)
+    process = start(tmp_path, *words, pause=0.02)
     assert process.stdout is not None
     while '"frames"' not in process.stdout.readline():
         assert process.poll() is None
@@ -67,7 +86,7 @@ def test_a_reader_that_goes_away(tmp_path: Path) -> None:
 
 
 def test_plain_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
-    process = started(tmp_path, "generate", "x", "-o", "clip.mp4", pause=0.001)
+    process = started_as_a_fork(tmp_path, "generate", "x", "-o", "clip.mp4", pause=0.001)
     out, err = process.communicate(timeout=120)
     assert (process.returncode, out) == (0, "clip.mp4\n")
     assert "\x1b" not in err
@@ -80,10 +99,10 @@ def on_a_terminal(folder: Path, **environment: str) -> str:
     import pty
 
     leader, follower = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, str(FAKE), "0.01", "generate", "x", "-o", "clip.mp4"],
-        cwd=folder,
-        env={**ENVIRONMENT, "TERM": "xterm-256color", "COLUMNS": "80", **environment},
+    process = forked(
+        partial(fake.main, 0.01, ["generate", "x", "-o", "clip.mp4"]),
+        folder,
+        {**ENVIRONMENT, "TERM": "xterm-256color", "COLUMNS": "80", **environment},
         stdin=follower,
         stdout=subprocess.PIPE,
         stderr=follower,
@@ -100,7 +119,7 @@ def on_a_terminal(folder: Path, **environment: str) -> str:
         shown += piece
     os.close(leader)
     out, _ = process.communicate(timeout=120)
-    assert (process.returncode, out) == (0, b"clip.mp4\n")
+    assert (process.returncode, out) == (0, "clip.mp4\n")
     return shown.decode()
 
 

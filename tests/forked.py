@@ -1,0 +1,56 @@
+"""A program that is forked from this process, for tests that look at one from outside.
+
+It is what a new one would be after some seconds of imports: it has a pid, pipes, signals and an
+exit code of its own. What only an interpreter's own beginning and end can show needs a real one.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+
+def forked(
+    program: Callable[[], object], folder: Path, environment: Mapping[str, str], **streams: Any
+) -> subprocess.Popen[str]:
+    """`program` in `folder`; what it returns or exits with is the exit code.
+
+    `streams` are those of `subprocess.Popen`, of text.
+    """
+
+    def instead_of_another() -> None:
+        code: object = 1
+        try:
+            os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # Popen waits for the end of one of them
+            _begin(environment)
+            code = program()
+            sys.stdout.flush()
+        except SystemExit as stop:
+            code = stop.code
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(code if isinstance(code, int) else 0 if code is None else 1)
+
+    return subprocess.Popen(
+        [sys.executable], cwd=folder, text=True, preexec_fn=instead_of_another,
+        restore_signals=False, **streams,
+    )  # fmt: skip
+
+
+def _begin(environment: Mapping[str, str]) -> None:
+    """As Python begins: with the streams that it was given, which pytest has put its own before."""
+    sys.stdin = os.fdopen(0)
+    sys.stdout = os.fdopen(1, "w", encoding="utf-8")
+    sys.stderr = os.fdopen(2, "w", 1, encoding="utf-8", errors="backslashreplace")
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.environ.clear()
+    os.environ.update(environment)
