@@ -161,11 +161,12 @@ def test_bf16_that_is_slower_than_facts_say(monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_mends_it_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hang that ends with two variables set, as NCCL's between consumer cards."""
     monkeypatch.delenv("PLANTED_MENDED", raising=False)
-    item = planted("hang_unless_mended", 5.0, again_with={"PLANTED_MENDED": "1"})
+    run_isolated(max, 1, 2, seconds=120)  # torch is imported by now, so the limit is the probe's
+    item = planted("hang_unless_mended", 3.0, again_with={"PLANTED_MENDED": "1"})
     (finding,) = probe(item, [CPU]).findings
-    assert "did not end within 5 s" in finding.says
+    assert "did not end within 3 s" in finding.says
     assert finding.mend[0].command == "export PLANTED_MENDED=1"
-    item = planted("hang", 2.0, again_with={"PLANTED_MENDED": "1"})
+    item = planted("hang", 0.5, again_with={"PLANTED_MENDED": "1"})
     (finding,) = probe(item, [CPU]).findings
     assert [mend.do for mend in finding.mend] == ["do this"]
 
