@@ -13,6 +13,7 @@ import pytest
 
 from everyframe.core.facts import DeviceFacts, MachineFacts
 from everyframe.doctor import diagnose as diagnosing
+from everyframe.doctor import probing
 from everyframe.doctor.checks import LOOKS
 from everyframe.doctor.diagnose import diagnose
 from everyframe.doctor.probes import PROBES, Probe
@@ -48,6 +49,23 @@ def test_a_fault_is_trouble_with_its_name(name: str, seconds: float, text: str) 
     assert text in finding.says
     assert finding.says.startswith("cpu: ")
     assert finding.mend[0].do == "do this"
+
+
+def test_a_broken_card_is_not_blamed_on_software(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither where torch is asked for devices, nor where a probe loses one."""
+    said = "CUDA error: uncorrectable ECC error encountered"
+    ended = Ended(error=f"DeviceLostError: cuda:0 was lost before it was used ({said}): its memory")
+    monkeypatch.setattr(diagnosing, "run_isolated", lambda *_, **__: ended)
+    (check,) = diagnose(["devices"]).checks
+    (finding,) = check.findings
+    assert finding.says.endswith(f"cuda:0 was lost before it was used ({said})")
+    assert "nvidia-smi -q -d ECC" in finding.mend[0].do
+    assert finding.mend[0].command is None
+    ended = Ended(error=f"AcceleratorError: {said}", printed="Traceback")
+    monkeypatch.setattr(probing, "run_isolated", lambda *_, **__: ended)
+    (finding,) = probe(planted("lie"), [CARD]).findings
+    assert finding.cause == "its memory gave wrong bits"
+    assert [mend.do[:26] for mend in finding.mend] == ["`nvidia-smi -q -d ECC` (RO"]
 
 
 def test_a_probe_that_finds_nothing_is_fine() -> None:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from everyframe.core.errors import DeviceLostError
 from everyframe.hardware import accelerators
 
 GIB = 1 << 30
@@ -50,6 +51,17 @@ def v100(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *a, **k: True)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+
+
+def test_a_card_that_is_broken_is_named(v100: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    def broken(index: int) -> None:
+        raise torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered")
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", broken)
+    with pytest.raises(DeviceLostError, match=r"cuda:0 was lost before it was used .*-q -d ECC"):
+        accelerators.accelerator_facts()
 
 
 def test_free_memory_comes_without_a_context(v100: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import torch
 from dying_device import ADVICE
 from everyframe.core.errors import CannotRunError, DeviceLostError, InputError
 from everyframe.core.request import Request
-from everyframe.hardware.lost import is_lost, loss_in, loss_of, losses_told
+from everyframe.hardware.lost import is_lost, loss_in, loss_of, loss_told, losses_told
 
 ACCELERATOR = torch.AcceleratorError
 
@@ -19,7 +19,7 @@ ACCELERATOR = torch.AcceleratorError
         (ACCELERATOR("CUDA error: uncorrectable ECC error encountered"), "nvidia-smi -q -d ECC"),
         (ACCELERATOR("HIP error: an illegal memory access was encountered"), "dmesg"),
         (RuntimeError("CUDA error: unspecified launch failure"), "everyframe doctor"),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `x`"), "plain"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `x`"), "math"),
         (RuntimeError("CUDA error: device-side assert triggered"), "CUDA_LAUNCH_BLOCKING=1"),
         (RuntimeError("CUDA error: the launch timed out and was terminated"), "TdrDelay"),
         (RuntimeError("No CUDA-capable device is detected"), "nvidia_uvm"),
@@ -36,6 +36,9 @@ def test_a_lost_device_is_known_by_its_words(error: RuntimeError, mend: str) -> 
     assert loss.said == str(error)
     assert mend in loss.mend
     assert "\n" not in str(loss)
+    in_one_line = loss_told(f"{type(error).__name__}: {error} {' '.join(ADVICE.split())}")
+    assert in_one_line is not None
+    assert in_one_line.mend == loss.mend
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from everyframe.core.facts import DeviceFacts, MachineFacts, SoftwareFacts
 from everyframe.doctor import tested, variables
 from everyframe.doctor.report import Check, Finding
 from everyframe.hardware.known_issues import Match, Mend, find
+from everyframe.hardware.lost import loss_told
 from everyframe.planning.forecast import describe_bytes
 
 
@@ -48,20 +49,24 @@ def devices(patient: Patient) -> Check:
     said = "; ".join(_counted(patient.machine))
     found = []
     if patient.obstacle is not None:
-        found.append(
-            Finding(
-                mark="trouble",
-                says=f"asking torch for its devices {patient.obstacle}",
-                cause="torch, or a library that it loads, does not work here.",
-                mend=(
-                    Mend(do="install torch anew", command="pip install --force-reinstall torch"),
-                ),
-            )
-        )
+        found.append(_not_told(patient.obstacle))
     elif patient.software.driver and patient.is_real:
         if all(device.kind == "cpu" for device in patient.machine.devices):
             found.append(_unseen_card(patient.software))
     return Check.of("devices", said, found)
+
+
+def _not_told(obstacle: str) -> Finding:
+    """Why torch can't say what devices there are: a card that is broken, or torch itself."""
+    loss = loss_told(obstacle)
+    if loss is not None:
+        cause, mend = loss.likely, Mend(do=loss.mend)
+        obstacle = obstacle.partition("): ")[0] + ")"  # what is likely and mends it comes apart
+    else:
+        cause = "torch, or a library that it loads, does not work here."
+        mend = Mend(do="install torch anew", command="pip install --force-reinstall torch")
+    says = f"asking torch for its devices {obstacle}"
+    return Finding(mark="trouble", says=says, cause=cause, mend=(mend,))
 
 
 def _counted(machine: MachineFacts) -> Iterator[str]:

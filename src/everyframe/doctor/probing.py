@@ -18,6 +18,7 @@ from everyframe.doctor.probes import Probe, call
 from everyframe.doctor.report import Check, Finding, Mark
 from everyframe.hardware.isolated import Ended, run_isolated
 from everyframe.hardware.known_issues import Issue, Mend, explaining
+from everyframe.hardware.lost import loss_in, loss_told
 
 
 def devices_to_probe(machine: MachineFacts) -> tuple[DeviceFacts, ...]:
@@ -101,12 +102,19 @@ def _ended_badly(
 ) -> Finding:
     """Died, hung, or raised: each may be a known issue, with its cause and remedy."""
     issues = tuple(_explained(item, device, ended))
+    loss = loss_told(ended.error or "") or loss_in(ended.printed)
+    # Of a card that is broken nothing else has to be changed.
+    advice = Mend(do=item.advice if loss is None else loss.mend)
+    likely = None if loss is None else loss.likely
     mark: Mark = "note" if item.is_optional else "trouble"
     return Finding(
         mark=mark,
         says=f"{device.torch_name}: {item.title}: the probe {_how(ended)}",
-        cause=" ".join(issue.cause for issue in issues) or _last_line(ended.printed) or None,
-        mend=(*mended, *(mend for issue in issues for mend in issue.mend), Mend(do=item.advice)),
+        cause=" ".join(issue.cause for issue in issues)
+        or likely
+        or _last_line(ended.printed)
+        or None,
+        mend=(*mended, *(mend for issue in issues for mend in issue.mend), advice),
         issue=issues[0].id if issues else None,
         sources=tuple(source for issue in issues for source in issue.sources),
         evidence={"printed": ended.printed[-800:], "seconds": round(ended.seconds, 2)},

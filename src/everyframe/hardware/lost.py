@@ -86,7 +86,7 @@ _KINDS = (
         r"illegal instruction|invalid program counter|hardware stack error|invalid address space|"
         r"STATUS_EXECUTION_FAILED|unhandled (cuda|hip) error|command buffer exited with error",
         "a kernel that is wrong here, or a card that is overclocked or broken",
-        f"{_LOG}; `everyframe doctor` tries kernels one by one, and --attention plain does without "
+        f"{_LOG}; `everyframe doctor` tries kernels one by one, and --attention math does without "
         "fused ones",
     ),
 )
@@ -136,6 +136,15 @@ def loss_in(printed: str) -> Loss | None:
         if is_error and (kind := _kind_of(line)) is not None:
             return _loss(line.strip().removeprefix("what():").strip()[:200], kind)
     return None
+
+
+def loss_told(line: str) -> Loss | None:
+    """What an error of another process says, of which its class and words are here in one line."""
+    found = loss_of(RuntimeError(line))
+    is_of_a_device = line.startswith(("AcceleratorError:", "DeviceLostError:"))
+    if found is None and is_of_a_device and not _GOES_ON.search(line):
+        return _loss(line, _ANY)
+    return found
 
 
 def is_lost(error: BaseException) -> bool:
@@ -192,8 +201,11 @@ def _told(text: str) -> Iterator[str]:
     for line in text.strip().splitlines():
         if line.startswith("Exception raised from"):
             return
-        if not _ADVICE.match(line):
-            yield line
+        # Whoever made one line of it has it in the middle.
+        advice = _ADVICE.search(line)
+        said = line if advice is None else line[: advice.start()]
+        if said.strip():
+            yield said
 
 
 def _kind_of(text: str) -> _Kind | None:
