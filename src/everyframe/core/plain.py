@@ -29,8 +29,12 @@ _MARK = "$"
 _PACKAGE = __name__.partition(".")[0]
 
 
-def to_plain(value: Any, keep: Keep) -> Any:
-    """`value` as JSON can hold it.
+def _has_nothing(kept: Mapping[str, Any]) -> Any:
+    raise ValueError("there is nothing that was put away")
+
+
+def to_plain(value: Any, keep: Keep = lambda value: None) -> Any:
+    """`value` as JSON can hold it; without `keep` one that holds nothing bulky.
 
     Raises:
         NotPlainError: it holds what neither this nor `keep` knows.
@@ -77,7 +81,7 @@ def _fields(value: Any) -> dict[str, Any]:
     return {field.name: getattr(value, field.name) for field in fields(value) if field.init}
 
 
-def from_plain(data: Any, fetch: Fetch) -> Any:
+def from_plain(data: Any, fetch: Fetch = _has_nothing) -> Any:
     """What `to_plain` was given.
 
     Raises:

@@ -55,7 +55,7 @@ def kept_in(run: RunFolder | None) -> list[str]:
 def machine_now() -> MachineFacts:
     """Every fact of this machine, with what torch loads here; without that if it breaks on it."""
     ended = run_isolated(_facts, seconds=_FACTS_SECONDS)
-    return from_plain(ended.value, _nothing_bulky) if ended.is_well else without_torch()
+    return from_plain(ended.value) if ended.is_well else without_torch()
 
 
 def _of_the_machine(
@@ -99,8 +99,4 @@ def _tells(issue: Issue, signal: str) -> bool:
 
 
 def _facts() -> Any:
-    return to_plain(whole_machine(), _nothing_bulky)
-
-
-def _nothing_bulky(value: Any) -> None:
-    return None
+    return to_plain(whole_machine())

@@ -87,8 +87,8 @@ def met(request: Request, join: Join | None, num_threads: int | None = None) -> 
 
 def _told_devices(world: Team, mine: DeviceFacts) -> tuple[DeviceFacts, ...]:
     """The devices of all ranks."""
-    told = world.tell_all(to_plain(mine, _nothing_bulky), "ranks tell their devices")
-    return tuple(from_plain(each, _nothing_bulky) for each in told)
+    told = world.tell_all(to_plain(mine), "ranks tell their devices")
+    return tuple(from_plain(each) for each in told)
 
 
 @dataclass(frozen=True)
@@ -148,8 +148,8 @@ def joined(
         )
     world = peers.world
     check_alike(world, _facts(plan, record), "plan")
-    told = world.tell(to_plain(plan, _nothing_bulky), 0, "the plan is handed on")
-    plan, mine = from_plain(told, _nothing_bulky), division.ranks[peers.rank]
+    told = world.tell(to_plain(plan), 0, "the plan is handed on")
+    plan, mine = from_plain(told), division.ranks[peers.rank]
     world.weights = division.weights
     team = part(world, division.groups)
     holds = any(each.holders > 1 for each in plan.components)
@@ -195,10 +195,6 @@ def _facts(plan: Plan, record: dict[str, Any]) -> dict[str, Any]:
     facts |= {f"setting {name}": value for name, value in asdict(plan.settings).items()}
     facts["division"] = asdict(plan.division) if plan.division is not None else None
     return {name: _plain(value) for name, value in facts.items()}
-
-
-def _nothing_bulky(value: Any) -> None:
-    return None
 
 
 def _plain(value: Any) -> Any:
