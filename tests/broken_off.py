@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from everyframe.core.events import Event, Note, Step
+from everyframe.core.errors import Scarcity
+from everyframe.core.events import Event, Note, Repaired, Step, VideoDone
 from everyframe.core.request import Request
 from everyframe.engine.ranks import Join
 from everyframe.engine.resuming import go_on
@@ -33,6 +34,8 @@ def told(events: list[Event], *, speaks: bool) -> dict[str, Any]:
         "frames": frames_by_seed(events) if speaks else {},
         "steps": [(e.seed, e.step) for e in events if isinstance(e, Step) and is_of_denoising(e)],
         "notes": [event.text for event in events if isinstance(event, Note)],
+        "repairs": [event.to for event in events if isinstance(event, Repaired)],
+        "record": [event.record for event in events if isinstance(event, VideoDone)][-1:],
     }
 
 
@@ -58,12 +61,18 @@ def begun(
 
 
 def gone_on(
-    team: Team, path: Path, devices: dict[str, Any] | None, skip: tuple[int, ...] = ()
+    team: Team,
+    path: Path,
+    devices: dict[str, Any] | None,
+    skip: tuple[int, ...] = (),
+    scarcity: Scarcity | None = None,
 ) -> dict[str, Any]:
     """One rank goes on with the run there."""
     join = Join(team.rank, lambda _: team)
-    pace = EVERY_STEP
-    events = go_on(RunFolder(path), skip=skip, join=join, ranks=devices, pace=pace, cleans=False)
+    events = go_on(
+        RunFolder(path), skip=skip, join=join, ranks=devices, pace=EVERY_STEP, cleans=False,
+        scarcity=scarcity,
+    )  # fmt: skip
     return told(list(events), speaks=True)
 
 

@@ -15,7 +15,7 @@ import pytest
 
 import tiny
 from broken_off import begun, check_close, copied, gone_on, told, videos
-from everyframe.core.errors import CannotRunError, InputError
+from everyframe.core.errors import CannotRunError, InputError, Scarcity
 from everyframe.core.events import Step
 from everyframe.core.request import Request
 from everyframe.engine import moving
@@ -86,6 +86,33 @@ def test_on_another_number_of_ranks_only_rounding_differs(
     plan = read_run(RunFolder(place)).plan
     assert plan.division is not None
     assert len(plan.division.ranks) == 3, "broken off again, it goes on as it was now"
+
+
+def test_with_too_little_memory_all_ranks_go_on_in_less(
+    ranks: Group, shared: tuple[Path, dict[int, Any]], tmp_path: Path
+) -> None:
+    """Once for each start, which `test_relieving.py` has a launcher do; the last has whole weights
+    in parts, which changes no bit."""
+    path, whole = shared
+    short = Scarcity("denoise", 3, ("denoiser",), "step 3 of denoise", "no memory", rank=1)
+    place = copied(path, tmp_path)
+    broken = copied(path, tmp_path / "again")
+    found = ranks.run(2, gone_on, place, None, (), short)
+    check_close(videos(found), whole)
+    assert [each["steps"] for each in found] == [[(5, 3)]] * 2
+    (branches,) = found[0]["repairs"]
+    assert "the two branches of guidance are computed one after the other" in branches
+    kept = read_run(RunFolder(place))
+    assert kept.plan.settings.saving("branches_at_once", 2) == 1
+    # Out of memory again: what was done before stays so, and is still in the record.
+    (broken / "run.json").write_bytes((place / "run.json").read_bytes())
+    less = ranks.run(2, gone_on, broken, None, (), short)
+    np.testing.assert_array_equal(videos(less)[5], videos(found)[5])
+    (held,) = less[0]["repairs"]
+    assert "each of 2 devices keeps a part of its weights" in held
+    assert read_run(RunFolder(broken)).plan.component("denoiser").holders == 2
+    (record,) = less[0]["record"]
+    assert [each["to"] for each in record["repairs"]] == [branches, held]
 
 
 @pytest.mark.slow

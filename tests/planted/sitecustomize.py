@@ -3,8 +3,9 @@
 Python imports this by itself where its folder is in PYTHONPATH. ``PLANTED_RANK=1`` is for that rank
 alone. The signal comes when a module of that class was called for that time, as it would from a
 broken library that the module calls; with ``hang`` in its place the call never returns. With
-``lost`` it raises what torch does when a device is lost, as every module's call does from then on,
-and with ``watchdog`` it prints of that and aborts, as NCCL does.
+``memory`` it finds none from then on for more than one sample at once, with ``lost`` it raises what
+torch does when a device is lost, as every module's call does from then on, and with ``watchdog`` it
+prints of that and aborts, as NCCL does.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ if os.environ.get("PLANTED") and "everyframe.engine.worker" in sys.orig_argv:
         is_real = any(type(each) is torch.Tensor and not each.is_meta for each in given)
         if type(module).__name__ == kind and is_real:
             left -= 1
-            if not left and is_meant():
+            if name == "memory":
+                if left <= 0 and len(given[0]) > 1 and is_meant():
+                    raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+            elif not left and is_meant():
                 if name == "hang":
                     time.sleep(600)
                 if name == "lost":

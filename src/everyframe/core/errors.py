@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from dataclasses import dataclass
 from enum import IntEnum
 
 
@@ -28,6 +29,10 @@ class EveryframeError(Exception):
     """Root of the tree: something went wrong that a person should read about."""
 
     exit_code = ExitCode.TROUBLE
+
+    def reworded(self, text: str) -> EveryframeError:
+        """The same error in other words."""
+        return type(self)(text)
 
 
 class InputError(EveryframeError, ValueError):
@@ -54,6 +59,36 @@ class CannotRunError(EveryframeError):
     """The plan says that this machine can't do it, and what it could do instead."""
 
     exit_code = ExitCode.CANNOT_RUN_HERE
+
+
+@dataclass(frozen=True)
+class Scarcity:
+    """That memory ran out on `rank`, in step `step` of `stage`, in one of those `components`.
+
+    `where` is the step as a person reads it, `said` what the allocator said.
+    """
+
+    stage: str
+    step: int
+    components: tuple[str, ...]
+    where: str
+    said: str
+    rank: int = 0
+
+
+class ScarceError(CannotRunError):
+    """Memory ran out in the middle of what several ranks compute together.
+
+    None of them can do with less by itself; whoever started them can start all of them again.
+    """
+
+    def __init__(self, text: str, scarcity: Scarcity) -> None:
+        super().__init__(text)
+        self.scarcity = scarcity
+
+    def reworded(self, text: str) -> ScarceError:
+        """The same error in other words."""
+        return ScarceError(text, self.scarcity)
 
 
 class NumericsError(EveryframeError):

@@ -125,7 +125,7 @@ def kept(keeper: Keeper, takes: Sequence[Take]) -> Iterator[None]:
         if folder is None or remove:
             raise
         text = f"{error}; go on from where it was: everyframe resume {folder.name}"
-        raise type(error)(text) from error.__cause__
+        raise error.reworded(text) from error.__cause__
     finally:
         # Others may be at work on other parts of it.
         keeper.finish(remove=remove and (folder is None or folder.part == 0))

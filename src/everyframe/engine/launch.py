@@ -13,7 +13,7 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from everyframe.core import errors
-from everyframe.core.errors import EveryframeError, WorkerDiedError
+from everyframe.core.errors import EveryframeError, ScarceError, WorkerDiedError
 from everyframe.core.events import Event, Events, Kept
 from everyframe.core.plain import from_plain
+from everyframe.engine.handed import Handed
 from everyframe.engine.obituary import kept_in, obituary
 from everyframe.engine.patience import Patience
 from everyframe.engine.process import Job, Worker
@@ -49,35 +50,57 @@ def launched(job: Job, place: Path | None = None) -> Events:
     """What happens in the workers of that job, as `everyframe.engine.run.stream` yields it.
 
     They work in the folder `place`. A run that is over is removed when all of its events were
-    taken. Raises what a worker raises; `WorkerDiedError` for one that died.
+    taken. Ranks that run out of memory in the middle of what they compute together are ended, and
+    started again in less of it (`relieving.py`). Raises what a worker raises; `WorkerDiedError` for
+    one that died.
     """
+    # Already at work while the caller does something else.
+    return _handed_on(job, place, *_begun(job, place))
+
+
+def _begun(job: Job, place: Path | None) -> tuple[ExitStack, list[Worker]]:
+    """The job's workers, which end with the stack."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="everyframe-")))
         level = logging.getLevelName(logging.getLogger("everyframe").getEffectiveLevel())
         meeting = folder / "meeting" if len(job.weights) > 1 and job.local is None else None
         job = replace(job, folder=folder, log_level=level, meeting=meeting)
         workers = stack.enter_context(_started(job, place))
-        # Already at work while the caller does something else.
-        return _handed_on(stack.pop_all(), job, workers)
+        return stack.pop_all(), workers
     raise AssertionError("an exit stack swallows nothing")
 
 
-def _handed_on(stack: ExitStack, job: Job, workers: list[Worker]) -> Events:
+def _handed_on(job: Job, place: Path | None, stack: ExitStack, workers: list[Worker]) -> Events:
     run = None if job.run is None else RunFolder(job.run)
-    with stack:
-        try:
-            for event in _events(workers):
-                if isinstance(event, Kept):
-                    run = RunFolder(Path(event.path))
-                yield event
-        except _GoneError as gone:
-            raise obituary(gone.worker, gone.worker.end(), run) from gone.__cause__
-        except WorkerDiedError as died:
-            said = str(died)
-            kept = [] if run is not None and run.name in said else kept_in(run)
-            raise type(died)("; ".join([said, *kept])) from died.__cause__
-        for worker in workers:
-            worker.end()
+    handed = Handed()
+    while True:
+        with stack:
+            try:
+                for event in _events(workers):
+                    if isinstance(event, Kept):
+                        run = RunFolder(Path(event.path))
+                    new = handed.new(event)
+                    if new is not None:
+                        yield new
+            except _GoneError as gone:
+                raise obituary(gone.worker, gone.worker.end(), run) from gone.__cause__
+            except WorkerDiedError as died:
+                said = str(died)
+                kept = [] if run is not None and run.name in said else kept_in(run)
+                raise died.reworded("; ".join([said, *kept])) from died.__cause__
+            except ScarceError as scarce:
+                # Under torchrun nobody can start the others again.
+                if run is None or job.local is not None:
+                    raise
+                scarcity = scarce.scarcity
+            else:
+                for worker in workers:
+                    worker.end()
+                break
+        handed.again()
+        skip = (*job.skip, *handed.done)
+        again = replace(job, request=None, run=run.path, skip=skip, ranks=None, scarcity=scarcity)
+        stack, workers = _begun(again, place)
     if run is not None:
         run.remove()
 
@@ -114,12 +137,10 @@ def _events(workers: list[Worker]) -> Iterator[Event]:
             if name == "event":
                 yield value
             elif name == "log":
-                source, level, text = value
-                logging.getLogger(source).log(level, "%s", text)
+                _log(value)
             elif name == "error":
-                if value["class"] == "PeerLostError":
-                    _check_who_went(workers, at_work)
-                raise _raised_again(value)
+                worker, value = yield from _heard_out(worker, value, at_work, workers)
+                raise _raised_again(worker, value)
             else:
                 assert name == "end", name
                 del at_work[connection]
@@ -135,29 +156,42 @@ def _ready(at_work: dict[Connection, Worker], patience: Patience | None) -> list
             patience.check(at_work.values())
 
 
-def _check_who_went(workers: list[Worker], at_work: dict[Connection, Worker]) -> None:
-    """Raise what is known of the worker whose end the others have noticed, if there is one.
+def _heard_out(
+    worker: Worker, value: dict[str, Any], at_work: dict[Connection, Worker], workers: list[Worker]
+) -> Generator[Event, None, tuple[Worker, dict[str, Any]]]:
+    """Yield what the others had to tell until one failed; who knows why it did, and its error.
 
-    The others lose their connection to it at once. The system tells of its end a little later; and
-    what it says itself, such as that its device was lost, may be heard after them.
+    Who lost a peer knows less than that one. Others lose their connection to it at once, what it
+    said and what the system tells of its end may come a little later: `_GoneError` for the latter.
     """
     until = time.monotonic() + 3.0
-    listening = dict(at_work)
-    while time.monotonic() < until:
-        for worker in workers:
-            if worker.has_died():
-                raise _GoneError(worker)
-        for connection in wait(list(listening), 0.05) if listening else ():
+    others = {each: other for each, other in at_work.items() if other is not worker}
+    while True:
+        knows = value["class"] != "PeerLostError"
+        for each in workers if not knows else ():
+            if each.has_died():
+                raise _GoneError(each)
+        found = wait(list(others), 0 if knows else 0.05)
+        if not found and (knows or time.monotonic() > until):
+            return worker, value
+        for connection in found:
             assert isinstance(connection, Connection)
             try:
-                name, value = receive(connection)
+                name, told = receive(connection)
             except (EOFError, ConnectionResetError):
-                del listening[connection]  # whether it ended well the system tells
+                del others[connection]
                 continue
-            if name == "error" and value["class"] != "PeerLostError":
-                raise _raised_again(value)
-        if not listening:
-            time.sleep(0.05)
+            if name == "event":
+                yield told
+            elif name == "log":
+                _log(told)
+            elif name == "error" and value["class"] == "PeerLostError":
+                worker, value = others[connection], told
+
+
+def _log(value: tuple[str, int, str]) -> None:
+    source, level, text = value
+    logging.getLogger(source).log(level, "%s", text)
 
 
 class _GoneError(Exception):
@@ -175,9 +209,11 @@ class _InWorkerError(Exception):
         return "in the worker:\n" + "".join(self.args)
 
 
-def _raised_again(told: dict[str, Any]) -> BaseException:
-    """The error that was told, of its own class where that is ours or Python's."""
+def _raised_again(worker: Worker, told: dict[str, Any]) -> BaseException:
+    """The error that a worker told, of its own class where that is ours or Python's."""
     name, text = told["class"], told["text"]
+    if "scarcity" in told:
+        return ScarceError(text, replace(told["scarcity"], rank=worker.job.rank))
     own = getattr(errors, name, None)
     if isinstance(own, type) and issubclass(own, EveryframeError):
         return own(text)

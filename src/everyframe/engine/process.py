@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
+from everyframe.core.errors import Scarcity
 from everyframe.core.request import Request
 from everyframe.engine.torchrun import Torchrun
 
@@ -30,7 +31,8 @@ class Job:
     affair; they meet by the file `meeting` (see `everyframe.parallel.meeting`). Under torchrun this
     process has that one rank alone, and `local` is its number among those of this machine, and how
     many these are. `ranks` is what a run that was broken off goes on with in place of its own
-    devices, by the names of the request's options. `folder` is for its trail and what it prints.
+    devices, by the names of the request's options; `scarcity` what it lacked memory for, to be done
+    in less from here on. `folder` is for its trail and what it prints.
     """
 
     request: Request | None = None
@@ -46,6 +48,7 @@ class Job:
     meeting: Path | None = None
     local: tuple[int, int] | None = None
     ranks: Mapping[str, Any] | None = None
+    scarcity: Scarcity | None = None
     folder: Path = field(default_factory=Path)
     log_level: str = "WARNING"
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from everyframe.core.errors import CannotRunError, DamagedError, InputError
-from everyframe.core.events import Events, Note, Planned, Ready
+from everyframe.core.errors import CannotRunError, DamagedError, InputError, Scarcity
+from everyframe.core.events import Events, Note, Planned, Ready, Repaired
 from everyframe.core.plain import from_plain
 from everyframe.core.plan import Plan
 from everyframe.core.request import Request
@@ -22,6 +22,7 @@ from everyframe.engine.keeping import write
 from everyframe.engine.moving import OF_RANKS, asked_anew, divided_anew, said_of_move
 from everyframe.engine.ranks import Join, joined, met
 from everyframe.engine.record import differences, make_record
+from everyframe.engine.relieving import in_less, relieved_of, remind
 from everyframe.engine.reporting import loaded_in, repairs_of, reported
 from everyframe.engine.run import takes_of, work
 from everyframe.families.family import Take
@@ -36,7 +37,10 @@ from everyframe.runs.store import Store
 
 @dataclass(frozen=True)
 class BrokenOff:
-    """A run that was broken off: what was asked and planned, and how it was kept."""
+    """A run that was broken off: what was asked and planned, and how it was kept.
+
+    `relieved` is what had to be done by all of its ranks so that they need less memory.
+    """
 
     folder: RunFolder
     request: Request
@@ -45,6 +49,7 @@ class BrokenOff:
     place: Path
     output: str | None
     as_uint8: bool
+    relieved: tuple[Repaired, ...] = ()
 
 
 def read_run(folder: RunFolder) -> BrokenOff:
@@ -65,6 +70,7 @@ def read_run(folder: RunFolder) -> BrokenOff:
             place=Path(written["place"]),
             output=written["output"],
             as_uint8=bool(written["as_uint8"]),
+            relieved=relieved_of(written.get("relieved", ())),
         )
     except (KeyError, TypeError) as error:
         raise DamagedError(f"{folder.path} can't be read: {error}") from error
@@ -82,6 +88,7 @@ def go_on(
     pace: Pace = Pace(),  # noqa: B008 - frozen
     join: Join | None = None,
     ranks: Mapping[str, Any] | None = None,
+    scarcity: Scarcity | None = None,
 ) -> Events:
     """What happens from there on, as `everyframe.engine.run.stream` yields it.
 
@@ -89,6 +96,7 @@ def go_on(
     model was in memory. Raises an `EveryframeError` for anything that stands in the way.
     With `join` this is one of several ranks: all read what was kept before the first one writes.
     `ranks` are options of the request that say which devices it goes on with; without, as before.
+    `scarcity` is what these ranks lacked memory for, which is done in less from here on.
     """
     leads = join is None or join.rank == 0
     lock = folder.locked() if leads else None
@@ -106,10 +114,15 @@ def go_on(
         old = run.plan
         if ranks is not None and left:
             run = replace(run, plan=divided_anew(old, request, peers, skip))
+        if scarcity is not None:
+            plan, told = in_less(run.plan, model, scarcity)
+            run = replace(run, plan=plan, relieved=(*run.relieved, told))
         yield Planned(run.plan)
         model = model.fetch()
         record = make_record(run.plan, request, model.weight_files())
-        yield from map(Note, (*said_of_move(old, run.plan), *_compared(run, record)))
+        moved = () if ranks is None else said_of_move(old, run.plan)
+        yield from map(Note, (*moved, *_compared(run, record)))
+        yield from run.relieved[-1:] if scarcity is not None else ()
         yield Ready(record)
         if not left:
             yield Note(f"all videos of {folder.name} were made")
@@ -119,11 +132,13 @@ def go_on(
         how = Keep(folder.path.parent, run.output, run.as_uint8, cleans, pace)
         keeper = Keeper(replace(folder, part=here.group) if here.leads else None, how, lock)
         progress, says = _progress(keeper, run, here.mine(left))
+        remind(progress, run.relieved)
         yield Note(says)
         if peers is not None:  # before anybody writes
             peers.world.tell_all(None, "ranks read what was kept")
-        if leads and ranks is not None:
-            write(folder, folder.run(), request, run.plan, record)
+        if leads and (ranks is not None or scarcity is not None):
+            written = {**folder.run(), "relieved": [each.to_json() for each in run.relieved]}
+            write(folder, written, request, run.plan, record)
         events = work(here, model, record, keeper, progress)
         if place is None:
             yield from events
@@ -197,8 +212,10 @@ def _check_device(run: BrokenOff, *, is_same: bool) -> None:
 
 def _compared(run: BrokenOff, record: dict[str, Any]) -> tuple[str, ...]:
     """What is said of what may make a difference; `InputError` for what surely does."""
-    was = run.record
     record = json.loads(json.dumps(record))  # as the other one came out of its file
+    # What is done to need less memory is told where it is done.
+    savings = {"savings": record["settings"]["savings"]}
+    was = {**run.record, "settings": {**run.record["settings"], **savings}}
     if was["model"]["sha256"] != record["model"]["sha256"]:
         raise InputError(
             f"the weights of {run.plan.model} are not those that {run.folder.name} was begun with; "

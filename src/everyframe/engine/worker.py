@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from everyframe.core.errors import EveryframeError
+from everyframe.core.errors import EveryframeError, ScarceError
 from everyframe.core.events import Event, Frames, Loaded, Planned, Ready, StageStarted, Step
 from everyframe.engine.process import Job
 from everyframe.engine.trail import Trail
@@ -108,7 +108,10 @@ def _events(job: Job, trail: Trail) -> Iterator[Event]:
     join = Join(job.rank, together, job.local) if len(job.weights) > 1 else None
     if job.run is not None:
         run = RunFolder(job.run)
-        return go_on(run, skip=job.skip, cleans=False, pace=pace, join=join, ranks=job.ranks)
+        return go_on(
+            run, skip=job.skip, cleans=False, pace=pace, join=join, ranks=job.ranks,
+            scarcity=job.scarcity,
+        )  # fmt: skip
     keeps = job.root if job.rank == 0 else None
     keep = Keep(keeps, job.output, job.as_uint8, cleans=False, pace=pace)
     assert job.request is not None
@@ -199,6 +202,8 @@ def _light(event: Event, as_uint8: bool) -> Event:
 def _told(error: Exception) -> dict[str, Any]:
     """What the other process needs to raise it again."""
     told: dict[str, Any] = {"class": type(error).__name__, "text": str(error)}
+    if isinstance(error, ScarceError):
+        told["scarcity"] = error.scarcity
     if isinstance(error, OSError):
         told |= {"errno": error.errno, "strerror": error.strerror, "file": _text(error.filename)}
     if not isinstance(error, EveryframeError):

@@ -17,12 +17,13 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from everyframe.core.errors import CannotRunError, NumericsError
+from everyframe.core.errors import NumericsError
 from everyframe.core.events import Event, Note, Repaired
 from everyframe.core.plan import PLAIN, Plan, Remedy, Settings
 from everyframe.families.family import Savings, Take
 from everyframe.families.reliefs import Reliefs
 from everyframe.families.repairing import Repairs
+from everyframe.families.shortages import together
 from everyframe.families.telling import Calls, asks_for_blank, told_of
 from everyframe.hardware.lost import is_lost
 from everyframe.hardware.peak import is_out_of_memory
@@ -139,12 +140,7 @@ class Guard:
             if not is_out_of_memory(error):
                 raise
             said = str(error).partition("\n")[0]
-        raise CannotRunError(
-            f"{self._where(step)}: out of memory in the middle of what several devices "
-            "compute together, where none can do with less by itself; more devices or "
-            "--shard-weights may go on from the last step (everyframe resume), and a smaller size "
-            f"or num_frames does ({said})"
-        )
+        raise together(self._calls.stage, step, self._parts, self._where(step), said)
 
     def answered(self, step: int, seen: Range) -> None:
         """Note an answer of a denoiser that is far larger than any before."""

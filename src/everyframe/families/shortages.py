@@ -2,15 +2,19 @@
 
 What is done in less memory may have other bits, and by the time that a run is gone on with there
 may be more of it. So each shortage is kept at once, before anything is computed in less, with the
-call that it was in, and done again at that call. Not here: what is done (`reliefs.py` and
-`pipeline/reliefs.py`), and where it is kept (`everyframe.runs.shortages`).
+call that it was in, and done again at that call. What several ranks compute together none of them
+can do in less: that is an error, by which they are started again (`everyframe.engine.launch`). Not
+here: what is done (`reliefs.py` and `pipeline/reliefs.py`), and where it is kept
+(`everyframe.runs.shortages`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
+
+from everyframe.core.errors import ScarceError, Scarcity
 
 if TYPE_CHECKING:
     from everyframe.families.family import Take
@@ -79,3 +83,15 @@ class Moments:
         # Videos come in the order of their seeds, but where each lot of frames goes through all.
         seen = {seed for seed, _ in self._first}
         return shortage.seed not in seen and (shortage.seed or 0) < (now.seed or 0)
+
+
+def together(
+    stage: str, step: int, components: Iterable[str], where: str, said: str
+) -> ScarceError:
+    """The error of a rank that lacks memory while others wait for it; see `Scarcity`."""
+    return ScarceError(
+        f"{where}: out of memory in the middle of what several devices compute together, where "
+        "none can do with less by itself; more devices or --shard-weights may go on from the last "
+        f"step (everyframe resume), and a smaller size or num_frames does ({said})",
+        Scarcity(stage, step, tuple(components), where, said),
+    )

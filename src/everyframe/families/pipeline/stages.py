@@ -38,6 +38,7 @@ from everyframe.families.pipeline.replaying import HandedOn, Replaying
 from everyframe.families.pipeline.sizes import denoisers
 from everyframe.families.pipeline.untouched import untouched
 from everyframe.families.pipeline.watching import StepWatch
+from everyframe.families.shortages import together
 from everyframe.hardware.lost import is_lost
 from everyframe.hardware.peak import is_out_of_memory
 from everyframe.parallel.team import ONE, Teams
@@ -143,7 +144,7 @@ class PipelineStage:
         of before are served again; not one of several ranks, as the others would not know.
 
         Raises:
-            CannotRunError: nothing is left that takes less.
+            CannotRunError: nothing is left that takes less. ScarceError: others wait for it.
         """
         begun, told = time.perf_counter(), 0
 
@@ -163,7 +164,10 @@ class PipelineStage:
             made = self._attempt(ready, take, on_step, emit)
             if not isinstance(made, _TooLittle):
                 return made
-            less = None if ready.shared else ready.reliefs.at(take, made.at)
+            if ready.shared:
+                at = (made.at,) if made.at else ()
+                raise together(self.name, made.step, at, made.place, made.said)
+            less = ready.reliefs.at(take, made.at)
             if less is None:
                 raise CannotRunError(self._beyond(made, ready.reliefs.tried))
             why = f"{made.place}: out of memory ({made.said}); it is called again"
