@@ -76,9 +76,7 @@ def divided_anew(
 
 
 def said_of_move(old: Plan, new: Plan) -> tuple[str, ...]:
-    """What is said of a run that goes on elsewhere; nothing where it does not."""
-    if new is old:
-        return ()
+    """What is said of a run that goes on elsewhere."""
     text = (
         f"begun on {_devices(old)}, goes on on {_devices(new)}: what is summed in another order "
         "differs by rounding, in float32 by about 1e-5 of the values at most"

@@ -14,18 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from everyframe.core.errors import CannotRunError, DamagedError, InputError, Scarcity
-from everyframe.core.events import Events, Note, Planned, Ready, Repaired
+from everyframe.core.events import Event, Events, Note, Planned, Ready, Repaired
 from everyframe.core.plain import from_plain
 from everyframe.core.plan import Plan
 from everyframe.core.request import Request
 from everyframe.engine.keeping import write
 from everyframe.engine.moving import OF_RANKS, asked_anew, divided_anew, said_of_move
-from everyframe.engine.ranks import Join, joined, met
+from everyframe.engine.ranks import Join, Met, joined, met
 from everyframe.engine.record import differences, make_record
 from everyframe.engine.relieving import in_less, relieved_of, remind
 from everyframe.engine.reporting import loaded_in, repairs_of, reported
 from everyframe.engine.run import takes_of, work
-from everyframe.families.family import Take
+from everyframe.families.family import Model, Take
 from everyframe.hardware.facts import machine_facts
 from everyframe.media.paths import check_folder
 from everyframe.planning.models import find_model
@@ -102,28 +102,21 @@ def go_on(
     lock = folder.locked() if leads else None
     try:
         run = read_run(folder)
-        asked = run.request.report if leads else None
-        # Relative to where the run was begun.
-        place = None if asked is None else check_folder(run.place / asked)
-        _check_place(run)
-        _check_device(run, is_same=ranks is None)
+        place = _place_of_report(run) if leads else None
+        _check_here(run, is_same=ranks is None)
         model = _model(run, given_model)
         request = run.request if ranks is None else asked_anew(run.request, ranks)
         peers = met(request, join, run.plan.num_threads if ranks is None else None)
         left = [take for take in takes_of(run.request, run.plan) if take.seed not in skip]
-        old = run.plan
-        if ranks is not None and left:
-            run = replace(run, plan=divided_anew(old, request, peers, skip))
+        told: tuple[Event, ...] = ()
         if scarcity is not None:
-            plan, told = in_less(run.plan, model, scarcity)
-            run = replace(run, plan=plan, relieved=(*run.relieved, told))
+            run, told = _in_less(run, model, scarcity)
+        elif ranks is not None and left:
+            run, told = _divided(run, request, peers, skip)
         yield Planned(run.plan)
         model = model.fetch()
         record = make_record(run.plan, request, model.weight_files())
-        moved = () if ranks is None else said_of_move(old, run.plan)
-        yield from map(Note, (*moved, *_compared(run, record)))
-        yield from run.relieved[-1:] if scarcity is not None else ()
-        yield Ready(record)
+        yield from (*told, *map(Note, _compared(run, record)), Ready(record))
         if not left:
             yield Note(f"all videos of {folder.name} were made")
             folder.remove()
@@ -132,13 +125,11 @@ def go_on(
         how = Keep(folder.path.parent, run.output, run.as_uint8, cleans, pace)
         keeper = Keeper(replace(folder, part=here.group) if here.leads else None, how, lock)
         progress, says = _progress(keeper, run, here.mine(left))
-        remind(progress, run.relieved)
         yield Note(says)
         if peers is not None:  # before anybody writes
             peers.world.tell_all(None, "ranks read what was kept")
-        if leads and (ranks is not None or scarcity is not None):
-            written = {**folder.run(), "relieved": [each.to_json() for each in run.relieved]}
-            write(folder, written, request, run.plan, record)
+        if leads and told:
+            _write_anew(run, request, record)
         events = work(here, model, record, keeper, progress)
         if place is None:
             yield from events
@@ -150,8 +141,42 @@ def go_on(
             lock.release()
 
 
+def _place_of_report(run: BrokenOff) -> Path | None:
+    """Where its page goes, relative to where the run was begun."""
+    asked = run.request.report
+    return None if asked is None else check_folder(run.place / asked)
+
+
+def _divided(
+    run: BrokenOff, request: Request, peers: Met | None, skip: Collection[int]
+) -> tuple[BrokenOff, tuple[Event, ...]]:
+    """The run for the devices of that request, and what is told of it."""
+    plan = divided_anew(run.plan, request, peers, skip)
+    return replace(run, plan=plan), (*map(Note, said_of_move(run.plan, plan)),)
+
+
+def _in_less(
+    run: BrokenOff, model: Model, scarcity: Scarcity
+) -> tuple[BrokenOff, tuple[Event, ...]]:
+    """The run with one thing more done so that its ranks need less, and what is told of it."""
+    plan, told = in_less(run.plan, model, scarcity)
+    return replace(run, plan=plan, relieved=(*run.relieved, told)), (told,)
+
+
+def _write_anew(run: BrokenOff, request: Request, record: Mapping[str, Any]) -> None:
+    """Have whoever goes on with it next do so as it is planned now."""
+    relieved = [each.to_json() for each in run.relieved]
+    write(run.folder, {**run.folder.run(), "relieved": relieved}, request, run.plan, record)
+
+
 def _progress(keeper: Keeper, run: BrokenOff, takes: list[Take]) -> tuple[Progress, str]:
     """How far these videos came, and that in a line."""
+    progress, says = _read(keeper, run, takes)
+    remind(progress, run.relieved)
+    return progress, says
+
+
+def _read(keeper: Keeper, run: BrokenOff, takes: list[Take]) -> tuple[Progress, str]:
     name = run.folder.name
     kept = furthest(run.folder, [take.seed for take in takes])
     if kept is None:
@@ -183,6 +208,13 @@ def _model(run: BrokenOff, given: GivenModel | None) -> Any:
     return find_model(run.request, may_fetch=True)[0]
 
 
+def _check_here(run: BrokenOff, *, is_same: bool) -> None:
+    """Raise for another folder or device than it was begun in; `is_same` if that is to go on."""
+    _check_place(run)
+    if is_same:  # others are asked for, and checked where they are planned for
+        _check_device(run)
+
+
 def _check_place(run: BrokenOff) -> None:
     """Raise `InputError` for files that were given relative to another folder than this one."""
     if Path.cwd() == run.place:
@@ -196,9 +228,7 @@ def _check_place(run: BrokenOff) -> None:
             )
 
 
-def _check_device(run: BrokenOff, *, is_same: bool) -> None:
-    if not is_same:
-        return  # other devices are asked for, and checked where they are planned for
+def _check_device(run: BrokenOff) -> None:
     wanted = run.plan.device
     there = machine_facts(run.request.device).devices
     if not any((d.torch_name, d.name) == (wanted.torch_name, wanted.name) for d in there):
