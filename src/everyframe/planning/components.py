@@ -113,12 +113,10 @@ class Parts:
         group = division.groups[division.ranks[rank].group]
         team = Imagined(group.index(rank), [division.weights[other] for other in group])
         room = tuple(division.ranks[other].room for other in group)
-        in_step = isinstance(self.model, Shared) and self.model.in_step
         return replace(
             self,
             teams=Teams(team, team, division.cfg, division.way),
-            # Those of the smallest group, which has to do with what it has.
-            holders=min(map(len, division.groups)) if in_step else 1,
+            holders=holders_among(self.model, division),
             room=room if len(set(room)) > 1 else (),
         )
 
@@ -266,6 +264,15 @@ class Parts:
         if self.device.kind == "cpu" and is_cast:
             loading = max(component.num_elements.values(), default=0) * _FILE_ELEMENT
         return max(loading, *(run.found.working_bytes for run in runs))
+
+
+def holders_among(model: Model, division: Division) -> int:
+    """How many ranks can keep the denoiser's weights between them.
+
+    Those of the smallest group, which has to do with what it has.
+    """
+    in_step = isinstance(model, Shared) and model.in_step
+    return min(map(len, division.groups)) if in_step else 1
 
 
 def frame_bytes(settings: Settings) -> int:

@@ -15,7 +15,7 @@ from everyframe.core.errors import Scarcity
 from everyframe.core.plan import ComponentPlan, Plan
 from everyframe.families.family import Model, Rehearsing
 from everyframe.families.sparing import Way, ways
-from everyframe.planning.fitting import holders_of
+from everyframe.planning.components import holders_among
 
 _BY_TURNS = "its parts wait in the host's memory, and come to the device by turns"
 
@@ -42,7 +42,7 @@ def _plans(plan: Plan, model: Model, scarcity: Scarcity) -> Iterator[tuple[Plan,
         model.savings if isinstance(model, Rehearsing) else None,
         may_wait=may_wait,
         stage=scarcity.stage,
-        holders=1 if division is None else holders_of(model, division),
+        holders=1 if division is None else holders_among(model, division),
     ):
         part = plan.component(way.component)
         if part.offload if way.offload else way.moves_weights and _is_elsewhere(part):
