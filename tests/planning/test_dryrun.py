@@ -46,8 +46,29 @@ def runs_of(
     return found
 
 
-@pytest.mark.parametrize("profile", profile_names())
-@pytest.mark.parametrize("name", MODELS)
+#: One of each kind of device. The other cards have the dtypes and rules of one of these: one family
+#: is run dry on each of them always, and the others with ``--slow``.
+KINDS = ("cpu-fp32", "cpu-bf16", "cuda-sm70", "cuda-sm90", "mps", "rocm")
+PAIRS = [
+    pytest.param(
+        name, profile,
+        marks=() if profile in KINDS or name == "opensora-1.2" else pytest.mark.slow,
+    )
+    for name in MODELS
+    for profile in profile_names()
+]  # fmt: skip
+
+
+def test_each_kind_of_device_is_among_them() -> None:
+    def rules(profile: str) -> tuple[Any, ...]:
+        facts = device(profile)
+        return (facts.kind, facts.capability is None, facts.dtypes, facts.has_fast_bf16,
+                facts.has_fast_fp16, facts.max_array_bytes)  # fmt: skip
+
+    assert {rules(profile) for profile in profile_names()} == {rules(kind) for kind in KINDS}
+
+
+@pytest.mark.parametrize(("name", "profile"), PAIRS)
 def test_every_family_runs_dry_in_every_profile(name: str, profile: str) -> None:
     facts = device(profile)
     runs = runs_of(MODELS[name], SETTINGS[name], facts)

@@ -25,7 +25,7 @@ from everyframe.parallel.grid import Deal, Grid
 from everyframe.parallel.team import Alone, Imagined, Team
 from everyframe.precision import edges
 from on_ranks import RELATIVE, answered, worst
-from ranks import FAST, SLOW, Group, in_every_size, ranks
+from ranks import Group, in_every_size, ranks
 
 __all__ = ["ranks"]
 
@@ -196,7 +196,9 @@ def share(size: int, rank: int, case: str) -> float:
     return max(columns, len(deal.rows[rank]) / (grid.samples * grid.frames))
 
 
-@pytest.mark.parametrize("size", [*FAST, *SLOW])
+@pytest.mark.parametrize(
+    "size", [pytest.param(n, marks=[pytest.mark.slow] * (n != 3)) for n in range(1, 9)]
+)
 @pytest.mark.parametrize("version", KINDS)
 def test_every_rank_does_its_share(size: int, version: str) -> None:
     case = "16 frames"
