@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -76,6 +77,12 @@ def _has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available() or torch.backends.mps.is_available()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_repairs_of_other_files() -> None:
+    """What faults planted in one file taught is not known to another of the same tiny weights."""
+    shutil.rmtree(Path(os.environ["EVERYFRAME_CACHE"], "repairs"), ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)
