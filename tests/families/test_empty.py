@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
-import torch
 from torch import nn
 
 from everyframe.families import empty
@@ -47,12 +46,6 @@ def test_what_is_equal_is_built_once() -> None:
     assert Layer(4).num_elements == {"layer": {"weight": 4}}
     assert Other(3).num_elements == {"layer": {"weight": 6}}
     assert Layer.built == [3, 4, 3]
-
-
-def test_whoever_asks_next_has_them_as_they_are_built() -> None:
-    """A dry run of the one before left them in half precision."""
-    Layer(3).empty("layer").half()
-    assert {each.dtype for each in Layer(3).empty("layer").parameters()} == {torch.float32}
 
 
 def test_each_thread_has_its_own() -> None:

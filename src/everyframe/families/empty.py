@@ -46,13 +46,9 @@ _KEPT = _Kept()
 def kept(kind: type, sizes: str) -> dict[str, nn.Module]:
     """The empty parts that this thread has of a model of these `sizes`, to be read and added to.
 
-    `sizes` says all that the parts are made from, so that equal ones are interchangeable. A dry run
-    leaves them in the dtype that it had; here they are in float32 again, as they are built.
+    `sizes` says all that the parts are made from, so that equal ones are interchangeable.
     """
-    made = _KEPT.of(kind, sizes)
-    for module in made.values():
-        module.float()
-    return made
+    return _KEPT.of(kind, sizes)
 
 
 class Empty:
