@@ -7,7 +7,6 @@ fills parts with their weights.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Hashable, Mapping
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -16,39 +15,6 @@ from everyframe.families.family import Rehearsal
 
 if TYPE_CHECKING:
     from torch import nn
-
-
-#: Of so many models, those that were asked for last, the parts are kept: they have no numbers.
-_MOST_KEPT = 16
-
-
-class _Kept(threading.local):
-    """Parts by what they were made of. Each thread has its own: a dry run changes them for a time.
-
-    What is planned and then run, or asked for again with another seed, is so built once.
-    """
-
-    def __init__(self) -> None:
-        self._models: dict[tuple[type, str], dict[str, nn.Module]] = {}
-
-    def of(self, kind: type, sizes: str) -> dict[str, nn.Module]:
-        """Those of that model."""
-        made = self._models.pop((kind, sizes), {})
-        self._models[kind, sizes] = made
-        if len(self._models) > _MOST_KEPT:
-            del self._models[next(iter(self._models))]
-        return made
-
-
-_KEPT = _Kept()
-
-
-def kept(kind: type, sizes: str) -> dict[str, nn.Module]:
-    """The empty parts that this thread has of a model of these `sizes`, to be read and added to.
-
-    `sizes` says all that the parts are made from, so that equal ones are interchangeable.
-    """
-    return _KEPT.of(kind, sizes)
 
 
 class Empty:
@@ -76,7 +42,7 @@ class Empty:
 
     @cached_property
     def _made(self) -> dict[str, nn.Module]:
-        return kept(type(self), repr(self))
+        return {}
 
     def empty(self, component: str) -> nn.Module:
         """One part on meta, the same object at every call, for counting and for dry runs."""

@@ -22,7 +22,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from everyframe.core.plan import Settings
-from everyframe.families.empty import kept
 from everyframe.families.family import GivenFrames, JointRehearsal, Take
 from everyframe.families.loading import build_on_meta
 from everyframe.families.pipeline import released, sharding
@@ -50,12 +49,11 @@ class Dry:
     @cached_property
     def modules(self) -> dict[str, nn.Module]:
         """Its components with weights, empty; the same objects at every call."""
-        made = kept(type(self), self._identity)
         with quiet_libraries():
-            for part in self.files.models:
-                if part.name not in made:
-                    made[part.name] = build_on_meta(partial(empty_component, part))
-        return made
+            return {
+                part.name: build_on_meta(partial(empty_component, part))
+                for part in self.files.models
+            }
 
     @cached_property
     def _pipe(self) -> Any:
