@@ -12,6 +12,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -54,3 +55,8 @@ def _begin(environment: Mapping[str, str]) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ.clear()
     os.environ.update(environment)
+    # What this process was told to start others by belongs to the one that it is a fork of.
+    server: Any = forkserver._forkserver
+    tracker: Any = resource_tracker._resource_tracker
+    server._forkserver_address = server._forkserver_alive_fd = server._forkserver_pid = None
+    tracker._fd = tracker._pid = None
