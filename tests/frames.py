@@ -1,4 +1,4 @@
-"""The frames that come of a run's events, for tests."""
+"""The frames and steps that come of a run's events, for tests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from everyframe.core.events import Event, Frames
+from everyframe.core.events import Event, Frames, Step
 
 
 def frames_of(events: Iterable[Event]) -> np.ndarray[Any, Any]:
@@ -22,3 +22,8 @@ def frames_by_seed(events: Iterable[Event]) -> dict[int, np.ndarray[Any, Any]]:
         if isinstance(event, Frames):
             found.setdefault(event.seed, []).append(event.frames)
     return {seed: np.concatenate(frames) for seed, frames in found.items()}
+
+
+def steps(events: Iterable[Event]) -> list[int]:
+    """The steps of denoising that were done."""
+    return [each.step for each in events if isinstance(each, Step) and each.stage == "denoise"]

@@ -17,7 +17,6 @@ from PIL import Image
 from torch.nn.modules.module import register_module_forward_hook
 
 import everyframe
-import tiny
 import tiny_pipelines
 from engine.test_out_of_memory import no_room
 from engine.test_resuming import OPEN_SORA, PICTURE, begun, broken_off, same, videos
@@ -36,22 +35,12 @@ from everyframe.runs import files
 from everyframe.runs.answers import KeptAnswers
 from everyframe.runs.folder import RunFolder, all_runs, find_run, new_run
 from everyframe.runs.listing import list_runs
+from frames import steps
 
 PIPELINE: dict[str, Any] = {
     "prompt": "a red circle", "seed": 1, "num_inference_steps": 4, "guidance_scale": 5.0,
     **tiny_pipelines.CALLS["wan"],
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tiny.opensora_1_2(tmp_path_factory.mktemp("models") / "tiny"))
-
-
-@pytest.fixture(scope="module")
-def whole(model: str, tmp_path_factory: pytest.TempPathFactory) -> list[Event]:
-    """An unbroken run."""
-    return list(begun(tmp_path_factory.mktemp("runs"), model=model, **OPEN_SORA))
 
 
 def cut(model: str, root: Path, **options: Any) -> RunFolder:
@@ -65,10 +54,6 @@ def cut(model: str, root: Path, **options: Any) -> RunFolder:
     stream.close()  # type: ignore[attr-defined]
     assert folder is not None
     return folder
-
-
-def steps(events: list[Event]) -> list[int]:
-    return [e.step for e in events if isinstance(e, Step) and e.stage == "denoise"]
 
 
 def test_a_foreign_pipeline_goes_on_by_replay(tmp_path: Path) -> None:

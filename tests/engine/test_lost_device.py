@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 import everyframe
-import tiny
 import tiny_pipelines
 from dying_device import ADVICE, Device, dying_device
 from engine.test_resuming import OPEN_SORA, begun, same
@@ -33,24 +32,10 @@ from everyframe.families.opensora import stdit3, vae
 from everyframe.runs.folder import all_runs
 from everyframe.runs.keeper import EVERY_STEP, Keep
 from everyframe.runs.store import Store
+from frames import steps
 from guarded_nets import Net, halved, inputs, plan, scaled
 
 PLANTED = Path(__file__).parents[1] / "planted"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tiny.opensora_1_2(tmp_path_factory.mktemp("models") / "tiny"))
-
-
-@pytest.fixture(scope="module")
-def whole(model: str, tmp_path_factory: pytest.TempPathFactory) -> list[Event]:
-    """An unbroken run."""
-    return list(begun(tmp_path_factory.mktemp("runs"), model=model, **OPEN_SORA))
-
-
-def steps(events: list[Event]) -> list[int]:
-    return [e.step for e in events if isinstance(e, Step) and e.stage == "denoise"]
 
 
 def broken(root: Path, model: str, owner: type, name: str, stage: str, after: int) -> str:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 import everyframe
-import tiny
 from everyframe.core.events import Note, Planned, VideoDone
 from everyframe.engine import run
 from everyframe.engine.record import request_from
@@ -17,11 +16,6 @@ from everyframe.ops.attention import AttentionCore
 ASKED: dict[str, Any] = {
     "prompt": "a red circle", "size": "32x32", "num_frames": 3, "num_inference_steps": 2, "seed": 3,
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tiny.opensora_1_2(tmp_path_factory.mktemp("models") / "tiny"))
 
 
 def record_of(model: str, **options: Any) -> dict[str, Any]:

@@ -15,7 +15,6 @@ import everyframe
 import tiny
 from everyframe.core.errors import InputError, MediaError
 from everyframe.core.events import (
-    Event,
     Frames,
     Planned,
     Ready,
@@ -28,13 +27,9 @@ from everyframe.engine import given as given_frames
 from everyframe.engine import run
 from everyframe.engine.record import make_record
 from everyframe.families import job
+from frames import frames_by_seed
 
 SIZES: dict[str, Any] = {"size": "16x16", "num_frames": 3, "num_inference_steps": 2}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tiny.opensora_1_2(tmp_path_factory.mktemp("models") / "tiny"))
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +39,6 @@ def model_1_0(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def request(model: str, **options: Any) -> everyframe.Request:
     return everyframe.Request(**{"prompt": "a red circle", "model": model, **SIZES, **options})
-
-
-def frames_of(events: list[Event], seed: int) -> np.ndarray[Any, Any]:
-    return np.concatenate([e.frames for e in events if isinstance(e, Frames) and e.seed == seed])
 
 
 def test_events_come_in_order_and_count_right(model: str) -> None:
@@ -78,8 +69,8 @@ def test_each_of_several_videos_is_what_its_seed_alone_gives(
     together = list(run.stream(everyframe.Request(seed=8, num_videos=3, **options)))
     seen = []
     for seed in (8, 9, 10):
-        alone = frames_of(list(run.stream(everyframe.Request(seed=seed, **options))), seed)
-        np.testing.assert_array_equal(frames_of(together, seed), alone)
+        alone = frames_by_seed(run.stream(everyframe.Request(seed=seed, **options)))[seed]
+        np.testing.assert_array_equal(frames_by_seed(together)[seed], alone)
         seen.append(alone)
     assert not np.array_equal(seen[0], seen[1])
 
@@ -140,10 +131,10 @@ def test_start_noise_that_is_not_finite_is_refused(model: str, bad: float) -> No
 
 def test_start_noise_replaces_the_seeds(model: str) -> None:
     latents = torch.ones(1, 4, 1, 2, 2)
-    one = frames_of(list(run.stream(request(model, seed=1, latents=latents))), 1)
-    two = frames_of(list(run.stream(request(model, seed=2, latents=latents.numpy()))), 2)
+    one = frames_by_seed(run.stream(request(model, seed=1, latents=latents)))[1]
+    two = frames_by_seed(run.stream(request(model, seed=2, latents=latents.numpy())))[2]
     np.testing.assert_array_equal(one, two)
-    other = frames_of(list(run.stream(request(model, seed=1))), 1)
+    other = frames_by_seed(run.stream(request(model, seed=1)))[1]
     assert not np.array_equal(one, other)
 
 

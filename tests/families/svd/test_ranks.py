@@ -14,13 +14,14 @@ import torch
 
 import everyframe
 import tiny_svd
-from everyframe.core.events import Event, Frames, Repaired, StageStarted
+from everyframe.core.events import Repaired, StageStarted
 from everyframe.core.request import Request
 from everyframe.engine.ranks import Join
 from everyframe.engine.run import stream
 from everyframe.families.svd import denoiser, stages
 from everyframe.parallel.team import Team
 from everyframe.runs.keeper import Keep
+from frames import frames_by_seed
 from ranks import Group, group_of
 
 #: Latents of 3x5, which no level divides, and three chunks to decode.
@@ -70,7 +71,7 @@ def run(
         if undo is not None:
             undo()
     return {
-        "frames": _frames(events),
+        "frames": frames_by_seed(events),
         "latents": latents,
         "stages": [each.stage for each in events if isinstance(each, StageStarted)],
         # Of the part that all ranks share; a chunk's decoding is told by the first alone.
@@ -79,14 +80,6 @@ def run(
         ],
         "sent": {} if team is None else dict(team.sent),
     }
-
-
-def _frames(events: list[Event]) -> dict[int, np.ndarray[Any, Any]]:
-    found: dict[int, list[Any]] = {}
-    for event in events:
-        if isinstance(event, Frames):
-            found.setdefault(event.seed, []).append(event.frames)
-    return {seed: np.concatenate(frames) for seed, frames in found.items()}
 
 
 def check_close(found: list[dict[str, Any]], wanted: dict[str, Any]) -> None:

@@ -1,0 +1,20 @@
+"""A tiny Open-Sora 1.2, and an unbroken run of it, for each file that asks."""
+
+from __future__ import annotations
+
+import pytest
+
+import tiny
+from engine.test_resuming import OPEN_SORA, begun
+from everyframe.core.events import Event
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny.opensora_1_2(tmp_path_factory.mktemp("models") / "tiny"))
+
+
+@pytest.fixture(scope="module")
+def whole(model: str, tmp_path_factory: pytest.TempPathFactory) -> list[Event]:
+    """An unbroken run."""
+    return list(begun(tmp_path_factory.mktemp("runs"), model=model, **OPEN_SORA))
