@@ -177,9 +177,9 @@ STEP_VIDEO_PARTS = (
         _STEP_VIDEO,
         (
             ("hunyuan_clip/clip_text_encoder/config.json",),
-            tuple(
-                f"hunyuan_clip/clip_text_encoder/pytorch_model.{end}"
-                for end in ("safetensors", "bin")
+            (
+                "hunyuan_clip/clip_text_encoder/pytorch_model.safetensors",
+                "hunyuan_clip/clip_text_encoder/pytorch_model.bin",
             ),
             ("hunyuan_clip/tokenizer/vocab.txt",),
         ),

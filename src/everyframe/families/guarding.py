@@ -26,7 +26,7 @@ from everyframe.families.repairing import Repairs
 from everyframe.families.shortages import together
 from everyframe.families.telling import Calls, asks_for_blank, told_of
 from everyframe.hardware.lost import is_lost
-from everyframe.hardware.peak import is_out_of_memory
+from everyframe.hardware.peak import TooLittle, in_memory, is_out_of_memory
 from everyframe.numerics.locate import Fault, bad_weights, locate
 from everyframe.numerics.watch import Range, blank_frames, range_of
 from everyframe.optimize.compiling import wrong_graphs
@@ -134,13 +134,10 @@ class Guard:
         """
         if self._apart is None:
             return self._reliefs.spared(self._calls, step, compute, again)
-        try:
-            return compute()
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            said = str(error).partition("\n")[0]
-        raise together(self._calls.stage, step, self._parts, self._where(step), said)
+        result = in_memory(compute)
+        if not isinstance(result, TooLittle):
+            return result
+        raise together(self._calls.stage, step, self._parts, self._where(step), result.said)
 
     def answered(self, step: int, seen: Range) -> None:
         """Note an answer of a denoiser that is far larger than any before."""

@@ -22,7 +22,7 @@ from everyframe.families.family import Savings
 from everyframe.families.shortages import Moments
 from everyframe.families.sparing import ways
 from everyframe.families.telling import Calls
-from everyframe.hardware.peak import give_back, is_out_of_memory
+from everyframe.hardware.peak import TooLittle, give_back, in_memory
 
 _Result = TypeVar("_Result")
 
@@ -75,21 +75,17 @@ class Reliefs:
             why = f"{calls.where(step)}: memory ran out here before the run was broken off"
             calls.tell(relief.event(calls.stage, step, f"{why}; it goes on"))
         while True:
-            try:
-                return compute()
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                said = str(error).partition("\n")[0]
-            # Out of the handler, so that nothing holds what the failed call had made.
+            result = in_memory(compute)
+            if not isinstance(result, TooLittle):
+                return result
             done = self.at(step)
             if done is None:
                 raise CannotRunError(
                     f"{calls.where(step)}: out of memory, and nothing is left that takes less; a "
                     "smaller size or num_frames does, and another program may hold what the plan "
-                    f"counted on ({said})"
+                    f"counted on ({result.said})"
                 )
-            why = f"{calls.where(step)}: out of memory ({said})"
+            why = f"{calls.where(step)}: out of memory ({result.said})"
             calls.tell(done.event(calls.stage, step, f"{why}; it goes on"))
             compute = again or compute
 

@@ -87,6 +87,10 @@ def _stages(savings: Savings, name: str, settings: Settings, only: str | None) -
     return sorted((at for at in found if only is None or at in ("", only)), key=bool)
 
 
+BY_TURNS = "its parts wait in the host's memory, and come to the device by turns"
+"""What is said of parts that are not on the device together."""
+
+
 def held_says(holders: int) -> str:
     """What is said of weights that so many ranks keep between them."""
     return (

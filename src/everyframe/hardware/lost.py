@@ -11,86 +11,75 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from everyframe.core.errors import CannotRunError, DeviceLostError, PeerLostError
 
 
 @dataclass(frozen=True)
 class Loss:
-    """What was `said` of it in one line, what is `likely`, and how to `mend` it.
+    """What is `likely`, how to `mend` it, and what was `said` of it in one line.
 
     `is_of_the_card` where no kernel is to blame: the same would have happened to any.
     """
 
-    said: str
     likely: str
     mend: str
     is_of_the_card: bool = False
+    said: str = ""
 
     def __str__(self) -> str:
         return f"({self.said}): {self.likely}; {self.mend}"
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """Words of CUDA, ROCm, NCCL, Level Zero or Metal, as a pattern, and what they mean."""
-
-    words: str
-    likely: str
-    mend: str
-    is_of_the_card: bool = False
-
-
 _LOG = "`sudo dmesg | grep -iE 'xid|amdgpu'` says what the driver saw"
 
-#: The first that fits counts. Texts are those of cudaGetErrorString, which HIP has taken over.
-_KINDS = (
-    _Kind(
-        r"\becc error|nvlink error|hipErrorECCNotCorrectable",
+#: By words of CUDA, ROCm, NCCL, Level Zero or Metal, as patterns, of which the first that fits
+#: counts. Texts are those of cudaGetErrorString, which HIP has taken over.
+_KINDS: Mapping[str, Loss] = {
+    r"\becc error|nvlink error|hipErrorECCNotCorrectable": Loss(
         "its memory gave wrong bits",
         "`nvidia-smi -q -d ECC` (ROCm: `rocm-smi --showrasinfo all`) counts them; a restart of the "
         "machine sets bad rows aside, and a card that does it again is to be replaced",
         is_of_the_card=True,
     ),
-    _Kind(
+    (
         r"no (cuda|rocm)-capable device|gpu is lost|fallen off the bus|device[ _]lost|"
         r"unknown error|initialization error|system not yet initialized|driver shutting down|"
-        r"device is already disconnected",
+        r"device is already disconnected"
+    ): Loss(
         "the driver does not reach it any more: power, heat, overclocking, or a machine that slept",
         f"{_LOG}; after sleep `sudo modprobe -r nvidia_uvm && sudo modprobe nvidia_uvm` brings it "
         "back, else a restart of the machine",
         is_of_the_card=True,
     ),
-    _Kind(
-        r"busy or unavailable|devices unavailable",
+    r"busy or unavailable|devices unavailable": Loss(
         "another program holds it alone, or it hangs",
         "`nvidia-smi` shows who holds it, and whether its compute mode is exclusive",
         is_of_the_card=True,
     ),
-    _Kind(
-        r"launch timed out",
+    r"launch timed out": Loss(
         "a kernel took longer than a card with a display may",
         "compute on a card without one, or on Windows with a larger TdrDelay",
     ),
-    _Kind(
-        r"device-side assert|hipErrorAssert",
+    r"device-side assert|hipErrorAssert": Loss(
         "a kernel refused what it was given, such as an index beyond a table: no fault of the card",
         "CUDA_LAUNCH_BLOCKING=1 names the operation, --device cpu the index; report it with what "
         "this prints: everyframe doctor --share",
     ),
-    _Kind(
+    (
         r"illegal memory access|memory access fault|unspecified launch failure|misaligned address|"
         r"illegal instruction|invalid program counter|hardware stack error|invalid address space|"
-        r"STATUS_EXECUTION_FAILED|unhandled (cuda|hip) error|command buffer exited with error",
+        r"STATUS_EXECUTION_FAILED|unhandled (cuda|hip) error|command buffer exited with error"
+    ): Loss(
         "a kernel that is wrong here, or a card that is overclocked or broken",
         f"{_LOG}; `everyframe doctor` tries kernels one by one, and --attention math does without "
         "fused ones",
     ),
-)
-_ANY = _Kind("", "the driver ended this process's work on it", f"{_LOG}; `everyframe doctor`")
+}
+_ANY = Loss("the driver ended this process's work on it", f"{_LOG}; `everyframe doctor`")
 
 #: What says so of a torch error that has no class of its own.
 _OF_A_DEVICE = re.compile(
@@ -124,9 +113,9 @@ def loss_of(error: BaseException) -> Loss | None:
         return None
     said = text.partition("\n")[0].strip() or type(error).__name__
     if (kind := _kind_of(text)) is not None:
-        return _loss(said, kind)
+        return replace(kind, said=said)
     # Every failed call of a device is of this class; what is not known to be harmless is not.
-    return _loss(said, _ANY) if _is_of_an_accelerator(error) else None
+    return replace(_ANY, said=said) if _is_of_an_accelerator(error) else None
 
 
 def loss_in(printed: str) -> Loss | None:
@@ -134,7 +123,7 @@ def loss_in(printed: str) -> Loss | None:
     for line in _told(printed):
         is_error = _PRINTED.search(line) and not _GOES_ON.search(line)
         if is_error and (kind := _kind_of(line)) is not None:
-            return _loss(line.strip().removeprefix("what():").strip()[:200], kind)
+            return replace(kind, said=line.strip().removeprefix("what():").strip()[:200])
     return None
 
 
@@ -143,7 +132,7 @@ def loss_told(line: str) -> Loss | None:
     found = loss_of(RuntimeError(line))
     is_of_a_device = line.startswith(("AcceleratorError:", "DeviceLostError:"))
     if found is None and is_of_a_device and not _GOES_ON.search(line):
-        return _loss(line, _ANY)
+        return replace(_ANY, said=line)
     return found
 
 
@@ -208,14 +197,12 @@ def _told(text: str) -> Iterator[str]:
             yield said
 
 
-def _kind_of(text: str) -> _Kind | None:
+def _kind_of(text: str) -> Loss | None:
+    """The loss that the text tells of, before anything was said of it."""
     if not _OF_A_DEVICE.search(text):
         return None
-    return next((kind for kind in _KINDS if re.search(kind.words, text, re.IGNORECASE)), None)
-
-
-def _loss(said: str, kind: _Kind) -> Loss:
-    return Loss(said, kind.likely, kind.mend, kind.is_of_the_card)
+    found = (loss for words, loss in _KINDS.items() if re.search(words, text, re.IGNORECASE))
+    return next(found, None)
 
 
 def _is_of_an_accelerator(error: BaseException) -> bool:

@@ -7,8 +7,13 @@ Not here: forecasts (`everyframe.planning.forecast`) and limits (`facts.py`).
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
 
 from everyframe.core.facts import DeviceFacts
+
+_Result = TypeVar("_Result")
 
 #: Above this share of a device's memory, memory may be what is wrong.
 _NEAR = 0.95
@@ -41,6 +46,26 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     words = ("can't allocate memory", "out of memory", "STATUS_ALLOC_FAILED")
     return isinstance(error, RuntimeError) and any(each in str(error) for each in words)
+
+
+@dataclass(frozen=True)
+class TooLittle:
+    """What an allocator `said` that found no memory."""
+
+    said: str
+
+
+def in_memory(compute: Callable[[], _Result]) -> _Result | TooLittle:
+    """The result of `compute`, or what was said where memory ran out.
+
+    Told and not raised, so that nothing holds what the failed call had made.
+    """
+    try:
+        return compute()
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return TooLittle(str(error).partition("\n")[0])
 
 
 def give_back() -> None:

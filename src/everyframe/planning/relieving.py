@@ -14,10 +14,8 @@ from dataclasses import replace
 from everyframe.core.errors import Scarcity
 from everyframe.core.plan import ComponentPlan, Plan
 from everyframe.families.family import Model, Rehearsing
-from everyframe.families.sparing import Way, ways
+from everyframe.families.sparing import BY_TURNS, Way, ways
 from everyframe.planning.components import holders_among
-
-_BY_TURNS = "its parts wait in the host's memory, and come to the device by turns"
 
 
 def relieved(plan: Plan, model: Model, scarcity: Scarcity) -> tuple[Plan, str] | None:
@@ -34,7 +32,7 @@ def _plans(plan: Plan, model: Model, scarcity: Scarcity) -> Iterator[tuple[Plan,
     idle = [part for part in beside if not (_is_elsewhere(part) or part.by_turns)]
     if may_wait and len(beside) > 1 and idle:
         turning = [replace(part, by_turns=True) for part in idle]
-        yield _with(plan, turning), f"{plan.title}: {_BY_TURNS}"
+        yield _with(plan, turning), f"{plan.title}: {BY_TURNS}"
     division = plan.division
     for way in ways(
         scarcity.components,

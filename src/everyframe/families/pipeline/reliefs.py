@@ -21,7 +21,7 @@ from everyframe.families.family import Savings, Take
 from everyframe.families.pipeline.loading import set_tiling, wait_elsewhere
 from everyframe.families.reliefs import Relief
 from everyframe.families.shortages import Shortage
-from everyframe.families.sparing import Way, ways
+from everyframe.families.sparing import BY_TURNS, Way, ways
 from everyframe.hardware.peak import give_back
 
 
@@ -88,8 +88,7 @@ class PipelineReliefs:
             yield Relief("", "what was kept for later is given back"), lambda: None
         idle = self._owned.keys() - self._waiting
         if may_wait and len(self._owned) > 1 and idle:
-            says = "its parts wait in the host's memory, and come to the device by turns"
-            yield Relief("", says), self._take_turns
+            yield Relief("", BY_TURNS), self._take_turns
         if not at:
             return
         may_wait = may_wait and at in self._owned
