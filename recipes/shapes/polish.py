@@ -2,7 +2,7 @@
 
 Latents stay what the denoiser was trained on, so this can be done after it, or beside it. The
 temporal stage stays too: what it makes of pieces of clips is computed once, and a step is then a
-few hundred frames that one small decoder turns into pixels, which a CPU can do as well.
+few dozen frames that one small decoder turns into pixels, which a CPU can do as well.
 """
 
 from __future__ import annotations
@@ -83,8 +83,11 @@ def task(work: Path, num_steps: int = 4000, batch: int = 56, device: str = "cpu"
     def draw(step: int) -> tuple[Tensor, ...]:
         rng, drawn = np.random.default_rng([42, step]), []
         for form, count in zip(FORMATS, counts, strict=True):
-            rows, index = rng.integers(NUM_CODED[form], size=count), rng.integers(17, size=count)
-            drawn += coded[form].frames(torch.from_numpy(rows), torch.from_numpy(index))
+            rows, index = (
+                torch.from_numpy(rng.integers(end, size=count))
+                for end in (NUM_CODED[form], temporal.PIECE)
+            )
+            drawn += coded[form].frames(rows, index)
         return tuple(drawn)
 
     def loss(*drawn: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
