@@ -93,7 +93,10 @@ def train(
     rate_from, rate_time = step, time.monotonic()
     validated = math.floor(done() * task.num_validations)
     gradients = _Captured(task) if task.static and _device(task.modules).type == "cuda" else None
-    while (part := done()) < 1:
+    # A step's own part ends the loop: time that runs out while weights are validated and saved
+    # leaves room for one more step, which is the last then: told, measured and kept.
+    part = done()
+    while part < 1:
         batch = task.draw(step)
         loss, figures = gradients(*batch) if gradients else _with_gradients(task, batch)
         nn.utils.clip_grad_norm_(task.modules.parameters(), task.clip_norm)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from recipes.shapes import autoencoder
+from recipes.shapes import autoencoder, loop
 from recipes.shapes.loop import Task, load_best, train
 from recipes.shapes.muon import Muon
 from torch import Tensor, nn
@@ -63,6 +64,32 @@ def test_a_stage_ends_in_its_minutes(tmp_path: Path) -> None:
     assert best.exists()
     assert "100.0%" in lines[-2]
     assert "validation" in lines[-1]
+
+
+def test_time_that_runs_out_in_a_validation_leaves_a_last_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: now))
+    task, lines = _task(10**9), list[str]()
+    measure, drawn = task.validate, task.draw
+
+    def a_second_each(step: int) -> tuple[Tensor, ...]:
+        nonlocal now
+        now += 1
+        return drawn(step)
+
+    def slowly(modules: nn.ModuleDict) -> dict[str, float]:
+        nonlocal now
+        now += 1000
+        return measure(modules)
+
+    task.draw, task.validate = a_second_each, slowly
+    train(task, tmp_path, say=lines.append, minutes=0.5)
+    first, last, end = lines
+    assert first.startswith("step 10 validation")
+    assert last.startswith("step 11 100.0%")
+    assert end.startswith("step 11 validation")
 
 
 @pytest.mark.gpu
