@@ -13,8 +13,9 @@ import everyframe
 import tiny
 from everyframe.cli.main import main
 from everyframe.core.errors import InputError
-from everyframe.core.events import Event, Frames, Note, Repaired, VideoDone
+from everyframe.core.events import Event, Frames, Note, Planned, Repaired, VideoDone
 from everyframe.core.request import Request
+from everyframe.engine import tracing
 
 FAULTY = "spatial_blocks.0.mlp.fc1"
 #: What comes after it is given what it made, which float16 can't hold.
@@ -94,6 +95,24 @@ def test_a_repair_is_remembered_recorded_and_forgotten(folder: Path) -> None:
     run(folder, forget_repairs=True)
     assert np.array_equal(again(second, folder).frames, second.frames)
     assert again(second, folder).begun_with == RAISED
+
+
+def test_a_trace_of_modules_repaired_from_the_start_is_of_the_same_weights(
+    folder: Path, tmp_path: Path
+) -> None:
+    """They were rounded to float16 before they were widened, and are compared as such."""
+    run(folder)
+
+    def traced(name: str, **more: Any) -> Path:
+        request = Request(model=str(folder), **{**ASKED, **more})
+        (planned,) = [e for e in tracing.record(request, tmp_path / name) if isinstance(e, Planned)]
+        remedies = [r.module for part in planned.plan.components for r in part.remedies]
+        assert remedies == ([] if more else RAISED)
+        return tmp_path / name
+
+    verdict = everyframe.trace_diff(traced("half.trace"), traced("wide.trace", dtype="fp32"))
+    assert verdict.is_explained, verdict.place
+    assert verdict.compared.largest > 1e-5
 
 
 def test_the_command_line_says_and_forgets(

@@ -116,6 +116,9 @@ def test_weights_that_wait_elsewhere_give_the_same_bits(
     wide = model(X)
     raised.undo()
     assert not torch.equal(wide, expected)
+    there = loaded(stored, kind, "bfloat16")
+    Raised(there.blocks[4], torch.float32)
+    assert torch.equal(wide, there(X))
     assert torch.equal(model(X), expected)
 
 

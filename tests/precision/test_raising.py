@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import Precision
 from everyframe.precision import edges
-from everyframe.precision.raising import Raised, narrowest, next_rung
+from everyframe.precision.raising import Raised, as_raised, held_in, narrowest, next_rung
 
 PLAIN = DeviceFacts("plain", "cpu", None, 1, 1)
 FAST = DeviceFacts("fast", "cuda", 0, 1, 1, has_fast_bf16=True)
@@ -48,6 +48,32 @@ def test_one_module_is_raised_and_lowered_without_a_trace(dtype: str) -> None:
     assert seen == [torch.float32, getattr(torch, dtype)]
     assert all(torch.equal(weights[k], v) for k, v in net.state_dict().items())
     handle.remove()
+
+
+def test_digits_that_a_wider_range_lacks_come_back() -> None:
+    """bfloat16 has 8 digits of float16's 11."""
+    net = nn.Linear(4, 4).half().requires_grad_(False)
+    before = net.weight.clone()
+    raised = Raised(net, torch.bfloat16)
+    assert not torch.equal(net.weight.half(), before)
+    raised.undo()
+    assert torch.equal(net.weight, before)
+
+
+def test_what_was_raised_is_known_to_be_as_exact_as_before() -> None:
+    net = nn.Linear(4, 4).half().requires_grad_(False)
+    assert held_in(net.weight) == torch.float16
+    first = Raised(net, torch.bfloat16)
+    assert held_in(net.weight) == torch.bfloat16, "coarser than float16"
+    second = Raised(net, torch.float32)
+    assert net.weight.dtype == torch.float32
+    assert held_in(net.weight) == torch.bfloat16
+    fresh = torch.randn(4, 4)
+    assert torch.equal(as_raised(fresh, net.weight), fresh.half().bfloat16().float())
+    second.undo()
+    first.undo()
+    assert held_in(net.weight) == torch.float16
+    assert held_in(torch.ones(2, dtype=torch.int8)) == torch.int8
 
 
 def test_a_module_without_parameters_is_raised_by_what_it_is_given() -> None:

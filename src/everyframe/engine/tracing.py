@@ -26,6 +26,7 @@ from everyframe.engine.record import request_from
 from everyframe.engine.run import stream
 from everyframe.families.family import Take
 from everyframe.families.loading import shown_to
+from everyframe.hardware.lost import losses_told
 from everyframe.numerics.trace import file
 from everyframe.numerics.trace.diff import Comparison, Place, compare
 from everyframe.numerics.trace.draw import picture
@@ -34,6 +35,7 @@ from everyframe.numerics.trace.recording import Recorder
 from everyframe.numerics.trace.replay import Replayed, is_kept, replay
 from everyframe.planning.resolve import prepare
 from everyframe.precision.full import full_float32
+from everyframe.precision.raising import held_in
 from everyframe.runs.keeper import Keep
 
 AnyPath = str | PathLike[str]
@@ -50,7 +52,7 @@ def record(
         InputError: the trace can't be written there; a module of `full` that isn't there.
     """
     place = check_place(path)
-    recorder = Recorder(full)
+    recorder = Recorder(full, held_in)
     # Nothing is kept to go on from: a run that was resumed would have no trace of its beginning.
     events = stream(request, num_threads=num_threads, keep=Keep(None))
     same: Mapping[str, str] = {}
@@ -99,7 +101,7 @@ def recording(what: Any, path: AnyPath, *, full: Sequence[str] = ()) -> Iterator
             f"there is no component of {unknown[0]!r}{did_you_mean(unknown[0], modules)} "
             f"(there are {', '.join(modules)})"
         )
-    recorder = Recorder(full)
+    recorder = Recorder(full, held_in)
     same, about = _of_modules(modules)
     ended = ""
     try:
@@ -194,6 +196,7 @@ def diff(a: AnyPath, b: AnyPath, find: Find | None = None, *, model: str | None 
 
     Raises:
         InputError: no traces, or of runs that can't be compared, and why.
+        DeviceLostError: the device of a replay was lost.
     """
     compared = compare(file.read(a), file.read(b))
     finder = find or model_of(compared.a.about, model)
@@ -234,7 +237,9 @@ def model_of(about: Mapping[str, str], model: str | None = None) -> Find:
         more: dict[str, Any] = {} if model is None else {"model": model}
         request = request_from(json.loads(about["record"]), {"dtype": "fp32", **more})
         prepared = prepare(request, may_fetch=False)
-        return _component(prepared.plan, prepared.model, component)
+        device = prepared.plan.device
+        with losses_told(f"{device.torch_name} ({device.name})", f"while {component} was loaded"):
+            return _component(prepared.plan, prepared.model, component)
 
     return find
 

@@ -27,6 +27,7 @@ from everyframe.families.ahead import Ahead, Carrier, Fetched
 from everyframe.precision.dtypes import num_bytes
 from everyframe.precision.islands import parameter_dtype
 from everyframe.precision.quantised import as_quantised
+from everyframe.precision.raising import as_exact_as, as_raised
 
 #: A unit has at most this share of all parameters, if its parts allow it.
 _SHARE = 1 / 12
@@ -93,7 +94,7 @@ def from_files(weights: TensorFile, sources: Mapping[str, str], device: torch.de
     """
 
     def bring(name: str, waiting: nn.Parameter) -> Tensor:
-        return weights.load(sources[name], device, waiting.dtype)
+        return as_raised(weights.load(sources[name], device), waiting)
 
     return Fetched(bring, device)
 
@@ -121,7 +122,7 @@ class Offload:
         for part in module.modules():
             for name, parameter in part._parameters.items():
                 if parameter is not None and id(parameter) not in waiting:
-                    part._parameters[name] = _parameter(parameter.to(device, copy=True))
+                    part._parameters[name] = _for(parameter, parameter.to(device, copy=True))
             for name, buffer in part._buffers.items():
                 if buffer is not None:
                     part._buffers[name] = buffer.to(device)
@@ -154,7 +155,7 @@ class Offload:
                 size = 0
                 for name, parameter in own.items():
                     tensor = came[self._named(layer, name)]
-                    layer._parameters[name] = _parameter(tensor)
+                    layer._parameters[name] = _for(parameter, tensor)
                     # What is here already doesn't come.
                     size += 0 if tensor is parameter else tensor.nbytes
                 mine.append((layer, size))
@@ -207,8 +208,9 @@ def _own(layer: nn.Module) -> dict[str, nn.Parameter]:
     return {name: each for name, each in layer._parameters.items() if each is not None}
 
 
-def _parameter(tensor: Tensor) -> nn.Parameter:
-    return nn.Parameter(tensor.detach(), requires_grad=False)
+def _for(waiting: nn.Parameter, tensor: Tensor) -> nn.Parameter:
+    """The parameter that takes the place of one that waits."""
+    return as_exact_as(waiting, nn.Parameter(tensor.detach(), requires_grad=False))
 
 
 def _split(module: nn.Module, name: str, limit: float) -> Iterator[tuple[str, nn.Module]]:

@@ -24,6 +24,7 @@ from everyframe.precision.quantised import (
     swap,
     without_numbers,
 )
+from everyframe.precision.raising import as_raised
 
 
 def fill(
@@ -66,13 +67,13 @@ def from_files(
     def bring(name: str, waiting: nn.Parameter) -> Tensor:
         layer, _, own = name.rpartition(".")
         if own == SCALE and layer in scales:  # it came with the values
-            return scales.pop(layer).to(waiting.dtype)
+            return as_raised(scales.pop(layer), waiting)
         if own != SCALE and waiting.is_floating_point():
-            return weights.load(sources[name], device, waiting.dtype)
+            return as_raised(weights.load(sources[name], device), waiting)
         source = weights.load(sources[f"{layer}.weight"])
         values, scale = quantise(source, kind, device)
         if own == SCALE:
-            return scale.to(waiting.dtype)
+            return as_raised(scale, waiting)
         scales[layer] = scale
         return values
 

@@ -18,6 +18,9 @@ from everyframe.core.facts import DeviceFacts
 #: Narrowest first.
 _LADDER = (torch.float16, torch.bfloat16, torch.float32)
 
+#: The name under which a parameter says what it was raised from; it goes where the parameter goes.
+_RUNGS = "everyframe_raised_from"
+
 
 def next_rung(dtype: torch.dtype, device: DeviceFacts) -> torch.dtype | None:
     """The next wider dtype that this device computes in, None where there is none."""
@@ -27,16 +30,18 @@ def next_rung(dtype: torch.dtype, device: DeviceFacts) -> torch.dtype | None:
 
 
 class Raised:
-    """A module put to `dtype` at least; `undo` gives every bit back, as widening loses none."""
+    """A module put to `dtype` at least; `undo` gives every bit back."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
-        self._before = [
-            (parameter, parameter.dtype)
-            for parameter in module.parameters()
-            if is_below(parameter.dtype, dtype)
-        ]
-        for parameter, _ in self._before:
-            parameter.data = parameter.data.to(dtype)
+        self._before: list[tuple[nn.Parameter, torch.dtype, Tensor | None]] = []
+        for parameter in module.parameters():
+            if is_below(parameter.dtype, dtype):
+                before = parameter.dtype
+                # bfloat16 has the range, but not all the digits of float16.
+                is_lossy = torch.finfo(dtype).eps > torch.finfo(before).eps
+                self._before.append((parameter, before, parameter.data if is_lossy else None))
+                parameter.data = parameter.data.to(dtype)
+                _set_rungs(parameter, (*_rungs(parameter), before))
         # The first of all hooks: later ones cast to the parameters' dtype, where there are any.
         self._handle = module.register_forward_pre_hook(
             _WidenInputs(dtype), prepend=True, with_kwargs=True
@@ -45,9 +50,48 @@ class Raised:
     def undo(self) -> None:
         """The module as it was before."""
         self._handle.remove()
-        for parameter, dtype in self._before:
-            parameter.data = parameter.data.to(dtype)
+        for parameter, dtype, kept in self._before:
+            data = parameter.data if kept is None else kept.to(parameter.device)
+            parameter.data = data.to(dtype)
+            _set_rungs(parameter, _rungs(parameter)[:-1])
         self._before = []
+
+
+def held_in(tensor: Tensor) -> torch.dtype:
+    """The dtype that says how exact the numbers of a tensor are.
+
+    A parameter's own, or a coarser one that it was raised from: raising brings no digit back.
+    """
+    rungs = _rungs(tensor)
+    if not rungs:
+        return tensor.dtype
+    return max((*rungs, tensor.dtype), key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def as_raised(fresh: Tensor, parameter: Tensor) -> Tensor:
+    """What stands for `parameter`, read anew: rounded as it was before it was raised, and raised.
+
+    So it is the same bits whether it stayed or comes again.
+    """
+    for dtype in (*_rungs(parameter), parameter.dtype):
+        fresh = fresh.to(dtype)
+    return fresh
+
+
+def as_exact_as(parameter: nn.Parameter, other: nn.Parameter) -> nn.Parameter:
+    """`other`, which takes the place of `parameter`, known to be as exact as that one."""
+    _set_rungs(other, _rungs(parameter))
+    return other
+
+
+def _rungs(parameter: Tensor) -> tuple[torch.dtype, ...]:
+    """The dtypes that a parameter was raised from, in that order."""
+    rungs: tuple[torch.dtype, ...] = getattr(parameter, _RUNGS, ())
+    return rungs
+
+
+def _set_rungs(parameter: nn.Parameter, rungs: tuple[torch.dtype, ...]) -> None:
+    setattr(parameter, _RUNGS, rungs)
 
 
 def is_below(dtype: torch.dtype, other: torch.dtype) -> bool:

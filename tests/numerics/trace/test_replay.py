@@ -10,16 +10,18 @@ import torch
 from torch import Tensor, nn
 
 import traced
-from everyframe.core.errors import InputError
+from dying_device import dying_device
+from everyframe.core.errors import DeviceLostError, InputError
 from everyframe.numerics.trace.diff import Comparison, compare
 from everyframe.numerics.trace.recording import Recorder
 from everyframe.numerics.trace.replay import Replayed, is_kept, replay
+from everyframe.precision.raising import Raised, held_in
 
 CORE = "net.blocks.1.attn"
 
 
 def recorded(module: nn.Module, name: str = CORE) -> object:
-    recorder = Recorder([name])
+    recorder = Recorder([name], held_in)
     recorder.watch("net", module)
     traced.sample(module, steps=2)
     recorder.remove()
@@ -32,12 +34,36 @@ def replayed(a: nn.Module, b: nn.Module, module: nn.Module, name: str = CORE) ->
     return replay(compared, call_of(compared, name), module.get_submodule(name[4:]))
 
 
-def call_of(compared: Comparison, name: str) -> int:
+def call_of(compared: Comparison, name: str, number: int = 1) -> int:
     return next(
         place
         for place, call in enumerate(compared.a.calls)
-        if compared.a.parts[call.part].name == name
+        if compared.a.parts[call.part].name == name and call.number == number
     )
+
+
+def test_rounded_weights_are_no_fault_of_a_module_that_was_raised() -> None:
+    """Weights that were float16 when they were widened are not float32's; nor is that wrong."""
+    net = traced.net()
+    narrow = copy.deepcopy(net).half()
+    Raised(narrow, torch.float32)
+    name = "net.blocks.1.mlp.1"
+    compared = compare(recorded(narrow, name), recorded(net, name))  # type: ignore[arg-type]
+    assert compared.places == ()
+    assert 1e-5 < compared.largest < 1e-2
+    for number in (1, 2):
+        found = replay(compared, call_of(compared, name, number), net.get_submodule(name[4:]))
+        assert found.errors[0] > 1e-5
+        assert found.wrong == ()
+
+
+def test_a_device_that_is_lost_is_told_as_that() -> None:
+    net = traced.net()
+    compared = compare(recorded(net), recorded(net))  # type: ignore[arg-type]
+    with dying_device() as device:
+        net.blocks[1].attn.core.forward = lambda *_: device.die()
+        with pytest.raises(DeviceLostError, match=r"cpu was lost while .*attn was replayed .*ECC"):
+            replay(compared, call_of(compared, CORE), net.get_submodule(CORE[4:]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

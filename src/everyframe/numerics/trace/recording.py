@@ -30,11 +30,15 @@ class Recorder:
     """Watches modules from `watch` on until `remove`; `trace` is what was seen.
 
     `full` are the names of modules (component and dotted name) of which the tensors that go in and
-    come out are kept whole.
+    come out are kept whole. `held_in` tells the dtype that a weight is as exact as, for those that
+    are wider than their numbers.
     """
 
-    def __init__(self, full: Sequence[str] = ()) -> None:
+    def __init__(
+        self, full: Sequence[str] = (), held_in: Callable[[Tensor], torch.dtype] | None = None
+    ) -> None:
         self._full = tuple(full)
+        self._held_in = held_in or _own_dtype
         self._handles: list[RemovableHandle] = []
         self._parts: dict[Part, int] = {}
         self._calls: list[Call] = []
@@ -136,7 +140,8 @@ class Recorder:
     def _seer(self, call: int, kind: Kind, *, keep: bool) -> Callable[[str, Tensor], int]:
         def see(name: str, tensor: Tensor) -> int:
             row = self._prints.add(tensor)
-            dtype = str(tensor.dtype).removeprefix("torch.")
+            exact = self._held_in(tensor) if kind == "weight" else tensor.dtype
+            dtype = str(exact).removeprefix("torch.")
             self._seen.append(Seen(call, kind, name, dtype, tuple(tensor.shape), row))
             place = len(self._seen) - 1
             if keep:
@@ -191,6 +196,10 @@ class _Prints:
                     rows[place] = waiting[place].cpu().numpy()
         if len(rows):
             self._here.append(rows)
+
+
+def _own_dtype(tensor: Tensor) -> torch.dtype:
+    return tensor.dtype
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from everyframe.core.errors import InputError
+from everyframe.hardware.lost import losses_told
 from everyframe.numerics.trace.arguments import packed, unpacked
 from everyframe.numerics.trace.diff import Comparison, rounding, unit_of
 from everyframe.numerics.trace.trace import Trace
@@ -69,16 +70,19 @@ def replay(compared: Comparison, call: int, module: nn.Module) -> Replayed:
 
     `module` is the module itself, with its weights in any precision.
 
-    Raises `InputError` where its arguments are more than a trace keeps, or don't fit the module.
+    Raises:
+        InputError: its arguments are more than a trace keeps, or don't fit the module.
+        DeviceLostError: the device that the module is on was lost.
     """
     name = compared.a.parts[compared.a.calls[call].part].name
-    wide = _widened(module)
     runs = ((compared.a, call), (compared.b, compared.partners[call]))
-    try:
-        results = [_again(wide, trace, made) for trace, made in runs]
-    except (RuntimeError, TypeError, KeyError, InputError) as error:
-        text = " ".join(str(error).split())[:300]
-        raise InputError(f"{name} can't be replayed: {text}") from error
+    with losses_told(str(_device_of(module)), f"while {name} was replayed"):
+        wide = _widened(module)
+        try:
+            results = [_again(wide, trace, made) for trace, made in runs]
+        except (RuntimeError, TypeError, KeyError, InputError) as error:
+            text = " ".join(str(error).split())[:300]
+            raise InputError(f"{name} can't be replayed: {text}") from error
     given = [_kept(trace, made, "output") for trace, made in runs]
     errors = tuple(_apart(got, want, name) for got, want in zip(given, results, strict=True))
     first, second = (_kept(trace, made, "input") for trace, made in runs)
@@ -99,8 +103,12 @@ def _widened(module: nn.Module) -> nn.Module:
     return wide
 
 
+def _device_of(module: nn.Module) -> torch.device:
+    return next((each.device for each in module.parameters()), torch.device("cpu"))
+
+
 def _again(wide: nn.Module, trace: Trace, call: int) -> list[Tensor]:
-    device = next((each.device for each in wide.parameters()), torch.device("cpu"))
+    device = _device_of(wide)
 
     def widen(tensor: Tensor) -> Tensor:
         return tensor.to(device, torch.float32 if tensor.is_floating_point() else None)
@@ -111,7 +119,7 @@ def _again(wide: nn.Module, trace: Trace, call: int) -> list[Tensor]:
     found: list[Tensor] = []
 
     def keep(_: str, tensor: Tensor) -> int:
-        found.append(tensor)
+        found.append(tensor.cpu())  # a card tells what failed on it when it is asked for results
         return 0
 
     with torch.no_grad():
@@ -145,12 +153,18 @@ def _apart(got: Sequence[Tensor], want: Sequence[Tensor], name: str) -> float:
 def _explained(trace: Trace, call: int) -> float:
     """What the narrowest dtype in that call explains.
 
-    Roundings of the calls made in it add up as random ones do; those of weights count as well.
+    Roundings of the calls made in it add up as random ones do; those of weights count as well,
+    which were seen at the first call of each module.
     """
     inside = {call}
     for later in range(call + 1, len(trace.calls)):
         if trace.calls[later].parent not in inside:
             break  # calls made in one follow it without a gap
         inside.add(later)
-    units = (unit_of(seen.dtype, trace) for seen in trace.seen if seen.call in inside)
+    parts = {trace.calls[each].part for each in inside}
+    units = (
+        unit_of(seen.dtype, trace)
+        for seen in trace.seen
+        if seen.call in inside or (seen.kind == "weight" and trace.calls[seen.call].part in parts)
+    )
     return rounding(max(units, default=0.0)) * max(2.0, math.sqrt(len(inside)))

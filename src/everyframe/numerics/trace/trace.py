@@ -50,7 +50,8 @@ class Call:
 class Seen:
     """One tensor that a call was given or gave, or that the module holds (at its first call).
 
-    `row` is where its fingerprint lies. In the order in which they were seen.
+    `dtype` says how exact its numbers are: a weight that was rounded and widened again has the
+    narrower one. `row` is where its fingerprint lies. In the order in which they were seen.
     """
 
     call: int
