@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from everyframe.hardware.lost import losses_told
+
 
 def answer(*words: str) -> list[str]:
     """Nothing wrong at all."""
@@ -100,3 +102,16 @@ def lie_beyond_measure(device: str) -> dict[str, Any]:
 def measure_nothing_known(device: str) -> dict[str, Any]:
     """A probe that gives its numbers in a form that no finding has."""
     return {"wrong": ["something"], "notes": [], "skipped": None, "measured": [1, 2]}
+
+
+def lose_a_card() -> None:
+    """What facts do on a card whose memory gave wrong bits, told as the loss of it."""
+    with losses_told("cuda:0", "before it was used"):
+        lose_a_card_in_use("cuda:0")
+
+
+def lose_a_card_in_use(device: str) -> None:
+    """The same where nobody tells it as a loss: torch's own error."""
+    import torch
+
+    raise torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered")

@@ -29,6 +29,8 @@ def test_every_path_has_a_line(model: str, capsys: pytest.CaptureFixture[str]) -
     rows = {(row["component"], row["path"]): row for row in told["paths"]}
     assert rows["denoiser", "attention-flash"]["verdict"] == "expected"
     assert rows["denoiser", "linear-gelu"]["verdict"] == "untried"
+    assert rows["denoiser", "linear-gelu"]["closeness"] == "rounding"
+    assert rows["denoiser", "kept-embeddings"]["closeness"] == "exact"
     assert rows["denoiser", "compile"]["reason"] in (
         "on demand: --compile", why_not(),
     )  # fmt: skip

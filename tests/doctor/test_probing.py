@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 
+import planted_faults
 from everyframe.core.facts import DeviceFacts, MachineFacts
 from everyframe.doctor import diagnose as diagnosing
-from everyframe.doctor import probing
 from everyframe.doctor.checks import LOOKS
 from everyframe.doctor.diagnose import diagnose
 from everyframe.doctor.probes import PROBES, Probe
 from everyframe.doctor.probing import devices_to_probe, probe
+from everyframe.hardware import machine
 from everyframe.hardware.isolated import Ended, run_isolated
 from everyframe.hardware.known_issues import known_issues
 
@@ -54,16 +55,14 @@ def test_a_fault_is_trouble_with_its_name(name: str, seconds: float, text: str) 
 def test_a_broken_card_is_not_blamed_on_software(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither where torch is asked for devices, nor where a probe loses one."""
     said = "CUDA error: uncorrectable ECC error encountered"
-    ended = Ended(error=f"DeviceLostError: cuda:0 was lost before it was used ({said}): its memory")
-    monkeypatch.setattr(diagnosing, "run_isolated", lambda *_, **__: ended)
+    monkeypatch.setattr(machine, "_as_plain", planted_faults.lose_a_card)
     (check,) = diagnose(["devices"]).checks
     (finding,) = check.findings
-    assert finding.says.endswith(f"cuda:0 was lost before it was used ({said})")
+    assert finding.says.endswith(f", cuda:0 was lost before it was used ({said})")
+    assert finding.cause == "its memory gave wrong bits"
     assert "nvidia-smi -q -d ECC" in finding.mend[0].do
     assert finding.mend[0].command is None
-    ended = Ended(error=f"AcceleratorError: {said}", printed="Traceback")
-    monkeypatch.setattr(probing, "run_isolated", lambda *_, **__: ended)
-    (finding,) = probe(planted("lie"), [CARD]).findings
+    (finding,) = probe(planted("lose_a_card_in_use"), [CARD]).findings
     assert finding.cause == "its memory gave wrong bits"
     assert [mend.do[:26] for mend in finding.mend] == ["`nvidia-smi -q -d ECC` (RO"]
 
@@ -118,7 +117,7 @@ def test_the_doctor_goes_on_after_all_of_them(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_torch_that_kills_is_told_and_survived(monkeypatch: pytest.MonkeyPatch) -> None:
     dead = Ended(signal="SIGSEGV", seconds=0.1)
-    monkeypatch.setattr(diagnosing, "run_isolated", lambda *args, **kwargs: dead)
+    monkeypatch.setattr(machine, "run_isolated", lambda *args, **kwargs: dead)
     report = diagnose(["devices", "products"])
     (check,) = report.checks  # no probe is tried: it would end in the same way
     assert check.findings[0].says == "asking torch for its devices died of SIGSEGV"

@@ -24,6 +24,8 @@ from everyframe.engine import obituary, resuming, run
 from everyframe.engine.launch import launched
 from everyframe.engine.process import Job
 from everyframe.engine.trail import Trail, Whereabouts, read_trail
+from everyframe.hardware.isolated import Ended
+from everyframe.hardware.machine import Asked
 from everyframe.hardware.profiles import find_profile
 from everyframe.runs.folder import RunFolder, all_runs
 from everyframe.runs.keeper import EVERY_STEP
@@ -56,7 +58,8 @@ def test_a_worker_that_dies_is_named_and_its_run_goes_on(
     path = os.pathsep.join([str(PLANTED), os.environ["PYTHONPATH"]])
     monkeypatch.setenv("PYTHONPATH", path)
     monkeypatch.setenv("PLANTED", "SIGFPE:STDiT3:3")
-    monkeypatch.setattr(obituary, "machine_now", lambda: find_profile("h20-cublas12.1").machine())
+    asked = Asked(find_profile("h20-cublas12.1").machine(), Ended())
+    monkeypatch.setattr(obituary, "ask", lambda: asked)
     with pytest.raises(WorkerDiedError) as died:
         list(launched(job(model, tmp_path)))
     text = str(died.value)

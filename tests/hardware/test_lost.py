@@ -8,7 +8,7 @@ import torch
 from dying_device import ADVICE
 from everyframe.core.errors import CannotRunError, DeviceLostError, InputError
 from everyframe.core.request import Request
-from everyframe.hardware.lost import is_lost, loss_in, loss_of, loss_told, losses_told
+from everyframe.hardware.lost import is_lost, loss_behind, loss_in, loss_of, losses_told
 
 ACCELERATOR = torch.AcceleratorError
 
@@ -36,9 +36,6 @@ def test_a_lost_device_is_known_by_its_words(error: RuntimeError, mend: str) -> 
     assert loss.said == str(error)
     assert mend in loss.mend
     assert "\n" not in str(loss)
-    in_one_line = loss_told(f"{type(error).__name__}: {error} {' '.join(ADVICE.split())}")
-    assert in_one_line is not None
-    assert in_one_line.mend == loss.mend
 
 
 @pytest.mark.parametrize(
@@ -76,6 +73,13 @@ def test_the_first_of_several_errors_is_told() -> None:
         "cuda:1 (a card) was lost in denoise (CUDA error: uncorrectable ECC error encountered): "
     )
     assert "\n" not in str(told.value)
+    loss = loss_behind(told.value)
+    assert loss is not None
+    assert loss.what == "cuda:1 (a card) was lost in denoise"
+    assert loss.said == "CUDA error: uncorrectable ECC error encountered"
+    assert is_lost(told.value)
+    assert isinstance(again := told.value.reworded("in other words"), DeviceLostError)
+    assert again.loss == loss
 
 
 def test_the_caller_s_own_loss_is_not_ours() -> None:

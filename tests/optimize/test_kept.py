@@ -154,7 +154,7 @@ def test_whether_a_run_has_enough_of_them_is_tried(monkeypatch: pytest.MonkeyPat
     path = CATALOGUE[PATH]
     steady = hold(
         embeddings(subject({"fps_embedder": False}, monkeypatch), path),
-        "cpu", time.monotonic() + 120,
+        "cpu", time.monotonic() + 120, is_exact=True,
     )  # fmt: skip
     # The very same numbers, and nineteen of twenty looked up.
     assert steady.error == 0

@@ -35,6 +35,8 @@ def test_every_known_model_is_listed() -> None:
     ]  # fmt: skip
     big = rows["opensora-1.2"]
     assert not big.on_disk
+    assert big.licence == "Apache-2.0"
+    assert all(row.licence for row in rows.values())
     assert big.needs_bytes == 4_762_310_656 * 4  # T5 alone, in float32
     assert big.download_bytes == 4 * (4_762_310_656 + 1_207_643_972 + 393_341_007)
     assert big.fits

@@ -69,9 +69,9 @@ def _least_asked() -> tuple[dict[str, Any], ...]:
 def _plain(row: PathRow) -> dict[str, Any]:
     choice = row.choice
     return {
-        "component": row.component, "path": choice.path, "title": row.title,
-        "verdict": choice.verdict, "in_use": row.in_use, "error": choice.error,
-        "limit": choice.limit, "gain": choice.gain, "reason": choice.reason,
+        "component": row.component, "path": choice.path, "title": row.path.title,
+        "closeness": row.path.closeness, "verdict": choice.verdict, "in_use": row.in_use,
+        "error": choice.error, "limit": choice.limit, "gain": choice.gain, "reason": choice.reason,
     }  # fmt: skip
 
 

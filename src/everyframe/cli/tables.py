@@ -140,7 +140,8 @@ def print_models(rows: Sequence[ModelRow], file: IO[str]) -> None:
     out.print(laid_out(heads).rstrip(), style="bold")
     for row, line in zip(rows, lines, strict=True):
         out.print(laid_out(line).rstrip())
-        about = "; ".join(text for text in (row.title, row.note) if text)
+        licence = f"licence of the weights: {row.licence}"
+        about = "; ".join(text for text in (row.title, row.note, licence) if text)
         out.print(Padding(about, (0, 0, 0, 2)), style="dim")
 
 

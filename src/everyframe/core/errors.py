@@ -103,8 +103,37 @@ class WorkerDiedError(EveryframeError):
     exit_code = ExitCode.WORKER_DIED
 
 
+@dataclass(frozen=True)
+class Loss:
+    """A device that was lost: `what` was lost when, what was `said` of it, in one line each.
+
+    Besides what is `likely` and how to `mend` it. `is_of_the_card` where no kernel is to blame: the
+    same would have happened to any.
+    """
+
+    likely: str
+    mend: str
+    is_of_the_card: bool = False
+    said: str = ""
+    what: str = "a device was lost"
+
+    def __str__(self) -> str:
+        return f"({self.said}): {self.likely}; {self.mend}"
+
+
 class DeviceLostError(WorkerDiedError):
-    """A device failed under a process, which can't use it any more; a new one may."""
+    """A device failed under a process, which can't use it any more; a new one may.
+
+    `loss` has the parts of it where the process that lost it tells.
+    """
+
+    def __init__(self, text: str, loss: Loss | None = None) -> None:
+        super().__init__(text)
+        self.loss = loss
+
+    def reworded(self, text: str) -> DeviceLostError:
+        """The same error in other words."""
+        return DeviceLostError(text, self.loss)
 
 
 class BusyError(EveryframeError):

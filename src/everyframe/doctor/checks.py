@@ -14,8 +14,8 @@ from packaging.version import InvalidVersion, Version
 from everyframe.core.facts import DeviceFacts, MachineFacts, SoftwareFacts
 from everyframe.doctor import tested, variables
 from everyframe.doctor.report import Check, Finding
+from everyframe.hardware.isolated import Ended
 from everyframe.hardware.known_issues import Match, Mend, find
-from everyframe.hardware.lost import loss_told
 from everyframe.planning.forecast import describe_bytes
 
 
@@ -24,14 +24,14 @@ class Patient:
     """Who is judged: facts, whether they are of a `profile`, what is `used`, and what probes found.
 
     `probed` maps a probe's name to whether all devices passed it; it is empty before they ran and
-    for made-up machines. `obstacle` says how asking for the facts went wrong, if it did.
+    for made-up machines. `failed` is how asking for the facts ended, if it did so badly.
     """
 
     machine: MachineFacts
     profile: str | None = None
     used: frozenset[str] = frozenset()
     probed: dict[str, bool] = field(default_factory=dict)
-    obstacle: str | None = None
+    failed: Ended | None = None
 
     @property
     def software(self) -> SoftwareFacts:
@@ -48,25 +48,29 @@ def devices(patient: Patient) -> Check:
     """What can compute, and cards that torch does not see."""
     said = "; ".join(_counted(patient.machine))
     found = []
-    if patient.obstacle is not None:
-        found.append(_not_told(patient.obstacle))
+    if patient.failed is not None:
+        found.append(_not_told(patient.failed))
     elif patient.software.driver and patient.is_real:
         if all(device.kind == "cpu" for device in patient.machine.devices):
             found.append(_unseen_card(patient.software))
     return Check.of("devices", said, found)
 
 
-def _not_told(obstacle: str) -> Finding:
+def _not_told(failed: Ended) -> Finding:
     """Why torch can't say what devices there are: a card that is broken, or torch itself."""
-    loss = loss_told(obstacle)
-    if loss is not None:
-        cause, mend = loss.likely, Mend(do=loss.mend)
-        obstacle = obstacle.partition("): ")[0] + ")"  # what is likely and mends it comes apart
-    else:
-        cause = "torch, or a library that it loads, does not work here."
-        mend = Mend(do="install torch anew", command="pip install --force-reinstall torch")
-    says = f"asking torch for its devices {obstacle}"
-    return Finding(mark="trouble", says=says, cause=cause, mend=(mend,))
+    if (loss := failed.loss) is not None:
+        return Finding(
+            mark="trouble",
+            says=f"when torch was asked for its devices, {loss.what} ({loss.said})",
+            cause=loss.likely,
+            mend=(Mend(do=loss.mend),),
+        )
+    return Finding(
+        mark="trouble",
+        says=f"asking torch for its devices {failed}",
+        cause="torch, or a library that it loads, does not work here.",
+        mend=(Mend(do="install torch anew", command="pip install --force-reinstall torch"),),
+    )
 
 
 def _counted(machine: MachineFacts) -> Iterator[str]:

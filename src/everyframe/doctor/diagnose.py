@@ -23,12 +23,8 @@ from everyframe.doctor.probes import PROBES, Probe
 from everyframe.doctor.probing import devices_to_probe, probe
 from everyframe.doctor.report import Check, Finding, Report, verdict_line, worst
 from everyframe.doctor.tested import look_up, table
-from everyframe.hardware.isolated import run_isolated
-from everyframe.hardware.loaded import whole_machine, without_torch
+from everyframe.hardware.machine import ask
 from everyframe.hardware.profiles import find_profile
-
-#: Importing torch from a cold disk takes long; beyond this it hangs.
-_FACTS_SECONDS = 120.0
 
 #: What every family of ours uses, by the tags of known issues.
 _ALWAYS_USED = ("dtype:float32", "op:conv3d", "component:vae", "attention:sdpa")
@@ -60,7 +56,7 @@ def diagnose(
     patient = _patient(profile, model)
     done: list[Check] = []
     probes = [item for item in PROBES if item.name in wanted] if patient.is_real else []
-    if patient.obstacle is not None:
+    if patient.failed is not None:
         probes = []  # each would end as the question for the facts did
     if smoke and not patient.is_real:
         raise InputError("a machine that is not here can't make a video; leave out --smoke or --as")
@@ -94,15 +90,14 @@ def _wanted(names: Sequence[str]) -> tuple[str, ...]:
 
 def _patient(profile: str | Path | None, model: str | None) -> Patient:
     if profile is not None:
-        machine, obstacle = _made_up(profile), None
+        machine, failed = _made_up(profile), None
     else:
-        machine, obstacle = _facts()
+        asked = ask()
+        machine, failed = asked.machine, None if asked.ended.is_well else asked.ended
     used = {*_ALWAYS_USED, *(f"dtype:{dtype}" for dtype in _dtypes(machine))}
     if model is not None:
         used.add(f"model:{model}")
-    return Patient(
-        machine, None if profile is None else str(profile), frozenset(used), {}, obstacle
-    )
+    return Patient(machine, None if profile is None else str(profile), frozenset(used), {}, failed)
 
 
 def _made_up(profile: str | Path) -> MachineFacts:
@@ -119,19 +114,6 @@ def _made_up(profile: str | Path) -> MachineFacts:
             except ValidationError as error:
                 raise InputError(f"{path}: {explain(error)}") from None
     return find_profile(profile).machine()
-
-
-def _facts() -> tuple[MachineFacts, str | None]:
-    """The facts of this machine, and how asking for them ended if it did badly."""
-    ended = run_isolated(facts_as_json, seconds=_FACTS_SECONDS)
-    if not ended.is_well:
-        return without_torch(), str(ended)
-    return TypeAdapter(MachineFacts).validate_python(ended.value), None
-
-
-def facts_as_json() -> dict[str, Any]:
-    """Every fact of this machine as plain data; imports torch."""
-    return whole_machine().to_json()
 
 
 def _dtypes(machine: MachineFacts) -> set[str]:

@@ -18,7 +18,6 @@ from everyframe.doctor.probes import Probe, call
 from everyframe.doctor.report import Check, Finding, Mark
 from everyframe.hardware.isolated import Ended, run_isolated
 from everyframe.hardware.known_issues import Issue, Mend, explaining
-from everyframe.hardware.lost import loss_in, loss_told
 
 
 def devices_to_probe(machine: MachineFacts) -> tuple[DeviceFacts, ...]:
@@ -102,7 +101,7 @@ def _ended_badly(
 ) -> Finding:
     """Died, hung, or raised: each may be a known issue, with its cause and remedy."""
     issues = tuple(_explained(item, device, ended))
-    loss = loss_told(ended.error or "") or loss_in(ended.printed)
+    loss = ended.loss
     # Of a card that is broken nothing else has to be changed.
     advice = Mend(do=item.advice if loss is None else loss.mend)
     likely = None if loss is None else loss.likely

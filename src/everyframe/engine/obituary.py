@@ -6,21 +6,16 @@ No torch here. Read next: `launch.py`, `trail.py`; `everyframe.hardware.known_is
 
 from __future__ import annotations
 
-from typing import Any
-
 from everyframe.core.errors import WorkerDiedError
 from everyframe.core.facts import MachineFacts
-from everyframe.core.plain import from_plain, to_plain
 from everyframe.engine.process import Worker
 from everyframe.engine.trail import Whereabouts, read_trail
-from everyframe.hardware.isolated import run_isolated, signal_name
+from everyframe.hardware.isolated import signal_name
 from everyframe.hardware.known_issues import Issue, explaining, find
-from everyframe.hardware.loaded import whole_machine, without_torch
 from everyframe.hardware.lost import loss_in
+from everyframe.hardware.machine import ask
 from everyframe.runs.folder import RunFolder
 
-#: Seconds that the libraries have to say which they are.
-_FACTS_SECONDS = 60.0
 #: Libraries that matter to a crash on a GPU, and what they are called.
 _LIBRARIES = {"cublas": "cuBLAS", "cudnn": "cuDNN", "hipblas": "hipBLAS", "nccl": "NCCL"}
 
@@ -43,19 +38,13 @@ def obituary(worker: Worker, code: int, run: RunFolder | None) -> WorkerDiedErro
     elif (loss := loss_in(worker.printed())) is not None:
         said.append(f"its device was lost {loss}")
     else:
-        said += _of_the_machine(machine_now(), signal_name(-code), where, worker.printed())
+        said += _of_the_machine(ask().machine, signal_name(-code), where, worker.printed())
     return WorkerDiedError("; ".join([*said, *kept_in(run)]))
 
 
 def kept_in(run: RunFolder | None) -> list[str]:
     """What is said of a run that is kept where it ended."""
     return [] if run is None else [f"what it came to is kept: everyframe resume {run.name}"]
-
-
-def machine_now() -> MachineFacts:
-    """Every fact of this machine, with what torch loads here; without that if it breaks on it."""
-    ended = run_isolated(_facts, seconds=_FACTS_SECONDS)
-    return from_plain(ended.value) if ended.is_well else without_torch()
 
 
 def _of_the_machine(
@@ -96,7 +85,3 @@ def matching(machine: MachineFacts, signal: str, printed: str) -> Issue | None:
 
 def _tells(issue: Issue, signal: str) -> bool:
     return signal in " ".join((issue.title, issue.symptom, issue.cause, *issue.messages))
-
-
-def _facts() -> Any:
-    return to_plain(whole_machine())

@@ -99,7 +99,7 @@ def stream(
     model = model.fetch()
     check_contents(model)
     record = make_record(plan, request, model.weight_files())
-    key = _memory(record, plan)
+    key = _repairs_key(record, plan)
     if request.forget_repairs and key is not None and forget(key):
         yield Note("what was remembered of repairs for this model on this device is forgotten")
     yield Ready(record)
@@ -130,11 +130,11 @@ def work(
         yield from keeper.notes()
         if keeper.folder is not None and keeper.folder.part == 0:
             yield Kept(keeper.folder.name, str(keeper.folder.path))
-        events = _apart(_run(here, model, record, keeper, progress), here)
+        events = _as_planned(_run(here, model, record, keeper, progress), here)
         yield from gathered(events, here) if here.sources else events
 
 
-def _apart(events: Events, here: Here) -> Events:
+def _as_planned(events: Events, here: Here) -> Events:
     """The same events, made with the plan's threads, in full float32 and without gradients.
 
     All are entered for each event anew: whoever reads the stream runs between two events, and
@@ -178,7 +178,7 @@ def _run(
     here: Here, model: Model, record: dict[str, Any], keeper: Keeper, progress: Progress
 ) -> Generator[Event, None, None]:
     plan, takes, num_clips = here.plan, progress.takes, here.plan.settings.chain
-    key = _memory(record, plan) if here.teams.team.is_lead else None
+    key = _repairs_key(record, plan) if here.teams.team.is_lead else None
     num_frames = {take.seed: 0 for take in takes}
     unfinished: list[int] = []
     for frames in keeper.kept_frames(progress):
@@ -213,7 +213,7 @@ def _run(
     yield from _done(unfinished, num_frames, record, progress)
 
 
-def _memory(record: Mapping[str, Any], plan: Plan) -> Key | None:
+def _repairs_key(record: Mapping[str, Any], plan: Plan) -> Key | None:
     """Where repairs are remembered; None for weights that somebody had in memory."""
     sha256 = record.get("model", {}).get("sha256")
     return None if sha256 is None else key_of(sha256, plan.device, record["versions"])

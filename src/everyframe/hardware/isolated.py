@@ -19,11 +19,14 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from everyframe.core.errors import Loss
+from everyframe.hardware.lost import loss_behind, loss_in
 
 #: How much of what a process printed is kept, in letters.
 _KEPT = 2000
@@ -34,7 +37,7 @@ class Ended:
     """How a process ended: with a `value`, an `error`, a `signal` by name, or `timed_out`.
 
     Exactly one of the four is set. `seconds` is how long it took, `printed` the end of what it
-    wrote to either output.
+    wrote to either output, `loss` the device that it lost, if that is why it ended badly.
     """
 
     value: Any = None
@@ -43,6 +46,7 @@ class Ended:
     timed_out: bool = False
     seconds: float = 0.0
     printed: str = ""
+    loss: Loss | None = None
 
     @property
     def is_well(self) -> bool:
@@ -57,19 +61,16 @@ class Ended:
         return self.error or "returned"
 
 
-def run_isolated(
-    function: Callable[..., Any], *arguments: Any, seconds: float, fresh: bool = False
-) -> Ended:
+def run_isolated(function: Callable[..., Any], *arguments: Any, seconds: float) -> Ended:
     """Call ``function(*arguments)`` in a process of its own and say how it ended.
 
     `function` is one of a module and not of a script; its value is plain data that JSON can hold,
-    and its arguments are what pickle can send, which only this process and its child read. With
-    `fresh` a new interpreter is started for it, which sees this process's environment of now. The
+    and its arguments are what pickle can send, which only this process and its child read. The
     process and all that it started are killed after `seconds`.
     """
     began = time.monotonic()
-    ended = _run(_context(fresh), function, arguments, began, seconds)
-    if ended is None and not fresh:
+    ended = _run(_context(), function, arguments, began, seconds)
+    if ended is None:
         # What others are forked from died, most likely while it imported torch. A fresh process
         # imports nothing before the function does, so how it dies can be seen.
         ended = _run(_context(fresh=True), function, arguments, began, seconds)
@@ -124,10 +125,14 @@ def _ended(
         return Ended(timed_out=True, seconds=seconds, printed=printed)
     if answer:
         told = json.loads(answer)
-        return Ended(told["value"], told["error"], seconds=seconds, printed=printed)
+        loss = None if told["loss"] is None else Loss(**told["loss"])
+        return Ended(told["value"], told["error"], seconds=seconds, printed=printed, loss=loss)
+    loss = loss_in(printed)
     if exit_code is not None and exit_code < 0:
-        return Ended(signal=signal_name(-exit_code), seconds=seconds, printed=printed)
-    return Ended(error=f"ended with exit code {exit_code}", seconds=seconds, printed=printed)
+        signalled = signal_name(-exit_code)
+        return Ended(signal=signalled, seconds=seconds, printed=printed, loss=loss)
+    error = f"ended with exit code {exit_code}"
+    return Ended(error=error, seconds=seconds, printed=printed, loss=loss)
 
 
 def signal_name(number: int) -> str:
@@ -138,7 +143,7 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _context(fresh: bool) -> Any:
+def _context(*, fresh: bool = False) -> Any:
     """How processes are made: forked from a clean one, or started anew.
 
     On macOS a process that has Metal's libraries must not fork; Windows can't.
@@ -203,11 +208,13 @@ def _serve(
     with open(log, "wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    told: dict[str, Any] = {"value": None, "error": None}
+    told: dict[str, Any] = {"value": None, "error": None, "loss": None}
     try:
         told["value"] = function(*arguments)
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer
         traceback.print_exc()
         told["error"] = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+        loss = loss_behind(error)
+        told["loss"] = None if loss is None else asdict(loss)
     connection.send_bytes(json.dumps(told).encode())
     connection.close()

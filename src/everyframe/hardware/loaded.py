@@ -2,7 +2,7 @@
 
 A second cuBLAS in ``LD_LIBRARY_PATH`` or in a conda environment wins over the wheel's; so each
 library is asked for its version by its own function, through the path that the kernel tells. Call
-it in a process of its own: a broken library may end it. Read next: `software`, `isolated`.
+it in a process of its own: a broken library may end it. Read next: `machine`, which does.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from everyframe.core.facts import MachineFacts, SoftwareFacts
-from everyframe.hardware.facts import machine_facts
-from everyframe.hardware.software import software_facts
+from everyframe.core.facts import SoftwareFacts
 
 #: Library -> how its file is called. The engines beside cuDNN's main library carry its version too.
 _FILES = {
@@ -31,17 +29,6 @@ _FILES = {
     "hipblas": r"libhipblas\.so[.\d]*",
     "miopen": r"libMIOpen\.so[.\d]*",
 }
-
-
-def whole_machine() -> MachineFacts:
-    """Every fact of this machine, with what torch loaded. Imports torch; may touch the cards."""
-    machine = machine_facts()
-    return replace(machine, software=with_loaded(software_facts()))
-
-
-def without_torch() -> MachineFacts:
-    """The facts that are left where torch can't be asked: the processor and the software."""
-    return replace(machine_facts("cpu"), software=software_facts())
 
 
 def with_loaded(software: SoftwareFacts) -> SoftwareFacts:

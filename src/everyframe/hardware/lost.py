@@ -13,26 +13,9 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from everyframe.core.errors import CannotRunError, DeviceLostError, PeerLostError
-
-
-@dataclass(frozen=True)
-class Loss:
-    """What is `likely`, how to `mend` it, and what was `said` of it in one line.
-
-    `is_of_the_card` where no kernel is to blame: the same would have happened to any.
-    """
-
-    likely: str
-    mend: str
-    is_of_the_card: bool = False
-    said: str = ""
-
-    def __str__(self) -> str:
-        return f"({self.said}): {self.likely}; {self.mend}"
-
+from everyframe.core.errors import CannotRunError, DeviceLostError, Loss, PeerLostError
 
 _LOG = "`sudo dmesg | grep -iE 'xid|amdgpu'` says what the driver saw"
 
@@ -108,6 +91,8 @@ _ADVICE = re.compile(
 
 def loss_of(error: BaseException) -> Loss | None:
     """What this error says of a device that is lost; None where it is about something else."""
+    if isinstance(error, DeviceLostError):
+        return error.loss
     text = "\n".join(_told(str(error)))
     if not isinstance(error, RuntimeError) or _GOES_ON.search(text):
         return None
@@ -125,15 +110,6 @@ def loss_in(printed: str) -> Loss | None:
         if is_error and (kind := _kind_of(line)) is not None:
             return replace(kind, said=line.strip().removeprefix("what():").strip()[:200])
     return None
-
-
-def loss_told(line: str) -> Loss | None:
-    """What an error of another process says, of which its class and words are here in one line."""
-    found = loss_of(RuntimeError(line))
-    is_of_a_device = line.startswith(("AcceleratorError:", "DeviceLostError:"))
-    if found is None and is_of_a_device and not _GOES_ON.search(line):
-        return replace(_ANY, said=line)
-    return found
 
 
 def is_lost(error: BaseException) -> bool:
@@ -158,11 +134,11 @@ def losses_told(device: str, where: str = "") -> Iterator[None]:
     except (DeviceLostError, PeerLostError):
         raise
     except Exception as error:
-        loss = _first_loss(error, theirs)
+        loss = loss_behind(error, theirs)
         if loss is not None:
-            at = f" {where}" if where else ""
+            loss = replace(loss, what=f"{device} was lost {where}".rstrip())
             raise DeviceLostError(
-                f"{device} was lost{at} {loss}; this process can't use it any more"
+                f"{loss.what} {loss}; this process can't use it any more", loss
             ) from error
         if _is_of_an_accelerator(error) and "out of memory" not in str(error):
             said = str(error).strip().partition("\n")[0]
@@ -173,13 +149,18 @@ def losses_told(device: str, where: str = "") -> Iterator[None]:
         raise
 
 
-def _first_loss(error: BaseException, theirs: BaseException | None) -> Loss | None:
-    """The loss of the first of the errors that led to this one."""
+def loss_behind(error: BaseException, theirs: BaseException | None = None) -> Loss | None:
+    """The loss of the first of the errors that led to this one; none of `theirs` led to it.
+
+    Where one was told as that already, as it was told.
+    """
     found: Loss | None = None
     at: BaseException | None = error
     seen: set[int] = set()
     while at is not None and at is not theirs and id(at) not in seen:
         seen.add(id(at))
+        if isinstance(at, DeviceLostError) and at.loss is not None:
+            return at.loss
         found = loss_of(at) or found
         at = at.__cause__ or at.__context__
     return found

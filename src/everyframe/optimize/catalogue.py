@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from everyframe.core.errors import InputError, did_you_mean
 from everyframe.core.facts import DeviceFacts
@@ -26,7 +27,8 @@ _ATTENTION = "attention-"
 class FastPath:
     """Something that may take the place of the plain way.
 
-    `kinds` are torch's device types that have it. `closeness` is ``exact`` or ``rounding``. `trial`
+    `kinds` are torch's device types that have it. `closeness` says whether its results are the
+    plain way's to the bit or but for rounding; it is tried as what it says it is. `trial`
     is the function, as ``module:name``, that makes its contests out of a `Subject`. `uses` are
     the tags of known issues that are about it. `at_once` ones are tried by the first run of a plan,
     from the sizes of its dry run alone; `on_demand` ones only where they were asked for.
@@ -38,7 +40,7 @@ class FastPath:
     kinds: tuple[str, ...]
     trial: str
     uses: tuple[str, ...] = ()
-    closeness: str = "rounding"
+    closeness: Literal["exact", "rounding"] = "rounding"
     at_once: bool = False
     on_demand: bool = False
 

@@ -21,9 +21,9 @@ class Certificate:
     """One verdict.
 
     `what` is the path's name. `device` and `plan` are keys (see `keys`): another driver, library or
-    model has another one. `error` is the norm of the difference to float32 over float32's norm,
-    `limit` what it may be; `gain` is the plain way's time over this one's. All three are None where
-    the trial did not come so far, `date` is ISO's.
+    model has another one. `error` is the norm of the difference to float32 over float32's norm (of
+    an exact path, to the plain way), `limit` what it may be; `gain` is the plain way's time over
+    this one's. All three are None where the trial did not come so far, `date` is ISO's.
     """
 
     what: str
@@ -46,7 +46,8 @@ def judged(error: float, limit: float, gain: float) -> tuple[Verdict, str]:
     """The verdict on a path that ran to its end, and why. Not a number is never good enough."""
     if not error <= limit:
         said = "is not finite" if not math.isfinite(error) else f"is off by {error:.1e}"
-        return "refused", f"{said}, allowed {limit:.1e} of float32"
+        allowed = f"allowed {limit:.1e} of float32" if limit else "and may not differ in a bit"
+        return "refused", f"{said}, {allowed}"
     if not gain >= LEAST_GAIN:
         return "refused", "no faster than the plain way"
     return "certified", "right, and faster"

@@ -323,7 +323,8 @@ def run(orders: Orders) -> None:
 
 def _tried(path: FastPath, subject: Subject, device: str, deadline: float) -> dict[str, Any]:
     try:
-        outcome = hold(function(path.trial)(subject, path), device, deadline)
+        contests = function(path.trial)(subject, path)
+        outcome = hold(contests, device, deadline, is_exact=path.closeness == "exact")
     except OutOfTimeError:
         return {"out_of_time": True}
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the verdict

@@ -29,11 +29,12 @@ _BYTES_PER_PARAMETER = {True: 2, False: 4}
 @dataclass(frozen=True)
 class ModelRow:
     """One known model: `needs_bytes` is the memory of its largest part, `download_bytes` what is
-    still to be fetched (None: not known, 0: nothing)."""
+    still to be fetched (None: not known, 0: nothing), `licence` that of the weights."""
 
     name: str
     family: str
     title: str
+    licence: str
     on_disk: bool
     download_bytes: int | None
     needs_bytes: int
@@ -54,6 +55,7 @@ def list_models() -> tuple[ModelRow, ...]:
                 name=place.known.name,
                 family=place.known.family,
                 title=place.known.title,
+                licence=place.known.licence,
                 on_disk=place.complete,
                 download_bytes=place.bytes_to_fetch,
                 needs_bytes=needs,

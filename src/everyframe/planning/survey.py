@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from everyframe.core.plan import Choice, Plan
 from everyframe.core.request import Request
-from everyframe.optimize.catalogue import CATALOGUE, PRECISIONS
+from everyframe.optimize.catalogue import CATALOGUE, PRECISIONS, FastPath
 from everyframe.planning import certifying
 from everyframe.planning.resolve import Prepared, prepare
 
@@ -20,7 +20,7 @@ class PathRow:
     """One path of one component: what it is, and what came of it. `in_use` is of a run now."""
 
     component: str
-    title: str
+    path: FastPath
     choice: Choice
     in_use: bool
 
@@ -49,10 +49,8 @@ def survey(request: Request, *, certify: bool = False) -> Survey:
             why = untried.get(f"{part.name} {choice.path}")
             if why is not None:
                 choice = replace(choice, verdict="untried", reason=why)
-            title = CATALOGUE[choice.path].title
-            rows.append(
-                PathRow(part.name, title, choice, choice.verdict in ("certified", "pinned"))
-            )
+            in_use = choice.verdict in ("certified", "pinned")
+            rows.append(PathRow(part.name, CATALOGUE[choice.path], choice, in_use))
     return Survey(prepared.plan, tuple(rows))
 
 
