@@ -106,6 +106,14 @@ def test_every_cut_of_a_real_file_is_noticed(tmp_path: Path) -> None:
             read_header(cut)
 
 
+def test_a_file_that_has_changed_is_read_again(tmp_path: Path) -> None:
+    """Of the same size, and at once, so that no time of change could tell."""
+    path = tmp_path / "model.safetensors"
+    for name in ("a", "b", "a"):
+        write(path, {name: entry(0, 8, [2])}, bytes(8))
+        assert [*read_header(path).tensors] == [name]
+
+
 def test_no_such_file(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"No such file"):
         read_header(tmp_path / "none.safetensors")

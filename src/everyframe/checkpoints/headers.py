@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -89,11 +90,17 @@ def read_header(path: str | Path) -> SafetensorsHeader:
             raw = file.read(header_bytes)
     except OSError as error:
         raise CheckpointError(f"{path} can't be read: {error.strerror or error}") from error
+    return _checked(path, size, raw)
+
+
+@lru_cache(maxsize=32)
+def _checked(path: Path, size: int, raw: bytes) -> SafetensorsHeader:
+    """What a header says in a file of that size. A run asks for it several times over."""
     table = _parse(path, raw)
     metadata = table.pop("__metadata__", {})
     if not isinstance(metadata, dict):
         raise CheckpointError(f"{path}: its header's __metadata__ is not an object")
-    data_start = 8 + header_bytes
+    data_start = 8 + len(raw)
     facts = sorted(
         (_fact(path, name, entry, data_start) for name, entry in table.items()),
         key=lambda fact: (fact.offset, fact.num_bytes),

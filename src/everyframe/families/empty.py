@@ -36,21 +36,44 @@ class Empty:
     @cached_property
     def num_elements(self) -> Mapping[str, Mapping[str, int]]:
         """Elements of each tensor of each component; counted once, for building takes a while."""
-        from everyframe.families.loading import count_parameters
+        from everyframe.families.loading import count_elements
 
-        return {name: count_parameters(partial(self.empty, name)) for name in self.parts}
+        return {name: count_elements(self.empty(name)) for name in self.parts}
 
     @cached_property
     def _made(self) -> dict[str, nn.Module]:
         return {}
 
+    @cached_property
+    def _rehearsed(self) -> set[str]:
+        return set()
+
     def empty(self, component: str) -> nn.Module:
-        """One part on meta, the same object at every call, for counting and for dry runs."""
+        """One part on meta, the same object at every call, to be looked at and not changed."""
+        if component not in self._made:
+            self._made[component] = self._built(component)
+        return self._made[component]
+
+    def taken(self, component: str) -> nn.Module:
+        """One part on meta that is the caller's own, to be filled and changed.
+
+        It is the one that was counted, if no dry run has had it, and built anew else: building
+        takes longer than all that a plan asks of it.
+        """
+        made = self._made.pop(component, None)  # before the question: a dry run may begin now
+        if made is None or component in self._rehearsed:
+            return self._built(component)
+        return made
+
+    def _built(self, component: str) -> nn.Module:
         from everyframe.families.loading import build_on_meta
 
-        if component not in self._made:
-            self._made[component] = build_on_meta(partial(self.build, component))
-        return self._made[component]
+        return build_on_meta(partial(self.build, component))
+
+    def _for_dry_runs(self, component: str) -> nn.Module:
+        """One part that a dry run casts, and may swap layers of; none of it ever gets weights."""
+        self._rehearsed.add(component)
+        return self.empty(component)
 
     def rehearsal(
         self,
@@ -67,7 +90,7 @@ class Empty:
         return Rehearsal(
             stage,
             component,
-            partial(self.empty, component),
+            partial(self._for_dry_runs, component),
             call,
             num_calls,
             (repr(self), stage, component, *told),

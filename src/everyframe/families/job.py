@@ -48,7 +48,7 @@ class Job(Generic[_Model]):
         sizes = self.model.sizes
         module = load_component(
             self.plan.component(component),
-            partial(sizes.build, component),
+            partial(sizes.taken, component),
             *self.model.weights(component),
             outputs=sizes.outputs(component),
             supply=self.teams.supply,

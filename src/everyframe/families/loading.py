@@ -193,7 +193,11 @@ def count_parameters(build: Callable[[], nn.Module]) -> dict[str, int]:
 
     What one parameter has several names for (T5's embedding) is counted once.
     """
-    module = build_on_meta(build)
+    return count_elements(build_on_meta(build))
+
+
+def count_elements(module: nn.Module) -> dict[str, int]:
+    """The same of a module that is there."""
     once: dict[int, tuple[str, int]] = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
         once.setdefault(id(tensor), (name, tensor.numel()))

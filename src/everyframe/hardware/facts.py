@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib import metadata
 
 from everyframe.core.errors import InputError
@@ -75,7 +76,13 @@ def _listed(devices: Sequence[DeviceFacts]) -> str:
 
 
 def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version(), "system": _system()}
+    return {"python": platform.python_version(), "system": _system(), **_package_versions()}
+
+
+@cache
+def _package_versions() -> Mapping[str, str]:
+    """Looked up once a process: it parses pages of text, and what is imported doesn't change."""
+    versions = {}
     for package in _PACKAGES:
         try:
             versions[package] = metadata.version(package)

@@ -115,17 +115,19 @@ def _in_its_dtype(norm: Callable[[Tensor], Tensor], x: Tensor, weight: Tensor) -
 def widen_norms(module: nn.Module) -> None:
     """Put `WideGroupNorm` and `WideLayerNorm` in the place of every norm inside that has weights.
 
-    New parameters are on the same device, without values where it is meta; weights are loaded
-    after.
+    Parameters are those that were there: they only have another owner.
     """
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.GroupNorm and child.affine:
-                made: nn.Module = WideGroupNorm(child.num_groups, child.num_channels, child.eps)
+                made = WideGroupNorm(child.num_groups, child.num_channels, child.eps, affine=False)
+                made.affine = True
             elif type(child) is nn.LayerNorm and child.elementwise_affine:
-                has_bias = child.bias is not None
-                made = WideLayerNorm(child.normalized_shape, child.eps, bias=has_bias)
+                shape, eps = child.normalized_shape, child.eps
+                made = WideLayerNorm(shape, eps, elementwise_affine=False)
+                made.elementwise_affine = True
             else:
                 continue
-            made.load_state_dict(child.state_dict(), assign=True)
+            # Made without any of its own: there are hundreds of norms, and drawing takes a while.
+            made.weight, made.bias = child.weight, child.bias
             setattr(parent, name, made)

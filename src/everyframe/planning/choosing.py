@@ -234,9 +234,6 @@ def candidates(
     runs: Sequence[DryRun], device: DeviceFacts, *, is_quantised: bool = False
 ) -> tuple[FastPath, ...]:
     """The paths beside precisions that make sense, by the device and by what is computed."""
-    # Not on top: this brings torch, which a dry run has brought already.
-    from everyframe.optimize.put_on import has_place
-
     has_attention = any(
         product.kind == "attention" for run in runs for product, _ in run.found.work.products
     )
@@ -245,7 +242,7 @@ def candidates(
         for path in for_device(device)
         if path.group != "precision"
         and (path.group != "attention" or has_attention)
-        and has_place(path.name, runs[0].rehearsal.part(), is_quantised=is_quantised)
+        and runs[0].has_place(path.name, is_quantised=is_quantised)
     )
 
 

@@ -34,7 +34,7 @@ _Found = TypeVar("_Found")
 
 _LOCK = threading.Lock()
 _DONE: dict[Any, Any] = {}
-_MAX_DONE = 256
+_MAX_DONE = 512
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,15 @@ class DryRun:
                 each.module, each.call, (), each.component, self.precisions, each.outputs_of
             )
         return Call(each.module, each.call, each.outputs)
+
+    def has_place(self, path: str, *, is_quantised: bool) -> bool:
+        """Whether that fast path finds anything in the component; see `put_on.has_place`."""
+        from everyframe.optimize.put_on import has_place
+
+        def look() -> bool:
+            return has_place(path, self.rehearsal.part(), is_quantised=is_quantised)
+
+        return _once((self.rehearsal.key, self.rehearsal.component, path, is_quantised), look)
 
     @property
     def too_large(self) -> bool:
