@@ -120,14 +120,21 @@ def widen_norms(module: nn.Module) -> None:
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.GroupNorm and child.affine:
-                made = WideGroupNorm(child.num_groups, child.num_channels, child.eps, affine=False)
-                made.affine = True
+                setattr(parent, name, _wide_group_norm(child))
             elif type(child) is nn.LayerNorm and child.elementwise_affine:
-                shape, eps = child.normalized_shape, child.eps
-                made = WideLayerNorm(shape, eps, elementwise_affine=False)
-                made.elementwise_affine = True
-            else:
-                continue
-            # Made without any of its own: there are hundreds of norms, and drawing takes a while.
-            made.weight, made.bias = child.weight, child.bias
-            setattr(parent, name, made)
+                setattr(parent, name, _wide_layer_norm(child))
+
+
+# Both are made without parameters first: there are hundreds of norms, and drawing takes a while.
+
+
+def _wide_group_norm(norm: nn.GroupNorm) -> WideGroupNorm:
+    wide = WideGroupNorm(norm.num_groups, norm.num_channels, norm.eps, affine=False)
+    wide.affine, wide.weight, wide.bias = True, norm.weight, norm.bias
+    return wide
+
+
+def _wide_layer_norm(norm: nn.LayerNorm) -> WideLayerNorm:
+    wide = WideLayerNorm(norm.normalized_shape, norm.eps, elementwise_affine=False)
+    wide.elementwise_affine, wide.weight, wide.bias = True, norm.weight, norm.bias
+    return wide
