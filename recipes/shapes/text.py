@@ -6,6 +6,7 @@ The vocabulary is what `shapes_prompts` and the caption templates can say; any o
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -73,7 +74,12 @@ def tokenizer() -> Any:
 
 
 def save_tokenizer(folder: Path) -> None:
+    """In a form that transformers 4 reads too: 5 writes a name of its class that 4 doesn't know."""
     tokenizer().save_pretrained(str(folder))
+    path = folder / "tokenizer_config.json"
+    told = json.loads(path.read_text(encoding="utf-8"))
+    told["tokenizer_class"] = "PreTrainedTokenizerFast"
+    path.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
 
 
 def encoder() -> Any:

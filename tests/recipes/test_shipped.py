@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
-from recipes.shapes import evaluate, reader, shipped, temporal, world
+from recipes.shapes import evaluate, reader, shipped, temporal, text, world
 
 import everyframe
 from everyframe.checkpoints.shapes_prompts import Scene, read_prompt
@@ -56,6 +57,14 @@ def test_the_tokenizer_takes_upper_case_and_unknown_words() -> None:
     unknown = tokenizer("a zebra moves up")["input_ids"]
     assert unknown[1] == tokenizer.unk_token_id
     assert plain[-1] == tokenizer.eos_token_id
+
+
+def test_the_tokenizer_is_read_by_every_transformers_that_is_allowed(tmp_path: Path) -> None:
+    """transformers 5 writes ``TokenizersBackend``, by which 4.57 made no video of `shapes`."""
+    text.save_tokenizer(tmp_path)
+    for folder in (tmp_path, shipped.FOLDER / "tokenizer"):
+        told = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        assert told["tokenizer_class"] == "PreTrainedTokenizerFast"
 
 
 def test_its_own_defaults_are_those_it_was_made_for() -> None:
