@@ -12,11 +12,10 @@ from typing import Any
 
 from cyclopts.help import DefaultFormatter
 from cyclopts.help.specs import (
-    AsteriskColumn,
     ColumnSpec,
-    DescriptionColumn,
     NameRenderer,
     get_default_command_columns,
+    get_default_parameter_columns,
 )
 
 #: Shares of the terminal that flags get as a rule, and at most.
@@ -24,23 +23,21 @@ _SHARE, _MOST = 0.35, 0.6
 
 
 def _columns(console: Any, options: Any, entries: Sequence[Any]) -> tuple[ColumnSpec, ...]:
-    """Commands as cyclopts has them; flags as wide as the longest word among them."""
-    if not any(label.startswith("--") for each in entries for label in each.display_labels):
+    """cyclopts' own columns; that of flags is as wide as the longest word among them."""
+    # By what cyclopts shows of a name: which of an entry's properties that is differs by version.
+    show = NameRenderer()
+    names = [str(show(each)).split() for each in entries]
+    if not any(word.startswith("--") for words in names for word in words):
         return get_default_command_columns(console, options, list(entries))
-    words = [
-        word for each in entries for word in " ".join(each.display_labels_with_metavar).split()
-    ]
-    usual, most = ceil(console.width * _SHARE), int(console.width * _MOST)
-    width = min(max(usual, *(len(word) for word in words)), most)
-    names = ColumnSpec(
-        renderer=NameRenderer(max_width=width),
-        header="Option",
-        justify="left",
-        style="cyclopts.name",
-        max_width=width,
+    # What doesn't begin a line may have to begin the next one, by two spaces.
+    longest = max(len(word) + 2 * (at > 0) for words in names for at, word in enumerate(words))
+    width = min(max(ceil(console.width * _SHARE), longest), int(console.width * _MOST))
+    return tuple(
+        column.copy(renderer=NameRenderer(max_width=width), max_width=width)
+        if isinstance(column.renderer, NameRenderer)
+        else column
+        for column in get_default_parameter_columns(console, options, list(entries))
     )
-    marks = (AsteriskColumn,) if any(each.required for each in entries) else ()
-    return (*marks, names, DescriptionColumn)
 
 
 def formatter() -> DefaultFormatter:
