@@ -164,6 +164,19 @@ def test_a_module_is_put_on_a_kernel_and_taken_off() -> None:
     torch.testing.assert_close(fast, by_math, atol=2e-6, rtol=0)
 
 
+def test_of_two_on_one_module_the_one_inside_wins() -> None:
+    """Whichever came first: a repair comes after a model's own kernel, a remembered one before."""
+    with Seen() as seen, torch.no_grad():
+        for inside_first in (False, True):
+            model = Two()
+            for inside in (inside_first, not inside_first):
+                attend_by(model, "math" if inside else "flash", inside=inside)
+            model(*tensors())
+            assert seen.fused() == [False, False]
+            attention(*tensors())
+            assert seen.fused() == [True]
+
+
 def test_a_call_that_fails_leaves_the_kernels_as_they_were() -> None:
     model = Two()
     attend_by(model, "math")

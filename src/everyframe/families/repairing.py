@@ -55,7 +55,7 @@ def _plain(module: nn.Module) -> Undo:
     """Have everything in the module computed by plain kernels, and nothing by what was compiled."""
     undo: list[Undo] = [
         run_as_written(module),
-        attention.attend_by(module, attention.PLAIN).remove,
+        attention.attend_by(module, attention.PLAIN, inside=True).remove,
     ]
     for part in module.modules():
         if getattr(part, "is_plain", None) is False:

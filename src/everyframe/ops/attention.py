@@ -150,16 +150,17 @@ _NONE_TAKES = ("No available kernel", "No viable backend", "no viable backend")
 class AttendBy:
     """What `attend_by` has put on a module; `remove` takes it off. A second call does nothing."""
 
-    def __init__(self, parts: Sequence[nn.Module], kernels: Sequence[str]) -> None:
+    def __init__(self, parts: Sequence[nn.Module], kernels: Sequence[str], *, inside: bool) -> None:
         self._kernels = tuple(kernels)
         # Plain states and no context managers: one that is never left would set kernels when it is
         # collected, at any time.
         self._before: list[tuple[nn.Module, list[SDPBackend]]] = []
         self._handles: list[RemovableHandle] = []
         for part in parts:
-            # Around all other hooks, and left again even if the call raises.
-            self._handles.append(part.register_forward_pre_hook(self._enter, prepend=True))
-            self._handles.append(part.register_forward_hook(self._leave, always_call=True))
+            # Around all other hooks or inside of them, and left again even if the call raises.
+            enter = part.register_forward_pre_hook(self._enter, prepend=not inside)
+            leave = part.register_forward_hook(self._leave, prepend=inside, always_call=True)
+            self._handles += [enter, leave]
 
     def remove(self) -> None:
         """Take the hooks off."""
@@ -177,11 +178,14 @@ class AttendBy:
             _sdpa_kernel(self._before.pop()[1], set_priority=True)
 
 
-def attend_by(module: nn.Module, *kernels: str, parts: Sequence[str] = ("",)) -> AttendBy:
+def attend_by(
+    module: nn.Module, *kernels: str, parts: Sequence[str] = ("",), inside: bool = False
+) -> AttendBy:
     """Compute every attention inside of `module` as `by_kernel` does, until it is removed.
 
     `parts` are the dotted names of what is really called, ``""`` the module itself; an autoencoder
     whose ``decode`` is called needs its decoder's. The innermost of several wins, so one attention
-    can be put on the plain kernel inside of a model that is on a fast one.
+    can be put on the plain kernel inside of a model that is on a fast one; of several on the same
+    module that is the one which is put `inside`, whichever came first.
     """
-    return AttendBy([module.get_submodule(part) for part in parts], kernels)
+    return AttendBy([module.get_submodule(part) for part in parts], kernels, inside=inside)

@@ -54,19 +54,19 @@ def before_weights(module: nn.Module, paths: Sequence[str] | None) -> None:
 def after_weights(
     module: nn.Module,
     paths: Sequence[str] | None,
-    outputs: Sequence[str] = ("",),
+    called: Sequence[str] = ("",),
     plain: Sequence[str] = (),
 ) -> None:
     """Put these fast paths around a module that has its weights and precision.
 
-    `outputs` are the parts that are really called, as in `edges.apply`. Without a path for it
+    `called` are the parts that are really called, ``""`` is the module. Without a path for it
     attention is computed plainly; with None nobody chose, and torch does as it likes. Parts with
     the names `plain` stay as they are written.
     """
     if paths is None:
         return
     kernels = [kernel for kernel in map(kernel_of, paths) if kernel]
-    attend_by(module, *(kernels or [PLAIN]), parts=outputs)
+    attend_by(module, *(kernels or [PLAIN]), parts=called)
     for name in paths:
         if name in _AROUND:
             _AROUND[name](module, plain)

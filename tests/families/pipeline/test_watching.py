@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from everyframe.families.pipeline.watching import StepWatch
+from everyframe.families.pipeline.watching import StepWatch, called_parts
+from everyframe.optimize.put_on import after_weights
 
 
 class Denoiser(nn.Module):
@@ -26,8 +27,8 @@ class Coder(nn.Module):
         super().__init__()
         self.decoder = nn.Identity()
 
-    def decode(self, x: Any) -> Any:
-        return self.decoder(x)
+    def decode(self, *x: Any) -> Any:
+        return self.decoder(*x)
 
 
 X = torch.zeros(1)
@@ -134,3 +135,20 @@ def test_hooks_are_taken_off_whatever_happens() -> None:
     with pytest.raises(RuntimeError), bench.watch:
         raise RuntimeError
     assert bench.num_hooks() == 0
+
+
+class Attends(nn.Module):
+    """Tells whether torch might take a fused kernel."""
+
+    def forward(self) -> bool:
+        return torch.backends.cuda.flash_sdp_enabled()
+
+
+@pytest.mark.parametrize("paths", [(), ("attention-flash",)])
+def test_a_kernel_holds_however_a_component_is_called(paths: tuple[str, ...]) -> None:
+    """MiniMax-H3 calls ``text_encoder.model``; ``text_encoder`` itself was all that was put on."""
+    whole = Coder()
+    whole.decoder = Attends()
+    after_weights(whole, paths, called_parts(whole))
+    assert whole.decode() is bool(paths)
+    assert torch.backends.cuda.flash_sdp_enabled()

@@ -27,7 +27,7 @@ from everyframe.families.family import Take
 from everyframe.families.guarding import Guard
 from everyframe.families.pipeline.components import STAGE
 from everyframe.families.pipeline.sizes import denoisers
-from everyframe.families.pipeline.watching import StepWatch
+from everyframe.families.pipeline.watching import StepWatch, called_parts
 from everyframe.families.telling import asks_for_blank
 from everyframe.numerics.watch import blank_frames, range_of, tensors_in
 from everyframe.precision.edges import map_tensors
@@ -131,7 +131,7 @@ class _Part:
 
     def put_on(self) -> None:
         """Hook the component and its direct parts."""
-        for module in (self._module, *self._module.children()):
+        for module in map(self._module.get_submodule, called_parts(self._module)):
             # First of all before the call, and last of all after it.
             before = module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
             after = module.register_forward_hook(self._after, with_kwargs=True, always_call=True)

@@ -24,6 +24,7 @@ from everyframe.families.loading import keep_in_sight, show
 from everyframe.families.pipeline.checkpoint import Files, Part
 from everyframe.families.pipeline.classes import component_class, empty_modular, pipeline_class
 from everyframe.families.pipeline.encoding import encoders, without_weights
+from everyframe.families.pipeline.watching import called_parts
 from everyframe.optimize.put_on import after_weights, before_weights
 from everyframe.precision import edges
 from everyframe.precision.dtypes import torch_dtype
@@ -103,7 +104,7 @@ def _component(where: str, part: Part, plan: Plan) -> tuple[nn.Module, list[str]
     for remedy in planned.remedies:
         repairing.put_on(module, remedy)
     plain = repairing.plain_parts(planned.remedies)
-    after_weights(module, planned.paths, outputs_of(module), plain)
+    after_weights(module, planned.paths, called_parts(module), plain)
     return module, sorted(map(str, report.get("unexpected_keys") or ()))
 
 

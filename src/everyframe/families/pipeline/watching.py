@@ -52,8 +52,7 @@ class StepWatch:
             hook = _Before(self, name, inspect.signature(module.forward))
             self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         for module in self._others:
-            # Not the module itself: an autoencoder's `decode` calls its parts alone.
-            for part in (module, *module.children()):
+            for part in map(module.get_submodule, called_parts(module)):
                 self._handles.append(part.register_forward_pre_hook(self._elsewhere))
         return self
 
@@ -96,6 +95,15 @@ class StepWatch:
     def _elsewhere(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if not self.is_paused:
             self.finish()
+
+
+def called_parts(module: nn.Module) -> tuple[str, ...]:
+    """The parts of a component that a pipeline's code may call: itself, and its direct parts.
+
+    An autoencoder's ``decode`` calls its decoder alone, and some pipelines call no text encoder but
+    the model inside of it (``text_encoder.model(...)``), as MiniMax-H3's does.
+    """
+    return ("", *(name for name, _ in module.named_children()))
 
 
 class _Before:
