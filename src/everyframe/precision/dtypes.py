@@ -6,6 +6,7 @@ Read next: `everyframe.precision.islands`.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 from everyframe.core.errors import InputError
@@ -43,6 +44,7 @@ def torch_dtype(dtype: str) -> torch.dtype:
     return found
 
 
+@cache
 def dtype_name(dtype: torch.dtype) -> str:
     """The name of torch's type, such as ``bfloat16``."""
     return str(dtype).removeprefix("torch.")

@@ -21,7 +21,13 @@ from everyframe.precision.dtypes import at_least_float32, num_bytes
 
 def in_island(name: str, islands: Iterable[str]) -> bool:
     """Whether the module or parameter of that dotted name lies in one of the islands."""
-    return any(map(_matcher(tuple(islands)), _names_around(name)))
+    return _is_in(name, tuple(islands))
+
+
+@lru_cache(maxsize=1 << 15)
+def _is_in(name: str, islands: tuple[str, ...]) -> bool:
+    """Asked of each parameter by each plan, and at each operation by each dry run."""
+    return any(map(_matcher(islands), _names_around(name)))
 
 
 def _names_around(name: str) -> Iterator[str]:

@@ -33,8 +33,8 @@ from everyframe.precision.live import LiveBytes
 from everyframe.precision.quantised import as_quantised
 from everyframe.precision.rules import Finding
 from everyframe.precision.stand_in import (
+    COMPUTED,
     STAND_IN,
-    Computed,
     goes_to_host,
     made_on_device,
     on_device,
@@ -215,7 +215,7 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         #: The part that works, or worked last.
         self.at = next(iter(self._tallies))
         self._modules: list[str] = []
-        self.live, self._computed = LiveBytes(), Computed()
+        self.live = LiveBytes()
 
     def enter(self, part: str, module: str) -> None:
         """A module of a part is about to be called."""
@@ -284,7 +284,7 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
             args = widened(args)  # to see what comes after
         self.live.known(tensors)
         try:
-            answer = self._computed(func, args, kwargs)
+            answer = COMPUTED(func, args, kwargs)
         except RuntimeError as error:
             self.fails(operation, error)
         results = tensors_of(answer)

@@ -43,25 +43,31 @@ def computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 class Computed:
-    """`computed`, once for calls that are alike: the blocks of a model are, and torch works most
-    sizes out in Python, some hundred times as slowly as it is to remember them.
+    """`computed`, once for calls that are alike: the blocks of a model are, and a model's dry runs
+    for several devices; and torch works most sizes out in Python, some hundred times as slowly as
+    it is to remember them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = 1 << 14) -> None:
         self._known: dict[Any, tuple[bool, list[_Sizes]]] = {}
+        self._most = most
 
     def __call__(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """What the operation gives; its results are new ones each time."""
         key = (func, *_described((args, kwargs))) if _makes_new(func) else None
         if key is None or None in key:
             return computed(func, args, kwargs)
-        if key not in self._known:
+        key = (torch.get_default_dtype(), *key)  # of what is made without one
+        known = self._known.get(key)
+        if known is None:
             answer = computed(func, args, kwargs)
             made = _sizes_of(answer, on_device((args, kwargs)))
             if made is not None:
+                if len(self._known) >= self._most:
+                    self._known.clear()
                 self._known[key] = (isinstance(answer, Tensor), made)
             return answer
-        is_one, made = self._known[key]
+        is_one, made = known
         with torch._C.DisableTorchFunction():
             again = [
                 torch.empty_strided(shape, strides, dtype=dtype, device=STAND_IN)
@@ -69,6 +75,9 @@ class Computed:
             ]
         return again[0] if is_one else tuple(again)
 
+
+#: What all dry runs of this process have in common.
+COMPUTED = Computed()
 
 _Sizes = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
