@@ -15,7 +15,9 @@ FIRST := outputs/first.mp4
 PROMPT := a red circle moves to the right on a blue background
 
 # One thread for each of the tests that run at once: more would only get in each other's way.
-TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+# Tests start dozens of processes, and each would compile all of the package again where nobody may
+# keep what is compiled.
+TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help

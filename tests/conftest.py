@@ -9,6 +9,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,15 @@ os.environ["EVERYFRAME_RUNS"] = str(Path(_CACHE.name, "runs"))
 # A plan that is shown tries what it will spend its time on, for most of a second where the model is
 # large. By less of it a forecast is as much a forecast; `hardware/test_rates.py` has the whole.
 rates._CPU_OPERATIONS, rates._ENOUGH = 6e6, 0.0
+#: What processes of the tests are forked from has imported these, whoever starts the first one:
+#: there is one such server for all of them, and diffusers takes seconds in each that lacks it.
+PRELOAD = [
+    "torch", "transformers", "diffusers.pipelines.latte.pipeline_latte", "everyframe.engine.run",
+    "everyframe.precision.rehearse", "everyframe.families.opensora.stages",
+    "everyframe.families.svd.unet",
+]  # fmt: skip
+forkserver.set_forkserver_preload(PRELOAD)
+forkserver.set_forkserver_preload = lambda modules: None
 
 
 #: The files that take longest, which are begun first: else one worker has one of them at the end.

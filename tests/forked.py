@@ -58,5 +58,6 @@ def _begin(environment: Mapping[str, str]) -> None:
     # What this process was told to start others by belongs to the one that it is a fork of.
     server: Any = forkserver._forkserver
     tracker: Any = resource_tracker._resource_tracker
+    forkserver.set_forkserver_preload = server.set_forkserver_preload
     server._forkserver_address = server._forkserver_alive_fd = server._forkserver_pid = None
     tracker._fd = tracker._pid = None

@@ -21,12 +21,6 @@ from everyframe.parallel.meeting import leave, meet
 from everyframe.parallel.team import Alone, Ranks, Team
 
 PATIENCE = 240.0
-#: Imported once for all processes, of what any of them imports: diffusers takes seconds.
-PRELOAD = [
-    "torch", "transformers", "diffusers.pipelines.latte.pipeline_latte", "everyframe.engine.run",
-    "everyframe.precision.rehearse", "everyframe.families.opensora.stages",
-    "everyframe.families.svd.unet",
-]  # fmt: skip
 FAST = (1, 2, 3, 5)
 SLOW = (4, 6, 7, 8)
 
@@ -45,7 +39,6 @@ class Group:
 
     def __init__(self, sizes: Sequence[int], *, supplied: bool = False) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
         self._folder = tempfile.TemporaryDirectory(prefix="everyframe-")
         place = str(Path(self._folder.name, "meeting"))
         self._pipes, self._processes = [], []

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import gc
+import threading
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -15,6 +16,7 @@ from torch import nn
 from everyframe.checkpoints.strict import KeyMap, load_strictly
 from everyframe.checkpoints.tensors import TensorFile, open_checkpoint
 from everyframe.core.errors import CheckpointError
+from everyframe.hardware.isolated import run_isolated
 
 State = dict[str, torch.Tensor]
 
@@ -238,68 +240,46 @@ def test_transformers_t5_and_diffusers_autoencoder(tmp_path: Path) -> None:
             assert torch.equal(module(x).sample, reference(x).sample)
 
 
-MEASURE = """
-import gc, os, sys, threading, time
-import psutil, torch
-from torch import nn
-from everyframe.checkpoints.strict import load_strictly
-from everyframe.checkpoints.tensors import open_checkpoint
-
-def layers():
+def layers() -> nn.Module:
     return nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(48)])
 
-def load(path):
-    with torch.device("meta"):
-        module = layers()
-    load_strictly(module, open_checkpoint(path))
-    return module
 
-def measure(path):
+def peak_share(path: str, tiny: str) -> float:
+    """The most that loading the layers takes in this process, in sizes of the layers."""
     # Everything that is imported or set up on first use is paid for by a tiny load before.
-    tiny = torch.nn.Linear(2, 2)
-    torch.save(tiny.state_dict(), sys.argv[1])
-    load_strictly(tiny, open_checkpoint(sys.argv[1]))
+    first = nn.Linear(2, 2)
+    torch.save(first.state_dict(), tiny)
+    load_strictly(first, open_checkpoint(tiny))
     gc.collect()
     process = psutil.Process()
     base = peak = process.memory_info().rss
     done = False
-    def watch():
+
+    def watch() -> None:
         nonlocal peak
         while not done:
             peak = max(peak, process.memory_info().rss)
             time.sleep(0.001)
+
     thread = threading.Thread(target=watch)
     thread.start()
-    module = load(path)
+    with torch.device("meta"):
+        module = layers()
+    load_strictly(module, open_checkpoint(path))
     done = True
     thread.join()
     peak = max(peak, process.memory_info().rss)
-    print((peak - base) / sum(p.nbytes for p in module.parameters()), flush=True)
-
-# Each in a process of its own, with nothing of the other's left to use again.
-for path in sys.argv[2:]:
-    if (child := os.fork()) == 0:
-        measure(path)
-        os._exit(0)
-    os.waitpid(child, 0)
-"""
+    return (peak - base) / sum(each.nbytes for each in module.parameters())
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="it is measured in forks")
 def test_peak_memory_is_the_module_once(tmp_path: Path) -> None:
     """201 MB in 48 tensors: once the module, and one tensor (2 %) more. Twice would be 2.0."""
     paths = [str(tmp_path / f"model{suffix}") for suffix in (".safetensors", ".pth")]
     state = {f"{layer}.weight": torch.full((1024, 1024), float(layer)) for layer in range(48)}
     save_file(state, paths[0])
     torch.save(state, paths[1])
-    run = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(tmp_path / "tiny.pth"), *paths],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    shares = [float(line) for line in run.stdout.splitlines()]
-    assert len(shares) == len(paths), run.stderr
-    assert all(0.9 < share < 1.3 for share in shares), shares
+    # Each in a process of its own, with nothing of the other's left to use again.
+    for path in paths:
+        ended = run_isolated(peak_share, path, str(tmp_path / "tiny.pth"), seconds=300)
+        assert ended.is_well, f"{ended}: {ended.printed}"
+        assert 0.9 < ended.value < 1.3

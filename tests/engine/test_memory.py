@@ -9,88 +9,98 @@ from __future__ import annotations
 
 import gc
 import json
-import subprocess
-import sys
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
-from safetensors.torch import save_file
-from torch import nn
 
 import everyframe
 import tiny
 import tiny_inpaint
 import tiny_step
 import tiny_svd
+from everyframe.core.events import StageStarted
 from everyframe.families import loading
 from everyframe.families.opensora.config import STDiT3Config
 from everyframe.families.opensora.model import build_model
 from everyframe.families.opensora.text import build_encoder
 from everyframe.families.opensora.vae import VideoVAE
 from everyframe.families.opensora.vae_config import VideoVAEConfig
+from everyframe.hardware.isolated import run_isolated
 
 WIDTH = 1376
 VOCABULARY = 5_200_000
 CHANNELS = 768
 
-SCRIPT = """
-import json, os, sys, threading, time
-import psutil, torch
-import everyframe
-import everyframe.families.opensora.stages
-from diffusers.pipelines.latte.pipeline_latte import LattePipeline
-from transformers import AutoTokenizer, T5EncoderModel
 
-import bs4, ftfy
-request = everyframe.Request(
-    prompt="a red circle", model=sys.argv[1], size="16x16", num_frames=1, dtype="fp32",
-    num_inference_steps=2, guidance_scale=1, seed=1,
-)
-plan = everyframe.plan(request)
-process, stop = psutil.Process(), threading.Event()
-baseline = process.memory_info().rss
-peaks, stage = {}, ["begin"]
+def measured_in(folder: str) -> dict[str, dict[str, int]]:
+    """A run of that checkpoint: each stage's peak above what the process has, and as forecast."""
+    # A run imports these on its way; a process has them before what is counted begins.
+    import bs4  # noqa: F401
+    import ftfy  # noqa: F401
+    from diffusers.pipelines.latte.pipeline_latte import LattePipeline  # noqa: F401
+    from transformers import AutoTokenizer, T5EncoderModel  # noqa: F401
 
-def sample():
-    while not stop.is_set():
-        now = process.memory_info().rss - baseline
-        peaks[stage[0]] = max(peaks.get(stage[0], 0), now)
-        time.sleep(0.003)
+    import everyframe.families.opensora.stages
 
-watcher = threading.Thread(target=sample)
-watcher.start()
-try:
-    for event in everyframe.stream(request):
-        if event.type == "stage_started":
-            stage[0] = event.stage
-finally:
-    stop.set()
-    watcher.join()
-forecasts = {part.stage: part.peak_bytes for part in plan.components}
-weights = {part.stage: part.weight_bytes for part in plan.components}
-print(json.dumps({"peaks": peaks, "forecasts": forecasts, "weights": weights}))
-"""
+    request = everyframe.Request(
+        prompt="a red circle", model=folder, size="16x16", num_frames=1, dtype="fp32",
+        num_inference_steps=2, guidance_scale=1, seed=1,
+    )  # fmt: skip
+    plan = everyframe.plan(request)
+    process, stop = psutil.Process(), threading.Event()
+    baseline = process.memory_info().rss
+    peaks: dict[str, int] = {}
+    stage = "begin"
 
+    def sample() -> None:
+        while not stop.is_set():
+            now = process.memory_info().rss - baseline
+            peaks[stage] = max(peaks.get(stage, 0), now)
+            time.sleep(0.003)
 
-def constant(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Any numbers will do, and these are quick to make."""
-    return {name: torch.full(t.shape, 1e-3) for name, t in module.state_dict().items()}
+    watcher = threading.Thread(target=sample)
+    watcher.start()
+    try:
+        for event in everyframe.stream(request):
+            if isinstance(event, StageStarted):
+                stage = event.stage
+    finally:
+        stop.set()
+        watcher.join()
+    return {
+        "peaks": peaks,
+        "forecasts": {part.stage: part.peak_bytes for part in plan.components},
+        "weights": {part.stage: part.weight_bytes for part in plan.components},
+    }
 
 
 def rewrite(folder: Path, module: Any, **changes: Any) -> None:
+    """Another config, and zeros for weights: a hole in the file, which is made at once."""
     config = json.loads((folder / "config.json").read_text())
     config |= changes
     (folder / "config.json").write_text(json.dumps(config))
     with torch.device("meta"):
         built = module(config)
-    state = constant(built)
-    if "shared.weight" in state:  # tied, and stored once
-        del state["encoder.embed_tokens.weight"]
-    save_file(state, folder / "model.safetensors")
+    header, end = {}, 0
+    for name, tensor in built.state_dict().items():
+        if name == "encoder.embed_tokens.weight":  # tied, and stored once
+            continue
+        begin, end = end, end + tensor.nbytes
+        assert tensor.dtype == torch.float32
+        header[name] = {
+            "dtype": "F32", "shape": list(tensor.shape), "data_offsets": [begin, end],
+        }  # fmt: skip
+    told = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(told).to_bytes(8, "little") + told)
+        file.truncate(8 + len(told) + end)
 
 
 @pytest.fixture(scope="module")
@@ -104,13 +114,9 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, in
     vae = json.loads((folder / "vae" / "config.json").read_text())["vae_2d"]
     vae["config"]["block_out_channels"] = [8, 8, 8, CHANNELS]
     rewrite(folder / "vae", lambda c: VideoVAE(VideoVAEConfig.from_json(c)), vae_2d=vae)
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(folder)], capture_output=True, text=True, check=False
-    )
-    for file in folder.rglob("*.safetensors"):
-        file.unlink()  # a gigabyte
-    assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, dict[str, int]] = json.loads(done.stdout.splitlines()[-1])
+    ended = run_isolated(measured_in, str(folder), seconds=600)
+    assert ended.is_well, f"{ended}: {ended.printed}"
+    found: dict[str, dict[str, int]] = ended.value
     return found
 
 

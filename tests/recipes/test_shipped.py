@@ -86,12 +86,14 @@ def test_it_draws_large_videos_too() -> None:
 
 def test_it_draws_what_prompts_say() -> None:
     """Seven of eight, one try each. The bars on 200 are measured by evaluate.py, and the model card
-    says how far they are met: 95 % of clips are right in all four."""
+    says how far they are met: 95 % of clips are right in all four. All but the first have 12 steps
+    in place of the 30 of its defaults: that is harder, and quicker."""
     wrong = []
     for prompt in PROMPTS:
+        fewer = {} if prompt is PROMPTS[0] else {"num_inference_steps": 12}
         scene = read_prompt(prompt)
         assert isinstance(scene, Scene)
-        video = everyframe.generate(prompt, model="shapes", seed=7)
+        video = everyframe.generate(prompt, model="shapes", seed=7, **fewer)
         assert not isinstance(video, list)
         assert video.frames.shape == (17, 64, 64, 3)
         read = reader.read(video.frames)
