@@ -25,6 +25,7 @@ from everyframe.core.facts import DeviceFacts
 from everyframe.families.pipeline.awaited import Awaited
 from everyframe.families.pipeline.encoding import encoders
 from everyframe.families.pipeline.sizes import denoisers
+from everyframe.families.pipeline.watching import called_parts
 from everyframe.precision.rehearse import Part, rehearse_together
 
 Shape = tuple[int, ...]
@@ -180,8 +181,7 @@ def _seeing(modules: Mapping[str, nn.Module], seen: Seen) -> Iterator[None]:
             if name in encoders(modules):
                 stack.enter_context(_whole(name, module, seen))
             if name not in names:
-                # Not the module itself alone: an autoencoder's `decode` calls its parts.
-                for part in (module, *module.children()):
+                for part in map(module.get_submodule, called_parts(module)):
                     stack.callback(part.register_forward_pre_hook(partial(_over, seen)).remove)
         stack.callback(pending.over)
         yield
