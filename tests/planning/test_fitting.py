@@ -24,7 +24,7 @@ from everyframe.hardware.profiles import find_profile
 from everyframe.planning import precisions
 from everyframe.planning.components import Parts
 from everyframe.planning.dryrun import DryRun, dry_run
-from everyframe.planning.fitting import Fitted, Fitting, _first, within
+from everyframe.planning.fitting import Fitted, Fitting, within
 
 GB = 10**9
 CARD = find_profile("cuda-sm86").machine().devices[0]
@@ -141,6 +141,32 @@ def test_the_largest_that_fits_is_found_by_halving() -> None:
     assert fitting(model, card(1000)).largest(settings) is None
 
 
+@pytest.mark.slow
+def test_what_is_far_too_large_is_told_after_few_dry_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is needed says about where the largest is; more frames may need more than pixels."""
+    options = SVDOptions(decode_chunk_size=64)
+    model, settings = small_models.svd(options=options), small_models.settings(2048, 2048, 64)
+    tight = fitting(model, card(10**8))
+    tried: set[object] = set()
+
+    def counted(rehearsal: Rehearsal, *others: Any) -> DryRun:
+        tried.add((rehearsal.key, rehearsal.component))
+        return dry_run(rehearsal, *others)
+
+    monkeypatch.setattr(precisions, "dry_run", counted)
+    assert not tight.fit(settings).fits
+    largest = tight.largest(settings)
+    assert largest is not None
+    assert largest.fits
+    size = largest.settings
+    assert size.width * size.height * size.num_frames > 2_000_000, (
+        "of 2 frames, not of 4 small ones"
+    )
+    assert len(tried) <= 32, "of 100 that are smaller"
+
+
 def test_weights_that_are_too_much_are_refused_without_a_search(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -159,19 +185,6 @@ def test_weights_that_are_too_much_are_refused_without_a_search(
     assert tried == ["image", "given frames", "decode", "denoise"]
     assert tight.largest(settings) is None
     assert len(tried) == 4
-
-
-def test_the_first_that_holds_is_found_by_halving() -> None:
-    for number in range(6):
-        for first in range(number + 1):
-            asked: list[int] = []
-
-            def holds(index: int, first: int = first, asked: list[int] = asked) -> bool:
-                asked.append(index)
-                return index >= first
-
-            assert _first(number, holds) == first
-            assert len(asked) <= 3, "of five or fewer"
 
 
 def test_a_limit_is_no_more_than_there_is() -> None:

@@ -11,12 +11,22 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
 from everyframe.core.errors import InputError
 
 #: The headings under which options stand in help and reference, in order.
 GROUPS = ("What", "Size and length", "Sampling", "Given frames", "Machine", "Family")
+
+#: So many letters of a wrong value are told.
+_SHOWN = 80
 
 
 def option(
@@ -63,7 +73,21 @@ class Options(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise InputError(explain(error)) from None
+            raise InputError(explain(error, is_flat=True)) from None
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_for_a_number(cls, given: Any, info: ValidationInfo) -> Any:
+        """True is 1 in Python; where a number is asked for it is a slip."""
+        assert info.field_name is not None
+        kinds = _kinds(cls.model_fields[info.field_name].annotation)
+        # numpy's own have a dtype.
+        name = str(getattr(given, "dtype", type(given).__name__))
+        is_truth = name in ("bool", "bytes")
+        if is_truth and bool not in kinds and kinds & {int, float}:
+            what = "a number" if float in kinds else "a whole number"
+            raise InputError(f"{info.field_name} must be {what}, got {given!r}")
+        return given
 
     def given(self) -> dict[str, Any]:
         """The options that were set explicitly, in the order of the fields."""
@@ -76,6 +100,11 @@ class Options(BaseModel):
 
 class FamilyOptions(Options):
     """A model family's own options. Subclass it in the family's `options.py`."""
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    """The types in an annotation, those of a union each."""
+    return {annotation, *(typing.get_args(annotation))}
 
 
 def facts_of(model: type[Options], name: str) -> Mapping[str, Any]:
@@ -93,6 +122,9 @@ _WORDS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "int_parsing": lambda ctx: "must be a whole number",
     "int_type": lambda ctx: "must be a whole number",
     "int_from_float": lambda ctx: "must be a whole number",
+    "int_parsing_size": lambda ctx: "must be a whole number of fewer digits",
+    "bool_type": lambda ctx: "must be true or false",
+    "bool_parsing": lambda ctx: "must be true or false",
     "float_parsing": lambda ctx: "must be a number",
     "float_type": lambda ctx: "must be a number",
     "string_type": lambda ctx: "must be text",
@@ -101,16 +133,28 @@ _WORDS: dict[str, Callable[[Mapping[str, Any]], str]] = {
 }
 
 
-def explain(error: ValidationError) -> str:
-    """One line for a person out of a pydantic error: option, what is allowed, what was given."""
-    sentences = []
+def explain(error: ValidationError, *, is_flat: bool = False) -> str:
+    """One line for a person out of a pydantic error: option, what is allowed, what was given.
+
+    `is_flat` says that it is of options, of which each is told once, however many forms it has.
+    """
+    sentences: dict[str, str] = {}
     for problem in error.errors():
-        place = ".".join(str(part) for part in problem["loc"] if isinstance(part, str))
+        names = [str(part) for part in problem["loc"] if isinstance(part, str)]
+        place = ".".join(names[:1] if is_flat else names)
         ctx: Mapping[str, Any] = typing.cast("Mapping[str, Any]", problem.get("ctx", {}))
         if problem["type"] == "value_error":
-            sentences.append(str(ctx.get("error", problem["msg"])))
+            told = str(ctx.get("error", problem["msg"]))
+            sentences.setdefault(place if is_flat else told, told)
             continue
         say = _WORDS.get(problem["type"])
         words = say(ctx) if say else problem["msg"][:1].lower() + problem["msg"][1:]
-        sentences.append(f"{place} {words}, got {problem['input']!r}")
-    return "; ".join(dict.fromkeys(sentences))
+        told = f"{place} {words}, got {_shown(problem['input'])}"
+        sentences.setdefault(place if is_flat else told, told)
+    return "; ".join(dict.fromkeys(sentences.values()))
+
+
+def _shown(given: Any) -> str:
+    """What was given, as it is told; the beginning of what is long."""
+    text = repr(given)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

@@ -41,8 +41,11 @@ MAX_SIDE = 16384
 #: Seeds must survive being written in JSON and added to.
 MAX_SEED = 2**53 - 1
 
-_SIZE = re.compile(r"(\d+)\s*[xX×]\s*(\d+)")
-_ASPECT = re.compile(r"(\d+)\s*:\s*(\d+)")
+#: The lowest rate: a frame shows for 100 seconds, which every format of ours can hold.
+MIN_FPS = 0.01
+
+_SIZE = re.compile(r"(\d{1,9})\s*[xX×]\s*(\d{1,9})")
+_ASPECT = re.compile(r"(\d{1,9})\s*:\s*(\d{1,9})")
 
 
 class Request(Options):
@@ -82,7 +85,7 @@ class Request(Options):
     )
     seconds: float | None = option("Length.", group="Size and length", unit="seconds", gt=0)
     fps: float | None = option(
-        "Frames per second of the video.", group="Size and length", gt=0, le=1000
+        "Frames per second of the video.", group="Size and length", ge=MIN_FPS, le=1000
     )
 
     num_inference_steps: int | None = option(
@@ -144,7 +147,7 @@ class Request(Options):
         group="Machine",
         aliases=("--num-gpus",),
         gt=0,
-        le=1024,
+        le=256,
     )
     devices: str | None = option(
         "Which devices work together, such as 0,1,2 or cuda:0,cuda:2 or cpu,cpu.", group="Machine"

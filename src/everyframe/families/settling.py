@@ -14,6 +14,9 @@ from everyframe.core.errors import InputError, did_you_mean
 from everyframe.core.plan import Settings
 from everyframe.core.request import MAX_FRAMES, Request
 
+#: Of one video whose latents are in memory all at once: the longest clip, of a megapixel a frame.
+MAX_PIXELS = 100 * 10**9
+
 #: How a picture of other proportions is fitted, and what it then is.
 _FITTED = {"crop": "cropped", "pad": "padded", "stretch": "stretched"}
 
@@ -38,6 +41,16 @@ def check_size(height: int, width: int, step: int) -> None:
             low = max(given // step * step, step)
             near = str(low) if low > given else f"{low} or {low + step}"
             raise InputError(f"{name} must be a multiple of {step}, got {given}; try {near}")
+
+
+def check_amount(num_frames: int, height: int, width: int) -> None:
+    """Refuse a video that is beyond any device, before a plan is sought for it."""
+    if num_frames * height * width > MAX_PIXELS:
+        given = num_frames * height * width / 1e9
+        raise InputError(
+            f"{num_frames} frames of {width}x{height} are {given:.0f} billion pixels; at most "
+            f"{MAX_PIXELS // 10**9} billion can be asked for: fewer frames, or a smaller size"
+        )
 
 
 def frames_in(seconds: float, fps: float) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from everyframe.core.errors import InputError
@@ -25,6 +26,12 @@ def shares(length: int, weights: Sequence[float]) -> tuple[int, ...]:
     Raises:
         InputError: a weight is below 0 or not finite, or none is above 0.
     """
+    return _shares(length, tuple(weights))
+
+
+# Each rank asks for the same ones, and so does whoever plans for all of them.
+@lru_cache(maxsize=256)
+def _shares(length: int, weights: tuple[float, ...]) -> tuple[int, ...]:
     exact = _fractions(weights)
     whole = sum(exact)
     ideal = [length * weight / whole for weight in exact]
@@ -51,6 +58,13 @@ def teams(num_ranks: int, loads: Sequence[float], weights: Sequence[float]) -> t
     """
     if num_ranks < len(loads):
         raise InputError(f"{num_ranks} ranks can't be parted into {len(loads)}; give as many ranks")
+    return _teams(num_ranks, tuple(loads), tuple(weights))
+
+
+@lru_cache(maxsize=256)
+def _teams(
+    num_ranks: int, loads: tuple[float, ...], weights: tuple[float, ...]
+) -> tuple[range, ...]:
     behind = [Fraction(0), *accumulate(_fractions(weights))]
 
     def time(load: float, start: int, stop: int) -> Fraction:
@@ -65,13 +79,12 @@ def teams(num_ranks: int, loads: Sequence[float], weights: Sequence[float]) -> t
         found: dict[int, tuple[list[Fraction], list[int]]] = {}
         # Each load before this one has a rank at least, and the first one begins with the first.
         for start in range(number, num_ranks) if number else (0,):
-            for stop in range(start + 1, num_ranks + 1):
-                if stop not in best:
+            for stop, (times, ends) in best.items():
+                if stop <= start:
                     continue
-                times, ends = best[stop]
-                times = sorted([*times, time(loads[number], start, stop)], reverse=True)
-                if start not in found or times < found[start][0]:
-                    found[start] = times, [stop, *ends]
+                slowest = sorted([*times, time(loads[number], start, stop)], reverse=True)
+                if start not in found or slowest < found[start][0]:
+                    found[start] = slowest, [stop, *ends]
         best = found
     bounds = (0, *best[0][1])
     return tuple(range(low, high) for low, high in pairwise(bounds))

@@ -13,8 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from everyframe.parallel.coming import Sending
-from everyframe.parallel.team import Team
+from everyframe.parallel.team import Sending, Team
 
 
 def owners(num_pieces: int, weights: Sequence[float]) -> tuple[int, ...]:

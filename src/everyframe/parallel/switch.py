@@ -28,14 +28,19 @@ class Switch:
         self.deal, self.team = deal, team
         self.samples = deal.samples(team.rank)
         self.segments: tuple[Segment, ...] = deal.segments(team.rank)
+        self._on_device: dict[tuple[str, str], Tensor] = {}
         grid = deal.grid
+        if team.size == 1:  # all stays where it is, and of a large video numbers take gigabytes
+            self._shape: tuple[int, ...] = (grid.samples, grid.frames, grid.places)
+            self._send_order = self._arrive_order = None
+            self._sizes = [[grid.num_tokens]]
+            return
         self._tokens = torch.arange(grid.num_tokens).view(grid.samples, grid.frames, grid.places)
         mine = self.take(self._tokens[self.samples][..., None])
         self._shape = tuple(mine.shape[:3])
         self._send_order = _order(mine.flatten())
         self._sizes = [self._sizes_of(rank) for rank in range(team.size)]
         self._arrive_order = _order(self._holders(self._row_tokens(team.rank)))
-        self._on_device: dict[tuple[str, str], Tensor] = {}
 
     def take(self, x_BTSC: Tensor) -> Tensor:
         """This rank's columns (b, T, s, C) of all that is of its samples."""

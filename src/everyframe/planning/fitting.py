@@ -3,14 +3,15 @@
 Where a component needs too much, as few ways to do with less are taken as are enough, in the order
 of `everyframe.families.sparing`. Stages are loaded one after the other in any case; parts that one
 stage needs together come by turns where they don't fit side by side. What is held grows with the
-size of a video and falls from way to way, so both are searched by halving: a dry run takes a good
-part of a second. Not here: what a component needs (`components.py`), and what is asked and said to
+size of a video and falls from way to way, so the first that will do is found with few tries
+(`searching.py`). Not here: what a component needs (`components.py`), and what is asked and said to
 the person (`resolve.py`). Read next: `components.py`, `everyframe.families.sparing`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from everyframe.core.division import Division
@@ -21,11 +22,15 @@ from everyframe.families.sparing import Way, held_says, ways
 from everyframe.planning.components import Part, Parts, Placement, frame_bytes
 from everyframe.planning.dividing import Effort
 from everyframe.planning.dryrun import DryRun
-from everyframe.planning.forecast import fits
+from everyframe.planning.forecast import fits, share_of
+from everyframe.planning.searching import first_that_fits, first_that_holds
 from everyframe.precision.dtypes import num_bytes
 
 _TRIES = 2
 """So many of the largest that could fit are looked at closely."""
+
+_FAR = 8.0
+"""So many times as much as there is: what can be saved rarely brings that down to one."""
 
 
 @dataclass(frozen=True)
@@ -107,25 +112,20 @@ class Fitting:
         assert chooser is not None, "nothing is chosen"
         return replace(self, parts=replace(self.parts, chooser=replace(chooser, expects=False)))
 
-    def of_ranks(self, division: Division | None, settings: Settings) -> Fitting:
+    def of_ranks(self, division: Division | None) -> Fitting:
         """Fitting for the rank that has the most to do."""
         if division is None:
             return self
         heaviest = max(division.ranks, key=lambda rank: max(rank.tokens, rank.attention))
-        return self.of_rank(division, division.ranks.index(heaviest), settings, self.device)
+        return self.of_rank(division, division.ranks.index(heaviest), self.device)
 
     def of_rank(
-        self,
-        division: Division,
-        rank: int,
-        settings: Settings,
-        device: DeviceFacts,
-        lead: DeviceFacts | None = None,
+        self, division: Division, rank: int, device: DeviceFacts, lead: DeviceFacts | None = None
     ) -> Fitting:
         """Fitting for that rank, on `device`, in the precision that all have in common."""
-        copies = sum(each.works for each in division.ranks) if device.kind == "cpu" else 1
+        copies = len(division.ranks) if device.kind == "cpu" else 1
         mine = replace(self.device, memory=device.memory, free_memory=device.free_memory)
-        parts = replace(self.parts.of_rank(division, rank, settings), device=mine)
+        parts = replace(self.parts.of_rank(division, rank), device=mine)
         return Fitting(parts, copies, lead)
 
     def effort(self, settings: Settings) -> Effort:
@@ -146,13 +146,23 @@ class Fitting:
         # Weights are the same at every size.
         if any(self.weights_exceed(each, settings) for each in self.model.components(settings)):
             return None
-        candidates = list(self.model.smaller(settings))
-        first = _first(len(candidates), lambda index: self._could(candidates[index]))
-        for candidate in candidates[first : first + _TRIES]:
-            fitted = self.fit(candidate)
-            if fitted.fits:
-                return fitted
-        return None
+        candidates = sorted(self.model.smaller(settings), key=_pixels, reverse=True)
+        best: list[Settings] = []
+        near = _pixels(settings) / self._excess(settings)
+        # Of one length what is needed falls with the size; of two, more frames may need more for as
+        # many pixels, so that of longer ones most often the first try is the last.
+        for length in sorted({each.num_frames for each in candidates}):
+            least = _pixels(best[0]) if best else 0
+            sizes = [e for e in candidates if e.num_frames == length and _pixels(e) > least]
+            best = self._first_that_fits(sizes, near) or best
+            near = _pixels(best[0]) if best else near
+        return next((fitted for each in best if (fitted := self.fit(each)).fits), None)
+
+    def _first_that_fits(self, candidates: Sequence[Settings], near: float) -> list[Settings]:
+        """The largest of these that could fit, and the next one; `near` so many pixels, or so."""
+        sizes = [_pixels(each) for each in candidates]
+        first = first_that_fits(sizes, lambda index: self._excess(candidates[index]), near)
+        return list(candidates[first : first + _TRIES])
 
     def weights_exceed(
         self, component: Component, settings: Settings, kind: str | None = None
@@ -167,8 +177,11 @@ class Fitting:
             alone * self._copies(component.name), self.device
         )
 
-    def _could(self, settings: Settings) -> bool:
-        """Whether every component fits with all that can be saved."""
+    def _excess(self, settings: Settings) -> float:
+        """How many times as much as there is the components need, with all that can be saved.
+
+        At most 1 if all fit; else of the first that does not.
+        """
         parts: list[Part] = []
         for component in self.model.components(settings):
             done = self._ways(component, settings)
@@ -177,9 +190,10 @@ class Fitting:
             # Whole calls of a pipeline would take minutes for all that are tried here.
             part = self.parts.named(component.name, least, where, roughly=True)
             if not self._holds(part):
-                return False
+                return self._times(part)
             parts.append(part)
-        return self._hold(parts)
+        # Those that share a stage may fit alone, and not together.
+        return 1.0 if self._hold(parts) else math.nextafter(1.0, 2.0)
 
     def _saved(self, component: Component, settings: Settings) -> tuple[Settings, Part, list[str]]:
         """The fewest ways with which that component fits, or all of them, which need the least.
@@ -223,7 +237,11 @@ class Fitting:
         def enough(index: int) -> bool:
             return self._holds(after(index + 1), stage)
 
-        taken = min(len(done), 1 + _first(len(done), enough))
+        # What is far too large is looked at with all of them first, and is most often too large.
+        is_hopeless = self._times(part, stage) > _FAR and not enough(len(done) - 1)
+        taken = len(done)
+        if not is_hopeless:
+            taken = min(len(done), 1 + first_that_holds(len(done), enough))
         part = after(taken)
         # Weights that were moved in vain before something lossy was done may not have to be.
         if done[taken - 1].is_lossy and (part.plan.offload or part.plan.holders > 1):
@@ -252,10 +270,17 @@ class Fitting:
 
     def _holds(self, part: Part, stage: str | None = None) -> bool:
         """Whether it fits in that stage, or in all of them."""
+        return self._times(part, stage) <= 1
+
+    def _times(self, part: Part, stage: str | None = None) -> float:
+        """How many times as much memory as there is it needs in that stage, or in any of them.
+
+        Infinitely often where a tensor is beyond what the device can address.
+        """
         name = part.plan.name
         where = self.lead if self.lead is not None and self._is_led(name) else self.device
         peak, too_large = part.in_stage(stage)
-        return fits(peak * self._copies(name), where) and not too_large
+        return math.inf if too_large else share_of(peak * self._copies(name), where)
 
     def _hold(self, parts: Sequence[Part]) -> bool:
         """Whether all fit, those that share a stage together."""
@@ -283,16 +308,8 @@ class Fitting:
         return max(waiting.values(), default=0) + frame_bytes(settings)
 
 
-def _first(number: int, holds: Callable[[int], bool]) -> int:
-    """The first of 0 .. number - 1 that holds, where all after one that does do too; or number."""
-    low, high = 0, number
-    while low < high:
-        middle = (low + high) // 2
-        if holds(middle):
-            high = middle
-        else:
-            low = middle + 1
-    return low
+def _pixels(settings: Settings) -> int:
+    return settings.num_frames * settings.height * settings.width
 
 
 def _said(component: Component, done: Sequence[Way]) -> list[str]:

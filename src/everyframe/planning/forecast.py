@@ -5,6 +5,8 @@ What each component needs is counted by its family (`families/*/components.py`).
 
 from __future__ import annotations
 
+import math
+
 from everyframe.core.facts import DeviceFacts
 
 #: Share of the free memory that a plan may count on: allocators keep some, forecasts err a little.
@@ -13,7 +15,13 @@ USABLE_SHARE = 0.92
 
 def fits(num_bytes: int, device: DeviceFacts) -> bool:
     """Whether so many bytes can be had on the device now."""
-    return num_bytes <= device.free_memory * USABLE_SHARE
+    return share_of(num_bytes, device) <= 1
+
+
+def share_of(num_bytes: int, device: DeviceFacts) -> float:
+    """How many times what can be had on the device now that is."""
+    usable = device.free_memory * USABLE_SHARE
+    return num_bytes / usable if usable > 0 else math.inf if num_bytes else 0.0
 
 
 def describe_bytes(num_bytes: int) -> str:

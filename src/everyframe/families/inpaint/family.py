@@ -51,7 +51,6 @@ class InpaintModel(StagedModel[InpaintOptions, Files, Sizes]):
     led = ("text_encoder",)
     ways = ("",)
     in_step = False
-    apart = False
 
     def settle(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
         """Every value of the request settled, and notes."""

@@ -62,7 +62,6 @@ class OpenSoraModel(StagedModel[OpenSoraOptions, Files, Sizes]):
     led = ("text_encoder",)
     ways = ("",)
     in_step = True
-    apart = False
 
     @property
     def title(self) -> str:

@@ -19,6 +19,7 @@ from everyframe.families.opensora.prompts import loses_all, lost
 from everyframe.families.opensora.sizes import named_size
 from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConfig
 from everyframe.families.settling import (
+    check_amount,
     check_size,
     frames_in,
     in_pieces,
@@ -112,6 +113,7 @@ def settle(
     steps = _or_default(request.num_inference_steps, facts.default("num_inference_steps"))
     if facts.version == "1.0" and steps > 1000:
         raise InputError(f"num_inference_steps must be at most 1000 for Open-Sora 1.0, got {steps}")
+    check_amount(num_frames, height, width)
     settings = Settings(
         prompt=request.prompt.strip(),
         negative_prompt=request.negative_prompt,

@@ -17,6 +17,7 @@ from everyframe.families.pipeline.interface import NAMES, OURS, Interface, Param
 from everyframe.families.pipeline.options import PipelineOptions
 from everyframe.families.pipeline.sizes import Sizes, denoisers
 from everyframe.families.settling import (
+    check_amount,
     check_fit,
     check_size,
     check_used,
@@ -52,6 +53,7 @@ def settle(
     given = tuple(name for name in ("image", "last_image") if getattr(request, name) is not None)
     steps = interface.default_of("num_inference_steps")
     takes_size = interface.name_of("height") is not None
+    check_amount(frames, height, width)
     settings = Settings(
         prompt=request.prompt or "",
         negative_prompt=request.negative_prompt,

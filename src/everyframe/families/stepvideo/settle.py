@@ -14,6 +14,7 @@ from everyframe.core.plan import Settings
 from everyframe.core.request import Request
 from everyframe.families.latents import check_latents
 from everyframe.families.settling import (
+    check_amount,
     check_size,
     check_used,
     frames_in,
@@ -95,12 +96,14 @@ def settle(
         negative = NEG_MAGIC
     height, width = _size(facts, request)
     fps = _FPS if request.fps is None else request.fps
+    num_frames = _num_frames(facts, request, fps, notes)
+    check_amount(num_frames, height, width)
     settings = Settings(
         prompt=request.prompt.strip(),
         negative_prompt=negative,
         height=height,
         width=width,
-        num_frames=_num_frames(facts, request, fps, notes),
+        num_frames=num_frames,
         fps=fps,
         num_inference_steps=request.num_inference_steps or defaults.steps,
         guidance_scale=float(guidance),

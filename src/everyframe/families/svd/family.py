@@ -49,7 +49,6 @@ class SVDModel(StagedModel[SVDOptions, Files, Sizes]):
     led = ("image_encoder",)
     ways = ("",)
     in_step = True
-    apart = False
 
     @property
     def config(self) -> SVDConfig:

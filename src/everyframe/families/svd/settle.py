@@ -15,6 +15,7 @@ from everyframe.core.plan import Settings
 from everyframe.core.request import Request
 from everyframe.families.latents import check_latents
 from everyframe.families.settling import (
+    check_amount,
     check_fit,
     check_size,
     check_used,
@@ -61,6 +62,7 @@ def settle(
         )
     _note_decoding(config, request, (chunk, num_frames), notes)
     _note_fit(request, (height, width), options.fit, notes)
+    check_amount(num_frames, height, width)
     settings = Settings(
         prompt="",
         negative_prompt=None,
