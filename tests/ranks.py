@@ -2,7 +2,8 @@
 
 ``ranks.run(size, function, *arguments)`` calls ``function(team, *arguments)`` in the first `size`
 of them and gives what each of them returned. Functions are those of a module. A process that fails
-says so at once; a hang ends with the test.
+says so at once; a hang ends with the test. Teams of fewer than all processes can't go apart into
+others (`meeting.again` refuses), unless they meet anew for that: ``whole=True``.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import multiprocessing
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +40,13 @@ class Group:
     """So many processes that met; `supplied`, they can have a second team (`supply_of`)."""
 
     def __init__(self, sizes: Sequence[int], *, supplied: bool = False) -> None:
+        self._sizes, self._num_meetings, self._number = tuple(sizes), 1, max(sizes)
         context = multiprocessing.get_context("forkserver")
         self._folder = tempfile.TemporaryDirectory(prefix="everyframe-")
-        place = str(Path(self._folder.name, "meeting"))
         self._pipes, self._processes = [], []
         for rank in range(max(sizes)):
             ours, theirs = context.Pipe()
-            arguments = (rank, tuple(sizes), place, theirs, supplied)
+            arguments = (rank, self._meeting(), theirs, supplied)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -53,8 +55,23 @@ class Group:
         for pipe in self._pipes:
             self._answer(pipe)
 
-    def run(self, size: int, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        """What each of `size` ranks returned; `weights` may be among `named`."""
+    def run(
+        self,
+        size: int,
+        function: Callable[..., Any],
+        *arguments: Any,
+        whole: bool = False,
+        **named: Any,
+    ) -> Any:
+        """What each of `size` ranks returned; `weights` may be among `named`.
+
+        With `whole` there are no other processes in the world but these.
+        """
+        number = size if whole else len(self._pipes)
+        if number != self._number:
+            self._number, self._num_meetings = number, self._num_meetings + 1
+            for pipe in self._pipes[:number]:
+                pipe.send(self._meeting())
         for pipe in self._pipes[:size]:
             pipe.send((size, function, arguments, named))
         answers = [self._answer(pipe) for pipe in self._pipes[:size]]
@@ -72,6 +89,11 @@ class Group:
             if process.exitcode is None:
                 process.kill()
         self._folder.cleanup()
+
+    def _meeting(self) -> _Meeting:
+        place = Path(self._folder.name, f"meeting {self._num_meetings}")
+        sizes = tuple(size for size in self._sizes if size <= self._number)
+        return _Meeting(place, self._number, sizes)
 
     def _answer(self, pipe: Any) -> Any:
         try:
@@ -93,23 +115,43 @@ class _Failed:
         self.text = text
 
 
-def _serve(rank: int, sizes: tuple[int, ...], place: str, pipe: Any, supplied: bool) -> None:
-    import torch.distributed as dist
+@dataclass(frozen=True)
+class _Meeting:
+    """Where so many ranks meet, to form teams of these sizes."""
 
+    place: Path
+    number: int
+    sizes: tuple[int, ...]
+
+    def joined(self, rank: int, *, supplied: bool) -> dict[int, Any]:
+        """The groups by size; all of these ranks must call it."""
+        import torch.distributed as dist
+
+        leave()
+        meet(rank, [1.0] * self.number, self.place, patience=PATIENCE)
+        groups = {size: dist.new_group(list(range(size))) for size in self.sizes}
+        groups.setdefault(self.number, None)  # which is all of them
+        if supplied:
+            _SUPPLIES.update({size: dist.new_group(list(range(size))) for size in self.sizes})
+        return groups
+
+
+def _serve(rank: int, meeting: _Meeting, pipe: Any, supplied: bool) -> None:
     torch.set_num_threads(1)
-    meet(rank, [1.0] * max(sizes), Path(place), patience=PATIENCE)
-    groups = {size: dist.new_group(list(range(size))) for size in sizes}
-    if supplied:
-        _SUPPLIES.update({size: dist.new_group(list(range(size))) for size in sizes})
+    groups = meeting.joined(rank, supplied=supplied)
     pipe.send("met")
     while True:
         try:
-            size, function, arguments, named = pipe.recv()
+            told = pipe.recv()
         except EOFError:
             break
+        if isinstance(told, _Meeting):
+            groups = told.joined(rank, supplied=supplied)
+            continue
+        size, function, arguments, named = told
         weights = named.pop("weights", None)
-        team: Team = Alone() if size == 1 else Ranks(weights, groups[size])
         try:
+            team: Team = Alone() if size == 1 else Ranks(weights, groups[size])
             with torch.no_grad():
                 pipe.send(function(team, *arguments, **named))
         except Exception:

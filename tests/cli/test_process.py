@@ -184,10 +184,24 @@ def test_what_cannot_be_asked_is_told_before_torch_is_there() -> None:
         assert says in line
 
 
+def slowness() -> float:
+    """How many times as long as a quiet server core of 2.5 GHz this one takes now, 1 at least."""
+
+    def took() -> float:
+        began = time.process_time()
+        for number in range(400_000):
+            str(number)
+        return time.process_time() - began
+
+    return max(1.0, min(took() for _ in range(3)) / 0.05)
+
+
 def test_help_is_quick() -> None:
-    """Under 0.5 s of processor time; the wall clock would measure whoever else is at work."""
+    """Under 0.5 s of processor time; the wall clock would measure whoever else is at work. Where
+    the processor itself is slow, or shared with who else is at work, by as much more.
+    """
     command = [sys.executable, "-m", "everyframe", "--help"]
-    best = 9.0
+    best, limit = 9.0, 0.5 * slowness()
     for _ in range(3):
         before = os.times()
         began = time.perf_counter()
@@ -196,4 +210,4 @@ def test_help_is_quick() -> None:
         spent = after.children_user + after.children_system
         spent -= before.children_user + before.children_system
         best = min(best, spent, time.perf_counter() - began)
-    assert best < 0.5
+    assert best < limit

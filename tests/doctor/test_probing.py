@@ -179,9 +179,12 @@ def test_what_mends_it_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hang that ends with two variables set, as NCCL's between consumer cards."""
     monkeypatch.delenv("PLANTED_MENDED", raising=False)
     run_isolated(max, 1, 2, seconds=120)  # torch is imported by now, so the limit is the probe's
-    item = planted("hang_unless_mended", 3.0, again_with={"PLANTED_MENDED": "1"})
-    (finding,) = probe(item, [CPU]).findings
-    assert "did not end within 3 s" in finding.says
+    for seconds in (3, 15, 75):  # in which a machine, however slow, can make a process
+        item = planted("hang_unless_mended", seconds, again_with={"PLANTED_MENDED": "1"})
+        (finding,) = probe(item, [CPU]).findings
+        assert f"did not end within {seconds} s" in finding.says
+        if finding.mend[0].command:
+            break
     assert finding.mend[0].command == "export PLANTED_MENDED=1"
     item = planted("hang", 0.5, again_with={"PLANTED_MENDED": "1"})
     (finding,) = probe(item, [CPU]).findings

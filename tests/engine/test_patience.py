@@ -1,13 +1,13 @@
 """A rank that hangs is found and named, one that only computes for long is not.
 
-The processor's time of made-up workers is told by the test; their trails are real files.
+The clock and the processor's time of made-up workers are told by the test; their trails are real
+files.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,31 +41,50 @@ def workers(folder: Path) -> tuple[list[Any], list[Trail]]:
     return made, trails
 
 
-def watch(made: list[Any], until: float = 0.4) -> None:
-    """Ask again and again, as the launcher does."""
-    watching, end = Patience(made, seconds=0.1), time.monotonic() + until
-    while time.monotonic() < end:
+class Clock:
+    """In place of the system's, so that no test depends on how busy the machine is."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(patience, "time", made)
+    return made
+
+
+def watch(made: list[Any], clock: Clock) -> None:
+    """Ask again and again, as the launcher does, for four times as long as it has patience."""
+    watching = Patience(made, seconds=10.0)
+    for _ in range(20):
         watching.check(made)
-        time.sleep(0.02)
+        clock.now += 2.0
 
 
-def test_the_rank_that_the_others_wait_for_is_named(tmp_path: Path, used: dict[int, float]) -> None:
+def test_the_rank_that_the_others_wait_for_is_named(
+    tmp_path: Path, used: dict[int, float], clock: Clock
+) -> None:
     made, trails = workers(tmp_path)
     for rank in (0, 2):
         trails[rank].wait("frames are gathered")
     with pytest.raises(WorkerDiedError, match=r"rank 1 did nothing for .* in step 1 of 30 of den"):
-        watch(made)
+        watch(made, clock)
 
 
 def test_a_rank_that_was_stopped_is_named_wherever_it_is(
-    tmp_path: Path, used: dict[int, float], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, used: dict[int, float], monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
     made, trails = workers(tmp_path)
     for trail in trails:
         trail.wait("frames are gathered")
     monkeypatch.setattr(patience, "_state", lambda process: "T" if process == 2 else "S")
     with pytest.raises(WorkerDiedError, match="rank 2 did nothing"):
-        watch(made)
+        watch(made, clock)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux alone tells it")
@@ -76,45 +95,44 @@ def test_this_process_is_seen_to_compute() -> None:
 
 
 def test_a_rank_that_computes_for_long_is_waited_for(
-    tmp_path: Path, used: dict[int, float], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, used: dict[int, float], monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
     made, trails = workers(tmp_path)
     trails[0].wait("frames are gathered")
     trails[2].wait("frames are gathered")
-    begun = time.monotonic()
-    monkeypatch.setattr(
-        patience, "_core_seconds", lambda rank: 10 * (time.monotonic() - begun) * (rank == 1)
-    )
-    watch(made)
+    begun = clock.now
+    monkeypatch.setattr(patience, "_core_seconds", lambda rank: (clock.now - begun) * (rank == 1))
+    watch(made, clock)
 
 
 def test_a_rank_before_its_first_stage_is_waited_for(
-    tmp_path: Path, used: dict[int, float]
+    tmp_path: Path, used: dict[int, float], clock: Clock
 ) -> None:
     """It may wait for processes of its own, in which fast paths are tried."""
     made, trails = workers(tmp_path)
     trails[0] = Trail(made[0].trail)
     for rank in (1, 2):
         trails[rank].wait("ranks meet")
-    watch(made)
+    watch(made, clock)
 
 
-def test_ranks_that_wait_for_each_other_are_told(tmp_path: Path, used: dict[int, float]) -> None:
+def test_ranks_that_wait_for_each_other_are_told(
+    tmp_path: Path, used: dict[int, float], clock: Clock
+) -> None:
     made, trails = workers(tmp_path)
     for trail, what in zip(trails, ("ranks meet", "frames are gathered", "x"), strict=True):
         trail.wait(what)
     with pytest.raises(WorkerDiedError, match="rank 0 while ranks meet; rank 1 while frames are"):
-        watch(made)
+        watch(made, clock)
 
 
-def test_who_goes_on_is_left_alone(tmp_path: Path, used: dict[int, float]) -> None:
+def test_who_goes_on_is_left_alone(tmp_path: Path, used: dict[int, float], clock: Clock) -> None:
     made, trails = workers(tmp_path)
-    watching, end, step = Patience(made, seconds=0.1), time.monotonic() + 0.4, 1
-    while time.monotonic() < end:
-        step += 1
+    watching = Patience(made, seconds=10.0)
+    for step in range(2, 15):
         trails[0].at("denoise", step, 30)
         watching.check(made)
-        time.sleep(0.03)
+        clock.now += 3.0
 
 
 def test_a_trail_says_what_is_waited_for(tmp_path: Path) -> None:

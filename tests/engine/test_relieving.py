@@ -175,7 +175,7 @@ def test_frames_that_were_had_are_left_out() -> None:
 class Toy:
     """What the ways to do with less ask of a model that ranks share."""
 
-    led, ways, in_step = (), ("",), True
+    led, ways, in_step, apart = (), ("",), True, False
 
     def rehearsals(self, *_: Any) -> Any:
         """Nothing else is asked of it."""

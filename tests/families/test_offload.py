@@ -256,7 +256,7 @@ def test_the_next_part_is_on_its_way_while_one_computes() -> None:
     seen: list[bool] = []
 
     def look(*_: object) -> None:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 120
         while not (there := "blocks.6.table" in came) and time.monotonic() < deadline:
             time.sleep(0.001)
         seen.append(there)

@@ -28,6 +28,7 @@ class TwoBranches:
     led = ("text_encoder",)
     ways: tuple[str, ...] = ("",)
     in_step = True
+    apart = False
     shared_rehearsals = shared_stages = sum  # not asked here
 
     def num_branches(self, settings: Settings) -> int:
@@ -191,6 +192,52 @@ def test_branches_apart_on_three_devices() -> None:
     division = divided(num_devices=3, parallel="cfg=2")
     assert sorted(rank.tokens for rank in division.ranks) == [0.25, 0.25, 0.5]
     assert divided(num_devices=3, parallel="cfg=2", shares="1,1,2").ranks[2].tokens == 0.5
+
+
+class ApartOrNot(TwoBranches):
+    """A model whose ranks have a branch each, with so many bytes to send, or share both."""
+
+    apart = True
+
+    def __init__(self, apart: int, together: int, ways: tuple[str, ...] = ("ring",)) -> None:
+        self._sent, self.ways = {1: together, 2: apart}, ways
+
+    def rank_part(self, settings: Settings, crew: Crew, rank: int, element_bytes: int) -> RankPart:
+        share = crew.weights[rank] / sum(crew.weights)
+        if not self.ways and rank >= crew.groups:
+            return RankPart(0.0, 0.0, 0, "nothing is left", works=False)
+        share = share if self.ways else 1 / crew.groups
+        return RankPart(share, share, self._sent[crew.groups])
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "wanted"),
+    [
+        (ApartOrNot(10**6, 10**9), {}, "data=1, cfg=2, ring=2"),
+        (ApartOrNot(10**9, 10**6), {}, "data=1, cfg=1, ring=3"),
+        (ApartOrNot(10**6, 10**9), {"parallel": "cfg=1"}, "data=1, cfg=1, ring=3"),
+        (ApartOrNot(10**6, 10**9), {"parallel": "sequence=3"}, "data=1, cfg=1, ring=3"),
+        (ApartOrNot(10**6, 10**9), {"guidance": 1}, "data=1, cfg=1, ring=3"),
+        (ApartOrNot(10**6, 0, ()), {}, "data=1, cfg=2, sequence=1"),
+        (ApartOrNot(10**6, 0, ()), {"num_videos": 3}, "data=3, cfg=1, sequence=1"),
+    ],
+)
+def test_branches_are_apart_where_that_is_faster(
+    model: Any, options: dict[str, Any], wanted: str
+) -> None:
+    """Where ranks with other branches call the denoiser apart; by bytes, and by who has work."""
+    division = divided(model=model, num_devices=3, **options)
+    assert str(division) == wanted
+    if not model.ways and division.cfg == 2:
+        assert division.teams == ((0, 1),)
+        assert division.groups == ((0, 1, 2),)
+
+
+def test_a_model_whose_tokens_nobody_deals_out_says_so() -> None:
+    model = ApartOrNot(1, 1, ())
+    said = "nobody knows how to deal out tokens of a model; it can be cfg=2"
+    with pytest.raises(InputError, match=said):
+        divided(model=model, num_devices=3, parallel="sequence=3")
 
 
 def test_shares_are_followed() -> None:

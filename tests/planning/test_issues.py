@@ -15,6 +15,7 @@ import tiny
 from everyframe.core.facts import DeviceFacts, MachineFacts, Product, SoftwareFacts
 from everyframe.core.plan import Precision
 from everyframe.optimize.catalogue import CATALOGUE
+from everyframe.optimize.put_on import has_place
 from everyframe.planning.choosing import Chooser, Pins, told
 from everyframe.planning.issues import Against, Known, known, tags_of
 
@@ -37,6 +38,9 @@ class Run:
         product = Product(kind, "bfloat16", shapes)
         self.found = type("", (), {"work": type("", (), {"products": ((product, 1.0),)})})
         self.rehearsal = type("", (), {"component": component, "key": component, "num_calls": 1})
+
+    def has_place(self, path: str, *, is_quantised: bool) -> bool:
+        return has_place(path, nn.Identity(), is_quantised=is_quantised)
 
 
 VAE: Any = Run("vae", (1, 8, 4, 16, 16), (8, 8, 3, 3, 3))
@@ -139,7 +143,6 @@ def test_a_loaded_components_dtype_is_kept_and_the_issue_told() -> None:
 def test_a_kernel_asked_for_by_name_is_used_and_the_issue_told() -> None:
     sick = Known({"attention-flash": (Against("known issue planted: it lies (leave it)"),)})
     attention: Any = Run("denoiser", *((1, 2, 8, 8),) * 3, kind="attention")
-    attention.rehearsal.part = lambda: nn.Identity()
     half = Precision("float16", "float16")
     for kernel, verdict in ((None, "avoided"), ("flash", "pinned")):
         choices = Chooser(CARD, Pins(kernel=kernel), known=sick).choices(

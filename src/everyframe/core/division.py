@@ -91,7 +91,7 @@ class RankPlan:
     `attention` its part of what they are dealt out for in another way; `sent_bytes` leave it at
     each step, and `weight_bytes` of the weights that it keeps for others, of which it has a part as
     large as its `room` is beside theirs. `idle` says when it has nothing to do, empty if it always
-    has.
+    has; one that never `works` has no part in any video.
     """
 
     device: str
@@ -103,6 +103,7 @@ class RankPlan:
     idle: str = ""
     weight_bytes: int = 0
     room: float = 1.0
+    works: bool = True
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,13 @@ class Division:
         )
 
     @property
+    def teams(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each group that work."""
+        return tuple(
+            tuple(rank for rank in group if self.ranks[rank].works) for group in self.groups
+        )
+
+    @property
     def weights(self) -> tuple[float, ...]:
         """The speeds of all ranks."""
         return tuple(rank.weight for rank in self.ranks)
@@ -151,7 +159,7 @@ class Division:
         return tuple(left[ends[group] : ends[group + 1]])
 
     def __str__(self) -> str:
-        sizes = sorted({len(group) for group in self.groups}, reverse=True)
+        sizes = sorted({len(team) for team in self.teams}, reverse=True)
         sequence = " or ".join(str(-(-size // self.cfg)) for size in sizes)
         way = self.way if sequence != "1" and self.way else "sequence"
         return f"data={len(self.videos)}, cfg={self.cfg}, {way}={sequence}"

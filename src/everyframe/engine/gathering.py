@@ -13,7 +13,8 @@ import torch
 from everyframe.core.events import Event, Events, Frames, Note, Repaired, Sound, VideoDone, event_of
 from everyframe.engine.ranks import Here
 from everyframe.media.pixels import to_uint8
-from everyframe.parallel.team import Sending, Team
+from everyframe.parallel.coming import Sending
+from everyframe.parallel.team import Team
 
 _WHAT = "videos are handed over"
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from everyframe import __version__
+from everyframe.core.division import Division
 from everyframe.core.errors import CannotRunError, InputError
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.plain import from_plain, to_plain
@@ -23,6 +24,7 @@ from everyframe.core.request import DTYPES, Request, random_seed
 from everyframe.families.family import Model, Shared, Stage, Take
 from everyframe.hardware.facts import machine_facts
 from everyframe.hardware.lost import losses_told
+from everyframe.parallel.groups import Groups
 from everyframe.parallel.meeting import again, check_alike, part, set_device
 from everyframe.parallel.team import ONE, Team, Teams
 from everyframe.planning.dividing import asked_devices
@@ -151,7 +153,15 @@ def joined(
     told = world.tell(to_plain(plan), 0, "the plan is handed on")
     plan, mine = from_plain(told), division.ranks[peers.rank]
     world.weights = division.weights
-    team = part(world, division.groups)
+    working = [team for team in division.teams if team]
+    resting = [rank for rank, each in enumerate(division.ranks) if not each.works]
+    rest = [resting] if resting else []
+    team = part(world, [*working, *rest])
+    inside = None
+    if division.cfg > 1 and isinstance(model, Shared) and model.apart:
+        branches = model.num_branches(plan.settings)
+        parts = [own for ranks in working for own in _apart(ranks, division, branches)]
+        inside = again(world, [*parts, *rest])
     holds = any(each.holders > 1 for each in plan.components)
     room = [each.room for each in division.ranks]
     supply = again(world, division.groups, room) if holds else None
@@ -161,19 +171,24 @@ def joined(
         for group in range(len(division.videos))
     ]
     # Those who have nothing to make are not waited for.
-    at_work = [rank for rank, each in enumerate(division.ranks) if left[each.group]]
+    at_work = [rank for rank, each in enumerate(division.ranks) if left[each.group] and each.works]
     idle = [rank for rank in range(world.size) if rank not in at_work]
     if peers.gathers and 0 in idle and at_work:
         raise InputError("rank 0 writes the videos and makes none; give it a share above 0")
     if idle and at_work:
         world = part(world, [at_work, idle])
-    takes = left[mine.group]
-    if not team.is_lead and not isinstance(model, Shared):
-        takes = []
-    teams = Teams(world, team, division.cfg, division.way, supply)
+    takes = left[mine.group] if mine.works else []
+    teams = Teams(world, team, division.cfg, division.way, supply, inside)
     leads = [at_work.index(group[0]) for group in division.groups if group[0] in at_work]
     sources = tuple(rank for rank in leads if rank) if peers.gathers else ()
     return Here(_on(plan, mine.device), teams, takes, mine.group, sources)
+
+
+def _apart(ranks: Sequence[int], division: Division, branches: int) -> list[list[int]]:
+    """These ranks in groups for so many branches of guidance."""
+    weights = [division.weights[rank] for rank in ranks]
+    groups = Groups.of(weights, branches, division.cfg)
+    return [[ranks[place] for place in group] for group in groups.ranks]
 
 
 def _on(plan: Plan, device: str) -> Plan:

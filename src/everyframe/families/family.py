@@ -309,28 +309,46 @@ class RankPart:
     """What one rank does of each step: parts (0..1) of all tokens, and of the attention or layers
     for which they are dealt out in another way; the bytes that leave it.
 
-    `idle` says when it has nothing to do, empty if it always has.
+    `idle` says when it has nothing to do, empty if it always has; one that never `works` is not
+    waited for.
     """
 
     tokens: float
     attention: float
     sent_bytes: int
     idle: str = ""
+    works: bool = True
 
 
 @runtime_checkable
 class Shared(Protocol):
-    """A model of which several ranks make one video together.
+    """A model of which several ranks make one video together."""
 
-    `led` are the components that the first of all ranks alone loads, for all of them. `ways` are
-    its ways to exchange what attention needs, ("",) where there is but one. `in_step` is whether
-    ranks call the denoiser, which is loaded here, together: then they can keep its weights between
-    them.
-    """
+    @property
+    def led(self) -> tuple[str, ...]:
+        """The components that the first of all ranks alone loads, for all of them."""
+        ...
 
-    led: tuple[str, ...]
-    ways: tuple[str, ...]
-    in_step: bool
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """Its ways to exchange what attention needs: ("",) where there is but one, none where the
+        tokens of a video can't be dealt out.
+        """
+        ...
+
+    @property
+    def in_step(self) -> bool:
+        """Whether ranks call the denoiser, which is loaded here, together: then they can keep its
+        weights between them.
+        """
+        ...
+
+    @property
+    def apart(self) -> bool:
+        """Whether ranks with other branches call the denoiser apart, in teams of their own, so that
+        it is to be weighed whether they do; else tokens of all branches are dealt out as one list.
+        """
+        ...
 
     def num_branches(self, settings: Settings) -> int:
         """How many branches of guidance one step computes, which ranks can have apart."""
@@ -346,6 +364,15 @@ class Shared(Protocol):
 
     def shared_stages(self, plan: Plan, clip: int, teams: Teams) -> Sequence[Stage]:
         """`Model.stages` for one of several ranks; what they yield counts on the first."""
+        ...
+
+
+@runtime_checkable
+class Branching(Protocol):
+    """A model that knows why its branches of guidance can't be computed apart, where they can't."""
+
+    def why_one_branch(self, settings: Settings) -> str:
+        """Why; empty where they can."""
         ...
 
 

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from everyframe.core.plan import Precision
 from everyframe.families import offload
 from everyframe.families.ahead import OnItsWay, Waiting
-from everyframe.parallel.team import Sending, Team
+from everyframe.parallel.coming import Sending
+from everyframe.parallel.team import Team
 from everyframe.precision.quantised import as_quantised
 
 #: What is sent, by which it is counted and waited for.

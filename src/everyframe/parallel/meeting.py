@@ -72,14 +72,18 @@ def again(
 ) -> Team:
     """As `part`, and always another team: what it exchanges goes beside what the first does.
 
-    Its ranks have their `weights` among those of all, where these are others than the team's.
+    Its ranks have their `weights` among those of all, where these are others than the team's. All
+    processes of the world are in `team`: each of them has to take part.
     """
+    if any(len(group) > 1 for group in groups):
+        assert team.size == dist.get_world_size(), "processes that are in no group would be missed"
     weights = team.weights if weights is None else weights
-    made = [dist.new_group(list(group)) for group in groups]  # all ranks make all of them
+    # All ranks make all of them; who is alone has nobody to talk to.
+    made = [dist.new_group(list(group)) if len(group) > 1 else None for group in groups]
     mine = next(list(group) for group in groups if team.rank in group)
-    if len(mine) == 1:
-        return Alone()
     own = next(each for each, group in zip(made, groups, strict=True) if team.rank in group)
+    if own is None:
+        return Alone()
     parted = Ranks([weights[rank] for rank in mine], own)
     parted.waits = team.waits
     return parted

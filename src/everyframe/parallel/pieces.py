@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from everyframe.parallel.team import Sending, Team
+from everyframe.parallel.coming import Sending
+from everyframe.parallel.team import Team
 
 
 def owners(num_pieces: int, weights: Sequence[float]) -> tuple[int, ...]:

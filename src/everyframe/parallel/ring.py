@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from everyframe.ops.partial_attention import Partial, merge, partial_attention
+from everyframe.parallel.coming import Coming
 from everyframe.parallel.grid import Deal, Held
-from everyframe.parallel.team import Coming, Team
+from everyframe.parallel.team import Team
 from everyframe.parallel.ulysses import Core
 
 

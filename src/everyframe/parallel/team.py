@@ -25,6 +25,7 @@ from torch import Tensor
 
 from everyframe.core.errors import PeerLostError
 from everyframe.hardware.lost import is_lost
+from everyframe.parallel.coming import Coming, Sending
 
 
 def _nobody_asks(what: str) -> None:
@@ -129,7 +130,7 @@ class Team(ABC):
         if self.size == 1:
             assert values is not None
             return list(values)
-        shapes = [[list(v.shape), _name(v.dtype), _order(v)] for v in values or ()]
+        shapes = [[list(v.shape), _name(v.dtype), memory_order(v)] for v in values or ()]
         told = self.tell(None if values is None else shapes, source, what)
         if values is None:
             values = [
@@ -137,7 +138,7 @@ class Team(ABC):
                 for shape, dtype, order in told
             ]
         else:
-            values = [value.cpu().permute(_order(value)) for value in values]
+            values = [value.cpu().permute(memory_order(value)) for value in values]
         came = [self.broadcast(value, source, what) for value in values]
         return [
             value.permute([order.index(dim) for dim in range(value.ndim)])
@@ -213,43 +214,15 @@ class Team(ABC):
         """What is to be waited for until `_broadcast` is done."""
 
 
-class Sending:
-    """What is on its way to another rank; it is kept alive until `wait` returns."""
-
-    def __init__(self, works: Sequence[Any], told: AbstractContextManager[None]) -> None:
-        self._works, self._told = list(works), told
-
-    def wait(self) -> None:
-        """Until it was fetched."""
-        with self._told:
-            for work in self._works:
-                work.wait()
-        self._works = []
-
-
-class Coming:
-    """What is on its way to this rank; what it sends meanwhile is kept alive until `wait`."""
-
-    def __init__(
-        self,
-        out: Tensor,
-        given: Tensor | None = None,
-        work: Any = None,
-        told: AbstractContextManager[None] | None = None,
-    ) -> None:
-        self._out, self._given, self._work, self._told = out, given, work, told
-
-    def wait(self) -> Tensor:
-        """What came, once all of it is there."""
-        if self._told is not None:
-            with self._told:
-                self._work.wait()
-        self._given = self._work = self._told = None
-        return self._out
-
-
 class Imagined(Team):
-    """A rank of a team that is not there; what it would receive is left as it was made."""
+    """A rank of a team that is not there; what it would receive is left as it was made.
+
+    What another would tell is taken to be what this one would.
+    """
+
+    def tell(self, value: Any, source: int, what: str) -> Any:
+        """See `Team`."""
+        return value
 
     def _all_to_all(self, *_: object) -> None:
         pass
@@ -278,7 +251,8 @@ class Teams:
     `groups` is into how many parts the branches of guidance are dealt, each with ranks of its own,
     `way` how attention's tokens are exchanged, where the model has several ways. `supply` are the
     ranks of `team` once more, on a way of their own, where they keep weights between them: those
-    come while tokens are exchanged.
+    come while tokens are exchanged. `inside` are those of `team` with the same part of the
+    branches, where a model's ranks call its denoiser apart from those that have another.
     """
 
     world: Team
@@ -286,6 +260,12 @@ class Teams:
     groups: int = 1
     way: str = ""
     supply: Team | None = None
+    inside: Team | None = None
+
+    @property
+    def sharing(self) -> Team:
+        """Those that call the denoiser together."""
+        return self.team if self.inside is None else self.inside
 
 
 #: One rank that does everything.
@@ -383,7 +363,7 @@ def _row_bytes(x: Tensor) -> int:
     return rows
 
 
-def _order(x: Tensor) -> list[int]:
+def memory_order(x: Tensor) -> list[int]:
     """The dimensions as they lie in memory, the outermost first."""
     return sorted(range(x.ndim), key=lambda dim: -x.stride()[dim])
 

@@ -106,16 +106,23 @@ class Parts:
     room: tuple[float, ...] = ()
     shards: bool = False
 
-    def of_rank(self, division: Division, rank: int) -> Parts:
+    def of_rank(self, division: Division, rank: int, settings: Settings) -> Parts:
         """The same for one rank of several."""
+        from everyframe.parallel.groups import Groups
         from everyframe.parallel.team import Imagined, Teams
 
-        group = division.groups[division.ranks[rank].group]
+        group = division.teams[division.ranks[rank].group]
         team = Imagined(group.index(rank), [division.weights[other] for other in group])
         room = tuple(division.ranks[other].room for other in group)
+        inside = None
+        if division.cfg > 1 and isinstance(self.model, Shared) and self.model.apart:
+            branches = self.model.num_branches(settings)
+            groups = Groups.of(team.weights, branches, division.cfg)
+            mine = groups.ranks[groups.number_of(team.rank)]
+            inside = Imagined(mine.index(team.rank), team.weights[mine.start : mine.stop])
         return replace(
             self,
-            teams=Teams(team, team, division.cfg, division.way),
+            teams=Teams(team, team, division.cfg, division.way, inside=inside),
             holders=holders_among(self.model, division),
             room=room if len(set(room)) > 1 else (),
         )

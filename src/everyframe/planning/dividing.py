@@ -22,7 +22,7 @@ from everyframe.core.errors import InputError
 from everyframe.core.facts import DeviceFacts, MachineFacts
 from everyframe.core.plan import Settings
 from everyframe.core.request import Request
-from everyframe.families.family import Crew, Model, Shared
+from everyframe.families.family import Branching, Crew, Model, Shared
 from everyframe.hardware.facts import pick_device
 from everyframe.parallel.partition import shares, teams
 
@@ -111,11 +111,13 @@ def divide(
     weights: Sequence[float] | None = None,
     *,
     shards: bool = False,
+    together: bool = False,
 ) -> Division | None:
     """How the run is divided; None for one device. `effort_of` is asked only for several.
 
     `weights` are the devices' speeds where the request names no shares; without them all are alike.
-    With `shards` every video has several devices.
+    With `shards` every video has several devices; `together`, all of them share the branches of
+    guidance unless others were asked for.
 
     Raises:
         InputError: what was asked can't be had; the text says what would be right.
@@ -129,15 +131,15 @@ def divide(
     most = min(len(devices), settings.num_videos)
     # A sequence that is named is that of all devices beside what else is named, as was checked.
     counts = [asked.data or 1] if asked.data or asked.sequence else list(range(most, 0, -1))
-    ways = model.ways if isinstance(model, Shared) else ("",)
     divisions = [
         replace(
-            _division(model, settings, devices, Crew(weights, asked.cfg or 1, way), count, effort),
+            _division(model, settings, devices, Crew(weights, cfg, way), count, effort),
             num_threads=num_threads,
         )
         for count in counts
-        if asked.cfg is None or asked.cfg * count <= len(devices)
-        for way in ([asked.way] if asked.way else ways)
+        for cfg in _branchings(asked, model, settings, together=together)
+        if cfg * count <= len(devices)
+        for way in ([asked.way] if asked.way else _ways_of(model) or ("",))
     ]
     if shards:
         divisions = [each for each in divisions if min(map(len, each.groups)) > 1]
@@ -146,6 +148,21 @@ def divide(
     pace = _Pace(speed, _BYTES[kind], _PLAIN[kind])
     # Several videos at once come first where both take as long: nothing is sent between them.
     return min(divisions, key=lambda each: _seconds(each, effort, pace))
+
+
+def _ways_of(model: Model) -> tuple[str, ...]:
+    return model.ways if isinstance(model, Shared) else ()
+
+
+def _branchings(
+    asked: Ways, model: Model, settings: Settings, *, together: bool
+) -> tuple[int, ...]:
+    """Into how many parts the branches of guidance could be dealt."""
+    if asked.cfg is not None or asked.sequence is not None or together:
+        return (asked.cfg or 1,)
+    if not isinstance(model, Shared) or not model.apart:
+        return (1,)
+    return tuple(range(1, model.num_branches(settings) + 1))
 
 
 def idle_notes(division: Division | None) -> tuple[str, ...]:
@@ -200,17 +217,18 @@ def shares_asked(request: Request, num_devices: int) -> tuple[float, ...] | None
 
 def _check_ways(asked: Ways, model: Model, settings: Settings, count: int) -> None:
     data, cfg = asked.data or 1, asked.cfg or 1
-    shared = isinstance(model, Shared)
-    branches = 1
-    ways: tuple[str, ...] = ("",)
-    if isinstance(model, Shared):
-        branches, ways = model.num_branches(settings), model.ways
-    if not shared and ((asked.cfg or 1) > 1 or (asked.sequence or 1) > 1):
+    ways, shared = _ways_of(model), isinstance(model, Shared)
+    if not shared and (cfg > 1 or (asked.sequence or 1) > 1):
         raise InputError(
             f"{model.title} makes each video on one device: parallel can be data=N with "
             "--num-videos, not cfg or sequence"
         )
-    if asked.way and asked.way not in ways:
+    if shared and not ways and (asked.sequence or 1) > 1:
+        raise InputError(
+            f"parallel {_written(asked)}: nobody knows how to deal out tokens of {model.title}; it "
+            f"can be {_instead(model, settings, count)}"
+        )
+    if shared and ways and asked.way and asked.way not in ways:
         could = " or ".join(f"{way or 'sequence'}={asked.sequence}" for way in ways)
         raise InputError(
             f"parallel {_written(asked)}: {model.title} does not exchange its tokens by "
@@ -221,11 +239,10 @@ def _check_ways(asked: Ways, model: Model, settings: Settings, count: int) -> No
             f"parallel data={data} wants at least {data} videos, got --num-videos "
             f"{settings.num_videos}; sequence={count} divides one video"
         )
+    branches = _num_branches(model, settings) if cfg > 1 else 1
     if cfg > branches:
-        raise InputError(
-            f"parallel cfg={cfg}: {_branches(model, settings, branches)}; sequence={count} divides "
-            "each video"
-        )
+        right = f"sequence={count} divides each video" if ways else "data=N deals out whole videos"
+        raise InputError(f"parallel cfg={cfg}: {_branches(model, settings, branches)}; {right}")
     if data * cfg > count:
         raise InputError(
             f"parallel data={data},cfg={cfg} wants {data * cfg} devices or more, got {count}"
@@ -234,19 +251,30 @@ def _check_ways(asked: Ways, model: Model, settings: Settings, count: int) -> No
         return
     wanted = data * cfg * asked.sequence
     if wanted != count:
-        right = [f"sequence={count}"]
-        if branches > 1 and count > 1:
-            right.append("cfg=2, which parts any number of devices in two")
         raise InputError(
             f"parallel {_written(asked)} is for {wanted} devices, got {count}; for {count} it can "
-            f"be auto, {' or '.join(right)}"
+            f"be auto, {_instead(model, settings, count)}"
         )
+
+
+def _num_branches(model: Model, settings: Settings) -> int:
+    return model.num_branches(settings) if isinstance(model, Shared) else 1
+
+
+def _instead(model: Model, settings: Settings, count: int) -> str:
+    """What parallel can be on so many devices for one video, or for several."""
+    right = [f"sequence={count}"] if _ways_of(model) else []
+    if count > 1 and _num_branches(model, settings) > 1:
+        right.append("cfg=2, which parts any number of devices in two")
+    return " or ".join(right or ["data=N with --num-videos"])
 
 
 def _branches(model: Model, settings: Settings, count: int) -> str:
     """What is said of so many branches of guidance, where more were asked for."""
     if count > 1:
         return f"it has {count} branches"
+    if isinstance(model, Branching):
+        return model.why_one_branch(settings)
     if settings.guidance_scale <= 1:
         return "without guidance it has one branch"
     return f"{model.title} computes its branches of guidance in its own way"
@@ -320,11 +348,12 @@ def _part(
             attention=part.attention,
             sent_bytes=part.sent_bytes,
             idle=part.idle,
+            works=part.works,
         )
     if place == 0:
         return plan
     idle = f"{model.title} makes each video on one device"
-    return replace(plan, tokens=0.0, attention=0.0, idle=idle)
+    return replace(plan, tokens=0.0, attention=0.0, idle=idle, works=False)
 
 
 @dataclass(frozen=True)

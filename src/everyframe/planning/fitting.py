@@ -112,20 +112,25 @@ class Fitting:
         assert chooser is not None, "nothing is chosen"
         return replace(self, parts=replace(self.parts, chooser=replace(chooser, expects=False)))
 
-    def of_ranks(self, division: Division | None) -> Fitting:
+    def of_ranks(self, division: Division | None, settings: Settings) -> Fitting:
         """Fitting for the rank that has the most to do."""
         if division is None:
             return self
         heaviest = max(division.ranks, key=lambda rank: max(rank.tokens, rank.attention))
-        return self.of_rank(division, division.ranks.index(heaviest), self.device)
+        return self.of_rank(division, division.ranks.index(heaviest), settings, self.device)
 
     def of_rank(
-        self, division: Division, rank: int, device: DeviceFacts, lead: DeviceFacts | None = None
+        self,
+        division: Division,
+        rank: int,
+        settings: Settings,
+        device: DeviceFacts,
+        lead: DeviceFacts | None = None,
     ) -> Fitting:
         """Fitting for that rank, on `device`, in the precision that all have in common."""
-        copies = len(division.ranks) if device.kind == "cpu" else 1
+        copies = sum(each.works for each in division.ranks) if device.kind == "cpu" else 1
         mine = replace(self.device, memory=device.memory, free_memory=device.free_memory)
-        parts = replace(self.parts.of_rank(division, rank), device=mine)
+        parts = replace(self.parts.of_rank(division, rank, settings), device=mine)
         return Fitting(parts, copies, lead)
 
     def effort(self, settings: Settings) -> Effort:

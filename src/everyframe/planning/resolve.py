@@ -206,17 +206,27 @@ def _shares(
     fitting: Fitting,
     *,
     shards: bool,
+    together: bool = False,
 ) -> Shares:
     """How the work is divided among devices that may not be alike.
 
-    With `shards` so that each video has several, which can keep weights between them.
+    With `shards` so that each video has several, which can keep weights between them; `together` so
+    that branches of guidance are apart only where that is asked for.
     """
     asked = shares_asked(request, len(devices))
     dtype = speed_dtype(DTYPES[request.dtype])
 
     def divided(weights: Sequence[float]) -> Division | None:
         return divide(
-            request, model, settings, devices, fitting.effort, num_threads, weights, shards=shards
+            request,
+            model,
+            settings,
+            devices,
+            fitting.effort,
+            num_threads,
+            weights,
+            shards=shards,
+            together=together,
         )
 
     weights = asked or weights_by_speed(devices, dtype, num_threads)
@@ -257,11 +267,18 @@ def _fitted(
     """
     shares = shared(shards=request.shard_weights)
     fitting, fitted = shares.fitting, shares.fitting.fit(settings)
-    if not fitted.fits and can_share(request, fitting.model, shares.division):
-        other = shared(shards=True)
+    others: list[dict[str, bool]] = []
+    if can_share(request, fitting.model, shares.division):
+        others.append({"shards": True})
+    if shares.division is not None and shares.division.cfg > 1:
+        # A branch apart has all of its tokens on fewer devices than both branches together have.
+        others.append({"shards": request.shard_weights, "together": True})
+    for how in others if not fitted.fits else ():
+        other = shared(**how)
         again = other.fitting.fit(settings)
         if again.fits:
             shares, fitting, fitted = other, other.fitting, again
+            break
     check_effect(fitting.parts.quantising, fitting.model.title, fitted.components)
     # What is too large for this device whatever is chosen is not tried.
     if will_run and fitted.fits:

@@ -109,7 +109,8 @@ def shared_out(
     division = divided(weights)
     frees = {device.free_memory for device in devices}
     if division is None or len(frees) == 1 or not isinstance(fitting.model, Shared):
-        return Shares(division, fitting.of_ranks(division), says=_said(division, devices, ()))
+        own = fitting.of_ranks(division, settings)
+        return Shares(division, own, says=_said(division, devices, ()))
     by_speed, short = division, set[int]()
     for _ in range(0 if is_asked else _ROUNDS):
         needs = _needs(fitting.parts, division, settings)
@@ -125,7 +126,7 @@ def shared_out(
         assert division is not None
     needs = _needs(fitting.parts, division, settings)
     tightest = max(range(len(devices)), key=lambda r: needs[r].peak / devices[r].free_memory)
-    fitting = fitting.of_rank(division, tightest, devices[tightest], devices[0])
+    fitting = fitting.of_rank(division, tightest, settings, devices[tightest], devices[0])
     return Shares(division, fitting, tightest, _said(division, devices, sorted(short)))
 
 
@@ -153,11 +154,14 @@ class _Need:
 def _needs(parts: Parts, division: Division, settings: Settings) -> list[_Need]:
     """What each rank needs for its part of a step."""
     step = next(each for each in parts.rehearsals(settings) if each.denoises)
-    plans = [
-        parts.of_rank(division, rank).named(step.component, settings).plan
-        for rank in range(len(division.ranks))
-    ]
-    return [_Need(plan.held_bytes, plan.working_bytes) for plan in plans]
+    needs = []
+    for rank, its in enumerate(division.ranks):
+        if not its.works:
+            needs.append(_Need(0, 0))
+            continue
+        plan = parts.of_rank(division, rank, settings).named(step.component, settings).plan
+        needs.append(_Need(plan.held_bytes, plan.working_bytes))
+    return needs
 
 
 def with_weights(division: Division | None, model: Model, fitted: Fitted) -> Division | None:

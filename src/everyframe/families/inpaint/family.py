@@ -51,6 +51,7 @@ class InpaintModel(StagedModel[InpaintOptions, Files, Sizes]):
     led = ("text_encoder",)
     ways = ("",)
     in_step = False
+    apart = False
 
     def settle(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
         """Every value of the request settled, and notes."""

@@ -62,6 +62,7 @@ class OpenSoraModel(StagedModel[OpenSoraOptions, Files, Sizes]):
     led = ("text_encoder",)
     ways = ("",)
     in_step = True
+    apart = False
 
     @property
     def title(self) -> str:

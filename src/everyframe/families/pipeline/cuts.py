@@ -24,7 +24,7 @@ from everyframe.parallel.heads import HeadDeal, sent_vectors
 from everyframe.parallel.partition import shares
 
 #: Bytes of a number of the answer, which a denoiser's last layer gives in float32.
-_ANSWER = 4
+ANSWER_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,8 @@ class Cuts:
     tokens look at all in the modules `attention`, whose names may hold a ``*``.
 
     `text` is how many tokens of a text there are unless ``max_sequence_length`` says it, or the key
-    of its config that does; None if they are not among those that are cut. `guidance` is how both
-    branches are asked about: ``together`` in one call, ``apart`` in two, or as an ``input`` of one.
-    A config that has any of `unlike` is of a variant that can't be cut so.
+    of its config that does; None if they are not among those that are cut. A config that has any of
+    `unlike` is of a variant that can't be cut so.
     """
 
     tokens: tuple[Cut, ...]
@@ -62,7 +61,6 @@ class Cuts:
     last: str = "proj_out"
     video: int = 0
     text: str | int | None = None
-    guidance: str = "together"
     unlike: tuple[tuple[str, Any], ...] = ()
 
     def fits(self, config: Mapping[str, Any]) -> bool:
@@ -85,11 +83,12 @@ class Cuts:
         found.insert(self.video, frames * rows * columns)
         return tuple(found)
 
-    def part(self, sizes: Sizes, settings: Settings, crew: Crew, rank: int, width: int) -> RankPart:
-        """What that rank does of each step, with products in numbers of `width` bytes."""
+    def part(
+        self, sizes: Sizes, settings: Settings, crew: Crew, rank: int, width: int, batch: int
+    ) -> RankPart:
+        """What that rank does of a call of so many samples, with products in numbers of `width`
+        bytes."""
         config = sizes.denoiser
-        branches = 2 if settings.guidance_scale > 1 and self.guidance != "input" else 1
-        batch = branches if self.guidance == "together" else 1
         streams = [shares(n, crew.weights) for n in self.num_tokens(sizes, settings)]
         deal = dealt(streams, batch * int(config["num_attention_heads"]), crew.weights)
         heads, tokens = HeadDeal(deal), len(deal.columns[rank])
@@ -99,12 +98,12 @@ class Cuts:
         blocks = int(config["num_layers"]) + int(config.get("num_single_layers") or 0)
         sent = vectors * blocks * int(config["attention_head_dim"]) * width
         channels = int(config.get("out_channels") or config["in_channels"])
-        answer = streams[self.video][rank] * math.prod(patch_of(config)) * channels * _ANSWER
+        answer = streams[self.video][rank] * math.prod(patch_of(config)) * channels * ANSWER_BYTES
         sent += batch * answer * (len(crew.weights) - 1)
         idle = "" if tokens else "there are fewer tokens than devices"
         if looks and not tokens:
             idle += ": it works in attention alone"
-        return RankPart(held, looks, sent * (branches // batch), idle)
+        return RankPart(held, looks, sent, idle)
 
 
 #: By the name of the class.
@@ -115,7 +114,6 @@ CUTS: Mapping[str, Cuts] = {
         # Wan 2.2 of a picture gives each token a timestep of its own.
         beside=(Cut("", "timestep"),),
         tables=(("rope", 1),),
-        guidance="apart",
     ),
     "LTXVideoTransformer3DModel": Cuts(
         tokens=(Cut("", "hidden_states"),),
@@ -141,7 +139,6 @@ CUTS: Mapping[str, Cuts] = {
         attention=("transformer_blocks.*.attn", "single_transformer_blocks.*.attn"),
         tables=(("rope", 0),),
         text=256,
-        guidance="input",
         # Its blocks know the tokens of the first frame by their number.
         unlike=(("image_condition_type", "token_replace"),),
     ),

@@ -39,6 +39,7 @@ from everyframe.families.pipeline.classes import (
 from everyframe.families.pipeline.components import Held, components, held
 from everyframe.families.pipeline.cuts import CUTS, Cuts
 from everyframe.families.pipeline.options import PipelineOptions
+from everyframe.families.pipeline.parts import rank_part
 from everyframe.families.pipeline.quiet import quiet_libraries
 from everyframe.families.pipeline.sizes import Sizes, denoisers
 from everyframe.parallel.heads import ATTENDING
@@ -134,30 +135,58 @@ class PipelineModel:
         interface = self.sizes.interface
         own = settle.check_options(interface, self.options.option)
         return PipelineStage(
-            plan, interface, own, files=self.files, savings=self.savings, teams=teams or ONE
+            plan,
+            interface,
+            own,
+            files=self.files,
+            savings=self.savings,
+            teams=teams or ONE,
+            branches=self._dry.branches(plan.settings) if teams and teams.groups > 1 else None,
         )
 
 
 @dataclass(frozen=True)
 class SharedPipelineModel(PipelineModel):
-    """One whose denoisers several ranks can share; see `cuts`."""
+    """One that several ranks can make one video with: by tokens (see `cuts`), branches, or both."""
 
     led = ()
-    ways = ATTENDING
     in_step = False
+    apart = True
 
     @property
-    def _cuts(self) -> Cuts:
-        name = denoisers([part.name for part in self.files.models])[0]
-        return CUTS[next(part.class_name for part in self.files.models if part.name == name)]
+    def ways(self) -> tuple[str, ...]:
+        """How its denoisers' tokens can be exchanged; none where nobody knows how to cut them."""
+        return () if self._cuts is None else ATTENDING
+
+    @cached_property
+    def _cuts(self) -> Cuts | None:
+        classes = {part.name: part for part in self.files.models}
+        found = [classes[name] for name in denoisers(classes)]
+        is_known = all(
+            part.library == "diffusers"
+            and part.class_name in CUTS
+            and CUTS[part.class_name].fits(part.config())
+            for part in found
+        )
+        return CUTS[found[0].class_name] if found and is_known else None
 
     def num_branches(self, settings: Settings) -> int:
-        """One: which branches there are, and in how many calls, is the pipeline's own affair."""
-        return 1
+        """How many its own call, run dry, shows that can be computed apart."""
+        return self._dry.branches(settings).count
+
+    def why_one_branch(self, settings: Settings) -> str:
+        """Why branches can't be computed apart."""
+        return self._dry.branches(settings).why
 
     def rank_part(self, settings: Settings, crew: Crew, rank: int, element_bytes: int) -> RankPart:
-        """Tokens, and heads or what stands for them; what is sent in each block and at the end."""
-        return self._cuts.part(self.sizes, settings, crew, rank, element_bytes)
+        """Branches; of them tokens, and heads or what stands for them; what is sent."""
+        cuts, branches = self._cuts, self._dry.branches(settings)
+
+        def cutting(crew: Crew, rank: int, batch: int) -> RankPart:
+            assert cuts is not None
+            return cuts.part(self.sizes, settings, crew, rank, element_bytes, batch)
+
+        return rank_part(branches, cutting if cuts else None, crew, rank, self.title)
 
     def shared_rehearsals(self, settings: Settings, teams: Teams) -> tuple[JointRehearsal, ...]:
         """One call as one of several ranks makes it, and each component's share in it."""
@@ -169,16 +198,9 @@ class SharedPipelineModel(PipelineModel):
 
 
 def _can_be_shared(files: Files) -> bool:
-    """Whether all of its denoisers are of classes that are known to be cut."""
-    classes = {part.name: part for part in files.models}
-    found = [classes[name] for name in denoisers(classes)]
-    is_known = all(
-        part.library == "diffusers"
-        and part.class_name in CUTS
-        and CUTS[part.class_name].fits(part.config())
-        for part in found
-    )
-    return bool(found) and is_known and not files.is_modular
+    """Whether its call is diffusers' own, and asks denoisers of these names."""
+    is_plain = not files.is_modular and files.code_file is None
+    return is_plain and bool(denoisers([part.name for part in files.models]))
 
 
 class DiffusersPipeline:

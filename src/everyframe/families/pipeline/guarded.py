@@ -10,8 +10,8 @@ repairs are taken off. Read next: `everyframe.families.guarding`, `watching.py`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -58,7 +58,7 @@ class Guarded:
         given = (take.given.first, take.given.last)
         is_asked = any(each is not None and each.min() == each.max() for each in given)
         is_asked = is_asked or asks_for_blank(plan.settings.prompt)
-        self._is_asked, self._emit = is_asked, emit
+        self._is_asked, self._emit, self._watch = is_asked, emit, watch
         self._parts: list[_Part] = []
         self._at: list[str] = []
         for name, module in modules.items():
@@ -75,6 +75,19 @@ class Guarded:
     def at(self) -> str:
         """The component that runs, or whose call raised; empty where the pipeline's own code is."""
         return self._at[-1] if self._at else ""
+
+    def checked(self, name: str, module: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
+        """The result of a call of that component, computed elsewhere, as the guard hands it on."""
+        part = next(each for each in self._parts if each.name == name)
+        return part.handed_on(module, _Kept(args, kwargs), result)
+
+    @contextmanager
+    def computing(self, name: str) -> Iterator[None]:
+        """Within, that component runs, and nobody guards it: its result is `checked` later."""
+        self._at.append(name)
+        with self._watch.paused():
+            yield
+        self._at.pop()  # not where it raised
 
     def check_frames(self, frames_THWC: Any) -> None:
         """Tell of frames (T, H, W, 3) of one colour, where no decoder gave pixels to look at."""
@@ -114,7 +127,7 @@ class _Part:
         is_asked: bool,
     ) -> None:
         self._guard = guard
-        self._name = name
+        self.name = name
         self._module = module
         self._watch = watch
         self._emit = emit
@@ -150,7 +163,7 @@ class _Part:
         self._depth += 1
         if self._depth == 1:
             self._num_calls += 1
-            self.at.append(self._name)
+            self.at.append(self.name)
             self._kept = _Kept(args, kwargs)
 
     def _after(
@@ -162,6 +175,12 @@ class _Part:
         if self._depth or result is None:  # called by the component itself, or it raised
             return None
         kept, self._kept = self._kept, _Kept((), {})
+        self.at.pop()
+        return self.handed_on(module, kept, result)
+
+    def handed_on(self, module: nn.Module, kept: _Kept, result: Any) -> Any:
+        """The result of a call, once it was looked at, and repaired if need be."""
+        self.at.append(self.name)
         with self._watch.paused():
             result = self._watched(module, kept, result)
             if self._guard.has_repaired:
@@ -194,7 +213,7 @@ class _Part:
             if any(word in name for word in _ON_PURPOSE) or range_of(value).is_finite:
                 continue
             raise NumericsError(
-                f"{self._guard.place(self._number())}: {self._name} was given {name} that is not "
+                f"{self._guard.place(self._number())}: {self.name} was given {name} that is not "
                 "finite, though all that its modules made was: the sampler's arithmetic or the "
                 "pipeline's own did it. Nothing was written; other settings (steps, guidance), "
                 "another scheduler or the whole pipeline in float32 may not"

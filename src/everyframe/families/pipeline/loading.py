@@ -24,6 +24,7 @@ from everyframe.families.loading import keep_in_sight, show
 from everyframe.families.pipeline.checkpoint import Files, Part
 from everyframe.families.pipeline.classes import component_class, empty_modular, pipeline_class
 from everyframe.families.pipeline.encoding import encoders, without_weights
+from everyframe.families.pipeline.interface import Interface
 from everyframe.families.pipeline.watching import called_parts
 from everyframe.optimize.put_on import after_weights, before_weights
 from everyframe.precision import edges
@@ -153,6 +154,21 @@ def set_tiling(pipe: Any, settings: Settings) -> None:
         vae.enable_tiling()
     elif hasattr(vae, "disable_tiling"):
         vae.disable_tiling()
+
+
+def set_guidance(pipe: Any, interface: Interface, settings: Settings) -> None:
+    """Some pipelines keep guidance in a component, the guider, and take no scale."""
+    scale, guider = settings.guidance_scale, getattr(pipe, "guider", None)
+    if guider is None or interface.name_of("guidance_scale"):
+        return
+    own = getattr(guider, "config", {}).get("guidance_scale")
+    if own is None or own == scale:
+        return
+    guided = guider.new(guidance_scale=scale)
+    if interface.is_modular:
+        pipe.update_components(guider=guided)
+    else:
+        pipe.register_modules(guider=guided)
 
 
 def _is_of_diffusers(cls: Any) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 from unittest.mock import patch
@@ -24,14 +24,21 @@ from torch import nn
 from everyframe.core.plan import Settings
 from everyframe.families.family import GivenFrames, JointRehearsal, Take
 from everyframe.families.loading import build_on_meta
-from everyframe.families.pipeline import released, sharding
+from everyframe.families.pipeline import branching, released, sharding
 from everyframe.families.pipeline.arguments import arguments
+from everyframe.families.pipeline.branching import Branches
 from everyframe.families.pipeline.checkpoint import Files
 from everyframe.families.pipeline.classes import empty_component
 from everyframe.families.pipeline.components import STAGE
 from everyframe.families.pipeline.interface import Interface
-from everyframe.families.pipeline.loading import assembled, outputs_of, set_tiling
+from everyframe.families.pipeline.loading import (
+    assembled,
+    outputs_of,
+    set_guidance,
+    set_tiling,
+)
 from everyframe.families.pipeline.quiet import quiet_libraries, silent
+from everyframe.families.pipeline.rounds import Rounds
 from everyframe.families.pipeline.sizes import denoisers
 from everyframe.ops.attention import PLAIN, by_kernel
 from everyframe.parallel.team import ONE, Teams
@@ -45,6 +52,7 @@ class Dry:
     files: Files
     interface: Interface
     own: Mapping[str, Any]
+    _branches: dict[str, Branches] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def modules(self) -> dict[str, nn.Module]:
@@ -67,14 +75,12 @@ class Dry:
 
     def rehearsals(self, settings: Settings, teams: Teams = ONE) -> tuple[JointRehearsal, ...]:
         """One call, and each component's share in it; with `teams` that of one of several ranks."""
-        name = self.interface.class_name
-        fewer = released.of(released.STEPS_FEWER, name) or 0
+        fewer = released.of(released.STEPS_FEWER, self.interface.class_name) or 0
         experts = len(denoisers([part.name for part in self.files.models]))
-        fewest = max(experts, released.of(released.FEWEST_STEPS, name) or 1)
-        steps = min(fewest + fewer, settings.num_inference_steps)
-        few = replace(settings, num_inference_steps=steps, seed=0, num_videos=1)
+        few = self._few(settings, experts)
+        steps = few.num_inference_steps
         repeats = max(settings.num_inference_steps - fewer, 1) / max(steps - fewer, 1)
-        rank = (teams.team.rank, teams.team.weights, teams.way)
+        rank = (teams.team.rank, teams.team.weights, teams.way, teams.groups)
         key = (self._identity, repr(few), repr(self.own), rank)
         tiled = dict(settings.options).get("vae_tiling")
         return tuple(
@@ -94,6 +100,32 @@ class Dry:
             if not (tiled and part.name == "vae")
         )
 
+    def _few(self, settings: Settings, least: int) -> Settings:
+        """The same with as few steps as can be, and at least so many."""
+        name = self.interface.class_name
+        fewer = released.of(released.STEPS_FEWER, name) or 0
+        fewest = max(least, released.of(released.FEWEST_STEPS, name) or 1)
+        steps = min(fewest + fewer, settings.num_inference_steps)
+        return replace(settings, num_inference_steps=steps, seed=0, num_videos=1)
+
+    def branches(self, settings: Settings) -> Branches:
+        """How its denoiser is asked about the branches of guidance; found once."""
+        few = replace(self._few(settings, 1), savings=())
+        key = repr(few)
+        if key not in self._branches:
+            # A schedule may have more steps than what it is asked for.
+            guided = few.guidance_scale > 1
+
+            def see(is_guided: bool) -> branching.Seen:
+                scale = few.guidance_scale if is_guided or not guided else 1.0
+                asked = replace(few, guidance_scale=scale)
+                return branching.seen_in(self.modules, partial(self._call, asked))
+
+            self._branches[key] = branching.found(
+                see, is_guided=guided, num_steps=few.num_inference_steps
+            )
+        return self._branches[key]
+
     def call(
         self, settings: Settings, teams: Teams, modules: Mapping[str, nn.Module], device: str
     ) -> object:
@@ -101,6 +133,9 @@ class Dry:
         with ExitStack() as stack:
             for put_on in sharding.of_all(modules, teams).values():
                 stack.callback(put_on.remove)
+            if teams.groups > 1:
+                denoising = {name: modules[name] for name in denoisers(modules)}
+                stack.enter_context(Rounds(denoising, self.branches(settings), teams))
             return self._call(settings)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -120,6 +155,7 @@ class Dry:
             call["output_type"] = "latent" if tiled else "pt"
         pipe = self._pipe
         set_tiling(pipe, settings)
+        set_guidance(pipe, self.interface, settings)
         with quiet_libraries(even_errors=True), silent(pipe), _on_no_device():
             return pipe(**call)
 

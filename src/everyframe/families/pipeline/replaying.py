@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
+from torch.utils import _pytree as pytree
 
 from everyframe.core.plan import Remedy
 from everyframe.families.family import Answers, Take
@@ -28,7 +29,7 @@ _WHAT = "kept answers are handed on"
 class HandedOn:
     """The `own` answers of the first rank on all ranks of `team`; the others keep none.
 
-    All must ask for them in the same order. They are those of transformers: one tensor.
+    All must ask for them in the same order. What is in them but tensors is nothing.
     """
 
     def __init__(self, team: Team, own: Answers | None) -> None:
@@ -38,11 +39,19 @@ class HandedOn:
     def next(self) -> Any:
         """See `Answers`."""
         answer = None if self._own is None else self._own.next()
-        is_tuple = self._team.tell(None if answer is None else type(answer) is tuple, 0, _WHAT)
-        if is_tuple is None:
+        leaves, form = pytree.tree_flatten(answer)
+        is_there = [leaf is not None for leaf in leaves]
+        said = None if answer is None else [pytree.treespec_dumps(form), is_there]
+        told = self._team.tell(said, 0, _WHAT)
+        if told is None:
             return None
-        (tensor,) = self._team.share(None if answer is None else [answer[0]], 0, _WHAT)
-        return answer if self._team.is_lead else _answer(tensor, is_tuple=is_tuple)
+        tensors = [leaf for leaf in leaves if leaf is not None]
+        came = iter(self._team.share(tensors if self._team.is_lead else None, 0, _WHAT))
+        if self._team.is_lead:
+            return answer
+        written, is_there = told
+        each = [next(came) if there else None for there in is_there]
+        return pytree.tree_unflatten(each, pytree.treespec_loads(written))
 
     def keep(self, answer: Any, remedies: tuple[Remedy, ...]) -> None:
         """See `Answers`."""
@@ -59,24 +68,26 @@ class HandedOn:
         return tuple(Remedy(**each) for each in self._team.tell(mine, 0, _WHAT))
 
 
-def _answer(tensor: Tensor, *, is_tuple: bool) -> Any:
-    from diffusers.models.modeling_outputs import Transformer2DModelOutput
-
-    return (tensor,) if is_tuple else Transformer2DModelOutput(sample=tensor)
-
-
 class Replaying:
     """Serves and keeps the answers of these denoisers, by name, while it is entered.
 
-    `watch` is told of the calls that are served, and which are repeated to repair them.
+    `watch` is told of the calls that are served, and which are repeated to repair them. If it is
+    not `at_once`, answers come later than calls return, and whoever has them keeps them.
     """
 
-    def __init__(self, denoisers: Mapping[str, nn.Module], watch: StepWatch, take: Take) -> None:
+    def __init__(
+        self,
+        denoisers: Mapping[str, nn.Module],
+        watch: StepWatch,
+        take: Take,
+        *,
+        at_once: bool = True,
+    ) -> None:
         # What a cache holds of earlier calls is in the module and not in its answers.
         has_cache = any(getattr(part, "is_cache_enabled", False) for part in denoisers.values())
         self._denoisers = {} if take.answers is None or has_cache else dict(denoisers)
         self._watch = watch
-        self._take = take
+        self._take, self._at_once = take, at_once
         self._classes: dict[str, type[nn.Module]] = {}
 
     def __enter__(self) -> Replaying:
@@ -98,7 +109,7 @@ class Replaying:
         """The module's class, whose calls are served while there are answers."""
         base, watch, take = type(module), self._watch, self._take
         signature = inspect.signature(module.forward)
-        answers = take.answers
+        answers, at_once = take.answers, self._at_once
         assert answers is not None
 
         def call(own: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -109,7 +120,8 @@ class Replaying:
                 seen_before(watch, name, signature, args, kwargs)
                 return answer
             answer = base.__call__(own, *args, **kwargs)
-            answers.keep(answer, take.remedies)
+            if at_once:
+                answers.keep(answer, take.remedies)
             return answer
 
         return type(base.__name__, (base,), {"__call__": call, "__module__": base.__module__})

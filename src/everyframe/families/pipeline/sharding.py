@@ -50,10 +50,13 @@ def apply(model: nn.Module, team: Team, way: str = "ulysses") -> Sharding:
 
 
 def of_all(modules: Mapping[str, nn.Module], teams: Teams) -> dict[str, Sharding]:
-    """What is put on the denoisers among these components, by name; nothing for one rank."""
-    if teams.team.size == 1:
+    """What is put on the denoisers among these components, by name; nothing for one rank.
+
+    Those share tokens that have the same branches of guidance.
+    """
+    if teams.sharing.size == 1:
         return {}
-    return {name: apply(modules[name], teams.team, teams.way) for name in denoisers(modules)}
+    return {name: apply(modules[name], teams.sharing, teams.way) for name in denoisers(modules)}
 
 
 class Sharding(PutOn):

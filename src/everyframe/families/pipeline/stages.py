@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,17 +24,20 @@ from everyframe.families.family import Savings, Take
 from everyframe.families.pipeline import sharding
 from everyframe.families.pipeline.alternating import alternating
 from everyframe.families.pipeline.arguments import arguments
+from everyframe.families.pipeline.branching import Branches
 from everyframe.families.pipeline.checkpoint import Files
 from everyframe.families.pipeline.components import STAGE
 from everyframe.families.pipeline.drawing import in_float32
 from everyframe.families.pipeline.encoding import EncodedOnce, encoders
 from everyframe.families.pipeline.guarded import Apart, Guarded
 from everyframe.families.pipeline.interface import Interface
-from everyframe.families.pipeline.loading import load
+from everyframe.families.pipeline.loading import load, set_guidance
 from everyframe.families.pipeline.outputs import Array, frames_of, sound_of
 from everyframe.families.pipeline.quiet import quiet_libraries, silent
 from everyframe.families.pipeline.reliefs import PipelineReliefs
 from everyframe.families.pipeline.replaying import HandedOn, Replaying
+from everyframe.families.pipeline.rounds import Rounds
+from everyframe.families.pipeline.rounds_guarded import AroundCalls
 from everyframe.families.pipeline.sizes import denoisers
 from everyframe.families.pipeline.untouched import untouched
 from everyframe.families.pipeline.watching import StepWatch
@@ -51,7 +54,8 @@ Made = tuple[Array | None, "tuple[Array, int] | None"]
 class PipelineStage:
     """All of a run: `files` to load the pipeline from, or the `pipe` that somebody has loaded.
 
-    `own` are the parameters that only this pipeline has, `savings` what takes less memory.
+    `own` are the parameters that only this pipeline has, `savings` what takes less memory,
+    `branches` those of guidance where ranks have them apart.
     """
 
     plan: Plan
@@ -61,6 +65,7 @@ class PipelineStage:
     pipe: Any = None
     savings: Savings | None = None
     teams: Teams = ONE
+    branches: Branches | None = None
     name: str = STAGE
     # Its answers are kept call by call, and served again when it is called again.
     goes_on: bool = False
@@ -69,6 +74,11 @@ class PipelineStage:
     def component(self) -> str:
         """The largest of the components; all are loaded."""
         return max(self.plan.components, key=lambda part: part.weight_bytes).name
+
+    @property
+    def _is_shared(self) -> bool:
+        """Whether other ranks make the same video."""
+        return self.teams.team.size > 1
 
     def num_steps(self, num_takes: int) -> int:
         """The steps that were asked for, for each take."""
@@ -88,16 +98,16 @@ class PipelineStage:
             else:
                 stack.enter_context(untouched(pipe))
             stack.enter_context(silent(pipe))
-            self._set_guidance(pipe)
+            set_guidance(pipe, self.interface, self.plan.settings)
             owned = {} if self.pipe is not None else _modules(pipe)
             reliefs = PipelineReliefs(self.plan, pipe, owned, self.savings)
             ready = _Ready(pipe, reliefs, sharding.of_all(_modules(pipe), self.teams))
             for each in ready.shared.values():
                 stack.callback(each.remove)
-            if ready.shared:
+            if self._is_shared:
                 stack.enter_context(self._encoded_once(_modules(pipe)))
             for number, take in enumerate(takes):
-                if ready.shared:
+                if self._is_shared:
                     take.answers = HandedOn(self.teams.team, take.answers)
                 yield from self._video(partial(self._call, ready, take, number, len(takes)), take)
 
@@ -105,20 +115,6 @@ class PipelineStage:
         """What has the first rank encode for all of them."""
         found = {name: modules[name] for name in encoders(modules)}
         return EncodedOnce(found, self.teams.team, self.plan.device.torch_name)
-
-    def _set_guidance(self, pipe: Any) -> None:
-        """Some pipelines keep guidance in a component, the guider, and take no scale."""
-        scale, guider = self.plan.settings.guidance_scale, getattr(pipe, "guider", None)
-        if guider is None or self.interface.name_of("guidance_scale"):
-            return
-        own = getattr(guider, "config", {}).get("guidance_scale")
-        if own is None or own == scale:
-            return
-        guided = guider.new(guidance_scale=scale)
-        if self.interface.is_modular:
-            pipe.update_components(guider=guided)
-        else:
-            pipe.register_modules(guider=guided)
 
     def _video(self, call: Callable[[Emit], Made], take: Take) -> Iterator[Event]:
         frames, sound = yield from alternating(call, self.plan.num_threads)
@@ -157,14 +153,14 @@ class PipelineStage:
                 emit(Step(self.name, done, total, take.seed, now - begun))
             begun = time.perf_counter()
 
-        for relief in () if ready.shared else ready.reliefs.again(take):
+        for relief in () if self._is_shared else ready.reliefs.again(take):
             why = f"{self.name}: memory ran out before the run was broken off; it is called again"
             emit(relief.event(self.name, 0, why, take.seed))
         while True:
             made = self._attempt(ready, take, on_step, emit)
             if not isinstance(made, _TooLittle):
                 return made
-            if ready.shared:
+            if self._is_shared:
                 at = (made.at,) if made.at else ()
                 raise together(self.name, made.step, at, made.place, made.said)
             less = ready.reliefs.at(take, made.at)
@@ -190,12 +186,18 @@ class PipelineStage:
             settings.num_inference_steps,
             on_step,
         )
+        apart = None if self.branches is None else AroundCalls(watch, take)
         with (
             watch,
             in_float32(),
-            Replaying(denoising, watch, take),
+            nullcontext()
+            if apart is None or self.branches is None
+            else Rounds(denoising, self.branches, self.teams, apart),
+            Replaying(denoising, watch, take, at_once=apart is None),
             Guarded(self.plan, modules, watch, take, emit, ready.apart) as guarded,
         ):
+            if apart is not None:
+                apart.guarded = guarded
             try:
                 given = arguments(self.interface, settings, take, self.own, decodes=leads)
                 result = pipe(**given)

@@ -59,6 +59,7 @@ class StepVideo(StagedModel[StepVideoOptions, Files, Sizes]):
     led = ("step_llm", "clip")
     ways = ATTENDING
     in_step = True
+    apart = False
 
     @property
     def title(self) -> str:

@@ -49,6 +49,7 @@ class SVDModel(StagedModel[SVDOptions, Files, Sizes]):
     led = ("image_encoder",)
     ways = ("",)
     in_step = True
+    apart = False
 
     @property
     def config(self) -> SVDConfig:
