@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from everyframe.cli.main import main
+from everyframe.engine import launch
 
 BAD = [
     # (words, what the line must hold)
@@ -51,6 +52,12 @@ BAD = [
     ("generate x --edit-strength 2", "edit_strength must be at most 1"),
     ("generate x --dtype fp9", "dtype must be one of auto"),
     ("generate x --aesthetic pretty", "aesthetic must be a number, got 'pretty'"),
+    ("generate x --model opensra-1.2", "did you mean 'opensora-1.2'"),
+    ("generate x --model nowhere/at/all", "no folder or file nowhere/at/all"),
+    ("generate x --source no.mp4 --mask 0,0,8,8 --control canny", "source: 'no.mp4' does not"),
+    ("generate x --mask no.png --control canny", "mask: 'no.png' does not exist; give a picture"),
+    ("generate x --mask 0,0,8,8 --control canny,no.png", "control: 'no.png' does not exist; give"),
+    ("generate x --mask 0,0,8,8 --size 33x32 -o a.mp4", "H.264 needs even sizes, got 33x32"),
     ("generate x --log-level loud", "--log-level must be one of debug"),
     ("generate x -o nowhere/clip.mp4", "does not exist"),
     ("generate x -o clip.mpx", "unknown ending '.mpx'"),
@@ -61,6 +68,12 @@ BAD = [
 
 @pytest.fixture(autouse=True)
 def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And without a worker, which takes seconds to start."""
+
+    def never(*_: object) -> None:
+        raise AssertionError("a worker was started")
+
+    monkeypatch.setattr(launch, "launched", never)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("EVERYFRAME_LOG", raising=False)
 

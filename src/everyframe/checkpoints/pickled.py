@@ -8,11 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
+from typing import NoReturn
 
 from everyframe.checkpoints.folder import PICKLE_SUFFIXES
 from everyframe.core.errors import CheckpointError
 
 SAFE = ".safetensors"
+
+#: Tensors of a pickle, and nothing else of it, as safetensors.
+_CONVERT = (
+    "import sys, torch; from safetensors.torch import save_file; a, b = sys.argv[1:]; "
+    "d = torch.load(a, map_location='cpu', weights_only=True); d = d.get('state_dict', d); "
+    "save_file({k: v.contiguous() for k, v in d.items()}, b)"
+)
 
 
 def refuse_pickled(where: str, name: str, folder: Path, loader: str = "DiffusionPipeline") -> None:
@@ -28,7 +36,7 @@ def refuse_pickled(where: str, name: str, folder: Path, loader: str = "Diffusion
         names = sorted(file.name for file in folder.iterdir())
         pickled = _only_pickled(names)
         if pickled:
-            raise _refusal(where, f"the weights of its {name} are", pickled, loader)
+            raise _refusal(where, f"the weights of its {name} are", pickled, _saved(loader, where))
 
 
 def refuse_pickled_files(where: str, patterns: Sequence[str], names: Sequence[str]) -> None:
@@ -39,13 +47,28 @@ def refuse_pickled_files(where: str, patterns: Sequence[str], names: Sequence[st
     for folder in {PurePosixPath(each).parent for each in patterns if each.endswith(SAFE)}:
         pickled = _only_pickled([each for each in names if PurePosixPath(each).parent == folder])
         if pickled:
-            raise _refusal(where, "its weights are", pickled, "MODEL_CLASS")
+            how = _saved("MODEL_CLASS", where)
+            raise _refusal(where, "its weights are", pickled, how)
 
 
-def _refusal(where: str, what: str, file: str, loader: str) -> CheckpointError:
+def refuse_pickled_file(path: Path) -> NoReturn:
+    """Raise `CheckpointError` for a pickle that is a whole model by itself."""
+    safe = path.with_suffix(SAFE).name
+    how = f'python -c "{_CONVERT}" {path} {safe} writes safetensors; then give {safe}'
+    raise _refusal(str(path), "its weights are", path.name, how)
+
+
+def _refusal(where: str, what: str, file: str, how: str) -> CheckpointError:
+    """`how` they are converted, as a command and what to do then."""
     return CheckpointError(
-        f"{where}: {what} pickled ({file}), and reading a pickle can run any program. If you "
-        "trust whoever made them, convert them once: "
+        f"{where}: {what} pickled ({file}), and reading a pickle can run any program. Take the "
+        f"safetensors of the same release; or, if you trust whoever made them, convert them once: "
+        f"{how}"
+    )
+
+
+def _saved(loader: str, where: str) -> str:
+    return (
         f"{loader}.from_pretrained({where!r}, use_safetensors=False).save_pretrained(FOLDER) "
         "writes safetensors; then give FOLDER"
     )

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from everyframe.checkpoints.find import locate
 from everyframe.core.errors import InputError
 from everyframe.core.request import Request
 from everyframe.engine.torchrun import under_torchrun
@@ -59,21 +60,32 @@ def asked(given: Mapping[str, Any], from_record: str | None) -> Asked:
 def check_written(request: Request, output: str | None) -> None:
     """Tell what is wrong with an output without planning, which takes long on a slow machine.
 
-    Sizes wait for the plan: what the model says of a size is of more use than what a file does.
-    Raises `InputError`.
+    Most sizes wait for the plan: what the model says of a size is of more use than what a file
+    does. Where something is repainted, the model takes any. Raises `InputError`.
     """
     if output is not None:
         length = None if request.num_frames is None else request.num_frames * request.chain
-        check_output(output, num_frames=length, fps=request.fps)
+        size = request.asked_size() if "mask" in request.family_options else None
+        height, width = size or (None, None)
+        check_output(output, width, height, num_frames=length, fps=request.fps)
 
 
 def check_given(request: Request) -> None:
-    """Raise `InputError` for pictures and videos that are not there, and for a report's place."""
+    """Tell what is not there without a worker, which takes seconds to start.
+
+    Raises `InputError` for an unknown model, pictures and videos that don't exist, and a report's
+    place.
+    """
+    if request.model is not None:
+        locate(request.model, variant=request.family_options.get("variant"))
     for picture in (request.image, request.last_image):
         if isinstance(picture, str):
             check_image(picture)
     if isinstance(request.extend, str):
         check_video(request.extend)
+    for options in all_options().values():
+        own = {k: v for k, v in request.family_options.items() if k in options.model_fields}
+        options(**own).check_named()
     if request.report is not None:
         check_folder(request.report)
 

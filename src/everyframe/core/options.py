@@ -101,6 +101,9 @@ class Options(BaseModel):
 class FamilyOptions(Options):
     """A model family's own options. Subclass it in the family's `options.py`."""
 
+    def check_named(self) -> None:
+        """Raise `MediaError` for what they name and is not there; opens nothing."""
+
 
 def _kinds(annotation: Any) -> set[Any]:
     """The types in an annotation, those of a union each."""

@@ -143,7 +143,7 @@ def test_a_pickle_of_it_is_refused_with_how_it_is_converted(file: Path, tmp_path
     state = load_file(file)
     path = tmp_path / "other.ckpt"
     torch.save({"state_dict": state}, path)
-    with pytest.raises(CheckpointError, match=r"in a pickle, which is not read") as refused:
+    with pytest.raises(CheckpointError, match=r"its weights are pickled \(other.ckpt\)") as refused:
         everyframe.plan(model=str(path), image=np.zeros((16, 16, 3), np.uint8))
     script = str(refused.value).partition('python -c "')[2].partition('"')[0]
     target = tmp_path / "made.safetensors"

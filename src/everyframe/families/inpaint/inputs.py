@@ -8,7 +8,6 @@ Read next: `settle.py`, which checks them, `stages.py`, which reads them.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
@@ -18,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from everyframe.core.errors import InputError, MediaError
+from everyframe.core.errors import InputError
 from everyframe.families.inpaint.canny import HIGH, LOW, canny
+from everyframe.families.inpaint.named import is_box, is_built_in, several
 from everyframe.families.inpaint.options import InpaintOptions
 from everyframe.media.frames import FrameSource, open_frames, survey
 from everyframe.media.pixels import Frames, fit_image
@@ -29,13 +29,8 @@ if TYPE_CHECKING:
 
 Grey = npt.NDArray[np.uint8]
 
-#: What can be made of the source itself for a ControlNet to see.
-BUILT_IN = ("canny", "inpaint")
-
 #: From this grey value on a pixel of the mask is repainted: half of white, as diffusers has it.
 WHITE = 128
-
-_BOX = re.compile(r"\s*-?[\d.]+\s*(,\s*-?[\d.]+\s*)+")
 
 
 @dataclass(frozen=True)
@@ -162,7 +157,8 @@ def open_inputs(options: InpaintOptions, picture: Any) -> Inputs:
     Raises `InputError` for what is missing or is none of the kinds that can be given.
     """
     given = options.source if picture is None else picture
-    controls = tuple(_control(each) for each in _several(options.control))
+    options.check_named()
+    controls = tuple(_control(each) for each in several(options.control))
     return Inputs(
         source=open_frames(given, what="source"),
         mask=_mask(options.mask),
@@ -231,7 +227,7 @@ def _check_box(box: Box, height: int, width: int) -> None:
 
 
 def _mask(given: Any) -> FrameSource | Box:
-    if isinstance(given, str) and not Path(given).expanduser().exists() and _BOX.fullmatch(given):
+    if is_box(given):
         given = given.split(",")
     is_row = isinstance(given, (list, tuple)) and all(
         isinstance(each, (str, int, float)) for each in given
@@ -242,14 +238,7 @@ def _mask(given: Any) -> FrameSource | Box:
         given = given.astype(np.uint8) * 255 if given.dtype == bool else given
         # (T, H, W): a mask has no colours.
         given = given[..., None] if given.ndim == 3 and given.shape[-1] not in (1, 3, 4) else given
-    try:
-        return open_frames(given, what="mask", under="black")
-    except MediaError as error:
-        if isinstance(given, str) and "does not exist" in str(error):
-            raise MediaError(
-                f"{error}; give a picture, a folder, a video, or a box LEFT,TOP,RIGHT,BOTTOM"
-            ) from error
-        raise
+    return open_frames(given, what="mask", under="black")
 
 
 def _box(given: Sequence[Any]) -> Box:
@@ -265,23 +254,9 @@ def _box(given: Sequence[Any]) -> Box:
     return Box(*numbers)
 
 
-def _several(given: Any) -> list[Any]:
-    """One control for each ControlNet: a list, or with commas unless a file is called so."""
-    if isinstance(given, (list, tuple)):
-        return list(given)
-    if isinstance(given, str) and "," in given and not Path(given).expanduser().exists():
-        return [part.strip() for part in given.split(",")]
-    return [given]
-
-
 def _control(given: Any) -> FrameSource | str:
-    if isinstance(given, str) and given.casefold() in BUILT_IN:
-        return given.casefold()
-    if isinstance(given, str) and not Path(given).expanduser().exists():
-        raise MediaError(
-            f"control: {given!r} does not exist; give a picture, a folder, a video, or "
-            f"{' or '.join(BUILT_IN)}, which are made of the source"
-        )
+    if is_built_in(given):
+        return str(given).casefold()
     return open_frames(given, what="control")
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator
 
 from everyframe.core.options import FamilyOptions, option
+from everyframe.families.inpaint.named import check_there
 from everyframe.families.shared_options import fit_option, truncate_prompt_option
 
 
@@ -98,3 +99,7 @@ class InpaintOptions(FamilyOptions):
         default=False,
     )
     truncate_prompt: bool = truncate_prompt_option()
+
+    def check_named(self) -> None:
+        """Raise `MediaError` for a source, mask or control that is not there."""
+        check_there(self.source, self.mask, self.control)

@@ -16,7 +16,6 @@ from everyframe.core.plan import Settings
 from everyframe.core.request import Request
 from everyframe.families.inpaint.config import InpaintConfig
 from everyframe.families.inpaint.inputs import (
-    BUILT_IN,
     Box,
     Geometry,
     Inputs,
@@ -24,6 +23,7 @@ from everyframe.families.inpaint.inputs import (
     check_mask,
     open_inputs,
 )
+from everyframe.families.inpaint.named import BUILT_IN
 from everyframe.families.inpaint.options import InpaintOptions
 from everyframe.families.inpaint.schedulers import num_timesteps
 from everyframe.families.latents import check_latents

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from everyframe.checkpoints.headers import SafetensorsHeader, read_header
+from everyframe.checkpoints.pickled import refuse_pickled_file
 from everyframe.core.errors import CheckpointError
 from everyframe.families.svd.config import IMAGE_VAE, RELEASED, TEMPORAL_VAE
 
@@ -42,16 +43,7 @@ def refuse_pickled(path: Path) -> None:
     from everyframe.checkpoints.pickles import pickle_entries
 
     if _are_ours(pickle_entries(path)):
-        script = (
-            "import sys, torch; from safetensors.torch import save_file; a, b = sys.argv[1:]; "
-            "d = torch.load(a, map_location='cpu', weights_only=True); d = d.get('state_dict', d); "
-            "save_file({k: v.contiguous() for k, v in d.items()}, b)"
-        )
-        raise CheckpointError(
-            f"{path} is a Stable Video Diffusion in a pickle, which is not read: reading a pickle "
-            "can run any program. Take the .safetensors of the same release, or convert it once: "
-            f'python -c "{script}" {path} {path.with_suffix(".safetensors").name}'
-        )
+        refuse_pickled_file(path)
 
 
 def _are_ours(names: Iterable[str]) -> bool:
