@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tiny
 from everyframe.core.plan import Precision
+from everyframe.families.loading import build_on_meta
 from everyframe.families.svd import sharding, unet
 from everyframe.families.svd.components import level_sizes, sent_bytes
 from everyframe.families.svd.sharding import Dealt, Sharding
@@ -60,15 +61,15 @@ CASES: dict[str, tuple[int, int, int, int]] = {
 @lru_cache(maxsize=1)
 def model() -> unet.VideoUNet:
     """In float64, every parameter drawn, so that no branch is silent."""
-    made = unet.build(SIZES)
-    made.load_state_dict(tiny.randomised(made, 0))
+    made = build_on_meta(lambda: unet.build(SIZES))
+    made.load_state_dict(tiny.randomised(made, 0), assign=True)
     return made.double().eval().requires_grad_(False)
 
 
 @lru_cache(maxsize=1)
 def diffusers_own() -> Any:
-    theirs = UNetSpatioTemporalConditionModel(**SIZES)
-    theirs.load_state_dict(tiny.randomised(theirs, 0))
+    theirs = build_on_meta(lambda: UNetSpatioTemporalConditionModel(**SIZES))
+    theirs.load_state_dict(tiny.randomised(theirs, 0), assign=True)
     return theirs.double().eval().requires_grad_(False)
 
 
@@ -205,7 +206,7 @@ def share(size: int, rank: int, shape: tuple[int, int, int, int]) -> float:
 def operations(team: Team, shape: tuple[int, int, int, int]) -> int:
     """Those of one rank, counted on tensors without numbers."""
     batch, frames, height, width = shape
-    made = unet.build(SIZES).eval().requires_grad_(False).to("meta")
+    made = build_on_meta(lambda: unet.build(SIZES)).eval().requires_grad_(False).to("meta")
     sizes = ((batch, frames, 8, height, width), (batch,), (batch, 16), (batch, 3))
     x, t, picture, told = (torch.empty(size, device="meta") for size in sizes)
     sharding.apply(made, team)

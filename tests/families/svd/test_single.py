@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ from everyframe.core.errors import CheckpointError
 from everyframe.families.registry import family
 from everyframe.families.svd.options import SVDOptions
 from everyframe.families.svd.single import frames_by_name
+from forked import forked
 
 PICTURE = np.random.default_rng(0).integers(0, 256, (32, 48, 3), np.uint8)
 SMALL: dict[str, Any] = {
@@ -147,10 +149,14 @@ def test_a_pickle_of_it_is_refused_with_how_it_is_converted(file: Path, tmp_path
         everyframe.plan(model=str(path), image=np.zeros((16, 16, 3), np.uint8))
     script = str(refused.value).partition('python -c "')[2].partition('"')[0]
     target = tmp_path / "made.safetensors"
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(path), str(target)], capture_output=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+
+    def program() -> None:
+        sys.argv = ["-c", str(path), str(target)]
+        exec(script, {"__name__": "__main__"})
+
+    done = forked(program, tmp_path, os.environ, stderr=subprocess.PIPE)
+    _, said = done.communicate(timeout=300)
+    assert done.returncode == 0, said
     made = load_file(target)
     assert made.keys() == state.keys()
     assert all(torch.equal(made[name], tensor) for name, tensor in state.items())
