@@ -10,6 +10,7 @@ import ast
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 #: The rooms from the top of the house to the ground. A room imports itself and what is below it.
 ROOMS = (
@@ -73,9 +74,14 @@ class Module:
         """Whether it may print and exit: the command line and ``python -m`` only."""
         return self.room == "cli" or self.name == f"{PACKAGE}.__main__"
 
+    @cached_property
+    def every_node(self) -> tuple[ast.AST, ...]:
+        """All of the tree; a dozen rules walk through it."""
+        return tuple(ast.walk(self.tree))
+
     def nodes(self, *kinds: type[ast.AST]) -> Iterator[ast.AST]:
         """Every node of these kinds."""
-        return (node for node in ast.walk(self.tree) if isinstance(node, kinds))
+        return (node for node in self.every_node if isinstance(node, kinds))
 
 
 Rule = Callable[[Module], Iterator[str]]
@@ -93,8 +99,8 @@ def _dotted(node: ast.AST) -> str:
 
 def _imports(module: Module) -> Iterator[tuple[int, str]]:
     """(line, dotted name) of all that is imported, also in functions and by name as a string."""
-    docstrings = {id(node.value) for node in ast.walk(module.tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(module.tree):
+    docstrings = {id(node.value) for node in module.every_node if isinstance(node, ast.Expr)}
+    for node in module.every_node:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -199,7 +205,7 @@ def the_library_is_silent(module: Module) -> Iterator[str]:
     """No printing and no exit outside the command line."""
     if module.may_speak:
         return
-    for node in ast.walk(module.tree):
+    for node in module.every_node:
         name = ""
         if isinstance(node, ast.Call):
             name = _dotted(node.func)
@@ -219,7 +225,7 @@ def _is_broad(kind: ast.expr | None) -> bool:
 
 def no_error_is_swallowed(module: Module) -> Iterator[str]:
     """No bare `except`, no handler that does nothing, no suppressing of everything."""
-    for node in ast.walk(module.tree):
+    for node in module.every_node:
         if isinstance(node, ast.ExceptHandler):
             idle = all(
                 isinstance(line, (ast.Pass, ast.Continue))
@@ -252,7 +258,7 @@ def nothing_is_unpickled(module: Module) -> Iterator[str]:
 
 def precision_is_by_construction(module: Module) -> Iterator[str]:
     """No autocast, under any of its names."""
-    for node in ast.walk(module.tree):
+    for node in module.every_node:
         name = getattr(node, "attr", None) or getattr(node, "id", None)
         if isinstance(node, ast.alias):
             name = node.name.rsplit(".", 1)[-1]
@@ -263,7 +269,7 @@ def precision_is_by_construction(module: Module) -> Iterator[str]:
 def methods_are_not_assigned(module: Module) -> Iterator[str]:
     """Models are changed by hooks and by swapping children, never by giving them another method."""
     names = ("forward", "__call__")
-    for node in ast.walk(module.tree):
+    for node in module.every_node:
         targets = node.targets if isinstance(node, ast.Assign) else []
         if any(isinstance(target, ast.Attribute) and target.attr in names for target in targets):
             yield f"{node.lineno}: assigns a method"
