@@ -77,7 +77,7 @@ def clip(width: int = 32) -> Any:
     )  # fmt: skip
 
 
-def _flow(**more: Any) -> Any:
+def flow(**more: Any) -> Any:
     return diffusers.FlowMatchEulerDiscreteScheduler(**more)
 
 
@@ -127,7 +127,7 @@ def wan_of_a_picture(folder: Path) -> None:
     wan(folder, diffusers.WanImageToVideoPipeline, in_channels=36)
 
 
-def _gemma() -> Any:
+def gemma() -> Any:
     sizes = {
         "hidden_size": 32, "intermediate_size": 37, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
@@ -147,7 +147,7 @@ def _gemma() -> Any:
     )  # fmt: skip
 
 
-def _ltx2_parts(latent_channels: int = 4) -> dict[str, Any]:
+def ltx2_parts(latent_channels: int = 4) -> dict[str, Any]:
     transformer = diffusers.LTX2VideoTransformer3DModel(
         in_channels=latent_channels, out_channels=latent_channels, patch_size=1, patch_size_t=1,
         num_attention_heads=2, attention_head_dim=8, cross_attention_dim=16, audio_in_channels=4,
@@ -181,12 +181,12 @@ def _ltx2_parts(latent_channels: int = 4) -> dict[str, Any]:
     )  # fmt: skip
     return {
         "transformer": made(transformer), "connectors": made(connectors),
-        "audio_vae": made(audio_vae), "vocoder": made(vocoder), "vae": _ltx2_vae(latent_channels),
-        "scheduler": _flow(), "text_encoder": _gemma(), "tokenizer": tokenizer(),
+        "audio_vae": made(audio_vae), "vocoder": made(vocoder), "vae": ltx2_vae(latent_channels),
+        "scheduler": flow(), "text_encoder": gemma(), "tokenizer": tokenizer(),
     }  # fmt: skip
 
 
-def _ltx2_vae(latent_channels: int) -> Any:
+def ltx2_vae(latent_channels: int) -> Any:
     return made(
         diffusers.AutoencoderKLLTX2Video(
             in_channels=3, out_channels=3, latent_channels=latent_channels,
@@ -202,7 +202,7 @@ def _ltx2_vae(latent_channels: int) -> Any:
 
 def ltx2(folder: Path) -> None:
     """LTX-2: picture and sound together."""
-    diffusers.LTX2Pipeline(**_ltx2_parts()).save_pretrained(folder)
+    diffusers.LTX2Pipeline(**ltx2_parts()).save_pretrained(folder)
 
 
 def ltx25(folder: Path) -> None:
@@ -215,14 +215,14 @@ def ltx25(folder: Path) -> None:
         temporal_compression_ratio=8,
     )  # fmt: skip
     pipe = diffusers.LTX25ModularPipeline()
-    parts = _ltx2_parts()
+    parts = ltx2_parts()
     parts.pop("vae")
     pipe.update_components(**parts, diffusion_decoder=made(decoder))
     pipe.save_pretrained(str(folder), overwrite_modular_index=True)
 
 
-def ltx(folder: Path) -> None:
-    """LTX-Video: tokens from the start, and guidance in one batch."""
+def ltx_parts() -> dict[str, Any]:
+    """What all of LTX-Video's pipelines have."""
     transformer = diffusers.LTXVideoTransformer3DModel(
         in_channels=8, out_channels=8, patch_size=1, patch_size_t=1, num_attention_heads=3,
         attention_head_dim=8, cross_attention_dim=24, num_layers=2, caption_channels=32,
@@ -236,13 +236,15 @@ def ltx(folder: Path) -> None:
         timestep_conditioning=False, patch_size=1, patch_size_t=1, encoder_causal=True,
         decoder_causal=False,
     )  # fmt: skip
-    diffusers.LTXPipeline(
-        transformer=made(transformer),
-        vae=made(vae),
-        text_encoder=t5(),
-        tokenizer=tokenizer(),
-        scheduler=_flow(),
-    ).save_pretrained(folder)
+    return {
+        "transformer": made(transformer), "vae": made(vae), "text_encoder": t5(),
+        "tokenizer": tokenizer(), "scheduler": flow(),
+    }  # fmt: skip
+
+
+def ltx(folder: Path) -> None:
+    """LTX-Video: tokens from the start, and guidance in one batch."""
+    diffusers.LTXPipeline(**ltx_parts()).save_pretrained(folder)
 
 
 def minimax_h3(folder: Path) -> None:
@@ -299,13 +301,15 @@ def minimax_h3(folder: Path) -> None:
     pipe.save_pretrained(str(folder), overwrite_modular_index=True)
 
 
-def hunyuan(folder: Path) -> None:
-    """HunyuanVideo: two text encoders, and guidance that is an input."""
-    transformer = diffusers.HunyuanVideoTransformer3DModel(
-        in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=10,
-        num_layers=1, num_single_layers=1, num_refiner_layers=1, patch_size=1, patch_size_t=1,
-        guidance_embeds=True, text_embed_dim=16, pooled_projection_dim=8, rope_axes_dim=(2, 4, 4),
-    )  # fmt: skip
+def hunyuan_parts(cls: Any = None, **more: Any) -> dict[str, Any]:
+    """What all of HunyuanVideo's pipelines have; `more` are sizes of the transformer."""
+    sizes: dict[str, Any] = {
+        "in_channels": 4, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 10,
+        "num_layers": 1, "num_single_layers": 1, "num_refiner_layers": 1, "patch_size": 1,
+        "patch_size_t": 1, "guidance_embeds": True, "text_embed_dim": 16,
+        "pooled_projection_dim": 8, "rope_axes_dim": (2, 4, 4),
+    }  # fmt: skip
+    transformer = (cls or diffusers.HunyuanVideoTransformer3DModel)(**{**sizes, **more})
     vae = diffusers.AutoencoderKLHunyuanVideo(
         latent_channels=4, block_out_channels=(8, 8, 8, 8), layers_per_block=1,
         down_block_types=("HunyuanVideoDownBlock3D",) * 4, norm_num_groups=4,
@@ -317,20 +321,25 @@ def hunyuan(folder: Path) -> None:
             vocab_size=VOCABULARY, pad_token_id=0,
         )
     )  # fmt: skip
-    diffusers.HunyuanVideoPipeline(
-        transformer=made(transformer), vae=made(vae), text_encoder=made(llama),
-        tokenizer=tokenizer(), text_encoder_2=clip(8), tokenizer_2=tokenizer(77),
-        scheduler=_flow(shift=7.0),
-    ).save_pretrained(folder)  # fmt: skip
+    return {
+        "transformer": made(transformer), "vae": made(vae), "text_encoder": made(llama),
+        "tokenizer": tokenizer(), "text_encoder_2": clip(8), "tokenizer_2": tokenizer(77),
+        "scheduler": flow(shift=7.0),
+    }  # fmt: skip
 
 
-def hunyuan15(folder: Path) -> None:
-    """HunyuanVideo-1.5: no step callback, and guidance in a component."""
+def hunyuan(folder: Path) -> None:
+    """HunyuanVideo: two text encoders, and guidance that is an input."""
+    diffusers.HunyuanVideoPipeline(**hunyuan_parts()).save_pretrained(folder)
+
+
+def hunyuan15_parts(task_type: str = "t2v") -> dict[str, Any]:
+    """What both of HunyuanVideo-1.5's pipelines have."""
     transformer = diffusers.HunyuanVideo15Transformer3DModel(
         in_channels=9, out_channels=4, num_attention_heads=2, attention_head_dim=8, num_layers=1,
         num_refiner_layers=1, mlp_ratio=2.0, patch_size=1, patch_size_t=1, text_embed_dim=16,
         text_embed_2_dim=32, image_embed_dim=12, rope_axes_dim=(2, 2, 4), target_size=16,
-        task_type="t2v",
+        task_type=task_type,
     )  # fmt: skip
     vae = diffusers.AutoencoderKLHunyuanVideo15(
         latent_channels=4, block_out_channels=(16, 16), layers_per_block=1,
@@ -344,17 +353,23 @@ def hunyuan15(folder: Path) -> None:
             rope_scaling={"mrope_section": [1, 1, 2], "rope_type": "default", "type": "default"},
         )
     )  # fmt: skip
-    diffusers.HunyuanVideo15Pipeline(
-        transformer=made(transformer), vae=made(vae), text_encoder=made(qwen),
-        tokenizer=tokenizer(), text_encoder_2=t5(), tokenizer_2=transformers.ByT5Tokenizer(),
-        scheduler=_flow(shift=7.0), guider=diffusers.ClassifierFreeGuidance(guidance_scale=2.0),
-    ).save_pretrained(folder)  # fmt: skip
+    return {
+        "transformer": made(transformer), "vae": made(vae), "text_encoder": made(qwen),
+        "tokenizer": tokenizer(), "text_encoder_2": t5(),
+        "tokenizer_2": transformers.ByT5Tokenizer(), "scheduler": flow(shift=7.0),
+        "guider": diffusers.ClassifierFreeGuidance(guidance_scale=2.0),
+    }  # fmt: skip
 
 
-def cogvideox(folder: Path) -> None:
-    """CogVideoX: guidance in one batch, a scheduler without an index of its own."""
+def hunyuan15(folder: Path) -> None:
+    """HunyuanVideo-1.5: no step callback, and guidance in a component."""
+    diffusers.HunyuanVideo15Pipeline(**hunyuan15_parts()).save_pretrained(folder)
+
+
+def cogvideox_parts(in_channels: int = 4) -> dict[str, Any]:
+    """What all of CogVideoX's pipelines have."""
     transformer = diffusers.CogVideoXTransformer3DModel(
-        num_attention_heads=4, attention_head_dim=8, in_channels=4, out_channels=4,
+        num_attention_heads=4, attention_head_dim=8, in_channels=in_channels, out_channels=4,
         time_embed_dim=2, text_embed_dim=32, num_layers=1, sample_width=2, sample_height=2,
         sample_frames=9, patch_size=2, temporal_compression_ratio=4, max_text_seq_length=16,
     )  # fmt: skip
@@ -363,14 +378,19 @@ def cogvideox(folder: Path) -> None:
         block_out_channels=(8, 8, 8, 8), latent_channels=4, layers_per_block=1, norm_num_groups=2,
         temporal_compression_ratio=4,
     )  # fmt: skip
-    diffusers.CogVideoXPipeline(
-        transformer=made(transformer), vae=made(vae), text_encoder=t5(), tokenizer=tokenizer(),
-        scheduler=diffusers.CogVideoXDDIMScheduler(),
-    ).save_pretrained(folder)  # fmt: skip
+    return {
+        "transformer": made(transformer), "vae": made(vae), "text_encoder": t5(),
+        "tokenizer": tokenizer(), "scheduler": diffusers.CogVideoXDDIMScheduler(),
+    }  # fmt: skip
 
 
-def mochi(folder: Path) -> None:
-    """Mochi: timesteps the other way round, frames in sixes."""
+def cogvideox(folder: Path) -> None:
+    """CogVideoX: guidance in one batch, a scheduler without an index of its own."""
+    diffusers.CogVideoXPipeline(**cogvideox_parts()).save_pretrained(folder)
+
+
+def mochi_parts() -> dict[str, Any]:
+    """What Mochi's pipeline has."""
     transformer = diffusers.MochiTransformer3DModel(
         patch_size=2, num_attention_heads=2, attention_head_dim=8, num_layers=2,
         pooled_projection_dim=16, in_channels=12, out_channels=None, qk_norm="rms_norm",
@@ -380,14 +400,19 @@ def mochi(folder: Path) -> None:
         latent_channels=12, out_channels=3, encoder_block_out_channels=(32, 32, 32, 32),
         decoder_block_out_channels=(32, 32, 32, 32), layers_per_block=(1, 1, 1, 1, 1),
     )  # fmt: skip
-    diffusers.MochiPipeline(
-        transformer=made(transformer), vae=made(vae), text_encoder=t5(), tokenizer=tokenizer(),
-        scheduler=_flow(invert_sigmas=True),
-    ).save_pretrained(folder)  # fmt: skip
+    return {
+        "transformer": made(transformer), "vae": made(vae), "text_encoder": t5(),
+        "tokenizer": tokenizer(), "scheduler": flow(invert_sigmas=True),
+    }  # fmt: skip
 
 
-def latte(folder: Path) -> None:
-    """Latte: its own names for length and number, pictures decoded one by one."""
+def mochi(folder: Path) -> None:
+    """Mochi: timesteps the other way round, frames in sixes."""
+    diffusers.MochiPipeline(**mochi_parts()).save_pretrained(folder)
+
+
+def latte_parts() -> dict[str, Any]:
+    """What Latte's pipeline has."""
     transformer = diffusers.LatteTransformer3DModel(
         sample_size=8, video_length=2, num_layers=1, patch_size=2, attention_head_dim=8,
         num_attention_heads=3, caption_channels=32, in_channels=4, cross_attention_dim=24,
@@ -395,14 +420,19 @@ def latte(folder: Path) -> None:
         num_embeds_ada_norm=1000, norm_type="ada_norm_single", norm_elementwise_affine=False,
         norm_eps=1e-6,
     )  # fmt: skip
-    diffusers.LattePipeline(
-        transformer=made(transformer), vae=image_vae(), text_encoder=t5(), tokenizer=tokenizer(),
-        scheduler=diffusers.DDIMScheduler(),
-    ).save_pretrained(folder)  # fmt: skip
+    return {
+        "transformer": made(transformer), "vae": image_vae(), "text_encoder": t5(),
+        "tokenizer": tokenizer(), "scheduler": diffusers.DDIMScheduler(),
+    }  # fmt: skip
 
 
-def animatediff(folder: Path) -> None:
-    """AnimateDiff: a UNet of pictures with motion put between its layers."""
+def latte(folder: Path) -> None:
+    """Latte: its own names for length and number, pictures decoded one by one."""
+    diffusers.LattePipeline(**latte_parts()).save_pretrained(folder)
+
+
+def animatediff_parts() -> dict[str, Any]:
+    """What all of AnimateDiff's pipelines have, but that for the larger model."""
     unet = diffusers.UNet2DConditionModel(
         block_out_channels=(8, 8), layers_per_block=2, sample_size=8, norm_num_groups=2,
         down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), cross_attention_dim=32,
@@ -412,13 +442,18 @@ def animatediff(folder: Path) -> None:
         block_out_channels=(8, 8), motion_layers_per_block=2, motion_norm_num_groups=2,
         motion_num_attention_heads=4,
     )  # fmt: skip
-    diffusers.AnimateDiffPipeline(
-        unet=made(unet), motion_adapter=made(motion), vae=image_vae(), text_encoder=clip(),
-        tokenizer=tokenizer(77),
-        scheduler=diffusers.DDIMScheduler(
+    return {
+        "unet": made(unet), "motion_adapter": made(motion), "vae": image_vae(),
+        "text_encoder": clip(), "tokenizer": tokenizer(77),
+        "scheduler": diffusers.DDIMScheduler(
             beta_start=0.00085, beta_end=0.012, beta_schedule="linear", clip_sample=False
         ),
-    ).save_pretrained(folder)  # fmt: skip
+    }  # fmt: skip
+
+
+def animatediff(folder: Path) -> None:
+    """AnimateDiff: a UNet of pictures with motion put between its layers."""
+    diffusers.AnimateDiffPipeline(**animatediff_parts()).save_pretrained(folder)
 
 
 TINY: Mapping[str, Callable[[Path], None]] = {

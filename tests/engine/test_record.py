@@ -15,7 +15,14 @@ from PIL import Image
 import everyframe
 import tiny
 from everyframe.core.errors import InputError
-from everyframe.engine.record import differences, make_record, recorded_threads, request_from
+from everyframe.engine.record import (
+    _found,
+    _identities,
+    differences,
+    make_record,
+    recorded_threads,
+    request_from,
+)
 from everyframe.media.paths import RECORD_SCHEMA
 
 SIZES: dict[str, Any] = {"size": "16x16", "num_frames": 17, "num_inference_steps": 2, "seed": 5}
@@ -241,3 +248,25 @@ def test_a_model_of_ones_own_disk_is_asked_for(
     assert request_from(record, {"model": "elsewhere"}).model == "elsewhere"
     (tmp_path / "mine").mkdir()
     assert request_from(record, {}).model == "mine"
+
+
+def test_files_among_a_pipelines_own_parameters_are_known_by_name_and_hash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "walk.mp4").write_bytes(b"a walk")
+    (tmp_path / "fox.png").write_bytes(b"a fox")
+    own = {
+        "video": str(tmp_path / "walk.mp4"), "strength": 0.5, "prompt_2": "snow, far away",
+        "conditions": [{"frames": str(tmp_path / "fox.png"), "index": 8}],
+    }  # fmt: skip
+    kept = json.loads(json.dumps(_identities(own)))
+    assert str(tmp_path) not in json.dumps(kept)
+    assert kept["video"]["file"] == "walk.mp4"
+    assert (kept["strength"], kept["prompt_2"]) == (0.5, "snow, far away")
+    monkeypatch.chdir(tmp_path)
+    assert _found("option", kept) == {
+        **own, "video": "walk.mp4", "conditions": [{"frames": "fox.png", "index": 8}],
+    }  # fmt: skip
+    (tmp_path / "fox.png").write_bytes(b"another fox")
+    with pytest.raises(InputError, match=r"fox\.png"):
+        _found("option", kept)

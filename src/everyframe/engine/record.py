@@ -153,8 +153,10 @@ def _public(value: Any) -> Any:
 def _identities(value: Any) -> Any:
     """What was given as a picture or video: by name and hash; words that are no files as they are.
 
-    Several may be given, in a list or with commas.
+    Several may be given, in a list or with commas, or by name among other values.
     """
+    if isinstance(value, Mapping):
+        return {str(key): _with_files(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)) and not all(isinstance(v, (int, float)) for v in value):
         return [_identities(each) for each in value]
     if isinstance(value, (str, Path)):
@@ -164,6 +166,16 @@ def _identities(value: Any) -> Any:
         are_files = any(Path(part).exists() for part in parts)
         return _identities(parts) if are_files else os.fspath(value)
     return list(value) if isinstance(value, (list, tuple)) else _identity(value)
+
+
+def _with_files(value: Any) -> Any:
+    """A value in which files may be named, however deep; whatever else it holds as it is."""
+    if isinstance(value, Mapping):
+        return {str(key): _with_files(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_with_files(each) for each in value]
+    is_file = isinstance(value, (str, Path)) and Path(value).exists()
+    return _identity(value) if is_file else _public(value)
 
 
 def _identity(source: Any) -> dict[str, str]:
@@ -246,6 +258,8 @@ def _found(name: str, given: Any) -> Any:
     """Files by their recorded names in the working folder; anything else as it is."""
     if isinstance(given, list):
         return [_found(name, each) for each in given]
+    if isinstance(given, dict) and "sha256" not in given:
+        return {key: _found(name, each) for key, each in given.items()}
     return _find_given(name, given) if isinstance(given, dict) else given
 
 

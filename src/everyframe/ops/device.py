@@ -24,6 +24,11 @@ def kind_of(x: Tensor) -> str:
     return _STANDS_FOR.get() if kind == "meta" else kind
 
 
+def standing_kind() -> str:
+    """What meta stands for, by torch's device type; ``meta`` outside of a dry run."""
+    return _STANDS_FOR.get()
+
+
 @contextmanager
 def standing_for(kind: str) -> Iterator[None]:
     """Within, meta stands for a device of that kind."""

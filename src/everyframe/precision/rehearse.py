@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from everyframe.core.errors import EveryframeError
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import Precision
 from everyframe.ops.attention import PLAIN, by_kernel
@@ -34,6 +35,8 @@ from everyframe.precision.quantised import as_quantised
 from everyframe.precision.rules import Finding
 from everyframe.precision.stand_in import (
     COMPUTED,
+    HOST_ELEMENTS,
+    KNOWN_ELEMENTS,
     STAND_IN,
     goes_to_host,
     made_on_device,
@@ -110,6 +113,8 @@ def rehearse_together(
             call(STAND_IN)
         except _Failed as failed:
             stopped = str(failed)
+        except EveryframeError:  # it can't be done, whatever the numbers would be
+            raise
         except (  # whatever its code may raise, where a number is not what it would be
             ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError,
             ValueError,
@@ -173,7 +178,10 @@ def _names(part: str, module: nn.Module, run: _Run) -> Iterator[None]:
 
 
 class _Attention(TorchFunctionMode):
-    """Attention as the device computes it: on meta torch would always write its scores out."""
+    """Attention as the device computes it: on meta torch would always write its scores out.
+
+    And what is made there of a list of numbers, which no operation is seen of.
+    """
 
     def __init__(self, run: _Run) -> None:
         super().__init__()
@@ -188,6 +196,8 @@ class _Attention(TorchFunctionMode):
                 asked = Asked(*args, **given)  # torch's names, however it was given them
                 if asked.query.device.type == STAND_IN:
                     return self._run.attention(asked)
+            if func in (torch.tensor, torch.as_tensor) and made_on_device(given):
+                return self._run.listed(func, args, given)
             return func(*args, **given)
         except RuntimeError as error:
             # Some functions compare dtypes before any operation is reached.
@@ -257,9 +267,12 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if operation == "aten::_local_scalar_dense" and tensors:
             return torch.zeros((), dtype=tensors[0].dtype, device="cpu").item()
         if operation == "aten::_to_copy" and tensors and goes_to_host(given):
-            # What comes to the host has no numbers either; one element stands for all of them.
-            dtype = given.get("dtype") or tensors[0].dtype
-            return torch.zeros((), dtype=dtype, device="cpu").expand(tensors[0].shape)
+            # What comes to the host has no numbers either. Of much, one element stands for all of
+            # them, and can't be written to.
+            dtype, shape = given.get("dtype") or tensors[0].dtype, tensors[0].shape
+            if tensors[0].numel() <= HOST_ELEMENTS:
+                return torch.zeros(shape, dtype=dtype, device="cpu")
+            return torch.zeros((), dtype=dtype, device="cpu").expand(shape)
         if operation == "aten::copy_" and tensors and args[0].device.type != STAND_IN:
             return args[0]
         if self._is_lenient and not tensors:
@@ -301,6 +314,12 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
         self._find(operation, [(kind, said)])
         raise _Failed(f"{self._place(operation)}: {said}") from error
+
+    def listed(self, func: Callable[..., Tensor], args: Any, kwargs: dict[str, Any]) -> Tensor:
+        """A tensor of a list; it keeps its numbers where somebody may ask for them."""
+        made = func(*args, **{**kwargs, "device": "cpu"})
+        keeps = self._is_lenient and made.numel() <= KNOWN_ELEMENTS
+        return made if keeps else made.to(STAND_IN)
 
     def attention(self, asked: Asked) -> Tensor:
         """Attention as it is computed there: by a fused kernel, or with its scores written out."""

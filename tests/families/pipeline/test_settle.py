@@ -21,6 +21,7 @@ WAN_VAE = {"scale_factor_spatial": 8, "scale_factor_temporal": 4}
 CONFIGS: dict[str, dict[str, Any]] = {
     "WanPipeline": {"transformer": {"patch_size": [1, 2, 2]}, "vae": WAN_VAE},
     "WanImageToVideoPipeline": {"transformer": {}, "vae": WAN_VAE},
+    "LucyEditPipeline": {"transformer": {}, "vae": WAN_VAE},
     "CogVideoXPipeline": {
         "transformer": {"sample_height": 60, "sample_width": 90, "sample_frames": 49},
         "vae": {"block_out_channels": [1, 2, 3, 4], "temporal_compression_ratio": 4},
@@ -110,6 +111,8 @@ def test_defaults_are_the_pipelines_own(
         ("WanPipeline", {"option": {"generator": 1}}, "option generator is set by everyframe"),
         ("LTX2Pipeline", {"option": {"stg_scale": "a lot"}}, "stg_scale of .* must be float"),
         ("LTX2Pipeline", {"option": {"use_cross_timestep": 3}}, "must be bool, got 3"),
+        ("LucyEditPipeline", {}, r"without 'video'; give it by --option video=FILE, a video or"),
+        ("LucyEditPipeline", {"option": {"video": "no.mp4"}}, r"'no\.mp4' does not exist"),
         ("WanPipeline", {"fit": "crob"}, "did you mean 'crop'"),
         ("WanPipeline", {"seconds": 1e308}, "at most 100000"),
     ],
@@ -172,7 +175,8 @@ class Plain:
         ("StableDiffusionPipeline", "StableDiffusionPipeline is not a video pipeline; supported"),
         ("FluxPipeline", "FluxPipeline is not a video pipeline"),
         ("Cosmos2TextToImagePipeline", "is not a video pipeline"),
-        ("LTXLatentUpsamplePipeline", "makes no video of a text or a picture"),
+        ("LTX2VideoDiffusionDecodePipeline", "makes no video of a text, a picture or a video"),
+        ("LTX2DFRTemporalRefinePipeline", "latents that a call of LTX2DFRPipeline left in memory"),
     ],
 )
 def test_other_pipelines_are_refused_by_name(name: str, text: str) -> None:

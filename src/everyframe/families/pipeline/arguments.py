@@ -13,8 +13,9 @@ import torch
 
 from everyframe.core.plan import Settings
 from everyframe.families.family import Take
-from everyframe.families.pipeline import chunks
+from everyframe.families.pipeline import chunks, released
 from everyframe.families.pipeline.interface import Interface
+from everyframe.families.pipeline.pictures import opened
 
 
 def arguments(
@@ -45,6 +46,8 @@ def arguments(
         ours["prompt"] = settings.prompt
     if settings.negative_prompt is not None:
         ours["negative_prompt"] = settings.negative_prompt
+    elif released.of(released.EMPTY_NEGATIVE, interface.class_name):
+        ours["negative_prompt"] = ""
     if take.start_noise is not None:
         ours["latents"] = take.start_noise
     if take.given.first is not None:
@@ -56,7 +59,7 @@ def arguments(
         name = interface.name_of(option)
         if name is not None:
             call[name] = _as_declared(interface, name, value)
-    call.update(own)
+    call.update(opened(interface, own, settings))
     if chunks.NAME in dict(settings.savings):
         call[chunks.NAME] = settings.saving(chunks.NAME, 0)
     if "output_type" in interface.parameters:

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from everyframe.core.errors import CheckpointError, MissingPackageError
+from everyframe.families.pipeline import released
 from everyframe.families.pipeline.checkpoint import Files, Part
 from everyframe.families.pipeline.interface import Interface, of_blocks, of_class
 
 _SUPPORTED = (
-    "every diffusers video pipeline that makes a video of a text or a picture, "
+    "every diffusers video pipeline that makes a video of a text, a picture or a video, "
     "StableVideoDiffusionPipeline and StableDiffusionControlNetInpaintPipeline"
 )
 
@@ -56,7 +57,7 @@ def interface_of(files: Files, empty: Any = None) -> Interface:
 
 
 def checked(interface: Interface) -> Interface:
-    """The same interface, of a pipeline that makes a video of a text or a picture.
+    """The same interface, of a pipeline that makes a video of a text, a picture or a video.
 
     Raises:
         CheckpointError: it makes something else, or of something else.
@@ -65,10 +66,16 @@ def checked(interface: Interface) -> Interface:
         raise CheckpointError(
             f"{interface.class_name} is not a video pipeline; supported are {_SUPPORTED}"
         )
-    if not {"prompt", "image"} & set(interface.parameters):
+    if not {"prompt", "image", "video"} & set(interface.parameters):
         raise CheckpointError(
-            f"{interface.class_name} makes no video of a text or a picture; supported are "
+            f"{interface.class_name} makes no video of a text, a picture or a video; supported are "
             f"{_SUPPORTED}"
+        )
+    earlier = released.of(released.GOES_ON, interface.class_name)
+    if earlier is not None:
+        raise CheckpointError(
+            f"{interface.class_name} goes on from latents that a call of {earlier} left in memory; "
+            "call both in diffusers"
         )
     return interface
 

@@ -8,7 +8,7 @@ tensors of one block and the frames: for where no dry run can be had. Read next:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -102,15 +102,28 @@ def _stored(headers: list[SafetensorsHeader]) -> str:
 
 
 def islands_of(name: str, cls: Any, parameters: Mapping[str, int]) -> tuple[str, ...]:
-    """What stays in float32: what the class itself says must, and what steers a denoiser."""
+    """What stays in float32: what the class itself says must, and what steers a denoiser.
+
+    The class names parts wherever they are. Of those only what has parameters can be kept in
+    float32: a norm without any is given what comes, and computes in it.
+    """
     own = getattr(cls, "_keep_in_fp32_modules", None) or ()
-    patterns = [form for word in own for form in (word, f"*.{word}")]
+    patterns = [part for word in own for part in dict.fromkeys(_parts(word, parameters))]
     if denoisers((name,)):
         patterns += _STEERING
         # A norm without parameters has nothing to be kept in float32: it takes what it is given.
         if present(_LAST_NORM, parameters):
             patterns.append(_LAST)
     return present(patterns, parameters)
+
+
+def _parts(word: str, parameters: Mapping[str, int]) -> Iterator[str]:
+    """Where a part of that name lies that has parameters, in whichever of numbered blocks."""
+    for name in parameters:
+        before, found, _ = f".{name}.".partition(f".{word}.")
+        if found:
+            path = f"{before}.{word}".lstrip(".").split(".")
+            yield ".".join("*" if step.isdigit() else step for step in path)
 
 
 def working_bytes(name: str, sizes: Sizes, settings: Settings, element: int) -> int:

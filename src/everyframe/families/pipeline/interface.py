@@ -10,7 +10,7 @@ import inspect
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from typing import Any, get_args
 
 #: Our option -> the names that pipelines have for it, most common first.
 NAMES: Mapping[str, tuple[str, ...]] = {
@@ -24,7 +24,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "guidance_scale": ("guidance_scale",),
     "seed": ("generator",),
     "latents": ("latents",),
-    "image": ("image",),
+    "image": ("image", "cond_image"),
     "last_image": ("last_image",),
 }
 #: Parameters that say how a pipeline is called and are ours to choose.
@@ -39,15 +39,28 @@ VIDEO_RESULT = "videos"
 
 _PLAIN: Mapping[str, type] = {"bool": bool, "int": int, "float": float, "str": str}
 
+#: Words of an annotation, and the form in which pictures and numbers are handed over to it.
+_FORMS: Mapping[str, str] = {"Image": "pictures", "Tensor": "tensor", "ndarray": "array"}
+#: How what takes pictures is called, where nothing is declared.
+_OF_PICTURES = ("video", "image", "images", "mask", "frames")
+
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter: `kinds` are the plain types that it is declared to take, none if others."""
+    """One parameter: `kinds` are the plain types that it is declared to take, none if others.
+
+    `form` is how pictures are handed to it: ``pictures``, Pillow's, or ``tensor`` or ``array``;
+    empty where it takes none. It `is_list` where one alone is a list too. `record` is the dataclass
+    that it is declared to take, if any.
+    """
 
     name: str
     default: Any
     required: bool
     kinds: tuple[type, ...] = ()
+    form: str = ""
+    is_list: bool = False
+    record: type | None = None
 
 
 @dataclass(frozen=True)
@@ -78,7 +91,7 @@ def of_class(cls: Any) -> Interface:
             continue
         required = each.default is each.empty
         default = None if required else each.default
-        parameters[name] = Parameter(name, default, required, _kinds(each.annotation))
+        parameters[name] = declared(name, default, required, each.annotation)
     return Interface(cls.__name__, parameters, _gives_frames(cls))
 
 
@@ -88,11 +101,28 @@ def of_blocks(class_name: str, blocks: Any) -> Interface:
     for each in blocks.inputs:
         if each.name is not None:
             # What one workflow can't do without, another makes: nothing is required of all.
-            parameters[each.name] = Parameter(
-                each.name, _default(each), False, _kinds(each.type_hint)
-            )
+            parameters[each.name] = declared(each.name, _default(each), False, each.type_hint)
     results = tuple(str(each.name) for each in blocks.outputs)
     return Interface(class_name, parameters, VIDEO_RESULT in results, True, results)
+
+
+def declared(name: str, default: Any, required: bool, annotation: Any) -> Parameter:
+    """A parameter by what its annotation says; by its name where there is none."""
+    kinds, form, text = _kinds(annotation), "", str(annotation)
+    if annotation in (None, inspect.Parameter.empty):
+        form = "pictures" if name.rpartition("_")[2] in _OF_PICTURES else ""
+    else:
+        form = next((form for word, form in _FORMS.items() if word in text), "")
+    is_list = text.removeprefix("typing.").lower().startswith("list[")
+    return Parameter(name, default, required, kinds, form, is_list, _record(annotation))
+
+
+def _record(annotation: Any) -> type | None:
+    """The dataclass that an annotation names, alone or in lists of it."""
+    if isinstance(annotation, type) and is_dataclass(annotation):
+        return annotation
+    found = (_record(each) for each in get_args(annotation))
+    return next((each for each in found if each is not None), None)
 
 
 def _default(given: Any) -> Any:

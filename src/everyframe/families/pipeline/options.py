@@ -25,9 +25,11 @@ class PipelineOptions(FamilyOptions):
     """Special parameters of one pipeline, how a picture is fitted, and code that comes along."""
 
     option: dict[str, Any] = an_option(
-        "A parameter that only this pipeline has, as NAME=VALUE; may be given several times.",
+        "A parameter that only this pipeline has, as NAME=VALUE; may be given several times. A "
+        "video, picture or .npy of numbers is named by its file.",
         group="Family",
         default={},
+        names_files=True,
     )
     fit: str = fit_option()
     vae_tiling: bool = an_option(

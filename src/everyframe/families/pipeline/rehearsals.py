@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from math import ceil
 from typing import Any
 from unittest.mock import patch
 
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 import torch.nn.attention.flex_attention as flex
 import torch.nn.functional as F
+from diffusers.utils import torch_utils
 from torch import nn
 
 from everyframe.core.plan import Settings
@@ -38,9 +40,11 @@ from everyframe.families.pipeline.loading import (
     set_tiling,
 )
 from everyframe.families.pipeline.quiet import quiet_libraries, silent
+from everyframe.families.pipeline.refusing import called
 from everyframe.families.pipeline.rounds import Rounds
 from everyframe.families.pipeline.sizes import denoisers
 from everyframe.ops.attention import PLAIN, by_kernel
+from everyframe.ops.device import standing_kind
 from everyframe.parallel.team import ONE, Teams
 from everyframe.precision.stand_in import STAND_IN
 
@@ -58,10 +62,13 @@ class Dry:
     def modules(self) -> dict[str, nn.Module]:
         """Its components with weights, empty; the same objects at every call."""
         with quiet_libraries():
-            return {
+            found = {
                 part.name: build_on_meta(partial(empty_component, part))
                 for part in self.files.models
             }
+        for module in found.values():
+            _narrow_tables(module)
+        return found
 
     @cached_property
     def _pipe(self) -> Any:
@@ -72,6 +79,14 @@ class Dry:
     def _identity(self) -> str:
         configs = {part.name: part.config() for part in self.files.parts}
         return f"{self.files!r} {json.dumps(configs, sort_keys=True, default=str)}"
+
+    @property
+    def _part_of_steps(self) -> float:
+        """How many of its steps a pipeline makes that begins at a given video: all, or `strength`,
+        diffusers' name for it."""
+        declared = self.interface.parameters.get("strength")
+        part = self.own.get("strength", declared.default if declared else None)
+        return part if isinstance(part, float) and 0 < part < 1 else 1.0
 
     def rehearsals(self, settings: Settings, teams: Teams = ONE) -> tuple[JointRehearsal, ...]:
         """One call, and each component's share in it; with `teams` that of one of several ranks."""
@@ -105,7 +120,7 @@ class Dry:
         name = self.interface.class_name
         fewer = released.of(released.STEPS_FEWER, name) or 0
         fewest = max(least, released.of(released.FEWEST_STEPS, name) or 1)
-        steps = min(fewest + fewer, settings.num_inference_steps)
+        steps = min(ceil(fewest / self._part_of_steps) + fewer, settings.num_inference_steps)
         return replace(settings, num_inference_steps=steps, seed=0, num_videos=1)
 
     def branches(self, settings: Settings) -> Branches:
@@ -131,6 +146,7 @@ class Dry:
     ) -> object:
         """The pipeline's call around `modules`, which are its own, as one of several ranks."""
         with ExitStack() as stack:
+            stack.enter_context(_unmarked(modules))
             for put_on in sharding.of_all(modules, teams).values():
                 stack.callback(put_on.remove)
             if teams.groups > 1:
@@ -157,16 +173,57 @@ class Dry:
         set_tiling(pipe, settings)
         set_guidance(pipe, self.interface, settings)
         with quiet_libraries(even_errors=True), silent(pipe), _on_no_device():
-            return pipe(**call)
+            return called(pipe, call)
+
+
+def _narrow_tables(module: nn.Module) -> None:
+    """Tables in float64 as they are after loading: diffusers casts them with the weights."""
+    for name, table in list(module.named_buffers()):
+        if table.dtype == torch.float64:
+            owner, _, own = name.rpartition(".")
+            module.get_submodule(owner)._buffers[own] = table.float()
+
+
+class _Generators(type):
+    """The type of generators: of all that there are, and of those that are made here."""
+
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, _REAL)
+
+
+class _Generator(metaclass=_Generators):
+    """Makes a generator for any device, on the host where the device is none."""
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        return _REAL("cpu" if torch.device(device).type == STAND_IN else device)
+
+
+_REAL = torch.Generator
+
+
+@contextmanager
+def _unmarked(modules: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Within, modules may note things on themselves; afterwards they have not.
+
+    Tables of positions are kept so, in the dtype of the device that the stand-in stood for.
+    """
+    parts = [part for module in modules.values() for part in module.modules()]
+    before = [(part, dict(vars(part))) for part in parts]
+    try:
+        yield
+    finally:
+        for part, attributes in before:
+            vars(part).clear()
+            vars(part).update(attributes)
 
 
 @contextmanager
 def _on_no_device() -> Iterator[None]:
-    """Within, two things of torch that ask for a real device take none for one.
+    """Within, what asks for a real device takes none for one.
 
     Mochi turns off a cast around its positions, which nobody turned on; LTX-2.5 decodes with
     attention that looks at some of the keys, but writes the scores of all out, as it is not
-    compiled.
+    compiled; diffusers asks by the device's name which dtypes it has.
     """
     casts, attends = vars(torch)["autocast"], flex.flex_attention
 
@@ -182,6 +239,21 @@ def _on_no_device() -> Iterator[None]:
 
     with (
         patch.object(torch, "autocast", no_casts),
+        patch.object(torch, "Generator", _Generator),
         patch.object(flex, "flex_attention", attend),
+        patch.dict(torch_utils._DTYPE_UNSUPPORTED_DEVICES, _without_dtypes()),
     ):
         yield
+
+
+def _without_dtypes() -> dict[torch.dtype, frozenset[str]]:
+    """Diffusers' table of devices that lack a dtype, the stand-in among them if it stands for one,
+    and the host, as what is small keeps its numbers there.
+
+    Without it the dry run would meet float64 where the run meets none.
+    """
+    kind = standing_kind()
+    return {
+        dtype: kinds | {STAND_IN, "cpu"} if kind in kinds else kinds
+        for dtype, kinds in torch_utils._DTYPE_UNSUPPORTED_DEVICES.items()
+    }

@@ -16,6 +16,8 @@ _Value = TypeVar("_Value")
 FRAME_RATES: Mapping[str, float] = {
     "Allegro": 15,
     "AnimateDiff": 8,
+    "AnyFlow": 16,
+    "ChronoEdit": 16,
     "CogVideoX": 8,
     "ConsisID": 8,
     "Cosmos": 16,
@@ -30,13 +32,18 @@ FRAME_RATES: Mapping[str, float] = {
     "Kandinsky6": 24,
     "LTX": 24,
     "Latte": 8,
+    "LucyEdit": 24,
     "MiniMaxH3": 24,
     "Mochi": 30,
+    "MotifVideo": 24,
+    "PIA": 8,
     "SanaImageToVideo": 16,
     "SanaVideo": 16,
     "SkyReelsV2": 24,
     "TextToVideoSD": 8,
+    "VideoToVideoSD": 8,
     "Wan": 16,
+    "WanAnimate": 30,
 }
 FRAME_RATE = 24.0
 
@@ -46,12 +53,27 @@ SIZES: Mapping[str, tuple[int, int]] = {
     "MiniMaxH3": (768, 1344),
     "Wan": (480, 832),
 }
-#: Frames, likewise.
-LENGTHS: Mapping[str, int] = {"LTX2": 121, "MiniMaxH3": 124, "Wan": 81}
+#: Frames, likewise, or where the code makes another number of what the signature says.
+LENGTHS: Mapping[str, int] = {
+    "LTX2": 121,
+    "MiniMaxH3": 124,
+    "SkyReelsV2DiffusionForcingVideoToVideo": 121,
+    "Wan": 81,
+}
 #: Steps that are fewer than what is asked for: a number of points, between which it steps.
 STEPS_FEWER: Mapping[str, int] = {"MiniMaxH3": 1}
 #: The fewest steps that its schedule can be made of, where one is too few.
 FEWEST_STEPS: Mapping[str, int] = {"Mochi": 2}
+
+#: Whose code can't do without a negative prompt: an empty one is given where there is none.
+EMPTY_NEGATIVE: Mapping[str, bool] = {"EasyAnimate": True}
+#: What goes on from latents that another pipeline's call left in memory, and from nothing else.
+GOES_ON: Mapping[str, str] = {"LTX2DFRTemporalRefine": "LTX2DFRPipeline"}
+#: Whose videos are tensors (batch, channels, frames, height, width), by diffusers' own helpers; of
+#: others frames come before channels.
+CHANNELS_FIRST: Mapping[str, bool] = {"EasyAnimate": True}
+#: Parameters whose videos have a size of their own, which is not that of the video that is made.
+OWN_SIZE: Mapping[str, tuple[str, ...]] = {"WanAnimate": ("face_video",)}
 
 
 def of(table: Mapping[str, _Value], class_name: str) -> _Value | None:

@@ -13,6 +13,7 @@ from typing import Any
 from everyframe.core.errors import InputError, did_you_mean
 from everyframe.core.plan import Settings
 from everyframe.core.request import Request
+from everyframe.families.pipeline import pictures
 from everyframe.families.pipeline.interface import NAMES, OURS, Interface, Parameter
 from everyframe.families.pipeline.options import PipelineOptions
 from everyframe.families.pipeline.sizes import Sizes, denoisers
@@ -44,12 +45,12 @@ def settle(
     _check_request(sizes, title, request, options)
     own = check_options(interface, options.option)
     check_fit(options.fit)
-    height, width = _size(sizes, request, notes)
+    height, width = _size(sizes, request, own, notes)
     fps, is_known = sizes.frame_rate()
     if request.fps is None and not is_known:
         notes.append(f"{title} names no frame rate; {fps:g} a second are taken (fps)")
     fps = request.fps or fps
-    frames = _num_frames(sizes, request, fps)
+    frames = _num_frames(sizes, request, fps, own)
     given = tuple(name for name in ("image", "last_image") if getattr(request, name) is not None)
     steps = interface.default_of("num_inference_steps")
     takes_size = interface.name_of("height") is not None
@@ -77,7 +78,7 @@ def _shown(
     own: Mapping[str, Any], options: PipelineOptions, given: tuple[str, ...]
 ) -> tuple[tuple[str, Any], ...]:
     """The options that make a difference here, for plans and records."""
-    shown = dict(plain(own))
+    shown = dict(plain(pictures.named(own)))
     if given:
         shown["fit"] = options.fit
     if options.vae_tiling:
@@ -158,12 +159,14 @@ def check_options(interface: Interface, given: Mapping[str, Any]) -> dict[str, A
         if parameter is None:
             hint = did_you_mean(name, interface.parameters)
             raise InputError(f"{interface.class_name} has no parameter {name!r}{hint}")
+        pictures.check(interface, parameter, value)
         _check_kind(interface, parameter, value)
     for parameter in interface.parameters.values():
         if parameter.required and parameter.name not in {*given, *ours, *OURS}:
+            what = "FILE, a video or a picture" if parameter.form else "VALUE"
             raise InputError(
                 f"{interface.class_name} can't do without {parameter.name!r}; "
-                f"give it by option {parameter.name}=VALUE"
+                f"give it by --option {parameter.name}={what}"
             )
     return {
         name: float(value) if _wants_float(interface.parameters[name], value) else value
@@ -186,15 +189,18 @@ def _check_kind(interface: Interface, parameter: Parameter, value: Any) -> None:
     raise InputError(f"{parameter.name} of {interface.class_name} must be {allowed}, got {value!r}")
 
 
-def _size(sizes: Sizes, request: Request, notes: list[str]) -> tuple[int, int]:
+def _size(
+    sizes: Sizes, request: Request, own: Mapping[str, Any], notes: list[str]
+) -> tuple[int, int]:
     """(height, width) asked for, or the pipeline's own."""
     asked, interface = request.asked_size(), sizes.interface
-    if interface.name_of("height") is None and request.image is not None:
-        sides = read_image(request.image).shape[:2]
-        notes.append("it chooses the video's size itself, by that of the picture")
-        step = sizes.spatial_factor
-        height, width = (max(step, side // step * step) for side in sides)
-        return height, width
+    if interface.name_of("height") is None:
+        sides = _sides_given(interface, request, own)
+        if sides is not None:
+            notes.append("it chooses the video's size itself, by that of what is given")
+            step = sizes.spatial_factor
+            height, width = (max(step, side // step * step) for side in sides)
+            return height, width
     chosen = asked or sizes.default_size()
     if chosen is None:
         raise InputError(
@@ -204,8 +210,23 @@ def _size(sizes: Sizes, request: Request, notes: list[str]) -> tuple[int, int]:
     return chosen
 
 
-def _num_frames(sizes: Sizes, request: Request, fps: float) -> int:
+def _sides_given(
+    interface: Interface, request: Request, own: Mapping[str, Any]
+) -> tuple[int, int] | None:
+    """(height, width) of the picture or the video that is given; None if neither is."""
+    if request.image is not None:
+        height, width = read_image(request.image).shape[:2]
+        return height, width
+    given = pictures.size_in(interface, own)
+    return None if given is None else given[1:]
+
+
+def _num_frames(sizes: Sizes, request: Request, fps: float, own: Mapping[str, Any]) -> int:
     frames, rule = request.num_frames, sizes.length_rule()
+    if sizes.interface.name_of("num_frames") is None:
+        given = pictures.size_in(sizes.interface, own)
+        if given is not None:
+            return given[0]
     if frames is None and request.seconds is not None:
         frames = frames_in(request.seconds, fps)
         if rule is not None:

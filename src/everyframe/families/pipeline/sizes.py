@@ -96,6 +96,9 @@ class Sizes:
 
     def default_length(self) -> int | None:
         """Frames; None where only the pipeline itself knows."""
+        known = released.of(released.LENGTHS, self.interface.class_name)
+        if known is not None:
+            return known
         frames = self.interface.default_of("num_frames")
         if isinstance(frames, int):
             return frames
@@ -104,7 +107,7 @@ class Sizes:
             # Allegro counts latent frames there, CogVideoX frames.
             is_latent = self.interface.class_name.startswith("Allegro")
             return int(samples) * (self.temporal_factor or 1 if is_latent else 1)
-        return released.of(released.LENGTHS, self.interface.class_name)
+        return None
 
     def frame_rate(self) -> tuple[float, bool]:
         """Frames a second, and whether that is known or a guess."""

@@ -201,8 +201,8 @@ class PipelineStage:
             try:
                 given = arguments(self.interface, settings, take, self.own, decodes=leads)
                 result = pipe(**given)
-            except (ValueError, TypeError, LookupError, AttributeError, RuntimeError,
-                    MemoryError) as error:  # fmt: skip
+            except (ValueError, TypeError, LookupError, AttributeError, NameError, RuntimeError,
+                    MemoryError, ImportError) as error:  # fmt: skip
                 if is_lost(error):
                     raise
                 if not is_out_of_memory(error):

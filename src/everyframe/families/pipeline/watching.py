@@ -78,11 +78,13 @@ class StepWatch:
             self._on_step(self.done, self.num_steps)
 
     def saw(self, name: str, timestep: Any) -> None:
-        """A denoiser is about to be called."""
+        """A denoiser is about to be called; `timestep` is None where it is not told any."""
         if self.is_paused:
             return
         self.num_calls[name] += 1
         index = getattr(self._scheduler, "step_index", None)
+        if timestep is None and not hasattr(self._scheduler, "step_index"):
+            timestep = self.num_calls[name]  # each call is taken for a step
         now = (timestep, index)
         if self.begun and now == self._last:
             return
@@ -128,8 +130,7 @@ def seen_before(
     """Tell the watch of a call of that denoiser, which is about to be made or served."""
     given = {**signature.bind_partial(*args, **kwargs).arguments, **kwargs}
     found = next((given[each] for each in _TIMESTEP_NAMES if each in given), None)
-    # Without a timestep each call is taken for a step.
-    watch.saw(name, watch.num_calls[name] if found is None else _value(found))
+    watch.saw(name, None if found is None else _value(found))
 
 
 def _value(timestep: Any) -> tuple[float, float]:

@@ -1,0 +1,188 @@
+"""Pictures, videos and numbers for a pipeline's own parameters, given by the name of a file.
+
+On a command line a driving video, a mask or a camera track can only be named; what form a pipeline
+wants it in, its signature says (`interface.py`). In Python the objects themselves may be given, and
+are handed on as they are. Not here: the first and last picture, which every request can hold.
+Read next: `settle.py`, `arguments.py`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from everyframe.core.errors import InputError, did_you_mean
+from everyframe.core.plan import Settings
+from everyframe.families.pipeline import released
+from everyframe.families.pipeline.interface import Interface, Parameter, declared
+from everyframe.media.given import check_video
+from everyframe.media.pixels import Frames, fit_image
+from everyframe.media.read import read_image, read_video
+
+#: Files of numbers: a camera track, intrinsics.
+_NUMBERS = ".npy"
+_PICTURES = {".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff"}
+
+
+def names_files(parameter: Parameter, value: Any) -> bool:
+    """Whether `value` is one file, or several, for a parameter that takes what is in them."""
+    if not parameter.form:
+        return False
+    listed = value if isinstance(value, (list, tuple)) else [value]
+    return bool(listed) and all(isinstance(each, (str, os.PathLike)) for each in listed)
+
+
+def named(value: Any) -> Any:
+    """The same for plans and records: a file by its name alone, however deep."""
+    if isinstance(value, Mapping):
+        return {str(key): named(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [named(each) for each in value]
+    is_path = isinstance(value, (str, os.PathLike)) and os.path.exists(value)
+    return Path(value).name if is_path else value
+
+
+def check(interface: Interface, parameter: Parameter, value: Any) -> None:
+    """Raise `InputError` if a file that is named isn't there, or a record has no such fields."""
+    if names_files(parameter, value):
+        for each in _listed(value):
+            check_video(each)
+        return
+    if parameter.record is None:
+        return
+    for each in _listed(value):
+        if isinstance(each, Mapping):
+            _check_record(interface, parameter, each)
+
+
+def _check_record(interface: Interface, parameter: Parameter, given: Mapping[str, Any]) -> None:
+    known = _fields(parameter)
+    for name, value in given.items():
+        if name not in known:
+            hint = did_you_mean(str(name), known) or f"; it has {', '.join(known)}"
+            raise InputError(
+                f"{parameter.name} of {interface.class_name} has no field {name!r}{hint}"
+            )
+        check(interface, known[name], value)
+    lacking = [name for name, each in known.items() if each.required and name not in given]
+    if lacking:
+        raise InputError(
+            f"{parameter.name} of {interface.class_name} can't do without {', '.join(lacking)}"
+        )
+
+
+def _fields(parameter: Parameter) -> dict[str, Parameter]:
+    """What the dataclass of a parameter holds, as parameters."""
+    assert parameter.record is not None
+    found = {}
+    for each in fields(parameter.record):
+        required = each.default is MISSING and each.default_factory is MISSING
+        found[each.name] = declared(each.name, None, required, each.type)
+    return found
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def opened(interface: Interface, own: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
+    """The parameters `own` with every file read, in the form that the pipeline takes it in.
+
+    Videos are brought to the size that is made, where the pipeline is told one; still pictures,
+    which show how something looks and not where it is, are handed on as they are.
+    """
+    return {
+        name: _opened(interface, interface.parameters[name], value, settings)
+        for name, value in own.items()
+    }
+
+
+def _opened(interface: Interface, parameter: Parameter, value: Any, settings: Settings) -> Any:
+    if names_files(parameter, value):
+        if isinstance(value, (list, tuple)):
+            return [_of_file(interface, parameter, each, settings) for each in value]
+        found = _of_file(interface, parameter, value, settings)
+        is_alone = parameter.is_list and not isinstance(found, (list, torch.Tensor))
+        return [found] if is_alone else found
+    if parameter.record is None:
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_opened(interface, parameter, each, settings) for each in value]
+    if not isinstance(value, Mapping):
+        return value
+    known = _fields(parameter)
+    return parameter.record(
+        **{name: _opened(interface, known[name], each, settings) for name, each in value.items()}
+    )
+
+
+def _of_file(
+    interface: Interface, parameter: Parameter, path: str | os.PathLike[str], settings: Settings
+) -> Any:
+    """What is in one file: numbers, a picture, or the frames of a video."""
+    from PIL import Image
+
+    if Path(path).suffix.lower() == _NUMBERS:
+        return torch.from_numpy(_numbers(path)) if parameter.form == "tensor" else _numbers(path)
+    frames_THWC, is_still = _pixels(path), _is_picture(path)
+    keeps_size = parameter.name in (released.of(released.OWN_SIZE, interface.class_name) or ())
+    if settings.fit is not None and not (is_still or keeps_size):
+        frames_THWC = fit_image(frames_THWC, settings.height, settings.width, settings.fit)
+    if parameter.form != "pictures":
+        video = _tensor(interface, parameter, frames_THWC)
+        return video if parameter.form == "tensor" else video.numpy()
+    pictures = [Image.fromarray(frame) for frame in frames_THWC]
+    return pictures[0] if is_still else pictures
+
+
+def _is_picture(path: str | os.PathLike[str]) -> bool:
+    return Path(path).suffix.lower() in _PICTURES and Path(path).is_file()
+
+
+def _pixels(path: str | os.PathLike[str]) -> Frames:
+    """uint8 (T, H, W, 3), one frame of a picture."""
+    if _is_picture(path):
+        return read_image(path)[None]
+    # A folder of frames has no rate, and needs none here.
+    return read_video(path, fps=1 if Path(path).is_dir() else None)[0]
+
+
+def _numbers(path: str | os.PathLike[str]) -> np.ndarray[Any, Any]:
+    try:
+        found: np.ndarray[Any, Any] = np.load(path, allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise InputError(f"{os.fspath(path)!r} holds no array of numbers: {error}") from error
+    return found
+
+
+def _tensor(interface: Interface, parameter: Parameter, frames_THWC: Frames) -> torch.Tensor:
+    """(1, …) of floats in 0..1 in the order of that pipeline; a mask has one channel of 0 or 255,
+    as diffusers' own helper for it makes it."""
+    video_TCHW = torch.from_numpy(frames_THWC).movedim(-1, 1)
+    if parameter.name.startswith("mask"):
+        video_TCHW = (video_TCHW.float().mean(1, keepdim=True) >= 127.5) * 255.0
+    else:
+        video_TCHW = video_TCHW / 255.0
+    is_channels_first = released.of(released.CHANNELS_FIRST, interface.class_name)
+    return (video_TCHW.transpose(0, 1) if is_channels_first else video_TCHW)[None]
+
+
+def size_in(interface: Interface, own: Mapping[str, Any]) -> tuple[int, int, int] | None:
+    """(frames, height, width) of the first video among those parameters; None if there is none."""
+    for name, value in own.items():
+        parameter = interface.parameters[name]
+        if "video" not in name or not parameter.form:
+            continue
+        if names_files(parameter, value) and not isinstance(value, (list, tuple)):
+            num_frames, height, width, _ = _pixels(value).shape
+            return num_frames, height, width
+        if isinstance(value, (list, tuple)) and value:
+            height, width = read_image(value[0]).shape[:2]
+            return len(value), height, width
+    return None
