@@ -11,6 +11,7 @@ import small_models
 from everyframe.core.amounts import parse_bytes
 from everyframe.core.errors import InputError
 from everyframe.core.facts import DeviceFacts
+from everyframe.core.plan import ComponentPlan, Precision, peak_of
 from everyframe.families import tiles
 from everyframe.families.family import Rehearsal
 from everyframe.families.opensora.components import Sizes
@@ -48,6 +49,46 @@ def test_where_there_is_room_nothing_is_saved() -> None:
     assert fitted.fits
     assert fitted.says == ()
     assert fitted.settings.savings == ()
+
+
+@pytest.mark.parametrize("stage", [None, "all of it"])
+def test_ranks_of_one_cpu_are_counted_by_part(stage: str | None) -> None:
+    """By hand: what the first rank alone loads is there once, all else as often as there are
+    ranks; also where parts share a stage, as those of a pipeline do.
+    """
+    model, settings = small_models.svd(), small_models.settings(64, 64, 4)
+    assert model.led == ("image_encoder",)
+    roomy = fitting(model, card(32 * GB, "cpu-fp32")).fit(settings)
+    stages: dict[str, tuple[int, int]] = {}
+    for each in roomy.components:
+        times = 1 if each.name == "image_encoder" else 3
+        held, working = stages.get(stage or each.stage, (0, 0))
+        held += each.weight_bytes * times
+        stages[stage or each.stage] = held, max(working, each.working_bytes * times)
+    needs = max(map(sum, stages.values()))
+    for memory, holds in ((needs + 10, True), (needs - 10, False)):
+        asked = replace(fitting(model, card(int(memory / 0.92), "cpu-fp32")), copies=3)
+        parts = [asked.parts.named(each.name, settings) for each in roomy.components]
+        if stage is not None:
+            parts = [replace(each, plan=replace(each.plan, stage=stage)) for each in parts]
+        assert asked._hold(parts) is holds
+
+
+def together(stage: str, *parts: tuple[str, int, int]) -> list[ComponentPlan]:
+    """Components of one stage: name, bytes of weights, bytes beside them."""
+    wide = Precision("float32", "float32")
+    return [
+        ComponentPlan(name, name, stage, "", 1, "cpu", wide, weights, working)
+        for name, weights, working in parts
+    ]
+
+
+def test_parts_that_share_a_stage_are_there_as_often_as_ranks_hold_them() -> None:
+    plans = together("a", ("encoder", 100, 50), ("vae", 10, 30), ("denoiser", 20, 5))
+    assert peak_of(plans) == 130 + 50
+    # Once the encoder, three times the others; the decoder works on all three.
+    assert peak_of(plans, {"vae": 3, "denoiser": 3}) == 100 + 3 * 30 + 3 * 30
+    assert peak_of([*plans, *together("b", ("other", 90, 10))], {"other": 4}) == 400
 
 
 def test_savings_come_one_after_the_other() -> None:

@@ -6,7 +6,7 @@ loaded or fetched to make one. Read next: `everyframe.engine`, which runs them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -162,18 +162,20 @@ class ComponentPlan:
         return self.held_bytes + self.working_bytes
 
 
-def peak_of(components: Iterable[ComponentPlan]) -> int:
+def peak_of(components: Iterable[ComponentPlan], copies: Mapping[str, int] | None = None) -> int:
     """What the largest stage needs: components are loaded one stage at a time.
 
     Those that share a stage are in memory together unless they come by turns, and work one after
-    the other.
+    the other. `copies` says how often a component is there, and works, where several ranks have
+    their memory in common; once, those that it does not name.
     """
     weights: dict[str, int] = {}
     working: dict[str, int] = {}
     for part in components:
-        always = 0 if part.by_turns else part.held_bytes
-        weights[part.stage] = weights.get(part.stage, 0) + always
-        working[part.stage] = max(working.get(part.stage, 0), part.peak_bytes - always)
+        always, times = 0 if part.by_turns else part.held_bytes, (copies or {}).get(part.name, 1)
+        weights[part.stage] = weights.get(part.stage, 0) + always * times
+        most = (part.peak_bytes - always) * times
+        working[part.stage] = max(working.get(part.stage, 0), most)
     return max(weights[stage] + working[stage] for stage in weights)
 
 

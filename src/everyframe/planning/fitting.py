@@ -54,12 +54,14 @@ class Fitting:
     """The parts of a model, on a device whose memory `copies` ranks have in common.
 
     `fit` answers for given settings, `largest` finds smaller ones that fit. `lead` is the device of
-    the first rank where that is another one: what that rank alone loads has to fit there.
+    the first rank where that is another one: what that rank alone loads has to fit there, beside
+    its part of the steps, which is `lead_share` times as large.
     """
 
     parts: Parts
     copies: int = 1
     lead: DeviceFacts | None = None
+    lead_share: float = 1.0
 
     @property
     def model(self) -> Model:
@@ -131,7 +133,8 @@ class Fitting:
         copies = sum(each.works for each in division.ranks) if device.kind == "cpu" else 1
         mine = replace(self.device, memory=device.memory, free_memory=device.free_memory)
         parts = replace(self.parts.of_rank(division, rank, settings), device=mine)
-        return Fitting(parts, copies, lead)
+        first, here = (division.ranks[each].tokens for each in (0, rank))
+        return Fitting(parts, copies, lead, first / here if here else 1.0)
 
     def effort(self, settings: Settings) -> Effort:
         """What one step of a video takes on one device, for the choice between ways to divide."""
@@ -289,10 +292,19 @@ class Fitting:
 
     def _hold(self, parts: Sequence[Part]) -> bool:
         """Whether all fit, those that share a stage together."""
-        here = [p.plan for p in parts if self.lead is None or not self._is_led(p.plan.name)]
-        copies = min((self._copies(part.name) for part in here), default=1)
-        together = not here or fits(peak_of(here) * copies, self.device)
+        plans = [part.plan for part in parts]
+        here = [plan for plan in plans if self.lead is None or not self._is_led(plan.name)]
+        copies = {plan.name: self._copies(plan.name) for plan in plans}
+        together = not here or fits(peak_of(here, copies), self.device)
+        if self.lead is not None:  # where what it alone loads lies beside its part of the rest
+            together = together and fits(peak_of(map(self._on_lead, parts)), self.lead)
         return together and all(self._holds(part) for part in parts)
+
+    def _on_lead(self, part: Part) -> ComponentPlan:
+        """The component on the first rank, which does another part of the steps."""
+        if not any(run.rehearsal.denoises for run in part.runs):
+            return part.plan
+        return replace(part.plan, working_bytes=int(part.plan.working_bytes * self.lead_share))
 
     def _copies(self, name: str) -> int:
         """How many ranks hold that component in this device's memory at once."""

@@ -149,9 +149,15 @@ class PipelineModel:
 class SharedPipelineModel(PipelineModel):
     """One that several ranks can make one video with: by tokens (see `cuts`), branches, or both."""
 
-    led = ()
     in_step = False
     apart = True
+
+    @property
+    def led(self) -> tuple[str, ...]:
+        """Its encoders, whose answers the first hands on."""
+        from everyframe.families.pipeline.encoding import encoders
+
+        return encoders(part.name for part in self.files.models)
 
     @property
     def ways(self) -> tuple[str, ...]:
