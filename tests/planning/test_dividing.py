@@ -320,3 +320,9 @@ def test_a_misspelt_way_gets_a_guess() -> None:
 def test_bad_shares(text: str) -> None:
     with pytest.raises(InputError, match="shares must be 2 numbers"):
         parse_shares(text, 2)
+
+
+def test_shares_beyond_sense() -> None:
+    assert parse_shares("1,1000000,0", 3) == (1, 1_000_000, 0)
+    with pytest.raises(InputError, match=r"up to 1,000,000 times .*has the share 0"):
+        parse_shares("1e-300,1e300", 2)

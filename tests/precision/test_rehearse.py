@@ -220,6 +220,12 @@ def test_what_torch_itself_refuses_is_a_finding_with_its_place() -> None:
     assert (finding.kind, finding.module) == ("fails", "layer")
 
 
+def test_a_size_that_a_function_refuses_is_a_finding_too() -> None:
+    """torch raises ValueError for that, before any operation is reached."""
+    (finding,) = dry(nn.Sequential(nn.GroupNorm(4, 4)), "cuda-sm80", (1, 4, 1, 1)).findings
+    assert (finding.kind, finding.module, finding.operation) == ("fails", "0", "group_norm")
+
+
 def test_a_module_is_given_back_as_it_was() -> None:
     module = nn.Sequential(nn.Linear(4, 4))
     dry(module, "cuda-sm80", (2, 4))

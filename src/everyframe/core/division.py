@@ -62,6 +62,10 @@ def parse_ways(text: str) -> Ways:
     )
 
 
+#: The largest share over the smallest: beyond that a device has nothing to do.
+MOST_APART = 1_000_000
+
+
 def parse_shares(text: str, num_devices: int) -> tuple[float, ...]:
     """As many numbers as devices, such as ``24,8``; their ratios count.
 
@@ -78,6 +82,12 @@ def parse_shares(text: str, num_devices: int) -> tuple[float, ...]:
         raise InputError(
             f"shares must be {num_devices} numbers, one for each device, such as {example} for "
             f"cards of so many GB; got {text!r}"
+        )
+    least = min(number for number in numbers if number)
+    if max(numbers) > MOST_APART * least:
+        raise InputError(
+            f"shares may be up to {MOST_APART:,} times as large as others, got {text!r}; a device "
+            "that is to do nothing has the share 0"
         )
     return numbers
 

@@ -199,6 +199,11 @@ class _Attention(TorchFunctionMode):
             if func in (torch.tensor, torch.as_tensor) and made_on_device(given):
                 return self._run.listed(func, args, given)
             return func(*args, **given)
+        except ValueError as error:
+            # Some functions refuse a size so. What others wrote may be ready for that.
+            if self._run.is_lenient:
+                raise
+            self._run.fails(str(getattr(func, "__name__", func)), error)
         except RuntimeError as error:
             # Some functions compare dtypes before any operation is reached.
             dtypes = {each.dtype for each in on_device((args, given)) if each.is_floating_point()}
@@ -218,7 +223,7 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
-        self._is_lenient, self._left = is_lenient, MAX_OPERATIONS
+        self.is_lenient, self._left = is_lenient, MAX_OPERATIONS
         # On a CPU, both are the same memory.
         self._mixes = is_lenient or device.kind == "cpu"
         self._tallies = {name: Tally(precision) for name, precision in precisions.items()}
@@ -275,21 +280,21 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return torch.zeros((), dtype=dtype, device="cpu").expand(shape)
         if operation == "aten::copy_" and tensors and args[0].device.type != STAND_IN:
             return args[0]
-        if self._is_lenient and not tensors:
+        if self.is_lenient and not tensors:
             given = placed(func, args, given)
-        if self._is_lenient and tensors:
+        if self.is_lenient and tensors:
             if operation == "aten::nonzero":
                 return places(args[0])
             args = without_masks(operation, args)
         if tensors and self._mixes:
             args, given = to_stand_in_all((args, given))
         if not tensors and not made_on_device(given):
-            return on_host(func, args, given) if self._is_lenient else func(*args, **given)
+            return on_host(func, args, given) if self.is_lenient else func(*args, **given)
         return self._operation(func, operation, args, given)
 
     def _operation(self, func: Any, operation: str, args: Any, kwargs: dict[str, Any]) -> Any:
         self._now.num_operations += 1
-        if self._is_lenient:
+        if self.is_lenient:
             self._count_down()
         tensors = on_device((args, kwargs))
         if clashes := list(rules.check_operands(operation, args, self.device)):
@@ -309,7 +314,9 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._check(operation, args, tensors, results)
         return answer
 
-    def fails(self, operation: str, error: RuntimeError, kind: str = "fails") -> NoReturn:
+    def fails(
+        self, operation: str, error: RuntimeError | ValueError, kind: str = "fails"
+    ) -> NoReturn:
         """An operation raised: a finding, and the end of this run."""
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
         self._find(operation, [(kind, said)])
