@@ -113,6 +113,8 @@ def test_defaults_are_the_pipelines_own(
         ("LTX2Pipeline", {"option": {"use_cross_timestep": 3}}, "must be bool, got 3"),
         ("LucyEditPipeline", {}, r"without 'video'; give it by --option video=FILE, a video or"),
         ("LucyEditPipeline", {"option": {"video": "no.mp4"}}, r"'no\.mp4' does not exist"),
+        ("LTX2Pipeline", {"option": {"stg_scale": float("nan")}}, "at most 1,000,000, got nan"),
+        ("WanPipeline", {"option": {"max_sequence_length": 10**11}}, "must be a number of at most"),
         ("WanPipeline", {"fit": "crob"}, "did you mean 'crop'"),
         ("WanPipeline", {"seconds": 1e308}, "at most 100000"),
     ],

@@ -30,6 +30,9 @@ from everyframe.media.read import read_image
 
 STEPS = 50
 
+#: The largest number that a pipeline's own parameter may be: none of them is of use near it.
+_MOST = 1_000_000
+
 _NO_USE = {
     "resolution": "it has no named sizes; give size WIDTHxHEIGHT",
     "extend": "it knows no video to go on from",
@@ -180,6 +183,12 @@ def _wants_float(parameter: Parameter, value: Any) -> bool:
 
 def _check_kind(interface: Interface, parameter: Parameter, value: Any) -> None:
     kinds = parameter.kinds
+    if isinstance(value, (int, float)) and not abs(value) <= _MOST:
+        # A length of text, for one, is padded to what is asked: libraries end the process.
+        raise InputError(
+            f"{parameter.name} of {interface.class_name} must be a number of at most {_MOST:,}, "
+            f"got {value!r}"
+        )
     if not kinds or value is None:
         return
     fitting = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
