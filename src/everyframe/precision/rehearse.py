@@ -325,7 +325,7 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def listed(self, func: Callable[..., Tensor], args: Any, kwargs: dict[str, Any]) -> Tensor:
         """A tensor of a list; it keeps its numbers where somebody may ask for them."""
         made = func(*args, **{**kwargs, "device": "cpu"})
-        keeps = self._is_lenient and made.numel() <= KNOWN_ELEMENTS
+        keeps = self.is_lenient and made.numel() <= KNOWN_ELEMENTS
         return made if keeps else made.to(STAND_IN)
 
     def attention(self, asked: Asked) -> Tensor:
