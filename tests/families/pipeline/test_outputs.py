@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from everyframe.core.errors import EveryframeError
-from everyframe.families.pipeline.outputs import frames_of, sound_of
+from everyframe.families.pipeline.outputs import beyond_range, frames_of, sound_of
 
 FRAMES = np.random.default_rng(0).random((4, 5, 6, 3)).astype(np.float32)
 TCHW = torch.from_numpy(FRAMES).permute(0, 3, 1, 2)
@@ -73,3 +73,15 @@ def test_sound_and_its_rate() -> None:
     assert sound_of(SimpleNamespace(frames=FRAMES), vocoder(1)) is None
     with pytest.raises(EveryframeError, match="names no sampling rate"):
         sound_of(SimpleNamespace(audio=samples), SimpleNamespace())
+
+
+def test_light_beyond_white_is_told() -> None:
+    frames = np.full((2, 4, 4, 3), 0.5, np.float32)
+    frames[0, 0, 0] = (1.0004, -0.0004, 1.0)
+    assert beyond_range(frames) is None
+    assert beyond_range(np.full((1, 2, 2, 3), 255, np.uint8)) is None
+    frames[1] = 12.5
+    told = beyond_range(frames)
+    assert told is not None
+    assert told.startswith("50% of the values are beyond")
+    assert "the largest is 12.5" in told

@@ -13,6 +13,8 @@ Array = np.ndarray[Any, Any]
 
 #: What pipelines call their frames.
 VIDEOS = ("frames", "videos", "video")
+#: As far as a value in 0..1 may be outside of it by rounding.
+_ROUNDING = 1e-3
 _SOUNDS = ("audio", "audios", "sound")
 _RATES = (("vocoder", "output_sampling_rate"), ("audio_vae", "sampling_rate"),
           ("audio_vae", "sample_rate"), ("sound_tokenizer", "sampling_rate"))  # fmt: skip
@@ -37,6 +39,19 @@ def frames_of(result: Any) -> Array:
         return np.ascontiguousarray(tensor_TCHW.permute(0, 2, 3, 1).numpy())
     frames: Array = np.stack([np.asarray(picture) for picture in video])
     return frames if frames.dtype == np.uint8 else frames.astype(np.float32, copy=False)
+
+
+def beyond_range(frames: Array) -> str | None:
+    """What a person should know of values outside of 0..1, as pipelines of wide range make them."""
+    if frames.dtype == np.uint8:
+        return None
+    share = float(((frames < -_ROUNDING) | (frames > 1 + _ROUNDING)).mean())
+    if not share:
+        return None
+    return (
+        f"{share:.0%} of the values are beyond what a file's frames hold (0 to 1), the largest is "
+        f'{float(frames.max()):.4g}; they are cut off there, and output="float" keeps them'
+    )
 
 
 def sound_of(result: Any, pipe: Any) -> tuple[Array, int] | None:

@@ -32,7 +32,7 @@ from everyframe.families.pipeline.encoding import EncodedOnce, encoders
 from everyframe.families.pipeline.guarded import Apart, Guarded
 from everyframe.families.pipeline.interface import Interface
 from everyframe.families.pipeline.loading import load, set_guidance
-from everyframe.families.pipeline.outputs import Array, frames_of, sound_of
+from everyframe.families.pipeline.outputs import Array, beyond_range, frames_of, sound_of
 from everyframe.families.pipeline.quiet import quiet_libraries, silent
 from everyframe.families.pipeline.reliefs import PipelineReliefs
 from everyframe.families.pipeline.replaying import HandedOn, Replaying
@@ -127,6 +127,8 @@ class PipelineStage:
                 f"the pipeline made {frames.shape[0]} frames of {frames.shape[2]}x"
                 f"{frames.shape[1]}, not {asked[0]} of {asked[2]}x{asked[1]}"
             )
+        if beyond := beyond_range(frames):
+            yield Note(beyond)
         # Before the frames: whoever writes them ends with the last one.
         if sound is not None:
             samples, rate = sound
