@@ -185,7 +185,7 @@ def anyflow() -> Any:
     "AnyFlowFARPipeline",
     size="16x16",
     num_frames=9,
-    made=6,
+    made=8,
     option={**SHORT, "chunk_partition": [1, 1, 1]},
 )
 def anyflow_far() -> Any:
@@ -240,7 +240,7 @@ def skyreels_forced_of_a_picture() -> Any:
 
 @case(
     "SkyReelsV2DiffusionForcingVideoToVideoPipeline",
-    size="16x16", num_frames=17,
+    size="16x16", num_frames=17, made=6,
     option={**SHORT, "base_num_frames": 9, "overlap_history": 5, "video": Clip(9)},
 )  # fmt: skip
 def skyreels_forced_of_a_video() -> Any:
