@@ -101,6 +101,13 @@ def by_parts(denoise: Any, encode: Any, guided: bool) -> object:
     return denoise(noise(), encode.last(encode.embedding(TEXT.to("meta"))), torch.zeros(1))
 
 
+def by_frames(denoise: nn.Module, encode: nn.Module, guided: bool) -> object:
+    """As a ControlNet's answers are: each branch has a row for each frame."""
+    branches = 2 if guided else 1
+    mask = torch.zeros(3 * branches, 3)
+    return denoise(noise(branches), encode(TEXT.to("meta")), torch.zeros(1), mask=mask)
+
+
 def nothing(denoise: nn.Module, encode: nn.Module, guided: bool) -> object:
     raise ValueError("the schedule is empty")
 
@@ -125,6 +132,7 @@ def test_branches_of_several_calls_are_those_that_nobody_looks_between() -> None
         (an_input, "it asks its denoiser about one branch"),
         (three_of_two, r"with guidance its denoiser is given 1\.5 times as much"),
         (more_with_guidance, r"its denoiser's \['mask'\] is \(2, 3\) with guidance and None with"),
+        (by_frames, r"\['mask'\] has 3 rows of each branch, and nobody can tell which"),
         (by_parts, "parts of its text_encoder are called by themselves"),
         (nothing, r"no dry run can follow its .* \(ValueError: the schedule is empty\)"),
     ],

@@ -30,6 +30,8 @@ from everyframe.precision.rehearse import Part, rehearse_together
 
 Shape = tuple[int, ...]
 
+_TEXT = "['encoder_hidden_states']"
+
 #: Which device it is makes no difference to what a pipeline asks for.
 _ANY = DeviceFacts("any", "cpu", None, 0, 0)
 
@@ -143,6 +145,11 @@ def _together(whole: Branches, guided: _Asked, plain: _Asked) -> Branches:
     if len(ratios) > 1 or ratio != int(ratio) or ratio < 2:
         told = ", ".join(f"{each:g}" for each in sorted(ratios))
         return _but(whole, why=f"with guidance its denoiser is given {told} times as much")
+    # Those of a text are the same ones, repeated, which the run makes sure of; others are not.
+    several = [path for path, one in rows.items() if one > 1 and path != _TEXT]
+    if several:
+        why = f"its denoiser's {several[0]} has {rows[several[0]]} rows of each branch"
+        return _but(whole, why=f"{why}, and nobody can tell which are whose")
     return _but(whole, count=int(ratio), is_together=True, rows=rows)
 
 
