@@ -21,7 +21,9 @@ from torch.utils import _pytree as pytree
 from everyframe.core.plan import Remedy
 from everyframe.families.family import Answers, Take
 from everyframe.families.pipeline.watching import StepWatch, seen_before
+from everyframe.numerics.watch import tensors_in
 from everyframe.parallel.team import Team
+from everyframe.precision.edges import map_tensors
 
 _WHAT = "kept answers are handed on"
 
@@ -118,7 +120,9 @@ class Replaying:
             answer = answers.next()
             if answer is not None:
                 seen_before(watch, name, signature, args, kwargs)
-                return answer
+                # It lay in a file: to where the one that is computed would be, with its inputs.
+                here = next(tensors_in((args, kwargs)))
+                return map_tensors(answer, lambda kept: kept.to(here.device))
             answer = base.__call__(own, *args, **kwargs)
             if at_once:
                 answers.keep(answer, take.remedies)

@@ -1,0 +1,59 @@
+"""A denoiser that is served what it answered before, where its inputs are."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from everyframe.families.family import Take
+from everyframe.families.pipeline.replaying import Replaying
+from everyframe.families.pipeline.watching import StepWatch
+
+
+class Denoiser(nn.Module):
+    def forward(self, hidden_states: Tensor, timestep: Tensor) -> tuple[Tensor]:
+        return (hidden_states * 2,)
+
+
+class Kept:
+    """One answer, as it comes out of a file; what is kept of others."""
+
+    def __init__(self) -> None:
+        self.left: list[Any] = [(torch.full((2,), 7.0),)]
+        self.kept: list[Any] = []
+
+    def next(self) -> Any:
+        return self.left.pop() if self.left else None
+
+    def keep(self, answer: Any, remedies: Any) -> None:
+        self.kept.append(answer)
+
+    def remedies(self) -> tuple[()]:
+        return ()
+
+
+def served(device: str) -> tuple[list[Tensor], Kept, StepWatch]:
+    kept, denoiser = Kept(), Denoiser()
+    watch = StepWatch({"denoiser": denoiser}, (), None, 2, lambda *_: None)
+    take: Take = SimpleNamespace(answers=kept, remedies=())  # type: ignore[assignment]
+    x = torch.ones(2, device=device)
+    with watch, Replaying({"denoiser": denoiser}, watch, take):
+        answers = [denoiser(x, timestep=torch.tensor(float(step)))[0] for step in (1, 0)]
+    return answers, kept, watch
+
+
+def test_what_was_kept_is_served_and_what_comes_after_is_computed_and_kept() -> None:
+    (first, second), kept, watch = served("cpu")
+    assert first.tolist() == [7, 7]
+    assert second.tolist() == [2, 2]
+    assert [answer[0].tolist() for answer in kept.kept] == [[2, 2]]
+    assert watch.begun == 2
+
+
+def test_what_lay_in_a_file_comes_to_where_the_inputs_are() -> None:
+    """On a card the sampler would have met a prediction in the host's memory; so does meta."""
+    answers, _, _ = served("meta")
+    assert [answer.device.type for answer in answers] == ["meta", "meta"]
