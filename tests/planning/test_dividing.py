@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from everyframe.core.request import Request
 from everyframe.families.dealing import dealt_part
 from everyframe.families.family import Crew, RankPart
 from everyframe.parallel.grid import Deal, Grid
-from everyframe.planning.dividing import Effort, asked_devices, divide
+from everyframe.planning.dividing import Effort, asked_devices, divide, idle_notes
 from everyframe.planning.resolve import prepare
 
 PROMPT = "a red circle moves to the right"
@@ -254,6 +256,17 @@ def test_idle_ranks_are_told() -> None:
     assert all("it decodes only" in why for why in idle[32:])
     idle = [rank.idle for rank in divided(model=Whole(), num_devices=3, num_videos=2).ranks]
     assert idle == ["", "", "another model makes each video on one device"]
+
+
+@pytest.mark.parametrize(
+    ("without", "told"),
+    [((3,), "rank 3"), ((2, 3), "ranks 2, 3"), ((1, 3, 4), "ranks 1, 3, 4"),
+     (range(1, 5), "ranks 1 to 4")],
+)  # fmt: skip
+def test_ranks_without_work_are_told_together(without: Sequence[int], told: str) -> None:
+    ranks = [SimpleNamespace(idle="too many" if rank in without else "") for rank in range(5)]
+    division: Any = SimpleNamespace(ranks=ranks)
+    assert idle_notes(division) == (f"{told}: too many",)
 
 
 def test_the_plan_is_of_the_rank_with_the_most_to_do() -> None:

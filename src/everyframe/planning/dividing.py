@@ -171,10 +171,16 @@ def idle_notes(division: Division | None) -> tuple[str, ...]:
     for rank, plan in enumerate(division.ranks if division is not None else ()):
         if plan.idle:
             whys.setdefault(plan.idle, []).append(rank)
-    return tuple(
-        f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}: {why}"
-        for why, ranks in whys.items()
-    )
+    return tuple(f"{_listed(ranks)}: {why}" for why, ranks in whys.items())
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    """Ranks in words; many in a row by the first and the last."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    first, last = ranks[0], ranks[-1]
+    in_a_row = len(ranks) > 2 and len(ranks) == last - first + 1
+    return f"ranks {first} to {last}" if in_a_row else f"ranks {', '.join(map(str, ranks))}"
 
 
 def sending_seconds(division: Division | None) -> float:
