@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from everyframe.families.family import Take
-from everyframe.families.pipeline.replaying import Replaying
+from everyframe.families.pipeline.replaying import Replaying, answered_by
 from everyframe.families.pipeline.watching import StepWatch
 
 
@@ -57,3 +57,12 @@ def test_what_lay_in_a_file_comes_to_where_the_inputs_are() -> None:
     """On a card the sampler would have met a prediction in the host's memory; so does meta."""
     answers, _, _ = served("meta")
     assert [answer.device.type for answer in answers] == ["meta", "meta"]
+
+
+def test_modules_are_as_they_were() -> None:
+    denoiser = Denoiser()
+    kind = type(denoiser)
+    with answered_by(denoiser, lambda base, own, args, kwargs: "served"):
+        assert denoiser(torch.ones(1), torch.ones(1)) == "served"
+        assert isinstance(denoiser, kind)
+    assert type(denoiser) is kind

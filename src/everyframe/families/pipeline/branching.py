@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from everyframe.core.facts import DeviceFacts
 from everyframe.families.pipeline.awaited import Awaited
 from everyframe.families.pipeline.encoding import encoders
+from everyframe.families.pipeline.replaying import answered_by
 from everyframe.families.pipeline.sizes import denoisers
 from everyframe.families.pipeline.watching import called_parts
 from everyframe.precision.rehearse import Part, rehearse_together
@@ -183,7 +184,7 @@ def _seeing(modules: Mapping[str, nn.Module], seen: Seen) -> Iterator[None]:
     pending = _Pending(seen)
     with ExitStack() as stack:
         for name in names:
-            stack.enter_context(kept_class(modules[name], partial(_noted, seen, pending)))
+            stack.enter_context(answered_by(modules[name], partial(_noted, seen, pending)))
         for name, module in modules.items():
             if name in encoders(modules):
                 stack.enter_context(_whole(name, module, seen))
@@ -264,28 +265,6 @@ def _whole(name: str, encoder: nn.Module, seen: Seen) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-@contextmanager
-def kept_class(
-    module: nn.Module, answer: Callable[[type[nn.Module], nn.Module, Any, Any], Any]
-) -> Iterator[None]:
-    """Within, calls of that module are answered by ``answer(class, module, args, kwargs)``.
-
-    A hook can't keep a module from being computed, so for a while it is of a kind of its own;
-    somebody else's class is left alone.
-    """
-    base = type(module)
-
-    def call(own: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return answer(base, own, args, kwargs)
-
-    kind = type(base.__name__, (base,), {"__call__": call, "__module__": base.__module__})
-    module.__class__ = kind
-    try:
-        yield
-    finally:
-        module.__class__ = base
 
 
 def named(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

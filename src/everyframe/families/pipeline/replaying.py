@@ -2,8 +2,7 @@
 
 So a run that was broken off goes on where it was, though the pipeline's own loop always begins at
 its first step: everything around the denoisers is computed anew, with the same generator and the
-same scheduler, and costs next to nothing. Their `__call__` is another one meanwhile, by a class
-made for it: a hook can't keep a module from being computed. On leaving they are as they were.
+same scheduler, and costs next to nothing. On leaving the denoisers are as they were.
 Of several ranks that make one video the first has the answers, and hands each on to the others.
 Read next: `stages.py`; `everyframe.runs.answers`, where the answers lie.
 """
@@ -11,8 +10,10 @@ Read next: `stages.py`; `everyframe.runs.answers`, where the answers lie.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -90,42 +91,61 @@ class Replaying:
         self._denoisers = {} if take.answers is None or has_cache else dict(denoisers)
         self._watch = watch
         self._take, self._at_once = take, at_once
-        self._classes: dict[str, type[nn.Module]] = {}
+        self._on = ExitStack()
 
     def __enter__(self) -> Replaying:
         answers = self._take.answers
         if self._denoisers and answers is not None:
             self._take.remedies = answers.remedies()
-        for name, module in self._denoisers.items():
-            self._classes[name] = type(module)
-            # Somebody else's class is left alone: this module is of a kind of its own for a while.
-            module.__class__ = self._kind(name, module)
+            for name, module in self._denoisers.items():
+                served = partial(self._called, answers, name)
+                self._on.enter_context(answered_by(module, served))
         return self
 
     def __exit__(self, *_: object) -> None:
-        for name, kind in self._classes.items():
-            self._denoisers[name].__class__ = kind
-        self._classes.clear()
+        self._on.close()
 
-    def _kind(self, name: str, module: nn.Module) -> type[nn.Module]:
-        """The module's class, whose calls are served while there are answers."""
-        base, watch, take = type(module), self._watch, self._take
-        signature = inspect.signature(module.forward)
-        answers, at_once = take.answers, self._at_once
-        assert answers is not None
+    def _called(
+        self,
+        answers: Answers,
+        name: str,
+        base: type[nn.Module],
+        own: nn.Module,
+        args: Any,
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """What is kept, while there is any; then what is computed, which is kept."""
+        if self._watch.is_paused:
+            return base.__call__(own, *args, **kwargs)
+        answer = answers.next()
+        if answer is not None:
+            seen_before(self._watch, name, inspect.signature(own.forward), args, kwargs)
+            # It lay in a file: to where the one that is computed would be, with its inputs.
+            here = next(tensors_in((args, kwargs)))
+            return map_tensors(answer, lambda kept: kept.to(here.device))
+        answer = base.__call__(own, *args, **kwargs)
+        if self._at_once:
+            answers.keep(answer, self._take.remedies)
+        return answer
 
-        def call(own: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if watch.is_paused:
-                return base.__call__(own, *args, **kwargs)
-            answer = answers.next()
-            if answer is not None:
-                seen_before(watch, name, signature, args, kwargs)
-                # It lay in a file: to where the one that is computed would be, with its inputs.
-                here = next(tensors_in((args, kwargs)))
-                return map_tensors(answer, lambda kept: kept.to(here.device))
-            answer = base.__call__(own, *args, **kwargs)
-            if at_once:
-                answers.keep(answer, take.remedies)
-            return answer
 
-        return type(base.__name__, (base,), {"__call__": call, "__module__": base.__module__})
+@contextmanager
+def answered_by(
+    module: nn.Module, answer: Callable[[type[nn.Module], nn.Module, Any, Any], Any]
+) -> Iterator[None]:
+    """Within, calls of that module are answered by ``answer(class, module, args, kwargs)``.
+
+    A hook can't keep a module from being computed, so for a while it is of a kind of its own;
+    somebody else's class is left alone.
+    """
+    base = type(module)
+
+    def call(own: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return answer(base, own, args, kwargs)
+
+    kind = type(base.__name__, (base,), {"__call__": call, "__module__": base.__module__})
+    module.__class__ = kind
+    try:
+        yield
+    finally:
+        module.__class__ = base

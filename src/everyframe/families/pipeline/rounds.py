@@ -26,7 +26,8 @@ from torch.utils import _pytree as pytree
 
 from everyframe.core.errors import CannotRunError
 from everyframe.families.pipeline.awaited import Awaited
-from everyframe.families.pipeline.branching import Branches, kept_class, named
+from everyframe.families.pipeline.branching import Branches, named
+from everyframe.families.pipeline.replaying import answered_by
 from everyframe.parallel.apart import Apart
 from everyframe.parallel.groups import Groups
 from everyframe.parallel.team import Teams, memory_order
@@ -99,7 +100,7 @@ class Rounds:
     def __enter__(self) -> Rounds:
         if self._num_groups > 1:
             for name, module in self._denoisers.items():
-                self._on.enter_context(kept_class(module, partial(self._called, name)))
+                self._on.enter_context(answered_by(module, partial(self._called, name)))
         return self
 
     def __exit__(self, *_: object) -> None:
