@@ -92,6 +92,16 @@ def _has_gpu() -> bool:
 @pytest.fixture(autouse=True, scope="module")
 def _no_repairs_of_other_files() -> None:
     """What faults planted in one file taught is not known to another of the same tiny weights."""
+    _forget_repairs()
+
+
+@pytest.fixture
+def unrepaired() -> None:
+    """Nor to this test what another of its file taught."""
+    _forget_repairs()
+
+
+def _forget_repairs() -> None:
     shutil.rmtree(Path(os.environ["EVERYFRAME_CACHE"], "repairs"), ignore_errors=True)
 
 

@@ -216,6 +216,7 @@ def _overflow(team: Team) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("unrepaired")
 def test_a_repair_is_the_same_on_every_rank(ranks: Group, asked: dict[str, dict[str, Any]]) -> None:
     """Each looks for the fault alone; an exchange in the middle of that would never end."""
     given = {**asked["ltx"], "dtype": "bf16", "force": True}
@@ -362,6 +363,7 @@ def test_a_run_of_branches_apart_goes_on(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("unrepaired")
 @pytest.mark.parametrize("name", ["wan", "ltx"])
 def test_a_fault_in_one_ranks_branch_is_repaired_on_all(
     ranks: Group, guided: dict[str, Any], name: str
