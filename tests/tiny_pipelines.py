@@ -471,23 +471,34 @@ TINY: Mapping[str, Callable[[Path], None]] = {
     "wan_of_a_picture": wan_of_a_picture,
 }
 
-_SHORT = {"max_sequence_length": 16}
-_LTX = {"max_sequence_length": 16}
+#: A text of few tokens, for those that pad it.
+SHORT = {"max_sequence_length": 16}
 #: What each is asked for: options of ours, and parameters of its own under ``option``.
 CALLS: Mapping[str, dict[str, Any]] = {
-    "wan": {"size": "16x16", "num_frames": 5, "option": _SHORT},
-    "wan_of_a_picture": {"size": "16x16", "num_frames": 5, "option": _SHORT},
+    "wan": {"size": "16x16", "num_frames": 5, "option": SHORT},
+    "wan_of_a_picture": {"size": "16x16", "num_frames": 5, "option": SHORT},
     "ltx2": {
         "size": "32x32", "num_frames": 5,
-        "option": {**_LTX, "spatio_temporal_guidance_blocks": [0]},
+        "option": {**SHORT, "spatio_temporal_guidance_blocks": [0]},
     },
-    "ltx": {"size": "32x32", "num_frames": 9, "option": _LTX},
-    "ltx25": {"size": "32x32", "num_frames": 9, "option": _LTX},
+    "ltx": {"size": "32x32", "num_frames": 9, "option": SHORT},
+    "ltx25": {"size": "32x32", "num_frames": 9, "option": SHORT},
     "minimax_h3": {"size": "32x32", "num_frames": 124},
-    "hunyuan": {"size": "16x16", "num_frames": 5, "option": _SHORT},
+    "hunyuan": {"size": "16x16", "num_frames": 5, "option": SHORT},
     "hunyuan15": {"size": "16x16", "num_frames": 5},
-    "cogvideox": {"size": "16x16", "num_frames": 9, "option": _SHORT},
-    "mochi": {"size": "16x16", "num_frames": 7, "option": _SHORT},
+    "cogvideox": {"size": "16x16", "num_frames": 9, "option": SHORT},
+    "mochi": {"size": "16x16", "num_frames": 7, "option": SHORT},
     "latte": {"size": "16x16", "num_frames": 2, "option": {"clean_caption": False}},
     "animatediff": {"size": "16x16", "num_frames": 3},
 }  # fmt: skip
+
+
+def loaded(folder: Path) -> Any:
+    """Diffusers' own pipeline of a checkpoint."""
+    if (folder / "modular_model_index.json").is_file():
+        modular = diffusers.ModularPipeline.from_pretrained(folder)
+        modular.load_components()
+        return modular
+    pipe = diffusers.DiffusionPipeline.from_pretrained(folder)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe

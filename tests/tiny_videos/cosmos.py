@@ -19,12 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tiny_pipelines import flow, made, t5, tokenizer
+from tiny_pipelines import SHORT, flow, made, t5, tokenizer
 from tiny_videos import wan
 from tiny_videos.cases import Clip, Still, case
 from tiny_videos.hunyuan import qwen_vl
 
-SHORT = {"max_sequence_length": 16}
 _HOMES = (
     "cosmos_text2world", "cosmos_video2world", "cosmos2_video2world", "cosmos2_5_predict",
     "cosmos2_5_transfer",

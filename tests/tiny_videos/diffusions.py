@@ -8,6 +8,7 @@ import diffusers
 import transformers
 
 from tiny_pipelines import (
+    SHORT,
     VOCABULARY,
     animatediff_parts,
     clip,
@@ -19,8 +20,6 @@ from tiny_pipelines import (
     tokenizer,
 )
 from tiny_videos.cases import Clip, Still, case
-
-SHORT = {"max_sequence_length": 16}
 
 
 @case("CogVideoXPipeline", size="16x16", num_frames=9, option=SHORT)

@@ -7,10 +7,17 @@ from typing import Any
 import diffusers
 import transformers
 
-from tiny_pipelines import VOCABULARY, clip, flow, hunyuan15_parts, hunyuan_parts, made, tokenizer
+from tiny_pipelines import (
+    SHORT,
+    VOCABULARY,
+    clip,
+    flow,
+    hunyuan15_parts,
+    hunyuan_parts,
+    made,
+    tokenizer,
+)
 from tiny_videos.cases import Still, case
-
-SHORT = {"max_sequence_length": 16}
 
 
 def sees(width: int = 12) -> dict[str, Any]:

@@ -8,10 +8,8 @@ import diffusers
 from diffusers.pipelines.ltx.modeling_latent_upsampler import LTXLatentUpsamplerModel
 from diffusers.pipelines.ltx2.latent_upsampler import LTX2LatentUpsamplerModel
 
-from tiny_pipelines import ltx2_parts, ltx_parts, made
+from tiny_pipelines import SHORT, ltx2_parts, ltx_parts, made
 from tiny_videos.cases import Clip, Still, case
-
-SHORT = {"max_sequence_length": 16}
 
 
 @case("LTXPipeline", size="32x32", num_frames=9, option=SHORT)

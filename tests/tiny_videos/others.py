@@ -7,12 +7,10 @@ from typing import Any
 import diffusers
 import transformers
 
-from tiny_pipelines import VOCABULARY, clip, flow, hunyuan_parts, made, t5, tokenizer
+from tiny_pipelines import SHORT, VOCABULARY, clip, flow, hunyuan_parts, made, t5, tokenizer
 from tiny_videos import wan
 from tiny_videos.cases import Clip, Still, case
 from tiny_videos.hunyuan import qwen_vl, sees
-
-SHORT = {"max_sequence_length": 16}
 
 
 @case(

@@ -7,10 +7,8 @@ from typing import Any
 import diffusers
 import transformers
 
-from tiny_pipelines import VOCABULARY, flow, made, tokenizer
+from tiny_pipelines import SHORT, VOCABULARY, flow, made, tokenizer
 from tiny_videos.cases import Clip, Still, case
-
-SHORT = {"max_sequence_length": 16}
 
 
 def umt5() -> Any:

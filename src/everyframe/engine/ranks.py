@@ -15,16 +15,15 @@ from typing import Any
 import torch
 
 from everyframe import __version__
-from everyframe.core.division import Division
 from everyframe.core.errors import CannotRunError, InputError
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.plain import from_plain, to_plain
 from everyframe.core.plan import Plan
 from everyframe.core.request import DTYPES, Request, random_seed
+from everyframe.families.dealing import branch_groups
 from everyframe.families.family import Model, Shared, Stage, Take
 from everyframe.hardware.facts import machine_facts
 from everyframe.hardware.lost import losses_told
-from everyframe.parallel.groups import Groups
 from everyframe.parallel.meeting import again, check_alike, part, set_device
 from everyframe.parallel.team import ONE, Team, Teams
 from everyframe.planning.dividing import asked_devices
@@ -158,9 +157,9 @@ def joined(
     rest = [resting] if resting else []
     team = part(world, [*working, *rest])
     inside = None
-    if division.cfg > 1 and isinstance(model, Shared) and model.apart:
-        branches = model.num_branches(plan.settings)
-        parts = [own for ranks in working for own in _apart(ranks, division, branches)]
+    apart = [(ranks, branch_groups(model, plan.settings, division, ranks)) for ranks in working]
+    parts = [[ranks[at] for at in own] for ranks, groups in apart if groups for own in groups.ranks]
+    if parts:
         inside = again(world, [*parts, *rest])
     holds = any(each.holders > 1 for each in plan.components)
     room = [each.room for each in division.ranks]
@@ -182,13 +181,6 @@ def joined(
     leads = [at_work.index(group[0]) for group in division.groups if group[0] in at_work]
     sources = tuple(rank for rank in leads if rank) if peers.gathers else ()
     return Here(_on(plan, mine.device), teams, takes, mine.group, sources)
-
-
-def _apart(ranks: Sequence[int], division: Division, branches: int) -> list[list[int]]:
-    """These ranks in groups for so many branches of guidance."""
-    weights = [division.weights[rank] for rank in ranks]
-    groups = Groups.of(weights, branches, division.cfg)
-    return [[ranks[place] for place in group] for group in groups.ranks]
 
 
 def _on(plan: Plan, device: str) -> Plan:

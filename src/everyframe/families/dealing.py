@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from everyframe.families.family import RankPart
+from everyframe.core.division import Division
+from everyframe.core.plan import Settings
+from everyframe.families.family import Model, RankPart, Shared
 from everyframe.parallel.grid import Deal
+from everyframe.parallel.groups import Groups
 
 
 def dealt_part(
@@ -28,6 +31,18 @@ def dealt_part(
         sent_bytes,
         idle,
     )
+
+
+def branch_groups(
+    model: Model, settings: Settings, division: Division, ranks: Sequence[int]
+) -> Groups | None:
+    """Of these ranks, which make one video, those that call the denoiser apart from others, as they
+    have other branches of guidance; None where all call it together.
+    """
+    if division.cfg == 1 or not isinstance(model, Shared) or not model.apart:
+        return None
+    weights = [division.weights[rank] for rank in ranks]
+    return Groups.of(weights, model.num_branches(settings), division.cfg)
 
 
 def workers(weights: Sequence[float]) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from everyframe.core.division import Division
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import ComponentPlan, Precision, Remedy, Settings
+from everyframe.families.dealing import branch_groups
 from everyframe.families.family import (
     Component,
     JointRehearsal,
@@ -108,16 +109,14 @@ class Parts:
 
     def of_rank(self, division: Division, rank: int, settings: Settings) -> Parts:
         """The same for one rank of several."""
-        from everyframe.parallel.groups import Groups
         from everyframe.parallel.team import Imagined, Teams
 
         group = division.teams[division.ranks[rank].group]
         team = Imagined(group.index(rank), [division.weights[other] for other in group])
         room = tuple(division.ranks[other].room for other in group)
         inside = None
-        if division.cfg > 1 and isinstance(self.model, Shared) and self.model.apart:
-            branches = self.model.num_branches(settings)
-            groups = Groups.of(team.weights, branches, division.cfg)
+        groups = branch_groups(self.model, settings, division, group)
+        if groups is not None:
             mine = groups.ranks[groups.number_of(team.rank)]
             inside = Imagined(mine.index(team.rank), team.weights[mine.start : mine.stop])
         return replace(

@@ -22,23 +22,13 @@ from everyframe.core.events import Event, Frames, Sound, Step
 from everyframe.families.pipeline.interface import NAMES, VIDEO_RESULT, of_class, of_pipeline
 from everyframe.media.pixels import fit_image
 from everyframe.ops.attention import PLAIN, by_kernel
+from tiny_pipelines import loaded
 from tiny_videos import CASES, table
 from tiny_videos.cases import PROMPT, SEED, STEPS, Case, as_python, written
 
 PROFILES = ("cuda-sm75", "mps")
 #: Where a plan refuses them: in half precision, and where there is no float64.
 REFUSED_ON = {"AnyFlowPipeline": ("mps",), "AnyFlowFARPipeline": PROFILES}
-
-
-def loaded(folder: Path) -> Any:
-    """Diffusers' own pipeline of a checkpoint."""
-    if (folder / "modular_model_index.json").is_file():
-        modular = diffusers.ModularPipeline.from_pretrained(folder)
-        modular.load_components()
-        return modular
-    pipe = diffusers.DiffusionPipeline.from_pretrained(folder)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
 
 
 def asked_of(case: Case) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import av
-import diffusers
 import numpy as np
 import pytest
 import torch
@@ -28,6 +27,7 @@ from everyframe.families.pipeline.interface import NAMES, of_pipeline
 from everyframe.families.pipeline.sizes import denoisers
 from everyframe.media.pixels import fit_image
 from everyframe.ops.attention import PLAIN, by_kernel
+from tiny_pipelines import loaded
 
 PROMPT = "a red fox runs"
 STEPS, SEED = 2, 3
@@ -53,7 +53,7 @@ class Tiny:
         }  # fmt: skip
         if "picture" in name:
             self.asked["image"] = PICTURE
-        self.pipe = _loaded(folder)
+        self.pipe = loaded(folder)
 
     @property
     def num_steps(self) -> int:
@@ -80,16 +80,6 @@ class Tiny:
                 return made["videos"][0], made["audio"]
             result = self.pipe(**call, output_type="np")
             return result.frames[0], getattr(result, "audio", None)
-
-
-def _loaded(folder: Path) -> Any:
-    if (folder / "modular_model_index.json").is_file():
-        pipe = diffusers.ModularPipeline.from_pretrained(folder)
-        pipe.load_components()
-        return pipe
-    pipe = diffusers.DiffusionPipeline.from_pretrained(folder)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
 
 
 _made: dict[str, Tiny] = {}

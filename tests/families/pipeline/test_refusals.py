@@ -15,6 +15,7 @@ from everyframe.core.errors import CannotRunError, EveryframeError, InputError
 from everyframe.families.pipeline import rehearsals
 from everyframe.families.pipeline.components import islands_of
 from everyframe.families.pipeline.refusing import called
+from everyframe.families.pipeline.untouched import attributes_kept
 from everyframe.hardware.profiles import find_profile
 from everyframe.precision.rehearse import Part, rehearse_together
 from tiny_pipelines import cogvideox_parts
@@ -126,7 +127,7 @@ def test_lists_keep_their_numbers_and_modules_nothing_of_a_dry_run() -> None:
     part, shapes = Asks(), []
 
     def call(device: str) -> None:
-        with rehearsals._on_no_device(), rehearsals._unmarked({"part": part}):
+        with rehearsals._on_no_device(), attributes_kept(part.modules()):
             shapes.append(part(torch.empty(2, 8, device=device)).shape)
             generator = torch.Generator(device=device)
             assert isinstance(generator, torch.Generator)

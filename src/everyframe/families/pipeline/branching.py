@@ -11,7 +11,6 @@ Not here: who computes which branch (`rounds.py`). Read next: `rehearsals.py`.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from everyframe.families.pipeline.awaited import Awaited
 from everyframe.families.pipeline.encoding import encoders
 from everyframe.families.pipeline.replaying import answered_by
 from everyframe.families.pipeline.sizes import denoisers
-from everyframe.families.pipeline.watching import called_parts
+from everyframe.families.pipeline.watching import called_parts, named
 from everyframe.precision.rehearse import Part, rehearse_together
 
 Shape = tuple[int, ...]
@@ -265,12 +264,6 @@ def _whole(name: str, encoder: nn.Module, seen: Seen) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def named(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """What a module is called with, by the names of its parameters."""
-    names = list(inspect.signature(module.forward).parameters)
-    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def tensors_by_path(

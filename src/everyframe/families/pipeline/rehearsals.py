@@ -43,6 +43,7 @@ from everyframe.families.pipeline.quiet import quiet_libraries, silent
 from everyframe.families.pipeline.refusing import called
 from everyframe.families.pipeline.rounds import Rounds
 from everyframe.families.pipeline.sizes import denoisers
+from everyframe.families.pipeline.untouched import attributes_kept
 from everyframe.ops.attention import PLAIN, by_kernel
 from everyframe.ops.device import standing_kind
 from everyframe.parallel.team import ONE, Teams
@@ -146,7 +147,9 @@ class Dry:
     ) -> object:
         """The pipeline's call around `modules`, which are its own, as one of several ranks."""
         with ExitStack() as stack:
-            stack.enter_context(_unmarked(modules))
+            # Modules keep tables of positions, as the device has them that the stand-in stood for.
+            parts = [part for module in modules.values() for part in module.modules()]
+            stack.enter_context(attributes_kept(parts))
             for put_on in sharding.of_all(modules, teams).values():
                 stack.callback(put_on.remove)
             if teams.groups > 1:
@@ -199,22 +202,6 @@ class _Generator(metaclass=_Generators):
 
 
 _REAL = torch.Generator
-
-
-@contextmanager
-def _unmarked(modules: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Within, modules may note things on themselves; afterwards they have not.
-
-    Tables of positions are kept so, in the dtype of the device that the stand-in stood for.
-    """
-    parts = [part for module in modules.values() for part in module.modules()]
-    before = [(part, dict(vars(part))) for part in parts]
-    try:
-        yield
-    finally:
-        for part, attributes in before:
-            vars(part).clear()
-            vars(part).update(attributes)
 
 
 @contextmanager

@@ -9,7 +9,6 @@ Read next: `stages.py`; `everyframe.runs.answers`, where the answers lie.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
@@ -119,7 +118,7 @@ class Replaying:
             return base.__call__(own, *args, **kwargs)
         answer = answers.next()
         if answer is not None:
-            seen_before(self._watch, name, inspect.signature(own.forward), args, kwargs)
+            seen_before(self._watch, name, own, args, kwargs)
             # It lay in a file: to where the one that is computed would be, with its inputs.
             here = next(tensors_in((args, kwargs)))
             return map_tensors(answer, lambda kept: kept.to(here.device))

@@ -26,8 +26,9 @@ from torch.utils import _pytree as pytree
 
 from everyframe.core.errors import CannotRunError
 from everyframe.families.pipeline.awaited import Awaited
-from everyframe.families.pipeline.branching import Branches, named
+from everyframe.families.pipeline.branching import Branches
 from everyframe.families.pipeline.replaying import answered_by
+from everyframe.families.pipeline.watching import named
 from everyframe.parallel.apart import Apart
 from everyframe.parallel.groups import Groups
 from everyframe.parallel.team import Teams, memory_order

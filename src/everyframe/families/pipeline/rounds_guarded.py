@@ -6,7 +6,6 @@ rank's branch alone is found, repaired and told by all. Read next: `rounds.py`, 
 
 from __future__ import annotations
 
-import inspect
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -31,8 +30,7 @@ class AroundCalls(Around):
 
     def asked(self, call: Call) -> None:
         """See `Around`."""
-        signature = inspect.signature(call.module.forward)
-        seen_before(self._watch, call.name, signature, call.args, call.kwargs)
+        seen_before(self._watch, call.name, call.module, call.args, call.kwargs)
 
     def computing(self, call: Call) -> AbstractContextManager[None]:
         """See `Around`."""

@@ -48,12 +48,13 @@ def settle(
     _check_request(sizes, title, request, options)
     own = check_options(interface, options.option)
     check_fit(options.fit)
-    height, width = _size(sizes, request, own, notes)
+    video = _video_given(interface, own)
+    height, width = _size(sizes, request, video, notes)
     fps, is_known = sizes.frame_rate()
     if request.fps is None and not is_known:
         notes.append(f"{title} names no frame rate; {fps:g} a second are taken (fps)")
     fps = request.fps or fps
-    frames = _num_frames(sizes, request, fps, own)
+    frames = _num_frames(sizes, request, fps, video)
     given = tuple(name for name in ("image", "last_image") if getattr(request, name) is not None)
     steps = interface.default_of("num_inference_steps")
     takes_size = interface.name_of("height") is not None
@@ -199,12 +200,12 @@ def _check_kind(interface: Interface, parameter: Parameter, value: Any) -> None:
 
 
 def _size(
-    sizes: Sizes, request: Request, own: Mapping[str, Any], notes: list[str]
+    sizes: Sizes, request: Request, video: tuple[int, int, int] | None, notes: list[str]
 ) -> tuple[int, int]:
     """(height, width) asked for, or the pipeline's own."""
     asked, interface = request.asked_size(), sizes.interface
     if interface.name_of("height") is None:
-        sides = _sides_given(interface, request, own)
+        sides = _sides_given(request, video)
         if sides is not None:
             notes.append("it chooses the video's size itself, by that of what is given")
             step = sizes.spatial_factor
@@ -219,23 +220,26 @@ def _size(
     return chosen
 
 
-def _sides_given(
-    interface: Interface, request: Request, own: Mapping[str, Any]
-) -> tuple[int, int] | None:
+def _video_given(interface: Interface, own: Mapping[str, Any]) -> tuple[int, int, int] | None:
+    """(frames, height, width) of the video that is given, where it decides what is made."""
+    decides = interface.name_of("height") is None or interface.name_of("num_frames") is None
+    return pictures.size_in(interface, own) if decides else None
+
+
+def _sides_given(request: Request, video: tuple[int, int, int] | None) -> tuple[int, int] | None:
     """(height, width) of the picture or the video that is given; None if neither is."""
     if request.image is not None:
         height, width = read_image(request.image).shape[:2]
         return height, width
-    given = pictures.size_in(interface, own)
-    return None if given is None else given[1:]
+    return None if video is None else video[1:]
 
 
-def _num_frames(sizes: Sizes, request: Request, fps: float, own: Mapping[str, Any]) -> int:
+def _num_frames(
+    sizes: Sizes, request: Request, fps: float, video: tuple[int, int, int] | None
+) -> int:
     frames, rule = request.num_frames, sizes.length_rule()
-    if sizes.interface.name_of("num_frames") is None:
-        given = pictures.size_in(sizes.interface, own)
-        if given is not None:
-            return given[0]
+    if sizes.interface.name_of("num_frames") is None and video is not None:
+        return video[0]
     if frames is None and request.seconds is not None:
         frames = frames_in(request.seconds, fps)
         if rule is not None:

@@ -188,18 +188,15 @@ class PipelineStage:
             settings.num_inference_steps,
             on_step,
         )
-        apart = None if self.branches is None else AroundCalls(watch, take)
+        around, branches = AroundCalls(watch, take), self.branches
         with (
             watch,
             in_float32(),
-            nullcontext()
-            if apart is None or self.branches is None
-            else Rounds(denoising, self.branches, self.teams, apart),
-            Replaying(denoising, watch, take, at_once=apart is None),
+            Rounds(denoising, branches, self.teams, around) if branches else nullcontext(),
+            Replaying(denoising, watch, take, at_once=branches is None),
             Guarded(self.plan, modules, watch, take, emit, ready.apart) as guarded,
         ):
-            if apart is not None:
-                apart.guarded = guarded
+            around.guarded = guarded
             try:
                 given = arguments(self.interface, settings, take, self.own, decodes=leads)
                 result = pipe(**given)

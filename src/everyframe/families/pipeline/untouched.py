@@ -6,7 +6,7 @@ training flags and hooks are nobody's to change here and are not changed. Read n
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,8 +16,16 @@ from torch import nn
 @contextmanager
 def untouched(pipe: Any) -> Iterator[None]:
     """Within, the pipeline may change itself and its small components; afterwards it has not."""
-    owners = [pipe, *filter(_is_small, pipe.components.values())]
-    before = [(owner, _copied(vars(owner))) for owner in owners]
+    with attributes_kept([pipe, *filter(_is_small, pipe.components.values())], _copied):
+        yield
+
+
+@contextmanager
+def attributes_kept(
+    owners: Iterable[object], copied: Callable[[dict[str, Any]], dict[str, Any]] = dict
+) -> Iterator[None]:
+    """Within, these objects may note things on themselves; afterwards they have what they had."""
+    before = [(owner, copied(vars(owner))) for owner in owners]
     try:
         yield
     finally:

@@ -9,8 +9,9 @@ than a denoiser runs, or the call returns. Hooks are taken off again whatever ha
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ class StepWatch:
 
     def __enter__(self) -> StepWatch:
         for name, module in self._denoisers.items():
-            hook = _Before(self, name, inspect.signature(module.forward))
+            hook = partial(seen_before, self, name)
             self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         for module in self._others:
             for part in map(module.get_submodule, called_parts(module)):
@@ -108,27 +109,21 @@ def called_parts(module: nn.Module) -> tuple[str, ...]:
     return ("", *(name for name, _ in module.named_children()))
 
 
-class _Before:
-    """The hook on one denoiser: finds the timestep among what it is called with."""
-
-    def __init__(self, watch: StepWatch, name: str, signature: inspect.Signature) -> None:
-        self._watch = watch
-        self._name = name
-        self._signature = signature
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        seen_before(self._watch, self._name, self._signature, args, kwargs)
+def named(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What a module is called with, by the names of its parameters."""
+    names = list(inspect.signature(module.forward).parameters)
+    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def seen_before(
     watch: StepWatch,
     name: str,
-    signature: inspect.Signature,
-    args: tuple[Any, ...],
+    module: nn.Module,
+    args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> None:
     """Tell the watch of a call of that denoiser, which is about to be made or served."""
-    given = {**signature.bind_partial(*args, **kwargs).arguments, **kwargs}
+    given = named(module, args, kwargs)
     found = next((given[each] for each in _TIMESTEP_NAMES if each in given), None)
     watch.saw(name, None if found is None else _value(found))
 
