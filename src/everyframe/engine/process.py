@@ -6,6 +6,7 @@ Not here: when one is started and what becomes of what it says (`launch.py`), an
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -17,9 +18,18 @@ from typing import Any
 from everyframe.core.errors import Scarcity
 from everyframe.core.request import Request
 from everyframe.engine.torchrun import Torchrun
+from everyframe.hardware.isolated import SAFE_PATH, SAFE_PATH_VARIABLE
 
 #: Seconds that a worker has to end by itself once it has said all.
 _PATIENCE = 20.0
+
+#: What a worker runs. Neither the current folder nor that of the caller's script is on its path;
+#: this package is found where it was found here, after everything else.
+_START = (
+    f"{SAFE_PATH}sys.path.append(sys.argv[2]); "
+    "from everyframe.engine.worker import serve; serve(int(sys.argv[1]))"
+)
+_PLACE_OF_PACKAGE = str(Path(__file__).resolve().parents[2])
 
 
 @dataclass(frozen=True)
@@ -67,9 +77,12 @@ class Worker:
         self.job = job
         self.connection, theirs = Pipe()
         assert isinstance(theirs, Connection)
-        command = [sys.executable, "-m", "everyframe.engine.worker", str(theirs.fileno())]
         self._process = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, cwd=place
+            [sys.executable, "-c", _START, str(theirs.fileno()), _PLACE_OF_PACKAGE],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            cwd=place,
+            env={**os.environ, SAFE_PATH_VARIABLE: "1"},
         )
         theirs.close()
 

@@ -10,7 +10,6 @@ import faulthandler
 import logging
 import os
 import signal
-import sys
 import threading
 import traceback
 import warnings
@@ -213,7 +212,3 @@ def _told(error: Exception) -> dict[str, Any]:
 
 def _text(value: Any) -> str | None:
     return None if value is None else str(value)
-
-
-if __name__ == "__main__":
-    serve(int(sys.argv[1]))
