@@ -12,7 +12,7 @@ import sys
 if sys.path[:1] in ([""], [os.getcwd()]) and __name__ == "__main__":
     del sys.path[0]
 
-from everyframe.cli.main import main  # noqa: E402 - the path comes first
+from everyframe.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -14,7 +14,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from everyframe.checkpoints.folder import WEIGHT_SUFFIXES, describe_missing, read_json, weight_files
+from everyframe.checkpoints.folder import (
+    WEIGHT_SUFFIXES,
+    check_inside,
+    describe_missing,
+    read_json,
+    weight_files,
+)
 from everyframe.checkpoints.known import KNOWN, REFUSED, SUPPORTED_VERSIONS
 from everyframe.checkpoints.part import KnownModel, Part
 from everyframe.checkpoints.places import hub_cache_folder, package_folder
@@ -249,7 +255,9 @@ def _locate_path(asked: str, path: Path) -> Location:
                 f"allowed are {', '.join(WEIGHT_SUFFIXES)} and .index.json"
             )
         return Location(asked, "file", path=path)
-    if not weight_files(path):
+    weights = weight_files(path)
+    check_inside(path, weights)
+    if not weights:
         expected = ["config.json", *(f"*{suffix}" for suffix in WEIGHT_SUFFIXES[:2])]
         raise CheckpointError(describe_missing(path, expected))
     return Location(asked, "folder", path=path)

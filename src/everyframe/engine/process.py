@@ -17,8 +17,8 @@ from typing import Any
 
 from everyframe.core.errors import Scarcity
 from everyframe.core.request import Request
+from everyframe.core.safe_path import SAFE_PATH, SAFE_PATH_VARIABLE
 from everyframe.engine.torchrun import Torchrun
-from everyframe.hardware.isolated import SAFE_PATH, SAFE_PATH_VARIABLE
 
 #: Seconds that a worker has to end by itself once it has said all.
 _PATIENCE = 20.0

@@ -28,17 +28,11 @@ from types import ModuleType
 from typing import Any
 
 from everyframe.core.errors import Loss
+from everyframe.core.safe_path import SAFE_PATH, SAFE_PATH_VARIABLE
 from everyframe.hardware.lost import loss_behind, loss_in
 
 #: How much of what a process printed is kept, in letters.
 _KEPT = 2000
-
-#: What Python runs first in a process of ours: ``-c`` puts the current folder before the standard
-#: library, so that a ``queue.py`` there would run. `sys` is part of the interpreter.
-SAFE_PATH = "import sys; sys.path[:] = [each for each in sys.path if each]; "
-
-#: Tells every Python that is started from a process of ours the same; before 3.11 it is not known.
-SAFE_PATH_VARIABLE = "PYTHONSAFEPATH"
 
 _STARTING = threading.Lock()
 
