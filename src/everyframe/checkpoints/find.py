@@ -21,7 +21,7 @@ from everyframe.checkpoints.folder import (
     read_json,
     weight_files,
 )
-from everyframe.checkpoints.known import KNOWN, REFUSED, SUPPORTED_VERSIONS
+from everyframe.checkpoints.known import CONTROLNETS, KNOWN, REFUSED, SUPPORTED_VERSIONS
 from everyframe.checkpoints.part import KnownModel, Part
 from everyframe.checkpoints.places import hub_cache_folder, package_folder
 from everyframe.core.errors import CheckpointError, InputError, did_you_mean, nearest
@@ -157,6 +157,14 @@ def locate(
     if _HUB_ID.fullmatch(given) and path.suffix not in WEIGHT_SUFFIXES:
         return _locate_hub(given, registry, hub_cache, variant)
     raise InputError(_unknown(given, path, registry))
+
+
+def is_listed(name: str) -> bool:
+    """Whether it is a model, or a part of one, of our own tables: a short name or a hub id."""
+    parts = {part.repo_id for model in KNOWN for part in model.parts}
+    ids = {each.casefold() for each in (*parts, *CONTROLNETS, *CONTROLNETS.values())}
+    given = name.strip()
+    return _by_name(given, KNOWN) is not None or given.casefold() in ids
 
 
 def overview(

@@ -164,7 +164,8 @@ def _settings_rows(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
     if chain != 1:
         video += [f"{chain} clips, one after the other"]
     sampling = [counted(get("num_inference_steps", "?"), "step")]
-    sampling += [f"guidance {get('guidance_scale'):g}"] if "guidance_scale" in settings else []
+    guidance = get("guidance_scale")
+    sampling += [f"guidance {guidance:g}"] if guidance is not None else []
     sampling += [_seeds(settings)]
     options = [
         f"{name} {value}" for name, value in get("options", ()) if value not in (None, False)

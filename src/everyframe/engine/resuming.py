@@ -259,5 +259,5 @@ def _compared(run: BrokenOff, record: dict[str, Any]) -> tuple[str, ...]:
             )
     return tuple(
         f"the frames may differ from those of an unbroken run: {line}"
-        for line in differences(was, record)
+        for line in differences(was, record, is_same_run=True)
     )
