@@ -85,6 +85,7 @@ def resume(
     *,
     pipe: Any = None,
     output: Output = "uint8",
+    trust_remote_code: bool = False,
     **devices: Any,
 ) -> Video | list[Video]:
     """Go on with a run that was broken off; the videos are those of an unbroken one, bit for bit.
@@ -93,6 +94,7 @@ def resume(
         run: its name or folder (see `list_runs`); without one, the last that was broken off.
         pipe: the loaded pipeline, for a run of `everyframe.run`.
         output: as in `generate`; what was kept of earlier clips for ``"uint8"`` is no finer.
+        trust_remote_code: for a run with code that comes with its checkpoint; it is said anew.
         devices: ``num_devices``, ``devices``, ``parallel``, ``shares`` and ``shard_weights`` of
             `generate`, to go on with others than it was begun with; then the videos are the same
             but for rounding.
@@ -110,10 +112,13 @@ def resume(
         given = GivenModel("pipeline", _model_of(pipe, begun.request))
     number = _ranks_to_go_on_with(folder, devices, pipe)
     if number > 1:
-        job = Job(run=folder.path, as_uint8=output == "uint8", ranks=devices or None)
+        job = Job(run=folder.path, as_uint8=output == "uint8", ranks=devices or None,
+                  trust_remote_code=trust_remote_code)  # fmt: skip
         events = launched(job.of_ranks(number), begun.place if begun.place.is_dir() else None)
     else:
-        events = go_on(folder, given_model=given, ranks=devices or None)
+        events = go_on(
+            folder, given_model=given, ranks=devices or None, trust_remote_code=trust_remote_code
+        )
     videos = list(_videos(events, output))
     return videos if begun.plan.settings.num_videos > 1 else videos[0]
 

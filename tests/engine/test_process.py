@@ -6,13 +6,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from everyframe.core.errors import InputError
 from everyframe.core.request import Request
+from everyframe.engine import launch
 from everyframe.engine.launch import launched
-from everyframe.engine.process import Job
+from everyframe.engine.process import Job, Worker
 from planted_modules import plant
 
 
@@ -62,3 +64,11 @@ def test_a_worker_is_found_where_the_package_was_found(tmp_path: Path) -> None:
         [sys.executable, str(program)], capture_output=True, text=True, env=plain, cwd=tmp_path
     )
     assert done.stdout.split() == ["InputError"], done.stderr
+
+
+@pytest.mark.parametrize("name", ["UnicodeDecodeError", "UnicodeEncodeError", "ExceptionGroup"])
+def test_errors_that_a_text_alone_does_not_make_keep_their_text(name: str) -> None:
+    told = {"class": name, "text": "byte 0xff at 3", "trace": "Traceback"}
+    error = launch._raised_again(cast("Worker", None), told)
+    assert "byte 0xff at 3" in str(error)
+    assert isinstance(error, Exception)

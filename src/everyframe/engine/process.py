@@ -42,7 +42,8 @@ class Job:
     process has that one rank alone, and `local` is its number among those of this machine, and how
     many these are. `ranks` is what a run that was broken off goes on with in place of its own
     devices, by the names of the request's options; `scarcity` what it lacked memory for, to be done
-    in less from here on. `folder` is for its trail and what it prints.
+    in less from here on. `trust_remote_code` is said by the person who goes on with it. `folder` is
+    for its trail and what it prints.
     """
 
     request: Request | None = None
@@ -59,6 +60,7 @@ class Job:
     local: tuple[int, int] | None = None
     ranks: Mapping[str, Any] | None = None
     scarcity: Scarcity | None = None
+    trust_remote_code: bool = False
     folder: Path = field(default_factory=Path)
     log_level: str = "WARNING"
 

@@ -109,7 +109,7 @@ def _events(job: Job, trail: Trail) -> Iterator[Event]:
         run = RunFolder(job.run)
         return go_on(
             run, skip=job.skip, cleans=False, pace=pace, join=join, ranks=job.ranks,
-            scarcity=job.scarcity,
+            scarcity=job.scarcity, trust_remote_code=job.trust_remote_code,
         )  # fmt: skip
     keeps = job.root if job.rank == 0 else None
     keep = Keep(keeps, job.output, job.as_uint8, cleans=False, pace=pace)

@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,15 @@ import pytest
 
 import everyframe
 import tiny_pipelines
-from everyframe.core.errors import CheckpointError, EveryframeError
+from everyframe.core.errors import CheckpointError, EveryframeError, InputError
+from everyframe.core.events import Step
+from everyframe.core.request import Request
+from everyframe.engine.launch import launched
+from everyframe.engine.process import Job
+from everyframe.engine.run import stream
 from everyframe.families.pipeline.checkpoint import is_library
+from everyframe.runs.folder import all_runs
+from everyframe.runs.keeper import EVERY_STEP, Keep
 
 SMALL: dict[str, Any] = {
     "prompt": "a fox", "num_inference_steps": 1, "seed": 1,
@@ -188,3 +196,38 @@ def test_an_adapter_is_no_component(copy: Path) -> None:
 )  # fmt: skip
 def test_libraries_of_an_index(name: str, known: bool) -> None:
     assert is_library(name) is known
+
+
+def test_a_runs_folder_does_not_allow_code(copy: Path, tmp_path: Path) -> None:
+    """Whoever goes on with it says so again; the folder may have come from elsewhere."""
+    code = PAYLOAD + "from diffusers import CogVideoXPipeline\nclass Mine(CogVideoXPipeline): ...\n"
+    (copy / "my_code.py").write_text(code, encoding="utf-8")
+    edit(copy / "model_index.json", _class_name=["my_code", "Mine"])
+    request = Request(model=str(copy), trust_remote_code=True, **SMALL)
+    with closing(stream(request, keep=Keep(tmp_path / "runs", pace=EVERY_STEP))) as events:
+        for event in events:
+            if isinstance(event, Step):
+                break
+    run = next(all_runs(tmp_path / "runs"))
+    with pytest.raises(InputError, match="say so again: --trust-remote-code"):
+        everyframe.resume(run.path)
+    with pytest.raises(InputError, match="say so again: --trust-remote-code"):
+        list(launched(Job(run=run.path)))
+    video = everyframe.resume(run.path, trust_remote_code=True)
+    assert isinstance(video, everyframe.Video)
+
+
+def test_a_runs_folder_fetches_no_model(folder: Path, tmp_path: Path) -> None:
+    request = Request(model=str(folder), **SMALL)
+    with closing(stream(request, keep=Keep(tmp_path / "runs", pace=EVERY_STEP))) as events:
+        for event in events:
+            if isinstance(event, Step):
+                break
+    run = next(all_runs(tmp_path / "runs"))
+    written = (run.path / "run.json").read_text(encoding="utf-8")
+    changed = written.replace(json.dumps(str(folder)), '"stranger/model"')
+    assert changed != written
+    (run.path / "run.json").write_text(changed, encoding="utf-8")
+    with pytest.raises(EveryframeError) as caught:
+        everyframe.resume(run.path)
+    assert "stranger/model is not on this disk" in str(caught.value)
