@@ -8,6 +8,7 @@ A name is, in this order: a short name or alias of `known`, a folder or file tha
 from __future__ import annotations
 
 import fnmatch
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from everyframe.checkpoints.known import CONTROLNETS, KNOWN, REFUSED, SUPPORTED_
 from everyframe.checkpoints.part import KnownModel, Part
 from everyframe.checkpoints.places import hub_cache_folder, package_folder
 from everyframe.core.errors import CheckpointError, InputError, did_you_mean, nearest
+from everyframe.core.home import expanded
 
 Kind = Literal["embedded", "known", "folder", "file", "hub"]
 
@@ -150,8 +152,8 @@ def locate(
     known = _by_name(given, registry)
     if known is not None:
         return _locate_known(given, known, hub_cache, variant)
-    path = Path(given).expanduser()
-    if path.exists():
+    path = expanded(given)
+    if os.path.exists(path):  # of any text; pathlib raises for one that no file can be called
         return _locate_path(given, path)
     _refuse_by_name(given, registry)
     if _HUB_ID.fullmatch(given) and path.suffix not in WEIGHT_SUFFIXES:
@@ -294,7 +296,7 @@ def _names(registry: Sequence[KnownModel]) -> str:
 def _unknown(given: str, path: Path, registry: Sequence[KnownModel]) -> str:
     looks_like_path = path.suffix in WEIGHT_SUFFIXES or given.startswith((".", "/", "~", "\\"))
     if looks_like_path or given.count("/") > 1:
-        there = f"; {path.parent} does not exist either" if not path.parent.exists() else ""
+        there = f"; {path.parent} does not exist either" if not os.path.exists(path.parent) else ""
         return f"there is no folder or file {given}{there}; known models: {_names(registry)}"
     close = nearest(given, _all_names(registry), count=2)
     meant = f"; did you mean {' or '.join(map(repr, close))}? Known" if close else "; known"

@@ -6,10 +6,10 @@ Read next: `report`.
 from __future__ import annotations
 
 import getpass
+import os
 import platform
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 #: Variables whose value is a list of places; which ones they are says enough.
@@ -48,12 +48,12 @@ def _hide(text: str, hidden: Mapping[str, str]) -> str:
 
 def _private() -> dict[str, str]:
     """What must not be seen of this machine, longest first."""
-    found = {str(Path.home()): "~", platform.node(): "(host)"}
+    found = {os.path.expanduser("~"): "~", platform.node(): "(host)"}
     try:
         found[getpass.getuser()] = "(user)"
     except (KeyError, OSError):  # a user without a name has none to hide
         found[""] = ""
     # Names that are everybody's: hiding them would only make the text harder to read.
-    for common in ("", "/", "root", "user", "localhost", "ubuntu", "cpu", "cuda"):
+    for common in ("", "/", "~", "root", "user", "localhost", "ubuntu", "cpu", "cuda"):
         found.pop(common, None)
     return dict(sorted(found.items(), key=lambda item: -len(item[0])))

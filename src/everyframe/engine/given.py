@@ -18,7 +18,7 @@ from everyframe.core.plan import Settings
 from everyframe.core.request import Request
 from everyframe.families.family import GivenFrames
 from everyframe.media.paths import exact_fps, sidecar_of
-from everyframe.media.pixels import fit_image, to_uint8
+from everyframe.media.pixels import check_range, fit_image, to_uint8
 from everyframe.media.read import read_image, read_video
 from everyframe.media.video import Video
 
@@ -54,10 +54,12 @@ def _source(extend: Any, settings: Settings) -> tuple[np.ndarray[Any, Any], tupl
     """The video to go on from, fitted, and what is to be said of its frame rate."""
     fps = rate = exact_fps(settings.fps)
     if isinstance(extend, Video):
+        check_range(extend.frames, "extend")
         frames, rate = to_uint8(extend.frames), extend.fps
     elif isinstance(extend, np.ndarray):
         if extend.ndim != 4 or extend.shape[-1] != 3 or not len(extend):
             raise InputError(f"extend must be frames (T, H, W, 3), got {extend.shape}")
+        check_range(extend, "extend")
         frames = to_uint8(extend)
     elif not isinstance(extend, (str, os.PathLike)):
         raise InputError(

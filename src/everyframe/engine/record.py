@@ -301,9 +301,9 @@ def _not_taken(record: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[
     threads = record.get("plan", {}).get("num_threads")
     if threads not in (None, other["plan"]["num_threads"]):
         yield f"it was computed with {threads} threads, and is with {other['plan']['num_threads']}"
-    now = {part["name"]: set(part["paths"]) for part in other["plan"]["components"]}
+    now = {part["name"]: set(part["paths"] or ()) for part in other["plan"]["components"]}
     for part in record.get("plan", {}).get("components", ()):
-        less = sorted(set(part.get("paths", ())) - now.get(part["name"], set()))
+        less = sorted(set(part.get("paths") or ()) - now.get(part["name"], set()))
         if less:
             yield f"{part['name']} ran by {', '.join(less)}, and does not here"
 

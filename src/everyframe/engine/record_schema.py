@@ -49,7 +49,7 @@ class _Precision(_Data):
 
 class _Component(_Data):
     name: str
-    paths: tuple[str, ...] = ()
+    paths: tuple[str, ...] | None = None
     remedies: tuple[dict[str, str], ...] = ()
     precision: _Precision = _Precision()
 

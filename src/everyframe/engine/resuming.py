@@ -8,6 +8,7 @@ an error, and what may matter (versions) is a note. Read next: `run.py`, `keepin
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -237,7 +238,7 @@ def _check_place(run: BrokenOff) -> None:
         return
     for name, value in {**run.request.given(), **run.request.family_options}.items():
         is_text = isinstance(value, (str, Path)) and name != "prompt"
-        if is_text and not Path(value).is_absolute() and (run.place / value).exists():
+        if is_text and not Path(value).is_absolute() and os.path.exists(run.place / value):
             raise InputError(
                 f"the run {run.folder.name} was begun in {run.place}, where its {name} "
                 f"{str(value)!r} lies; go there first: cd {run.place}"

@@ -19,10 +19,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from everyframe.core.errors import InputError, MediaError
+from everyframe.core.home import expanded
+from everyframe.media.limits import check_picture
 from everyframe.media.paths import FOLDER_RECORD, FRAME_NAME, exact_fps
 from everyframe.media.pixels import Frames
 from everyframe.media.read import Background, num_pictures, read_image
-from everyframe.media.record import parse
+from everyframe.media.record import read_sidecar
 
 if TYPE_CHECKING:
     from everyframe.media.sound import Sound
@@ -64,7 +66,7 @@ def open_frames(given: Any, *, what: str, under: Background = "white") -> FrameS
     errors. Raises `MediaError` for what is missing or holds nothing that can be read.
     """
     if isinstance(given, (str, os.PathLike)):
-        return _of_path(Path(os.fspath(given)).expanduser(), what, under)
+        return _of_path(expanded(given), what, under)
     if (isinstance(given, np.ndarray) and given.ndim == 4) or isinstance(given, (list, tuple)):
         if not len(given):
             raise MediaError(f"{what} holds no frames")
@@ -111,10 +113,11 @@ def num_animated(path: str | os.PathLike[str]) -> int:
 
     try:
         with Image.open(path) as picture:
+            check_picture(*picture.size, repr(os.fspath(path)))
             return num_pictures(picture)
     except UnidentifiedImageError:
         return 0
-    except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError) as error:
+    except Exception as error:
         raise MediaError(f"{os.fspath(path)!r} can't be read: {error}") from error
 
 
@@ -150,6 +153,5 @@ def _each(pictures: Iterable[Any], under: Background) -> Iterator[Frames]:
 
 
 def _rate_of_folder(folder: Path) -> Fraction | None:
-    sidecar = folder / FOLDER_RECORD
-    record = parse(sidecar.read_bytes()) if sidecar.is_file() else None
+    record = read_sidecar(folder / FOLDER_RECORD)
     return None if record is None else exact_fps(str(record.get("fps")))

@@ -19,6 +19,7 @@ import numpy as np
 from av.video.reformatter import ColorRange, Colorspace
 
 from everyframe.core.errors import MediaError
+from everyframe.media.limits import check_frames, check_picture
 from everyframe.media.pixels import Frames, fit_image
 from everyframe.media.sound import Sound, add_stream, decoded_sound, packets
 
@@ -123,8 +124,11 @@ def read_frames(path: Path, size: tuple[int, int] | None = None) -> tuple[Frames
 
     With `size` (height, width) each frame is fitted as it is read; otherwise as `iter_frames`.
     """
-    frames = iter_frames(path)
-    kept = [frame if size is None else fit_image(frame, *size) for frame in frames]
+    kept: list[Frames] = []
+    for frame in iter_frames(path):
+        height, width = frame.shape[:2] if size is None else size
+        check_frames(len(kept) + 1, width, height, repr(str(path)))
+        kept.append(frame if size is None else fit_image(frame, *size))
     return np.stack(kept), frame_rate(path)
 
 
@@ -148,14 +152,14 @@ def read_sound(path: Path, seconds: float) -> Sound | None:
         if not container.streams.audio:
             return None
         video, stream = container.streams.video[0], container.streams.audio[0]
+        shown = float((video.start_time or 0) * video.time_base)
         try:
-            samples, first = decoded_sound(container, stream)
+            samples, first = decoded_sound(container, stream, until=shown + seconds)
         except (av.FFmpegError, OSError) as error:
             raise MediaError(
                 f"the sound of {str(path)!r} can't be decoded ({_reason(error)}); a copy without "
                 "sound can be taken"
             ) from error
-        shown = float((video.start_time or 0) * video.time_base)
         rate = int(stream.rate)
     whole = np.zeros((len(samples), round(seconds * rate)), np.float32)
     at = round((first - shown) * rate)
@@ -175,8 +179,10 @@ def iter_frames(path: Path) -> Iterator[Frames]:
     with _opened(path) as container:
         stream = container.streams.video[0]
         fps = stream.average_rate or stream.guessed_rate
+        check_picture(stream.width, stream.height, repr(name))
         try:
             for frame in container.decode(stream):
+                check_picture(frame.width, frame.height, repr(name))
                 yield _to_rgb(frame)
                 count += 1
                 end = frame.time + float(1 / fps) if fps and frame.time is not None else end

@@ -18,9 +18,10 @@ import numpy as np
 from PIL import Image, ImageSequence, PngImagePlugin, UnidentifiedImageError
 
 from everyframe.core.errors import MediaError
+from everyframe.media.limits import check_frames, check_picture
 from everyframe.media.paths import FOLDER_RECORD, FRAME_NAME, Kind, exact_fps
 from everyframe.media.pixels import Frames
-from everyframe.media.record import PNG_KEY, exif_of, parse, record_of_picture
+from everyframe.media.record import PNG_KEY, exif_of, read_sidecar, record_of_picture
 
 _WEBP_QUALITY = 90
 
@@ -58,7 +59,7 @@ class AnimationWriter:
                 self._path, save_all=True, append_images=rest, duration=durations, loop=0,
                 exif=exif_of(comment), quality=_WEBP_QUALITY, method=4,
             )  # fmt: skip
-        frames, _ = read_animation(self._path)
+        frames, _ = read_animation(self._path, is_given=False)
         if frames.shape != (self.num_frames, first.height, first.width, 3):
             raise MediaError(
                 f"the file that was written reads as {frames.shape} and not as {self.num_frames} "
@@ -102,16 +103,24 @@ class PngWriter:
         self._first = None
 
 
-def read_animation(path: Path, fps: Fraction | None = None) -> tuple[Frames, Fraction]:
+def read_animation(
+    path: Path, fps: Fraction | None = None, *, is_given: bool = True
+) -> tuple[Frames, Fraction]:
     """Frames (T, H, W, 3) and rate of a gif, webp or png file, evenly spaced in time.
 
     The rate is `fps`, else the one in our own record, else that of the median duration. Frames that
-    are shown longer come up more than once. Raises `MediaError` if it can't be read to its end.
+    are shown longer come up more than once. Raises `MediaError` if it can't be read to its end, or
+    if somebody gave it and it takes more memory than is given to frames.
     """
     images: list[Frames] = []
     durations: list[int] = []
+    name = repr(str(path))
     try:
         with Image.open(path) as picture:
+            width, height = picture.size
+            check_picture(width, height, name)
+            if is_given:
+                check_frames(int(getattr(picture, "n_frames", 1)), width, height, name)
             record = record_of_picture(picture)
             for image in ImageSequence.Iterator(picture):
                 rgb = image.convert("RGB")  # decodes, and only then is the duration known
@@ -119,7 +128,9 @@ def read_animation(path: Path, fps: Fraction | None = None) -> tuple[Frames, Fra
                 images.append(np.asarray(rgb))
                 # As browsers do: a frame of 10 ms or less counts as 100 ms.
                 durations.append(duration if duration > 10 or record else 100)
-    except (OSError, EOFError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+    except MediaError:
+        raise
+    except Exception as error:
         cause = "no picture or video" if isinstance(error, UnidentifiedImageError) else str(error)
         raise MediaError(f"{str(path)!r} can't be read: {cause}") from error
     ends = np.cumsum(durations)
@@ -128,6 +139,8 @@ def read_animation(path: Path, fps: Fraction | None = None) -> tuple[Frames, Fra
     else:
         fps = fps or Fraction(1000, int(np.median(durations)))
         count = max(1, round(Fraction(int(ends[-1]), 1000) * fps))
+    if is_given:
+        check_frames(count, width, height, name)
     # The frame that is shown in the middle of each interval.
     middles = (np.arange(count) + 0.5) * float(1000 / fps)
     shown = np.minimum(np.searchsorted(ends, middles, side="right"), len(images) - 1)
@@ -153,15 +166,18 @@ def read_folder(path: Path, fps: Fraction | None = None) -> tuple[Frames, Fracti
     if not names:
         raise MediaError(f"folder {os.fspath(path)!r} holds no png files")
     if fps is None:
-        sidecar = path / FOLDER_RECORD
-        record = parse(sidecar.read_bytes()) if sidecar.is_file() else None
+        record = read_sidecar(path / FOLDER_RECORD)
         if record is None:
             raise MediaError(
                 f"folder {os.fspath(path)!r} has no {FOLDER_RECORD} that tells its frame rate; "
                 "give fps"
             )
         fps = exact_fps(str(record.get("fps")))
-    frames = [read_animation(path / name, fps)[0][0] for name in names]
+    frames: list[Frames] = []
+    for name in names:
+        frames.append(read_animation(path / name, fps)[0][0])
+        height, width, _ = frames[0].shape
+        check_frames(len(frames), width, height, repr(os.fspath(path)))
     for name, frame in zip(names, frames, strict=True):
         if frame.shape != frames[0].shape:
             raise MediaError(

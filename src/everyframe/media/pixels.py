@@ -10,9 +10,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from everyframe.core.errors import InputError, NumericsError, did_you_mean
+from everyframe.core.errors import InputError, MediaError, NumericsError, did_you_mean
 
 Frames = npt.NDArray[np.uint8]
+
+#: How far a value may lie outside of 0..1: what resampling and half precision leave.
+_SLACK = 1e-2
 
 _WAYS = ("crop", "pad", "stretch")
 
@@ -42,6 +45,20 @@ def to_uint8(frames: npt.NDArray[Any], *, first_index: int = 0) -> Frames:
     wide = frames.astype(np.promote_types(frames.dtype, np.float32), copy=False)
     pixels: Frames = np.rint(np.clip(wide, 0, 1) * 255).astype(np.uint8)
     return pixels
+
+
+def check_range(values: npt.NDArray[Any], what: str) -> None:
+    """Raise `MediaError` for given floats that are no colours: not finite, or not in 0..1."""
+    if not np.issubdtype(values.dtype, np.floating) or not values.size:
+        return
+    least, most = float(values.min()), float(values.max())
+    if not np.isfinite([least, most]).all():
+        raise MediaError(f"{what} holds values that are not finite; give floats in 0..1")
+    if least < -_SLACK or most > 1 + _SLACK:
+        raise MediaError(
+            f"{what} of floats must hold values in 0..1, got {least:.4g} to {most:.4g}; scale them "
+            "((x + 1) / 2 for -1..1), or give uint8"
+        )
 
 
 def fit_image(image: Frames, height: int, width: int, how: str = "crop") -> Frames:

@@ -17,8 +17,9 @@ import numpy.typing as npt
 
 from everyframe.core.errors import InputError, MediaError
 from everyframe.media.given import check_image, check_video
+from everyframe.media.limits import check_picture
 from everyframe.media.paths import PathLike, exact_fps
-from everyframe.media.pixels import Frames, fit_image, to_uint8
+from everyframe.media.pixels import Frames, check_range, fit_image, to_uint8
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -104,6 +105,7 @@ def _channels_last(tensor: Tensor) -> npt.NDArray[Any]:
 def _from_pillow(picture: Image, name: str, under: Background) -> Frames:
     from PIL import Image, ImageOps
 
+    check_picture(*picture.size, name)
     if num_pictures(picture) > 1:
         raise MediaError(
             f"{name} is an animated picture of {num_pictures(picture)} frames, where one picture "
@@ -131,6 +133,7 @@ def _from_array(array: npt.NDArray[Any], under: Background) -> Frames:
     if shaped.dtype == np.uint16:
         pixels = ((shaped.astype(np.uint32) * 255 + 32767) // 65535).astype(np.uint8)
     elif shaped.dtype == np.uint8 or np.issubdtype(shaped.dtype, np.floating):
+        check_range(shaped, "an image array")
         pixels = to_uint8(shaped)
     else:
         raise MediaError(

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from everyframe.core.errors import MediaError
+from everyframe.media.limits import MOST_RECORD_BYTES
 from everyframe.media.paths import FOLDER_RECORD, RECORD_SCHEMA, PathLike
 
 PNG_KEY = "everyframe"
@@ -65,7 +66,7 @@ def exif_of(text: str) -> bytes:
 
 def parse(text: str | bytes | None) -> dict[str, Any] | None:
     """The record in `text`, or None if it is no record of ours."""
-    if not text:
+    if not text or len(text) > MOST_RECORD_BYTES:
         return None
     try:
         value = json.loads(text)
@@ -74,6 +75,13 @@ def parse(text: str | bytes | None) -> dict[str, Any] | None:
     if not isinstance(value, dict) or not str(value.get("schema", "")).startswith("everyframe."):
         return None
     return value
+
+
+def read_sidecar(path: Path) -> dict[str, Any] | None:
+    """The record in a file of JSON; None if there is no such file, or it is no record of ours."""
+    if not path.is_file() or path.stat().st_size > MOST_RECORD_BYTES:
+        return None
+    return parse(path.read_bytes())
 
 
 def read_record(path: PathLike) -> dict[str, Any]:
@@ -95,7 +103,7 @@ def read_record(path: PathLike) -> dict[str, Any]:
         if own is not None:
             return own
         sidecar = place.with_suffix(".json")
-    found = parse(sidecar.read_bytes()) if sidecar.is_file() else None
+    found = read_sidecar(sidecar)
     if found is None:
         places = (
             "it holds no"
@@ -118,7 +126,7 @@ def embedded_record(path: Path) -> dict[str, Any] | None:
             return record_of_picture(picture)
     except UnidentifiedImageError:
         return _record_of_video(path)
-    except (OSError, Image.DecompressionBombError) as error:
+    except Exception as error:
         why = getattr(error, "strerror", None) or error
         raise MediaError(f"can't read {str(path)!r}: {why}") from error
 

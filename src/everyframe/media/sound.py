@@ -70,14 +70,21 @@ def packets(stream: Any, sound: Sound) -> Iterator[Any]:
     yield from stream.encode(None)
 
 
-def decoded_sound(container: Any, stream: Any) -> tuple[npt.NDArray[np.float32], float]:
-    """Samples (channels, n), one channel or two, of an open file, and the second of the first."""
+def decoded_sound(
+    container: Any, stream: Any, *, until: float
+) -> tuple[npt.NDArray[np.float32], float]:
+    """Samples (channels, n), one channel or two, of an open file, and the second of the first.
+
+    What begins after the second `until` is not decoded: a small file may hold hours of silence.
+    """
     layout = _LAYOUTS[min(stream.codec_context.channels, 2)]
     resampler = av.AudioResampler(format="fltp", layout=layout, rate=stream.rate)
     pieces, first = [], None
     for frame in container.decode(stream):
         if first is None:
             first = float(frame.time or 0)
+        if float(frame.time or 0) > until:
+            break
         pieces += [piece.to_ndarray() for piece in resampler.resample(frame)]
     pieces += [piece.to_ndarray() for piece in resampler.resample(None)]
     empty = np.zeros((1 if layout == "mono" else 2, 0), np.float32)

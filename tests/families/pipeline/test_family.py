@@ -210,6 +210,11 @@ def without_a_tensor(root: Path) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
 
 
+def with_a_tensor_more(root: Path) -> None:
+    file = next((root / "transformer").glob("*.safetensors"))
+    save_file({**load_file(file), "other.bias": torch.ones(3)}, file, metadata={"format": "pt"})
+
+
 def misshapen(root: Path) -> None:
     file = next((root / "transformer").glob("*.safetensors"))
     tensors = load_file(file)
@@ -241,6 +246,10 @@ REFUSED = {
         "its vae is quantised",
     ),
     "a tensor less": (without_a_tensor, "its transformer lacks 1 tensors?: proj_out.bias"),
+    "a tensor more": (
+        with_a_tensor_more,
+        "its transformer hold 1 tensors more than it has: other.bias",
+    ),
     "another shape": (misshapen, "its transformer.*proj_out.bias"),
 }
 

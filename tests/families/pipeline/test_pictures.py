@@ -131,6 +131,12 @@ def test_what_is_no_file_is_told_before_anything_is_loaded(tmp_path: Path, still
     np.save(tmp_path / "objects.npy", np.array([{}], dtype=object), allow_pickle=True)
     with pytest.raises(InputError, match="holds no array of numbers"):
         opened(interface(), {"c2w": str(tmp_path / "objects.npy")}, SETTINGS)
+    # A header that promises more than there is allocates nothing.
+    with (tmp_path / "short.npy").open("wb") as file:
+        header = {"descr": "<f8", "fortran_order": False, "shape": (10**13,)}
+        np.lib.format.write_array_header_1_0(file, header)
+    with pytest.raises(InputError, match="holds no array of numbers"):
+        opened(interface(), {"c2w": str(tmp_path / "short.npy")}, SETTINGS)
     assert not names_files(known["mode"], "replace")
     assert not names_files(known["video"], [PIL.Image.new("RGB", (8, 8))])
 

@@ -125,6 +125,21 @@ def test_a_small_file_that_unpacks_to_much(
         file.read(tmp_path / "a.trace")
 
 
+def test_whole_tensors_lie_in_it_as_they_are(trace: Trace, tmp_path: Path) -> None:
+    """A megabyte would unpack to a gigabyte; ours are never packed."""
+    file.write(replace(trace, full={}), tmp_path / "a.trace")
+    with zipfile.ZipFile(tmp_path / "a.trace", "a", zipfile.ZIP_DEFLATED) as whole:
+        whole.writestr("full.safetensors", bytes(100_000))
+    with pytest.raises(InputError, match="unpacks to more"):
+        file.read(tmp_path / "a.trace")
+    noughts = tmp_path / "b.trace"
+    with zipfile.ZipFile(noughts, "w", zipfile.ZIP_DEFLATED) as whole:
+        whole.writestr(HEADER, bytes(50_000_000))
+        whole.writestr(TABLES, b"")
+    with pytest.raises(InputError, match="unpacks to more"):
+        file.read(noughts)
+
+
 def test_places_that_can_not_be_written(trace: Trace, tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("somebody's")
     for path, told in (

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 import re
-from pathlib import Path
 from typing import Any
 
 from everyframe.core.errors import MediaError
+from everyframe.core.home import expanded
 
 #: What can be made of the source itself for a ControlNet to see.
 BUILT_IN = ("canny", "inpaint")
@@ -57,4 +57,4 @@ def _check(what: str, given: Any, instead: str) -> None:
 
 
 def _is_there(given: str | os.PathLike[str]) -> bool:
-    return Path(given).expanduser().exists()
+    return os.path.exists(expanded(given))

@@ -17,7 +17,7 @@ from torch import nn
 
 from everyframe.checkpoints.folder import listing
 from everyframe.core.errors import CheckpointError, MissingPackageError
-from everyframe.core.events import Event, Loaded, Note
+from everyframe.core.events import Event, Loaded
 from everyframe.core.plan import Plan, Settings
 from everyframe.families import offload, repairing, turns
 from everyframe.families.loading import keep_in_sight, show
@@ -58,11 +58,8 @@ def load(plan: Plan, files: Files, found: list[Any], *, encodes: bool = True) ->
             continue
         # The engine runs in inference mode; what is made in it can't be changed outside of it.
         with torch.inference_mode(False), torch.no_grad():
-            modules[part.name], extra = _component(files.where, part, plan)
+            modules[part.name] = _component(files.where, part, plan)
         show(part.name, modules[part.name])
-        if extra:
-            yield Note(f"{part.name}: its files hold {len(extra)} tensors more than it has "
-                       f"({listing(extra)})")  # fmt: skip
         yield Loaded(part.name, time.perf_counter() - began)
     _place(plan, modules)
     pipe = assembled(files, modules)
@@ -70,7 +67,7 @@ def load(plan: Plan, files: Files, found: list[Any], *, encodes: bool = True) ->
     found.append(pipe)
 
 
-def _component(where: str, part: Part, plan: Plan) -> tuple[nn.Module, list[str]]:
+def _component(where: str, part: Part, plan: Plan) -> nn.Module:
     cls, planned = component_class(part), plan.component(part.name)
     dtype = torch_dtype(planned.precision.parameters)
     how: dict[str, Any] = {"variant": part.variant} if part.variant else {}
@@ -100,6 +97,14 @@ def _component(where: str, part: Part, plan: Plan) -> tuple[nn.Module, list[str]
             f"{where}: tensors of its {part.name} have another shape than its config says: "
             f"{listing(sorted(misshapen))}"
         )
+    # Tables that the module makes itself were once kept with the weights.
+    own = {name for name, _ in module.named_buffers()}
+    extra = sorted({str(each) for each in report.get("unexpected_keys") or ()} - own)
+    if extra:
+        raise CheckpointError(
+            f"{where}: the files of its {part.name} hold {len(extra)} tensors more than it has: "
+            f"{listing(extra)}; they are of another model, or of another version of it"
+        )
     # Parameters keep `requires_grad`, as in diffusers: torch picks other kernels without, and their
     # last bits differ. The call runs without gradients anyway.
     module.eval()
@@ -113,7 +118,7 @@ def _component(where: str, part: Part, plan: Plan) -> tuple[nn.Module, list[str]
         repairing.put_on(module, remedy)
     plain = repairing.plain_parts(planned.remedies)
     after_weights(module, planned.paths, called_parts(module), plain)
-    return module, sorted(map(str, report.get("unexpected_keys") or ()))
+    return module
 
 
 def _place(plan: Plan, modules: dict[str, nn.Module]) -> None:

@@ -154,11 +154,11 @@ def _pixels(path: str | os.PathLike[str]) -> Frames:
 
 
 def _numbers(path: str | os.PathLike[str]) -> np.ndarray[Any, Any]:
+    """Mapped first, so that a header which promises more than the file holds allocates nothing."""
     try:
-        found: np.ndarray[Any, Any] = np.load(path, allow_pickle=False)
-    except (ValueError, EOFError) as error:
+        return np.array(np.lib.format.open_memmap(os.fspath(path), mode="r"))
+    except (ValueError, EOFError, OverflowError) as error:
         raise InputError(f"{os.fspath(path)!r} holds no array of numbers: {error}") from error
-    return found
 
 
 def _tensor(interface: Interface, parameter: Parameter, frames_THWC: Frames) -> torch.Tensor:

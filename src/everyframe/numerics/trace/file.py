@@ -11,6 +11,7 @@ import os
 import struct
 import zipfile
 import zlib
+from collections.abc import Sequence
 from typing import Any, Final, Literal, TypeVar
 
 import numpy as np
@@ -30,6 +31,8 @@ _FULL = "full.safetensors"
 _KINDS: tuple[Kind, ...] = ("weight", "input", "output")
 #: No trace of ours is near it; a small file that unpacks to more is none of ours.
 _MOST_BYTES = 1 << 30
+#: Nor does any of ours unpack to so many times as much as it takes, but for very small ones.
+_MOST_TIMES, _SMALL = 200, 1 << 24
 
 _Name = TypeVar("_Name")
 
@@ -96,7 +99,7 @@ def read(path: str | os.PathLike[str]) -> Trace:
             inside = {info.filename: info.file_size for info in file.infolist()}
             if {HEADER, TABLES} - inside.keys() or inside.keys() - {HEADER, TABLES, _FULL}:
                 raise InputError(f"{text!r} is a zip, and no trace of everyframe")
-            if inside[HEADER] + inside[TABLES] > _MOST_BYTES:
+            if _is_bomb(file.infolist()):
                 raise InputError(f"{text!r} unpacks to more than any trace of everyframe")
             header = _Header.model_validate_json(file.read(HEADER))
             tables = load(file.read(TABLES))
@@ -114,6 +117,15 @@ def read(path: str | os.PathLike[str]) -> Trace:
         if isinstance(error, InputError):
             raise
         raise InputError(f"the trace {text!r} is broken: {error}") from None
+
+
+def _is_bomb(inside: Sequence[zipfile.ZipInfo]) -> bool:
+    """Whether more comes out of it than can be ours; whole tensors lie in it as they are."""
+    packed = [each for each in inside if each.filename != _FULL]
+    whole = [each for each in inside if each.filename == _FULL]
+    size, taken = (sum(getattr(e, n) for e in packed) for n in ("file_size", "compress_size"))
+    is_swollen = size > _MOST_BYTES or size > max(_SMALL, _MOST_TIMES * taken)
+    return is_swollen or any(each.file_size > each.compress_size for each in whole)
 
 
 class _BrokenError(Exception):
