@@ -99,18 +99,15 @@ def go_on(
     model was in memory. Raises an `EveryframeError` for anything that stands in the way.
     With `join` this is one of several ranks: all read what was kept before the first one writes.
     `ranks` are options of the request that say which devices it goes on with; without, as before.
-    `scarcity` is what these ranks lacked memory for, which is done in less from here on. Code that
-    comes with the model runs with `trust_remote_code` alone, whatever the run's folder says.
+    `scarcity` is what these ranks lacked memory for, and do in less from here on. Code that comes
+    with the model runs by `trust_remote_code` alone.
     """
     leads = join is None or join.rank == 0
     lock = folder.locked() if leads else None
     try:
         run = read_run(folder)
-        if not trust_remote_code:
-            _check_trust(run)
         place = _place_of_report(run) if leads else None
-        _check_here(run, is_same=ranks is None)
-        model = _model(run, given_model)
+        model = _model_here(run, given_model, trust_remote_code, is_same=ranks is None)
         request = run.request if ranks is None else asked_anew(run.request, ranks)
         peers = met(request, join, run.plan.num_threads if ranks is None else None)
         left = [take for take in takes_of(run.request, run.plan) if take.seed not in skip]
@@ -137,11 +134,10 @@ def go_on(
         if leads and told:
             _write_anew(run, request, record)
         events = work(here, model, record, keeper, progress)
-        if place is None:
-            yield from events
-            return
-        before, loaded = repairs_of(progress), loaded_in(model)
-        yield from reported(events, run.plan, record, place, loaded, before)
+        if place is not None:
+            before, loaded = repairs_of(progress), loaded_in(model)
+            events = reported(events, run.plan, record, place, loaded, before)
+        yield from events
     finally:
         if lock is not None:
             lock.release()
@@ -203,7 +199,13 @@ def _read(keeper: Keeper, run: BrokenOff, takes: list[Take]) -> tuple[Progress, 
     )
 
 
-def _model(run: BrokenOff, given: GivenModel | None) -> Any:
+def _model_here(
+    run: BrokenOff, given: GivenModel | None, trust_remote_code: bool, *, is_same: bool
+) -> Any:
+    """The model of the run, where everything else is as it was; `is_same` if devices are to be."""
+    _check_here(run, is_same=is_same)
+    if not trust_remote_code:
+        _check_trust(run)
     if given is not None:
         return given.model
     if run.record.get("model", {}).get("sha256") is None:
