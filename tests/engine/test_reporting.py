@@ -6,6 +6,7 @@ import base64
 import io
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from everyframe.cli.main import main
 from everyframe.core.errors import InputError, NumericsError
 from everyframe.core.events import Event, Kept, Note, Repaired, StageStarted
 from everyframe.core.request import Request
-from everyframe.engine.reporting import reported
+from everyframe.engine.reporting import page, reported
 from everyframe.engine.resuming import go_on
 from everyframe.engine.run import stream
 from everyframe.families.guarding import Guard
@@ -77,6 +78,23 @@ def test_what_was_repaired_is_on_a_page_of_its_own(tmp_path: Path) -> None:
     # The scale's colour of what is not finite is in it.
     colours = np.asarray(picture.convert("RGB")).reshape(-1, 3)
     assert (colours == (230, 30, 120)).all(axis=1).any()
+
+
+def test_what_a_report_shows_is_text() -> None:
+    """Whatever a model, prompt or record is called: nothing of it becomes a part of the page."""
+    evil = "</title></p><script>alert(1)</script><img src=x onerror=alert(1)> \"' &"
+    named = replace(plan(), model=evil, title=evil)
+    record = {
+        "settings": {"prompt": evil, evil: evil, "options": [[evil, evil]]},
+        "versions": {evil: evil},
+        "everyframe": evil,
+    }
+    (first, *_) = [event for event in run_of(faulty()) if isinstance(event, Repaired)]
+    told = dict.fromkeys(("cause", "operation", "dtype", "module", "component"), evil)
+    repairs = [replace(first, **told)]
+    text = page(named, record, repairs, Magnitudes(), evil)
+    assert text.count("&lt;script&gt;") > 10
+    assert not re.search(r"<(script|img|/title><)", text)
 
 
 def test_a_run_that_ends_names_the_page(tmp_path: Path) -> None:

@@ -183,16 +183,14 @@ def safe_start() -> Iterator[None]:
     meanwhile, under a lock. What others start at that moment is as safe.
     """
     with _STARTING:
-        begin: Callable[..., int] = util.spawnv_passfds
+        begin = util.spawnv_passfds
 
-        def begin_safely(path: Any, words: Any, descriptors: Any) -> int:
-            given = list(words)
-            if "-c" in given[:-1]:
-                code = given.index("-c") + 1
-                text = given[code]
-                is_bytes = isinstance(text, bytes)
-                given[code] = SAFE_PATH.encode() + text if is_bytes else SAFE_PATH + text
-            return begin(path, given, descriptors)
+        def begin_safely(path: bytes, args: Any, passfds: Any) -> int:
+            words = list(args)
+            if "-c" in words[:-1]:
+                code = words.index("-c") + 1
+                words[code] = SAFE_PATH + words[code]
+            return begin(path, words, passfds)
 
         util.spawnv_passfds = begin_safely
         try:
