@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from everyframe.checkpoints.find import is_listed
 from everyframe.checkpoints.folder import is_plain_name
 from everyframe.core.errors import InputError
-from everyframe.core.options import explain, facts_of, shown
+from everyframe.core.options import Options, explain, facts_of, shown
 from everyframe.core.request import Request
 from everyframe.families.registry import all_options
 
@@ -155,7 +155,8 @@ def left_out(asked: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, .
 
 def _facts(name: str) -> Mapping[str, Any]:
     """What is known of an option; nothing of one that no family has."""
-    for options in (Request, *all_options().values()):
+    kinds: tuple[type[Options], ...] = (Request, *all_options().values())
+    for options in kinds:
         if name in options.model_fields:
             return facts_of(options, name)
     return {}

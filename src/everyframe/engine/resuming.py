@@ -134,10 +134,11 @@ def go_on(
         if leads and told:
             _write_anew(run, request, record)
         events = work(here, model, record, keeper, progress)
-        if place is not None:
+        if place is None:
+            yield from events
+        else:
             before, loaded = repairs_of(progress), loaded_in(model)
-            events = reported(events, run.plan, record, place, loaded, before)
-        yield from events
+            yield from reported(events, run.plan, record, place, loaded, before)
     finally:
         if lock is not None:
             lock.release()

@@ -113,7 +113,7 @@ def num_animated(path: str | os.PathLike[str]) -> int:
 
     try:
         with Image.open(path) as picture:
-            check_picture(*picture.size, repr(os.fspath(path)))
+            check_picture(picture.width, picture.height, repr(os.fspath(path)))
             return num_pictures(picture)
     except UnidentifiedImageError:
         return 0

@@ -75,6 +75,7 @@ def _component(where: str, part: Part, plan: Plan) -> nn.Module:
     how["torch_dtype" if _is_of_diffusers(cls) else "dtype"] = dtype
     if asks_for_code(cls):
         how["trust_remote_code"] = part.is_trusted
+    module: nn.Module
     try:
         module, report = cls.from_pretrained(
             str(part.folder),
