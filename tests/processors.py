@@ -14,7 +14,7 @@ from everyframe.hardware import processor
 _AVX2 = "fpu sse sse2 ssse3 sse4_1 sse4_2 avx f16c fma avx2"
 _AVX512 = f"{_AVX2} avx512f avx512dq avx512cd avx512bw avx512vl avx512_vnni"
 
-#: Flags by the name that ``pytest --cpu`` takes: none for half precision, bf16's, and fp16's beside.
+#: Flags by the name that ``pytest --cpu`` takes.
 FLAGS = {
     "avx2": _AVX2,
     "avx512": _AVX512,

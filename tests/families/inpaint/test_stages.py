@@ -206,7 +206,7 @@ def test_two_controlnets(folders: dict[int, Path], pipes: dict[int, Any]) -> Non
         controlnet_conditioning_scale=scales, unblended=True,
     )  # fmt: skip
     assert np.abs(made - wanted).max() < CLOSE_BY_DDIM
-    # The bound follows from the arithmetic of diffusers' own pipeline: it is no larger than need be.
+    # The bound follows from the arithmetic of diffusers' own pipeline, and is as wide.
     moved = moved_by_rounding(
         lambda: theirs(
             pipe, source, mask, [edges, control], latents=latents_of(32, 48),
