@@ -152,12 +152,12 @@ def explain(error: ValidationError, *, is_flat: bool = False) -> str:
             continue
         say = _WORDS.get(problem["type"])
         words = say(ctx) if say else problem["msg"][:1].lower() + problem["msg"][1:]
-        told = f"{place} {words}, got {_shown(problem['input'])}"
+        told = f"{place} {words}, got {shown(problem['input'])}"
         sentences.setdefault(place if is_flat else told, told)
     return "; ".join(dict.fromkeys(sentences.values()))
 
 
-def _shown(given: Any) -> str:
+def shown(given: Any) -> str:
     """What was given, as it is told; the beginning of what is long."""
     text = repr(given)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

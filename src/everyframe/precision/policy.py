@@ -75,7 +75,7 @@ def check_asked(device: DeviceFacts, asked: str, *, force: bool = False) -> None
     price = _price_of_fp16(device)
     if asked == "float16" and price and not force:
         raise InputError(
-            f"fp16 on this CPU: {price}, and nothing is won but memory; give --dtype bf16 or fp32, "
+            f"fp16 on a CPU: {price}, and nothing is won but memory; give --dtype bf16 or fp32, "
             "or --force to do it all the same"
         )
 
@@ -86,11 +86,11 @@ def _price_of_fp16(device: DeviceFacts) -> str:
         return ""
     slowdown = device.fp16_slowdown
     if slowdown is None:
-        return "" if device.has_fast_fp16 else "it has no fp16 instructions"
+        return "" if device.has_fast_fp16 else "this one has no fp16 instructions"
     if slowdown <= MOST_FP16_SLOWDOWN:
         return ""
     how = "was tried and takes" if device.rates is None else "takes"
-    return f"it {how} up to {slowdown:.0f} times as long as float32"
+    return f"this one {how} up to {slowdown:.0f} times as long as float32"
 
 
 def _auto(device: DeviceFacts, needs: ComponentNeeds) -> tuple[str, tuple[str, ...]]:
@@ -129,7 +129,7 @@ def _notes_of_fp16(device: DeviceFacts, needs: ComponentNeeds) -> tuple[str, ...
     notes = []
     price = _price_of_fp16(device)
     if price:
-        notes.append(f"{needs.name}: fp16 on this CPU; {price}. Use bf16 or fp32.")
+        notes.append(f"{needs.name}: fp16 on a CPU; {price}. Use bf16 or fp32.")
     elif device.kind != "cpu" and not device.has_fast_fp16:
         notes.append(
             f"{needs.name}: fp16 saves memory on {device.name} but no time, for lack of fast fp16 "
