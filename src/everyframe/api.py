@@ -44,7 +44,7 @@ def generate(
     prompt: str | None = None,
     *,
     output: Output = "uint8",
-    from_record: str | Path | Mapping[str, Any] | None = None,
+    from_record: str | Path | Video | Mapping[str, Any] | None = None,
     isolate: bool = False,
     run_dir: str | Path | None = None,
     **options: Any,
@@ -57,7 +57,7 @@ def generate(
         prompt: what it shows.
         output: ``"uint8"`` gives frames (T, H, W, 3) as ``round(255 x)``, ``"float"`` the float32
             in 0..1 before rounding.
-        from_record: a video, sidecar or record to make again; other options overrule it.
+        from_record: a video, its file, a sidecar or a record; other options overrule it.
         isolate: compute in a process of its own, whose death is an error that says where it was.
             Several devices (``num_devices=3``) have one each in any case, also in a notebook.
         run_dir: the folder of runs to keep it in; ``"off"`` keeps nothing.
@@ -110,6 +110,7 @@ def resume(
     if pipe is not None:
         given = GivenModel("pipeline", _model_of(pipe, begun.request))
     number = _ranks_to_go_on_with(folder, devices, pipe)
+    devices = Request(**devices).given()  # as they are written, whatever Python has for them
     if number > 1:
         job = Job(run=folder.path, as_uint8=output == "uint8", ranks=devices or None)
         events = launched(job.of_ranks(number), begun.place if begun.place.is_dir() else None)
@@ -139,7 +140,7 @@ def run(
     *,
     output: Output = "uint8",
     on_event: Callable[[Event], None] | None = None,
-    from_record: str | Path | Mapping[str, Any] | None = None,
+    from_record: str | Path | Video | Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Video | list[Video]:
     """Make a video with a diffusers pipeline that is loaded already; a list for several.
@@ -151,7 +152,7 @@ def run(
         prompt: what the video shows.
         output: as in `generate`.
         on_event: called with each event as it happens; see `core.events`.
-        from_record: a video, sidecar or record to make again; other options overrule it.
+        from_record: a video, its file, a sidecar or a record; other options overrule it.
         options: every option of `Request`, and every parameter of the pipeline's own call.
 
     Raises:
@@ -249,7 +250,7 @@ def _events_of_pipe(pipe: Any, request: Request, num_threads: int | None) -> Ite
 
 
 def _request_of_pipe(
-    given: Mapping[str, Any], from_record: str | Path | Mapping[str, Any] | None
+    given: Mapping[str, Any], from_record: str | Path | Video | Mapping[str, Any] | None
 ) -> tuple[Request, int | None]:
     """The request of `run`'s options: what is no option of ours is a parameter of the pipeline."""
     from everyframe.families.registry import options_of
@@ -261,7 +262,7 @@ def _request_of_pipe(
         ours["option"] = {**(ours.get("option") or {}), **rest}
     if from_record is None:
         return Request(**ours), None
-    record = from_record if isinstance(from_record, Mapping) else read_record(from_record)
+    record = _record_of(from_record)
     # The model is the one that was given here, and it is where it is.
     asked = {k: v for k, v in record.get("request", {}).items() if k not in ("model", "device")}
     return request_from({**record, "request": asked, "model": {}}, ours), recorded_threads(record)
@@ -280,12 +281,23 @@ def _check_output(output: str) -> None:
 
 
 def _request(
-    given: Mapping[str, Any], from_record: str | Path | Mapping[str, Any] | None
+    given: Mapping[str, Any], from_record: str | Path | Video | Mapping[str, Any] | None
 ) -> tuple[Request, int | None]:
     if from_record is None:
         return Request(**given), None
-    record = from_record if isinstance(from_record, Mapping) else read_record(from_record)
+    record = _record_of(from_record)
     return request_from(record, given), recorded_threads(record)
+
+
+def _record_of(given: Any) -> Mapping[str, Any]:
+    """The record that was given, or is in what was given."""
+    if isinstance(given, Mapping):
+        return given
+    if not isinstance(given, Video):
+        return read_record(given)
+    if not given.record:
+        raise InputError("that video has no record of what made it")
+    return given.record
 
 
 def _videos(events: Iterator[Event], output: Output) -> Iterator[Video]:

@@ -19,6 +19,7 @@ from everyframe.checkpoints.known import KNOWN, REFUSED, SUPPORTED_VERSIONS
 from everyframe.checkpoints.part import KnownModel, Part
 from everyframe.checkpoints.places import hub_cache_folder, package_folder
 from everyframe.core.errors import CheckpointError, InputError, did_you_mean, nearest
+from everyframe.core.given_paths import path_of
 
 Kind = Literal["embedded", "known", "folder", "file", "hub"]
 
@@ -144,7 +145,7 @@ def locate(
     known = _by_name(given, registry)
     if known is not None:
         return _locate_known(given, known, hub_cache, variant)
-    path = Path(given).expanduser()
+    path = path_of(given, "model")
     if path.exists():
         return _locate_path(given, path)
     _refuse_by_name(given, registry)

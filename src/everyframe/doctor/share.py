@@ -6,10 +6,10 @@ Read next: `report`.
 from __future__ import annotations
 
 import getpass
+import os
 import platform
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 #: Variables whose value is a list of places; which ones they are says enough.
@@ -48,7 +48,7 @@ def _hide(text: str, hidden: Mapping[str, str]) -> str:
 
 def _private() -> dict[str, str]:
     """What must not be seen of this machine, longest first."""
-    found = {str(Path.home()): "~", platform.node(): "(host)"}
+    found = {os.path.expanduser("~"): "~", platform.node(): "(host)"}
     try:
         found[getpass.getuser()] = "(user)"
     except (KeyError, OSError):  # a user without a name has none to hide
