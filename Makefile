@@ -21,10 +21,10 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help install run test lint types format docs clean
+.PHONY: help install run test test-isa lint types format docs clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(READY)  ## set up .venv (once, and again when what it is made of changes)
 
@@ -45,6 +45,10 @@ run: $(READY)  ## make a first video; the last line is its path (everyframe prin
 
 test: $(READY)  ## run the tests
 	@$(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+
+# Each run of the tests is a process of its own, as instructions are chosen once in each.
+test-isa: $(READY)  ## run the tests once for each set of instructions that the CPU has (an hour)
+	@$(TEST_ENV) $(BIN)/python tests/each_isa.py -n $(JOBS) --dist loadfile $(ARGS)
 
 lint: $(READY)  ## check style and likely mistakes
 	@$(BIN)/ruff check .

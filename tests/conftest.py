@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import processors
 from everyframe.hardware import rates
 
 # These must be set before anything imports torch or the hub's client. Child processes inherit them.
@@ -54,13 +55,21 @@ LONG = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Have pytest-xdist take files in our order, and not those of the most tests first."""
+    """Have pytest-xdist take files in our order, and not those of the most tests first.
+
+    And a made-up processor's flags in place of this one's, where ``--cpu`` names one.
+    """
     config.option.loadscopereorder = False
+    if config.getoption("--cpu"):
+        processors.plant(config.getoption("--cpu"), Path(_CACHE.name, "proc"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--slow`` runs the tests marked slow as well."""
+    """``--slow`` runs the tests marked slow as well, ``--cpu`` all by another CPU's flags."""
     parser.addoption("--slow", action="store_true", help="run tests marked slow as well")
+    parser.addoption(
+        "--cpu", choices=sorted(processors.FLAGS), help="flags of a CPU that plans go by"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

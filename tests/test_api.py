@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,44 @@ def test_a_record_brings_its_number_of_threads(model: Path, video: everyframe.Vi
     record["plan"]["num_threads"] += 1
     again = one(from_record=record, model=str(model))
     assert again.record["plan"]["num_threads"] == record["plan"]["num_threads"]
+
+
+def test_a_video_is_made_again_of_itself(model: Path, video: everyframe.Video) -> None:
+    again = one(from_record=video, model=model)
+    assert np.array_equal(again.frames, video.frames)
+    bare = everyframe.Video(video.frames, video.fps)
+    with pytest.raises(InputError, match="has no record"):
+        everyframe.generate(from_record=bare, model=model)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda video: everyframe.plan("a", model="x" * 5000),
+        lambda video: everyframe.plan("a", model="a\0b"),
+        lambda video: everyframe.plan("a", model="~nobody-is-called-so/x"),
+        lambda video: everyframe.plan("a", profile=5),
+        lambda video: everyframe.plan("a", profile="x" * 5000),
+        lambda video: everyframe.generate(from_record=5),
+        lambda video: everyframe.generate(from_record="x" * 5000),
+        lambda video: everyframe.generate("a", run_dir="~nobody-is-called-so"),
+        lambda video: everyframe.resume("x" * 5000),
+        lambda video: everyframe.trace_diff(5, 6),
+        lambda video: video.save(b"clip.mp4"),
+        lambda video: video.save("x" * 5000 + ".mp4"),
+        lambda video: video.save("a\0b.mp4"),
+        lambda video: video.save(None),
+        lambda video: everyframe.Video.load(b"clip.mp4"),
+        lambda video: everyframe.Video.load("x" * 5000),
+    ],
+)
+def test_what_no_file_can_be_called_is_wrong_input(
+    video: everyframe.Video, call: Callable[[everyframe.Video], Any]
+) -> None:
+    with pytest.raises(InputError) as told:
+        call(video)
+    assert len(str(told.value)) < 1000
+    assert "\0" not in str(told.value)
 
 
 def test_other_options_overrule_a_record(model: Path, video: everyframe.Video) -> None:

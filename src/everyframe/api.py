@@ -56,7 +56,7 @@ def generate(
         prompt: what it shows.
         output: ``"uint8"`` gives frames (T, H, W, 3) as ``round(255 x)``, ``"float"`` the float32
             in 0..1 before rounding.
-        from_record: a video, sidecar or record to make again; other options overrule it.
+        from_record: a video, its file, a sidecar or a record; other options overrule it.
         isolate: compute in a process of its own, whose death is an error that says where it was.
             Several devices (``num_devices=3``) have one each in any case, also in a notebook.
         run_dir: the folder of runs to keep it in; ``"off"`` keeps nothing.
@@ -111,6 +111,7 @@ def resume(
     if pipe is not None:
         given = GivenModel("pipeline", _model_of(pipe, begun.request))
     number = _ranks_to_go_on_with(folder, devices, pipe)
+    devices = Request(**devices).given()  # as they are written, whatever Python has for them
     if number > 1:
         job = Job(run=folder.path, as_uint8=output == "uint8", ranks=devices or None,
                   trust_remote_code=trust_remote_code)  # fmt: skip
@@ -155,7 +156,7 @@ def run(
         prompt: what the video shows.
         output: as in `generate`.
         on_event: called with each event as it happens; see `core.events`.
-        from_record: a video, sidecar or record to make again; other options overrule it.
+        from_record: a video, its file, a sidecar or a record; other options overrule it.
         options: every option of `Request`, and every parameter of the pipeline's own call.
 
     Raises:

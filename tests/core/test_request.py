@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from decimal import Decimal
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from everyframe.core.errors import InputError
 from everyframe.core.request import Request
@@ -56,3 +58,49 @@ def test_switches_stay_switches() -> None:
     assert Request(force=True).force
     with pytest.raises(InputError, match="force must be true or false, got 'maybe'"):
         Request(force="maybe")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "written"),
+    [
+        ("model", Path("some/folder"), str(Path("some/folder"))),
+        ("report", Path("here"), "here"),
+        ("device", torch.device("cpu"), "cpu"),
+        ("device", torch.device("cuda", 1), "cuda:1"),
+        ("dtype", torch.bfloat16, "bfloat16"),
+        ("dtype", torch.half, "float16"),
+        ("size", (64, 48), "64x48"),
+        ("size", [np.int64(64), 48], "64x48"),
+        ("devices", [0, 1], "0,1"),
+        ("devices", (torch.device("cuda:0"), "cuda:2"), "cuda:0,cuda:2"),
+        ("shares", [24, 8.5], "24,8.5"),
+        ("max_memory", 8_000_000_000, "8000000000"),
+        ("max_host_memory", np.int64(10**9), "1000000000"),
+    ],
+)
+def test_pythons_own_values_are_what_a_command_line_writes(
+    name: str, given: Any, written: str
+) -> None:
+    assert Request(**{name: given}) == Request(**{name: written})
+    assert Request(**{name: given}).given() == {name: written}
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "says"),
+    [
+        ("size", 64, r"WIDTHxHEIGHT, or \(width, height\), got 64"),
+        ("size", (64, 4.5), r"\(width, height\), got \(64, 4\.5\)"),
+        ("size", (64, -1), "WIDTHxHEIGHT, for example 640x360, got '64x-1'"),
+        ("devices", [], r"such as 0,1, got \[\]"),
+        ("devices", [None], r"such as 0,1, got \[None\]"),
+        ("device", 0, "a device such as cuda:1, got 0"),
+        ("dtype", torch.int8, "one of auto, fp32, .*got 'int8'"),
+        ("dtype", float, "a dtype such as bf16, got <class 'float'>"),
+        ("max_memory", True, "such as 8GB, or bytes, got True"),
+        ("max_memory", -5, "such as 8GB.*got '-5'"),
+        ("model", 5, "text, got 5"),
+    ],
+)
+def test_other_values_of_pythons_are_refused(name: str, given: Any, says: str) -> None:
+    with pytest.raises(InputError, match=f"^{name} must be .*{says}"):
+        Request(**{name: given})

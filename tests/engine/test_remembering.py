@@ -10,12 +10,14 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import everyframe
+import processors
 import tiny
 from everyframe.cli.main import main
 from everyframe.core.errors import InputError
 from everyframe.core.events import Event, Frames, Note, Planned, Repaired, VideoDone
 from everyframe.core.request import Request
 from everyframe.engine import tracing
+from everyframe.hardware import processor
 
 FAULTY = "spatial_blocks.0.mlp.fc1"
 #: What comes after it is given what it made, which float16 can't hold.
@@ -63,20 +65,29 @@ def again(run: Run, folder: Path) -> Run:
     return Run(list(everyframe.stream(request)))
 
 
-def test_a_repair_is_remembered_recorded_and_forgotten(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("cpu", "wide", "more_bytes"), [("avx2", "float32", 2), ("amx", "bfloat16", 0)]
+)
+def test_a_repair_is_remembered_recorded_and_forgotten(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpu: str, wide: str,
+    more_bytes: int,
+) -> None:  # fmt: skip
+    """It is in bfloat16, which has the range, where the CPU has instructions for that."""
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    monkeypatch.setattr(processor, "_PROC", processors.proc_with(cpu, tmp_path / "proc"))
     first = run(folder)
     assert [each.raised for each in first.repairs] == RAISED
     assert first.begun_with == []
 
     plan = everyframe.plan(model=str(folder), **ASKED)
     said, _ = [note for note in plan.notes if "repairs" in note]
-    assert f"denoiser.{FAULTY} runs in float32" in said
+    assert f"denoiser.{FAULTY} runs in {wide}" in said
     assert "--forget-repairs" in said
     narrow = everyframe.plan(model=str(folder), **ASKED, forget_repairs=True)
     wider = plan.component("denoiser").weight_bytes - narrow.component("denoiser").weight_bytes
     tensors = load_file(folder / "model.safetensors")
     inside = [name for name in tensors if name.rpartition(".")[0] in RAISED]
-    assert wider == 2 * sum(tensors[name].numel() for name in inside)
+    assert wider == more_bytes * sum(tensors[name].numel() for name in inside)
 
     second = run(folder)
     assert second.repairs == []

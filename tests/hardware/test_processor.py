@@ -38,12 +38,33 @@ def test_without_control_groups(system: Path) -> None:
     assert processor.num_usable_cores() == 4
 
 
-def test_name_and_instructions(system: Path) -> None:
+def test_name_and_instructions(system: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
     facts = processor.processor_facts()
     assert facts.name == "Chip 9000"
     assert facts.has_fast_bf16
     write(system / "proc/cpuinfo", "model name\t: Chip 9000\nflags\t\t: sse avx512f\n")
     assert not processor.processor_facts().has_fast_bf16
+
+
+def test_instructions_that_onednn_is_held_from_are_not_there(
+    system: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = "avx2 avx512f avx512_vnni avx512_bf16 avx512_fp16 amx_bf16 amx_fp16"
+    write(system / "proc/cpuinfo", f"flags\t\t: {flags}\n")
+    for limit, left in (
+        ("ALL", flags),
+        ("avx512_core_amx", "avx2 avx512f avx512_vnni avx512_bf16 avx512_fp16 amx_bf16"),
+        ("AVX512_CORE_FP16", "avx2 avx512f avx512_vnni avx512_bf16 avx512_fp16"),
+        ("AVX512_CORE_BF16", "avx2 avx512f avx512_vnni avx512_bf16"),
+        ("AVX512_CORE", "avx2 avx512f"),
+        ("AVX2", "avx2"),
+    ):
+        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+        assert processor.processor_flags() == set(left.split())
+        facts = processor.processor_facts()
+        assert facts.has_fast_bf16 == ("bf16" in left)
+        assert facts.has_fast_fp16 == ("fp16" in left)
 
 
 def test_arm_spells_its_flags_otherwise(system: Path) -> None:

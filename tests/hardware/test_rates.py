@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from math import prod
 
 import torch
 
-from everyframe.core.facts import Product
-from everyframe.hardware.rates import _convolution, measured_rates
+from everyframe.core.facts import DeviceFacts, Product, Rates
+from everyframe.hardware.rates import _convolution, measured_rates, with_fp16_tried
 
 SHAPES = ((1, 2, 16, 8),) * 3
 
@@ -33,6 +34,19 @@ def test_attention_is_tried_by_its_kernel_and_with_its_mask() -> None:
     # A system hands out memory more slowly than nothing, and not a thousand times as slowly.
     assert rates.mapping is not None
     assert rates.memory / 1000 < rates.mapping
+
+
+def test_fp16_on_a_cpu_is_tried_here_and_read_of_one_that_is_not() -> None:
+    here = DeviceFacts("a processor", "cpu", None, 1, 1)
+    slowdown = with_fp16_tried(here).fp16_slowdown
+    assert slowdown is not None
+    assert slowdown > 0
+    made_up = Rates((("float32", 8e11), ("float16", 4e9)), memory=1e10, load=1e9, source="")
+    assert with_fp16_tried(replace(here, rates=made_up)).fp16_slowdown == 200
+    unknown = replace(here, rates=replace(made_up, products=(("float32", 8e11),)))
+    assert with_fp16_tried(unknown) is unknown
+    card = replace(here, kind="cuda")
+    assert with_fp16_tried(card) is card
 
 
 def test_a_trial_is_short_however_large_the_convolution() -> None:

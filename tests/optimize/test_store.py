@@ -83,24 +83,36 @@ def test_where_nothing_can_be_written_they_last_as_long_as_the_process(
 
 
 def test_the_device_key_changes_with_whatever_matters(monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = {"driver": "570.1", "libraries": {"cublas": "12.8", "cudnn": "9.8"}, "torch": "2.13"}
+    facts = {
+        "driver": "570.1", "libraries": {"cublas": "12.8", "cudnn": "9.8"}, "torch": "2.13",
+        "packages": {"diffusers": "0.42.0"}, "flags": {"avx2"}, "capability": "AVX2",
+    }  # fmt: skip
     monkeypatch.setattr(keys, "_driver", lambda: facts["driver"])
     monkeypatch.setattr(keys, "_libraries", lambda: facts["libraries"])
     monkeypatch.setattr(keys, "_torch_version", lambda: facts["torch"])
+    monkeypatch.setattr(keys, "package_versions", lambda: facts["packages"])
+    monkeypatch.setattr(keys, "processor_flags", lambda: facts["flags"])
+    monkeypatch.setattr(keys, "_torch_capability", lambda: facts["capability"])
     seen = {keys.device_key(CARD, 4)}
     for name, value in (
         ("driver", "571.2"),
         ("libraries", {"cublas": "12.9", "cudnn": "9.8"}),
         ("libraries", {"cublas": "12.8", "cudnn": "9.9"}),
         ("torch", "2.14"),
+        ("packages", {"diffusers": "0.43.0"}),
+        ("packages", {"diffusers": "0.42.0", "transformers": "5.0"}),
     ):
         with monkeypatch.context() as patch:
             patch.setitem(facts, name, value)
             seen.add(keys.device_key(CARD, 4))
+    for name, value in (("flags", {"avx2", "avx512_bf16"}), ("capability", "DEFAULT")):
+        with monkeypatch.context() as patch:
+            patch.setitem(facts, name, value)
+            seen.add(keys.device_key(CPU, 1))
     seen.add(keys.device_key(replace(CARD, name="another card"), 4))
     seen.add(keys.device_key(replace(CARD, capability=(8, 0)), 4))
     seen |= {keys.device_key(CPU, threads) for threads in (1, 2)}
-    assert len(seen) == 9
+    assert len(seen) == 13
     # Threads of the host are nothing to a card, nor is what is free there now.
     assert keys.device_key(replace(CARD, free_memory=5), 1) in seen
 

@@ -17,6 +17,7 @@ import tiny
 from everyframe.checkpoints import tensors
 from everyframe.core.errors import CannotRunError, CheckpointError, ExitCode, InputError
 from everyframe.core.facts import DeviceFacts, MachineFacts, Rates
+from everyframe.hardware import rates
 from everyframe.ops.modulation import GatedAdd
 from everyframe.planning import dryrun
 from everyframe.planning import resolve as resolver
@@ -204,11 +205,27 @@ def test_a_dtype_that_a_device_emulates_is_noted(model: str) -> None:
 
 
 def test_fp16_on_a_cpu_is_refused_unless_forced(machine: Callable[..., None], model: str) -> None:
-    machine(CPU)
-    with pytest.raises(InputError, match=r"200 to 500 times slower.*--force"):
+    slow = replace(RATES, products=(("float32", 1e11), ("float16", 1e9)))
+    machine(replace(CPU, rates=slow))
+    with pytest.raises(InputError, match=r"up to 100 times as long.*--force"):
         everyframe.plan("a", model=model, dtype="fp16", **SIZES)
     forced = everyframe.plan("a", model=model, dtype="fp16", force=True, **SIZES)
     assert {part.precision.compute for part in forced.components} == {"float16"}
+    machine(replace(CPU, rates=replace(RATES, products=(("float32", 1e11), ("float16", 2e11)))))
+    plan = everyframe.plan("a", model=model, dtype="fp16", **SIZES)
+    assert {part.precision.compute for part in plan.components} == {"float16"}
+
+
+def test_fp16_on_the_cpu_that_is_here_is_tried(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
+    """What is said of it is what was measured, whatever its flags are."""
+    speeds = {"float32": 1e9, "float16": 1e9}
+    monkeypatch.setattr(rates, "_rate", lambda product, *rest: speeds[product.dtype])
+    asked = {"model": model, "dtype": "fp16", "device": "cpu", **SIZES}
+    notes = everyframe.plan("a", **asked).notes
+    assert not any("as long as float32" in note for note in notes)
+    speeds["float16"] = 1e9 / 37
+    with pytest.raises(InputError, match="was tried and takes up to 37 times as long as float32"):
+        everyframe.plan("a", **asked)
 
 
 @pytest.mark.slow

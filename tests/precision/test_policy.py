@@ -22,6 +22,8 @@ def device(kind: str, bf16: bool, fp16: bool, capability: tuple[int, int] | None
 
 OLD_CPU = device("cpu", False, False, None)
 NEW_CPU = device("cpu", True, False, None)
+SLOW_CPU = replace(NEW_CPU, fp16_slowdown=86.4)
+HALF_CPU = replace(NEW_CPU, fp16_slowdown=1.1)
 PASCAL = device("cuda", False, False, (6, 1))
 V100 = device("cuda", False, True, (7, 0))
 A100 = device("cuda", True, True, (8, 0))
@@ -61,11 +63,21 @@ def test_a_dtype_that_was_asked_for_is_given(where: DeviceFacts, asked: str) -> 
 
 
 def test_fp16_on_a_cpu_is_refused_with_its_price_and_how_to_do_it() -> None:
-    with pytest.raises(InputError, match=r"200 to 500 times slower.*bf16 or fp32, or --force"):
-        choose(NEW_CPU, "float16", LARGE)
-    precision, notes = choose(NEW_CPU, "float16", LARGE, force=True)
+    with pytest.raises(InputError, match=r"up to 86 times as long.*bf16 or fp32, or --force"):
+        choose(SLOW_CPU, "float16", LARGE)
+    precision, notes = choose(SLOW_CPU, "float16", LARGE, force=True)
     assert precision.parameters == "float16"
-    assert "200 to 500 times slower" in notes[0]
+    assert "was tried and takes up to 86 times as long" in notes[0]
+
+
+def test_fp16_on_a_cpu_that_is_fast_in_it_is_given_and_its_range_told() -> None:
+    precision, (note,) = choose(HALF_CPU, "float16", LARGE)
+    assert precision.parameters == "float16"
+    assert "65504" in note
+    # By its flags where nobody tried.
+    assert choose(replace(OLD_CPU, has_fast_fp16=True), "float16", LARGE)[1] == (note,)
+    with pytest.raises(InputError, match="has no fp16 instructions"):
+        choose(OLD_CPU, "float16", LARGE)
 
 
 def test_a_dtype_that_a_device_does_not_have_is_refused() -> None:
@@ -82,7 +94,7 @@ def test_auto_without_risk_says_nothing() -> None:
 @pytest.mark.parametrize(
     ("where", "asked", "needs", "said"),
     [
-        (OLD_CPU, "float16", LARGE, "200 to 500 times slower"),
+        (SLOW_CPU, "float16", LARGE, "86 times as long"),
         (V100, "auto", LARGE, "65504"),
         (PASCAL, "auto", LARGE, "saves memory"),
         (V100, "bfloat16", LARGE, "emulates"),

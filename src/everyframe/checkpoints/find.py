@@ -26,7 +26,7 @@ from everyframe.checkpoints.known import CONTROLNETS, KNOWN, REFUSED, SUPPORTED_
 from everyframe.checkpoints.part import KnownModel, Part
 from everyframe.checkpoints.places import hub_cache_folder, package_folder
 from everyframe.core.errors import CheckpointError, InputError, did_you_mean, nearest
-from everyframe.core.home import expanded
+from everyframe.core.paths import path_of
 
 Kind = Literal["embedded", "known", "folder", "file", "hub"]
 
@@ -152,8 +152,8 @@ def locate(
     known = _by_name(given, registry)
     if known is not None:
         return _locate_known(given, known, hub_cache, variant)
-    path = expanded(given)
-    if os.path.exists(path):  # of any text; pathlib raises for one that no file can be called
+    path = path_of(given, "model")
+    if path.exists():
         return _locate_path(given, path)
     _refuse_by_name(given, registry)
     if _HUB_ID.fullmatch(given) and path.suffix not in WEIGHT_SUFFIXES:

@@ -10,16 +10,16 @@ import os
 import tempfile
 from pathlib import Path
 
-from everyframe.core.home import expanded, home_folder
+from everyframe.core.paths import home_folder, path_of
 
 
 def cache_folder() -> Path:
     """``EVERYFRAME_CACHE``, else ``XDG_CACHE_HOME/everyframe``, else in ``~/.cache``."""
     own = os.environ.get("EVERYFRAME_CACHE")
     if own:
-        return expanded(own)
+        return path_of(own, "EVERYFRAME_CACHE")
     shared = os.environ.get("XDG_CACHE_HOME")
-    base = expanded(shared) if shared else home_folder() / ".cache"
+    base = path_of(shared, "XDG_CACHE_HOME") if shared else home_folder() / ".cache"
     return base / "everyframe"
 
 

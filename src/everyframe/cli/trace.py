@@ -16,6 +16,7 @@ from everyframe.cli.options import command, composed, flag, positional, run_flag
 from everyframe.cli.progress import reporter
 from everyframe.cli.text import json_line, one_line
 from everyframe.core.errors import ExitCode, InputError
+from everyframe.core.paths import check_path
 from everyframe.numerics.trace.place import check_place
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ def _print(verdict: Verdict, first: str, second: str, output: str | None) -> Non
 
 
 def _check_picture(output: str) -> None:
-    place = Path(output)
+    place = Path(check_path(output, "the picture"))
     if place.suffix.lower() != ".png":
         raise InputError(f"the picture is a png; name it so, such as diff.png, got {output!r}")
     if place.is_dir() or not place.parent.is_dir():

@@ -61,7 +61,8 @@ class DeviceFacts:
 
     `dtypes` are the floating dtypes that exist on it, if only emulated; `max_array_bytes` is the
     largest tensor that its library can address, None where memory is the only limit. `rates` are
-    those of a profile; a real device's are measured.
+    those of a profile; a real device's are measured. `fp16_slowdown` is how many times as long a
+    CPU's products take in float16 as in float32, None where nobody tried.
     """
 
     name: str
@@ -75,6 +76,7 @@ class DeviceFacts:
     dtypes: tuple[str, ...] = ALL_DTYPES
     max_array_bytes: int | None = None
     rates: Rates | None = None
+    fp16_slowdown: float | None = None
 
     @property
     def torch_name(self) -> str:

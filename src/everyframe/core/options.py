@@ -7,6 +7,7 @@ Not here: which option a model understands (`families/*/options.py`) and what it
 
 from __future__ import annotations
 
+import os
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -93,7 +94,8 @@ class Options(BaseModel):
         if is_truth and bool not in kinds and kinds & {int, float}:
             what = "a number" if float in kinds else "a whole number"
             raise InputError(f"{info.field_name} must be {what}, got {given!r}")
-        return given
+        # What is named by its path may be one.
+        return os.fspath(given) if isinstance(given, os.PathLike) and str in kinds else given
 
     def given(self) -> dict[str, Any]:
         """The options that were set explicitly, in the order of the fields."""

@@ -10,13 +10,14 @@ import os
 import re
 from typing import Any
 
-from pydantic import field_validator, model_validator
+from pydantic import ValidationInfo, field_validator, model_validator
 
 from everyframe.core.amounts import parse_bytes
 from everyframe.core.division import parse_ways
 from everyframe.core.errors import InputError, did_you_mean
 from everyframe.core.options import Options, option
 from everyframe.core.plan import Remedy
+from everyframe.core.spelling import SPELLED, spelled
 
 #: Spellings of each precision. `auto` leaves the choice to the plan.
 DTYPES = {
@@ -244,6 +245,12 @@ class Request(Options):
         python_only=True,
         person_only=True,
     )
+
+    @field_validator(*SPELLED, mode="before")
+    @classmethod
+    def _spelled(cls, given: Any, info: ValidationInfo) -> Any:
+        """What Python has a value of its own for, as the text that stands for it."""
+        return spelled(str(info.field_name), given)
 
     @field_validator("without", mode="before")
     @classmethod

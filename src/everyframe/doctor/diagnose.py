@@ -18,6 +18,7 @@ from everyframe import __version__
 from everyframe.core.errors import InputError, did_you_mean
 from everyframe.core.facts import MachineFacts
 from everyframe.core.options import explain
+from everyframe.core.paths import check_path
 from everyframe.doctor.checks import LOOKS, Patient
 from everyframe.doctor.probes import PROBES, Probe
 from everyframe.doctor.probing import devices_to_probe, probe
@@ -102,7 +103,7 @@ def _patient(profile: str | Path | None, model: str | None) -> Patient:
 
 def _made_up(profile: str | Path) -> MachineFacts:
     """The machine of a profile, or the one that another's ``doctor --json`` was about."""
-    path = Path(profile)
+    path = Path(check_path(profile, "the profile"))
     if path.is_file():
         try:
             given = json.loads(path.read_text(encoding="utf-8"))

@@ -76,12 +76,14 @@ def _listed(devices: Sequence[DeviceFacts]) -> str:
 
 
 def _versions() -> dict[str, str]:
-    return {"python": platform.python_version(), "system": _system(), **_package_versions()}
+    return {"python": platform.python_version(), "system": _system(), **package_versions()}
 
 
 @cache
-def _package_versions() -> Mapping[str, str]:
-    """Looked up once a process: it parses pages of text, and what is imported doesn't change."""
+def package_versions() -> Mapping[str, str]:
+    """Versions of the packages whose code computes.
+
+    Looked up once a process: it parses pages of text, and what is imported doesn't change."""
     versions = {}
     for package in _PACKAGES:
         try:

@@ -19,8 +19,25 @@ import psutil
 
 from everyframe.core.facts import DeviceFacts
 
-#: CPU flags, as Linux spells them, of instructions that multiply bf16 matrices.
+#: CPU flags, as Linux spells them, of instructions that multiply bf16 matrices, and fp16 ones.
 BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16", "svebf16"})
+FP16_FLAGS = frozenset({"avx512_fp16", "amx_fp16"})
+
+#: Variables that hold oneDNN, which computes torch's products on a CPU, to older instructions; and
+#: flags that each of their values (and all before it) leaves out. Other values leave out nothing.
+_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+_LEAVES_OUT = (
+    ("AVX512_CORE_AMX", ("amx_fp16",)),
+    ("AVX512_CORE_FP16", ("amx_tile", "amx_int8", "amx_bf16")),
+    ("AVX512_CORE_BF16", ("avx512_fp16",)),
+    ("AVX512_CORE_VNNI", ("avx512_bf16",)),
+    ("AVX512_CORE", ("avx512_vnni",)),
+    ("AVX2_VNNI_2", ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd")),
+    ("AVX2_VNNI", ()),
+    ("AVX2", ("avx_vnni",)),
+    ("AVX", ("avx2", "fma")),
+    ("SSE41", ("avx",)),
+)
 
 #: Limits above this are version 1's way to say "none".
 _NO_LIMIT = 1 << 60
@@ -40,7 +57,7 @@ def processor_facts() -> DeviceFacts:
         memory=total,
         free_memory=available,
         has_fast_bf16=bool(processor_flags() & BF16_FLAGS),
-        has_fast_fp16=False,
+        has_fast_fp16=bool(processor_flags() & FP16_FLAGS),
     )
 
 
@@ -52,10 +69,21 @@ def processor_name() -> str:
 
 
 def processor_flags() -> frozenset[str]:
-    """The instruction sets, by Linux's names; on macOS only ``bf16`` is asked for."""
+    """The instruction sets that may be used, by Linux's names; on macOS only ``bf16`` is asked for.
+
+    Those that ``ONEDNN_MAX_CPU_ISA`` forbids are not among them.
+    """
     if sys.platform == "darwin":
         return frozenset({"bf16"} if _sysctl("hw.optional.arm.FEAT_BF16") == "1" else ())
-    return frozenset((_cpuinfo("flags") or _cpuinfo("Features")).split())
+    there = frozenset((_cpuinfo("flags") or _cpuinfo("Features")).split())
+    return there - _forbidden()
+
+
+def _forbidden() -> frozenset[str]:
+    limit = next((os.environ[name] for name in _LIMITS if os.environ.get(name)), "").upper()
+    values = [value for value, _ in _LEAVES_OUT]
+    reached = _LEAVES_OUT[: values.index(limit) + 1] if limit in values else ()
+    return frozenset(flag for _, flags in reached for flag in flags)
 
 
 def num_usable_cores() -> int:

@@ -20,6 +20,7 @@ from pydantic import Field
 from everyframe.core.errors import InputError, did_you_mean
 from everyframe.core.facts import ALL_DTYPES, DeviceFacts, MachineFacts, Rates, SoftwareFacts
 from everyframe.core.options import Options
+from everyframe.core.paths import check_path
 
 _KINDS = ("cpu", "cuda", "mps", "xpu")
 
@@ -130,7 +131,7 @@ def find_profile(name: str | Path) -> Profile:
     shipped = {**_shipped("profiles.json"), **_shipped("machines.json")}
     if str(name) in shipped:
         return _checked(shipped[str(name)], f"profile {name}")
-    path = Path(name)
+    path = Path(check_path(name, "the profile"))
     if not path.is_file():
         raise InputError(
             f"there is no profile and no file {str(name)!r}{did_you_mean(str(name), shipped)}; "

@@ -10,11 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING
 
-from everyframe.core.facts import Product, Rates
+from everyframe.core.facts import DeviceFacts, Product, Rates
 from everyframe.hardware.threads import cpu_threads
 
 if TYPE_CHECKING:
@@ -64,6 +65,37 @@ def measured_rates(
         measured=tried,
         mapping=_mapping(num_threads) if device == "cpu" else None,
     )
+
+
+def with_fp16_tried(device: DeviceFacts) -> DeviceFacts:
+    """A CPU with how many times as long its products take in float16 as in float32.
+
+    The CPU that is here is tried, for a tenth of a second: its flags don't say what torch does with
+    them. A made-up one has it by its rates; of another device it is no question.
+    """
+    if device.kind != "cpu":
+        return device
+    if device.rates is not None:
+        known = dict(device.rates.products)
+        if not {"float32", "float16"} <= known.keys():
+            return device
+        return replace(device, fp16_slowdown=known["float32"] / known["float16"])
+    tried = [[_rate(product(dtype), "cpu", 1, None) for dtype in ("float32", "float16")]
+             for product in _OF_BOTH]  # fmt: skip
+    return replace(device, fp16_slowdown=max(wide / narrow for wide, narrow in tried))
+
+
+#: A linear layer and a convolution, of which the slower one counts. Small ones, for the sake of
+#: CPUs that take hundreds of times as long in float16.
+_OF_BOTH: tuple[Callable[[str], Product], ...] = (
+    lambda dtype: Product("product", dtype, ((64, 256), (256, 256))),
+    lambda dtype: Product(
+        "convolution",
+        dtype,
+        ((1, 32, 16, 16), (32, 32, 3, 3)),
+        ((1, 1), (1, 1), (1, 1), False, (0, 0), 1),
+    ),
+)
 
 
 @lru_cache(maxsize=256)

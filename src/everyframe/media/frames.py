@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from everyframe.core.errors import InputError, MediaError
-from everyframe.core.home import expanded
+from everyframe.core.paths import path_of
 from everyframe.media.limits import check_picture
 from everyframe.media.paths import FOLDER_RECORD, FRAME_NAME, exact_fps
 from everyframe.media.pixels import Frames
@@ -66,7 +66,7 @@ def open_frames(given: Any, *, what: str, under: Background = "white") -> FrameS
     errors. Raises `MediaError` for what is missing or holds nothing that can be read.
     """
     if isinstance(given, (str, os.PathLike)):
-        return _of_path(expanded(given), what, under)
+        return _of_path(path_of(given, what), what, under)
     if (isinstance(given, np.ndarray) and given.ndim == 4) or isinstance(given, (list, tuple)):
         if not len(given):
             raise MediaError(f"{what} holds no frames")

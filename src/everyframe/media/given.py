@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 
 from everyframe.core.errors import MediaError
+from everyframe.core.paths import check_path
 from everyframe.media.paths import PathLike
 
 
 def check_image(path: PathLike) -> None:
     """Raise `MediaError` if there is no such file."""
-    name = os.fspath(path)
+    name = check_path(path, "image")
     if not os.path.isfile(name):
         what = "is a folder" if os.path.isdir(name) else "does not exist"
         raise MediaError(f"image {name!r} {what}")
@@ -22,5 +23,8 @@ def check_image(path: PathLike) -> None:
 
 def check_video(path: PathLike) -> None:
     """Raise `MediaError` if there is neither such a file nor such a folder of frames."""
-    if not os.path.exists(path):
-        raise MediaError(f"video {os.fspath(path)!r} does not exist")
+    name = check_path(path, "video")
+    if not os.path.exists(name):
+        raise MediaError(f"video {name!r} does not exist")
+    if not (os.path.isfile(name) or os.path.isdir(name)):  # a pipe may never end, nor begin
+        raise MediaError(f"video {name!r} is neither a file nor a folder of frames")

@@ -22,6 +22,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from everyframe.core.errors import InputError, MediaError, did_you_mean
+from everyframe.core.paths import check_path
 
 PathLike = str | os.PathLike[str]
 
@@ -51,7 +52,7 @@ _ALLOWED = ".mp4, .gif, .webp, .png (one frame), or a folder: no ending, or '/' 
 
 def kind_of(path: PathLike) -> Kind:
     """What `path` means as an output. Raises `MediaError` for an ending that we do not write."""
-    text = os.fspath(path)
+    text = check_path(path)
     ending = Path(text).suffix.lower()
     if text.endswith(("/", os.sep)) or not ending:
         return Kind.FRAMES
@@ -158,7 +159,7 @@ def check_here() -> None:
 
 def check_folder(folder: PathLike) -> Path:
     """The place of the report. Raises `InputError` where there can be no such folder."""
-    path = Path(folder)
+    path = Path(check_path(folder, "report"))
     for place in (path, *path.parents):
         if place.is_dir():
             return path

@@ -161,8 +161,8 @@ def read_video(
     sampled; a video file has its own and refuses another. Raises `MediaError` for what is missing,
     no video or cut off.
     """
-    place = Path(path)
     check_video(path)
+    place = Path(path)
     rate = None if fps is None else exact_fps(fps)
     # Loaded here: pictures need no FFmpeg, and videos no Pillow.
     if place.is_dir() or place.suffix.lower() in _ANIMATED:

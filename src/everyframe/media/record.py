@@ -13,13 +13,13 @@ Read next: `everyframe.media.write`.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from everyframe.core.errors import MediaError
+from everyframe.core.paths import check_path
 from everyframe.media.limits import MOST_RECORD_BYTES
 from everyframe.media.paths import FOLDER_RECORD, RECORD_SCHEMA, PathLike
 
@@ -90,10 +90,12 @@ def read_record(path: PathLike) -> dict[str, Any]:
     For a video: the one inside the file, else the sidecar. Raises `MediaError` if there is no such
     file, or neither holds a record of ours.
     """
-    place = Path(path)
-    name = os.fspath(path)
+    name = check_path(path)
+    place = Path(name)
     if not place.exists():
         raise MediaError(f"no such file: {name!r}")
+    if not (place.is_file() or place.is_dir()):  # a pipe may never end, nor begin
+        raise MediaError(f"{name!r} is neither a file nor a folder of frames")
     if place.is_dir():
         sidecar = place / FOLDER_RECORD
     elif place.suffix.lower() == ".json":

@@ -15,13 +15,14 @@ from typing import Any
 from everyframe import __version__
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import Precision
+from everyframe.hardware.facts import package_versions
 from everyframe.hardware.loaded import loaded_versions
 from everyframe.hardware.processor import processor_flags
 from everyframe.hardware.software import driver_version
 
 
 def device_key(device: DeviceFacts, num_threads: int) -> str:
-    """The key of this device as it is now: driver, torch, and the libraries really loaded."""
+    """The key of this device as it is now: driver, packages, and the libraries really loaded."""
     return digest(device_facts(device, num_threads))
 
 
@@ -32,10 +33,13 @@ def device_facts(device: DeviceFacts, num_threads: int) -> dict[str, Any]:
         "name": device.name,
         "kind": device.kind,
         "capability": device.capability,
+        # Blocks of most models are diffusers' and transformers' code.
+        "packages": dict(package_versions()),
         "torch": _torch_version(),
     }
     if device.kind == "cpu":
-        return {**facts, "threads": num_threads, "flags": sorted(processor_flags())}
+        own = {"threads": num_threads, "flags": sorted(processor_flags())}
+        return {**facts, **own, "capability": _torch_capability()}
     return {**facts, "driver": _driver(), "libraries": _libraries()}
 
 
@@ -57,6 +61,13 @@ def _torch_version() -> str:
     import torch
 
     return str(torch.__version__)
+
+
+def _torch_capability() -> str:
+    """The instructions of torch's own kernels, which ATEN_CPU_CAPABILITY may hold to older ones."""
+    import torch
+
+    return str(torch.backends.cpu.get_cpu_capability())
 
 
 @lru_cache(maxsize=1)

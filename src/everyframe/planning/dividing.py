@@ -21,9 +21,10 @@ from everyframe.core.division import (
 from everyframe.core.errors import InputError
 from everyframe.core.facts import DeviceFacts, MachineFacts
 from everyframe.core.plan import Settings
-from everyframe.core.request import Request
+from everyframe.core.request import DTYPES, Request
 from everyframe.families.family import Branching, Crew, Model, Shared
 from everyframe.hardware.facts import pick_device
+from everyframe.hardware.rates import with_fp16_tried
 from everyframe.parallel.partition import shares, teams
 
 #: Free memory is told apart by so many steps of the largest.
@@ -89,7 +90,7 @@ def asked_devices(request: Request, facts: MachineFacts) -> tuple[DeviceFacts, .
             found = tuple(alike[:count])
     if len(found) > 1 and found[0].kind not in _OPERATIONS:
         raise InputError(f"there is one {found[0].kind} device; several can be cuda or cpu")
-    return found
+    return tuple(map(with_fp16_tried, found)) if DTYPES[request.dtype] == "float16" else found
 
 
 def check_division(request: Request, model: Model, settings: Settings, num_devices: int) -> None:

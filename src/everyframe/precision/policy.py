@@ -22,6 +22,9 @@ ASKABLE = ("auto", "float32", "bfloat16", "float16")
 #: 256 (14 million), 1.6 at 512 (37 million), 1.9 at 1152; below, the rounding is not worth it.
 CPU_BF16_PARAMETERS = 10_000_000
 
+#: On a CPU, fp16 that takes more times as long as float32 is refused: it wins half of the memory.
+MOST_FP16_SLOWDOWN = 2.0
+
 
 @dataclass(frozen=True)
 class ComponentNeeds:
@@ -51,7 +54,7 @@ def choose(
 
     Raises:
         InputError: `asked` is none of `ASKABLE`, does not exist on the device, or is fp16 on a CPU
-            without `force`.
+            that is slow in it, without `force`.
     """
     if asked not in ASKABLE:
         raise InputError(f"dtype must be one of {', '.join(ASKABLE)}, got {asked!r}")
@@ -69,12 +72,25 @@ def check_asked(device: DeviceFacts, asked: str, *, force: bool = False) -> None
         raise InputError(
             f"{device.name} has no {asked}; give --dtype auto or one of {', '.join(device.dtypes)}"
         )
-    if asked == "float16" and device.kind == "cpu" and not force:
+    price = _price_of_fp16(device)
+    if asked == "float16" and price and not force:
         raise InputError(
-            "fp16 on a CPU: its matrix products were measured 200 to 500 times slower than in "
-            "float32, and nothing is won but memory; give --dtype bf16 or fp32, or --force to do "
-            "it all the same"
+            f"fp16 on a CPU: {price}, and nothing is won but memory; give --dtype bf16 or fp32, "
+            "or --force to do it all the same"
         )
+
+
+def _price_of_fp16(device: DeviceFacts) -> str:
+    """What fp16 costs on a CPU that is slow in it, in words; empty where it isn't."""
+    if device.kind != "cpu":
+        return ""
+    slowdown = device.fp16_slowdown
+    if slowdown is None:
+        return "" if device.has_fast_fp16 else "this one has no fp16 instructions"
+    if slowdown <= MOST_FP16_SLOWDOWN:
+        return ""
+    how = "was tried and takes" if device.rates is None else "takes"
+    return f"this one {how} up to {slowdown:.0f} times as long as float32"
 
 
 def _auto(device: DeviceFacts, needs: ComponentNeeds) -> tuple[str, tuple[str, ...]]:
@@ -111,12 +127,10 @@ def _as_asked(
 
 def _notes_of_fp16(device: DeviceFacts, needs: ComponentNeeds) -> tuple[str, ...]:
     notes = []
-    if device.kind == "cpu":
-        notes.append(
-            f"{needs.name}: fp16 on a CPU; its matrix products were measured 200 to 500 times "
-            "slower than float32. Use bf16 or fp32."
-        )
-    elif not device.has_fast_fp16:
+    price = _price_of_fp16(device)
+    if price:
+        notes.append(f"{needs.name}: fp16 on a CPU; {price}. Use bf16 or fp32.")
+    elif device.kind != "cpu" and not device.has_fast_fp16:
         notes.append(
             f"{needs.name}: fp16 saves memory on {device.name} but no time, for lack of fast fp16 "
             "arithmetic."

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from everyframe.core.errors import BusyError, DamagedError, InputError, did_you_mean
-from everyframe.core.home import expanded, home_folder
+from everyframe.core.paths import check_path, home_folder, path_of
 from everyframe.runs.files import write_whole
 
 #: What a run folder says that it is; another number is another version's.
@@ -34,9 +34,9 @@ def runs_folder() -> Path | None:
     ``XDG_STATE_HOME``, else ``~/.local/state``."""
     own = os.environ.get("EVERYFRAME_RUNS")
     if own:
-        return None if own == OFF else expanded(own)
+        return None if own == OFF else path_of(own, "EVERYFRAME_RUNS")
     shared = os.environ.get("XDG_STATE_HOME")
-    base = expanded(shared) if shared else home_folder() / ".local" / "state"
+    base = path_of(shared, "XDG_STATE_HOME") if shared else home_folder() / ".local" / "state"
     return base / "everyframe" / "runs"
 
 
@@ -44,7 +44,7 @@ def root_of(given: str | Path | None) -> Path | None:
     """The folder of runs that was given, else that of `runs_folder`; None for ``off``."""
     if given is None:
         return runs_folder()
-    return None if str(given) == OFF else expanded(given).absolute()
+    return None if str(given) == OFF else path_of(given, "run_dir").absolute()
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ def find_run(name: str | Path | None = None, root: Path | None = None) -> RunFol
     Raises:
         InputError: there is none.
     """
-    if name is not None and (Path(name) / _RUN).is_file():
+    if name is not None and (Path(check_path(name, "the run")) / _RUN).is_file():
         return RunFolder(Path(name).absolute())
     found = list(all_runs(root))
     if name is None:

@@ -25,11 +25,16 @@ from everyframe.core.request import Request
 from everyframe.families.inpaint.canny import canny
 from everyframe.media.sound import Sound
 from everyframe.samplers import noise
+from rounding import moved_by_rounding
 
 #: Largest difference of a float frame; 1e-4 is what we promise. Sums are made in diffusers' order;
-#: what is left are residuals of zero that are not added and batches of another length. Measured:
-#: 2e-5 with DDIM, under 5e-6 with the others.
+#: what is left are residuals of zero that are not added and batches of another length, so rounding,
+#: which is another on another CPU. It moves frames by 7e-6 at most (`rounding.py`), and two ways of
+#: computing differ by the root of 2 as much.
 CLOSE = 5e-5
+#: With DDIM by 6e-5: its first step divides what guidance has made 14 times as large by the root of
+#: the noise level, 0.07.
+CLOSE_BY_DDIM = 1e-4
 PROMPT = "a red ball"
 STEPS = 3
 
@@ -152,7 +157,8 @@ def test_frames_are_those_of_diffusers(
         **given,
     )
     assert made.shape == wanted.shape
-    assert np.abs(made - wanted).max() < CLOSE
+    close = CLOSE_BY_DDIM if scheduler == "DDIMScheduler" else CLOSE
+    assert np.abs(made - wanted).max() < close
     # The comparison means something: the frames are neither flat nor clipped away.
     assert wanted.std() > 0.05
 
@@ -199,7 +205,16 @@ def test_two_controlnets(folders: dict[int, Path], pipes: dict[int, Any]) -> Non
         folder, source=source, mask=mask, control=["canny", control], latents=latents_of(32, 48),
         controlnet_conditioning_scale=scales, unblended=True,
     )  # fmt: skip
-    assert np.abs(made - wanted).max() < CLOSE
+    assert np.abs(made - wanted).max() < CLOSE_BY_DDIM
+    # The bound follows from the arithmetic of diffusers' own pipeline, and is as wide.
+    moved = moved_by_rounding(
+        lambda: theirs(
+            pipe, source, mask, [edges, control], latents=latents_of(32, 48),
+            controlnet_conditioning_scale=scales,
+        ),
+        (pipe.unet, pipe.vae, pipe.text_encoder, pipe.controlnet),
+    )  # fmt: skip
+    assert CLOSE_BY_DDIM / 5 < moved < CLOSE_BY_DDIM / 2**0.5
 
 
 def test_the_control_of_the_inpainting_controlnet(
@@ -214,7 +229,7 @@ def test_the_control_of_the_inpainting_controlnet(
     control = torch.from_numpy(shown.transpose(2, 0, 1))[None]
     wanted = theirs(pipes[9], source, mask, control, latents=latents)
     made = ours(folders[9], source=source, control="inpaint", latents=latents, unblended=True)
-    assert np.abs(made - wanted).max() < CLOSE
+    assert np.abs(made - wanted).max() < CLOSE_BY_DDIM
 
 
 def test_outside_of_the_mask_the_source_stays_to_the_pixel(folders: dict[int, Path]) -> None:

@@ -305,6 +305,23 @@ def test_what_the_pipeline_itself_refuses_is_an_input_error(folder: Path) -> Non
         everyframe.generate(model=str(folder), **asked)
 
 
+@pytest.mark.parametrize("error", [OverflowError, ZeroDivisionError, RuntimeError])
+def test_own_parameters_that_something_breaks_on_are_input(
+    pipe: Any, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    """Nobody but a pipeline knows what its own may be: whatever breaks on them says it."""
+
+    def breaks(*_: Any, **__: Any) -> None:
+        raise error("too odd")
+
+    monkeypatch.setattr(type(pipe), "encode_prompt", breaks)
+    asked = {key: value for key, value in SMALL.items() if key != "option"}
+    with pytest.raises(
+        InputError, match=r"^CogVideoXPipeline (refuses|can't take eta=0.5).*too odd"
+    ):
+        everyframe.run(pipe, eta=0.5, **asked)
+
+
 def test_given_pipelines_take_their_own_parameters_as_keywords(pipe: Any) -> None:
     asked = {key: value for key, value in SMALL.items() if key != "option"}
     video = everyframe.run(pipe, max_sequence_length=16, eta=0.0, **asked)

@@ -79,6 +79,11 @@ def before_work(pipe: Pipe) -> None:
     raise ValueError("two videos are too many")
 
 
+def beyond_numbers(pipe: Pipe) -> None:
+    """A number that one of its libraries can't hold."""
+    (-5).to_bytes(4, "little")
+
+
 def its_own_check(pipe: Pipe) -> None:
     """Its check comes late."""
     pipe.part(torch.empty(1, 4, device="meta"))
@@ -89,6 +94,7 @@ def its_own_check(pipe: Pipe) -> None:
     ("act", "error", "text"),
     [
         (before_work, InputError, "Pipe refuses: two videos are too many"),
+        (beyond_numbers, InputError, "Pipe refuses: can't convert negative int"),
         (its_own_check, InputError, "Pipe refuses: a video is needed"),
         (lambda pipe: pipe.part.text_model, CannotRunError, "has no attribute 'text_model'"),
         (after_work, ValueError, "no number is above 0"),

@@ -115,6 +115,7 @@ def test_defaults_are_the_pipelines_own(
         ("LucyEditPipeline", {"option": {"video": "no.mp4"}}, r"'no\.mp4' does not exist"),
         ("LTX2Pipeline", {"option": {"stg_scale": float("nan")}}, "at most 1,000,000, got nan"),
         ("WanPipeline", {"option": {"max_sequence_length": 10**11}}, "must be a number of at most"),
+        ("WanPipeline", {"option": {"max_sequence_length": -5}}, "must be at least 1, got -5"),
         ("WanPipeline", {"fit": "crob"}, "did you mean 'crop'"),
         ("WanPipeline", {"seconds": 1e308}, "at most 100000"),
     ],

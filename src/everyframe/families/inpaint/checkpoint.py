@@ -20,7 +20,7 @@ from everyframe.checkpoints.known import CONTROLNETS, controlnet_part
 from everyframe.checkpoints.part import Part
 from everyframe.checkpoints.pickled import refuse_pickled
 from everyframe.core.errors import CheckpointError, InputError, did_you_mean
-from everyframe.core.home import expanded
+from everyframe.core.paths import path_of
 from everyframe.families import sources
 from everyframe.families.inpaint.components import controlnet_name
 from everyframe.families.inpaint.config import INPAINTING_CHANNELS, PLAIN_CHANNELS, released
@@ -178,13 +178,13 @@ def _split(asked: Sequence[Any]) -> list[str]:
                 f"controlnet must be a folder, a hub id or a short name, got {type(each).__name__}"
             )
         text = os.fspath(each)
-        names += [text] if os.path.exists(expanded(text)) else text.split(",")
+        names += [text] if os.path.exists(os.path.expanduser(text)) else text.split(",")
     return [name.strip() for name in names]
 
 
 def _controlnet(name: str) -> Source:
     """A ControlNet by its short name, folder or hub id."""
-    path = expanded(name)
+    path = path_of(name)
     repo_id = CONTROLNETS.get(name.casefold())
     if repo_id is None and path.exists():
         if not (path / "config.json").is_file():

@@ -11,7 +11,6 @@ import re
 from typing import Any
 
 from everyframe.core.errors import MediaError
-from everyframe.core.home import expanded
 
 #: What can be made of the source itself for a ControlNet to see.
 BUILT_IN = ("canny", "inpaint")
@@ -57,4 +56,4 @@ def _check(what: str, given: Any, instead: str) -> None:
 
 
 def _is_there(given: str | os.PathLike[str]) -> bool:
-    return os.path.exists(expanded(given))
+    return os.path.exists(os.path.expanduser(given))

@@ -18,7 +18,7 @@ from everyframe.checkpoints.folder import WEIGHT_SUFFIXES
 from everyframe.checkpoints.known import KNOWN, SUPPORTED_VERSIONS, T5_XXL
 from everyframe.checkpoints.part import Part
 from everyframe.core.errors import CheckpointError, InputError
-from everyframe.core.home import expanded
+from everyframe.core.paths import path_of
 from everyframe.families import sources
 from everyframe.families.opensora.options import OpenSoraOptions
 from everyframe.families.sources import Source
@@ -151,7 +151,7 @@ def _asked(name: str | None, role: str) -> Source | None:
     """A part that an option names: a folder, a file or a hub id."""
     if name is None:
         return None
-    path = expanded(name)
+    path = path_of(name, role)
     if path.exists():
         return Source(path.name, path)
     if name.count("/") != 1:

@@ -31,10 +31,12 @@ def called(pipe: Any, arguments: Mapping[str, Any]) -> object:
         try:
             return pipe(**arguments)
         except (
-            ValueError, NotImplementedError, AttributeError, TypeError, NameError,
+            ValueError, NotImplementedError, AttributeError, TypeError, NameError, ArithmeticError,
         ) as error:  # fmt: skip
             text, name = " ".join(str(error).split()), type(pipe).__name__
-            if isinstance(error, ValueError) and (_is_check(error) or not worked):
+            if isinstance(error, (ValueError, ArithmeticError)) and (
+                _is_check(error) or not worked
+            ):
                 raise InputError(f"{name} refuses: {text}") from error
             if _is_lacking(error):
                 raise CannotRunError(_lacks(name, text)) from error

@@ -190,6 +190,10 @@ def _check_kind(interface: Interface, parameter: Parameter, value: Any) -> None:
             f"{parameter.name} of {interface.class_name} must be a number of at most {_MOST:,}, "
             f"got {value!r}"
         )
+    if parameter.name.endswith("_length") and isinstance(value, (int, float)) and value < 1:
+        raise InputError(
+            f"{parameter.name} of {interface.class_name} must be at least 1, got {value!r}"
+        )
     if not kinds or value is None:
         return
     fitting = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))

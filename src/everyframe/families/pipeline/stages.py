@@ -19,6 +19,7 @@ from torch import nn
 
 from everyframe.core.errors import CannotRunError, EveryframeError, InputError
 from everyframe.core.events import Event, Frames, Note, Sound, Step
+from everyframe.core.options import shown
 from everyframe.core.plan import Plan
 from everyframe.families.family import Savings, Take
 from everyframe.families.pipeline import sharding
@@ -201,7 +202,7 @@ class PipelineStage:
                 given = arguments(self.interface, settings, take, self.own, decodes=leads)
                 result = pipe(**given)
             except (ValueError, TypeError, LookupError, AttributeError, NameError, RuntimeError,
-                    MemoryError, ImportError) as error:  # fmt: skip
+                    MemoryError, ImportError, ArithmeticError) as error:  # fmt: skip
                 if is_lost(error):
                     raise
                 if not is_out_of_memory(error):
@@ -231,8 +232,12 @@ class PipelineStage:
         if isinstance(error, EveryframeError):
             return error
         name = self.interface.class_name
-        if isinstance(error, ValueError) and not step:
+        if isinstance(error, (ValueError, ArithmeticError)) and not step:
             return InputError(f"{name} refuses: {text}")
+        if self.own and not step and not isinstance(error, (ImportError, NameError)):
+            # What only this pipeline knows is checked by nobody but itself, by whatever breaks.
+            given = ", ".join(f"{key}={shown(value)}" for key, value in self.own.items())
+            return InputError(f"{name} can't take {given}: {type(error).__name__}: {text}")
         when = f"in step {step} or after it" if step else "before its first step"
         return EveryframeError(f"{name} failed {when}: {type(error).__name__}: {text}")
 

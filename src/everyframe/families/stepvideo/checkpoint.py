@@ -16,7 +16,7 @@ from everyframe.checkpoints.folder import read_json
 from everyframe.checkpoints.known import STEP_VIDEO_PARTS
 from everyframe.checkpoints.part import Part
 from everyframe.core.errors import CheckpointError, InputError
-from everyframe.core.home import expanded
+from everyframe.core.paths import path_of
 from everyframe.families import sources
 from everyframe.families.sources import Source
 
@@ -132,7 +132,7 @@ def _check_scheduler(folder: Path) -> None:
 def _of_base(base: str | None) -> dict[str, Source]:
     if base is None:
         return {part.role: _of_part(part) for part in STEP_VIDEO_PARTS}
-    path = expanded(base)
+    path = path_of(base)
     if path.is_dir():
         lacking = [sub for part, sub in _FOLDERS.items()
                    if part != "denoiser" and not (path / sub).is_dir()]  # fmt: skip

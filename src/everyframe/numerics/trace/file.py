@@ -22,6 +22,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from everyframe.core.errors import InputError
+from everyframe.core.paths import check_path
 from everyframe.numerics.trace.fingerprint import NUM_NUMBERS
 from everyframe.numerics.trace.place import HEADER, TABLES, check_place
 from everyframe.numerics.trace.trace import Call, Kind, Part, Seen, Trace
@@ -91,7 +92,7 @@ def write(trace: Trace, path: str | os.PathLike[str]) -> None:
 
 def read(path: str | os.PathLike[str]) -> Trace:
     """The trace in a file. Raises `InputError` for what is none, or is broken."""
-    text = os.fspath(path)
+    text = check_path(path, "a trace")
     if not os.path.isfile(text):
         raise InputError(f"there is no trace {text!r}")
     try:

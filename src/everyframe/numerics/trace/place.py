@@ -7,6 +7,7 @@ import zipfile
 from pathlib import Path
 
 from everyframe.core.errors import InputError
+from everyframe.core.paths import check_path
 
 #: What every trace holds.
 HEADER, TABLES = "trace.json", "tables.safetensors"
@@ -14,7 +15,7 @@ HEADER, TABLES = "trace.json", "tables.safetensors"
 
 def check_place(path: str | os.PathLike[str]) -> Path:
     """The place for a new trace. Raises `InputError` for a folder, or for somebody else's file."""
-    place = Path(path)
+    place = Path(check_path(path, "the trace"))
     if place.is_dir() or not place.name:
         raise InputError(f"{str(path)!r} is a folder; name a file for the trace, such as a.trace")
     if not place.parent.is_dir():

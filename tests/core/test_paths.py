@@ -1,0 +1,61 @@
+"""Paths as people give them: what nothing can be called is told before anything opens it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from everyframe.checkpoints.places import cache_folder
+from everyframe.core.errors import InputError
+from everyframe.core.paths import check_path, home_folder, path_of
+from everyframe.media.given import check_video
+from everyframe.media.record import read_record
+from everyframe.runs.folder import runs_folder
+
+
+@pytest.mark.parametrize("given", ["clip.mp4", Path("clip.mp4"), "no such folder/x", "ü" * 99, "~"])
+def test_what_a_file_may_be_called(given: Any) -> None:
+    assert check_path(given) == os.fspath(given)
+
+
+@pytest.mark.parametrize("given", ["a" * 300, "a/" * 3000, "a\0b", None, 5, b"x", ["x"]])
+def test_what_nothing_can_be_called(given: Any) -> None:
+    with pytest.raises(InputError, match="^report ") as told:
+        check_path(given, "report")
+    assert len(str(told.value)) < 200
+
+
+def test_homes() -> None:
+    assert path_of("~/x", "model") == Path.home() / "x"
+    with pytest.raises(InputError, match="model '~nobody-is-called-so/x' is in the home folder of"):
+        path_of("~nobody-is-called-so/x", "model")
+
+
+def test_a_user_without_a_home_is_told_what_to_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container that is run for a user whom it doesn't know."""
+
+    def nowhere() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", nowhere)
+    for name in ("EVERYFRAME_CACHE", "EVERYFRAME_RUNS", "XDG_CACHE_HOME", "XDG_STATE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for find in (home_folder, cache_folder, runs_folder):
+        with pytest.raises(InputError, match="set HOME, or EVERYFRAME_CACHE and EVERYFRAME_RUNS"):
+            find()
+    monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path))
+    assert cache_folder() == tmp_path
+
+
+def test_a_pipe_is_not_read(tmp_path: Path) -> None:
+    """Whoever opens one that nobody writes to waits for ever."""
+    pipe = tmp_path / "clip.mp4"
+    os.mkfifo(pipe)
+    for read in (check_video, read_record):
+        with pytest.raises(InputError, match="neither a file nor a folder of frames"):
+            read(pipe)
