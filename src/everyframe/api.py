@@ -108,7 +108,7 @@ def resume(
         raise InputError(f'{folder.name} was begun for output="uint8"; its clips are kept so')
     given = None
     if pipe is not None:
-        given = GivenModel("pipeline", _model_of(pipe, begun.request))
+        given = _given_model(pipe, begun.request)
     number = _ranks_to_go_on_with(folder, devices, pipe)
     if number > 1:
         job = Job(run=folder.path, as_uint8=output == "uint8", ranks=devices or None)
@@ -233,18 +233,18 @@ def trace_diff(a: str | Path, b: str | Path, what: Any = None) -> tracing.Verdic
     return tracing.diff(a, b, find)
 
 
-def _model_of(pipe: Any, request: Request) -> Any:
+def _given_model(pipe: Any, request: Request) -> GivenModel:
     # Not on top: this brings diffusers.
     from everyframe.families.pipeline.given import given_pipeline
 
-    return given_pipeline(pipe, family_options("pipeline", request))
+    model = given_pipeline(pipe, family_options("pipeline", request))
+    return GivenModel("pipeline", model, model.digests)
 
 
 def _events_of_pipe(pipe: Any, request: Request, num_threads: int | None) -> Iterator[Event]:
     check_option_names(request)
-    model = _model_of(pipe, request)
-    here = Request(**{**request.given(), "device": model.device})
-    given = GivenModel("pipeline", model)
+    given = _given_model(pipe, request)
+    here = Request(**{**request.given(), "device": given.model.device})
     return engine.stream(here, num_threads=num_threads, given_model=given)
 
 

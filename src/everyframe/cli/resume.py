@@ -14,7 +14,7 @@ from typing import IO, Any
 from everyframe.cli.generate import is_silent, make
 from everyframe.cli.options import command, flag, optional, request_flag, run_flag
 from everyframe.cli.text import json_line, shortened
-from everyframe.core.errors import ExitCode, InputError
+from everyframe.core.errors import BusyError, ExitCode, InputError
 from everyframe.core.events import Events
 from everyframe.core.request import Request
 from everyframe.engine.torchrun import under_torchrun
@@ -53,7 +53,8 @@ def resume(
         if run is None:
             raise InputError(f"say which run is to be forgotten: everyframe resume {found.name} "
                              "--forget")  # fmt: skip
-        found.locked().release()
+        if found.is_busy():
+            raise BusyError(f"the run {found.name} is being worked on; end that process first")
         found.remove()
         return int(ExitCode.DONE)
     # Checked as the options of a run, which they replace.

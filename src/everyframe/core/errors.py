@@ -147,6 +147,8 @@ class NotPlainError(EveryframeError):
 class DamagedError(EveryframeError):
     """What was kept is not there as it was written."""
 
+    exit_code = ExitCode.WRONG_INPUT
+
 
 class PeerLostError(WorkerDiedError):
     """Another rank went away or does not answer; which one, and why, others may know better."""

@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +24,21 @@ from everyframe.core.plan import Plan
 from everyframe.core.request import Request
 from everyframe.engine.ranks import Here
 from everyframe.families.family import Take
+from everyframe.planning.resolve import GivenModel
 from everyframe.runs.answers import KeptAnswers
 from everyframe.runs.folder import RunFolder, new_run
 from everyframe.runs.keeper import Keep, Keeper
 from everyframe.runs.store import Store
 
 
-def begin(how: Keep, request: Request, plan: Plan, record: dict[str, Any]) -> Keeper:
-    """A new run folder with what was asked and planned.
+def begin(
+    how: Keep,
+    request: Request,
+    plan: Plan,
+    record: dict[str, Any],
+    given: GivenModel | None = None,
+) -> Keeper:
+    """A new run folder with what was asked and planned, and of what model where one was given.
 
     Where it can't be written, nothing is kept and the keeper has a note of it.
     """
@@ -47,6 +53,7 @@ def begin(how: Keep, request: Request, plan: Plan, record: dict[str, Any]) -> Ke
             "place": os.getcwd(),
             "output": how.output,
             "as_uint8": how.as_uint8,
+            "given": None if given is None else dict(given.digests()),
         }
         write(folder, told, request, plan, record)
     except (OSError, NotPlainError) as error:
@@ -112,7 +119,7 @@ def kept(keeper: Keeper, takes: Sequence[Take]) -> Iterator[None]:
     folder = keeper.folder
     for take in takes if folder is not None else ():
         assert folder is not None
-        take.answers = KeptAnswers(folder.answers / str(take.seed), partial(_failed, keeper))
+        take.answers = KeptAnswers(folder.answers / str(take.seed), keeper.note)
     remove = False
     try:
         yield
@@ -129,10 +136,3 @@ def kept(keeper: Keeper, takes: Sequence[Take]) -> Iterator[None]:
     finally:
         # Others may be at work on other parts of it.
         keeper.finish(remove=remove and (folder is None or folder.part == 0))
-
-
-def _failed(keeper: Keeper, why: str) -> None:
-    keeper.note(
-        f"the answers of this pipeline's models can't be kept ({why}); it goes on, and if it is "
-        "broken off they are computed again"
-    )

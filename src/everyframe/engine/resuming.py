@@ -8,6 +8,7 @@ an error, and what may matter (versions) is a note. Read next: `run.py`, `keepin
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +31,8 @@ from everyframe.hardware.facts import machine_facts
 from everyframe.media.paths import check_folder
 from everyframe.planning.models import find_model
 from everyframe.planning.resolve import GivenModel
-from everyframe.runs.folder import RunFolder
+from everyframe.runs.files import UNREADABLE, read_json
+from everyframe.runs.folder import Lock, RunFolder
 from everyframe.runs.keeper import Keep, Keeper, Pace, Progress, furthest
 from everyframe.runs.store import Store
 
@@ -39,6 +41,7 @@ from everyframe.runs.store import Store
 class BrokenOff:
     """A run that was broken off: what was asked and planned, and how it was kept.
 
+    `given` has the digests of a model that was given in Python, by component (None for any other).
     `relieved` is what had to be done by all of its ranks so that they need less memory.
     """
 
@@ -49,6 +52,7 @@ class BrokenOff:
     place: Path
     output: str | None
     as_uint8: bool
+    given: dict[str, str] | None = None
     relieved: tuple[Repaired, ...] = ()
 
 
@@ -58,9 +62,9 @@ def read_run(folder: RunFolder) -> BrokenOff:
     Raises:
         DamagedError: the folder holds none, or not as it was written.
     """
-    written = folder.run()
     fetch = Store(folder.given).fetch
     try:
+        written = folder.run()
         request, plan = (from_plain(written[name], fetch) for name in ("request", "plan"))
         found = BrokenOff(
             folder=folder,
@@ -70,10 +74,19 @@ def read_run(folder: RunFolder) -> BrokenOff:
             place=Path(written["place"]),
             output=written["output"],
             as_uint8=bool(written["as_uint8"]),
+            given=written["given"],
             relieved=relieved_of(written.get("relieved", ())),
         )
-    except (KeyError, TypeError) as error:
-        raise DamagedError(f"{folder.path} can't be read: {error}") from error
+        for path in folder.path.glob("shortages*.json"):
+            # Without them other bits may come of it: from there on it was computed otherwise.
+            read_json(path)
+    except DamagedError as error:
+        raise error.reworded(
+            f"{error}; {folder.name} can't be gone on with, but made again from its beginning "
+            f"(everyframe resume {folder.name} --forget removes it)"
+        ) from error
+    except UNREADABLE as error:
+        raise DamagedError(f"{folder.path} can't be read: {error!r}") from error
     if not isinstance(request, Request) or not isinstance(plan, Plan):
         raise DamagedError(f"{folder.path} holds no request and plan")
     return found
@@ -99,7 +112,7 @@ def go_on(
     `scarcity` is what these ranks lacked memory for, which is done in less from here on.
     """
     leads = join is None or join.rank == 0
-    lock = folder.locked() if leads else None
+    lock = _locked(folder) if leads else None
     try:
         run = read_run(folder)
         place = _place_of_report(run) if leads else None
@@ -139,6 +152,18 @@ def go_on(
     finally:
         if lock is not None:
             lock.release()
+
+
+def _locked(folder: RunFolder) -> Lock:
+    """The run for this process alone; `InputError` where that can't be had."""
+    try:
+        return folder.locked()
+    except OSError as error:
+        raise InputError(
+            f"the run {folder.name} can't be gone on with in {folder.path.parent} "
+            f"({error.strerror}); copy its folder to another disk and give it by its path: "
+            "everyframe resume FOLDER"
+        ) from error
 
 
 def _place_of_report(run: BrokenOff) -> Path | None:
@@ -199,6 +224,7 @@ def _read(keeper: Keeper, run: BrokenOff, takes: list[Take]) -> tuple[Progress, 
 
 def _model(run: BrokenOff, given: GivenModel | None) -> Any:
     if given is not None:
+        check_given(run, given.digests())
         return given.model
     if run.record.get("model", {}).get("sha256") is None:
         raise InputError(
@@ -206,6 +232,23 @@ def _model(run: BrokenOff, given: GivenModel | None) -> Any:
             f"load that again and call everyframe.resume({run.folder.name!r}, pipe=pipe)"
         )
     return find_model(run.request, may_fetch=True)[0]
+
+
+def check_given(run: BrokenOff, digests: Mapping[str, str]) -> None:
+    """Raise `InputError` if a model with these digests is not the one that a run was begun with."""
+    if run.given is None:
+        raise InputError(
+            f"the run {run.folder.name} was begun with {run.plan.model}, and not with a pipeline "
+            f"that was given in Python; go on with it by everyframe.resume({run.folder.name!r})"
+        )
+    names = sorted(run.given.keys() | digests.keys())
+    others = [name for name in names if run.given.get(name) != digests.get(name)]
+    if others:
+        raise InputError(
+            f"the pipeline is not the one that {run.folder.name} was begun with: another "
+            f"{', '.join(others)} (weights, dtype, config, device, adapters or hooks); set it up "
+            "as it was to go on with that run, or make the video again from its beginning"
+        )
 
 
 def _check_here(run: BrokenOff, *, is_same: bool) -> None:
@@ -221,7 +264,7 @@ def _check_place(run: BrokenOff) -> None:
         return
     for name, value in {**run.request.given(), **run.request.family_options}.items():
         is_text = isinstance(value, (str, Path)) and name != "prompt"
-        if is_text and not Path(value).is_absolute() and (run.place / value).exists():
+        if is_text and not Path(value).is_absolute() and os.path.exists(run.place / value):
             raise InputError(
                 f"the run {run.folder.name} was begun in {run.place}, where its {name} "
                 f"{str(value)!r} lies; go there first: cd {run.place}"

@@ -105,7 +105,7 @@ def stream(
     yield Ready(record)
     here = joined(plan, model, record, peers)
     how = Keep(runs_folder()) if keep is None else keep
-    keeper = keeper_of(here, how, begin(how, request, plan, record))
+    keeper = keeper_of(here, how, begin(how, request, plan, record, given_model))
     events = work(here, model, record, keeper, Progress(takes=here.mine(takes)))
     if place is None or (peers is not None and peers.rank):
         yield from events

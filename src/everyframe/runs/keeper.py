@@ -20,6 +20,7 @@ from everyframe.core.events import Event, Frames, Note
 from everyframe.core.plain import from_plain, to_plain
 from everyframe.families.family import Take
 from everyframe.media.pixels import to_uint8
+from everyframe.runs.files import UNREADABLE
 from everyframe.runs.folder import Lock, RunFolder
 from everyframe.runs.shortages import KeptShortages
 from everyframe.runs.store import Store, hashes_in
@@ -169,8 +170,9 @@ class Keeper:
             DamagedError: what was kept is not as it was written.
         """
         state, store = place.state(), Store(place.tensors)
+        if state is None:
+            raise DamagedError(f"{place.path} has no state")
         try:
-            assert state is not None, f"{place} has no state"
             kept = {each["seed"]: each for each in state["takes"]}
             for take in takes:
                 for name in _OF_TAKE:
@@ -184,8 +186,8 @@ class Keeper:
                 state["clip"], state["stage"], takes, frames=frames,
                 repairs=state["repairs"], warnings=state.get("warnings", []),
             )  # fmt: skip
-        except (KeyError, TypeError, ValueError) as error:
-            raise DamagedError(f"the state of {place.path} can't be read: {error}") from error
+        except UNREADABLE as error:
+            raise DamagedError(f"the state of {place.path} can't be read: {error!r}") from error
 
     def _brought(self, mark: Any, store: Store) -> Any:
         """What stands for kept frames here, where they were kept in `store`."""
@@ -248,6 +250,6 @@ def furthest(folder: RunFolder, seeds: Sequence[int]) -> RunFolder | None:
             if state is not None and set(seeds) <= steps.keys():
                 far = (state["clip"], state["stage"], sum(steps[seed] for seed in seeds))
                 found.append((far, each))
-        except (DamagedError, KeyError, TypeError):
+        except (DamagedError, *UNREADABLE):
             found.append(((-1,), each))
     return max(found, key=lambda one: one[0])[1] if found else None

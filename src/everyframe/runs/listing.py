@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from everyframe.core.errors import DamagedError
+from everyframe.runs.files import UNREADABLE
 from everyframe.runs.folder import RunFolder, all_runs
 
 
@@ -41,7 +42,7 @@ def _listed(folder: RunFolder) -> Listed:
         model, prompt = str(written["record"]["model"]["name"]), str(settings["prompt"])
         seed = int(settings["seed"])
         progress = _progress(folder, settings)
-    except (DamagedError, KeyError, TypeError, ValueError) as error:
+    except (DamagedError, *UNREADABLE) as error:
         model, prompt, seed = "?", "", 0
         progress = f"can't be read: {error}"
     return Listed(

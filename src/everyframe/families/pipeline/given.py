@@ -21,6 +21,7 @@ from everyframe.families.pipeline import settle
 from everyframe.families.pipeline.chunks import chunk_savings
 from everyframe.families.pipeline.classes import checked
 from everyframe.families.pipeline.components import STAGE, prefers, working_bytes
+from everyframe.families.pipeline.digests import digest_pipeline
 from everyframe.families.pipeline.interface import Interface, of_pipeline
 from everyframe.families.pipeline.options import PipelineOptions
 from everyframe.families.pipeline.sizes import Sizes
@@ -82,6 +83,10 @@ class GivenPipeline:
     def weight_files(self) -> tuple[str, ...]:
         """None: weights in memory may be anybody's mixture, so no file stands for them."""
         return ()
+
+    def digests(self) -> dict[str, str]:
+        """What it is, by component: to be compared when a run of it is gone on with."""
+        return digest_pipeline(self.pipe)
 
     def smaller(self, settings: Settings) -> Iterator[Settings]:
         """Settings like these that need less memory."""
