@@ -209,7 +209,7 @@ def test_what_was_cut_of_a_prompt_stays_in_the_record(model: str, tmp_path: Path
     folder = cut(model, tmp_path, prompt="a red circle " * 20, truncate_prompt=True)
     done = list(resuming.go_on(folder))[-1]
     assert isinstance(done, VideoDone)
-    (warning,) = done.record["warnings"]
+    (warning,) = done.record["notes"]
     assert "its end is cut: 'circle" in warning
 
 

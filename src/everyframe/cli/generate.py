@@ -27,7 +27,6 @@ from everyframe.core.events import (
     Kept,
     Note,
     Planned,
-    Ready,
     Sound,
     VideoDone,
     Written,
@@ -69,7 +68,7 @@ def generate(
     check_given(wanted.request)
     if output is None:
         check_here()
-    return make(_events(wanted, output, run_dir), output, json=json, wanted=wanted)
+    return make(_events(wanted, output, run_dir), output, json=json)
 
 
 def _events(wanted: Asked, output: str | None, run_dir: str | None) -> Callable[[], Events]:
@@ -78,6 +77,7 @@ def _events(wanted: Asked, output: str | None, run_dir: str | None) -> Callable[
 
     def started() -> Events:
         # Not on top: these bring NumPy, or torch, and a wrong option should be told at once.
+        from everyframe.engine.comparison import compare_with
         from everyframe.engine.launch import is_possible, launched
         from everyframe.engine.process import Job
 
@@ -85,12 +85,14 @@ def _events(wanted: Asked, output: str | None, run_dir: str | None) -> Callable[
         if is_possible():
             job = Job(wanted.request, num_threads=wanted.num_threads, root=root, output=place,
                       as_uint8=True)  # fmt: skip
-            return launched(job.of_ranks(wanted.request.num_ranks, under_torchrun()))
+            events = launched(job.of_ranks(wanted.request.num_ranks, under_torchrun()))
+            return compare_with(wanted.record, events)
         from everyframe.engine.run import stream
         from everyframe.runs.keeper import Keep
 
         keep = Keep(root, place, as_uint8=True)
-        return stream(wanted.request, num_threads=wanted.num_threads, keep=keep)
+        events = stream(wanted.request, num_threads=wanted.num_threads, keep=keep)
+        return compare_with(wanted.record, events)
 
     return started
 
@@ -111,7 +113,6 @@ def make(
     output: str | None,
     *,
     json: bool,
-    wanted: Asked | None = None,
 ) -> int:
     """Take the events of a run and write its videos; the exit code.
 
@@ -122,14 +123,14 @@ def make(
             for _ in events:
                 pass
         return int(ExitCode.DONE)
-    paths: list[str] = []
+    paths: dict[int, str] = {}
     try:
         with reporter(json) as shown:
-            _make(start, output, shown, paths, wanted)
+            _make(start, output, shown, paths)
     finally:
         # After the bar is gone; and what was finished is named even if a later video failed.
         if not json:
-            for path in paths:
+            for _, path in sorted(paths.items()):
                 print(path, flush=True)
     return int(ExitCode.DONE)
 
@@ -138,10 +139,9 @@ def _make(
     start: Callable[[], Events],
     output: str | None,
     shown: Reporter,
-    finished: list[str],
-    wanted: Asked | None,
+    finished: dict[int, str],
 ) -> None:
-    """Run the request and write its videos; the path of each goes into `finished`."""
+    """Run the request and write its videos; the path of each goes into `finished`, by its seed."""
     with shown.starting():
         events = start()
         # Not on top: it brings FFmpeg. The worker, where there is one, is starting meanwhile.
@@ -163,10 +163,8 @@ def _make(
                 if isinstance(event, Kept):
                     run = RunFolder(Path(event.path))
                 _take(event, sink, shown)
-                if isinstance(event, Ready) and wanted is not None:
-                    _show_differences(wanted, event, shown)
                 if isinstance(event, VideoDone):
-                    finished.append(_finish(event, sink, shown, run))
+                    finished[event.seed] = _finish(event, sink, shown, run)
     except KeyboardInterrupt as error:
         how = "nothing unfinished was left behind"
         if run is not None and run.path.is_dir():
@@ -202,16 +200,6 @@ def _keep_sound(sink: Sink, event: Sound, shown: Reporter) -> None:
     why_not = sink.add_sound(event)
     if why_not is not None:
         shown.show(Note(why_not))
-
-
-def _show_differences(wanted: Asked, ready: Ready, shown: Reporter) -> None:
-    """Say why the frames may differ from those of the record that is repeated."""
-    if wanted.record is None:
-        return
-    from everyframe.engine.record import differences
-
-    for line in differences(wanted.record, ready.record):
-        shown.show(Note(f"the frames may differ from the recorded ones: {line}"))
 
 
 COMMAND = composed(generate, tuple(RUN_FLAGS), _HELP)

@@ -32,7 +32,7 @@ from everyframe.media.paths import check_folder
 from everyframe.planning.models import find_model
 from everyframe.planning.resolve import GivenModel
 from everyframe.runs.files import UNREADABLE, read_json
-from everyframe.runs.folder import Lock, RunFolder
+from everyframe.runs.folder import Lock, RunFolder, free_runs
 from everyframe.runs.keeper import Keep, Keeper, Pace, Progress, furthest
 from everyframe.runs.store import Store
 
@@ -201,8 +201,15 @@ def _progress(keeper: Keeper, run: BrokenOff, takes: list[Take]) -> tuple[Progre
     return progress, says
 
 
+def _named(run: BrokenOff) -> str:
+    """The run's name, and by what a person knows it."""
+    settings = run.plan.settings
+    what = f'"{run.plan.settings.prompt[:60]}", ' if settings.prompt else ""
+    return f"{run.folder.name} ({run.plan.model}, {what}seed {settings.seed})"
+
+
 def _read(keeper: Keeper, run: BrokenOff, takes: list[Take]) -> tuple[Progress, str]:
-    name = run.folder.name
+    name = _named(run)
     kept = furthest(run.folder, [take.seed for take in takes])
     if kept is None:
         return Progress(takes=takes), f"goes on with {name} from its beginning"
@@ -224,7 +231,13 @@ def _read(keeper: Keeper, run: BrokenOff, takes: list[Take]) -> tuple[Progress, 
 
 def _model(run: BrokenOff, given: GivenModel | None) -> Any:
     if given is not None:
-        check_given(run, given.digests())
+        if run.given is None:
+            raise InputError(
+                f"the run {run.folder.name} was begun with {run.plan.model}, and not with a "
+                "pipeline that was given in Python; go on with it by "
+                f"everyframe.resume({run.folder.name!r})"
+            )
+        _check_given(run.folder, run.given, given.digests())
         return given.model
     if run.record.get("model", {}).get("sha256") is None:
         raise InputError(
@@ -234,18 +247,33 @@ def _model(run: BrokenOff, given: GivenModel | None) -> Any:
     return find_model(run.request, may_fetch=True)[0]
 
 
-def check_given(run: BrokenOff, digests: Mapping[str, str]) -> None:
-    """Raise `InputError` if a model with these digests is not the one that a run was begun with."""
-    if run.given is None:
+def find_run_of(digests: Mapping[str, str]) -> RunFolder:
+    """The last run that was broken off of the model in memory with these digests.
+
+    Raises:
+        InputError: there is none; if there is one of another model, what is another in that.
+    """
+    found: list[tuple[RunFolder, dict[str, str]]] = []
+    for folder in free_runs():
+        given = folder.run().get("given") if folder.is_readable() else None
+        found += [] if given is None else [(folder, given)]
+    if not found:
         raise InputError(
-            f"the run {run.folder.name} was begun with {run.plan.model}, and not with a pipeline "
-            f"that was given in Python; go on with it by everyframe.resume({run.folder.name!r})"
+            "no run of a pipeline that was given in Python was broken off: there is nothing to go "
+            "on with"
         )
-    names = sorted(run.given.keys() | digests.keys())
-    others = [name for name in names if run.given.get(name) != digests.get(name)]
+    fitting = [folder for folder, given in found if given == digests]
+    if not fitting:
+        _check_given(*found[-1], digests)
+    return fitting[-1]
+
+
+def _check_given(folder: RunFolder, was: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Raise `InputError` if a model with the digests `now` is not the one that a run began with."""
+    others = [name for name in sorted(was.keys() | now.keys()) if was.get(name) != now.get(name)]
     if others:
         raise InputError(
-            f"the pipeline is not the one that {run.folder.name} was begun with: another "
+            f"the pipeline is not the one that {folder.name} was begun with: another "
             f"{', '.join(others)} (weights, dtype, config, device, adapters or hooks); set it up "
             "as it was to go on with that run, or make the video again from its beginning"
         )

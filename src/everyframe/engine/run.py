@@ -194,7 +194,7 @@ def _run(
                 progress.repairs.append({"clip": clip, **event.to_json()})
                 _remember(key, plan, event)
             if isinstance(event, Note) and event.in_record:
-                progress.warnings.append(event.text)
+                progress.notes.append((event.seed, event.text))
             if isinstance(event, Step) and stage.goes_on:
                 keeper.write(progress)
             if isinstance(event, Frames):
@@ -254,9 +254,10 @@ def _done(
     record: dict[str, Any],
     progress: Progress,
 ) -> Iterator[Event]:
-    told = {"repairs": [*progress.repairs], "warnings": [*progress.warnings]}
-    whole = {**record, **{name: said for name, said in told.items() if said}}
     for seed in seeds:
+        notes = [text for of, text in progress.notes if of in (None, seed)]
+        told = {"repairs": [*progress.repairs], "notes": notes}
+        whole = {**record, **{name: said for name, said in told.items() if said}}
         yield VideoDone(seed, num_frames[seed], for_seed(whole, seed))
 
 

@@ -112,6 +112,14 @@ class RunFolder:
             raise DamagedError(f"{self.path} holds no run of {SCHEMA!r}, but {found}")
         return values
 
+    def is_readable(self) -> bool:
+        """Whether it is as it was written, as far as what does not change goes."""
+        try:
+            self.run()
+        except DamagedError:
+            return False
+        return True
+
     def began(self) -> float:
         """When it was begun, in seconds since 1970; names tell it to the second and are used again.
 
@@ -255,6 +263,11 @@ def all_runs(root: Path | None = None) -> Iterator[RunFolder]:
     yield from sorted(found, key=lambda run: (run.began(), run.name))
 
 
+def free_runs(root: Path | None = None) -> list[RunFolder]:
+    """The runs that nobody works on, oldest first."""
+    return [run for run in all_runs(root) if not run.is_busy()]
+
+
 def find_run(name: str | Path | None = None, root: Path | None = None) -> RunFolder:
     """The run of that name or at that path; without a name the last one that nobody works on.
 
@@ -263,12 +276,12 @@ def find_run(name: str | Path | None = None, root: Path | None = None) -> RunFol
     """
     if name is not None and (Path(name) / _RUN).is_file():
         return RunFolder(Path(name).absolute())
-    found = list(all_runs(root))
     if name is None:
-        free = [run for run in found if not run.is_busy()]
+        free = free_runs(root)
         if not free:
             raise InputError("no run was broken off: there is nothing to go on with")
         return free[-1]
+    found = list(all_runs(root))
     for run in found:
         if run.name == str(name):
             return run

@@ -64,16 +64,16 @@ class Keep:
 class Progress:
     """How far a run came: which stage of which clip comes next, with takes as they were then.
 
-    `frames` are those of the clips before, in order, with what they were kept as; `warnings` what
-    was said that stands in the record, and `repairs` what was raised in precision so far, as the
-    record holds it.
+    `frames` are those of the clips before, in order, with what they were kept as; `notes` what
+    was said that stands in the record, each with the seed that it is of; `repairs` what was raised
+    in precision so far, as the record holds it.
     """
 
     clip: int = 0
     stage: int = 0
     takes: Sequence[Take] = ()
     repairs: list[dict[str, Any]] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
+    notes: list[tuple[int | None, str]] = field(default_factory=list)
     frames: list[tuple[int, int, Any]] = field(default_factory=list)
 
 
@@ -184,7 +184,7 @@ class Keeper:
             ]
             return Progress(
                 state["clip"], state["stage"], takes, frames=frames,
-                repairs=state["repairs"], warnings=state.get("warnings", []),
+                repairs=state["repairs"], notes=[(seed, text) for seed, text in state["notes"]],
             )  # fmt: skip
         except UNREADABLE as error:
             raise DamagedError(f"the state of {place.path} can't be read: {error!r}") from error
@@ -220,7 +220,7 @@ class Keeper:
             "stage": progress.stage,
             "takes": takes,
             "repairs": progress.repairs,
-            "warnings": progress.warnings,
+            "notes": progress.notes,
             "frames": progress.frames,
         }
         folder.write_state(state)

@@ -62,7 +62,7 @@ class GivenPipeline:
                 "vae_tiling would change a pipeline that is yours; call pipe.vae.enable_tiling()"
             )
         settings, notes = settle.settle(self.sizes, self.title, request, self.options, seed)
-        return settings, (*notes, "memory is forecast roughly, and time not at all")
+        return settings, notes
 
     def components(self, settings: Settings) -> tuple[Component, ...]:
         """Its modules, in the dtypes that they have."""
