@@ -198,7 +198,8 @@ class Guard:
             if again is not None:
                 return again
         self.note(
-            f"{self._where(step)}: {len(blank)} of {len(pixels)} frames are of one colour "
+            # Without how much memory there was, so that the same run has the same record.
+            f"{self.place(step)}: {len(blank)} of {len(pixels)} frames are of one colour "
             "though their latents are not, in float32 too; they are written as they are",
             in_record=True,
         )
