@@ -209,6 +209,14 @@ class _InWorkerError(Exception):
         return "in the worker:\n" + "".join(self.args)
 
 
+def _of_class(kind: type[Exception], text: str) -> Exception:
+    """An error of Python's with that text; some can't be made of one, and come by their name."""
+    try:
+        return kind(text)
+    except TypeError:
+        return RuntimeError(f"{kind.__name__}: {text}")
+
+
 def _raised_again(worker: Worker, told: dict[str, Any]) -> BaseException:
     """The error that a worker told, of its own class where that is ours or Python's."""
     name, text = told["class"], told["text"]
@@ -222,7 +230,7 @@ def _raised_again(worker: Worker, told: dict[str, Any]) -> BaseException:
     if told.get("strerror"):
         error = OSError(told["errno"], told["strerror"], told["file"])
     elif isinstance(pythons, type) and issubclass(pythons, Exception):
-        error = pythons(text)
+        error = _of_class(pythons, text)
     else:
         error = EveryframeError(text) if "trace" not in told else RuntimeError(f"{name}: {text}")
     if "trace" in told:
