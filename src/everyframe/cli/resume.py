@@ -6,6 +6,7 @@ The video goes where it was to go. Read next: `generate.py`, `everyframe.engine.
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -21,6 +22,7 @@ from everyframe.engine.torchrun import under_torchrun
 from everyframe.media.paths import check_here, check_output
 from everyframe.runs.folder import RunFolder, find_run, root_of
 from everyframe.runs.listing import Listed, list_runs
+from everyframe.runs.retention import MOST_BYTES, days_of_runs
 
 _HELP = """Go on with a run that was broken off: the video is that of an unbroken run, bit for bit.
 
@@ -106,6 +108,15 @@ def _list(root: Path | None, *, as_json: bool) -> int:
     return int(ExitCode.DONE)
 
 
+def _age(seconds: float) -> str:
+    """Since something of a run was written last, in whole units."""
+    for unit, length in (("day", 86_400), ("hour", 3_600), ("minute", 60)):
+        number = int(seconds // length)
+        if number > 0:
+            return f"{number} {unit}" + ("s" if number > 1 else "")
+    return "now"
+
+
 def print_runs(rows: Sequence[Listed], file: IO[str]) -> None:
     """One row a run that can be gone on with, and what it is to show."""
     from everyframe.cli.tables import console, table
@@ -115,11 +126,19 @@ def print_runs(rows: Sequence[Listed], file: IO[str]) -> None:
     if not rows:
         out.print("no run was broken off")
         return
-    shown = table(*((name, "left") for name in ("run", "model", "how far", "kept")))
+    shown = table(*((name, "left") for name in ("run", "model", "how far", "age", "kept")))
     for row in rows:
         far = f"{row.progress}; at work" if row.is_busy else row.progress
-        shown.add_row(row.run, row.model, far, describe_bytes(row.num_bytes))
+        age = _age(time.time() - row.written)
+        shown.add_row(row.run, row.model, far, age, describe_bytes(row.num_bytes))
     out.print(shown)
+    total, days = sum(row.num_bytes for row in rows), days_of_runs()
+    if days:
+        out.print(
+            f"{describe_bytes(total)} in all; a run goes when nothing of it was written for "
+            f"{days:g} days, the oldest when all take more than {describe_bytes(MOST_BYTES)}",
+            style="dim",
+        )
     for row in rows:
         out.print(f"{row.run}  {shortened(row.prompt, 58)}", style="dim")
 

@@ -28,6 +28,7 @@ from everyframe.planning.resolve import GivenModel
 from everyframe.runs.answers import KeptAnswers
 from everyframe.runs.folder import RunFolder, new_run
 from everyframe.runs.keeper import Keep, Keeper
+from everyframe.runs.retention import days_of_runs, describe, remove_old_runs
 from everyframe.runs.store import Store
 
 
@@ -44,6 +45,7 @@ def begin(
     """
     if how.root is None:
         return Keeper(None, how)
+    days_of_runs()  # a wrong one is told before there is a run
     folder: RunFolder | None = None
     try:
         folder = new_run(how.root)
@@ -66,7 +68,18 @@ def begin(
             "broken off. EVERYFRAME_RUNS names another folder"
         )
         return keeper
-    return Keeper(folder, how, lock)
+    keeper = Keeper(folder, how, lock)
+    _remove_old_runs(how.root, keeper)
+    return keeper
+
+
+def _remove_old_runs(root: Path, keeper: Keeper) -> None:
+    """Have the folder of runs not grow for ever; what goes is told."""
+    try:
+        for removed in remove_old_runs(root):
+            keeper.note(describe(removed))
+    except OSError as error:
+        keeper.note(f"old runs in {root} can't be removed ({error.strerror or error})")
 
 
 def write(

@@ -171,6 +171,11 @@ class RunFolder:
                 return _is_of_another(error)
         return False
 
+    def last_written(self) -> float:
+        """When anything of it was written last, in seconds since 1970."""
+        places = [self.path, *self.path.rglob("*")]
+        return max(place.stat().st_mtime for place in places if place.name != _LOCK)
+
     def num_bytes(self) -> int:
         """What it takes on the disk."""
         return sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())

@@ -17,7 +17,10 @@ from everyframe.runs.folder import RunFolder, all_runs
 
 @dataclass(frozen=True)
 class Listed:
-    """One run. `began` is in seconds since 1970, `progress` how far it came, in words."""
+    """One run: `progress` is how far it came, in words.
+
+    `began` and `written`, when anything of it was written last, are in seconds since 1970.
+    """
 
     run: str
     path: str
@@ -28,6 +31,7 @@ class Listed:
     progress: str
     num_bytes: int
     is_busy: bool
+    written: float
 
 
 def list_runs(root: str | Path | None = None) -> list[Listed]:
@@ -55,6 +59,7 @@ def _listed(folder: RunFolder) -> Listed:
         progress=progress,
         num_bytes=folder.num_bytes(),
         is_busy=folder.is_busy(),
+        written=folder.last_written(),
     )
 
 
