@@ -168,7 +168,7 @@ def test_a_copy_is_the_same_pipeline(pipe: Any, loaded: Any, tmp_path: Path) -> 
 
 
 def test_a_value_in_a_large_tensor_is_seen_in_what_a_call_is_given() -> None:
-    """Of a call's inputs every bit counts; in the same sums by rows and columns, too."""
+    """Of what a call is given every bit counts."""
     large = torch.randn(1 << 19)
     seen = {digest_call("unet", (large,), {})}
     for change in (lambda x: x.index_fill(0, torch.tensor([77777]), 3.0), lambda x: x.roll(8192),

@@ -18,13 +18,9 @@ from torch import Tensor, nn
 
 #: Values of a tensor of a pipeline that enter its digest, evenly spaced.
 _MOST_SAMPLES = 1 << 14
-#: Bytes of a call's tensor that are hashed as they are; larger ones are summed where they lie.
-_MOST_BYTES = 1 << 20
 #: What a config says of where it came from, and not of what it is.
 _OF_ORIGIN = {"_name_or_path", "name_or_path", "_commit_hash", "_diffusers_version",
               "transformers_version", "warnings_issued"}  # fmt: skip
-#: Words of eight bytes in a row, of which large tensors are summed by rows and by columns.
-_ROW = 1 << 12
 
 
 def digest_call(name: str, args: Any, kwargs: Mapping[str, Any]) -> str:
@@ -32,7 +28,7 @@ def digest_call(name: str, args: Any, kwargs: Mapping[str, Any]) -> str:
 
     Devices do not enter, and of objects that are no data only the class does.
     """
-    hasher = _hasher()
+    hasher = hashlib.sha256()
     for part in _parts_of([name, args, kwargs]):
         hasher.update(part)
     return hasher.hexdigest()
@@ -54,14 +50,8 @@ def digest_pipeline(pipe: Any) -> dict[str, str]:
     return found
 
 
-def _hasher() -> hashlib.blake2b:
-    return hashlib.blake2b(digest_size=16)
-
-
 def _digest(values: list[Any]) -> str:
-    hasher = _hasher()
-    hasher.update(json.dumps(values, default=_said).encode())
-    return hasher.hexdigest()
+    return hashlib.sha256(json.dumps(values, default=_said).encode()).hexdigest()
 
 
 def _said(value: Any) -> Any:
@@ -143,10 +133,10 @@ def _of_weight(tensor: Tensor) -> list[Any]:
     told: list[Any] = [str(tensor.dtype), [*tensor.shape]]
     if tensor.is_meta:
         return told
-    return [*told, hashlib.blake2b(_samples(tensor), digest_size=16).hexdigest()]
+    return [*told, hashlib.sha256(_samples(tensor)).hexdigest()]
 
 
-def _samples(tensor: Tensor) -> bytes:
+def _samples(tensor: Tensor) -> Any:
     """Values of the tensor, evenly spaced, all of a small one, as bytes."""
     flat = tensor.reshape(-1)
     # Odd, as a step that divides the length of a row would see one column alone.
@@ -154,24 +144,21 @@ def _samples(tensor: Tensor) -> bytes:
     return _bytes(flat[::step])
 
 
-def _copied(flat: Tensor) -> Tensor:
-    """The same values one after the other; torch has doubts of one value of an expanded tensor."""
-    return flat.clone(memory_format=torch.contiguous_format)
-
-
-def _bytes(flat: Tensor) -> bytes:
-    values: bytes = _copied(flat).view(torch.uint8).cpu().numpy().tobytes()
-    return values
+def _bytes(flat: Tensor) -> Any:
+    """The values of a tensor of one dimension, one after the other."""
+    # A copy, as one value of an expanded tensor is nothing that can be seen as bytes.
+    own = flat.clone(memory_format=torch.contiguous_format)
+    return own.view(torch.uint8).cpu().numpy()
 
 
 # -------------------------------------------------------------------------------------------- calls
 
 
-def _parts_of(value: Any) -> Iterator[bytes]:
+def _parts_of(value: Any) -> Iterator[Any]:
     """What a value is, in pieces that no other value has."""
     if isinstance(value, Tensor):
         yield f"tensor {value.dtype} {[*value.shape]};".encode()
-        yield from () if value.is_meta else _of_values(value.detach())
+        yield b"" if value.is_meta else _bytes(value.detach().reshape(-1))
     elif isinstance(value, np.ndarray):
         yield f"array {value.dtype} {value.shape};".encode()
         yield value.tobytes()
@@ -188,17 +175,3 @@ def _parts_of(value: Any) -> Iterator[bytes]:
         yield f"{type(value).__name__} {len(repr(value))} {value!r};".encode()
     else:
         yield f"{_kind(value)};".encode()
-
-
-def _of_values(tensor: Tensor) -> Iterator[bytes]:
-    flat = tensor.reshape(-1)
-    if flat.numel() * flat.element_size() <= _MOST_BYTES:
-        yield _bytes(flat)
-        return
-    # On its device, and exact: sums of whole numbers that wrap around are the same in any order.
-    words = _copied(flat).view(torch.uint8)
-    whole = len(words) // (8 * _ROW) * 8 * _ROW
-    rows = words[:whole].view(torch.int64).reshape(-1, _ROW)
-    yield _bytes(rows.sum(0))
-    yield _bytes(rows.sum(1))
-    yield _bytes(words[whole:])
