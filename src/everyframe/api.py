@@ -263,7 +263,8 @@ def _given_model(pipe: Any, request: Request) -> GivenModel:
 def _events_of_pipe(pipe: Any, request: Request, num_threads: int | None) -> Events:
     check_option_names(request)
     given = _given_model(pipe, request)
-    here = Request(**{**request.given(), "device": given.model.device})
+    model: Any = given.model
+    here = Request(**{**request.given(), "device": model.device})
     return engine.stream(here, num_threads=num_threads, given_model=given)
 
 

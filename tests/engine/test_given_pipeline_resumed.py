@@ -7,6 +7,7 @@ two calls: weights, a LoRA that is fused, the scheduler, dtypes, configs, hooks,
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,7 @@ def test_the_same_pipeline_goes_on_and_says_which_run_it_is(pipe: Any) -> None:
     (which,) = [str(each.message) for each in told if "goes on with" in str(each.message)]
     assert folder.name in which
     assert "a red circle" in which
+    assert re.search(r"[1-9]\d* calls of its models were made and are not made again", which)
     assert any("goes on with" in getattr(event, "text", "") for event in events)
     assert not list(all_runs())
 

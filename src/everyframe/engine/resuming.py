@@ -139,6 +139,9 @@ def go_on(
         keeper = Keeper(replace(folder, part=here.group) if here.leads else None, how, lock)
         progress, says = _progress(keeper, run, here.mine(left))
         yield Note(says)
+        if skip and scarcity is None:
+            seeds = ", ".join(map(str, sorted(skip)))
+            yield Note(f"what was made before is left as it is: the videos of seed {seeds}")
         if peers is not None:  # before anybody writes
             peers.world.tell_all(None, "ranks read what was kept")
         if leads and told:
@@ -212,7 +215,7 @@ def _read(keeper: Keeper, run: BrokenOff, takes: list[Take]) -> tuple[Progress, 
     name = _named(run)
     kept = furthest(run.folder, [take.seed for take in takes])
     if kept is None:
-        return Progress(takes=takes), f"goes on with {name} from its beginning"
+        return Progress(takes=takes), f"goes on with {name} from its beginning{_answered(run)}"
     try:
         progress = keeper.read(takes, kept)
     except DamagedError as error:
@@ -223,10 +226,14 @@ def _read(keeper: Keeper, run: BrokenOff, takes: list[Take]) -> tuple[Progress, 
         return again, f"begins {name} again: {error}"
     clip = f"clip {progress.clip + 1} of {run.plan.settings.chain}, " if progress.clip else ""
     steps = sum(take.step for take in takes)
-    return (
-        progress,
-        f"goes on with {name}: {clip}stage {progress.stage + 1}, {steps} steps of it done",
-    )
+    done = f"{clip}stage {progress.stage + 1}, {steps} steps of it done"
+    return progress, f"goes on with {name}: {done}{_answered(run)}"
+
+
+def _answered(run: BrokenOff) -> str:
+    """What is not computed again of a foreign pipeline, in a clause."""
+    number = run.folder.num_answers()
+    return f"; {number} calls of its models were made and are not made again" if number else ""
 
 
 def _model(run: BrokenOff, given: GivenModel | None) -> Any:

@@ -87,6 +87,10 @@ class RunFolder:
         """Where the answers of a foreign pipeline's models lie."""
         return self.path / "answers"
 
+    def num_answers(self) -> int:
+        """How many answers of a foreign pipeline's models there are."""
+        return sum(1 for _ in self.answers.glob("*/*.safetensors"))
+
     def write_run(self, values: Mapping[str, Any]) -> None:
         """Write what does not change. Raises `OSError`."""
         write_json(self.path / _RUN, {"schema": SCHEMA, **values})

@@ -64,7 +64,7 @@ def _listed(folder: RunFolder) -> Listed:
 
 
 def _progress(folder: RunFolder, settings: Mapping[str, Any]) -> str:
-    num_answers = sum(1 for _ in folder.answers.glob("*/*.safetensors"))
+    num_answers = folder.num_answers()
     if num_answers:
         return f"{num_answers} calls of its models"
     state = folder.state()

@@ -71,7 +71,7 @@ def _kind(value: Any) -> str:
 
 
 def _config(part: Any) -> Any:
-    config = getattr(part, "config", None)
+    config: Any = getattr(part, "config", None)
     if hasattr(config, "to_dict"):
         config = {**config.to_dict(), "attention": getattr(config, "_attn_implementation", None)}
     if not isinstance(config, Mapping):
