@@ -23,6 +23,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "explanation" / "house.md"
 #: What `import everyframe` offers. A name is added here and in CHANGELOG.md, and then kept.
 PUBLIC_NAMES = {
     "EveryframeError",
+    "EveryframeWarning",
     "InputError",
     "Plan",
     "Request",

@@ -22,13 +22,14 @@ if TYPE_CHECKING:
         trace,
         trace_diff,
     )
-    from everyframe.core.errors import EveryframeError, InputError
+    from everyframe.core.errors import EveryframeError, EveryframeWarning, InputError
     from everyframe.core.plan import Plan
     from everyframe.core.request import Request
     from everyframe.media.video import Video
 
 __all__ = [
     "EveryframeError",
+    "EveryframeWarning",
     "InputError",
     "Plan",
     "Request",
@@ -46,6 +47,7 @@ __all__ = [
 
 _HOMES = {
     "EveryframeError": "everyframe.core.errors",
+    "EveryframeWarning": "everyframe.core.errors",
     "InputError": "everyframe.core.errors",
     "Plan": "everyframe.core.plan",
     "Request": "everyframe.core.request",

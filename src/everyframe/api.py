@@ -5,26 +5,29 @@ Read next: `core/request.py` for the options, `engine/run.py` for what happens.
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from everyframe.core.errors import InputError
-from everyframe.core.events import Event, Frames, Planned, VideoDone
+from everyframe.core.errors import EveryframeWarning, InputError
+from everyframe.core.events import Event, Events, Frames, Note, Planned, Repaired, VideoDone
 from everyframe.core.events import Sound as SoundMade
 from everyframe.core.plan import Plan
 from everyframe.core.request import Request
 from everyframe.engine import run as engine
 from everyframe.engine import tracing
+from everyframe.engine.comparison import compare_with
 from everyframe.engine.launch import launched, ranks_of
 from everyframe.engine.moving import OF_RANKS
 from everyframe.engine.process import Job
 from everyframe.engine.record import record_in, request_from, threads_to_repeat
-from everyframe.engine.resuming import go_on, read_run
+from everyframe.engine.resuming import find_run_of, go_on, read_run
 from everyframe.families.registry import check_option_names, family_options
 from everyframe.media.paths import exact_fps
 from everyframe.media.pixels import to_uint8
@@ -46,11 +49,13 @@ def generate(
     from_record: str | Path | Mapping[str, Any] | Video | None = None,
     isolate: bool = False,
     run_dir: str | Path | None = None,
+    on_event: Callable[[Event], None] | None = None,
     **options: Any,
 ) -> Video | list[Video]:
-    """Make a video; a list of them if ``num_videos`` is more than 1.
+    """Make a video; a list of them, in the order of their seeds, if ``num_videos`` is more than 1.
 
-    How far it comes is kept until it is done, so that `resume` goes on with it.
+    How far it comes is kept until it is done, so that `resume` goes on with it. What the command
+    line prints as notes and repairs is an `EveryframeWarning` each.
 
     Args:
         prompt: what it shows.
@@ -60,6 +65,7 @@ def generate(
         isolate: compute in a process of its own, whose death is an error that says where it was.
             Several devices (``num_devices=3``) have one each in any case, also in a notebook.
         run_dir: the folder of runs to keep it in; ``"off"`` keeps nothing.
+        on_event: called with each event as it happens; see `core.events`.
         options: every option of `Request` and of the model's family.
 
     Raises:
@@ -68,7 +74,8 @@ def generate(
     """
     _check_output(output)
     given = options if prompt is None else {"prompt": prompt, **options}
-    request, num_threads = _request(given, from_record)
+    record = None if from_record is None else record_in(from_record)
+    request, num_threads = _request(given, record)
     root, as_uint8 = root_of(run_dir), output == "uint8"
     if isolate or request.num_ranks > 1:
         job = Job(request, num_threads=num_threads, root=root, as_uint8=as_uint8)
@@ -76,7 +83,7 @@ def generate(
     else:
         keep = Keep(root, as_uint8=as_uint8)
         events = engine.stream(request, num_threads=num_threads, keep=keep)
-    videos = list(_videos(events, output))
+    videos = _videos(compare_with(record, events), output, on_event)
     return videos if request.num_videos > 1 else videos[0]
 
 
@@ -86,15 +93,20 @@ def resume(
     pipe: Any = None,
     output: Output = "uint8",
     trust_remote_code: bool = False,
+    on_event: Callable[[Event], None] | None = None,
     **devices: Any,
 ) -> Video | list[Video]:
     """Go on with a run that was broken off; the videos are those of an unbroken one, bit for bit.
 
+    An `EveryframeWarning` says which run it is and where it goes on.
+
     Args:
-        run: its name or folder (see `list_runs`); without one, the last that was broken off.
-        pipe: the loaded pipeline, for a run of `everyframe.run`.
+        run: its name or folder (see `list_runs`); without one, the last that was broken off, or
+            with `pipe` the last of that pipeline.
+        pipe: the loaded pipeline, for a run of `everyframe.run`; another one is refused.
         output: as in `generate`; what was kept of earlier clips for ``"uint8"`` is no finer.
         trust_remote_code: for a run with code that comes with its checkpoint; it is said anew.
+        on_event: as in `generate`.
         devices: ``num_devices``, ``devices``, ``parallel``, ``shares`` and ``shard_weights`` of
             `generate`, to go on with others than it was begun with; then the videos are the same
             but for rounding.
@@ -103,13 +115,16 @@ def resume(
         InputError: there is no such run, or something that it needs was changed.
     """
     _check_output(output)
-    folder = find_run(run)
+    if run is None and pipe is not None:
+        folder = find_run_of(_given_model(pipe, Request()).digests())
+    else:
+        folder = find_run(run)
     begun = read_run(folder)
     if output == "float" and begun.as_uint8 and begun.plan.settings.chain > 1:
         raise InputError(f'{folder.name} was begun for output="uint8"; its clips are kept so')
     given = None
     if pipe is not None:
-        given = GivenModel("pipeline", _model_of(pipe, begun.request))
+        given = _given_model(pipe, begun.request)
     number = _ranks_to_go_on_with(folder, devices, pipe)
     devices = Request(**devices).given()  # as they are written, whatever Python has for them
     if number > 1:
@@ -120,7 +135,7 @@ def resume(
         events = go_on(
             folder, given_model=given, ranks=devices or None, trust_remote_code=trust_remote_code
         )
-    videos = list(_videos(events, output))
+    videos = _videos(events, output, on_event)
     return videos if begun.plan.settings.num_videos > 1 else videos[0]
 
 
@@ -149,7 +164,8 @@ def run(
 ) -> Video | list[Video]:
     """Make a video with a diffusers pipeline that is loaded already; a list for several.
 
-    The pipeline runs as it is, on its device and in its dtypes, and is left as it was.
+    The pipeline runs as it is, on its device and in its dtypes, and is left as it was. Notes and
+    repairs are warnings, as in `generate`.
 
     Args:
         pipe: a text or image to video pipeline of diffusers, plain or modular.
@@ -164,14 +180,17 @@ def run(
     """
     _check_output(output)
     given = options if prompt is None else {"prompt": prompt, **options}
-    request, num_threads = _request_of_pipe(given, from_record)
-    events = _events_of_pipe(pipe, request, num_threads)
-    videos = list(_videos(_told(events, on_event), output))
+    record = None if from_record is None else record_in(from_record)
+    request, num_threads = _request_of_pipe(given, record)
+    events = compare_with(record, _events_of_pipe(pipe, request, num_threads))
+    videos = _videos(events, output, on_event)
     return videos if request.num_videos > 1 else videos[0]
 
 
 def stream(request: Request, *, pipe: Any = None) -> Iterator[Event]:
     """Stages and steps as they happen; frames come as they are decoded. See `core.events`.
+
+    A stream that is closed before its end leaves its run, which `resume` goes on with.
 
     With `pipe`, a loaded diffusers pipeline, it is that which runs; see `run`.
     """
@@ -238,23 +257,24 @@ def trace_diff(a: str | Path, b: str | Path, what: Any = None) -> tracing.Verdic
     return tracing.diff(a, b, find)
 
 
-def _model_of(pipe: Any, request: Request) -> Any:
+def _given_model(pipe: Any, request: Request) -> GivenModel:
     # Not on top: this brings diffusers.
     from everyframe.families.pipeline.given import given_pipeline
 
-    return given_pipeline(pipe, family_options("pipeline", request))
+    model = given_pipeline(pipe, family_options("pipeline", request))
+    return GivenModel("pipeline", model, model.digests)
 
 
-def _events_of_pipe(pipe: Any, request: Request, num_threads: int | None) -> Iterator[Event]:
+def _events_of_pipe(pipe: Any, request: Request, num_threads: int | None) -> Events:
     check_option_names(request)
-    model = _model_of(pipe, request)
+    given = _given_model(pipe, request)
+    model: Any = given.model
     here = Request(**{**request.given(), "device": model.device})
-    given = GivenModel("pipeline", model)
     return engine.stream(here, num_threads=num_threads, given_model=given)
 
 
 def _request_of_pipe(
-    given: Mapping[str, Any], from_record: str | Path | Mapping[str, Any] | Video | None
+    given: Mapping[str, Any], record: Mapping[str, Any] | None
 ) -> tuple[Request, int | None]:
     """The request of `run`'s options: what is no option of ours is a parameter of the pipeline."""
     from everyframe.families.registry import options_of
@@ -264,18 +284,35 @@ def _request_of_pipe(
     rest = {name: value for name, value in given.items() if name not in known}
     if rest:
         ours["option"] = {**(ours.get("option") or {}), **rest}
-    if from_record is None:
+    if record is None:
         return Request(**ours), None
-    record = record_in(from_record)
     # The model is the one that was given here.
     return request_from(record, ours, has_model=True), threads_to_repeat(record)
 
 
-def _told(events: Iterator[Event], tell: Callable[[Event], None] | None) -> Iterator[Event]:
-    for event in events:
-        if tell is not None:
-            tell(event)
-        yield event
+def _told(events: Events, tell: Callable[[Event], None] | None) -> Iterator[Event]:
+    """The same events; the caller is told of each, and warned of notes and repairs."""
+    with closing(events):
+        for event in events:
+            if isinstance(event, Note):
+                _warn(event.text)
+            elif isinstance(event, Repaired):
+                _warn(f"repaired: {event.text}")
+            if tell is not None:
+                tell(event)
+            yield event
+
+
+def _warn(text: str) -> None:
+    """Warn at the line that called this package, so that a filter of Python's can know it."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and _is_ours(frame.f_globals["__name__"]):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, EveryframeWarning, stacklevel=level)
+
+
+def _is_ours(module: str) -> bool:
+    return module.partition(".")[0] == __name__.partition(".")[0]
 
 
 def _check_output(output: str) -> None:
@@ -284,19 +321,20 @@ def _check_output(output: str) -> None:
 
 
 def _request(
-    given: Mapping[str, Any], from_record: str | Path | Mapping[str, Any] | Video | None
+    given: Mapping[str, Any], record: Mapping[str, Any] | None
 ) -> tuple[Request, int | None]:
-    if from_record is None:
+    if record is None:
         return Request(**given), None
-    record = record_in(from_record)
     return request_from(record, given), threads_to_repeat(record)
 
 
-def _videos(events: Iterator[Event], output: Output) -> Iterator[Video]:
+def _videos(events: Events, output: Output, tell: Callable[[Event], None] | None) -> list[Video]:
+    """The videos in the order of their seeds, whichever of several devices was done first."""
     frames: dict[int, list[np.ndarray[Any, Any]]] = {}
     sounds: dict[int, Sound] = {}
+    videos: dict[int, Video] = {}
     fps = Fraction(0)
-    for event in events:
+    for event in _told(events, tell):
         if isinstance(event, Planned):
             # Before hours of work: not every number is a frame rate that can be had.
             fps = exact_fps(event.plan.settings.fps)
@@ -310,4 +348,6 @@ def _videos(events: Iterator[Event], output: Output) -> Iterator[Video]:
             pieces.append(whole if output == "uint8" else event.frames)
         elif isinstance(event, VideoDone):
             whole = np.concatenate(frames.pop(event.seed))
-            yield Video(whole, fps, event.record, sounds.pop(event.seed, None))
+            sound = sounds.pop(event.seed, None)
+            videos[event.seed] = Video(whole, fps, event.record, sound)
+    return [videos[seed] for seed in sorted(videos)]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import time
 from pathlib import Path
 
 import pytest
 
-from everyframe.checkpoints.digest import digest, file_digest
+from everyframe.checkpoints.digest import digest, file_digest, known_digest
 from everyframe.checkpoints.places import cache_folder
 from everyframe.core.errors import CheckpointError
 
@@ -36,16 +38,42 @@ def test_several_depend_on_bytes_and_order_alone(tmp_path: Path) -> None:
     assert first != digest([tmp_path / "one" / "b", tmp_path / "one" / "a"])
 
 
-def test_remembered_until_the_file_changes(tmp_path: Path) -> None:
+def test_remembered_until_the_file_changes(
+    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "a"
     path.write_bytes(b"old")
-    os.utime(path, ns=(1, 1))
-    old = file_digest(path)
-    # Same size and time: answered from memory, which shows that the bytes were not read again.
-    path.write_bytes(b"new")
-    os.utime(path, ns=(1, 1))
-    assert file_digest(path) == old
+    file_digest(path)
+    # Answered from memory, which shows that the bytes are not read again.
+    memory = own_cache / "digests.json"
+    table = json.loads(memory.read_text())
+    (entry,) = table.values()
+    entry[-1] = "remembered"
+    memory.write_text(json.dumps(table))
+    assert file_digest(path) == known_digest([path]) == "remembered"
     os.utime(path, ns=(2, 2))
+    assert known_digest([path]) is None
+    assert file_digest(path) == hashlib.sha256(b"old").hexdigest()
+
+
+@pytest.mark.parametrize("how", ["in place", "another file"])
+def test_a_file_that_was_changed_and_given_its_old_time_is_read_again(
+    tmp_path: Path, how: str
+) -> None:
+    """As tools do that copy times along; size and time alone would say that it is the same."""
+    path = tmp_path / "a"
+    path.write_bytes(b"old")
+    before = path.stat()
+    file_digest(path)
+    time.sleep(0.02)  # the system's clock for files ticks a hundred times a second
+    if how == "in place":
+        path.write_bytes(b"new")
+    else:
+        (tmp_path / "b").write_bytes(b"new")
+        os.replace(tmp_path / "b", path)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert path.stat().st_mtime_ns == before.st_mtime_ns
+    assert known_digest([path]) is None
     assert file_digest(path) == hashlib.sha256(b"new").hexdigest()
 
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,9 +24,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tiny.opensora_1_2(tmp_path_factory.mktemp("models") / "tiny"))
 
 
-def cut(model: str, root: Path) -> RunFolder:
+def cut(model: str, root: Path, **asked: Any) -> RunFolder:
     """A run that was broken off in the middle of denoising."""
-    stream = begun(root, model=model, **OPEN_SORA)
+    stream = begun(root, model=model, **{**OPEN_SORA, **asked})
     folder = None
     for event in stream:
         folder = RunFolder(Path(event.path)) if isinstance(event, Kept) else folder
@@ -64,6 +65,44 @@ def test_list_forget_and_go_on(
     assert Path("clip.mp4").read_bytes() == Path("whole.mp4").read_bytes()
     assert not list(all_runs(tmp_path / "runs"))
     assert main(["resume", first.name]) == 2
+
+
+def test_what_is_skipped_is_told(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("EVERYFRAME_RUNS", str(tmp_path / "runs"))
+    folder = cut(model, tmp_path / "runs", num_videos=2)
+    folder.mark_done(3)
+    assert main(["resume", folder.name, "-o", "clip.mp4"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "clip-4.mp4\n"
+    assert "what was made before is left as it is: the videos of seed 3" in err
+    assert f"goes on with {folder.name}" in err
+
+
+def test_a_damaged_run_is_one_line_and_exit_code_2(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("EVERYFRAME_RUNS", str(tmp_path / "runs"))
+    folder = cut(model, tmp_path / "runs")
+    path = folder.path / "run.json"
+    whole = path.read_bytes()
+    for broken in (b"", b"{", b"[]", b"null", whole[:-1], whole.replace(b": 3", b": 4", 1),
+                   json.dumps({"schema": "everyframe.run/1"}).encode()):  # fmt: skip
+        path.write_bytes(broken)
+        for command in ([], [folder.name], [str(folder.path)]):
+            assert main(["resume", *command]) == 2
+            out, err = capsys.readouterr()
+            assert out == ""
+            assert err.startswith("error: ")
+            assert err.count("\n") == 1
+            assert "run.json" in err
+        assert main(["resume", "--list"]) == 0
+        assert "can't be read" in " ".join(capsys.readouterr().out.split())
+    assert main(["resume", folder.name, "--forget"]) == 0
+    assert not list(all_runs(tmp_path / "runs"))
 
 
 @pytest.mark.slow

@@ -96,23 +96,56 @@ def test_an_answer_that_is_damaged_is_computed_again(tmp_path: Path) -> None:
         Transformer2DModelOutput(sample=laid_out),
     )
     for number, answer in enumerate(given):
-        assert answers.next() is None
+        assert answers.next(f"call {number}") is None
         answers.keep(answer, (remedy,) if number else ())
     again = KeptAnswers(tmp_path / "3", told.append)
     assert again.remedies() == (remedy,)
-    assert torch.equal(again.next(), given[0])
-    assert torch.equal(again.next()[0], given[1][0])
-    output = again.next()
+    assert torch.equal(again.next("call 0"), given[0])
+    assert torch.equal(again.next("call 1")[0], given[1][0])
+    output = again.next("call 2")
     assert isinstance(output, Transformer2DModelOutput)
     assert output.sample.stride() == laid_out.stride()
     paths = sorted((tmp_path / "3").iterdir())
     paths[1].write_bytes(paths[1].read_bytes()[:-1])
     again = KeptAnswers(tmp_path / "3", told.append)
-    assert again.next() is not None
-    assert again.next() is None
+    assert again.next("call 0") is not None
+    assert again.next("call 1") is None
     assert [path.name for path in (tmp_path / "3").iterdir()] == [paths[0].name]
+    (damaged,) = told
+    assert "answer 2 of before can't be used" in damaged
+    assert "it and the 1 after it are computed again" in damaged
     again.keep(object(), ())
-    assert told == ["a model answered with a object, which can't be kept"]
+    assert "a model answered with a object, which can't be kept" in told[1]
+
+
+def test_an_answer_is_served_to_the_same_call_alone(tmp_path: Path) -> None:
+    told: list[str] = []
+    answers = KeptAnswers(tmp_path / "3", told.append)
+    for number in range(3):
+        assert answers.next(f"call {number}") is None
+        answers.keep((torch.full((2,), float(number)),), ())
+    again = KeptAnswers(tmp_path / "3", told.append)
+    assert again.next("call 0")[0].tolist() == [0, 0]
+    assert told == []
+    assert again.next("another") is None
+    assert "its call was given something else" in told[0]
+    again.keep((torch.full((2,), 7.0),), ())
+    later = KeptAnswers(tmp_path / "3", told.append)
+    assert later.next("call 0")[0].tolist() == [0, 0]
+    assert later.next("another")[0].tolist() == [7, 7]
+    assert later.next("call 2") is None, "what came after another call is gone"
+
+
+def test_answers_that_come_late_belong_to_their_calls(tmp_path: Path) -> None:
+    """Ranks that share out calls by branches have the answers to several at once."""
+    answers = KeptAnswers(tmp_path / "3", pytest.fail)
+    assert answers.next("one") is None
+    assert answers.next("two") is None
+    answers.keep((torch.ones(1),), ())
+    answers.keep((torch.zeros(1),), ())
+    again = KeptAnswers(tmp_path / "3", pytest.fail)
+    assert again.next("one")[0].item() == 1
+    assert again.next("two")[0].item() == 0
 
 
 def test_a_disk_that_is_full_is_told_once_and_the_state_stays_good(
@@ -176,7 +209,7 @@ def test_what_was_cut_of_a_prompt_stays_in_the_record(model: str, tmp_path: Path
     folder = cut(model, tmp_path, prompt="a red circle " * 20, truncate_prompt=True)
     done = list(resuming.go_on(folder))[-1]
     assert isinstance(done, VideoDone)
-    (warning,) = done.record["warnings"]
+    (warning,) = done.record["notes"]
     assert "its end is cut: 'circle" in warning
 
 
@@ -214,9 +247,9 @@ def test_what_was_changed_since_is_refused(model: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"image is not what .* was begun with"):
         list(resuming.go_on(folder))
     Image.fromarray(PICTURE).save(picture)
-    written = folder.path / "run.json"
+    written = folder.run()
     name = json.dumps(machine_facts("cpu").cpu.name)
-    written.write_text(written.read_text().replace(name, '"Another CPU"'))
+    folder.write_run(json.loads(json.dumps(written).replace(name, '"Another CPU"')))
     with pytest.raises(CannotRunError, match="Another CPU"):
         list(resuming.go_on(folder))
     lock = folder.locked()

@@ -159,6 +159,16 @@ def test_an_error_that_is_reworded_says_where_memory_ran_out() -> None:
     assert type(CannotRunError("so").reworded("other")) is CannotRunError
 
 
+def test_an_error_that_can_not_be_made_of_its_text_keeps_its_name_and_text() -> None:
+    """In place of a TypeError of our own about the arguments of its class."""
+    worker: Any = SimpleNamespace(job=Job(rank=0))
+    for error in (UnicodeDecodeError("utf-8", b"x", 0, 1, "no such byte"), KeyError("unet")):
+        again = launch._raised_again(worker, _told(error))
+        assert str(error) in str(again) or str(again) == repr(str(error))
+        assert type(error).__name__ in (type(again).__name__, str(again).partition(":")[0])
+        assert again.__cause__ is not None
+
+
 def test_frames_that_were_had_are_left_out() -> None:
     handed = Handed()
     assert handed.new(Frames(1, 4, pixels(4))) is not None

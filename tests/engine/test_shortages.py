@@ -6,7 +6,7 @@ of a run with enough memory from the start.
 
 from __future__ import annotations
 
-import json
+import errno
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -22,12 +22,15 @@ import tiny
 import tiny_families
 import tiny_pipelines
 import tiny_svd
-from everyframe.core.events import Event, Note, Repaired, Step, VideoDone
+from everyframe.core.errors import DamagedError
+from everyframe.core.events import Event, Repaired, Step, VideoDone
 from everyframe.core.request import Request
 from everyframe.engine.resuming import go_on
 from everyframe.engine.run import stream
+from everyframe.runs import files
 from everyframe.runs.folder import all_runs
 from everyframe.runs.keeper import EVERY_STEP, Keep
+from everyframe.runs.shortages import KeptShortages
 from frames import frames_by_seed
 from scarce import TOO_LITTLE, before_calls
 
@@ -178,7 +181,7 @@ def test_a_step_further_on_it_is_done_without_a_word(
     assert [each["cause"] for each in done[0]] == ["memory"]
 
 
-def test_what_can_not_be_read_or_kept_is_told(
+def test_what_can_not_be_kept_is_told_and_what_can_not_be_read_is_refused(
     folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     family, kind, too_large, after, kill, *_ = CASES["step"]
@@ -187,7 +190,18 @@ def test_what_can_not_be_read_or_kept_is_told(
         [*begun(model, family, root)]
     (run,) = all_runs(root)
     place = run.path / "shortages.json"
-    assert json.loads(place.read_text()) == {"shortages": [[0, 1, [1, 1, 0, ""]]]}
+    assert run.shortages() == [[0, 1, [1, 1, 0, ""]]]
+    written = place.read_bytes()
     place.write_text("[")
-    notes = [event.text for event in go_on(run, pace=EVERY_STEP) if isinstance(event, Note)]
-    assert any("that memory ran out can't be kept" in note for note in notes)
+    with pytest.raises(DamagedError, match="made again from its beginning"):
+        [*go_on(run, pace=EVERY_STEP)]
+    place.write_bytes(written)
+    said: list[str] = []
+    monkeypatch.setattr(files.os, "replace", _no_space)
+    kept = KeptShortages(run, 0, 1, said.append)
+    kept.keep(kept.known()[0])
+    assert said == ["No space left on device"]
+
+
+def _no_space(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")

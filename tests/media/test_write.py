@@ -281,3 +281,46 @@ def test_a_foreign_json_beside_it_is_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(MediaError, match=r"'clip\.json'"):
         write(tmp_path / "clip.mp4", [noise()], 24, {"seed": 1})
     assert json.loads((tmp_path / "clip.json").read_text()) == {"mine": True}
+
+
+def test_what_is_put_into_a_folder_of_frames_meanwhile_stays(tmp_path: Path) -> None:
+    write(f"{tmp_path}/frames/", [noise(6)], 8, {})
+    with VideoWriter(f"{tmp_path}/frames/", 8, {}) as writer:
+        writer.add(noise(1))
+        (tmp_path / "frames" / "notes.txt").write_text("mine")
+        (tmp_path / "frames" / "more").mkdir()
+        (tmp_path / "frames" / "more" / "file").write_text("mine, too")
+    assert sorted(path.name for path in (tmp_path / "frames").iterdir()) == [
+        "frame_00000.png", "more", "notes.txt", "record.json",
+    ]  # fmt: skip
+    assert (tmp_path / "frames" / "more" / "file").read_text() == "mine, too"
+    writer = VideoWriter(f"{tmp_path}/other/", 8, {}).__enter__()
+    writer.add(noise(1))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "record.json").write_text("mine")
+    with pytest.raises(MediaError, match=r"record.json was put there meanwhile"):
+        writer.__exit__(None, None, None)
+    assert [path.name for path in (tmp_path / "other").iterdir()] == ["record.json"]
+    assert (tmp_path / "other" / "record.json").read_text() == "mine"
+    assert not list(tmp_path.glob(".everyframe*"))
+
+
+@pytest.mark.parametrize("name", ["clip.mp4", "frames/"])
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_link_stays_one_and_what_it_leads_to_is_written(
+    tmp_path: Path, name: str, is_there: bool
+) -> None:
+    """On that file's disk, whatever it is called."""
+    (tmp_path / "far").mkdir()
+    link, target = tmp_path / name.rstrip("/"), tmp_path / "far" / "video"
+    if is_there and name.endswith("/"):
+        write(f"{target}/", [noise(6)], 8, {})
+    elif is_there:
+        target.write_bytes(b"before")
+    link.symlink_to(target)
+    written = write(f"{tmp_path}/{name}", [noise(2)], 8, {})
+    assert link.is_symlink()
+    assert target.exists()
+    frames, _ = read_video(written)
+    assert len(frames) == 2
+    assert not list(tmp_path.rglob(".everyframe*"))

@@ -1,8 +1,9 @@
 """The hash of a checkpoint for the provenance record: sha256, remembered between runs.
 
-A file's sha256 is remembered by (path, size, modification time in ns) in `places.cache_folder`,
-since hashing 19 GB takes a minute and planning must not. Not a defence against somebody who sets
-modification times. Read next: `places`.
+A file's sha256 is remembered by what `_known_by` says of it in `places.cache_folder`, since hashing
+19 GB takes a minute and planning must not. Whoever sets the modification time of a file that was
+changed sets the time of the change of its inode, too, which nobody can put back. Read next:
+`places`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -50,9 +52,14 @@ def _known(path: Path, table: Mapping[str, object]) -> str | None:
     except OSError:
         return None
     known = table.get(str(real))
-    if isinstance(known, list) and known[:2] == [stat.st_size, stat.st_mtime_ns]:
-        return str(known[2]) if len(known) == 3 else None
+    if isinstance(known, list) and len(known) == 5 and known[:4] == _known_by(stat):
+        return str(known[4])
     return None
+
+
+def _known_by(stat: os.stat_result) -> list[int]:
+    """What a file has to have kept so that its bytes are taken to be the same."""
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
 
 
 def _together(each: Sequence[str]) -> str:
@@ -69,8 +76,7 @@ def file_digest(path: str | Path) -> str:
         return known
     try:
         real = path.resolve(strict=True)
-        stat = real.stat()
-        key = [stat.st_size, stat.st_mtime_ns]
+        key = _known_by(real.stat())
         hasher = hashlib.sha256()
         with real.open("rb") as file:
             while chunk := file.read(_CHUNK_BYTES):

@@ -28,7 +28,6 @@ from everyframe.core.events import (
     Kept,
     Note,
     Planned,
-    Ready,
     Sound,
     VideoDone,
     Written,
@@ -70,7 +69,7 @@ def generate(
     check_given(wanted.request)
     if output is None:
         check_here()
-    return make(_events(wanted, output, run_dir), output, json=json, wanted=wanted)
+    return make(_events(wanted, output, run_dir), output, json=json)
 
 
 def _events(wanted: Asked, output: str | None, run_dir: str | None) -> Callable[[], Events]:
@@ -79,6 +78,7 @@ def _events(wanted: Asked, output: str | None, run_dir: str | None) -> Callable[
 
     def started() -> Events:
         # Not on top: these bring NumPy, or torch, and a wrong option should be told at once.
+        from everyframe.engine.comparison import compare_with
         from everyframe.engine.launch import is_possible, launched
         from everyframe.engine.process import Job
 
@@ -86,12 +86,14 @@ def _events(wanted: Asked, output: str | None, run_dir: str | None) -> Callable[
         if is_possible():
             job = Job(wanted.request, num_threads=wanted.num_threads, root=root, output=place,
                       as_uint8=True)  # fmt: skip
-            return launched(job.of_ranks(wanted.request.num_ranks, under_torchrun()))
+            events = launched(job.of_ranks(wanted.request.num_ranks, under_torchrun()))
+            return compare_with(wanted.record, events)
         from everyframe.engine.run import stream
         from everyframe.runs.keeper import Keep
 
         keep = Keep(root, place, as_uint8=True)
-        return stream(wanted.request, num_threads=wanted.num_threads, keep=keep)
+        events = stream(wanted.request, num_threads=wanted.num_threads, keep=keep)
+        return compare_with(wanted.record, events)
 
     return started
 
@@ -112,7 +114,6 @@ def make(
     output: str | None,
     *,
     json: bool,
-    wanted: Asked | None = None,
 ) -> int:
     """Take the events of a run and write its videos; the exit code.
 
@@ -123,14 +124,14 @@ def make(
             for _ in events:
                 pass
         return int(ExitCode.DONE)
-    paths: list[str] = []
+    paths: dict[int, str] = {}
     try:
         with reporter(json) as shown:
-            _make(start, output, shown, paths, wanted)
+            _make(start, output, shown, paths)
     finally:
         # After the bar is gone; and what was finished is named even if a later video failed.
         if not json:
-            for path in paths:
+            for _, path in sorted(paths.items()):
                 # A program that reads it wants the very name; a terminal must not be steered by it.
                 print(one_line(path) if sys.stdout.isatty() else path, flush=True)
     return int(ExitCode.DONE)
@@ -140,10 +141,9 @@ def _make(
     start: Callable[[], Events],
     output: str | None,
     shown: Reporter,
-    finished: list[str],
-    wanted: Asked | None,
+    finished: dict[int, str],
 ) -> None:
-    """Run the request and write its videos; the path of each goes into `finished`."""
+    """Run the request and write its videos; the path of each goes into `finished`, by its seed."""
     with shown.starting():
         events = start()
         # Not on top: it brings FFmpeg. The worker, where there is one, is starting meanwhile.
@@ -165,10 +165,8 @@ def _make(
                 if isinstance(event, Kept):
                     run = RunFolder(Path(event.path))
                 _take(event, sink, shown)
-                if isinstance(event, Ready) and wanted is not None:
-                    _show_differences(wanted, event, shown)
                 if isinstance(event, VideoDone):
-                    finished.append(_finish(event, sink, shown, run))
+                    finished[event.seed] = _finish(event, sink, shown, run)
     except KeyboardInterrupt as error:
         how = "nothing unfinished was left behind"
         if run is not None and run.path.is_dir():
@@ -204,16 +202,6 @@ def _keep_sound(sink: Sink, event: Sound, shown: Reporter) -> None:
     why_not = sink.add_sound(event)
     if why_not is not None:
         shown.show(Note(why_not))
-
-
-def _show_differences(wanted: Asked, ready: Ready, shown: Reporter) -> None:
-    """Say why the frames may differ from those of the record that is repeated."""
-    if wanted.record is None:
-        return
-    from everyframe.engine.record import differences
-
-    for line in differences(wanted.record, ready.record):
-        shown.show(Note(f"the frames may differ from the recorded ones: {line}"))
 
 
 COMMAND = composed(generate, tuple(RUN_FLAGS), _HELP)

@@ -6,6 +6,7 @@ The video goes where it was to go. Read next: `generate.py`, `everyframe.engine.
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,13 +15,14 @@ from typing import IO, Any
 from everyframe.cli.generate import is_silent, make
 from everyframe.cli.options import command, flag, optional, request_flag, run_flag
 from everyframe.cli.text import json_line, shortened
-from everyframe.core.errors import ExitCode, InputError
+from everyframe.core.errors import BusyError, ExitCode, InputError
 from everyframe.core.events import Events
 from everyframe.core.request import Request
 from everyframe.engine.torchrun import under_torchrun
 from everyframe.media.paths import check_here, check_output
 from everyframe.runs.folder import RunFolder, find_run, root_of
 from everyframe.runs.listing import Listed, list_runs
+from everyframe.runs.retention import MOST_BYTES, days_of_runs
 
 _HELP = """Go on with a run that was broken off: the video is that of an unbroken run, bit for bit.
 
@@ -54,7 +56,8 @@ def resume(
         if run is None:
             raise InputError(f"say which run is to be forgotten: everyframe resume {found.name} "
                              "--forget")  # fmt: skip
-        found.locked().release()
+        if found.is_busy():
+            raise BusyError(f"the run {found.name} is being worked on; end that process first")
         found.remove()
         return int(ExitCode.DONE)
     # Checked as the options of a run, which they replace.
@@ -111,6 +114,15 @@ def _list(root: Path | None, *, as_json: bool) -> int:
     return int(ExitCode.DONE)
 
 
+def _age(seconds: float) -> str:
+    """Since something of a run was written last, in whole units."""
+    for unit, length in (("day", 86_400), ("hour", 3_600), ("minute", 60)):
+        number = int(seconds // length)
+        if number > 0:
+            return f"{number} {unit}" + ("s" if number > 1 else "")
+    return "now"
+
+
 def print_runs(rows: Sequence[Listed], file: IO[str]) -> None:
     """One row a run that can be gone on with, and what it is to show."""
     from everyframe.cli.tables import console, table
@@ -120,11 +132,19 @@ def print_runs(rows: Sequence[Listed], file: IO[str]) -> None:
     if not rows:
         out.print("no run was broken off")
         return
-    shown = table(*((name, "left") for name in ("run", "model", "how far", "kept")))
+    shown = table(*((name, "left") for name in ("run", "model", "how far", "age", "kept")))
     for row in rows:
         far = f"{row.progress}; at work" if row.is_busy else row.progress
-        shown.add_row(row.run, row.model, far, describe_bytes(row.num_bytes))
+        age = _age(time.time() - row.written)
+        shown.add_row(row.run, row.model, far, age, describe_bytes(row.num_bytes))
     out.print(shown)
+    total, days = sum(row.num_bytes for row in rows), days_of_runs()
+    if days:
+        out.print(
+            f"{describe_bytes(total)} in all; a run goes when nothing of it was written for "
+            f"{days:g} days, the oldest when all take more than {describe_bytes(MOST_BYTES)}",
+            style="dim",
+        )
     for row in rows:
         out.print(f"{row.run}  {shortened(row.prompt, 58)}", style="dim")
 

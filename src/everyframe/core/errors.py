@@ -35,6 +35,13 @@ class EveryframeError(Exception):
         return type(self)(text)
 
 
+class EveryframeWarning(UserWarning):
+    """What a Python caller should read though the video was made: a note, or what was repaired.
+
+    On the command line the same is a line that begins with ``note:`` or ``repaired:``.
+    """
+
+
 class InputError(EveryframeError, ValueError):
     """What was asked can't be done by anybody: a bad size, an unknown option, an empty prompt."""
 
@@ -146,6 +153,8 @@ class NotPlainError(EveryframeError):
 
 class DamagedError(EveryframeError):
     """What was kept is not there as it was written."""
+
+    exit_code = ExitCode.WRONG_INPUT
 
 
 class PeerLostError(WorkerDiedError):

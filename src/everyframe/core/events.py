@@ -101,12 +101,14 @@ class StageDone(Event):
 class Note(Event):
     """Something that the person should read, though the run goes on.
 
-    With `in_record` it is of the video and stands in its record too, under ``warnings``.
+    With `in_record` it is of the video with this seed, or of all of them where that is None, and
+    stands in its record too, under ``notes``.
     """
 
     type: ClassVar[str] = "note"
     text: str
     in_record: bool = False
+    seed: int | None = None
 
 
 @dataclass(frozen=True)

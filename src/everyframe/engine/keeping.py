@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +24,28 @@ from everyframe.core.plan import Plan
 from everyframe.core.request import Request
 from everyframe.engine.ranks import Here
 from everyframe.families.family import Take
+from everyframe.planning.resolve import GivenModel
 from everyframe.runs.answers import KeptAnswers
 from everyframe.runs.folder import RunFolder, new_run
 from everyframe.runs.keeper import Keep, Keeper
+from everyframe.runs.retention import days_of_runs, describe, remove_old_runs
 from everyframe.runs.store import Store
 
 
-def begin(how: Keep, request: Request, plan: Plan, record: dict[str, Any]) -> Keeper:
-    """A new run folder with what was asked and planned.
+def begin(
+    how: Keep,
+    request: Request,
+    plan: Plan,
+    record: dict[str, Any],
+    given: GivenModel | None = None,
+) -> Keeper:
+    """A new run folder with what was asked and planned, and of what model where one was given.
 
     Where it can't be written, nothing is kept and the keeper has a note of it.
     """
     if how.root is None:
         return Keeper(None, how)
+    days_of_runs()  # a wrong one is told before there is a run
     folder: RunFolder | None = None
     try:
         folder = new_run(how.root)
@@ -47,6 +55,7 @@ def begin(how: Keep, request: Request, plan: Plan, record: dict[str, Any]) -> Ke
             "place": os.getcwd(),
             "output": how.output,
             "as_uint8": how.as_uint8,
+            "given": None if given is None else dict(given.digests()),
         }
         write(folder, told, request, plan, record)
     except (OSError, NotPlainError) as error:
@@ -59,7 +68,18 @@ def begin(how: Keep, request: Request, plan: Plan, record: dict[str, Any]) -> Ke
             "broken off. EVERYFRAME_RUNS names another folder"
         )
         return keeper
-    return Keeper(folder, how, lock)
+    keeper = Keeper(folder, how, lock)
+    _remove_old_runs(how.root, keeper)
+    return keeper
+
+
+def _remove_old_runs(root: Path, keeper: Keeper) -> None:
+    """Have the folder of runs not grow for ever; what goes is told."""
+    try:
+        for removed in remove_old_runs(root):
+            keeper.note(describe(removed))
+    except OSError as error:
+        keeper.note(f"old runs in {root} can't be removed ({error.strerror or error})")
 
 
 def write(
@@ -112,7 +132,7 @@ def kept(keeper: Keeper, takes: Sequence[Take]) -> Iterator[None]:
     folder = keeper.folder
     for take in takes if folder is not None else ():
         assert folder is not None
-        take.answers = KeptAnswers(folder.answers / str(take.seed), partial(_failed, keeper))
+        take.answers = KeptAnswers(folder.answers / str(take.seed), keeper.note)
     remove = False
     try:
         yield
@@ -129,10 +149,3 @@ def kept(keeper: Keeper, takes: Sequence[Take]) -> Iterator[None]:
     finally:
         # Others may be at work on other parts of it.
         keeper.finish(remove=remove and (folder is None or folder.part == 0))
-
-
-def _failed(keeper: Keeper, why: str) -> None:
-    keeper.note(
-        f"the answers of this pipeline's models can't be kept ({why}); it goes on, and if it is "
-        "broken off they are computed again"
-    )

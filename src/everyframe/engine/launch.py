@@ -211,8 +211,8 @@ class _InWorkerError(Exception):
         return "in the worker:\n" + "".join(self.args)
 
 
-def _made_of(kind: type[Exception], text: str) -> Exception:
-    """An error of Python's with that text; some kinds are made of more than one."""
+def _of_class(kind: type[Exception], text: str) -> Exception:
+    """An error of Python's with that text; some can't be made of one, and come by their name."""
     try:
         return kind(text)
     except TypeError:
@@ -232,7 +232,7 @@ def _raised_again(worker: Worker, told: dict[str, Any]) -> BaseException:
     if told.get("strerror"):
         error = OSError(told["errno"], told["strerror"], told["file"])
     elif isinstance(pythons, type) and issubclass(pythons, Exception):
-        error = _made_of(pythons, text)
+        error = _of_class(pythons, text)
     else:
         error = EveryframeError(text) if "trace" not in told else RuntimeError(f"{name}: {text}")
     if "trace" in told:

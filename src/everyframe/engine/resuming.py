@@ -32,7 +32,8 @@ from everyframe.hardware.facts import machine_facts
 from everyframe.media.paths import check_folder
 from everyframe.planning.models import find_model
 from everyframe.planning.resolve import GivenModel
-from everyframe.runs.folder import RunFolder
+from everyframe.runs.files import UNREADABLE, read_json
+from everyframe.runs.folder import Lock, RunFolder, free_runs
 from everyframe.runs.keeper import Keep, Keeper, Pace, Progress, furthest
 from everyframe.runs.store import Store
 
@@ -41,6 +42,7 @@ from everyframe.runs.store import Store
 class BrokenOff:
     """A run that was broken off: what was asked and planned, and how it was kept.
 
+    `given` has the digests of a model that was given in Python, by component (None for any other).
     `relieved` is what had to be done by all of its ranks so that they need less memory.
     """
 
@@ -51,6 +53,7 @@ class BrokenOff:
     place: Path
     output: str | None
     as_uint8: bool
+    given: dict[str, str] | None = None
     relieved: tuple[Repaired, ...] = ()
 
 
@@ -60,9 +63,9 @@ def read_run(folder: RunFolder) -> BrokenOff:
     Raises:
         DamagedError: the folder holds none, or not as it was written.
     """
-    written = folder.run()
     fetch = Store(folder.given).fetch
     try:
+        written = folder.run()
         request, plan = (from_plain(written[name], fetch) for name in ("request", "plan"))
         found = BrokenOff(
             folder=folder,
@@ -72,10 +75,19 @@ def read_run(folder: RunFolder) -> BrokenOff:
             place=Path(written["place"]),
             output=written["output"],
             as_uint8=bool(written["as_uint8"]),
+            given=written["given"],
             relieved=relieved_of(written.get("relieved", ())),
         )
-    except (KeyError, TypeError) as error:
-        raise DamagedError(f"{folder.path} can't be read: {error}") from error
+        for path in folder.path.glob("shortages*.json"):
+            # Without them other bits may come of it: from there on it was computed otherwise.
+            read_json(path)
+    except DamagedError as error:
+        raise error.reworded(
+            f"{error}; {folder.name} can't be gone on with, but made again from its beginning "
+            f"(everyframe resume {folder.name} --forget removes it)"
+        ) from error
+    except UNREADABLE as error:
+        raise DamagedError(f"{folder.path} can't be read: {error!r}") from error
     if not isinstance(request, Request) or not isinstance(plan, Plan):
         raise DamagedError(f"{folder.path} holds no request and plan")
     return found
@@ -103,7 +115,7 @@ def go_on(
     with the model runs by `trust_remote_code` alone.
     """
     leads = join is None or join.rank == 0
-    lock = folder.locked() if leads else None
+    lock = _locked(folder) if leads else None
     try:
         run = read_run(folder)
         place = _place_of_report(run) if leads else None
@@ -129,6 +141,9 @@ def go_on(
         keeper = Keeper(replace(folder, part=here.group) if here.leads else None, how, lock)
         progress, says = _progress(keeper, run, here.mine(left))
         yield Note(says)
+        if skip and scarcity is None:
+            seeds = ", ".join(map(str, sorted(skip)))
+            yield Note(f"what was made before is left as it is: the videos of seed {seeds}")
         if peers is not None:  # before anybody writes
             peers.world.tell_all(None, "ranks read what was kept")
         if leads and told:
@@ -142,6 +157,18 @@ def go_on(
     finally:
         if lock is not None:
             lock.release()
+
+
+def _locked(folder: RunFolder) -> Lock:
+    """The run for this process alone; `InputError` where that can't be had."""
+    try:
+        return folder.locked()
+    except OSError as error:
+        raise InputError(
+            f"the run {folder.name} can't be gone on with in {folder.path.parent} "
+            f"({error.strerror}); copy its folder to another disk and give it by its path: "
+            "everyframe resume FOLDER"
+        ) from error
 
 
 def _place_of_report(run: BrokenOff) -> Path | None:
@@ -179,11 +206,18 @@ def _progress(keeper: Keeper, run: BrokenOff, takes: list[Take]) -> tuple[Progre
     return progress, says
 
 
+def _named(run: BrokenOff) -> str:
+    """The run's name, and by what a person knows it."""
+    settings = run.plan.settings
+    what = f'"{run.plan.settings.prompt[:60]}", ' if settings.prompt else ""
+    return f"{run.folder.name} ({run.plan.model}, {what}seed {settings.seed})"
+
+
 def _read(keeper: Keeper, run: BrokenOff, takes: list[Take]) -> tuple[Progress, str]:
-    name = run.folder.name
+    name = _named(run)
     kept = furthest(run.folder, [take.seed for take in takes])
     if kept is None:
-        return Progress(takes=takes), f"goes on with {name} from its beginning"
+        return Progress(takes=takes), f"goes on with {name} from its beginning{_answered(run)}"
     try:
         progress = keeper.read(takes, kept)
     except DamagedError as error:
@@ -194,10 +228,14 @@ def _read(keeper: Keeper, run: BrokenOff, takes: list[Take]) -> tuple[Progress, 
         return again, f"begins {name} again: {error}"
     clip = f"clip {progress.clip + 1} of {run.plan.settings.chain}, " if progress.clip else ""
     steps = sum(take.step for take in takes)
-    return (
-        progress,
-        f"goes on with {name}: {clip}stage {progress.stage + 1}, {steps} steps of it done",
-    )
+    done = f"{clip}stage {progress.stage + 1}, {steps} steps of it done"
+    return progress, f"goes on with {name}: {done}{_answered(run)}"
+
+
+def _answered(run: BrokenOff) -> str:
+    """What is not computed again of a foreign pipeline, in a clause."""
+    number = run.folder.num_answers()
+    return f"; {number} calls of its models were made and are not made again" if number else ""
 
 
 def _model_here(
@@ -208,6 +246,13 @@ def _model_here(
     if not trust_remote_code:
         _check_trust(run)
     if given is not None:
+        if run.given is None:
+            raise InputError(
+                f"the run {run.folder.name} was begun with {run.plan.model}, and not with a "
+                "pipeline that was given in Python; go on with it by "
+                f"everyframe.resume({run.folder.name!r})"
+            )
+        _check_given(run.folder, run.given, given.digests())
         return given.model
     if run.record.get("model", {}).get("sha256") is None:
         raise InputError(
@@ -225,6 +270,38 @@ def _check_trust(run: BrokenOff) -> None:
         raise InputError(
             f"the run {run.folder.name} runs Python code that comes with {run.plan.model}; if you "
             "trust it, say so again: --trust-remote-code (trust_remote_code=True)"
+        )
+
+
+def find_run_of(digests: Mapping[str, str]) -> RunFolder:
+    """The last run that was broken off of the model in memory with these digests.
+
+    Raises:
+        InputError: there is none; if there is one of another model, what is another in that.
+    """
+    found: list[tuple[RunFolder, dict[str, str]]] = []
+    for folder in free_runs():
+        given = folder.run().get("given") if folder.is_readable() else None
+        found += [] if given is None else [(folder, given)]
+    if not found:
+        raise InputError(
+            "no run of a pipeline that was given in Python was broken off: there is nothing to go "
+            "on with"
+        )
+    fitting = [folder for folder, given in found if given == digests]
+    if not fitting:
+        _check_given(*found[-1], digests)
+    return fitting[-1]
+
+
+def _check_given(folder: RunFolder, was: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Raise `InputError` if a model with the digests `now` is not the one that a run began with."""
+    others = [name for name in sorted(was.keys() | now.keys()) if was.get(name) != now.get(name)]
+    if others:
+        raise InputError(
+            f"the pipeline is not the one that {folder.name} was begun with: another "
+            f"{', '.join(others)} (weights, dtype, config, device, adapters or hooks); set it up "
+            "as it was to go on with that run, or make the video again from its beginning"
         )
 
 

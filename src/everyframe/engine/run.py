@@ -105,7 +105,7 @@ def stream(
     yield Ready(record)
     here = joined(plan, model, record, peers)
     how = Keep(runs_folder()) if keep is None else keep
-    keeper = keeper_of(here, how, begin(how, request, plan, record))
+    keeper = keeper_of(here, how, begin(how, request, plan, record, given_model))
     events = work(here, model, record, keeper, Progress(takes=here.mine(takes)))
     if place is None or (peers is not None and peers.rank):
         yield from events
@@ -194,7 +194,7 @@ def _run(
                 progress.repairs.append({"clip": clip, **event.to_json()})
                 _remember(key, plan, event)
             if isinstance(event, Note) and event.in_record:
-                progress.warnings.append(event.text)
+                progress.notes.append((event.seed, event.text))
             if isinstance(event, Step) and stage.goes_on:
                 keeper.write(progress)
             if isinstance(event, Frames):
@@ -254,9 +254,10 @@ def _done(
     record: dict[str, Any],
     progress: Progress,
 ) -> Iterator[Event]:
-    told = {"repairs": [*progress.repairs], "warnings": [*progress.warnings]}
-    whole = {**record, **{name: said for name, said in told.items() if said}}
     for seed in seeds:
+        notes = [text for of, text in progress.notes if of in (None, seed)]
+        told = {"repairs": [*progress.repairs], "notes": notes}
+        whole = {**record, **{name: said for name, said in told.items() if said}}
         yield VideoDone(seed, num_frames[seed], for_seed(whole, seed))
 
 

@@ -102,12 +102,15 @@ class Take:
 class Answers(Protocol):
     """What a foreign pipeline's models answered, call by call, kept over the end of a process."""
 
-    def next(self) -> Any:
-        """The answer to the next call; None where the call has to be made."""
+    def next(self, call: str) -> Any:
+        """The answer to the next call; None where the call has to be made.
+
+        `call` is a digest of what it is given: only to the same was there the same answer.
+        """
         ...
 
     def keep(self, answer: Any, remedies: tuple[Remedy, ...]) -> None:
-        """Keep the answer to the call that was made, with the repairs that it needed."""
+        """Keep the answer to the oldest call that was made since, with the repairs it needed."""
         ...
 
     def again(self) -> None:

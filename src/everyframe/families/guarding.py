@@ -198,14 +198,16 @@ class Guard:
             if again is not None:
                 return again
         self.note(
-            f"{self._where(step)}: {len(blank)} of {len(pixels)} frames are of one colour "
-            "though their latents are not, in float32 too; they are written as they are"
+            # Without how much memory there was, so that the same run has the same record.
+            f"{self.place(step)}: {len(blank)} of {len(pixels)} frames are of one colour "
+            "though their latents are not, in float32 too; they are written as they are",
+            in_record=True,
         )
         return result
 
-    def note(self, text: str) -> None:
-        """Something to be told, though nothing was changed."""
-        self._calls.tell(Note(text))
+    def note(self, text: str, *, in_record: bool = False) -> None:
+        """Something to be told, though nothing was changed; `in_record` for what is in frames."""
+        self._calls.tell(Note(text, in_record, self._seed))
 
     def repaired(self, step: int, compute: Callable[[], _Result]) -> _Result:
         """The result of `compute`, which was not finite, with as little raised as helps.

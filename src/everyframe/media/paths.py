@@ -170,7 +170,7 @@ def check_folder(folder: PathLike) -> Path:
 
 def _check_place(path: PathLike, kind: Kind) -> None:
     text = os.fspath(path)
-    place = Path(os.path.abspath(text))
+    place = Path(os.path.realpath(text))  # what a link leads to is written, and the link stays
     parent = place.parent
     if not text or place == Path.cwd():
         raise MediaError(f"output {text!r} is the folder you are in; name a file or a new folder")
@@ -189,7 +189,7 @@ def _check_place(path: PathLike, kind: Kind) -> None:
         raise MediaError(f"output {text!r} is a folder; name a file in it, or another file")
     if place.exists() and not (place.is_file() and os.access(place, os.W_OK)):
         raise MediaError(f"output {text!r} exists and can't be replaced; choose another name")
-    sidecar = sidecar_of(place)
+    sidecar = place.with_name(sidecar_of(text).name)
     if sidecar.exists() and not is_our_record(sidecar):
         raise MediaError(
             f"output {text!r} keeps its record in {sidecar.name!r}, and that file exists and was "
@@ -205,7 +205,7 @@ def _check_old_folder(text: str, place: Path) -> None:
             f"output {text!r} means a folder of png files, and a file of that name exists; "
             "give it an ending such as .mp4, or choose another name"
         )
-    others = [entry.name for entry in place.iterdir() if not _is_of_frames(entry)]
+    others = [entry.name for entry in place.iterdir() if not is_of_frames(entry)]
     if others:
         raise MediaError(
             f"output folder {text!r} holds other things than frames, {min(others)!r} for one, and "
@@ -213,7 +213,7 @@ def _check_old_folder(text: str, place: Path) -> None:
         )
 
 
-def _is_of_frames(entry: Path) -> bool:
+def is_of_frames(entry: Path) -> bool:
     """Whether a frames folder may hold `entry`, so that it goes when the folder is replaced."""
     return FRAME_NAME.fullmatch(entry.name) is not None or (
         entry.name == FOLDER_RECORD and is_our_record(entry)

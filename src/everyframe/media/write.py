@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from everyframe.core.errors import InputError, MediaError
 from everyframe.media.mp4 import Mp4Encoder
-from everyframe.media.paths import Kind, PathLike, check_output, exact_fps, sidecar_of
+from everyframe.media.paths import Kind, PathLike, check_output, exact_fps, is_of_frames, sidecar_of
 from everyframe.media.pictures import AnimationWriter, PngWriter
 from everyframe.media.pixels import Frames
 from everyframe.media.record import compact, complete, readable
@@ -85,6 +85,16 @@ class VideoWriter:
             raise MediaError(f"{str(self.path)!r} can't hold sound; an .mp4 can")
         self._sound = sound
 
+    @property
+    def _target(self) -> Path:
+        """What is written: where a link leads, so that the link stays one."""
+        return Path(os.path.realpath(self.path))
+
+    @property
+    def _name(self) -> str:
+        """The name whose ending tells the kind, which that of a link's target need not do."""
+        return os.path.basename(os.path.abspath(self.path))
+
     def __enter__(self) -> VideoWriter:
         return self
 
@@ -123,11 +133,11 @@ class VideoWriter:
 
     def _open(self, width: int, height: int) -> _Encoder:
         check_output(self._given, width, height)
-        target = Path(os.path.abspath(self.path))
+        target = self._target
         self._work = Path(
             tempfile.mkdtemp(prefix=".everyframe-", suffix=".partial", dir=target.parent)
         )
-        place = self._work / target.name
+        place = self._work / self._name
         if self._kind is Kind.MP4:
             return Mp4Encoder(place, width, height, self._fps)
         if self._kind in (Kind.PNG, Kind.FRAMES):
@@ -137,7 +147,7 @@ class VideoWriter:
     def _finish(self) -> None:
         if self._encoder is None or self._work is None or not self._encoder.num_frames:
             raise MediaError(f"no frames came for {str(self.path)!r}; nothing was written")
-        target = Path(os.path.abspath(self.path))
+        target = self._target
         given = self._record() if callable(self._record) else self._record
         record = complete(given, self._fps, self._encoder.num_frames)
         done = False
@@ -146,7 +156,7 @@ class VideoWriter:
                 self._encoder.finish(compact(record), self._sound)
             else:
                 self._encoder.finish(compact(record))
-            place = self._work / target.name
+            place = self._work / self._name
             sidecar = sidecar_of(self._given).name
             if self._kind is Kind.FRAMES:
                 (place / sidecar).write_bytes(readable(record))
@@ -198,15 +208,26 @@ def _to_disk(place: Path) -> None:
 
 
 def _replace(new: Path, target: Path) -> None:
-    """Put `new` in the place of `target`. A full folder can't be renamed over: it steps aside."""
+    """Put `new` in the place of `target`. A full folder can't be renamed over: it steps aside.
+
+    What was put into it meanwhile, and is nothing of ours, goes into the new one.
+    """
     if not (new.is_dir() and target.exists()):
         os.replace(new, target)
         return
     old = new.with_name("replaced")
     os.rename(target, old)
+    moved: list[str] = []
     try:
+        for entry in [entry for entry in old.iterdir() if not is_of_frames(entry)]:
+            if os.path.lexists(new / entry.name):
+                raise FileExistsError(errno.EEXIST, f"{entry.name} was put there meanwhile")
+            os.rename(entry, new / entry.name)
+            moved.append(entry.name)
         os.rename(new, target)
     except BaseException:
+        for name in moved:
+            os.rename(new / name, old / name)
         os.rename(old, target)
         raise
 

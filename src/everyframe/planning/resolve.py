@@ -7,7 +7,7 @@ out, `engine/run.py` for who runs it.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -65,10 +65,14 @@ _NUM_TRIALS = 6
 
 @dataclass(frozen=True)
 class GivenModel:
-    """A model in memory and the name of its family."""
+    """A model in memory and the name of its family.
+
+    `digests` says what the model is by component, so that a run of it resumes with no other.
+    """
 
     family: str
     model: Model
+    digests: Callable[[], Mapping[str, str]] = dict
 
 
 @dataclass(frozen=True)

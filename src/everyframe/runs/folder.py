@@ -9,7 +9,7 @@ make other videos of the same run), ``shortages.json`` (when memory ran out), ``
 
 from __future__ import annotations
 
-import json
+import errno
 import os
 import shutil
 import time
@@ -20,11 +20,13 @@ from typing import IO, Any
 
 from everyframe.core.errors import BusyError, DamagedError, InputError, did_you_mean
 from everyframe.core.paths import check_path, home_folder, path_of
-from everyframe.runs.files import write_whole
+from everyframe.runs.files import read_json, write_json
 
 #: What a run folder says that it is; another number is another version's.
-SCHEMA = "everyframe.run/1"
+SCHEMA = "everyframe.run/2"
 _RUN, _STATE, _LOCK, _DONE = "run.json", "state", "lock", "done-"
+#: Seconds between attempts to lock a run.
+_PAUSES = (0.02, 0.08, 0.2)
 #: The value that turns keeping off.
 OFF = "off"
 
@@ -86,30 +88,42 @@ class RunFolder:
         """Where the answers of a foreign pipeline's models lie."""
         return self.path / "answers"
 
+    def num_answers(self) -> int:
+        """How many answers of a foreign pipeline's models there are."""
+        return sum(1 for _ in self.answers.glob("*/*.safetensors"))
+
     def write_run(self, values: Mapping[str, Any]) -> None:
         """Write what does not change. Raises `OSError`."""
-        write_whole(self.path / _RUN, _as_json({"schema": SCHEMA, **values}))
+        write_json(self.path / _RUN, {"schema": SCHEMA, **values})
 
     def write_state(self, values: Mapping[str, Any]) -> None:
         """Put this in the place of the state. Raises `OSError`; the old one holds then."""
-        write_whole(self._state, _as_json(values))
+        write_json(self._state, values)
 
     def write_shortages(self, values: Sequence[Any]) -> None:
         """Put this in the place of the shortages of memory. Raises `OSError`."""
-        write_whole(self._shortages, _as_json({"shortages": values}))
+        write_json(self._shortages, {"shortages": values})
 
     def shortages(self) -> list[Any]:
         """What `write_shortages` wrote last. Raises `DamagedError`."""
-        values = _read(self._shortages) or {}
+        values = read_json(self._shortages) or {}
         return list(values.get("shortages", ()))
 
     def run(self) -> dict[str, Any]:
         """What `write_run` wrote. Raises `DamagedError` for no run, or another version's."""
-        values = _read(self.path / _RUN)
+        values = read_json(self.path / _RUN)
         if values is None or values.get("schema") != SCHEMA:
             found = "nothing" if values is None else repr(values.get("schema"))
             raise DamagedError(f"{self.path} holds no run of {SCHEMA!r}, but {found}")
         return values
+
+    def is_readable(self) -> bool:
+        """Whether it is as it was written, as far as what does not change goes."""
+        try:
+            self.run()
+        except DamagedError:
+            return False
+        return True
 
     def began(self) -> float:
         """When it was begun, in seconds since 1970; names tell it to the second and are used again.
@@ -123,7 +137,7 @@ class RunFolder:
 
     def state(self) -> dict[str, Any] | None:
         """What `write_state` wrote last; None before the first time."""
-        return _read(self._state)
+        return read_json(self._state)
 
     def parts(self) -> tuple[RunFolder, ...]:
         """This folder for each group of which there is a state."""
@@ -142,16 +156,30 @@ class RunFolder:
         return tuple(int(each.name.removeprefix(_DONE)) for each in self.path.glob(f"{_DONE}*"))
 
     def locked(self) -> Lock:
-        """The run for this process alone. Raises `BusyError` if another one has it."""
+        """The run for this process alone.
+
+        Raises:
+            BusyError: another process has it. OSError: nothing can be locked there.
+        """
         return Lock(self.path / _LOCK)
 
     def is_busy(self) -> bool:
-        """Whether a process is working on it."""
+        """Whether a process is working on it; no, where nothing can be locked. Writes nothing."""
         try:
-            self.locked().release()
-        except BusyError:
-            return True
+            file = (self.path / _LOCK).open("rb")
+        except OSError:
+            return False  # none was ever taken, or it is nobody's whom we could ask
+        with file:
+            try:
+                _lock(file)
+            except OSError as error:
+                return _is_of_another(error)
         return False
+
+    def last_written(self) -> float:
+        """When anything of it was written last, in seconds since 1970."""
+        places = [self.path, *self.path.rglob("*")]
+        return max(place.stat().st_mtime for place in places if place.name != _LOCK)
 
     def num_bytes(self) -> int:
         """What it takes on the disk."""
@@ -167,16 +195,21 @@ class Lock:
     """A run that is this process's own until `release`, or until it ends, however it does."""
 
     def __init__(self, path: Path) -> None:
-        self._file: IO[bytes] | None = path.open("ab")
+        self._file: IO[bytes] | None = None
+        file = path.open("ab")
         try:
-            _lock(self._file)
+            _lock_patiently(file)
         except OSError as error:
-            self._file.close()
-            self._file = None
+            file.close()
+            if not _is_of_another(error):
+                raise OSError(
+                    error.errno, f"no file can be locked there: {error.strerror}"
+                ) from error
             raise BusyError(
                 f"the run {path.parent.name} is being worked on by another process; wait for it, "
                 "or end it first"
             ) from error
+        self._file = file
 
     def release(self) -> None:
         """Let others have it."""
@@ -185,8 +218,27 @@ class Lock:
             self._file = None
 
 
+def _lock_patiently(file: IO[bytes]) -> None:
+    """Take the file; whoever only asks whether a run is busy has it for less than a moment."""
+    for pause in _PAUSES:
+        try:
+            _lock(file)
+        except OSError as error:
+            if not _is_of_another(error):
+                raise
+            time.sleep(pause)
+        else:
+            return
+    _lock(file)
+
+
+def _is_of_another(error: OSError) -> bool:
+    """Whether a lock is another process's; else there are none on that file system."""
+    return error.errno in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
+
+
 def _lock(file: IO[bytes]) -> None:
-    """Take the file, which the system gives back when the process ends; `OSError` if it's taken."""
+    """Take the file, which the system gives back when the process ends; `OSError` if it can't."""
     if os.name == "posix":
         import fcntl
 
@@ -221,6 +273,11 @@ def all_runs(root: Path | None = None) -> Iterator[RunFolder]:
     yield from sorted(found, key=lambda run: (run.began(), run.name))
 
 
+def free_runs(root: Path | None = None) -> list[RunFolder]:
+    """The runs that nobody works on, oldest first."""
+    return [run for run in all_runs(root) if not run.is_busy()]
+
+
 def find_run(name: str | Path | None = None, root: Path | None = None) -> RunFolder:
     """The run of that name or at that path; without a name the last one that nobody works on.
 
@@ -229,30 +286,14 @@ def find_run(name: str | Path | None = None, root: Path | None = None) -> RunFol
     """
     if name is not None and (Path(check_path(name, "the run")) / _RUN).is_file():
         return RunFolder(Path(name).absolute())
-    found = list(all_runs(root))
     if name is None:
-        free = [run for run in found if not run.is_busy()]
+        free = free_runs(root)
         if not free:
             raise InputError("no run was broken off: there is nothing to go on with")
         return free[-1]
+    found = list(all_runs(root))
     for run in found:
         if run.name == str(name):
             return run
     near = did_you_mean(str(name), [run.name for run in found])
     raise InputError(f"there is no run {str(name)!r}{near}; everyframe resume --list shows all")
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        values = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise DamagedError(f"{path} can't be read: {error}") from error
-    if not isinstance(values, dict):
-        raise DamagedError(f"{path} holds no state")
-    return values
-
-
-def _as_json(values: Mapping[str, Any]) -> bytes:
-    return (json.dumps(values, indent=1) + "\n").encode()

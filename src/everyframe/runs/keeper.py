@@ -20,6 +20,7 @@ from everyframe.core.events import Event, Frames, Note
 from everyframe.core.plain import from_plain, to_plain
 from everyframe.families.family import Take
 from everyframe.media.pixels import to_uint8
+from everyframe.runs.files import UNREADABLE
 from everyframe.runs.folder import Lock, RunFolder
 from everyframe.runs.shortages import KeptShortages
 from everyframe.runs.store import Store, hashes_in
@@ -63,16 +64,16 @@ class Keep:
 class Progress:
     """How far a run came: which stage of which clip comes next, with takes as they were then.
 
-    `frames` are those of the clips before, in order, with what they were kept as; `warnings` what
-    was said that stands in the record, and `repairs` what was raised in precision so far, as the
-    record holds it.
+    `frames` are those of the clips before, in order, with what they were kept as; `notes` what
+    was said that stands in the record, each with the seed that it is of; `repairs` what was raised
+    in precision so far, as the record holds it.
     """
 
     clip: int = 0
     stage: int = 0
     takes: Sequence[Take] = ()
     repairs: list[dict[str, Any]] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
+    notes: list[tuple[int | None, str]] = field(default_factory=list)
     frames: list[tuple[int, int, Any]] = field(default_factory=list)
 
 
@@ -169,8 +170,9 @@ class Keeper:
             DamagedError: what was kept is not as it was written.
         """
         state, store = place.state(), Store(place.tensors)
+        if state is None:
+            raise DamagedError(f"{place.path} has no state")
         try:
-            assert state is not None, f"{place} has no state"
             kept = {each["seed"]: each for each in state["takes"]}
             for take in takes:
                 for name in _OF_TAKE:
@@ -182,10 +184,10 @@ class Keeper:
             ]
             return Progress(
                 state["clip"], state["stage"], takes, frames=frames,
-                repairs=state["repairs"], warnings=state.get("warnings", []),
+                repairs=state["repairs"], notes=[(seed, text) for seed, text in state["notes"]],
             )  # fmt: skip
-        except (KeyError, TypeError, ValueError) as error:
-            raise DamagedError(f"the state of {place.path} can't be read: {error}") from error
+        except UNREADABLE as error:
+            raise DamagedError(f"the state of {place.path} can't be read: {error!r}") from error
 
     def _brought(self, mark: Any, store: Store) -> Any:
         """What stands for kept frames here, where they were kept in `store`."""
@@ -218,7 +220,7 @@ class Keeper:
             "stage": progress.stage,
             "takes": takes,
             "repairs": progress.repairs,
-            "warnings": progress.warnings,
+            "notes": progress.notes,
             "frames": progress.frames,
         }
         folder.write_state(state)
@@ -248,6 +250,6 @@ def furthest(folder: RunFolder, seeds: Sequence[int]) -> RunFolder | None:
             if state is not None and set(seeds) <= steps.keys():
                 far = (state["clip"], state["stage"], sum(steps[seed] for seed in seeds))
                 found.append((far, each))
-        except (DamagedError, KeyError, TypeError):
+        except (DamagedError, *UNREADABLE):
             found.append(((-1,), each))
     return max(found, key=lambda one: one[0])[1] if found else None

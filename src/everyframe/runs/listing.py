@@ -11,12 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from everyframe.core.errors import DamagedError
+from everyframe.runs.files import UNREADABLE
 from everyframe.runs.folder import RunFolder, all_runs
 
 
 @dataclass(frozen=True)
 class Listed:
-    """One run. `began` is in seconds since 1970, `progress` how far it came, in words."""
+    """One run: `progress` is how far it came, in words.
+
+    `began` and `written`, when anything of it was written last, are in seconds since 1970.
+    """
 
     run: str
     path: str
@@ -27,6 +31,7 @@ class Listed:
     progress: str
     num_bytes: int
     is_busy: bool
+    written: float
 
 
 def list_runs(root: str | Path | None = None) -> list[Listed]:
@@ -41,7 +46,7 @@ def _listed(folder: RunFolder) -> Listed:
         model, prompt = str(written["record"]["model"]["name"]), str(settings["prompt"])
         seed = int(settings["seed"])
         progress = _progress(folder, settings)
-    except (DamagedError, KeyError, TypeError, ValueError) as error:
+    except (DamagedError, *UNREADABLE) as error:
         model, prompt, seed = "?", "", 0
         progress = f"can't be read: {error}"
     return Listed(
@@ -54,11 +59,12 @@ def _listed(folder: RunFolder) -> Listed:
         progress=progress,
         num_bytes=folder.num_bytes(),
         is_busy=folder.is_busy(),
+        written=folder.last_written(),
     )
 
 
 def _progress(folder: RunFolder, settings: Mapping[str, Any]) -> str:
-    num_answers = sum(1 for _ in folder.answers.glob("*/*.safetensors"))
+    num_answers = folder.num_answers()
     if num_answers:
         return f"{num_answers} calls of its models"
     state = folder.state()

@@ -8,7 +8,6 @@ Read next: `keeper.py`; `everyframe.core.plain` for all that is not bulky.
 
 from __future__ import annotations
 
-import hashlib
 import io
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -23,7 +22,7 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from everyframe.core.errors import DamagedError
-from everyframe.runs.files import write_whole
+from everyframe.runs.files import checksum, write_whole
 
 _ENDING = ".safetensors"
 #: What the one tensor of a file is called.
@@ -85,7 +84,7 @@ class Store:
 
     def _write(self, tensor: Tensor) -> str:
         data = save_tensors({_NAME: tensor})
-        name = hashlib.blake2b(data, digest_size=16).hexdigest()
+        name = checksum(data)
         path = self.folder / (name + _ENDING)
         if not path.exists():
             self.folder.mkdir(exist_ok=True)
@@ -96,7 +95,7 @@ class Store:
         path = self.folder / (Path(name).name + _ENDING)
         try:
             data = path.read_bytes()
-            if hashlib.blake2b(data, digest_size=16).hexdigest() != name:
+            if checksum(data) != name:
                 raise DamagedError(f"{path} is not as it was written")
             return load_tensors(data)[_NAME]
         except (OSError, SafetensorError, KeyError) as error:

@@ -156,7 +156,7 @@ def test_a_prompt_that_is_too_long(folder: Path) -> None:
     plan = everyframe.plan(model=str(folder), truncate_prompt=True, **given)
     video = everyframe.generate(model=str(folder), truncate_prompt=True, **given)
     assert isinstance(video, everyframe.Video)
-    for told in (plan.notes, video.record["warnings"]):
+    for told in (plan.notes, video.record["notes"]):
         assert [note for note in told if "its end is cut: '" in note], told
 
 

@@ -24,8 +24,10 @@ class Kept:
     def __init__(self) -> None:
         self.left: list[Any] = [(torch.full((2,), 7.0),)]
         self.kept: list[Any] = []
+        self.calls: list[str] = []
 
-    def next(self) -> Any:
+    def next(self, call: str) -> Any:
+        self.calls.append(call)
         return self.left.pop() if self.left else None
 
     def keep(self, answer: Any, remedies: Any) -> None:
@@ -51,6 +53,7 @@ def test_what_was_kept_is_served_and_what_comes_after_is_computed_and_kept() -> 
     assert second.tolist() == [2, 2]
     assert [answer[0].tolist() for answer in kept.kept] == [[2, 2]]
     assert watch.begun == 2
+    assert len(set(kept.calls)) == 2, "each step is another call"
 
 
 def test_what_lay_in_a_file_comes_to_where_the_inputs_are() -> None:

@@ -210,7 +210,7 @@ def test_what_an_encoder_does_not_read_is_told(folder: Path) -> None:
     (cut,) = [note for note in told if "of the prompt's 89 tokens CLIP reads 77, and not" in note]
     done = events[-1]
     assert isinstance(done, VideoDone)
-    assert done.record["warnings"] == [cut]
+    assert done.record["notes"] == [cut]
 
 
 def test_a_prompt_beyond_step_llm_is_refused_or_cut_as_asked(folder: Path) -> None:

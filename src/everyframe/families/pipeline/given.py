@@ -21,6 +21,7 @@ from everyframe.families.pipeline import settle
 from everyframe.families.pipeline.chunks import chunk_savings
 from everyframe.families.pipeline.classes import checked
 from everyframe.families.pipeline.components import STAGE, prefers, working_bytes
+from everyframe.families.pipeline.digests import digest_pipeline
 from everyframe.families.pipeline.interface import Interface, of_pipeline
 from everyframe.families.pipeline.options import PipelineOptions
 from everyframe.families.pipeline.sizes import Sizes
@@ -61,7 +62,7 @@ class GivenPipeline:
                 "vae_tiling would change a pipeline that is yours; call pipe.vae.enable_tiling()"
             )
         settings, notes = settle.settle(self.sizes, self.title, request, self.options, seed)
-        return settings, (*notes, "memory is forecast roughly, and time not at all")
+        return settings, notes
 
     def components(self, settings: Settings) -> tuple[Component, ...]:
         """Its modules, in the dtypes that they have."""
@@ -82,6 +83,10 @@ class GivenPipeline:
     def weight_files(self) -> tuple[str, ...]:
         """None: weights in memory may be anybody's mixture, so no file stands for them."""
         return ()
+
+    def digests(self) -> dict[str, str]:
+        """What it is, by component: to be compared when a run of it is gone on with."""
+        return digest_pipeline(self.pipe)
 
     def smaller(self, settings: Settings) -> Iterator[Settings]:
         """Settings like these that need less memory."""

@@ -59,6 +59,7 @@ class Guarded:
         is_asked = any(each is not None and each.min() == each.max() for each in given)
         is_asked = is_asked or asks_for_blank(plan.settings.prompt)
         self._is_asked, self._emit, self._watch = is_asked, emit, watch
+        self._seed = take.seed
         self._parts: list[_Part] = []
         self._at: list[str] = []
         for name, module in modules.items():
@@ -97,7 +98,8 @@ class Guarded:
         blank = blank_frames(torch.from_numpy(frames_THWC).float(), 0, most, most / 255)
         if blank:
             told = f"{len(blank)} of {len(frames_THWC)} frames are of one colour"
-            self._emit(Note(f"{told}; they are written as they are"))
+            text = f"{told}; they are written as they are"
+            self._emit(Note(text, in_record=True, seed=self._seed))
 
     def __enter__(self) -> Guarded:
         for part in self._parts:

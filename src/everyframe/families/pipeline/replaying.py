@@ -2,7 +2,8 @@
 
 So a run that was broken off goes on where it was, though the pipeline's own loop always begins at
 its first step: everything around the denoisers is computed anew, with the same generator and the
-same scheduler, and costs next to nothing. On leaving the denoisers are as they were.
+same scheduler, and costs next to nothing. An answer is served to a call that is given the same, bit
+for bit, as the one that it was the answer to. On leaving the denoisers are as they were.
 Of several ranks that make one video the first has the answers, and hands each on to the others.
 Read next: `stages.py`; `everyframe.runs.answers`, where the answers lie.
 """
@@ -20,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from everyframe.core.plan import Remedy
 from everyframe.families.family import Answers, Take
+from everyframe.families.pipeline.digests import digest_call
 from everyframe.families.pipeline.watching import StepWatch, seen_before
 from everyframe.numerics.watch import tensors_in
 from everyframe.parallel.team import Team
@@ -38,9 +40,9 @@ class HandedOn:
         assert team.is_lead or own is None
         self._team, self._own = team, own
 
-    def next(self) -> Any:
+    def next(self, call: str) -> Any:
         """See `Answers`."""
-        answer = None if self._own is None else self._own.next()
+        answer = None if self._own is None else self._own.next(call)
         leaves, form = pytree.tree_flatten(answer)
         is_there = [leaf is not None for leaf in leaves]
         said = None if answer is None else [pytree.treespec_dumps(form), is_there]
@@ -116,7 +118,8 @@ class Replaying:
         """What is kept, while there is any; then what is computed, which is kept."""
         if self._watch.is_paused:
             return base.__call__(own, *args, **kwargs)
-        answer = answers.next()
+        # On every rank, as all have to look at the same tensors at the same time.
+        answer = answers.next(digest_call(name, args, kwargs))
         if answer is not None:
             seen_before(self._watch, name, own, args, kwargs)
             # It lay in a file: to where the one that is computed would be, with its inputs.

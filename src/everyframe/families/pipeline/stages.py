@@ -126,10 +126,12 @@ class PipelineStage:
         if frames.shape[:3] != asked:
             yield Note(
                 f"the pipeline made {frames.shape[0]} frames of {frames.shape[2]}x"
-                f"{frames.shape[1]}, not {asked[0]} of {asked[2]}x{asked[1]}"
+                f"{frames.shape[1]}, not {asked[0]} of {asked[2]}x{asked[1]}",
+                in_record=True,
+                seed=take.seed,
             )
         if beyond := beyond_range(frames):
-            yield Note(beyond)
+            yield Note(beyond, in_record=True, seed=take.seed)
         # Before the frames: whoever writes them ends with the last one.
         if sound is not None:
             samples, rate = sound

@@ -1,0 +1,135 @@
+"""A byte of a run folder that is not as it was written: it is told, and no other video comes of it.
+
+Every byte of the JSON files is changed once, and of every other file one in each region; of some,
+the run is resumed. What is compared with is the unbroken run.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import tiny
+from engine.test_resuming import OPEN_SORA, PICTURE, begun, broken_off, same
+from everyframe.core.errors import DamagedError, ExitCode
+from everyframe.core.events import Event, Note, Step
+from everyframe.engine import resuming
+from everyframe.runs.answers import KeptAnswers
+from everyframe.runs.files import read_json
+from everyframe.runs.folder import RunFolder
+from everyframe.runs.store import Store
+
+#: Regions of a file of tensors in which a byte is changed.
+_REGIONS = 24
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunFolder, list[Event]]:
+    """A run that was broken off in its second clip, and the events of the same run unbroken."""
+    place = tmp_path_factory.mktemp("flipped")
+    options = {**OPEN_SORA, "model": str(tiny.opensora_1_2(place / "model")), "chain": 2,
+               "image": PICTURE, "edit_strength": 0.5}  # fmt: skip
+    whole = list(begun(place / "whole", **options))
+    steps = [number for number, e in enumerate(whole) if isinstance(e, Step)]
+    last = [number for number in steps if whole[number].stage == "denoise"][-2]  # type: ignore[attr-defined]
+    folder = broken_off(begun(place / "runs", **options), last + 1)
+    folder.write_shortages([])
+    return folder, whole
+
+
+def flips(path: Path, count: int) -> Iterator[int]:
+    """Places in a file, with its bytes changed there while each is had."""
+    data = path.read_bytes()
+    size = len(data)
+    for number in range(min(count, size)):
+        place = number * size // min(count, size)
+        changed = bytearray(data)
+        changed[place] ^= 1 << number % 8
+        path.write_bytes(changed)
+        yield place
+    path.write_bytes(data)
+
+
+def is_refused(path: Path) -> bool:
+    """Whether JSON with a changed byte is seen to have one."""
+    try:
+        read_json(path)
+    except DamagedError:
+        return True
+    return False
+
+
+def test_every_byte_of_what_is_json_is_seen(unbroken: tuple[RunFolder, list[Event]]) -> None:
+    folder, _ = unbroken
+    files = [folder.path / name for name in ("run.json", "state.json", "shortages.json")]
+    for path in files:
+        assert read_json(path)
+        for place in flips(path, path.stat().st_size):
+            assert is_refused(path), f"byte {place} of {path.name} was believed"
+        assert read_json(path)
+
+
+def test_every_region_of_every_tensor_is_seen(unbroken: tuple[RunFolder, list[Event]]) -> None:
+    folder, _ = unbroken
+    stores = [Store(folder.tensors), Store(folder.given)]
+    paths = [(store, path) for store in stores for path in store.folder.iterdir()]
+    assert len(paths) >= 3
+    for store, path in paths:
+        for _ in flips(path, _REGIONS):
+            with pytest.raises(DamagedError):
+                store.fetch({"as": "tensor", "hash": path.stem})
+
+
+def test_every_region_of_every_answer_is_seen(tmp_path: Path) -> None:
+    answers = KeptAnswers(tmp_path / "3", pytest.fail)
+    for number in range(2):
+        assert answers.next(str(number)) is None
+        answers.keep((torch.randn(3, 5),), ())
+    second = sorted((tmp_path / "3").iterdir())[1]
+    saved = second.read_bytes()
+    for _ in flips(second, _REGIONS):
+        said: list[str] = []
+        again = KeptAnswers(tmp_path / "3", said.append)
+        assert again.remedies() == ()
+        assert again.next("0") is not None
+        assert again.next("1") is None
+        assert len(said) == 1
+        second.write_bytes(saved)
+
+
+def test_nothing_else_lies_in_a_run(unbroken: tuple[RunFolder, list[Event]]) -> None:
+    """What has no bytes can't be changed; every file that has some is tried here."""
+    folder, _ = unbroken
+    others = {
+        path.name
+        for path in folder.path.rglob("*")
+        if path.is_file() and path.stat().st_size and path.parent.name not in ("tensors", "given")
+    }
+    assert others == {"run.json", "state.json", "shortages.json"}
+
+
+@pytest.mark.parametrize("name", ["run.json", "state.json", "shortages.json", "tensors", "given"])
+def test_a_run_with_a_changed_byte_begins_again_or_is_refused(
+    name: str, unbroken: tuple[RunFolder, list[Event]], tmp_path: Path
+) -> None:
+    folder, whole = unbroken
+    for number in range(3):
+        copy = RunFolder(Path(shutil.copytree(folder.path, tmp_path / f"{number}-{folder.name}")))
+        path = copy.path / name
+        path = sorted(path.iterdir())[-1] if path.is_dir() else path
+        data = bytearray(path.read_bytes())
+        data[(2 * number + 1) * len(data) // 6] ^= 4
+        path.write_bytes(data)
+        if name in ("state.json", "tensors"):
+            again = list(resuming.go_on(copy))
+            same(whole, again)
+            assert any(isinstance(e, Note) and path.name in e.text for e in again)
+            continue
+        with pytest.raises(DamagedError, match="made again from its beginning") as caught:
+            list(resuming.go_on(copy))
+        assert str(path) in str(caught.value)
+        assert caught.value.exit_code == ExitCode.WRONG_INPUT

@@ -1,0 +1,95 @@
+"""Whose a run is, where files can't be locked, and where nothing can be written."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.test_resuming import OPEN_SORA, begun, same
+from everyframe.core.errors import BusyError, InputError
+from everyframe.core.events import Event, Note
+from everyframe.engine import resuming
+from everyframe.runs.folder import RunFolder, all_runs, find_run, new_run
+from everyframe.runs.listing import list_runs
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    import tiny
+
+    return str(tiny.opensora_1_2(tmp_path_factory.mktemp("models") / "tiny"))
+
+
+def no_locks(*_: Any) -> None:
+    """What Lustre answers without ``-o flock``."""
+    raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+
+def test_where_no_file_can_be_locked_a_run_is_made_and_told_not_to_be_kept(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole: list[Event] = list(begun(tmp_path / "a", model=model, **OPEN_SORA))
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    events = list(begun(tmp_path / "b", model=model, **OPEN_SORA))
+    same(whole, events)
+    (note,) = [e.text for e in events if isinstance(e, Note) and "can't be kept" in e.text]
+    assert "no file can be locked there: Function not implemented" in note
+    assert "EVERYFRAME_RUNS" in note
+    assert not list((tmp_path / "b").iterdir())
+
+
+def test_a_run_that_lies_where_no_file_can_be_locked_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = new_run(tmp_path)
+    folder.write_run({"began": 1.0})
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    assert not folder.is_busy()
+    with pytest.raises(InputError, match=r"Function not implemented\); copy its folder"):
+        list(resuming.go_on(folder))
+
+
+def test_asking_whether_a_run_is_busy_writes_nothing_and_is_in_nobodys_way(tmp_path: Path) -> None:
+    folder = new_run(tmp_path)
+    folder.write_run({"began": 1.0})
+    assert not folder.is_busy()
+    assert not (folder.path / "lock").exists()
+    lock = folder.locked()
+    assert folder.is_busy()
+    with pytest.raises(BusyError):
+        folder.locked()
+    # Whoever asks has it for a moment.
+    timer = threading.Timer(0.05, lock.release)
+    timer.start()
+    began = time.monotonic()
+    folder.locked().release()
+    assert time.monotonic() - began < 5
+    timer.join()
+
+
+def test_runs_that_can_only_be_read_are_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also as root, whom permissions don't stop: nothing is opened for writing."""
+    folder = new_run(tmp_path)
+    folder.write_run({"began": 1.0})
+    folder.locked().release()
+    real = Path.open
+
+    def reading(path: Path, mode: str = "r", *rest: Any, **named: Any) -> Any:
+        if set(mode) & set("wax+"):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return real(path, mode, *rest, **named)
+
+    monkeypatch.setattr(Path, "open", reading)
+    (listed,) = list_runs(tmp_path)
+    assert (listed.run, listed.is_busy) == (folder.name, False)
+    assert find_run(None, tmp_path) == RunFolder(folder.path)
+    assert list(all_runs(tmp_path)) == [folder]

@@ -1,0 +1,84 @@
+"""Runs that nobody goes on with: which go, which stay, and that it is told."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+import tiny
+from engine.test_resuming import OPEN_SORA, begun
+from everyframe.cli.main import main
+from everyframe.core.errors import InputError
+from everyframe.core.events import Note
+from everyframe.runs import retention
+from everyframe.runs.folder import RunFolder, all_runs, new_run
+from everyframe.runs.retention import remove_old_runs
+
+DAY = 86_400.0
+
+
+def make_run(root: Path, days: float, size: int = 10) -> RunFolder:
+    """A run of which something was written so many days ago for the last time."""
+    run = new_run(root)
+    run.write_run({"began": time.time() - days * DAY})
+    run.tensors.mkdir()
+    (run.tensors / "some").write_bytes(bytes(size))
+    for place in (run.path / "run.json", run.tensors / "some", run.tensors, run.path):
+        os.utime(place, (time.time() - days * DAY,) * 2)
+    return run
+
+
+def test_what_is_old_goes_and_what_is_worked_on_stays(tmp_path: Path) -> None:
+    old, busy, young = make_run(tmp_path, 31), make_run(tmp_path, 40), make_run(tmp_path, 29)
+    used = make_run(tmp_path, 50)
+    (used.path / "answers").mkdir()  # gone on with yesterday
+    lock = busy.locked()
+    assert [each.run for each in remove_old_runs(tmp_path)] == [old.name]
+    assert {run.name for run in all_runs(tmp_path)} == {busy.name, young.name, used.name}
+    lock.release()
+
+
+def test_the_oldest_go_when_all_take_too_much_but_none_of_the_last_day(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retention, "MOST_BYTES", 2_500)
+    runs = [make_run(tmp_path, days, 1_000) for days in (0.1, 5, 0.5, 3, 2)]
+    removed = list(remove_old_runs(tmp_path))
+    assert [each.run for each in removed] == [runs[1].name, runs[3].name, runs[4].name]
+    assert removed[0].num_bytes > 1_000
+    assert {run.name for run in all_runs(tmp_path)} == {runs[0].name, runs[2].name}
+
+
+def test_days_are_asked_for_and_none_is_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path, 8)
+    assert not list(remove_old_runs(tmp_path))
+    monkeypatch.setenv(retention.DAYS, "0")
+    assert not list(remove_old_runs(tmp_path, now=time.time() + 9_999 * DAY))
+    monkeypatch.setenv(retention.DAYS, "7")
+    assert [each.run for each in remove_old_runs(tmp_path)] == [run.name]
+    for wrong in ("a week", "-1", "nan"):
+        monkeypatch.setenv(retention.DAYS, wrong)
+        with pytest.raises(InputError, match="must be a number of days, 0 to keep"):
+            list(remove_old_runs(tmp_path))
+
+
+def test_a_new_run_tells_what_it_removes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, young = make_run(tmp_path / "runs", 100, 2_000_000), make_run(tmp_path / "runs", 2)
+    options = {**OPEN_SORA, "model": str(tiny.opensora_1_2(tmp_path / "model"))}
+    events = list(begun(tmp_path / "runs", **options))
+    (note,) = [e.text for e in events if isinstance(e, Note) and "is removed" in e.text]
+    assert old.name in note
+    assert "nothing of it was written for 30 days; it took 2.0 MB" in note
+    assert list(all_runs(tmp_path / "runs")) == [young]
+    monkeypatch.setenv("EVERYFRAME_RUNS", str(tmp_path / "runs"))
+    assert main(["resume", "--list"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "2 days" in shown
+    assert "a run goes when nothing of it was written for 30 days" in shown
