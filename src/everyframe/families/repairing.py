@@ -104,7 +104,7 @@ class Repairs:
 
         With `whole`, the whole component. A kernel that is wrong is not used, if there is another.
         """
-        if not fault.part:
+        if not fault.part or fault.cause in ("weights", "given"):
             return None
         if fault.cause in ("kernel", "unclear"):
             plain = self.plainly(fault.part, fault.module)
@@ -157,10 +157,14 @@ class Repairs:
         assert last == remedy, "repairs come off in the opposite order"
         undo()
 
+    def take_back(self, number: int) -> None:
+        """Undo all but the first so many."""
+        while len(self._put_on) > number:
+            self.take_off(self._put_on[-1][0])
+
     def undo(self) -> None:
         """Everything as it was before the first repair, bit for bit."""
-        while self._put_on:
-            self.take_off(self._put_on[-1][0])
+        self.take_back(0)
         for joined in self._joined:
             joined.remove()
         self._joined = []

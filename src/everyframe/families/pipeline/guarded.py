@@ -24,19 +24,16 @@ from everyframe.core.errors import NumericsError
 from everyframe.core.events import Event, Note
 from everyframe.core.plan import Plan
 from everyframe.families.family import Take
-from everyframe.families.guarding import Guard
+from everyframe.families.guarding import GivenError, Guard
 from everyframe.families.pipeline.components import STAGE
 from everyframe.families.pipeline.sizes import denoisers
 from everyframe.families.pipeline.watching import StepWatch, called_parts
-from everyframe.families.telling import asks_for_blank
+from everyframe.families.telling import asks_for
 from everyframe.numerics.watch import blank_frames, range_of, tensors_in
 from everyframe.precision.edges import map_tensors
 
 Apart = Callable[[], AbstractContextManager[None]]
 """Within what it gives, a component is computed by this process alone."""
-
-#: Parameters that hold infinities on purpose.
-_ON_PURPOSE = ("mask", "bias")
 
 
 class Guarded:
@@ -57,10 +54,11 @@ class Guarded:
     ) -> None:
         given = (take.given.first, take.given.last)
         is_asked = any(each is not None and each.min() == each.max() for each in given)
-        is_asked = is_asked or asks_for_blank(plan.settings.prompt)
         self._is_asked, self._emit, self._watch = is_asked, emit, watch
+        self._prompt = plan.settings.prompt
         self._parts: list[_Part] = []
         self._at: list[str] = []
+        unused: list[str] = []
         for name, module in modules.items():
             denoises = bool(denoisers((name,)))
             counts, of = ("step", STAGE) if denoises else ("call", name)
@@ -68,7 +66,7 @@ class Guarded:
             guard.take(take)
             made = _Denoiser if denoises else _Coder if _has_frames(name) else _Part
             part = made(guard, name, module, watch, emit, is_asked=is_asked)
-            part.at = self._at
+            part.at, part.unused = self._at, unused
             self._parts.append(part)
 
     @property
@@ -94,8 +92,9 @@ class Guarded:
         if self._is_asked or any(part.has_seen_frames for part in self._parts):
             return
         most = 255 if frames_THWC.dtype == np.uint8 else 1
-        blank = blank_frames(torch.from_numpy(frames_THWC).float(), 0, most, most / 255)
-        if blank:
+        frames = torch.from_numpy(frames_THWC).movedim(-1, 1).float() / most
+        blank = blank_frames(frames, 0, 1, 1 / 255)
+        if blank and not asks_for(self._prompt, frames[blank]):
             told = f"{len(blank)} of {len(frames_THWC)} frames are of one colour"
             self._emit(Note(f"{told}; they are written as they are"))
 
@@ -135,6 +134,8 @@ class _Part:
         self.has_seen_frames = False
         #: Of those that were called and have not returned, the components.
         self.at: list[str] = []
+        #: Of results that were let be as nothing may use them, what was wrong with them.
+        self.unused: list[str] = []
         self._handles: list[RemovableHandle] = []
         self._depth = 0
         self._num_calls = 0
@@ -197,31 +198,38 @@ class _Part:
         self._dtypes.setdefault(module, torch.float32 if first is None else first.dtype)
         if range_of(result).is_finite:
             return result
-        kept.restore()
-        self._check_given(module, kept)
-        with self._guard.apart():
-            return self._guard.repaired(self._number(), kept.calling(module))
+        try:
+            with self._guard.apart():
+                given = kept.by_name(module)
+                return self._guard.repaired(self._number(), kept.calling(module), given)
+        except GivenError as error:
+            # What was not used when it was made is used now.
+            told = self.unused[0] if self.unused else str(error)
+            raise NumericsError(told) from None
+        except NumericsError as error:
+            if not self._may_be_unused(result):
+                raise
+            self.unused.append(str(error))
+            self._guard.note(
+                f"{error}; a part of what {self.name} gave is finite, so the run goes on unless it "
+                "uses the rest"
+            )
+            return kept.calling(module)()
+
+    def _may_be_unused(self, result: Any) -> bool:
+        """Whether the pipeline may do without those of the results that are not finite."""
+        return any(range_of(each).is_finite for each in tensors_in(result))
 
     def _number(self) -> int:
         """Of what the guard counts."""
         return self._num_calls
 
-    def _check_given(self, module: nn.Module, kept: _Kept) -> None:
-        """Raise `NumericsError` if the module was given what is not finite."""
-        named = inspect.signature(module.forward).bind_partial(*kept.args, **kept.kwargs).arguments
-        for name, value in named.items():
-            if any(word in name for word in _ON_PURPOSE) or range_of(value).is_finite:
-                continue
-            raise NumericsError(
-                f"{self._guard.place(self._number())}: {self.name} was given {name} that is not "
-                "finite, though all that its modules made was: the sampler's arithmetic or the "
-                "pipeline's own did it. Nothing was written; other settings (steps, guidance), "
-                "another scheduler or the whole pipeline in float32 may not"
-            )
-
 
 class _Denoiser(_Part):
     """A component whose calls belong to steps."""
+
+    def _may_be_unused(self, result: Any) -> bool:
+        return False
 
     def _number(self) -> int:
         return self._watch.begun
@@ -234,6 +242,9 @@ class _Denoiser(_Part):
 
 class _Coder(_Part):
     """An autoencoder, whose decoder makes frames."""
+
+    def _may_be_unused(self, result: Any) -> bool:
+        return False
 
     def _watched(self, module: nn.Module, kept: _Kept, result: Any) -> Any:
         result = super()._watched(module, kept, result)
@@ -272,6 +283,11 @@ class _Kept:
             return module(*self.args, **self.kwargs)
 
         return call
+
+    def by_name(self, module: nn.Module) -> dict[str, Any]:
+        """What it was called with, by the names of its parameters."""
+        self.restore()
+        return inspect.signature(module.forward).bind_partial(*self.args, **self.kwargs).arguments
 
     def restore(self) -> None:
         """What the call has changed of it, as it was."""
