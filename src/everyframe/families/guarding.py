@@ -100,6 +100,10 @@ class Guard:
         self._take, self._largest = take, 0.0
         self._reliefs.moments.of(take)
 
+    def join(self) -> None:
+        """Have the components take what is handed on to them wider than they are, until `end`."""
+        self._repairs.join()
+
     def end(self) -> None:
         """Take every repair off; the components are as they were, bit for bit."""
         self._repairs.undo()

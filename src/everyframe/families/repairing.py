@@ -151,6 +151,11 @@ class Repairs:
         self._put_on.append((remedy, put_on(part, remedy)))
         self._tried.add(remedy)
 
+    def join(self) -> None:
+        """Have each of the components take inputs that are wider than its parameters."""
+        # Does nothing where the plan has put casts already; somebody else's module has none.
+        self._joined += [edges.join(part) for part in self._parts.values()]
+
     def take_off(self, remedy: Remedy) -> None:
         """Undo that one, which was put on last."""
         last, undo = self._put_on.pop()

@@ -31,6 +31,7 @@ from everyframe.families.pipeline.watching import StepWatch, called_parts
 from everyframe.families.telling import asks_for
 from everyframe.numerics.watch import blank_frames, range_of, tensors_in
 from everyframe.precision.edges import map_tensors
+from everyframe.precision.raising import is_below
 
 Apart = Callable[[], AbstractContextManager[None]]
 """Within what it gives, a component is computed by this process alone."""
@@ -66,8 +67,12 @@ class Guarded:
             guard.take(take)
             made = _Denoiser if denoises else _Coder if _has_frames(name) else _Part
             part = made(guard, name, module, watch, emit, is_asked=is_asked)
-            part.at, part.unused = self._at, unused
+            part.at, part.unused, part.join_all = self._at, unused, self._join_all
             self._parts.append(part)
+
+    def _join_all(self) -> None:
+        for part in self._parts:
+            part.join()
 
     @property
     def at(self) -> str:
@@ -136,6 +141,8 @@ class _Part:
         self.at: list[str] = []
         #: Of results that were let be as nothing may use them, what was wrong with them.
         self.unused: list[str] = []
+        #: Has all components take what is handed on wider than they are.
+        self.join_all: Callable[[], None] = guard.join
         self._handles: list[RemovableHandle] = []
         self._depth = 0
         self._num_calls = 0
@@ -157,6 +164,10 @@ class _Part:
             handle.remove()
         self._handles = []
         self._guard.end()
+
+    def join(self) -> None:
+        """Have the component take what is handed on to it wider than it is."""
+        self._guard.join()
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._watch.is_paused:
@@ -186,7 +197,10 @@ class _Part:
             result = self._watched(module, kept, result)
             if self._guard.has_repaired:
                 # As wide as before, for whoever is given it next.
-                result = map_tensors(result, _Narrow(self._dtypes[module]))
+                narrow = _Narrow(self._dtypes[module])
+                result = map_tensors(result, narrow)
+                if not narrow.has_fitted:
+                    self.join_all()
         self.at.pop()
         for event in self._guard.events():
             self._emit(event)
@@ -301,16 +315,24 @@ class _Kept:
 
 
 class _Narrow:
-    """Casts wider tensors to `dtype` where they fit."""
+    """Casts wider tensors to `dtype` where they fit; `has_fitted` says if all did."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
+        self.has_fitted = True
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        if not tensor.is_floating_point() or tensor.dtype.itemsize <= self.dtype.itemsize:
+        # bfloat16 is wider than float16, and clashes with it.
+        is_wider = is_below(self.dtype, tensor.dtype) or (
+            tensor.is_floating_point() and tensor.dtype.itemsize > self.dtype.itemsize
+        )
+        if not is_wider:
             return tensor
         narrow = tensor.to(self.dtype)
-        return narrow if range_of(narrow).is_finite else tensor
+        if range_of(narrow).is_finite:
+            return narrow
+        self.has_fitted = False
+        return tensor
 
 
 def _pixels(result: Any) -> Any:
