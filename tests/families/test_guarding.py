@@ -21,6 +21,7 @@ from everyframe.core.facts import DeviceFacts
 from everyframe.families import guarding
 from everyframe.families.denoising import GuardedDenoiser
 from everyframe.families.guarding import Guard
+from everyframe.numerics.overflow import OverflowProbe
 from guarded_nets import CLOSE, Net, halved, inputs, plan, repairs, scaled
 
 WITH_BF16 = DeviceFacts("another", "cpu", None, 10**12, 10**12, has_fast_bf16=True)
@@ -359,6 +360,87 @@ def test_what_a_hook_hands_on_is_named_by_its_module(by: str, dtype: str, value:
     with torch.inference_mode(), pytest.raises(NumericsError, match=r" in net\.parts\.1 "):
         guard.call(1, lambda: net(inputs()))
     assert [(name, each.dtype) for name, each in net.named_parameters()] == before
+
+
+class Tanh(nn.Module):
+    """Of what is beyond float16, as of all that is large, it makes 1."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x / 1e5).tanh()
+
+
+class RootMeanSquare(nn.Module):
+    """By hand: squares overflow, and what is divided by the root of infinity is 0."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x.pow(2).mean(-1, keepdim=True).rsqrt()
+
+
+class Masks(nn.Module):
+    """Infinities that are right: a mask that grows beyond float16, and exp of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.zeros(8, 8, dtype=x.dtype)
+        mask = mask.masked_fill(torch.ones(8, 8).triu(1).bool(), torch.finfo(x.dtype).min)
+        return ((x.mT @ x + mask * 1.5).softmax(-1) @ x.mT).mT
+
+
+SWALLOWED: dict[str, tuple[Callable[[], Sequence[nn.Module]], str, str]] = {
+    # what is planted; the operation and the module that are named
+    "tanh": (lambda: [eye(300), eye(300), Tanh(), eye()], "linear", "1"),
+    "norm": (lambda: [eye(1000), RootMeanSquare(), eye()], "pow", "1"),
+}
+
+
+@pytest.mark.parametrize("name", list(SWALLOWED))
+def test_an_overflow_that_comes_to_nothing_is_found_in_the_first_call(name: str) -> None:
+    make, operation, module = SWALLOWED[name]
+    net = nn.Sequential(*make())
+    reference = copy.deepcopy(net).double()
+    halved(net)
+    guard = Guard(plan(), "denoise", {"net": net})
+    with torch.inference_mode():
+        wanted = reference(inputs().half().double())
+        wrong = net(inputs())
+        assert bool(wrong.isfinite().all())
+        assert float((wrong - wanted).abs().max()) > 0.1 * float(wanted.abs().max())
+        answer = GuardedDenoiser(guard, lambda: net)(inputs())
+    assert float((answer - wanted).abs().max()) < CLOSE * float(wanted.abs().max())
+    first = repairs(guard)[0]
+    assert (first.operation, first.module, first.cause) == (operation, module, "range")
+    assert "came to nothing later and changed the result" in first.text
+    guard.end()
+    assert net[int(module)] is not None
+    assert {each.dtype for each in net.parameters()} == {torch.float16}
+
+
+@pytest.mark.parametrize("parts", [[Masks()], [eye(), Masks(), eye()]])
+def test_an_overflow_that_changes_nothing_is_let_be(parts: list[nn.Module]) -> None:
+    net = halved(nn.Sequential(*parts))
+    guard = Guard(plan(), "denoise", {"net": net})
+    with torch.inference_mode():
+        wanted = net(inputs())
+        assert torch.equal(guard.call(1, lambda: net(inputs())), wanted)
+    assert not list(guard.events())
+
+
+def test_only_the_first_call_in_float16_is_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[OverflowProbe] = []
+
+    class Counted(OverflowProbe):
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(self)
+
+    monkeypatch.setattr(guarding, "OverflowProbe", Counted)
+    for dtype, expected in (("float32", 0), ("bfloat16", 0), ("float16", 1)):
+        net = halved(nn.Linear(8, 8), dtype)
+        guard = Guard(plan(), "denoise", {"net": net})
+        with torch.inference_mode():
+            wanted = net(inputs())
+            for step in (1, 2, 3):
+                assert torch.equal(guard.call(step, lambda: net(inputs())), wanted)  # noqa: B023
+        assert len(made) == expected
 
 
 def test_masks_are_no_fault() -> None:

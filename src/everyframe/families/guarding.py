@@ -28,6 +28,7 @@ from everyframe.families.shortages import together
 from everyframe.families.telling import Calls, asks_for, told_of, weights_told
 from everyframe.hardware.peak import TooLittle, in_memory
 from everyframe.numerics.locate import Fault, bad_weights
+from everyframe.numerics.overflow import OverflowProbe, may_overflow
 from everyframe.numerics.watch import Range, blank_frames, range_of
 from everyframe.precision.dtypes import dtype_name
 
@@ -71,6 +72,7 @@ class Guard:
         self._reliefs = Reliefs(plan, parts, savings, stage)
         self._take: Take | None = None
         self._largest = 0.0
+        self._is_probed = False
 
     def apart(self) -> AbstractContextManager[None]:
         """Within, this process computes alone what others have a part in."""
@@ -97,7 +99,7 @@ class Guard:
         for remedy in take.remedies:
             if remedy.component in self._parts:
                 self._repairs.put_on(remedy)
-        self._take, self._largest = take, 0.0
+        self._take, self._largest, self._is_probed = take, 0.0, False
         self._reliefs.moments.of(take)
 
     def join(self) -> None:
@@ -124,8 +126,42 @@ class Guard:
         Raises:
             NumericsError: no rung of precision helps; names step, module and operation.
         """
-        result = self.spared(step, compute)
-        return result if range_of(result).is_finite else self.repaired(step, compute)
+        probe = self.probe()
+        with probe or nullcontext():
+            result = self.spared(step, compute)
+        if not range_of(result).is_finite:
+            return self.repaired(step, compute)
+        return self.probed(step, probe, result, compute)
+
+    def probe(self) -> OverflowProbe | None:
+        """For a video's first call of components in float16, what it is to be made within.
+
+        Ranks that compute one answer together have none: each sees its own share alone.
+        """
+        if self._is_probed or self._apart is not None:
+            return None
+        self._is_probed = True
+        return OverflowProbe() if any(map(may_overflow, self._parts.values())) else None
+
+    def probed(
+        self,
+        step: int,
+        probe: OverflowProbe | None,
+        result: _Result,
+        compute: Callable[[], _Result],
+    ) -> _Result:
+        """The result of `compute`, which was finite, or a better one: see `of_swallowed`."""
+        if probe is None or not probe.has_seen():
+            return result
+        search = RepairSearch(self._parts, self._repairs, compute, {})
+        outcome = in_memory(lambda: search.of_swallowed(result))
+        if isinstance(outcome, TooLittle):
+            self.note(f"{self._where(step)}: float16 overflowed; there is too little memory to "
+                      "tell whether that changed the result")  # fmt: skip
+            return compute()
+        self._tell(self._event(step, each, is_swallowed=True) for each in outcome.repairs)
+        assert outcome.result is not None
+        return outcome.result
 
     def spared(
         self,
@@ -269,11 +305,12 @@ class Guard:
             "nothing was written; other settings (size, guidance, steps) may not reach this"
         )
 
-    def _event(self, step: int, done: Repair) -> Repaired:
+    def _event(self, step: int, done: Repair, *, is_swallowed: bool = False) -> Repaired:
         fault, remedy = done.fault, done.remedy
         # It went well in float32, so the formula is right.
         cause, why = ("range", "lost") if fault.cause == "formula" else (fault.cause, fault.cause)
         told = told_of(fault, why)
+        told += ", which came to nothing later and changed the result" * is_swallowed
         text = f"{self._where(step)}: {told}. {remedy.place} runs in {remedy.to} from here on"
         dtype = dtype_name(fault.dtype)
         return Repaired(

@@ -26,6 +26,8 @@ _Result = TypeVar("_Result")
 
 #: So many modules of one call are raised one by one; then the whole component is.
 _MAX_RAISED = 24
+#: What overflows after what was raised is looked for so often.
+_ROUNDS = 4
 #: A result is another one beyond this share of its largest value; rounding in float16 is below.
 _FAR = 0.02
 
@@ -100,21 +102,42 @@ class RepairSearch(Generic[_Result]):
 
         An infinity that changes nothing, as a mask's, is let be.
         """
-        while len(self._done) < _MAX_RAISED:
-            located = self._located()
-            if located is None:
-                continue
-            found = self._first((*located.faults, *located.swallowed))
-            if found is None or found.fault.cause not in ("range", "kernel"):
-                break
-            self._put_on(found)
-        if not self._done:
-            return Outcome(result)
-        repaired = self._compute()
-        if range_of(repaired).is_finite and _is_far(result, repaired):
+        repaired: _Result | None = None
+        try:
+            if not self._raise_swallowed():
+                return Outcome(result)
+            repaired = self._compute()
+        except RuntimeError as error:
+            # Two dtypes met beside what was raised, which is no reason to end a run.
+            if is_lost(error) or is_out_of_memory(error):
+                self._repairs.take_back(self._before)
+                raise
+        if repaired is not None and range_of(repaired).is_finite and _is_far(result, repaired):
             return Outcome(repaired, tuple(self._done))
         self._repairs.take_back(self._before)
-        return Outcome(result)
+        # What a call keeps of its inputs was made with what is taken off now.
+        return Outcome(self._compute())
+
+    def _raise_swallowed(self) -> bool:
+        """Raise what makes infinities that come to nothing; whether there is any.
+
+        What they are handed on to in float16 overflows next, so it is looked for again.
+        """
+        for _ in range(_ROUNDS):
+            located = locate(self._parts, self._compute, self._given)
+            found = {
+                (fault.part, fault.module): fault
+                for fault in (*located.swallowed, *located.faults)
+                if fault.cause in ("range", "kernel")
+            }
+            whole, before = len(found) > _MAX_RAISED, len(self._done)
+            for fault in found.values():
+                remedy = self._repairs.for_fault(fault, whole=whole)
+                if remedy is not None:
+                    self._put_on(Repair(fault, remedy))
+            if len(self._done) == before:
+                break
+        return bool(self._done)
 
     def _located(self) -> Located | None:
         """The faults of the call as it is repaired by now; None: two dtypes met, and it is put on

@@ -256,17 +256,18 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = _Seen.of(operands, self._origins_of) if mutates else None
         wide = tree_map(_widened, operands) if mutates else None
         answer = func(*args, **operands[1])
-        if range_of(answer).is_finite:
+        made = range_of(answer)
+        if made.is_finite:
             self._forget(operands, answer)
             return answer
         given = given or _Seen.of(operands, self._origins_of)
         name = func._schema.name.split("::")[1].strip("_")
         origins = given.origins
-        is_nan_made = _has_nan(answer) and not given.has_nan
+        is_nan_made = math.isnan(made.low) and not given.has_nan
         if not origins or (is_nan_made and all(self.faults[each].is_planned for each in origins)):
             # A mask: of operands that nobody made here, or of a number.
             is_put = not given.range.is_finite or _has_infinite_number(operands)
-            is_planned = name in _UNFILLED or (is_put and math.isfinite(range_of(answer).high))
+            is_planned = name in _UNFILLED or (is_put and math.isfinite(made.high))
             fault = self._judged(func, name, operands, wide, given, answer, is_planned)
             origins = self._sorted((*origins, self._added(fault)))
         for tensor in tensors_in(answer):
@@ -339,13 +340,10 @@ class _Seen:
         found = range_of(value)
         if found.is_finite:
             return cls(found, False, ())
-        bad = [each for each in tensors_in(value) if not range_of(each).is_finite]
+        seen = [(each, range_of(each)) for each in tensors_in(value)]
+        bad = [each for each, own in seen if not own.is_finite]
         origins = {number for tensor in bad for number in origins_of(tensor)}
-        return cls(found, _has_nan(bad), tuple(origins))
-
-
-def _has_nan(value: Any) -> bool:
-    return any(math.isnan(range_of(each).low) for each in tensors_in(value))
+        return cls(found, any(math.isnan(own.low) for _, own in seen), tuple(origins))
 
 
 def _has_infinite_number(operands: Any) -> bool:

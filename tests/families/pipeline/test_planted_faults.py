@@ -22,6 +22,7 @@ import everyframe
 import tiny_pipelines
 from everyframe.core.errors import NumericsError
 from everyframe.core.events import Event, Note, Repaired
+from everyframe.families.guarding import Guard
 from guarded_pipes import hooked, planted, state_of
 
 T5 = "text_encoder.encoder.block.0.layer.1.DenseReluDense.wo"
@@ -206,28 +207,83 @@ def test_what_goes_wrong_once_is_told_and_computed_again(
     assert np.array_equal(frames, wanted)
 
 
+@contextmanager
+def in_float16(pipe: Any) -> Iterator[Callable[[str], Any]]:
+    """Within, all of it is; what is given makes diffusers' frames of the weights in float32."""
+    modules = [part for part in pipe.components.values() if isinstance(part, torch.nn.Module)]
+
+    def cast(dtype: torch.dtype) -> None:
+        for module in modules:
+            module.to(dtype)
+
+    def by_float32(name: str) -> Any:
+        cast(torch.float32)
+        frames = by_diffusers(pipe, name)
+        cast(torch.float16)
+        return frames
+
+    cast(torch.float16)
+    try:
+        yield by_float32
+    finally:
+        cast(torch.float32)
+
+
 @pytest.mark.parametrize("name", PIPELINES)
 def test_float16_that_overflows_is_repaired(name: str, pipe_of: Callable[[str], Any]) -> None:
     pipe = pipe_of(name)
-    modules = [part for part in pipe.components.values() if isinstance(part, torch.nn.Module)]
-    try:
-        for module in modules:
-            module.half()
-        with planted(pipe, PLACES[name][1]):
-            for module in modules:
-                module.float()
-            wanted = by_diffusers(pipe, name)
-            for module in modules:
-                module.half()
-            before = state_of(pipe)
-            frames, events = run(pipe, name)
-            assert state_of(pipe) == before
-    finally:
-        for module in modules:
-            module.float()
+    with in_float16(pipe) as by_float32, planted(pipe, PLACES[name][1]):
+        wanted, before = by_float32(name), state_of(pipe)
+        frames, events = run(pipe, name)
+        assert state_of(pipe) == before
     assert [event for event in events if isinstance(event, Repaired)]
     assert np.isfinite(frames).all()
     assert np.abs(frames - wanted).mean() < CLOSE
+
+
+@pytest.mark.slow
+def test_an_answer_beyond_float16_is_taken_by_all_components(
+    pipe_of: Callable[[str], Any],
+) -> None:
+    pipe = pipe_of("animatediff")
+    with in_float16(pipe), planted(pipe, "unet.conv_out"):
+        before = state_of(pipe)
+        frames, events = run(pipe, "animatediff")
+        assert state_of(pipe) == before
+    repaired = {event.component for event in events if isinstance(event, Repaired)}
+    assert repaired == {"unet", "vae"}
+    assert np.isfinite(frames).all()
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_an_overflow_that_comes_to_nothing_is_repaired(
+    name: str, pipe_of: Callable[[str], Any]
+) -> None:
+    """In float16 the hook gives -1 and 1, in float32 nearly what it was given."""
+    pipe, place = pipe_of(name), PLACES[name][1]
+    with (
+        in_float16(pipe) as by_float32,
+        hooked(pipe, place, lambda module, args, result: (result * 1e7 / 1e8).tanh() * 10),
+    ):
+        wanted, before = by_float32(name), state_of(pipe)
+        frames, events = run(pipe, name)
+        assert state_of(pipe) == before
+    first = next(event for event in events if isinstance(event, Repaired))
+    assert f"mul in {place} " in first.text
+    assert "came to nothing later and changed the result" in first.text
+    assert np.abs(frames - wanted).mean() < CLOSE
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_looking_for_overflow_changes_no_bit(
+    name: str, pipe_of: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = pipe_of(name)
+    with in_float16(pipe):
+        frames, events = run(pipe, name)
+        monkeypatch.setattr(Guard, "probe", lambda guard: None)
+        assert np.array_equal(frames, run(pipe, name)[0])
+    assert not [event for event in events if isinstance(event, Repaired)]
 
 
 def test_a_nan_in_what_is_not_used_stops_nothing(pipe_of: Callable[[str], Any]) -> None:

@@ -29,6 +29,7 @@ from everyframe.families.pipeline.components import STAGE
 from everyframe.families.pipeline.sizes import denoisers
 from everyframe.families.pipeline.watching import StepWatch, called_parts
 from everyframe.families.telling import asks_for
+from everyframe.numerics.overflow import OverflowProbe
 from everyframe.numerics.watch import blank_frames, range_of, tensors_in
 from everyframe.precision.edges import map_tensors
 from everyframe.precision.raising import is_below
@@ -147,6 +148,7 @@ class _Part:
         self._depth = 0
         self._num_calls = 0
         self._kept = _Kept((), {})
+        self._probe: OverflowProbe | None = None
         #: What each called module gave before anything was repaired.
         self._dtypes: dict[nn.Module, torch.dtype] = {}
 
@@ -163,6 +165,7 @@ class _Part:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._end_probe()  # where an interrupt ended the call
         self._guard.end()
 
     def join(self) -> None:
@@ -177,6 +180,19 @@ class _Part:
             self._num_calls += 1
             self.at.append(self.name)
             self._kept = _Kept(args, kwargs)
+            self._probe = self._begin_probe()
+            if self._probe is not None:
+                self._probe.__enter__()
+
+    def _begin_probe(self) -> OverflowProbe | None:
+        """What this call is to be made within, if anything."""
+        return self._guard.probe()
+
+    def _end_probe(self) -> OverflowProbe | None:
+        probe, self._probe = self._probe, None
+        if probe is not None:
+            probe.__exit__(None, None, None)
+        return probe
 
     def _after(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
@@ -184,17 +200,20 @@ class _Part:
         if self._watch.is_paused:
             return None
         self._depth -= 1
+        probe = self._end_probe() if not self._depth else None
         if self._depth or result is None:  # called by the component itself, or it raised
             return None
         kept, self._kept = self._kept, _Kept((), {})
         self.at.pop()
-        return self.handed_on(module, kept, result)
+        return self.handed_on(module, kept, result, probe)
 
-    def handed_on(self, module: nn.Module, kept: _Kept, result: Any) -> Any:
+    def handed_on(
+        self, module: nn.Module, kept: _Kept, result: Any, probe: OverflowProbe | None = None
+    ) -> Any:
         """The result of a call, once it was looked at, and repaired if need be."""
         self.at.append(self.name)
         with self._watch.paused():
-            result = self._watched(module, kept, result)
+            result = self._watched(module, kept, result, probe)
             if self._guard.has_repaired:
                 # As wide as before, for whoever is given it next.
                 narrow = _Narrow(self._dtypes[module])
@@ -206,12 +225,15 @@ class _Part:
             self._emit(event)
         return result
 
-    def _watched(self, module: nn.Module, kept: _Kept, result: Any) -> Any:
+    def _watched(
+        self, module: nn.Module, kept: _Kept, result: Any, probe: OverflowProbe | None
+    ) -> Any:
         """The result, repaired if need be."""
         first = next(tensors_in(result), None)
         self._dtypes.setdefault(module, torch.float32 if first is None else first.dtype)
         if range_of(result).is_finite:
-            return result
+            again = kept.calling(module)
+            return self._guard.probed(self._number(), probe, result, again)
         try:
             with self._guard.apart():
                 given = kept.by_name(module)
@@ -242,14 +264,20 @@ class _Part:
 class _Denoiser(_Part):
     """A component whose calls belong to steps."""
 
+    def _begin_probe(self) -> OverflowProbe | None:
+        # A run that goes on from a later step has the repairs that its first step asked for.
+        return None if self._watch.num_calls[self.name] else super()._begin_probe()
+
     def _may_be_unused(self, result: Any) -> bool:
         return False
 
     def _number(self) -> int:
         return self._watch.begun
 
-    def _watched(self, module: nn.Module, kept: _Kept, result: Any) -> Any:
-        result = super()._watched(module, kept, result)
+    def _watched(
+        self, module: nn.Module, kept: _Kept, result: Any, probe: OverflowProbe | None
+    ) -> Any:
+        result = super()._watched(module, kept, result, probe)
         self._guard.answered(self._number(), range_of(result))
         return result
 
@@ -260,8 +288,10 @@ class _Coder(_Part):
     def _may_be_unused(self, result: Any) -> bool:
         return False
 
-    def _watched(self, module: nn.Module, kept: _Kept, result: Any) -> Any:
-        result = super()._watched(module, kept, result)
+    def _watched(
+        self, module: nn.Module, kept: _Kept, result: Any, probe: OverflowProbe | None
+    ) -> Any:
+        result = super()._watched(module, kept, result, probe)
         latents = next(tensors_in((kept.args, kept.kwargs)), None)
         is_decoder = module is getattr(self._module, "decoder", None)
         if latents is None or not is_decoder or _pixels(result) is None:
