@@ -21,7 +21,7 @@ import everyframe
 import tiny_pipelines
 from everyframe.core.errors import NumericsError
 from everyframe.core.events import Event, Note, Repaired
-from guarded_pipes import planted, state_of
+from guarded_pipes import hooked, planted, state_of
 
 ASKED: dict[str, Any] = {"prompt": "a fox", "num_inference_steps": 2, "seed": 1}
 
@@ -187,8 +187,32 @@ def test_frames_of_one_colour_are_told(pipe_of: Callable[[str], Any]) -> None:
         with torch.no_grad():
             conv.weight.zero_()
             conv.bias.zero_()
-        _, events = run(pipe, "cogvideox")
-        assert [event for event in events if isinstance(event, Note) and "one colour" in event.text]
-        assert not [event for event in events if isinstance(event, Repaired)]
-        _, events = run(pipe, "cogvideox", prompt="a black screen")
-        assert not alarms(events)
+        for colour, prompt, is_told in (
+            (0.0, "a fox", True), (0.0, "a black screen", True), (-1.0, "a black screen", False),
+            (-1.0, "a white fox in the snow", True),
+        ):  # fmt: skip
+            with torch.no_grad():
+                conv.bias.fill_(colour)
+            _, events = run(pipe, "cogvideox", prompt=prompt)
+            told = [each for each in events if isinstance(each, Note) and "colour" in each.text]
+            assert bool(told) == is_told
+            assert not [event for event in events if isinstance(event, Repaired)]
+
+
+@pytest.mark.parametrize("colour", [(-1.0, -1.0, -1.0), (-1.0, 1.0, -1.0), (0.2, -0.3, -0.3)])
+@pytest.mark.parametrize("prompt", ["a fox", "a white fox in the snow", "a black piano at night"])
+def test_frames_of_any_one_colour_are_decoded_again(
+    prompt: str, colour: tuple[float, ...], pipe_of: Callable[[str], Any]
+) -> None:
+    pipe = pipe_of("wan")
+
+    def vanish(module: Any, args: Any, result: torch.Tensor) -> torch.Tensor:
+        if result.dtype != torch.float16:
+            return result
+        return torch.tensor(colour).to(result)[:, None, None, None].expand_as(result).clone()
+
+    with hooked(pipe, "vae.decoder.conv_out", vanish):
+        frames, events = run(pipe, "wan", prompt=prompt)
+    (repair,) = (event for event in events if isinstance(event, Repaired))
+    assert (repair.component, repair.cause, repair.to) == ("vae", "blank", "float32")
+    assert float(frames.std(axis=(1, 2)).min()) > 0.01
