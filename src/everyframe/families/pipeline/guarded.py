@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -149,6 +149,7 @@ class _Part:
         self._num_calls = 0
         self._kept = _Kept((), {})
         self._probe: OverflowProbe | None = None
+        self._within = ExitStack()
         #: What each called module gave before anything was repaired.
         self._dtypes: dict[nn.Module, torch.dtype] = {}
 
@@ -182,7 +183,7 @@ class _Part:
             self._kept = _Kept(args, kwargs)
             self._probe = self._begin_probe()
             if self._probe is not None:
-                self._probe.__enter__()
+                self._within.enter_context(self._probe)
 
     def _begin_probe(self) -> OverflowProbe | None:
         """What this call is to be made within, if anything."""
@@ -190,8 +191,7 @@ class _Part:
 
     def _end_probe(self) -> OverflowProbe | None:
         probe, self._probe = self._probe, None
-        if probe is not None:
-            probe.__exit__(None, None, None)
+        self._within.close()
         return probe
 
     def _after(
