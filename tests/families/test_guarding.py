@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
 
 from everyframe.core.errors import NumericsError
 from everyframe.core.events import Event, Note, Repaired
@@ -422,6 +423,47 @@ def test_an_overflow_that_changes_nothing_is_let_be(parts: list[nn.Module]) -> N
         wanted = net(inputs())
         assert torch.equal(guard.call(1, lambda: net(inputs())), wanted)
     assert not list(guard.events())
+
+
+class Flexible(nn.Module):
+    """Attention that torch compiles by itself, and whose inner operations are no plain ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_q = eye()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.to_q(x)[:, None]
+        return flex_attention(q, q, q)[:, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_attention_that_compiles_itself_is_seen_through() -> None:
+    net = halved(nn.Sequential(eye(), Flexible(), eye(6e4)))
+    guard = Guard(plan(), "denoise", {"net": net})
+    with torch.inference_mode():
+        wanted = net[:2](inputs())
+        assert torch.equal(guard.call(1, lambda: net[:2](inputs())), wanted)
+        assert bool(guard.call(2, lambda: net(inputs())).isfinite().all())
+    assert repairs(guard)[0].module == "2"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*non-infra torch dispatch mode:UserWarning")
+def test_what_somebody_compiled_stays_compiled_in_the_first_call() -> None:
+    net, graphs = halved(nn.Linear(8, 8)), []
+
+    def backend(graph: Any, example: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compute = torch.compile(lambda x: net(x).tanh(), backend=backend)
+    guard = Guard(plan(), "decode", {"net": net})
+    with torch.inference_mode():
+        wanted = compute(inputs())
+        assert torch.equal(guard.call(1, lambda: compute(inputs())), wanted)
+    assert len(graphs) == 1
 
 
 def test_only_the_first_call_in_float16_is_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -216,6 +216,14 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
     (storage) of tensors, whose number is used again only after it was filled anew.
     """
 
+    #: Such as flex_attention, of which torch asks each mode; they have no schema.
+    supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """flex_attention compiles itself, which torch refuses within any other mode."""
+        return True
+
     def __init__(self, known: Mapping[int, Fault]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.stack: list[tuple[str, str]] = []
@@ -251,7 +259,8 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         operands = (args, kwargs or {})
         if self._is_looking:
             return func(*args, **operands[1])
-        mutates = func._schema.is_mutable
+        schema = getattr(func, "_schema", None)
+        mutates = schema is not None and schema.is_mutable
         # What is written into is gone afterwards, so it is looked at before.
         given = _Seen.of(operands, self._origins_of) if mutates else None
         wide = tree_map(_widened, operands) if mutates else None
@@ -261,7 +270,8 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._forget(operands, answer)
             return answer
         given = given or _Seen.of(operands, self._origins_of)
-        name = func._schema.name.split("::")[1].strip("_")
+        name = (schema or func).name
+        name = (name if isinstance(name, str) else name()).split("::")[-1].strip("_")
         origins = given.origins
         is_nan_made = math.isnan(made.low) and not given.has_nan
         if not origins or (is_nan_made and all(self.faults[each].is_planned for each in origins)):

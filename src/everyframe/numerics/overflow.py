@@ -20,6 +20,14 @@ from everyframe.numerics.watch import tensors_in
 class OverflowProbe(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Looks while it is entered; `has_seen` afterwards."""
 
+    #: Such as flex_attention, of which torch asks each mode.
+    supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """What is compiled runs as it does without; flex_attention compiles itself."""
+        return True
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._ends: list[Tensor] = []
@@ -36,7 +44,7 @@ class OverflowProbe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         answer = func(*args, **(kwargs or {}))
-        if not func.is_view:  # of something that was seen before
+        if not getattr(func, "is_view", False):  # of something that was seen before
             made = (each for each in tensors_in(answer) if each.dtype == torch.float16)
             self._ends += [torch.stack(torch.aminmax(each.detach())) for each in made]
         return answer
