@@ -37,12 +37,16 @@ from everyframe.core.events import Ready, Repaired
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.request import Request
 from everyframe.engine import run as engine
-from everyframe.families import guarding
 from everyframe.hardware import machine_facts, pick_device
+from everyframe.hardware.processor import processor_flags
+from everyframe.numerics import watch
 from everyframe.numerics.watch import Range
 from everyframe.runs.keeper import Keep
 
 BAR = 0.01
+#: Instruction sets that a page names where the CPU has them.
+SETS = {"avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile",
+        "amx_bf16", "amx_int8", "asimd", "bf16", "sve"}  # fmt: skip
 
 PROMPT = "a red circle moves to the right on a blue background"
 
@@ -82,15 +86,29 @@ class Clock:
         return self._seconds + sum(begin.elapsed_time(end) for begin, end in self._marks) / 1000
 
 
+def looks_of() -> dict[tuple[Any, str], Callable[..., Any]]:
+    """Each look by the module that calls it and its name, of all modules that were imported."""
+    named = ("range_of", "blank_frames")
+    owners = [
+        module
+        for place, module in sys.modules.items()
+        if place.startswith("everyframe.families.") or place == engine.__name__
+    ]
+    found = {
+        (owner, name): getattr(owner, name)
+        for owner in owners
+        for name in (*named, "_check_finite")
+        if name == "_check_finite" or getattr(owner, name, None) is getattr(watch, name)
+        if hasattr(owner, name)
+    }
+    assert {name for _, name in found} == {*named, "_check_finite"}, "a look is called otherwise"
+    return found
+
+
 def one_run(request: Request, looks: bool = True) -> tuple[float, float, int]:
     """(seconds of the guard, seconds of the run, looks that the guard took or would have)."""
     inside = Clock(request.device)
-    watched = {
-        (owner, name): getattr(owner, name)
-        for owner, name in (
-            (guarding, "range_of"), (guarding, "blank_frames"), (engine, "_check_finite")
-        )
-    }  # fmt: skip
+    watched = looks_of()
     for (owner, name), function in watched.items():
         seen = function if looks else partial(_nothing_wrong, name)
         setattr(owner, name, inside.around(seen))
@@ -127,7 +145,11 @@ takes {ratio:.4f} times as long (median over pairs: {
 
 
 def page(
-    request: Request, runs: list[tuple[float, float, int]], bare: list[float], device: DeviceFacts
+    request: Request,
+    runs: list[tuple[float, float, int]],
+    bare: list[float],
+    device: DeviceFacts,
+    note: str,
 ) -> str:
     """The result as Markdown."""
     shares = [guard / whole for guard, whole, _ in runs]
@@ -153,11 +175,14 @@ def page(
 
 The seconds are {_clock_of(device)}; the guard's are those
 inside of its own reductions: a look each for embeddings, every prediction, every state of the
-sampler and every lot of frames, and the last gate. What is not in them: building the guard, once a
-stage. This is a small model, at whose size a step takes little; the reductions pass once over what
-comes out of a model, and larger models compute more for it.
+sampler and every lot of frames, one for their colour, and the last gate. What is not in them:
+building the guard, once a stage, and the look at each operation that the first call in float16
+gets, as these runs are in float32. This is a small model, at whose size a step takes little; the
+reductions pass once over what comes out of a model, and larger models compute more for it.
 {without_looks(device, [whole for _, whole, _ in runs], bare)}
 {hardware(facts, device)}
+{f"Instructions: {', '.join(sorted(processor_flags() & SETS))}." if device.kind == "cpu" else ""}
+{note}
 
 Command: `{command}`
 """
@@ -174,6 +199,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10, help="of the sampler, default 10")
     parser.add_argument("--rounds", type=int, default=3, help="default 3")
     parser.add_argument("--device", default="cpu", help="cpu, or a card such as cuda")
+    parser.add_argument("--note", default="", help="a sentence on the machine, for the page")
     parser.add_argument("--no-page", action="store_true", help="print only")
     return parser.parse_args()
 
@@ -189,13 +215,13 @@ def main() -> None:
             prompt=PROMPT, device=device.torch_name, dtype="fp32", seed=1,
             num_inference_steps=asked.steps,
         )  # fmt: skip
-        one_run(request)  # which warms up as well
+        list(engine.stream(request, keep=Keep(None)))  # which imports all and warms up
         runs, bare = [], []
         for _ in range(asked.rounds):
             runs.append(one_run(request))
             if device.kind != "cpu":
                 bare.append(one_run(request, looks=False)[1])
-        text = page(request, runs, bare, device)
+        text = page(request, runs, bare, device, asked.note)
     print(text)
     if not asked.no_page:
         result_page("guard", device).write_text(text)

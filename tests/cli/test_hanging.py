@@ -108,6 +108,13 @@ class Run:
         ]
 
 
+def test_a_slow_disk_is_no_hang(model: str, tmp_path: Path) -> None:
+    """A tensor that takes longer than a rank is given in which it does nothing."""
+    run = Run(model, tmp_path, "disk:.safetensors:22", by_torchrun=False)
+    assert run.code == 0, run.errors
+    assert list((tmp_path / "out").iterdir())
+
+
 @pytest.mark.parametrize("planted", ["hang:STDiT3:3", "SIGSTOP:STDiT3:3"])
 @pytest.mark.parametrize("by_torchrun", [False, True], ids=["own workers", "torchrun"])
 def test_a_rank_that_hangs_is_named_and_all_end(

@@ -25,6 +25,7 @@ def used(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
     """Seconds of a core that each made-up process has used."""
     seconds = dict.fromkeys(range(3), 0.0)
     monkeypatch.setattr(patience, "_core_seconds", lambda process: seconds[process])
+    monkeypatch.setattr(patience, "_bytes_read", lambda process: 0)
     monkeypatch.setattr(patience, "_state", lambda process: "S")
     return seconds
 
@@ -58,10 +59,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-def watch(made: list[Any], clock: Clock) -> None:
+def watch(made: list[Any], clock: Clock, num_looks: int = 20) -> None:
     """Ask again and again, as the launcher does, for four times as long as it has patience."""
     watching = Patience(made, seconds=10.0)
-    for _ in range(20):
+    for _ in range(num_looks):
         watching.check(made)
         clock.now += 2.0
 
@@ -91,7 +92,11 @@ def test_a_rank_that_was_stopped_is_named_wherever_it_is(
 def test_this_process_is_seen_to_compute() -> None:
     """The system's own numbers: this process runs, and has used a core for a while."""
     assert patience._state(os.getpid()) in ("R", "S", "D")
-    assert 0.01 < patience._core_seconds(os.getpid()) < 1e6
+    assert 0.01 < (patience._core_seconds(os.getpid()) or 0) < 1e6
+    before = patience._bytes_read(os.getpid())
+    with open("/dev/zero", "rb", buffering=0) as file:
+        file.read(2**20)
+    assert patience._bytes_read(os.getpid()) >= before + 2**20
 
 
 def test_a_rank_that_computes_for_long_is_waited_for(
@@ -103,6 +108,53 @@ def test_a_rank_that_computes_for_long_is_waited_for(
     begun = clock.now
     monkeypatch.setattr(patience, "_core_seconds", lambda rank: (clock.now - begun) * (rank == 1))
     watch(made, clock)
+
+
+def test_a_rank_that_reads_is_waited_for_while_bytes_come(
+    tmp_path: Path, used: dict[int, float], monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    """Much slower than a core could be kept busy by, and no tensor is whole yet."""
+    made, trails = workers(tmp_path)
+    trails[0].wait("frames are gathered")
+    trails[2].wait("frames are gathered")
+    begun = clock.now
+    read = {"bytes": 1e5}
+    monkeypatch.setattr(
+        patience, "_bytes_read", lambda rank: int((clock.now - begun) * read["bytes"]) * (rank == 1)
+    )
+    watch(made, clock)
+    read["bytes"] = 10.0  # a message now and then is no reading
+    with pytest.raises(WorkerDiedError, match="rank 1 did nothing for"):
+        watch(made, clock)
+
+
+@pytest.mark.parametrize("sign", ["a read of weights", "state D"])
+def test_a_disk_that_gives_nothing_is_waited_for_minutes_and_not_for_ever(
+    sign: str, tmp_path: Path, used: dict[int, float], monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    made, trails = workers(tmp_path)
+    trails[0].wait("frames are gathered")
+    trails[2].wait("frames are gathered")
+    if sign == "state D":
+        monkeypatch.setattr(patience, "_state", lambda process: "D" if process == 1 else "S")
+    else:
+        trails[1].read(True)
+    watch(made, clock, num_looks=140)
+    with pytest.raises(WorkerDiedError, match=r"rank 1 did nothing for 3\d\d s in step 1 of 30"):
+        watch(made, clock, num_looks=180)
+
+
+def test_a_rank_that_hangs_after_it_has_read_is_named(
+    tmp_path: Path, used: dict[int, float], clock: Clock
+) -> None:
+    made, trails = workers(tmp_path)
+    for begins in (True, True, False, False):  # in two threads
+        trails[1].read(begins)
+    assert not read_trail(made[1].trail).is_reading
+    trails[0].wait("frames are gathered")
+    trails[2].wait("frames are gathered")
+    with pytest.raises(WorkerDiedError, match="rank 1 did nothing"):
+        watch(made, clock)
 
 
 def test_a_rank_before_its_first_stage_is_waited_for(

@@ -48,5 +48,7 @@ def test_blank_frames() -> None:
     pixels = torch.rand(5, 3, 4, 4)
     pixels[1] = -1.7  # all of it below black
     pixels[3] = 0.25
-    pixels[4] = torch.tensor([0.9, 0.0, 0.0])[:, None, None]  # red is no black frame
+    pixels[4] = torch.tensor([0.9, 0.0, 0.0])[:, None, None]  # all of it red
+    assert blank_frames(pixels, -1, 1, 2 / 255) == [1, 3, 4]
+    pixels[4, 1, 2, 2] = 0.5  # but for one value of its green
     assert blank_frames(pixels, -1, 1, 2 / 255) == [1, 3]

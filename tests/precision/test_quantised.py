@@ -118,11 +118,11 @@ def test_a_fault_in_it_is_found_and_mended_as_in_any_layer(kind: str) -> None:
     plain.weight.fill_(30.0)
     net = nn.Sequential(of(plain, kind)).to(torch.float16)
     x = torch.full((1, 64), 60.0, dtype=torch.float16)
-    fault, _ = locate({"net": net}, lambda: net(x))
+    fault = locate({"net": net}, lambda: net(x)).fault
     assert fault is not None
     assert (fault.place, fault.cause, fault.dtype) == ("net.0", "range", torch.float16)
     raised = Raised(net[0], torch.float32)
-    assert locate({"net": net}, lambda: net(x))[0] is None
+    assert locate({"net": net}, lambda: net(x)).fault is None
     torch.testing.assert_close(net(x), torch.full((1, 8), 64 * 30.0 * 60), rtol=1e-2, atol=0)
     raised.undo()
     assert bad_weights({"net": net}) == []

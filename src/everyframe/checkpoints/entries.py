@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from everyframe.checkpoints.reading import reading
 from everyframe.core.errors import CannotRunError, CheckpointError
 
 
@@ -47,7 +48,7 @@ def read_entry(entry: Entry, name: str) -> torch.Tensor:
     view = raw.numpy().data
     done = 0
     try:
-        with entry.path.open("rb", buffering=0) as file:
+        with reading(), entry.path.open("rb", buffering=0) as file:
             file.seek(entry.offset)
             while done < entry.num_bytes:
                 got = file.readinto(view[done:])

@@ -1,8 +1,10 @@
 """Finds a rank that hangs: the others wait for it, and it does nothing.
 
-A rank that computes for long is none: its process uses the processor, or its trail goes on. So a
-rank is given up only after a while in which nobody went on, it waited for nobody, and it used no
-time of a core; or in which all waited for each other. No torch here. Read next: `trail.py`.
+A rank that computes or reads for long is none: its process uses the processor, bytes come, or its
+trail goes on. So a rank is given up only after a while in which nobody went on, it waited for
+nobody, used no time of a core and read nothing; or in which all waited for each other. While it
+reads weights, or the system waits for a disk on its behalf, that while is minutes: a share that
+wakes up gives no byte for long. No torch here. Read next: `trail.py`.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from everyframe.core.errors import WorkerDiedError
@@ -18,8 +21,10 @@ from everyframe.engine.trail import Whereabouts, read_trail
 
 #: Seconds in which nothing happens until a rank is given up; an exchange takes a small part.
 _SECONDS = 15.0
-#: Seconds of a core in that time that are as good as none.
-_IDLE = 0.5
+#: Seconds until that where it waits for a disk.
+_SECONDS_OF_A_DISK = 300.0
+#: Seconds of a core in that time that are as good as none, and bytes that are.
+_IDLE, _FEW_BYTES = 0.5, 2**16
 
 
 class Patience:
@@ -36,21 +41,25 @@ class Patience:
         self._sees_all = sees_all
         self._trails = {each.job.rank: b"" for each in workers}
         self._since = time.monotonic()
-        self._used = {each.job.rank: 0.0 for each in workers}
+        # What each had done when that time began, and when it was last seen to do anything.
+        self._done = {each.job.rank: _Work() for each in workers}
+        self._active = dict.fromkeys(self._done, self._since)
 
     def check(self, workers: Iterable[Worker]) -> None:
         """Raise `WorkerDiedError` if one of those hangs; names it and what it was doing."""
         at_work = list(workers)
         now = time.monotonic()
         trails = {each.job.rank: _content(each.trail) for each in at_work}
-        if any(self._trails[rank] != trail for rank, trail in trails.items()):
+        went_on = [rank for rank, trail in trails.items() if self._trails[rank] != trail]
+        if went_on:
             self._trails |= trails
+            self._active |= dict.fromkeys(went_on, now)
             self._begin(at_work, now)
             return
         if now - self._since < self._seconds:
             return
         where = {each.job.rank: read_trail(each.trail) for each in at_work}
-        silent = [each for each in at_work if self._does_nothing(each, where[each.job.rank])]
+        silent = [each for each in at_work if self._does_nothing(each, where[each.job.rank], now)]
         busy = [each for each in at_work if not where[each.job.rank].waiting and each not in silent]
         if busy:  # it computes, and the others wait: all is well
             self._begin(at_work, now)
@@ -58,8 +67,9 @@ class Patience:
         if silent:
             first = silent[0].job.rank
             raise WorkerDiedError(
-                f"rank {first} did nothing for {now - self._since:.0f} s {where[first]}, and the "
-                "others waited for it; all were ended"
+                f"rank {first} did nothing for {now - self._active[first]:.0f} s {where[first]}"
+                f"{', which reads weights' * where[first].is_reading}, and the others waited for "
+                "it; all were ended"
             )
         if not self._sees_all:
             return
@@ -68,34 +78,73 @@ class Patience:
             + "; ".join(f"rank {rank} while {each.waiting}" for rank, each in where.items())
         )
 
-    def _does_nothing(self, worker: Worker, where: Whereabouts) -> bool:
-        """Whether it neither waits for others nor computes, or was stopped wherever it is."""
-        if _state(worker.process_id) in ("T", "t"):
+    def _does_nothing(self, worker: Worker, where: Whereabouts, now: float) -> bool:
+        """Whether it neither waits for others, computes nor reads, or was stopped wherever it is.
+
+        Who can't be seen to do nothing is not given up.
+        """
+        state, rank = _state(worker.process_id), worker.job.rank
+        if state in ("T", "t"):
             return True
         # Before its first stage it may wait for processes of its own, which try fast paths.
         if where.waiting or not where.stage:
             return False
-        return _core_seconds(worker.process_id) - self._used[worker.job.rank] < _IDLE
+        work = _Work.of(worker.process_id)
+        if work is None or work.is_more_than(self._done[rank]):
+            self._active[rank] = now
+            return False
+        waits_for_a_disk = where.is_reading or state == "D"
+        limit = max(self._seconds, _SECONDS_OF_A_DISK) if waits_for_a_disk else self._seconds
+        return now - self._active[rank] >= limit
 
     def _begin(self, workers: Sequence[Worker], now: float) -> None:
         self._since = now
         for each in workers:
-            self._used[each.job.rank] = _core_seconds(each.process_id)
+            self._done[each.job.rank] = _Work.of(each.process_id) or _Work()
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What a process has done so far: seconds of a core, bytes read from anywhere."""
+
+    seconds: float = 0.0
+    num_bytes: int = 0
+
+    @classmethod
+    def of(cls, process: int) -> _Work | None:
+        """As the system counts it; None where it doesn't say."""
+        seconds = _core_seconds(process)
+        return None if seconds is None else cls(seconds, _bytes_read(process))
+
+    def is_more_than(self, before: _Work) -> bool:
+        """Whether enough was done since then to be anything at all."""
+        is_busy = self.seconds - before.seconds >= _IDLE
+        return is_busy or self.num_bytes - before.num_bytes >= _FEW_BYTES
 
 
 def _content(path: Path) -> bytes:
     return path.read_bytes() if path.exists() else b""
 
 
-def _core_seconds(process: int) -> float:
-    """Seconds of a core that a process has used so far; infinite where that says nothing.
-
-    Who can't be seen to do nothing is not given up.
-    """
+def _core_seconds(process: int) -> float | None:
+    """Seconds of a core that a process has used so far; None where the system doesn't say."""
     fields = _stat(process)
-    if len(fields) < 13 or fields[0] == "D":  # "D": a disk has not answered yet
-        return float("inf")
+    if len(fields) < 13:
+        return None
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _bytes_read(process: int) -> int:
+    """Bytes that a process has read so far, by calls and by mapped files; 0 where nobody says."""
+    fields = _stat(process)
+    pages = int(fields[9]) if len(fields) >= 13 else 0  # those that a disk had to bring
+    try:
+        lines = Path(f"/proc/{process}/io").read_text().splitlines()
+    except OSError:
+        lines = []  # somebody else's process, or a system without
+    told = dict(line.split(": ", 1) for line in lines if ": " in line)
+    called, from_disk = (int(told.get(name, 0)) for name in ("rchar", "read_bytes"))
+    return pages * os.sysconf("SC_PAGE_SIZE") + called + from_disk
 
 
 def _state(process: int) -> str:

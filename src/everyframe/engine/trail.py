@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import mmap
 import struct
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,12 +18,14 @@ from pathlib import Path
 
 from everyframe.core.errors import MediaError
 
-_SIZE, _TEXT, _WAIT, _MOST = 4096, 2048, 3072, 6
+_SIZE, _TEXT, _WAIT, _READ, _MOST = 4096, 2048, 3072, 3584, 6
 #: Number of the module, of the dtype, of dimensions, and these.
 _CALL = struct.Struct(f"<iii{_MOST}i")
 _LENGTH = struct.Struct("<i")
 #: How often it waited, and the number of what it waits for.
 _WAITS = struct.Struct("<ii")
+#: How often a read began or ended, and how many go on.
+_READS = struct.Struct("<ii")
 _NAMES = ".names"
 
 
@@ -31,7 +34,8 @@ class Whereabouts:
     """What a process was at: `module` and `operand` are empty before the first module is called.
 
     `module` is a dotted name with its class behind it, `operand` the shape and dtype of the first
-    tensor that it was called with. `waiting` says what a rank waits for others for.
+    tensor that it was called with. `waiting` says what a rank waits for others for, `is_reading`
+    whether weights were being read.
     """
 
     stage: str = ""
@@ -40,6 +44,7 @@ class Whereabouts:
     module: str = ""
     operand: str = ""
     waiting: str = ""
+    is_reading: bool = False
 
     def __str__(self) -> str:
         if not self.stage:
@@ -66,6 +71,7 @@ class Trail:
         self._count = 0
         self._waits: dict[str, int] = {"": 0}
         self._call = _CALL.pack_into
+        self._reads = threading.Lock()
 
     def at(self, stage: str, step: int = 0, num_steps: int = 0) -> None:
         """A stage, and the step of it that is under way."""
@@ -88,6 +94,13 @@ class Trail:
         number, _ = _WAITS.unpack_from(self._map, _WAIT)
         # Counted, so that one wait can be told from the next.
         _WAITS.pack_into(self._map, _WAIT, (number + 1) % 2**31, self._waits[what])
+
+    def read(self, begins: bool) -> None:
+        """A read of weights begins or has ended; several threads may be at it."""
+        with self._reads:
+            count, under_way = _READS.unpack_from(self._map, _READ)
+            under_way += 1 if begins else -1
+            _READS.pack_into(self._map, _READ, (count + 1) % 2**31, under_way)
 
     def enter(self, module: int, dtype: int, shape: Sequence[int]) -> None:
         """A module is called with a tensor of that shape; numbers of `learn`, 0 for unknown."""
@@ -115,12 +128,14 @@ def read_trail(path: Path) -> Whereabouts:
         length = _LENGTH.unpack_from(data)[0]
         names = ["", *(json.loads(line) for line in lines)]
         waiting = names[_WAITS.unpack_from(data, _WAIT)[1]]
+        is_reading = _READS.unpack_from(data, _READ)[1] > 0
         if not length:
-            return Whereabouts(waiting=waiting)
+            return Whereabouts(waiting=waiting, is_reading=is_reading)
         stage, step, num_steps = json.loads(data[_LENGTH.size : _LENGTH.size + length])
         module, dtype, count, *shape = _CALL.unpack_from(data, _TEXT)
         operand = "x".join(map(str, shape[:count])) + (f" {names[dtype]}" if dtype else "")
-        return Whereabouts(stage, step, num_steps, names[module], operand if count else "", waiting)
+        operand = operand if count else ""
+        return Whereabouts(stage, step, num_steps, names[module], operand, waiting, is_reading)
     except (OSError, ValueError, IndexError, struct.error):
         # It died while it wrote that; where it was stays unknown.
         return Whereabouts()

@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from everyframe.checkpoints.reading import watch_reads
 from everyframe.core.errors import EveryframeError, ScarceError
 from everyframe.core.events import Event, Frames, Loaded, Planned, Ready, StageStarted, Step
 from everyframe.engine.process import Job
@@ -144,6 +145,7 @@ class _Watch:
         from torch.nn.modules.module import register_module_forward_pre_hook
 
         self._trail = trail
+        watch_reads(trail.read)
         self._tensor = torch.Tensor
         self._is_compiling = torch.compiler.is_compiling
         self._components: list[str] = []

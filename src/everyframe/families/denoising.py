@@ -6,6 +6,7 @@ Not here: what is done about a bad answer (`guarding.py`), and the loop of steps
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 from torch import Tensor
 
@@ -35,8 +36,13 @@ class GuardedDenoiser:
             self._denoise = self._make()
             return self._denoise(*given)
 
-        answer = self._guard.spared(self._step, lambda: self._denoise(*given), again)
+        # A run that goes on from a later step has the repairs that its first step asked for.
+        probe = self._guard.probe() if self._step == 1 else None
+        with probe or nullcontext():
+            answer = self._guard.spared(self._step, lambda: self._denoise(*given), again)
         seen = range_of(answer)
+        if seen.is_finite:
+            answer = self._guard.probed(self._step, probe, answer, again)
         if not seen.is_finite:
             with self._guard.apart():
                 answer = self._guard.repaired(self._step, again)

@@ -1,45 +1,50 @@
 """The guard: what a stage computes is watched, and what goes wrong is repaired where it arose.
 
-Every result of a component is looked at by one reduction. When it is not finite the weights are
-checked, the call, whose inputs are still there, is repeated until the first operation that made
-such a value, and the module around that operation is raised by one rung of precision; so on until
-the result is finite, or no rung is left, which is an error that names the place. A stage hands on
-`events` of what was repaired. Without a hit nothing is computed that would not be without a guard,
-so nothing changes. Read next: `repairing.py`, `denoising.py`, `everyframe.numerics.locate`.
+Every result of a component is looked at by one reduction. When it is not finite the call, whose
+inputs are still there, is repeated, the operation is found that the result comes of, and the module
+around it is raised by one rung of precision; so on until the result is finite, or no rung is left,
+which is an error that names the place. A stage hands on `events` of what was repaired. Without a
+hit nothing is computed that would not be without a guard, so nothing changes. Read next:
+`repair_search.py`, `repairing.py`, `denoising.py`, `everyframe.numerics.locate`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
 from everyframe.core.errors import NumericsError
 from everyframe.core.events import Event, Note, Repaired
-from everyframe.core.plan import PLAIN, Plan, Remedy, Settings
+from everyframe.core.plan import Plan, Remedy, Settings
 from everyframe.families.family import Savings, Take
 from everyframe.families.reliefs import Reliefs
+from everyframe.families.repair_search import Repair, RepairSearch
 from everyframe.families.repairing import Repairs
 from everyframe.families.shortages import together
-from everyframe.families.telling import Calls, asks_for_blank, told_of
-from everyframe.hardware.lost import is_lost
-from everyframe.hardware.peak import TooLittle, in_memory, is_out_of_memory
-from everyframe.numerics.locate import Fault, bad_weights, locate
+from everyframe.families.telling import Calls, asks_for, told_of, weights_told
+from everyframe.hardware.peak import TooLittle, in_memory
+from everyframe.numerics.locate import Fault, bad_weights
+from everyframe.numerics.overflow import OverflowProbe, may_overflow
 from everyframe.numerics.watch import Range, blank_frames, range_of
-from everyframe.optimize.compiling import wrong_graphs
 from everyframe.precision.dtypes import dtype_name
 
 _Result = TypeVar("_Result")
 
-#: So many modules of one call are raised one by one; then the whole component is.
-_MAX_RAISED = 24
 #: A step's answer this many times as large as any before is told.
 _JUMP = 100.0
 #: Frames whose values (-1..1) differ by less than one of 255 steps are of one colour.
 _ONE_COLOUR = 2 / 255
+
+
+class GivenError(NumericsError):
+    """What a component was called with is not finite; whoever calls it says so as a NumericsError.
+
+    Others know it by that name alone, so it is not to leave a stage.
+    """
 
 
 class Guard:
@@ -67,6 +72,7 @@ class Guard:
         self._reliefs = Reliefs(plan, parts, savings, stage)
         self._take: Take | None = None
         self._largest = 0.0
+        self._is_probed = False
 
     def apart(self) -> AbstractContextManager[None]:
         """Within, this process computes alone what others have a part in."""
@@ -93,8 +99,12 @@ class Guard:
         for remedy in take.remedies:
             if remedy.component in self._parts:
                 self._repairs.put_on(remedy)
-        self._take, self._largest = take, 0.0
+        self._take, self._largest, self._is_probed = take, 0.0, False
         self._reliefs.moments.of(take)
+
+    def join(self) -> None:
+        """Have the components take what is handed on to them wider than they are, until `end`."""
+        self._repairs.join()
 
     def end(self) -> None:
         """Take every repair off; the components are as they were, bit for bit."""
@@ -116,8 +126,42 @@ class Guard:
         Raises:
             NumericsError: no rung of precision helps; names step, module and operation.
         """
-        result = self.spared(step, compute)
-        return result if range_of(result).is_finite else self.repaired(step, compute)
+        probe = self.probe()
+        with probe or nullcontext():
+            result = self.spared(step, compute)
+        if not range_of(result).is_finite:
+            return self.repaired(step, compute)
+        return self.probed(step, probe, result, compute)
+
+    def probe(self) -> OverflowProbe | None:
+        """For a video's first call of components in float16, what it is to be made within.
+
+        Ranks that compute one answer together have none: each sees its own share alone.
+        """
+        if self._is_probed or self._apart is not None:
+            return None
+        self._is_probed = True
+        return OverflowProbe() if any(map(may_overflow, self._parts.values())) else None
+
+    def probed(
+        self,
+        step: int,
+        probe: OverflowProbe | None,
+        result: _Result,
+        compute: Callable[[], _Result],
+    ) -> _Result:
+        """The result of `compute`, which was finite, or a better one: see `of_swallowed`."""
+        if probe is None or not probe.has_seen():
+            return result
+        search = RepairSearch(self._parts, self._repairs, compute, {})
+        outcome = in_memory(lambda: search.of_swallowed(result))
+        if isinstance(outcome, TooLittle):
+            self.note(f"{self._where(step)}: float16 overflowed; there is too little memory to "
+                      "tell whether that changed the result")  # fmt: skip
+            return compute()
+        self._tell(self._event(step, each, is_swallowed=True) for each in outcome.repairs)
+        assert outcome.result is not None
+        return outcome.result
 
     def spared(
         self,
@@ -180,14 +224,14 @@ class Guard:
         *,
         is_asked: bool = False,
     ) -> _Result:
-        """The result, which `compute` gave, or a better one; `pixels_of` it are frames (T, ...).
+        """The result, which `compute` gave, or a better one; `pixels_of` it: frames (T, 3, H, W).
 
-        Frames of one colour from latents that aren't are decoded again in float32, unless the
-        prompt asks for such or `is_asked` (a given frame is). What stays blank is noted.
+        Frames of one colour from latents that aren't are decoded again in float32. What stays blank
+        is noted, unless the prompt asks for that colour or `is_asked` (a given frame is).
         """
         pixels = pixels_of(result)
         blank = blank_frames(pixels, -1, 1, _ONE_COLOUR)
-        if not blank or is_asked or asks_for_blank(self._plan.settings.prompt):
+        if not blank:
             return result
         seen = range_of(latents)
         if seen.low == seen.high:
@@ -197,6 +241,8 @@ class Guard:
             again = self._in_float32(wide, step, compute, pixels_of, len(blank))
             if again is not None:
                 return again
+        if is_asked or asks_for(self._plan.settings.prompt, pixels[blank] / 2 + 0.5):
+            return result
         self.note(
             # Without how much memory there was, so that the same run has the same record.
             f"{self.place(step)}: {len(blank)} of {len(pixels)} frames are of one colour "
@@ -209,56 +255,26 @@ class Guard:
         """Something to be told, though nothing was changed; `in_record` for what is in frames."""
         self._calls.tell(Note(text, in_record, self._seed))
 
-    def repaired(self, step: int, compute: Callable[[], _Result]) -> _Result:
+    def repaired(
+        self,
+        step: int,
+        compute: Callable[[], _Result],
+        given: Mapping[str, Any] = MappingProxyType({}),
+    ) -> _Result:
         """The result of `compute`, which was not finite, with as little raised as helps.
 
-        Raises:
-            NumericsError: nothing helps.
-        """
-        self._check_weights(step)
-        done: list[_Done] = []
-        while True:
-            try:
-                fault, _ = locate(self._parts, compute)
-            except RuntimeError as error:
-                if not done or is_out_of_memory(error) or is_lost(error):
-                    raise
-                # Two dtypes met beside what was raised: what is around it goes along.
-                last = done.pop()
-                fault, remedy = last.fault, self._repairs.around(last.remedy)
-                if remedy is None:
-                    raise
-            else:
-                if fault is None:
-                    break
-                if done and done[-1].is_vain(fault):
-                    self._repairs.take_off(done.pop().remedy)
-                remedy = self._repairs.for_fault(fault, whole=len(done) >= _MAX_RAISED)
-            if remedy is None:
-                raise self._beyond_repair(step, fault)
-            self._repairs.put_on(remedy)
-            done.append(_Done(fault, remedy))
-        result = compute()
-        if not range_of(result).is_finite:
-            # With each operation watched, blocks ran as they are written: what is compiled is left.
-            done += self._as_written(compute)
-            result = compute()
-        if not range_of(result).is_finite:
-            raise NumericsError(
-                f"{self._where(step)}: values that are not finite, which no operation makes when "
-                "each is watched; report it with what this prints: everyframe doctor --share"
-            )
-        if not done:
-            self.note(f"{self._where(step)}: values were not finite, and are when repeated")
-        self._tell(self._event(step, each) for each in done)
-        return result
+        `given` is what is called with, by name.
 
-    def _as_written(self, compute: Callable[[], object]) -> Iterator[_Done]:
-        """Have compiled blocks that make such values run as they are written."""
-        for fault in wrong_graphs(self._parts, compute):
-            remedy = self._repairs.plainly(fault.part, fault.module)
-            self._repairs.put_on(remedy)
-            yield _Done(fault, remedy)
+        Raises:
+            NumericsError: nothing helps. GivenError: what was given is not finite.
+        """
+        outcome = RepairSearch(self._parts, self._repairs, compute, given).until_finite()
+        if outcome.result is None:
+            raise self._beyond_repair(step, outcome.fault)
+        if not outcome.repairs:
+            self.note(f"{self._where(step)}: values were not finite, and are when repeated")
+        self._tell(self._event(step, each) for each in outcome.repairs)
+        return outcome.result
 
     def _tell(self, repaired: Iterable[Repaired]) -> None:
         """Hand on what was repaired, and keep with the video what it has now."""
@@ -267,17 +283,36 @@ class Guard:
             others = [each for each in self._take.remedies if each.component not in self._parts]
             self._take.remedies = (*others, *self._repairs.all())
 
-    def _beyond_repair(self, step: int, fault: Fault) -> NumericsError:
+    def _beyond_repair(self, step: int, fault: Fault | None) -> NumericsError:
+        where = self._where(step)
+        if fault is None and bad_weights(self._parts):
+            return NumericsError(f"{where}: {weights_told(self._parts, '')}")
+        if fault is None:
+            return NumericsError(
+                f"{where}: {' and '.join(self._parts)} gave values that are not finite, which no "
+                "operation makes when each is watched; report it with what this prints: "
+                "everyframe doctor --share"
+            )
+        if fault.cause == "weights":
+            return NumericsError(f"{where}: {weights_told(self._parts, fault.place)}")
+        if fault.cause == "given":
+            return GivenError(
+                f"{self.place(step)}: {fault.part} was given {fault.operation} that is not finite, "
+                "though all that its modules made was: the sampler's arithmetic or the pipeline's "
+                "own did it. Nothing was written; other settings (steps, guidance), another "
+                "scheduler or the whole pipeline in float32 may not"
+            )
         return NumericsError(
-            f"{self._where(step)}: {told_of(fault, fault.cause)}. No wider precision helps, and "
+            f"{where}: {told_of(fault, fault.cause)}. No wider precision helps, and "
             "nothing was written; other settings (size, guidance, steps) may not reach this"
         )
 
-    def _event(self, step: int, done: _Done) -> Repaired:
+    def _event(self, step: int, done: Repair, *, is_swallowed: bool = False) -> Repaired:
         fault, remedy = done.fault, done.remedy
         # It went well in float32, so the formula is right.
         cause, why = ("range", "lost") if fault.cause == "formula" else (fault.cause, fault.cause)
         told = told_of(fault, why)
+        told += ", which came to nothing later and changed the result" * is_swallowed
         text = f"{self._where(step)}: {told}. {remedy.place} runs in {remedy.to} from here on"
         dtype = dtype_name(fault.dtype)
         return Repaired(
@@ -318,38 +353,9 @@ class Guard:
         )  # fmt: skip
         return result
 
-    def _check_weights(self, step: int) -> None:
-        bad = bad_weights(self._parts)
-        if not bad:
-            return
-        name, tensor = bad[0]
-        count = int((~tensor.isfinite()).sum())
-        more = f", and {len(bad) - 1} more tensors" if len(bad) > 1 else ""
-        dtype = dtype_name(tensor.dtype)
-        why = "The file is broken"
-        if dtype != "float32":
-            why = f"Either the file is broken, or they do not fit into {dtype}; --dtype fp32 tells"
-        raise NumericsError(
-            f"{self._where(step)}: the weights themselves are not finite: {name} in {count} of "
-            f"{tensor.numel()} values{more}. {why}. Nothing was written"
-        )
-
     def place(self, step: int) -> str:
         """Such as "step 3 of denoise"."""
         return self._calls.place(step)
 
     def _where(self, step: int) -> str:
         return self._calls.where(step)
-
-
-@dataclass(frozen=True)
-class _Done:
-    """A fault, and what was done about it."""
-
-    fault: Fault
-    remedy: Remedy
-
-    def is_vain(self, next_fault: Fault) -> bool:
-        """Whether the same went wrong again although other kernels compute it."""
-        same = (next_fault.part, next_fault.module) == (self.fault.part, self.fault.module)
-        return same and self.remedy.to == PLAIN

@@ -104,7 +104,7 @@ class Repairs:
 
         With `whole`, the whole component. A kernel that is wrong is not used, if there is another.
         """
-        if not fault.part:
+        if not fault.part or fault.cause in ("weights", "given"):
             return None
         if fault.cause in ("kernel", "unclear"):
             plain = self.plainly(fault.part, fault.module)
@@ -151,16 +151,25 @@ class Repairs:
         self._put_on.append((remedy, put_on(part, remedy)))
         self._tried.add(remedy)
 
+    def join(self) -> None:
+        """Have each of the components take inputs that are wider than its parameters."""
+        # Does nothing where the plan has put casts already; somebody else's module has none.
+        self._joined += [edges.join(part) for part in self._parts.values()]
+
     def take_off(self, remedy: Remedy) -> None:
         """Undo that one, which was put on last."""
         last, undo = self._put_on.pop()
         assert last == remedy, "repairs come off in the opposite order"
         undo()
 
+    def take_back(self, number: int) -> None:
+        """Undo all but the first so many."""
+        while len(self._put_on) > number:
+            self.take_off(self._put_on[-1][0])
+
     def undo(self) -> None:
         """Everything as it was before the first repair, bit for bit."""
-        while self._put_on:
-            self.take_off(self._put_on[-1][0])
+        self.take_back(0)
         for joined in self._joined:
             joined.remove()
         self._joined = []

@@ -7,20 +7,22 @@ Not here: what is found and done (`guarding.py`, `reliefs.py`), and who reads it
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
+from torch import Tensor, nn
 
 from everyframe.core.events import Event, Note
 from everyframe.core.facts import DeviceFacts
 from everyframe.hardware.peak import memory_verdict
-from everyframe.numerics.locate import Fault
+from everyframe.numerics.locate import Fault, bad_weights
 from everyframe.precision.dtypes import dtype_name
 
-#: Words of a prompt that ask for frames of one colour.
-_ASKS_FOR_BLANK = re.compile(
-    r"\b(black|dark|darkness|night|white|blank|empty|plain|solid|fades?|fading)\b", re.IGNORECASE
-)
+#: Words of a prompt that ask for frames of one colour, and which that is: values in 0..1.
+_ASKS_FOR = {
+    r"black|dark|darkness|night|fades?|fading": (0.0, 0.1),
+    r"white|fades?|fading": (0.9, 1.0),
+}
 
 _CAUSES: dict[str, str] = {
     "range": "in float32 it is {wide}, and {dtype} ends at {limit:.0f}",
@@ -67,6 +69,8 @@ class Calls:
 
 def told_of(fault: Fault, why: str) -> str:
     """The fault in a clause; `why` is one of `_CAUSES`."""
+    if fault.wide is None and why != "unclear":
+        return f"{fault.operation} in {fault.place} handed on values that are not finite"
     dtype = dtype_name(fault.dtype)
     told = _CAUSES[why].format(wide=fault.wide, dtype=dtype, limit=torch.finfo(fault.dtype).max)
     return (
@@ -81,6 +85,26 @@ def prompt_was_cut(cut: str) -> Note:
     return Note(said, in_record=True)
 
 
-def asks_for_blank(prompt: str) -> bool:
-    """Whether frames of one colour are what the prompt asks for."""
-    return _ASKS_FOR_BLANK.search(prompt) is not None
+def weights_told(parts: Mapping[str, nn.Module], place: str) -> str:
+    """That the weights of these components are broken, the one at `place` first."""
+    bad = bad_weights(parts)
+    name, tensor = next((each for each in bad if each[0] == place), bad[0])
+    count = int((~tensor.isfinite()).sum())
+    more = f", and {len(bad) - 1} more tensors" if len(bad) > 1 else ""
+    dtype = dtype_name(tensor.dtype)
+    why = "The file is broken"
+    if dtype != "float32":
+        why = f"Either the file is broken, or they do not fit into {dtype}; --dtype fp32 tells"
+    return (
+        f"the weights themselves are not finite: {name} in {count} of {tensor.numel()} values"
+        f"{more}. {why}. Nothing was written"
+    )
+
+
+def asks_for(prompt: str, frames_TX: Tensor) -> bool:
+    """Whether the prompt asks for frames (values 0..1) of the one colour that these are of."""
+    low, high = float(frames_TX.min()), float(frames_TX.max())
+    return any(
+        least <= low and high <= most and re.search(rf"\b({words})\b", prompt, re.IGNORECASE)
+        for words, (least, most) in _ASKS_FOR.items()
+    )

@@ -7,8 +7,7 @@ compared with is diffusers' own pipeline with the same weights in float32.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ import everyframe
 import tiny_pipelines
 from everyframe.core.errors import NumericsError
 from everyframe.core.events import Event, Note, Repaired
+from guarded_pipes import hooked, planted, state_of
 
 ASKED: dict[str, Any] = {"prompt": "a fox", "num_inference_steps": 2, "seed": 1}
 
@@ -81,38 +81,6 @@ def pipe_of(folder: Callable[[str], Path]) -> Callable[[str], Any]:
     return loaded
 
 
-@contextmanager
-def planted(pipe: Any, place: str, value: float | None = None) -> Iterator[None]:
-    """Within, one weight is as large as float16 just holds, or one of its numbers is `value`."""
-    component, _, module = place.partition(".")
-    weight = pipe.components[component].get_submodule(module).weight
-    before = weight.detach().clone()
-    with torch.no_grad():
-        if value is None:
-            weight.copy_(before.float() * (6e4 / before.float().abs().max()))
-        else:
-            weight.view(-1)[3] = value
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            weight.copy_(before)
-
-
-def bits(pipe: Any) -> dict[str, Any]:
-    """All that a repair could leave behind."""
-    found: dict[str, Any] = {}
-    for name, part in pipe.components.items():
-        if isinstance(part, torch.nn.Module):
-            for path, tensor in part.state_dict().items():
-                found[f"{name}.{path}"] = (tensor.dtype, tensor.double().sum().item())
-            for path, module in part.named_modules():
-                found[f"{name}.{path}"] = (
-                    len(module._forward_hooks), len(module._forward_pre_hooks)
-                )  # fmt: skip
-    return found
-
-
 def run(pipe: Any, name: str, **more: Any) -> tuple[np.ndarray[Any, Any], list[Event]]:
     events: list[Event] = []
     asked = {**ASKED, **tiny_pipelines.CALLS[name], **more}
@@ -145,9 +113,9 @@ def test_overflow_is_repaired_and_the_pipeline_left_as_it_was(
     pipe = pipe_of(name)
     with planted(pipe, place):
         wanted = in_float32(pipe, name)
-        before = bits(pipe)
+        before = state_of(pipe)
         frames, events = run(pipe, name)
-        assert bits(pipe) == before
+        assert state_of(pipe) == before
     assert np.isfinite(frames).all()
     assert np.abs(frames - wanted).mean() < CLOSE
     repairs = [event for event in events if isinstance(event, Repaired)]
@@ -219,8 +187,32 @@ def test_frames_of_one_colour_are_told(pipe_of: Callable[[str], Any]) -> None:
         with torch.no_grad():
             conv.weight.zero_()
             conv.bias.zero_()
-        _, events = run(pipe, "cogvideox")
-        assert [event for event in events if isinstance(event, Note) and "one colour" in event.text]
-        assert not [event for event in events if isinstance(event, Repaired)]
-        _, events = run(pipe, "cogvideox", prompt="a black screen")
-        assert not alarms(events)
+        for colour, prompt, is_told in (
+            (0.0, "a fox", True), (0.0, "a black screen", True), (-1.0, "a black screen", False),
+            (-1.0, "a white fox in the snow", True),
+        ):  # fmt: skip
+            with torch.no_grad():
+                conv.bias.fill_(colour)
+            _, events = run(pipe, "cogvideox", prompt=prompt)
+            told = [each for each in events if isinstance(each, Note) and "colour" in each.text]
+            assert bool(told) == is_told
+            assert not [event for event in events if isinstance(event, Repaired)]
+
+
+@pytest.mark.parametrize("colour", [(-1.0, -1.0, -1.0), (-1.0, 1.0, -1.0), (0.2, -0.3, -0.3)])
+@pytest.mark.parametrize("prompt", ["a fox", "a white fox in the snow", "a black piano at night"])
+def test_frames_of_any_one_colour_are_decoded_again(
+    prompt: str, colour: tuple[float, ...], pipe_of: Callable[[str], Any]
+) -> None:
+    pipe = pipe_of("wan")
+
+    def vanish(module: Any, args: Any, result: torch.Tensor) -> torch.Tensor:
+        if result.dtype != torch.float16:
+            return result
+        return torch.tensor(colour).to(result)[:, None, None, None].expand_as(result).clone()
+
+    with hooked(pipe, "vae.decoder.conv_out", vanish):
+        frames, events = run(pipe, "wan", prompt=prompt)
+    (repair,) = (event for event in events if isinstance(event, Repaired))
+    assert (repair.component, repair.cause, repair.to) == ("vae", "blank", "float32")
+    assert float(frames.std(axis=(1, 2)).min()) > 0.01

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -24,19 +24,18 @@ from everyframe.core.errors import NumericsError
 from everyframe.core.events import Event, Note
 from everyframe.core.plan import Plan
 from everyframe.families.family import Take
-from everyframe.families.guarding import Guard
+from everyframe.families.guarding import GivenError, Guard
 from everyframe.families.pipeline.components import STAGE
 from everyframe.families.pipeline.sizes import denoisers
 from everyframe.families.pipeline.watching import StepWatch, called_parts
-from everyframe.families.telling import asks_for_blank
+from everyframe.families.telling import asks_for
+from everyframe.numerics.overflow import OverflowProbe
 from everyframe.numerics.watch import blank_frames, range_of, tensors_in
 from everyframe.precision.edges import map_tensors
+from everyframe.precision.raising import is_below
 
 Apart = Callable[[], AbstractContextManager[None]]
 """Within what it gives, a component is computed by this process alone."""
-
-#: Parameters that hold infinities on purpose.
-_ON_PURPOSE = ("mask", "bias")
 
 
 class Guarded:
@@ -57,11 +56,12 @@ class Guarded:
     ) -> None:
         given = (take.given.first, take.given.last)
         is_asked = any(each is not None and each.min() == each.max() for each in given)
-        is_asked = is_asked or asks_for_blank(plan.settings.prompt)
         self._is_asked, self._emit, self._watch = is_asked, emit, watch
         self._seed = take.seed
+        self._prompt = plan.settings.prompt
         self._parts: list[_Part] = []
         self._at: list[str] = []
+        unused: list[str] = []
         for name, module in modules.items():
             denoises = bool(denoisers((name,)))
             counts, of = ("step", STAGE) if denoises else ("call", name)
@@ -69,8 +69,12 @@ class Guarded:
             guard.take(take)
             made = _Denoiser if denoises else _Coder if _has_frames(name) else _Part
             part = made(guard, name, module, watch, emit, is_asked=is_asked)
-            part.at = self._at
+            part.at, part.unused, part.join_all = self._at, unused, self._join_all
             self._parts.append(part)
+
+    def _join_all(self) -> None:
+        for part in self._parts:
+            part.join()
 
     @property
     def at(self) -> str:
@@ -95,8 +99,9 @@ class Guarded:
         if self._is_asked or any(part.has_seen_frames for part in self._parts):
             return
         most = 255 if frames_THWC.dtype == np.uint8 else 1
-        blank = blank_frames(torch.from_numpy(frames_THWC).float(), 0, most, most / 255)
-        if blank:
+        frames = torch.from_numpy(frames_THWC).movedim(-1, 1).float() / most
+        blank = blank_frames(frames, 0, 1, 1 / 255)
+        if blank and not asks_for(self._prompt, frames[blank]):
             told = f"{len(blank)} of {len(frames_THWC)} frames are of one colour"
             text = f"{told}; they are written as they are"
             self._emit(Note(text, in_record=True, seed=self._seed))
@@ -137,10 +142,16 @@ class _Part:
         self.has_seen_frames = False
         #: Of those that were called and have not returned, the components.
         self.at: list[str] = []
+        #: Of results that were let be as nothing may use them, what was wrong with them.
+        self.unused: list[str] = []
+        #: Has all components take what is handed on wider than they are.
+        self.join_all: Callable[[], None] = guard.join
         self._handles: list[RemovableHandle] = []
         self._depth = 0
         self._num_calls = 0
         self._kept = _Kept((), {})
+        self._probe: OverflowProbe | None = None
+        self._within = ExitStack()
         #: What each called module gave before anything was repaired.
         self._dtypes: dict[nn.Module, torch.dtype] = {}
 
@@ -157,7 +168,12 @@ class _Part:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._end_probe()  # where an interrupt ended the call
         self._guard.end()
+
+    def join(self) -> None:
+        """Have the component take what is handed on to it wider than it is."""
+        self._guard.join()
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._watch.is_paused:
@@ -167,6 +183,18 @@ class _Part:
             self._num_calls += 1
             self.at.append(self.name)
             self._kept = _Kept(args, kwargs)
+            self._probe = self._begin_probe()
+            if self._probe is not None:
+                self._within.enter_context(self._probe)
+
+    def _begin_probe(self) -> OverflowProbe | None:
+        """What this call is to be made within, if anything."""
+        return self._guard.probe()
+
+    def _end_probe(self) -> OverflowProbe | None:
+        probe, self._probe = self._probe, None
+        self._within.close()
+        return probe
 
     def _after(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
@@ -174,62 +202,84 @@ class _Part:
         if self._watch.is_paused:
             return None
         self._depth -= 1
+        probe = self._end_probe() if not self._depth else None
         if self._depth or result is None:  # called by the component itself, or it raised
             return None
         kept, self._kept = self._kept, _Kept((), {})
         self.at.pop()
-        return self.handed_on(module, kept, result)
+        return self.handed_on(module, kept, result, probe)
 
-    def handed_on(self, module: nn.Module, kept: _Kept, result: Any) -> Any:
+    def handed_on(
+        self, module: nn.Module, kept: _Kept, result: Any, probe: OverflowProbe | None = None
+    ) -> Any:
         """The result of a call, once it was looked at, and repaired if need be."""
         self.at.append(self.name)
         with self._watch.paused():
-            result = self._watched(module, kept, result)
+            result = self._watched(module, kept, result, probe)
             if self._guard.has_repaired:
                 # As wide as before, for whoever is given it next.
-                result = map_tensors(result, _Narrow(self._dtypes[module]))
+                narrow = _Narrow(self._dtypes[module])
+                result = map_tensors(result, narrow)
+                if not narrow.has_fitted:
+                    self.join_all()
         self.at.pop()
         for event in self._guard.events():
             self._emit(event)
         return result
 
-    def _watched(self, module: nn.Module, kept: _Kept, result: Any) -> Any:
+    def _watched(
+        self, module: nn.Module, kept: _Kept, result: Any, probe: OverflowProbe | None
+    ) -> Any:
         """The result, repaired if need be."""
         first = next(tensors_in(result), None)
         self._dtypes.setdefault(module, torch.float32 if first is None else first.dtype)
         if range_of(result).is_finite:
-            return result
-        kept.restore()
-        self._check_given(module, kept)
-        with self._guard.apart():
-            return self._guard.repaired(self._number(), kept.calling(module))
+            again = kept.calling(module)
+            return self._guard.probed(self._number(), probe, result, again)
+        try:
+            with self._guard.apart():
+                given = kept.by_name(module)
+                return self._guard.repaired(self._number(), kept.calling(module), given)
+        except GivenError as error:
+            # What was not used when it was made is used now.
+            told = self.unused[0] if self.unused else str(error)
+            raise NumericsError(told) from None
+        except NumericsError as error:
+            if not self._may_be_unused(result):
+                raise
+            self.unused.append(str(error))
+            self._guard.note(
+                f"{error}; a part of what {self.name} gave is finite, so the run goes on unless it "
+                "uses the rest"
+            )
+            return kept.calling(module)()
+
+    def _may_be_unused(self, result: Any) -> bool:
+        """Whether the pipeline may do without those of the results that are not finite."""
+        return any(range_of(each).is_finite for each in tensors_in(result))
 
     def _number(self) -> int:
         """Of what the guard counts."""
         return self._num_calls
 
-    def _check_given(self, module: nn.Module, kept: _Kept) -> None:
-        """Raise `NumericsError` if the module was given what is not finite."""
-        named = inspect.signature(module.forward).bind_partial(*kept.args, **kept.kwargs).arguments
-        for name, value in named.items():
-            if any(word in name for word in _ON_PURPOSE) or range_of(value).is_finite:
-                continue
-            raise NumericsError(
-                f"{self._guard.place(self._number())}: {self.name} was given {name} that is not "
-                "finite, though all that its modules made was: the sampler's arithmetic or the "
-                "pipeline's own did it. Nothing was written; other settings (steps, guidance), "
-                "another scheduler or the whole pipeline in float32 may not"
-            )
-
 
 class _Denoiser(_Part):
     """A component whose calls belong to steps."""
 
+    def _begin_probe(self) -> OverflowProbe | None:
+        # A run that goes on from a later step has the repairs that its first step asked for.
+        return None if self._watch.num_calls[self.name] else super()._begin_probe()
+
+    def _may_be_unused(self, result: Any) -> bool:
+        return False
+
     def _number(self) -> int:
         return self._watch.begun
 
-    def _watched(self, module: nn.Module, kept: _Kept, result: Any) -> Any:
-        result = super()._watched(module, kept, result)
+    def _watched(
+        self, module: nn.Module, kept: _Kept, result: Any, probe: OverflowProbe | None
+    ) -> Any:
+        result = super()._watched(module, kept, result, probe)
         self._guard.answered(self._number(), range_of(result))
         return result
 
@@ -237,8 +287,13 @@ class _Denoiser(_Part):
 class _Coder(_Part):
     """An autoencoder, whose decoder makes frames."""
 
-    def _watched(self, module: nn.Module, kept: _Kept, result: Any) -> Any:
-        result = super()._watched(module, kept, result)
+    def _may_be_unused(self, result: Any) -> bool:
+        return False
+
+    def _watched(
+        self, module: nn.Module, kept: _Kept, result: Any, probe: OverflowProbe | None
+    ) -> Any:
+        result = super()._watched(module, kept, result, probe)
         latents = next(tensors_in((kept.args, kept.kwargs)), None)
         is_decoder = module is getattr(self._module, "decoder", None)
         if latents is None or not is_decoder or _pixels(result) is None:
@@ -275,6 +330,11 @@ class _Kept:
 
         return call
 
+    def by_name(self, module: nn.Module) -> dict[str, Any]:
+        """What it was called with, by the names of its parameters."""
+        self.restore()
+        return inspect.signature(module.forward).bind_partial(*self.args, **self.kwargs).arguments
+
     def restore(self) -> None:
         """What the call has changed of it, as it was."""
         for items, before in self._lists:
@@ -287,16 +347,24 @@ class _Kept:
 
 
 class _Narrow:
-    """Casts wider tensors to `dtype` where they fit."""
+    """Casts wider tensors to `dtype` where they fit; `has_fitted` says if all did."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
+        self.has_fitted = True
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        if not tensor.is_floating_point() or tensor.dtype.itemsize <= self.dtype.itemsize:
+        # bfloat16 is wider than float16, and clashes with it.
+        is_wider = is_below(self.dtype, tensor.dtype) or (
+            tensor.is_floating_point() and tensor.dtype.itemsize > self.dtype.itemsize
+        )
+        if not is_wider:
             return tensor
         narrow = tensor.to(self.dtype)
-        return narrow if range_of(narrow).is_finite else tensor
+        if range_of(narrow).is_finite:
+            return narrow
+        self.has_fitted = False
+        return tensor
 
 
 def _pixels(result: Any) -> Any:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from everyframe.checkpoints.folder import listing
+from everyframe.checkpoints.reading import reading
 from everyframe.core.errors import CheckpointError, MissingPackageError
 from everyframe.core.events import Event, Loaded
 from everyframe.core.plan import Plan, Settings
@@ -77,13 +78,14 @@ def _component(where: str, part: Part, plan: Plan) -> nn.Module:
         how["trust_remote_code"] = part.is_trusted
     module: nn.Module
     try:
-        module, report = cls.from_pretrained(
-            str(part.folder),
-            local_files_only=True,
-            use_safetensors=True,
-            output_loading_info=True,
-            **how,
-        )
+        with reading():
+            module, report = cls.from_pretrained(
+                str(part.folder),
+                local_files_only=True,
+                use_safetensors=True,
+                output_loading_info=True,
+                **how,
+            )
     except (OSError, ValueError, RuntimeError, TypeError, KeyError) as error:
         text = " ".join(str(error).split())[:400]
         raise CheckpointError(f"{where}: its {part.name} can't be loaded: {text}") from error

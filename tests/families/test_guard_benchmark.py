@@ -1,0 +1,55 @@
+"""The benchmark of the guard's share counts every look that the guard takes."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import everyframe
+from everyframe.core.events import Step
+from everyframe.families import denoising, guarding
+from everyframe.numerics import watch
+from everyframe.runs.keeper import Keep
+
+PLACE = Path(__file__).parents[2] / "benchmarks" / "guard.py"
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(PLACE.parent)  # as where it is run as a script
+    spec = importlib.util.spec_from_file_location("guard_benchmark", PLACE)
+    assert spec is not None
+    assert spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+def test_every_look_is_counted(benchmark: Any) -> None:
+    """Whoever takes it: looks are counted once more where all of them come together."""
+    request = everyframe.Request(
+        prompt=benchmark.PROMPT, device="cpu", dtype="fp32", seed=1, num_inference_steps=3
+    )
+    events = list(benchmark.engine.stream(request, keep=Keep(None)))
+    assert len([event for event in events if isinstance(event, Step)]) > 3
+    owners = {owner for owner, name in benchmark.looks_of() if name == "range_of"}
+    assert owners >= {guarding, denoising}
+    count, looks = 0, {name: getattr(watch, name) for name in ("range_of", "blank_frames")}
+    code = {function.__code__ for function in looks.values()} | {
+        benchmark.engine._check_finite.__code__
+    }
+
+    def profile(frame: Any, event: str, _: Any) -> None:
+        nonlocal count
+        count += event == "call" and frame.f_code in code
+
+    sys.setprofile(profile)
+    try:
+        _, _, counted = benchmark.one_run(request)
+    finally:
+        sys.setprofile(None)
+    assert counted == count >= 10
