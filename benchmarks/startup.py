@@ -186,7 +186,9 @@ def page(rounds: list[dict[str, float]], steps: Mapping[str, list[dict[str, floa
         + " |"
         for row in STEPS
     )
-    versions = ", ".join(f"{n} {metadata.version(n)}" for n in ("torch", "diffusers", "transformers"))
+    versions = ", ".join(
+        f"{n} {metadata.version(n)}" for n in ("torch", "diffusers", "transformers")
+    )
     return f"""# What it takes to begin, {date.today().isoformat()}
 
 Processor time of the whole process tree, medians of {len(rounds)} rounds; ratios are taken within a

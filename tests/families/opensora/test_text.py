@@ -14,7 +14,8 @@ from transformers import T5EncoderModel
 
 import tiny
 from everyframe.core.errors import CheckpointError, InputError
-from everyframe.families.opensora.text import build_encoder, embed, load_tokenizer, tokenize
+from everyframe.families.opensora.text import build_encoder, embed, tokenize
+from everyframe.families.opensora.tokens import load_tokenizer
 
 
 @pytest.fixture(scope="module")
