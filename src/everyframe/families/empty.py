@@ -42,13 +42,14 @@ class Empty:
         Counted once and saved in the cache folder, for building takes a while. Whoever builds a
         part holds it against what was counted.
         """
-        saved = _counted(self._count.read(), self.parts)
+        file = self._count
+        saved = _counted(file.read(), self.parts)
         if saved is not None:
             return saved
         from everyframe.families.loading import count_elements
 
         found = {name: count_elements(self.empty(name)) for name in self.parts}
-        self._count.write(found)
+        file.write(found)
         return found
 
     @property

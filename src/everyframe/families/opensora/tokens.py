@@ -61,11 +61,14 @@ class FileTokenizer:
     def __init__(self, folder: Path) -> None:
         from tokenizers import Tokenizer
 
-        self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        try:
+            self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception as error:  # that package has no error of its own
+            raise ValueError(str(error)) from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         pad = read_json(folder / _CONFIG).get("pad_token")
-        self.pad_token_id = None if pad is None else self._tokenizer.token_to_id(pad)
+        self.pad_token_id = self._tokenizer.token_to_id(pad) if isinstance(pad, str) else None
 
     def __call__(self, text: str, *, add_special_tokens: bool = True) -> dict[str, list[int]]:
         encoded = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
@@ -103,7 +106,7 @@ def load_tokenizer(folder: Path) -> Any:
     try:
         if there == ["spiece.model"]:
             return PieceTokenizer(folder / "spiece.model")
-        if _is_whole(folder):
+        if "tokenizer.json" in there and _is_whole(folder):
             return FileTokenizer(folder)
         from transformers import AutoTokenizer
 
