@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
+from everyframe.core.errors import DamagedError
 from everyframe.families.empty import Empty
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path))
 
 
 @dataclass(frozen=True)
 class Layer(Empty):
     """One part, and how often it was built."""
 
-    built: list[str] = field(default_factory=list)
+    built: list[str] = field(default_factory=list, repr=False)
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -53,3 +61,32 @@ def test_what_a_dry_run_had_is_never_filled() -> None:
     assert taken is not rehearsed
     assert taken.weight.dtype == torch.float32
     assert taken.weight.is_meta
+
+
+def test_what_another_process_counted_is_not_built_again() -> None:
+    assert Layer().num_elements == {"layer": {"weight": 3}}
+    again = Layer()
+    assert again.num_elements == {"layer": {"weight": 3}}
+    assert again.built == []
+    assert again.empty("layer") is not None
+
+
+@pytest.mark.parametrize(
+    "wrong", [3, {"layer": 3}, {"layer": {"weight": -1}}, {"layer": {"weight": 1.5}}, {"x": {}}, {}]
+)
+def test_what_is_no_count_is_counted_again(wrong: object) -> None:
+    Layer()._count.write(wrong)
+    layer = Layer()
+    assert layer.num_elements == {"layer": {"weight": 3}}
+    assert layer.built == ["layer"]
+
+
+@pytest.mark.parametrize("wrong", [{"weight": 4}, {"bias": 3}, {}, {"weight": 3, "bias": 1}])
+def test_a_planted_count_is_seen_as_soon_as_the_part_is_built(wrong: dict[str, int]) -> None:
+    Layer()._count.write({"layer": wrong})
+    layer = Layer()
+    assert layer.num_elements == {"layer": wrong}
+    with pytest.raises(DamagedError, match="other sizes than those of this model's layer"):
+        layer.taken("layer")
+    # It is gone with that.
+    assert Layer().num_elements == {"layer": {"weight": 3}}

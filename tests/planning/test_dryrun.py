@@ -14,8 +14,8 @@ from everyframe.families.family import Rehearsing
 from everyframe.hardware.profiles import find_profile, profile_names
 from everyframe.planning import dryrun
 from everyframe.planning.dryrun import DryRun, call_seconds, dry_run, heaviest
+from everyframe.precision.dry_run_result import Work
 from everyframe.precision.policy import choose
-from everyframe.precision.work import Work
 
 MODELS = small_models.all_models()
 SETTINGS = {

@@ -20,7 +20,7 @@ from everyframe.families.stepvideo.settle import Facts
 from everyframe.families.stepvideo.vae_config import StepVAEConfig
 from everyframe.hardware.profiles import find_profile
 from everyframe.planning.dryrun import call_seconds, dry_run
-from everyframe.precision.work import Work
+from everyframe.precision.dry_run_result import Work
 
 CARDS = find_profile("4gpu-stepvideo").machine().devices[:4]
 #: 50 steps on four cards with flash attention: (height, width, frames), seconds.

@@ -21,9 +21,9 @@ from everyframe.core.plan import Precision
 from everyframe.hardware.profiles import find_profile, profile_names
 from everyframe.ops import gated
 from everyframe.ops.timestep_embedding import timestep_embedding
+from everyframe.precision.dry_run_result import Rehearsed
 from everyframe.precision.policy import ComponentNeeds, choose
 from everyframe.precision.rehearse import rehearse
-from everyframe.precision.tally import Rehearsed
 
 LARGE = 10**9  # parameters, so that no policy keeps a model wide for being small
 

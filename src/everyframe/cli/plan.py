@@ -11,6 +11,7 @@ from typing import IO, Any
 from everyframe.cli.asking import asked, check_written
 from everyframe.cli.options import RUN_FLAGS, composed
 from everyframe.cli.text import json_line
+from everyframe.core.collector import collector_paused
 from everyframe.core.errors import CannotRunError, ExitCode
 from everyframe.core.events import Planned
 from everyframe.core.plan import Plan
@@ -43,9 +44,10 @@ def show(request: Request, output: str | None, *, as_json: bool, profile: str | 
     `profile` names a machine that is not here, or a file with its facts.
     """
     # Not on top: this brings torch, and a wrong option should be told at once.
-    from everyframe.planning.resolve import resolve
+    with collector_paused():
+        from everyframe.planning.resolve import resolve
 
-    settled = resolve(request, profile)
+        settled = resolve(request, profile)
     if output is not None:
         settings = settled.settings
         check_output(

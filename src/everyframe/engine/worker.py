@@ -7,6 +7,7 @@ What libraries print goes into a file, log records go to the other process. Read
 from __future__ import annotations
 
 import faulthandler
+import gc
 import logging
 import os
 import signal
@@ -30,6 +31,7 @@ def serve(descriptor: int) -> None:
     """Do the job that comes through that descriptor."""
     os.set_inheritable(descriptor, False)
     connection = Connection(descriptor)
+    gc.disable()  # until all is imported that is needed; see `core.collector`
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     name, job = receive(connection)
     assert name == "job", name
@@ -40,6 +42,8 @@ def serve(descriptor: int) -> None:
         trail = Trail(job.folder / f"trail-{job.rank}")
         speaks = job.rank == 0
         for event in _watched(_events(job, trail), trail):
+            if isinstance(event, (Ready, StageStarted)):
+                gc.enable()
             if speaks:
                 send(connection, "event", _light(event, job.as_uint8))
             if isinstance(event, Planned):

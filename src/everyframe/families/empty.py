@@ -7,10 +7,12 @@ fills parts with their weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
+from everyframe.checkpoints.cache_file import CacheFile
+from everyframe.core.errors import DamagedError
 from everyframe.families.family import Rehearsal
 
 if TYPE_CHECKING:
@@ -35,10 +37,24 @@ class Empty:
 
     @cached_property
     def num_elements(self) -> Mapping[str, Mapping[str, int]]:
-        """Elements of each tensor of each component; counted once, for building takes a while."""
+        """Elements of each tensor of each component.
+
+        Counted once and saved in the cache folder, for building takes a while. Whoever builds a
+        part holds it against what was counted.
+        """
+        file = self._count
+        saved = _counted(file.read(), self.parts)
+        if saved is not None:
+            return saved
         from everyframe.families.loading import count_elements
 
-        return {name: count_elements(self.empty(name)) for name in self.parts}
+        found = {name: count_elements(self.empty(name)) for name in self.parts}
+        file.write(found)
+        return found
+
+    @property
+    def _count(self) -> CacheFile:
+        return CacheFile("sizes", f"{type(self).__module__}: {self!r}")
 
     @cached_property
     def _made(self) -> dict[str, nn.Module]:
@@ -66,9 +82,18 @@ class Empty:
         return made
 
     def _built(self, component: str) -> nn.Module:
-        from everyframe.families.loading import build_on_meta
+        from everyframe.families.loading import build_on_meta, count_elements
 
-        return build_on_meta(partial(self.build, component))
+        module = build_on_meta(partial(self.build, component))
+        counted: Mapping[str, Mapping[str, int]] = vars(self).get("num_elements", {})
+        if counted and counted[component] != count_elements(module):
+            file = self._count
+            file.remove()
+            raise DamagedError(
+                f"{file.path} held other sizes than those of this model's {component}, so its plan "
+                "is wrong; the file is removed now, do it again"
+            )
+        return module
 
     def _for_dry_runs(self, component: str) -> nn.Module:
         """One part that a dry run casts, and may swap layers of; none of it ever gets weights."""
@@ -96,3 +121,15 @@ class Empty:
             (repr(self), stage, component, *told),
             self.outputs(component),
         )
+
+
+def _counted(data: Any, parts: Sequence[str]) -> dict[str, dict[str, int]] | None:
+    """Elements by component and tensor, if that is what was read."""
+    if not isinstance(data, dict) or list(data) != list(parts):
+        return None
+    for each in data.values():
+        if not isinstance(each, dict):
+            return None
+        if not all(type(number) is int and number >= 0 for number in each.values()):
+            return None
+    return data

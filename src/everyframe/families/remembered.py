@@ -49,8 +49,12 @@ def key_of(sha256: str, device: DeviceFacts, versions: Mapping[str, str]) -> Key
 
 
 def known_key(model: Model, device: DeviceFacts, versions: Mapping[str, str]) -> Key | None:
-    """The key, if a run has hashed these very files before; nothing is hashed here."""
-    if model.missing():
+    """The key, if a run has hashed these very files before; nothing is hashed here.
+
+    None as well where nothing is remembered on this device, of whichever model: then files need not
+    be opened, which takes torch.
+    """
+    if model.missing() or not key_of("", device, versions)._file.parent.is_dir():
         return None
     try:
         files = model.weight_files()

@@ -1,18 +1,21 @@
 """How fast the device here is, by trying: the very products that a plan spends its time on.
 
 A few of them, cut to some hundredths of a second, and one pass over memory: under a second in all,
-and once a process. A device that is not here has a maker's numbers instead (`profiles`).
+and once a process. A device that is not here has a maker's numbers instead (`profiles`). Not here:
+where trials of earlier processes are saved (`everyframe.planning.saved_rates`).
 Read next: `everyframe.planning.dryrun`, which makes seconds of them.
 """
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import lru_cache
+from functools import partial
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from everyframe.core.facts import DeviceFacts, Product, Rates
@@ -40,30 +43,61 @@ _ENOUGH, _MOST_RUNS = 0.1, 8
 _LOAD = 1.2e9
 
 
+#: A trial that did not wait for a core longer than this share of its time says what the machine
+#: can. One that did says too little, so others follow, and the fastest of so many is taken.
+_WAITED, ENOUGH_TRIALS = 0.05, 3
+
 Kernels = Callable[[str], AbstractContextManager[None]]
 """Within what it gives, torch's attention is computed by the kernel of that name."""
 
+Saved = MutableMapping[str, list[float]]
+"""Trials of a device with so many threads by name: how often it was tried, and what came of it,
+larger numbers being faster. `ENOUGH_TRIALS` also stands for one that did not wait.
+"""
+
+#: What this process tried.
+_TRIED: dict[Hashable, list[float]] = {}
+_MAX_TRIED = 512
+
 
 def measured_rates(
-    products: Sequence[Product], device: str, num_threads: int, kernels: Kernels | None = None
+    products: Sequence[Product],
+    device: str,
+    num_threads: int,
+    kernels: Kernels | None = None,
+    saved: Saved | None = None,
 ) -> Rates:
     """Rates of these products, and of memory, on the device of that torch name.
 
-    `kernels` are asked for where a product names the kernel of its attention.
+    `kernels` are asked for where a product names the kernel of its attention. What is `saved` of
+    earlier trials is not tried again where that was enough, and new trials are added to it.
     """
-    tried = tuple((product, _rate(product, device, num_threads, kernels)) for product in products)
+    saved = {} if saved is None else saved
+
+    def tried(name: str, trial: Callable[[str, int], tuple[float, ...]]) -> list[float]:
+        key = (name, device, num_threads, kernels)
+        if key not in _TRIED:
+            while len(_TRIED) >= _MAX_TRIED:
+                del _TRIED[next(iter(_TRIED))]
+            _TRIED[key] = _best(name, partial(trial, device, num_threads), saved)
+        return _TRIED[key]
+
+    measured = tuple(
+        (product, tried(_name(product), partial(_rate, product, kernels))[0])
+        for product in products
+    )
     by_dtype: dict[str, float] = {}
-    for product, rate in tried:
+    for product, rate in measured:
         by_dtype[product.dtype] = min(rate, by_dtype.get(product.dtype, rate))
-    memory, launch = _memory(device, num_threads)
+    memory, launches = tried("memory", _memory)
     return Rates(
         products=tuple(by_dtype.items()) or (("float32", memory),),
         memory=memory,
         load=_LOAD,
         source="measured here",
-        launch=launch,
-        measured=tried,
-        mapping=_mapping(num_threads) if device == "cpu" else None,
+        launch=1 / launches,
+        measured=measured,
+        mapping=tried("mapping", _mapping)[0] if device == "cpu" else None,
     )
 
 
@@ -80,7 +114,7 @@ def with_fp16_tried(device: DeviceFacts) -> DeviceFacts:
         if not {"float32", "float16"} <= known.keys():
             return device
         return replace(device, fp16_slowdown=known["float32"] / known["float16"])
-    tried = [[_rate(product(dtype), "cpu", 1, None) for dtype in ("float32", "float16")]
+    tried = [[_rate(product(dtype), None, "cpu", 1)[0] for dtype in ("float32", "float16")]
              for product in _OF_BOTH]  # fmt: skip
     return replace(device, fp16_slowdown=max(wide / narrow for wide, narrow in tried))
 
@@ -98,35 +132,63 @@ _OF_BOTH: tuple[Callable[[str], Product], ...] = (
 )
 
 
-@lru_cache(maxsize=256)
-def _rate(product: Product, device: str, num_threads: int, kernels: Kernels | None) -> float:
+def _name(product: Product) -> str:
+    return json.dumps([product.kind, product.dtype, product.shapes, product.told])
+
+
+def _best(name: str, trial: Callable[[], tuple[float, ...]], saved: Saved) -> list[float]:
+    """The fastest of what was saved and, if that was not enough, one more trial."""
+    number, *before = saved.get(name, [0.0])
+    if number >= ENOUGH_TRIALS:
+        return before
+    began, waited = time.perf_counter(), _waited_seconds()
+    found = list(trial())
+    after = _waited_seconds()
+    if before:
+        found = [max(pair) for pair in zip(found, before, strict=True)]
+    share = (after - waited) / (time.perf_counter() - began) if after and waited else 1.0
+    saved[name] = [ENOUGH_TRIALS if share < _WAITED else number + 1, *found]
+    return found
+
+
+def _waited_seconds() -> float | None:
+    """How long threads of this process waited for a core so far; None where the system is silent.
+
+    It is the second number of a thread's ``schedstat``, in ns.
+    """
+    try:
+        texts = [each.read_text() for each in Path("/proc/self/task").glob("*/schedstat")]
+    except OSError:  # a thread has just ended
+        return None
+    return sum(int(text.split()[1]) for text in texts) / 1e9 if texts else None
+
+
+def _rate(product: Product, kernels: Kernels | None, device: str, num_threads: int) -> tuple[float]:
     """Operations a second of that product, cut to a fraction where it is large."""
     most = _CPU_OPERATIONS if device == "cpu" else _CARD_OPERATIONS
     with cpu_threads(num_threads):
         run, operations = _TRIALS[product.kind](product, device, most)
         with kernels(product.told[-1]) if kernels and _names_kernel(product) else nullcontext():
-            return operations / _seconds(run, device)
+            return (operations / _seconds(run, device),)
 
 
 def _names_kernel(product: Product) -> bool:
     return product.kind == "attention" and product.told not in ((), ("masked",))
 
 
-@lru_cache(maxsize=4)
-def _mapping(num_threads: int) -> float:
+def _mapping(device: str, num_threads: int) -> tuple[float]:
     """Bytes a second that the system hands out to a CPU's work, zeroed, on top of their use."""
     import torch
 
     with cpu_threads(num_threads):
         there = torch.empty(_MAPPED_BYTES // 4)
-        used = _seconds(lambda: there.fill_(0.5), "cpu")
-        fresh = _seconds(lambda: torch.empty(_MAPPED_BYTES // 4).fill_(0.5), "cpu")
-    return _MAPPED_BYTES / max(fresh - used, 1e-7)
+        used = _seconds(lambda: there.fill_(0.5), device)
+        fresh = _seconds(lambda: torch.empty(_MAPPED_BYTES // 4).fill_(0.5), device)
+    return (_MAPPED_BYTES / max(fresh - used, 1e-7),)
 
 
-@lru_cache(maxsize=16)
 def _memory(device: str, num_threads: int) -> tuple[float, float]:
-    """Bytes a second that are read and written, and seconds of an operation on next to nothing."""
+    """Bytes that are read and written, and operations on next to nothing, each a second."""
     import torch
 
     size = _CPU_BYTES if device == "cpu" else _CARD_BYTES
@@ -134,7 +196,8 @@ def _memory(device: str, num_threads: int) -> tuple[float, float]:
         x = torch.ones(size // 4, device=device)
         few = torch.ones(8, device=device)
         passing = _seconds(lambda: torch.nn.functional.silu(x) + x, device)
-        return 5 * size / passing, _seconds(lambda: [few + few for _ in range(100)], device) / 100
+        launching = _seconds(lambda: [few + few for _ in range(100)], device)
+        return 5 * size / passing, 100 / launching
 
 
 def _seconds(run: Callable[[], object], device: str) -> float:

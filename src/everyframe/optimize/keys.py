@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Hashable, Iterable
 from functools import lru_cache
+from importlib import metadata
 from typing import Any
 
 from everyframe import __version__
@@ -27,7 +28,7 @@ def device_key(device: DeviceFacts, num_threads: int) -> str:
 
 
 def device_facts(device: DeviceFacts, num_threads: int) -> dict[str, Any]:
-    """What a device's key is made of. Imports torch."""
+    """What a device's key is made of. Imports torch for any other than a CPU."""
     facts: dict[str, Any] = {
         "everyframe": __version__,
         "name": device.name,
@@ -57,10 +58,14 @@ def digest(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
+@lru_cache(maxsize=1)
 def _torch_version() -> str:
-    import torch
+    try:
+        return metadata.version("torch")  # a plan may need nothing else of torch
+    except metadata.PackageNotFoundError:
+        import torch
 
-    return str(torch.__version__)
+        return str(torch.__version__)
 
 
 def _torch_capability() -> str:

@@ -1,12 +1,15 @@
 """A plan run dry: each stage's component called once without numbers, and what follows from it.
 
 Clashes of precision, the peak of memory and the amount of work of every stage, in the precision and
-for the device of the plan, which need not be here. Calls with equal sizes are run once a process.
+for the device of the plan, which need not be here. Calls with equal sizes are run once a process,
+and those of our own families once for all, as long as no software changes: what they found is saved
+in the cache folder.
 Read next: `everyframe.precision.rehearse`, `everyframe.families.family.Rehearsal`, `fitting.py`.
 """
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,17 +18,22 @@ from math import prod
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from everyframe.checkpoints.cache_file import CacheFile
 from everyframe.core.facts import DeviceFacts, Product, Rates
 from everyframe.core.plan import ComponentPlan, Plan, Precision, StagePlan
 from everyframe.families.family import JointRehearsal, Rehearsal
 from everyframe.optimize.catalogue import kernel_used
 from everyframe.optimize.subject import Call, JointCall
+from everyframe.precision.dry_run_result import (
+    Rehearsed,
+    Work,
+    result_from_json,
+    result_to_json,
+)
 from everyframe.precision.dtypes import num_bytes
 
 if TYPE_CHECKING:
     from everyframe.precision.rehearse import Together
-    from everyframe.precision.tally import Rehearsed
-    from everyframe.precision.work import Work
 
 #: Bytes a second over the bus that offloaded weights come by (PCIe 4, half of its peak).
 _BUS = 12e9
@@ -69,12 +77,16 @@ class DryRun:
 
     def has_place(self, path: str, *, is_quantised: bool) -> bool:
         """Whether that fast path finds anything in the component; see `put_on.has_place`."""
-        from everyframe.optimize.put_on import has_place
 
         def look() -> bool:
+            from everyframe.optimize.put_on import has_place
+
             return has_place(path, self.rehearsal.part(), is_quantised=is_quantised)
 
-        return _once((self.rehearsal.key, self.rehearsal.component, path, is_quantised), look)
+        key = (self.rehearsal.key, self.rehearsal.component, path, is_quantised)
+        if isinstance(self.rehearsal, JointRehearsal):
+            return _once(key, look)
+        return _once(key, lambda: _saved(key, look, bool, _truth))
 
     @property
     def too_large(self) -> bool:
@@ -101,14 +113,15 @@ class DryRun:
 
 def dry_run(rehearsal: Rehearsal, precision: Precision, device: DeviceFacts) -> DryRun:
     """Run that call dry in that precision under the rules of that device."""
-    from everyframe.precision.rehearse import rehearse
 
     def run() -> Rehearsed:
+        from everyframe.precision.rehearse import rehearse
+
         module = rehearsal.module()
         return rehearse(module, precision, rehearsal.call, device, rehearsal.outputs)
 
     key = (rehearsal.key, rehearsal.component, precision, _rules(device))
-    return DryRun(rehearsal, _once(key, run))
+    return DryRun(rehearsal, _once(key, lambda: _saved(key, run, result_to_json, result_from_json)))
 
 
 def joint_dry_run(
@@ -157,6 +170,34 @@ def _once(key: Any, run: Callable[[], _Found]) -> _Found:
             _DONE[key] = run()
         found: _Found = _DONE[key]
         return found
+
+
+def _saved(
+    key: Any,
+    run: Callable[[], _Found],
+    to_json: Callable[[_Found], Any],
+    from_json: Callable[[Any], _Found | None],
+) -> _Found:
+    """What an earlier process saved of it in the cache folder, else what it finds now."""
+    told = repr(key)
+    if " at 0x" in told:  # something that is known by its place in this process's memory
+        return run()
+    file = CacheFile("dry_runs", told)
+    saved = from_json(file.read())
+    if saved is not None:
+        return saved
+    found = run()
+    from torch import float32, get_default_dtype
+
+    # A default that somebody changed in this process is no other's; what JSON can't hold stays.
+    is_whole = from_json(json.loads(json.dumps(to_json(found)))) == found
+    if is_whole and get_default_dtype() == float32:
+        file.write(to_json(found))
+    return found
+
+
+def _truth(data: Any) -> bool | None:
+    return data if isinstance(data, bool) else None
 
 
 def stage_plan(run: DryRun, part: ComponentPlan, rates: Rates | None) -> StagePlan:

@@ -26,7 +26,6 @@ from everyframe.families.registry import (
 from everyframe.families.remembered import known_key, remembered, said_of
 from everyframe.hardware.facts import machine_facts
 from everyframe.hardware.profiles import find_profile
-from everyframe.hardware.rates import measured_rates
 from everyframe.planning import certifying
 from everyframe.planning.choosing import Chooser, pins_of
 from everyframe.planning.components import Parts
@@ -48,6 +47,7 @@ from everyframe.planning.issues import known
 from everyframe.planning.models import find_model, refuse_if_not_drawable
 from everyframe.planning.obstacle import obstacle_of
 from everyframe.planning.quantising import check_effect, quantising_of
+from everyframe.planning.saved_rates import rates_here
 from everyframe.planning.sharing import (
     Shares,
     are_alike,
@@ -347,11 +347,9 @@ def _rates(fitted: Fitted, device: DeviceFacts, num_threads: int) -> Rates | Non
     """A made-up device's own rates; a real one is tried with what the plan spends most on."""
     if device.rates is not None or not fitted.runs:
         return device.rates
-    from everyframe.ops.attention import by_kernel
-
     paths = {part.name: part.paths for part in fitted.components}
     products = heaviest(fitted.runs, _NUM_TRIALS, paths)
-    return measured_rates(products, device.torch_name, num_threads, by_kernel)
+    return rates_here(products, device, num_threads)
 
 
 def default_threads(facts: MachineFacts, num_ranks: int, *, is_here: bool = True) -> int:

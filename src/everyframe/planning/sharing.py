@@ -166,11 +166,12 @@ def _needs(parts: Parts, division: Division, settings: Settings) -> list[_Need]:
 
 def with_weights(division: Division | None, model: Model, fitted: Fitted) -> Division | None:
     """The division with what each rank sends at a step of weights that it keeps, at most."""
-    from everyframe.families.holding import kept_bytes
-
     held = next((part for part in fitted.components if part.holders > 1), None)
     if division is None or held is None or not isinstance(model, Shared):
         return division
+    # Not on top: it brings torch.
+    from everyframe.families.holding import kept_bytes
+
     run = next(run for run in fitted.runs if run.rehearsal.component == held.name)
     branches = model.num_branches(fitted.settings)
     calls = ceil(branches / fitted.settings.saving("branches_at_once", branches))

@@ -27,12 +27,12 @@ from everyframe.core.plan import Precision
 from everyframe.ops.attention import PLAIN, by_kernel
 from everyframe.ops.device import standing_for
 from everyframe.precision import edges, rules
+from everyframe.precision.dry_run_result import FATAL, Finding, Rehearsed
 from everyframe.precision.dtypes import dtype_name
 from everyframe.precision.fused import Asked, is_fused
 from everyframe.precision.islands import in_island
 from everyframe.precision.live import LiveBytes
 from everyframe.precision.quantised import as_quantised
-from everyframe.precision.rules import Finding
 from everyframe.precision.stand_in import (
     COMPUTED,
     HOST_ELEMENTS,
@@ -49,7 +49,7 @@ from everyframe.precision.stand_in import (
     widened,
     without_masks,
 )
-from everyframe.precision.tally import MAX_FINDINGS, Rehearsed, Tally
+from everyframe.precision.tally import MAX_FINDINGS, Tally
 from everyframe.precision.workspace import workspace
 
 #: A call of code that nobody wrote for dry runs is followed for so many operations.
@@ -366,7 +366,7 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _find(self, operation: str, problems: Any) -> None:
         for kind, problem in problems:
-            if len(self._now.findings) < MAX_FINDINGS or kind in rules.FATAL:
+            if len(self._now.findings) < MAX_FINDINGS or kind in FATAL:
                 short = operation.removeprefix("aten::")
                 self._now.findings.append(Finding(kind, self._module, short, problem))
 

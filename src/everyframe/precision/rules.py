@@ -8,7 +8,6 @@ torch's own kernels say on real numbers. Read next: `everyframe.precision.rehear
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -56,34 +55,6 @@ STATISTICS = frozenset(
 )  # fmt: skip
 
 _NARROW = ("float16", "bfloat16")
-
-#: Kinds of findings that stop a run or make it wrong; the others cost time or digits.
-FATAL = frozenset({"clash", "missing", "too large", "island", "fails"})
-
-
-@dataclass(frozen=True)
-class Finding:
-    """Something that a plan would meet on its device, with the place.
-
-    `kind` is ``clash`` (two dtypes in one operation), ``missing`` (a dtype that the device does not
-    have), ``too large`` (a tensor that it can't address), ``island`` (narrow where the plan says
-    float32), ``fails`` (the operation raises), ``emulated`` or ``narrow`` (statistics in half).
-    `module` is its dotted name in the component, empty for what is around it.
-    """
-
-    kind: str
-    module: str
-    operation: str
-    problem: str
-
-    @property
-    def fatal(self) -> bool:
-        """Whether the run would break or give garbage there."""
-        return self.kind in FATAL
-
-    def __str__(self) -> str:
-        place = self.module or "around the model"
-        return f"{place}: {self.operation}: {self.problem}"
 
 
 def check_operands(

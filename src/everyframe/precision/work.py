@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -17,29 +16,12 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from everyframe.core.facts import Product
 from everyframe.ops.device import times
+from everyframe.precision.dry_run_result import Work
 from everyframe.precision.dtypes import dtype_name
 
 #: Operations that compute longer than their bytes take to pass, and how many times as long.
 #: Measured on a CPU with AVX-512: GELU of 39 million float32 took 6.4 ns each, passing 2 ns.
 _COSTLY = {"aten::gelu": 3}
-
-
-@dataclass(frozen=True)
-class Work:
-    """What one call takes: products with their operations, other bytes, number of kernels.
-
-    `mapped_bytes` are of results so large that an allocator asks the system for each of them.
-    """
-
-    products: tuple[tuple[Product, float], ...] = ()
-    moved_bytes: int = 0
-    num_kernels: int = 0
-    mapped_bytes: int = 0
-
-    @property
-    def operations(self) -> float:
-        """Multiplications and additions of all products."""
-        return sum(operations for _, operations in self.products)
 
 
 #: Blocks beyond this are the system's own, as glibc hands them out: new, and zeroed page by page.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,14 @@ from diffusers.pipelines.latte.pipeline_latte import LattePipeline
 
 from everyframe.core.errors import InputError
 from everyframe.core.plan import Settings
-from everyframe.families.opensora.prompts import check_not_lost, clean, loses_all, with_affixes
+from everyframe.families.opensora.prompts import (
+    _PLAIN,
+    _REMOVED,
+    check_not_lost,
+    clean,
+    loses_all,
+    with_affixes,
+)
 
 SETTINGS = Settings(
     prompt="", negative_prompt=None, height=8, width=8, num_frames=1, fps=24.0,
@@ -49,6 +57,27 @@ def test_cleaning_is_diffusers_twice(prompt: str) -> None:
     stand_in = SimpleNamespace(bad_punct_regex=LattePipeline.bad_punct_regex)
     once = LattePipeline._clean_caption(stand_in, prompt)
     assert clean(prompt) == LattePipeline._clean_caption(stand_in, once)
+
+
+def test_plain_words_are_cleaned_as_diffusers_does() -> None:
+    """They are not handed to it; each of its own words is, wherever it stands."""
+    words = [
+        "a", "x", "red", "circle", "page", "www", "http", "com", "mp", "person", "free",
+        "worldwide", "clicks", "images", "pngs", "apks", "downloads", *_REMOVED,
+    ]  # fmt: skip
+    stand_in = SimpleNamespace(bad_punct_regex=LattePipeline.bad_punct_regex)
+    draw = random.Random(1)
+    num_plain = 0
+    for _ in range(3000):
+        number = draw.randint(1, 6)
+        prompt = "".join(
+            draw.choice(words) + draw.choice([" ", " ", ", ", ",", ". ", "  ", "", " FREE "])
+            for _ in range(number)
+        ) + draw.choice(["", ".", ",", "red", "red.", " "])
+        once = LattePipeline._clean_caption(stand_in, prompt)
+        assert clean(prompt) == LattePipeline._clean_caption(stand_in, once), repr(prompt)
+        num_plain += bool(_PLAIN.fullmatch(prompt.strip().lower()))
+    assert num_plain > 500
 
 
 def test_affixes_stand_in_upstreams_order() -> None:

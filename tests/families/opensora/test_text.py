@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 import sentencepiece
 import torch
-from transformers import T5EncoderModel
+from transformers import AutoTokenizer, T5EncoderModel
 
 import tiny
+from everyframe.checkpoints.places import package_folder
 from everyframe.core.errors import CheckpointError, InputError
-from everyframe.families.opensora.text import build_encoder, embed, load_tokenizer, tokenize
+from everyframe.families.opensora.text import build_encoder, embed, tokenize
+from everyframe.families.opensora.tokens import FileTokenizer, _is_whole, load_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +67,52 @@ def test_only_we_say_that_a_prompt_is_too_long(
     with pytest.raises(InputError, match="this model reads 6"):
         tokenize(load_tokenizer(folder), "a red circle " * 9, 6, truncate=False)
     assert not caplog.records
+
+
+SHAPES = package_folder("checkpoints/shapes/tokenizer")
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "", " ", "a red circle moves to the right on a blue background", "Zebra; 猫 12.5",
+        "a  red\tcircle\n", "</s> a <pad> red <unk> circle</s>", "red " * 200, "👍🏽 e\u0301 ﬁ",
+    ],
+)  # fmt: skip
+def test_a_whole_file_is_read_as_transformers_reads_it(prompt: str) -> None:
+    ours, theirs = load_tokenizer(SHAPES), AutoTokenizer.from_pretrained(str(SHAPES))
+    assert isinstance(ours, FileTokenizer)
+    assert ours.pad_token_id == theirs.pad_token_id
+    for special in (True, False):
+        ids = ours(prompt, add_special_tokens=special)["input_ids"]
+        assert ids == theirs(prompt, add_special_tokens=special)["input_ids"]
+        for skip in (True, False):
+            said = theirs.decode(ids, skip_special_tokens=skip)
+            assert ours.decode(ids, skip_special_tokens=skip) == said
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tokenizer_class": "T5Tokenizer"}, {"clean_up_tokenization_spaces": True},
+        {"additional_special_tokens": ["<x>"]}, {"do_lower_case": True},
+    ],
+)  # fmt: skip
+def test_a_file_that_is_not_all_there_is_to_it_is_left_to_transformers(
+    change: dict[str, object], tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(SHAPES, tmp_path / "tokenizer"))
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    assert not _is_whole(folder)
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"model": 3}', "[" * 1000])
+def test_a_broken_file_is_told(text: str, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(SHAPES, tmp_path / "tokenizer"))
+    (folder / "tokenizer.json").write_text(text)
+    with pytest.raises(CheckpointError, match="holds no usable tokenizer"):
+        load_tokenizer(folder)
 
 
 def test_no_tokenizer(tmp_path: Path) -> None:

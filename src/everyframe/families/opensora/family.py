@@ -78,11 +78,15 @@ class OpenSoraModel(StagedModel[OpenSoraOptions, Files, Sizes]):
         place = self.files.tokenizer.path
         if place is None:
             return ()
-        from everyframe.families.opensora.text import load_tokenizer, tokens_of
+        from everyframe.families.opensora.tokens import load_tokenizer, read_prompts
+
+        most = self.sizes.denoiser.model_max_length
+        cuts = [cut for _, cut in read_prompts(load_tokenizer(place), settings, most) if cut]
+        if not cuts:
+            return ()
         from everyframe.families.telling import prompt_was_cut
 
-        tokens = tokens_of(load_tokenizer(place), settings, self.sizes.denoiser.model_max_length)
-        return tuple(prompt_was_cut(cut).text for *_, cut in tokens if cut)
+        return tuple(prompt_was_cut(cut).text for cut in cuts)
 
     def smaller(self, settings: Settings) -> Iterator[Settings]:
         """Settings like these that need less memory."""

@@ -8,6 +8,7 @@ same function for its Latte pipeline, which is what is called here. Read next: `
 
 from __future__ import annotations
 
+import re
 import warnings
 
 from everyframe.core.errors import InputError
@@ -15,6 +16,13 @@ from everyframe.core.plan import Settings
 
 #: The cleaning leaves nothing of a prompt that is all in these scripts.
 _CJK_RANGES = ((0x31C0, 0x4DFF), (0x4E00, 0x9FFF))
+
+#: Lower-case words, some with a comma behind them: of these cleaning changes nothing but words of
+#: web pages and files (`_REMOVED`, also inside of others).
+_PLAIN = re.compile(r"[a-z]+(?:,? [a-z]+)*\.?")
+_REMOVED = (
+    "shipping", "download", "click", "png", "jpg", "jpeg", "bmp", "webp", "eps", "pdf", "apk",
+)  # fmt: skip
 
 
 def with_affixes(prompt: str, settings: Settings) -> str:
@@ -33,6 +41,9 @@ def with_affixes(prompt: str, settings: Settings) -> str:
 
 def clean(prompt: str) -> str:
     """The prompt as T5 gets it: cleaned twice, as upstream does (once is not always enough)."""
+    plain = prompt.strip().lower()
+    if _PLAIN.fullmatch(plain) and not any(word in plain for word in _REMOVED):
+        return plain  # what is imported below takes longer than all else that a plan does
     from bs4 import MarkupResemblesLocatorWarning
     from diffusers.pipelines.latte.pipeline_latte import LattePipeline
 

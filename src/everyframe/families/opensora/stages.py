@@ -26,7 +26,8 @@ from everyframe.families.opensora.denoise import Denoiser, Text, timesteps_of
 from everyframe.families.opensora.family import OpenSoraModel
 from everyframe.families.opensora.model import STDiT, STDiT3
 from everyframe.families.opensora.settle import PIECE, known_frames
-from everyframe.families.opensora.text import TextEmbedding, embed, load_tokenizer, tokens_of
+from everyframe.families.opensora.text import TextEmbedding, embed, tokens_of
+from everyframe.families.opensora.tokens import load_tokenizer
 from everyframe.families.opensora.vae import ImageVAE, VideoVAE
 from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConfig
 from everyframe.families.stepping import denoised_in_step

@@ -1,0 +1,130 @@
+"""A small result that is made again where it is missing: a JSON file in our cache folder.
+
+A file is whole or not there: it is put in its place by one rename, and says what it is of (a digest
+of its key) and what it holds (a digest of its text). Anything else in its place is taken as
+nothing, whoever put it there, and written over by the next one who has the result. Several
+processes may write at once; the last one's stays. What was read is plain data, which whoever asked
+for it has to check. Not here: what a result depends on beside the software. Read next: `places`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from everyframe.checkpoints.places import cache_folder, package_folder, write_beside
+
+_log = logging.getLogger(__name__)
+_SCHEMA = "everyframe.cache/1"
+
+#: A larger file is not read and none is written; of one kind the oldest beyond so many are removed.
+MAX_BYTES, MAX_FILES = 4 << 20, 1024
+
+#: Packages whose code a result may come from, and beginnings of variables that steer them.
+_PACKAGES = ("torch", "diffusers", "transformers")
+_STEER = ("DIFFUSERS_", "TRANSFORMERS_", "TORCH", "PYTORCH_")
+
+
+@dataclass(frozen=True)
+class CacheFile:
+    """The file of one result. `key` tells all that it depends on beside the software.
+
+    `kind` is the folder, in which all files hold results of one sort.
+    """
+
+    kind: str
+    key: str
+
+    @property
+    def path(self) -> Path:
+        """Where it lies."""
+        return cache_folder() / self.kind / f"{self._digest[:32]}.json"
+
+    @property
+    def _digest(self) -> str:
+        told = "\n".join([_SCHEMA, self.kind, software_key(), self.key])
+        return hashlib.sha256(told.encode()).hexdigest()
+
+    def read(self) -> Any:
+        """The result as plain data; None if there is none, or something else in its place."""
+        path = self.path
+        try:
+            if not path.is_file() or path.stat().st_size > MAX_BYTES:
+                return None
+            head, _, text = path.read_text(encoding="utf-8").partition("\n")
+            told = json.loads(head)
+            if told == self._head(text):
+                return json.loads(text)
+        except (OSError, ValueError, RecursionError) as error:
+            _log.info("%s can't be read, so it is made again: %s", path, error)
+            return None
+        _log.info("%s is damaged, or of something else; it is made again", path)
+        return None
+
+    def write(self, value: Any) -> None:
+        """Put the result there, where that is possible."""
+        text = json.dumps(value)
+        if len(text) > MAX_BYTES // 2:
+            return
+        try:
+            write_beside(self.path, f"{json.dumps(self._head(text))}\n{text}")
+            _remove_oldest(self.path.parent)
+        except OSError as error:
+            _log.info("%s can't be written, so it will be made again: %s", self.path, error)
+
+    def remove(self) -> None:
+        """Have it made again."""
+        self.path.unlink(missing_ok=True)
+
+    def _head(self, text: str) -> dict[str, str]:
+        digest = hashlib.sha256(f"{self._digest}\n{text}".encode()).hexdigest()
+        return {"schema": _SCHEMA, "of": self._digest, "sha256": digest}
+
+
+def _remove_oldest(folder: Path) -> None:
+    files = [(each.stat().st_mtime_ns, each.path) for each in os.scandir(folder)]
+    for _, path in sorted(files)[: max(0, len(files) - MAX_FILES)]:
+        Path(path).unlink(missing_ok=True)
+
+
+@cache
+def software_key() -> str:
+    """A digest of what computes here: our own source, other packages, what steers them.
+
+    Files are known by size and time: a changed one is another version, also where nobody says so.
+    """
+    own = package_folder(".")
+    files = [
+        (path.relative_to(own).as_posix(), *_stamp(path)) for path in sorted(own.rglob("*.py"))
+    ]
+    others = [(name, _version(name), *_stamp_of(name)) for name in _PACKAGES]
+    steer = sorted(item for item in os.environ.items() if item[0].startswith(_STEER))
+    told = [platform.python_version(), files, others, steer]
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns
+
+
+def _stamp_of(package: str) -> tuple[int, ...]:
+    """That of a package's first file, which an installation writes anew; nothing is imported."""
+    spec = find_spec(package)
+    return () if spec is None or spec.origin is None else _stamp(Path(spec.origin))
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"

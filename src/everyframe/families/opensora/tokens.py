@@ -1,0 +1,166 @@
+"""A prompt becomes tokens of T5: the tokenizer, how much of a prompt is read, what is cut.
+
+No torch here, so that a plan can say what is cut. Read next: `prompts.py` for what happens to the
+words before, `text.py` for what becomes of the tokens.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from everyframe.checkpoints.folder import describe_missing, read_json
+from everyframe.core.errors import CheckpointError, InputError
+from everyframe.core.plan import Settings
+from everyframe.families.opensora.prompts import check_not_lost, clean, with_affixes
+
+_CONFIG = "tokenizer_config.json"
+#: Keys of that file that are about nothing which is asked of a tokenizer here: names of special
+#: tokens that the tokenizer's own file knows, and a limit that is not used.
+_SAYS_NOTHING = frozenset(
+    {
+        "backend", "clean_up_tokenization_spaces", "eos_token", "model_max_length", "pad_token",
+        "tokenizer_class", "unk_token",
+    }
+)  # fmt: skip
+#: Files that add tokens to those of ``tokenizer.json``.
+_ADDED = ("added_tokens.json", "special_tokens_map.json")
+
+
+class PieceTokenizer:
+    """T5's tokenizer from its ``spiece.model`` alone, called like one of transformers.
+
+    DeepFloyd's repository holds nothing else, and transformers reads such a file only with a
+    protobuf package beside it. The pieces of the text, then the end mark.
+    """
+
+    def __init__(self, path: Path) -> None:
+        from sentencepiece import SentencePieceProcessor
+
+        self._pieces = SentencePieceProcessor(model_file=str(path))
+        self.pad_token_id = max(self._pieces.pad_id(), 0)
+
+    def __call__(self, text: str, *, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        ids = [int(index) for index in self._pieces.encode(text)]
+        return {"input_ids": [*ids, self._pieces.eos_id()] if add_special_tokens else ids}
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of these pieces."""
+        special = {self._pieces.eos_id(), self.pad_token_id} if skip_special_tokens else set()
+        return str(self._pieces.decode([index for index in ids if index not in special]))
+
+
+class FileTokenizer:
+    """A tokenizer that is all in its ``tokenizer.json``, called like one of transformers.
+
+    transformers hands such a file on to the package that reads it here, after a second of imports.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from tokenizers import Tokenizer
+
+        try:
+            self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception as error:  # that package has no error of its own
+            raise ValueError(str(error)) from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        pad = read_json(folder / _CONFIG).get("pad_token")
+        self.pad_token_id = self._tokenizer.token_to_id(pad) if isinstance(pad, str) else None
+
+    def __call__(self, text: str, *, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        encoded = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return {"input_ids": list(encoded.ids)}
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of these pieces."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether ``tokenizer.json`` is all there is to it: the config beside it changes nothing.
+
+    The class that it names takes the file as it is, where those of T5 make theirs anew, and no
+    other word of it is about how text is read.
+    """
+    if not (folder / _CONFIG).is_file():
+        return False
+    config = read_json(folder / _CONFIG)
+    return (
+        config.get("tokenizer_class") == "PreTrainedTokenizerFast"
+        and config.get("clean_up_tokenization_spaces") is False
+        and set(config) <= _SAYS_NOTHING
+        and not any((folder / name).exists() for name in _ADDED)
+    )
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer that lies in `folder` (`tokenizer.json` or `spiece.model`); never fetches."""
+    files = ["tokenizer.json", "spiece.model"]
+    there = [name for name in files if (folder / name).is_file()]
+    # Of a folder with neither, transformers makes a tokenizer that knows no word, without a word.
+    if not there:
+        raise CheckpointError(f"no tokenizer: {describe_missing(folder, files)}")
+    try:
+        if there == ["spiece.model"]:
+            return PieceTokenizer(folder / "spiece.model")
+        if "tokenizer.json" in there and _is_whole(folder):
+            return FileTokenizer(folder)
+        from transformers import AutoTokenizer
+
+        # What is too long is told by `tokenize`; the tokenizer's own limit (T5's 512) would print
+        # a warning of indexing errors that can't come.
+        return AutoTokenizer.from_pretrained(
+            str(folder),
+            local_files_only=True,
+            trust_remote_code=False,
+            model_max_length=sys.maxsize,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise CheckpointError(f"{folder} holds no usable tokenizer: {first}") from error
+
+
+def read_prompts(
+    tokenizer: Any, settings: Settings, max_length: int
+) -> list[tuple[list[int], str]]:
+    """Prompt and, where there is one, negative prompt as tokens; see `read_prompt`.
+
+    Raises `InputError` also for a prompt of which cleaning leaves nothing.
+    """
+    # Scores say how the video should be; on both sides guidance would cancel them.
+    prompts = [(settings.prompt, with_affixes(settings.prompt, settings))]
+    if settings.negative_prompt is not None:
+        prompts.append((settings.negative_prompt, settings.negative_prompt))
+    for prompt, _ in prompts:
+        check_not_lost(prompt)
+    truncate = bool(settings.option("truncate_prompt"))
+    return [
+        read_prompt(tokenizer, clean(each), max_length, truncate=truncate) for _, each in prompts
+    ]
+
+
+def read_prompt(
+    tokenizer: Any, prompt: str, max_length: int, *, truncate: bool
+) -> tuple[list[int], str]:
+    """Token ids, `max_length` at most, and the words that were cut ("" if none).
+
+    Raises `InputError` for a prompt that is too long unless `truncate`; it says what would be cut.
+    """
+    ids = list(tokenizer(prompt, add_special_tokens=True)["input_ids"])
+    if len(ids) <= max_length:
+        return ids, ""
+    # The last token is the end mark, which the cut prompt needs too.
+    cut = tokenizer.decode(ids[max_length - 1 : -1], skip_special_tokens=True).strip()
+    if not truncate:
+        raise InputError(
+            f"the prompt has {len(ids)} tokens, this model reads {max_length}; shorten it, or "
+            f"go on without its end by --truncate-prompt, which cuts: {_shortened(cut)!r}"
+        )
+    return [*ids[: max_length - 1], ids[-1]], cut
+
+
+def _shortened(text: str, limit: int = 200) -> str:
+    return text if len(text) <= limit else f"{text[:limit]}…"

@@ -1,0 +1,144 @@
+"""A dry run that another process saved is the one that this would make, or is made again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import small_models
+from everyframe.checkpoints.cache_file import CacheFile
+from everyframe.core.plan import Precision
+from everyframe.families.family import Rehearsal
+from everyframe.hardware.profiles import find_profile
+from everyframe.planning import dryrun
+from everyframe.planning.dryrun import DryRun, dry_run
+from everyframe.precision import rehearse
+from everyframe.precision.dry_run_result import Rehearsed, result_from_json, result_to_json
+
+MODELS = small_models.all_models()
+SETTINGS = {
+    "opensora-1.2": small_models.settings(64, 64, 17),
+    "svd": small_models.settings(64, 64, 4),
+}
+PRECISION = Precision("bfloat16", "bfloat16")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path))
+
+
+def rehearsals(name: str = "opensora-1.2") -> list[Rehearsal]:
+    return list(MODELS[name].rehearsals(SETTINGS[name]))
+
+
+def another_process(monkeypatch: pytest.MonkeyPatch) -> list[Rehearsed]:
+    """Forget what this one did; every run that is made from now on is in the list."""
+    monkeypatch.setattr(dryrun, "_DONE", {})
+    made: list[Rehearsed] = []
+    real = rehearse.rehearse
+
+    def seen(*args: Any) -> Rehearsed:
+        made.append(real(*args))
+        return made[-1]
+
+    monkeypatch.setattr(rehearse, "rehearse", seen)
+    return made
+
+
+def run(each: Rehearsal, profile: str = "cuda-sm75", precision: Precision = PRECISION) -> DryRun:
+    return dry_run(each, precision, find_profile(profile).machine().devices[0])
+
+
+@pytest.mark.parametrize("name", list(SETTINGS))
+def test_what_was_saved_is_what_was_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every stage, with its findings: that card emulates bfloat16."""
+    made = another_process(monkeypatch)
+    first = [run(each).found for each in rehearsals(name)]
+    assert len(made) == len(first)
+    assert any(found.findings for found in first)
+    assert another_process(monkeypatch) == []
+    again = [run(each).found for each in rehearsals(name)]
+    assert again == first
+    assert [result_from_json(json.loads(json.dumps(result_to_json(e)))) for e in first] == first
+
+
+def test_another_call_precision_or_device_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = rehearsals()[:2]
+    run(first)
+    made = another_process(monkeypatch)
+    run(first)
+    assert made == []
+    run(second)
+    run(first, "mps")
+    run(first, precision=Precision("float32", "float32"))
+    assert len(made) == 3
+
+
+def test_whether_a_path_has_a_place_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = run(rehearsals()[1])
+    found = step.has_place("attention-flash", is_quantised=False)
+    another_process(monkeypatch)
+    monkeypatch.setattr(Rehearsal, "part", lambda self: pytest.fail("it is asked again"))
+    assert run(rehearsals()[1]).has_place("attention-flash", is_quantised=False) is found
+
+
+def planted(name: str) -> list[Any]:
+    """What is in a saved run, each time with one thing wrong."""
+    good = result_to_json(run(rehearsals(name)[1]).found)
+    product, *others = good["products"]
+    found: list[Any] = [3, [], {}, "text"]
+    found += [{key: value for key, value in good.items() if key != name} for name in good]
+    for key in ("num_operations", "working_bytes"):
+        found += [{**good, key: value} for value in (-1, 1.5, "1", None, True, [1])]
+    found += [{**good, "peak_at": 1}, {**good, "moved": [1, 2]}, {**good, "moved": [1, 2, "3"]}]
+    found += [{**good, "findings": value} for value in (3, [["a"]], [["a", "b", "c", 4]], ["abcd"])]
+    found += [{**good, "seen": value} for value in (3, [["a", "b"]], [["a", "b", None]], ["abc"])]
+    wrong = [
+        [*product[:4], -1], [*product[:4], "1"], [1, *product[1:]], product[:3],
+        [product[0], product[1], [[1.5]], *product[3:]], [*product[:3], [{}], product[4]],
+    ]  # fmt: skip
+    return found + [{**good, "products": [each, *others]} for each in wrong]
+
+
+def test_what_is_no_dry_run_is_refused_and_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    each = rehearsals()[1]
+    another_process(monkeypatch)
+    right = run(each).found
+    files: list[CacheFile] = []
+    real = CacheFile.read
+
+    def read(self: CacheFile) -> Any:
+        files.append(self)
+        return real(self)
+
+    monkeypatch.setattr(CacheFile, "read", read)
+    wrong = planted("opensora-1.2")
+    assert all(result_from_json(json.loads(json.dumps(value))) is None for value in wrong)
+    another_process(monkeypatch)
+    run(each)
+    for value in wrong[:3]:
+        files[-1].write(value)
+        made = another_process(monkeypatch)
+        assert run(each).found == right
+        assert len(made) == 1
+    # And is written over by that.
+    made = another_process(monkeypatch)
+    assert run(each).found == right
+    assert made == []
+
+
+def test_a_default_dtype_of_the_caller_is_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        monkeypatch.setattr(dryrun, "_DONE", {})
+        run(rehearsals()[0])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    made = another_process(monkeypatch)
+    run(rehearsals()[0])
+    assert len(made) == 1
