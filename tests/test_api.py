@@ -84,9 +84,9 @@ def test_a_record_makes_the_same_bits(
         source = video.save(tmp_path / "clip.mp4")
         if kind == "sidecar":
             source = tmp_path / "clip.json"
-    # A local model is recorded by its name, without the folders above it.
+    # A local model is recorded by its name, without the folders above it, and named again.
     monkeypatch.chdir(model.parent)
-    again = one(from_record=source)
+    again = one(from_record=source, model=model.name)
     np.testing.assert_array_equal(again.frames, video.frames)
     assert again.record["request"] == video.record["request"]
 

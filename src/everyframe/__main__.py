@@ -1,8 +1,16 @@
-"""``python -m everyframe``: the same as the command ``everyframe``."""
+"""``python -m everyframe``: the same as the command ``everyframe``.
+
+Python puts the current folder first on the path of a module that it runs; from here on it is not
+searched, so that a ``queue.py`` there changes nothing.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
+
+if sys.path[:1] in ([""], [os.getcwd()]) and __name__ == "__main__":
+    del sys.path[0]
 
 from everyframe.cli.main import main
 

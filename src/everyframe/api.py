@@ -23,12 +23,11 @@ from everyframe.engine import tracing
 from everyframe.engine.launch import launched, ranks_of
 from everyframe.engine.moving import OF_RANKS
 from everyframe.engine.process import Job
-from everyframe.engine.record import recorded_threads, request_from
+from everyframe.engine.record import record_in, request_from, threads_to_repeat
 from everyframe.engine.resuming import go_on, read_run
 from everyframe.families.registry import check_option_names, family_options
 from everyframe.media.paths import exact_fps
 from everyframe.media.pixels import to_uint8
-from everyframe.media.record import read_record
 from everyframe.media.sound import Sound
 from everyframe.media.video import Video
 from everyframe.planning.resolve import GivenModel, resolve
@@ -44,7 +43,7 @@ def generate(
     prompt: str | None = None,
     *,
     output: Output = "uint8",
-    from_record: str | Path | Mapping[str, Any] | None = None,
+    from_record: str | Path | Mapping[str, Any] | Video | None = None,
     isolate: bool = False,
     run_dir: str | Path | None = None,
     **options: Any,
@@ -86,6 +85,7 @@ def resume(
     *,
     pipe: Any = None,
     output: Output = "uint8",
+    trust_remote_code: bool = False,
     **devices: Any,
 ) -> Video | list[Video]:
     """Go on with a run that was broken off; the videos are those of an unbroken one, bit for bit.
@@ -94,6 +94,7 @@ def resume(
         run: its name or folder (see `list_runs`); without one, the last that was broken off.
         pipe: the loaded pipeline, for a run of `everyframe.run`.
         output: as in `generate`; what was kept of earlier clips for ``"uint8"`` is no finer.
+        trust_remote_code: for a run with code that comes with its checkpoint; it is said anew.
         devices: ``num_devices``, ``devices``, ``parallel``, ``shares`` and ``shard_weights`` of
             `generate`, to go on with others than it was begun with; then the videos are the same
             but for rounding.
@@ -111,10 +112,13 @@ def resume(
         given = GivenModel("pipeline", _model_of(pipe, begun.request))
     number = _ranks_to_go_on_with(folder, devices, pipe)
     if number > 1:
-        job = Job(run=folder.path, as_uint8=output == "uint8", ranks=devices or None)
+        job = Job(run=folder.path, as_uint8=output == "uint8", ranks=devices or None,
+                  trust_remote_code=trust_remote_code)  # fmt: skip
         events = launched(job.of_ranks(number), begun.place if begun.place.is_dir() else None)
     else:
-        events = go_on(folder, given_model=given, ranks=devices or None)
+        events = go_on(
+            folder, given_model=given, ranks=devices or None, trust_remote_code=trust_remote_code
+        )
     videos = list(_videos(events, output))
     return videos if begun.plan.settings.num_videos > 1 else videos[0]
 
@@ -139,7 +143,7 @@ def run(
     *,
     output: Output = "uint8",
     on_event: Callable[[Event], None] | None = None,
-    from_record: str | Path | Mapping[str, Any] | None = None,
+    from_record: str | Path | Mapping[str, Any] | Video | None = None,
     **options: Any,
 ) -> Video | list[Video]:
     """Make a video with a diffusers pipeline that is loaded already; a list for several.
@@ -249,7 +253,7 @@ def _events_of_pipe(pipe: Any, request: Request, num_threads: int | None) -> Ite
 
 
 def _request_of_pipe(
-    given: Mapping[str, Any], from_record: str | Path | Mapping[str, Any] | None
+    given: Mapping[str, Any], from_record: str | Path | Mapping[str, Any] | Video | None
 ) -> tuple[Request, int | None]:
     """The request of `run`'s options: what is no option of ours is a parameter of the pipeline."""
     from everyframe.families.registry import options_of
@@ -261,10 +265,9 @@ def _request_of_pipe(
         ours["option"] = {**(ours.get("option") or {}), **rest}
     if from_record is None:
         return Request(**ours), None
-    record = from_record if isinstance(from_record, Mapping) else read_record(from_record)
-    # The model is the one that was given here, and it is where it is.
-    asked = {k: v for k, v in record.get("request", {}).items() if k not in ("model", "device")}
-    return request_from({**record, "request": asked, "model": {}}, ours), recorded_threads(record)
+    record = record_in(from_record)
+    # The model is the one that was given here.
+    return request_from(record, ours, has_model=True), threads_to_repeat(record)
 
 
 def _told(events: Iterator[Event], tell: Callable[[Event], None] | None) -> Iterator[Event]:
@@ -280,12 +283,12 @@ def _check_output(output: str) -> None:
 
 
 def _request(
-    given: Mapping[str, Any], from_record: str | Path | Mapping[str, Any] | None
+    given: Mapping[str, Any], from_record: str | Path | Mapping[str, Any] | Video | None
 ) -> tuple[Request, int | None]:
     if from_record is None:
         return Request(**given), None
-    record = from_record if isinstance(from_record, Mapping) else read_record(from_record)
-    return request_from(record, given), recorded_threads(record)
+    record = record_in(from_record)
+    return request_from(record, given), threads_to_repeat(record)
 
 
 def _videos(events: Iterator[Event], output: Output) -> Iterator[Video]:

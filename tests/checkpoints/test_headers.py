@@ -117,3 +117,35 @@ def test_a_file_that_has_changed_is_read_again(tmp_path: Path) -> None:
 def test_no_such_file(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"No such file"):
         read_header(tmp_path / "none.safetensors")
+
+
+@pytest.mark.parametrize("length", [640, 1152, 66176])
+def test_a_headers_length_is_never_taken_for_another_format(tmp_path: Path, length: int) -> None:
+    """The low bytes of these lengths are a pickle's first; the format's own library reads them."""
+    header = json.dumps({"a": entry(0, 8, [2])}).encode().ljust(length)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(length.to_bytes(8, "little") + header + bytes(8))
+    with safe_open(path, framework="pt") as reference:
+        assert reference.get_tensor("a").tolist() == [0, 0]
+    assert list(read_header(path).tensors) == ["a"]
+
+
+@pytest.mark.parametrize(
+    "shape", [[10**18] * 65, [2**63], [10**4000]], ids=["many", "large", "huge"]
+)
+def test_shapes_that_no_tensor_has_are_refused_unmultiplied(
+    tmp_path: Path, shape: list[int]
+) -> None:
+    path = write(tmp_path / "model.safetensors", {"a": entry(0, 8, shape)}, bytes(8))
+    with pytest.raises(CheckpointError, match="has shape") as caught:
+        read_header(path)
+    assert len(str(caught.value)) < 300 + len(str(path))
+
+
+def test_a_name_that_stands_there_twice_is_found_among_many(tmp_path: Path) -> None:
+    pairs = ",".join(f'"{number}":1' for number in [*range(100_000), 99_999])
+    raw = f"{{{pairs}}}".encode()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(raw).to_bytes(8, "little") + raw)
+    with pytest.raises(CheckpointError, match="'99999' stands there twice"):
+        read_header(path)

@@ -232,3 +232,30 @@ def test_shards_of_a_variant(tmp_path: Path, variant: str | None) -> None:
     table = {"weight_map": {"x0": names[0], "x1": names[1]}}
     (tmp_path / "model.safetensors.index.fp16.json").write_text(json.dumps(table))
     assert set(open_checkpoint(tmp_path, variant=variant)) == {"x0", "x1"}
+
+
+def test_a_small_file_does_not_unpack_to_a_large_tensor(tmp_path: Path) -> None:
+    path = tmp_path / "model.pth"
+    torch.save({"w": torch.zeros(1).expand(1_000_000, 1_000_000)}, path)
+    with pytest.raises(CheckpointError, match="shows 4 bytes over and over"):
+        open_checkpoint(path)
+
+
+def test_a_link_out_of_the_folder_is_refused(tmp_path: Path, state: State) -> None:
+    save_file(state, tmp_path / "elsewhere.safetensors")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model.safetensors").symlink_to(tmp_path / "elsewhere.safetensors")
+    with pytest.raises(CheckpointError, match="is a link out of"):
+        open_checkpoint(tmp_path / "model")
+    # That very file may be named.
+    check_equal(tmp_path / "model" / "model.safetensors", state)
+
+
+@pytest.mark.parametrize("shard", ["../a.safetensors", "/a.safetensors", "b/../a.safetensors"])
+def test_shards_lie_beside_their_index(tmp_path: Path, state: State, shard: str) -> None:
+    save_file(state, tmp_path / "a.safetensors")
+    index = tmp_path / "model" / "model.safetensors.index.json"
+    index.parent.mkdir()
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(state, shard)}), encoding="utf-8")
+    with pytest.raises(CheckpointError, match="outside its own folder"):
+        open_checkpoint(index)

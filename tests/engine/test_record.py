@@ -15,13 +15,13 @@ from PIL import Image
 import everyframe
 import tiny
 from everyframe.core.errors import InputError
+from everyframe.engine.identities import found_files, identities
 from everyframe.engine.record import (
-    _found,
-    _identities,
     differences,
     make_record,
     recorded_threads,
     request_from,
+    threads_to_repeat,
 )
 from everyframe.media.paths import RECORD_SCHEMA
 
@@ -199,10 +199,21 @@ def test_what_is_no_record(record: dict[str, Any]) -> None:
         request_from(record, {})
 
 
-@pytest.mark.parametrize(("threads", "found"), [(3, 3), (0, None), ("3", None), (None, None)])
+@pytest.mark.parametrize(
+    ("threads", "found"), [(3, 3), (0, None), ("3", None), (None, None), (True, None), (1e3, None)]
+)
 def test_recorded_threads(threads: Any, found: int | None) -> None:
     assert recorded_threads({"plan": {"num_threads": threads}}) == found
     assert recorded_threads({}) is None
+
+
+def test_threads_are_repeated_where_the_machine_can_bear_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("everyframe.engine.record.num_usable_cores", lambda: 8)
+    assert threads_to_repeat({"plan": {"num_threads": 12}}) == 12
+    assert threads_to_repeat({"plan": {"num_threads": 33}}) is None
+    assert threads_to_repeat({"plan": {"num_threads": 100_000}}) is None
 
 
 def test_differences_are_told(model: Path) -> None:
@@ -246,8 +257,10 @@ def test_a_model_of_ones_own_disk_is_asked_for(
     with pytest.raises(InputError, match=r"'mine'.*--model FOLDER"):
         request_from(record, {})
     assert request_from(record, {"model": "elsewhere"}).model == "elsewhere"
+    # Also where a folder of that name lies here: the record's maker may have put it there.
     (tmp_path / "mine").mkdir()
-    assert request_from(record, {}).model == "mine"
+    with pytest.raises(InputError, match=r"'mine'.*--model FOLDER"):
+        request_from(record, {})
 
 
 def test_files_among_a_pipelines_own_parameters_are_known_by_name_and_hash(
@@ -259,14 +272,14 @@ def test_files_among_a_pipelines_own_parameters_are_known_by_name_and_hash(
         "video": str(tmp_path / "walk.mp4"), "strength": 0.5, "prompt_2": "snow, far away",
         "conditions": [{"frames": str(tmp_path / "fox.png"), "index": 8}],
     }  # fmt: skip
-    kept = json.loads(json.dumps(_identities(own)))
+    kept = json.loads(json.dumps(identities(own)))
     assert str(tmp_path) not in json.dumps(kept)
     assert kept["video"]["file"] == "walk.mp4"
     assert (kept["strength"], kept["prompt_2"]) == (0.5, "snow, far away")
     monkeypatch.chdir(tmp_path)
-    assert _found("option", kept) == {
+    assert found_files("option", kept) == {
         **own, "video": "walk.mp4", "conditions": [{"frames": "fox.png", "index": 8}],
     }  # fmt: skip
     (tmp_path / "fox.png").write_bytes(b"another fox")
     with pytest.raises(InputError, match=r"fox\.png"):
-        _found("option", kept)
+        found_files("option", kept)

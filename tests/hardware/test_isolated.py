@@ -14,6 +14,7 @@ import pytest
 
 import planted_faults
 from everyframe.hardware.isolated import run_isolated, signal_name
+from planted_modules import plant
 
 #: Starting the first process imports torch; a hang is cut off long after it could have ended.
 PATIENCE = 120.0
@@ -140,3 +141,22 @@ def test_the_callers_own_script_is_not_run_again(tmp_path: Path) -> None:
         [sys.executable, str(script)], capture_output=True, text=True, check=True, timeout=200
     )
     assert done.stdout.split() == ["once", "5.0"]
+
+
+@pytest.mark.parametrize("system", ["linux", "darwin"])
+def test_no_module_of_the_current_folder_is_imported(tmp_path: Path, system: str) -> None:
+    """Neither in what others are forked from nor in what is started anew."""
+    trace = plant(tmp_path / "here")
+    program = tmp_path / "program.py"
+    program.write_text(
+        "from everyframe.hardware.isolated import run_isolated\n"
+        f"import sys; sys.platform = {system!r}\n"
+        "from math import sqrt\n"
+        "ended = run_isolated(sqrt, 16.0, seconds=100)\n"
+        "print(ended.value, ended)\n",
+        encoding="utf-8",
+    )
+    command = [sys.executable, str(program)]
+    done = subprocess.run(command, cwd=tmp_path / "here", capture_output=True, text=True)
+    assert done.stdout.split()[:1] == ["4.0"], done.stdout + done.stderr
+    assert not trace.exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -102,6 +103,30 @@ def test_a_kernel_is_pinned_by_name(model: str) -> None:
     assert prepared(model, will_run=True, attention="math").plan.component("denoiser").paths == ()
     with pytest.raises(InputError, match=r"one of flash, math on .*, got 'flahs'.*mean 'flash'"):
         prepared(model, attention="flahs")
+
+
+def test_paths_of_a_record_are_used_where_they_are_certified(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A record is somebody's word: nothing runs by it that was not tried here."""
+    tried: list[str] = []
+
+    def certify(subject: Any, paths: Any, seconds: float) -> Any:
+        tried.extend(path.name for path in paths)
+        return SimpleNamespace(untried={}, tried_seconds=0.0)
+
+    monkeypatch.setattr("everyframe.optimize.certify.certify", certify)
+    paths = {"denoiser": ("attention-flash", "compile", "linear-gelu", "nope")}
+    untried = prepared(model, will_run=True, paths=paths).plan
+    assert untried.component("denoiser").paths == ()
+    assert tried == ["attention-flash"], "a compiler is not set to work by a record"
+    store.keep(certificates_of(prepared(model), "certified"))
+    again = prepared(model, will_run=True, paths=paths).plan
+    assert again.component("denoiser").paths == ("attention-flash",)
+    assert again.component("text_encoder").paths == (), "the record does without"
+    store.keep(certificates_of(prepared(model), "refused"))
+    refused = prepared(model, will_run=True, paths=paths).plan
+    assert refused.component("denoiser").paths == ()
 
 
 def test_the_plain_attentions_scores_are_forecast(model: str) -> None:

@@ -17,7 +17,8 @@ import time
 from typing import Any
 
 wanted = os.environ.get("PLANTED_RANK")
-if os.environ.get("PLANTED") and "everyframe.engine.worker" in sys.orig_argv:
+is_worker = any("everyframe.engine.worker" in word for word in sys.orig_argv)
+if os.environ.get("PLANTED") and is_worker:
     import torch
     import torch.distributed as dist
     from torch.nn.modules.module import register_module_forward_hook

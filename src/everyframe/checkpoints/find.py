@@ -14,8 +14,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from everyframe.checkpoints.folder import WEIGHT_SUFFIXES, describe_missing, read_json, weight_files
-from everyframe.checkpoints.known import KNOWN, REFUSED, SUPPORTED_VERSIONS
+from everyframe.checkpoints.folder import (
+    WEIGHT_SUFFIXES,
+    check_inside,
+    describe_missing,
+    read_json,
+    weight_files,
+)
+from everyframe.checkpoints.known import CONTROLNETS, KNOWN, REFUSED, SUPPORTED_VERSIONS
 from everyframe.checkpoints.part import KnownModel, Part
 from everyframe.checkpoints.places import hub_cache_folder, package_folder
 from everyframe.core.errors import CheckpointError, InputError, did_you_mean, nearest
@@ -153,6 +159,14 @@ def locate(
     raise InputError(_unknown(given, path, registry))
 
 
+def is_listed(name: str) -> bool:
+    """Whether it is a model, or a part of one, of our own tables: a short name or a hub id."""
+    parts = {part.repo_id for model in KNOWN for part in model.parts}
+    ids = {each.casefold() for each in (*parts, *CONTROLNETS, *CONTROLNETS.values())}
+    given = name.strip()
+    return _by_name(given, KNOWN) is not None or given.casefold() in ids
+
+
 def overview(
     *, registry: Sequence[KnownModel] = KNOWN, hub_cache: Path | None = None
 ) -> tuple[Location, ...]:
@@ -249,7 +263,9 @@ def _locate_path(asked: str, path: Path) -> Location:
                 f"allowed are {', '.join(WEIGHT_SUFFIXES)} and .index.json"
             )
         return Location(asked, "file", path=path)
-    if not weight_files(path):
+    weights = weight_files(path)
+    check_inside(path, weights)
+    if not weights:
         expected = ["config.json", *(f"*{suffix}" for suffix in WEIGHT_SUFFIXES[:2])]
         raise CheckpointError(describe_missing(path, expected))
     return Location(asked, "folder", path=path)

@@ -6,10 +6,11 @@ Read next: `find`, `tensors`.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path, PurePath
 from typing import Any
 
+from everyframe.checkpoints.places import hub_cache_folder
 from everyframe.core.errors import CheckpointError
 
 PICKLE_SUFFIXES = (".pth", ".pt", ".bin", ".ckpt")
@@ -40,6 +41,41 @@ def read_json(path: str | Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds a JSON {type(value).__name__}, expected an object")
     return value
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether it names something in the very folder that it is looked for in."""
+    return (
+        bool(name) and name not in (".", "..") and PurePath(name).name == name and "\\" not in name
+    )
+
+
+def check_inside(root: Path, paths: Iterable[Path]) -> None:
+    """Raise `CheckpointError` for a path that a link leads out of `root`.
+
+    The hub's cache is made of links from its snapshots to its blobs: those may be followed.
+    """
+    real = root.resolve()
+    allowed = [real]
+    for path in paths:
+        target = path.resolve()
+        if target.is_relative_to(real):
+            continue
+        if len(allowed) == 1:
+            allowed += [hub_cache_folder().resolve(), *_repository_of(real)]
+        if not any(target.is_relative_to(place) for place in allowed):
+            raise CheckpointError(
+                f"{path} is a link out of {root}, to {target}; what a model is made of lies in its "
+                "own folder: copy it there, or give the folder that it is in"
+            )
+
+
+def _repository_of(snapshot: Path) -> list[Path]:
+    """The folder of a repository in a hub's cache that this is a snapshot of, or lies in one."""
+    for place in (snapshot, *snapshot.parents):
+        if place.parent.name == "snapshots" and place.parent.parent.name.startswith("models--"):
+            return [place.parent.parent]
+    return []
 
 
 def without_notes(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -28,6 +29,8 @@ DTYPE_BYTES: Mapping[str, int] = {
 }  # fmt: skip
 
 _MAX_HEADER_BYTES = 100_000_000  # the limit that the format's own library sets
+_MAX_DIMENSIONS = 64  # as many as torch's tensors can have
+_MAX_SIDE = 2**63 - 1
 
 _FOREIGN_STARTS: tuple[tuple[bytes, str], ...] = (
     (b"PK\x03\x04", "a zip archive, as torch.save writes; rename it to .pth if it is one"),
@@ -114,6 +117,9 @@ def _checked(path: Path, size: int, raw: bytes) -> SafetensorsHeader:
 
 
 def _check_start(path: Path, start: bytes, header_bytes: int, size: int) -> None:
+    # First of all: some lengths of a header are the first bytes of another format.
+    if start[8:9] == b"{" and header_bytes <= min(_MAX_HEADER_BYTES, size - 8):
+        return
     for magic, what in _FOREIGN_STARTS:
         if start.startswith(magic):
             raise CheckpointError(f"{path} is not a safetensors file: it looks like {what}")
@@ -126,11 +132,10 @@ def _check_start(path: Path, start: bytes, header_bytes: int, size: int) -> None
             f"{path} is not a safetensors file: it does not begin with a header length and JSON "
             f"(first bytes {start[:9]!r})"
         )
-    if 8 + header_bytes > size:
-        raise CheckpointError(
-            f"{path} is truncated: its header alone takes {8 + header_bytes:,} bytes, "
-            f"{size:,} are on disk; get it again"
-        )
+    raise CheckpointError(
+        f"{path} is truncated: its header alone takes {8 + header_bytes:,} bytes, "
+        f"{size:,} are on disk; get it again"
+    )
 
 
 def _parse(path: Path, raw: bytes) -> dict[str, Any]:
@@ -146,8 +151,7 @@ def _parse(path: Path, raw: bytes) -> dict[str, Any]:
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
         raise ValueError(f"{twice!r} stands there twice")
     return table
 
@@ -164,8 +168,13 @@ def _fact(path: Path, name: str, entry: Any, data_start: int) -> TensorFact:
         raise CheckpointError(
             f"{path}: tensor {name!r} has dtype {dtype!r}, known are {', '.join(DTYPE_BYTES)}"
         )
-    if not isinstance(shape, list) or not all(_is_count(size) for size in shape):
-        raise CheckpointError(f"{path}: tensor {name!r} has shape {shape!r}")
+    if (
+        not isinstance(shape, list)
+        or len(shape) > _MAX_DIMENSIONS
+        or not all(_is_count(size) and size <= _MAX_SIDE for size in shape)
+    ):
+        shown = repr(shape) if len(repr(shape)) < 100 else f"{repr(shape)[:100]}..."
+        raise CheckpointError(f"{path}: tensor {name!r} has shape {shown}")
     if (
         not isinstance(offsets, list)
         or len(offsets) != 2

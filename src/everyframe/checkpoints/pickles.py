@@ -141,6 +141,11 @@ def _place(path: Path, name: str, fake: torch.Tensor) -> Entry:
         stride = tuple(fake.stride())
         last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
         num_bytes = (last + 1) * item
+        if num_bytes < fake.numel() * item:
+            raise CheckpointError(
+                f"{path}: tensor {name!r} of shape {shape} shows {num_bytes:,} bytes over and over "
+                f"(strides {stride}); save it contiguous"
+            )
     if offset + num_bytes > path.stat().st_size:
         raise CheckpointError(f"{path} is truncated: it ends before tensor {name!r} does")
     return Entry(path, fake.dtype, shape, offset, num_bytes, stride)

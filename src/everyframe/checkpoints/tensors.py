@@ -14,7 +14,14 @@ from pathlib import Path
 import torch
 
 from everyframe.checkpoints.entries import Entry, read_entry
-from everyframe.checkpoints.folder import PICKLE_SUFFIXES, describe_missing, listing, read_json
+from everyframe.checkpoints.folder import (
+    PICKLE_SUFFIXES,
+    check_inside,
+    describe_missing,
+    is_plain_name,
+    listing,
+    read_json,
+)
 from everyframe.checkpoints.headers import read_header
 from everyframe.checkpoints.pickles import pickle_entries
 from everyframe.core.errors import CheckpointError, did_you_mean
@@ -143,7 +150,9 @@ def open_checkpoint(
         return path
     path = Path(path)
     if path.is_dir():
+        folder = path
         path = _weights_in(path, _STANDARD_NAMES if variant is None else _names_of(variant))
+        check_inside(folder, [path])
     if _IS_INDEX.fullmatch(path.name):
         return _open_shards(path, payload)
     if not path.is_file():
@@ -191,7 +200,7 @@ def _open_shards(index: Path, payload: str | None) -> TensorFile:
         raise CheckpointError(f"{index} has no weight_map from tensor names to file names")
     shards = sorted(set(table.values()))
     for shard in shards:
-        if shard != Path(shard).name:
+        if not is_plain_name(shard):
             raise CheckpointError(f"{index} names a shard outside its own folder: {shard!r}")
     missing = [shard for shard in shards if not (index.parent / shard).is_file()]
     if missing:
@@ -199,6 +208,7 @@ def _open_shards(index: Path, payload: str | None) -> TensorFile:
             f"{index.parent} lacks {len(missing)} of {len(shards)} shards that {index.name} "
             f"names: {listing(missing)}"
         )
+    check_inside(index.parent, [index.parent / shard for shard in shards])
     entries: dict[str, Entry] = {}
     for shard in shards:
         opened = open_checkpoint(index.parent / shard, payload=payload)

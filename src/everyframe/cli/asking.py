@@ -31,9 +31,9 @@ class Asked:
         """The number of CPU threads that the record asks for."""
         if self.record is None:
             return None
-        from everyframe.engine.record import recorded_threads
+        from everyframe.engine.record import threads_to_repeat
 
-        return recorded_threads(self.record)
+        return threads_to_repeat(self.record)
 
 
 def asked(given: Mapping[str, Any], from_record: str | None) -> Asked:

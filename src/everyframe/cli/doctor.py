@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from everyframe.cli.options import command, flag, run_flag
-from everyframe.cli.text import json_line
+from everyframe.cli.text import json_line, printable
 from everyframe.core.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def doctor(
         data = report.model_dump(mode="json")
         print(json_line(shareable(data) if share else data))
     elif share:
-        print(_as_markdown(report))
+        print(printable(_as_markdown(report)))
     else:
         _console(sys.stdout).print(report.says, style=_MARKS[report.verdict][2])
     return int(ExitCode.TROUBLE if report.is_trouble else ExitCode.DONE)

@@ -19,6 +19,7 @@ from everyframe.cli.asking import Asked, asked, check_given, check_written
 from everyframe.cli.last_words import Terminated
 from everyframe.cli.options import RUN_FLAGS, composed
 from everyframe.cli.progress import Reporter, reporter
+from everyframe.cli.text import one_line
 from everyframe.core.errors import CannotRunError, ExitCode, InputError, PeerLostError
 from everyframe.core.events import (
     Event,
@@ -130,7 +131,8 @@ def make(
         # After the bar is gone; and what was finished is named even if a later video failed.
         if not json:
             for path in paths:
-                print(path, flush=True)
+                # A program that reads it wants the very name; a terminal must not be steered by it.
+                print(one_line(path) if sys.stdout.isatty() else path, flush=True)
     return int(ExitCode.DONE)
 
 

@@ -21,7 +21,9 @@ def inspect(file: str, *, json: bool = False) -> int:
         print(json_line(record))
     else:
         from everyframe.cli.tables import print_record
+        from everyframe.engine.record_schema import check_record
 
+        check_record(record)
         print_record(record, sys.stdout)
     return int(ExitCode.DONE)
 

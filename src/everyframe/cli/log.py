@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 
+from everyframe.cli.text import printable
 from everyframe.core.errors import InputError, did_you_mean
 
 LEVELS = ("debug", "info", "warning", "error")
@@ -20,7 +21,7 @@ class _ToStandardError(logging.Handler):
     """Writes to whatever standard error is at the time: a progress bar puts itself in its place."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        sys.stderr.write(self.format(record) + "\n")
+        sys.stderr.write(printable(self.format(record)) + "\n")
 
 
 def set_up(asked: str | None) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from everyframe import __version__
 from everyframe.cli.last_words import Terminated, after_others
+from everyframe.cli.text import one_line, printable
 from everyframe.core.errors import EveryframeError, ExitCode
 from everyframe.engine.torchrun import under_torchrun
 
@@ -181,7 +182,7 @@ def _say(error: BaseException, text: str, code: int, as_json: bool) -> int:
         if code == ExitCode.INTERRUPTED and ranks.rank:
             return code
         text = after_others(ranks, error, text)
-    line = " ".join(text.split())
+    line = one_line(" ".join(text.split()))
     prefix = "" if code == ExitCode.INTERRUPTED else "error: "
     print(f"{prefix}{line}", file=sys.stderr)
     if as_json:
@@ -203,14 +204,16 @@ def _debug_traceback() -> None:
     from everyframe.cli import log
 
     if log.is_debug():
-        import traceback
+        _print_traceback()
 
-        traceback.print_exc()
+
+def _print_traceback() -> None:
+    import traceback
+
+    print(printable(traceback.format_exc()), end="", file=sys.stderr)
 
 
 def _bug(error: Exception, as_json: bool) -> int:
-    import traceback
-
-    traceback.print_exc()
+    _print_traceback()
     text = f"this is a bug in everyframe: {type(error).__name__}: {error}"
     return _say(error, text, int(ExitCode.TROUBLE), as_json)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from everyframe.cli.tables import headline
-from everyframe.cli.text import clock, duration, json_line
+from everyframe.cli.text import clock, duration, json_line, one_line
 from everyframe.core.events import (
     Event,
     Loaded,
@@ -91,7 +91,7 @@ class _Stage:
     @classmethod
     def started(cls, event: StageStarted) -> _Stage:
         clip = f" {event.clip + 1}/{event.num_clips}" if event.num_clips > 1 else ""
-        return cls(f"{event.stage}{clip}", event.num_steps)
+        return cls(one_line(f"{event.stage}{clip}"), event.num_steps)
 
     def step(self, event: Step) -> None:
         self.done = event.step
@@ -133,7 +133,7 @@ class Lines(Reporter):
     def _print(self, *lines: str) -> None:
         self._last = self._now()
         for line in lines:
-            print(line, file=sys.stderr, flush=True)
+            print(one_line(line), file=sys.stderr, flush=True)
 
 
 class Bar(Reporter):

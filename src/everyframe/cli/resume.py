@@ -37,6 +37,7 @@ def resume(
     output: str | None = None,
     json: bool = False,
     run_dir: str | None = None,
+    trust_remote_code: bool = False,
     **devices: str,
 ) -> int:
     """Go on, list, or forget; the exit code. `devices` are options of the request about them."""
@@ -64,21 +65,26 @@ def resume(
         check_here()
     else:
         check_output(place)
-    return make(lambda: _events(found, Path(written["place"]), devices), place, json=json)
+    return make(
+        lambda: _events(found, Path(written["place"]), devices, trusts=trust_remote_code),
+        place,
+        json=json,
+    )
 
 
-def _events(found: RunFolder, where: Path, devices: Mapping[str, str]) -> Events:
+def _events(found: RunFolder, where: Path, devices: Mapping[str, str], *, trusts: bool) -> Events:
     from everyframe.engine.launch import is_possible, launched, ranks_of
     from everyframe.engine.process import Job
 
     ranks, here = _other_ranks(found, devices, ranks_of(found)), under_torchrun()
     if is_possible():
         number = ranks_of(found) if ranks is None else Request(**ranks).num_ranks
-        job = Job(run=found.path, skip=found.done(), as_uint8=True, ranks=ranks)
+        job = Job(run=found.path, skip=found.done(), as_uint8=True, ranks=ranks,
+                  trust_remote_code=trusts)  # fmt: skip
         return launched(job.of_ranks(number, here), where if where.is_dir() else None)
     from everyframe.engine.resuming import go_on
 
-    return go_on(found, skip=found.done(), ranks=ranks)
+    return go_on(found, skip=found.done(), ranks=ranks, trust_remote_code=trusts)
 
 
 def _other_ranks(
@@ -129,6 +135,7 @@ COMMAND = command(
         optional("run", "Name or folder of the run; see --list."),
         flag("list", bool, "List the runs that can be gone on with, and stop."),
         flag("forget", bool, "Remove the run and all that is kept of it, and stop."),
+        flag("trust_remote_code", bool, "Run Python code that comes with the run's checkpoint."),
         *(
             request_flag(name)
             for name in ("num_devices", "devices", "parallel", "shares", "shard_weights")

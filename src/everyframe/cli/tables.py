@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
-from everyframe.cli.text import counted
+from everyframe.cli.text import counted, printable
 from everyframe.core.division import Division
 from everyframe.core.plan import ComponentPlan, Plan
 from everyframe.planning.dryrun import says
@@ -22,10 +22,16 @@ if TYPE_CHECKING:
 
 
 def console(file: IO[str]) -> Console:
-    """A console that prints text as it is: brackets in a prompt are no markup."""
+    """A console that prints text as it is: brackets in a prompt are no markup, and what would
+    steer the terminal is written out."""
     from rich.console import Console
+    from rich.text import Text
 
-    return Console(file=file, highlight=False, markup=False, emoji=False)
+    class Plain(Console):
+        def render_str(self, text: str, **how: Any) -> Text:
+            return super().render_str(printable(text), **how)
+
+    return Plain(file=file, highlight=False, markup=False, emoji=False)
 
 
 def headline(plan: Plan) -> tuple[str, str]:
@@ -164,7 +170,8 @@ def _settings_rows(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
     if chain != 1:
         video += [f"{chain} clips, one after the other"]
     sampling = [counted(get("num_inference_steps", "?"), "step")]
-    sampling += [f"guidance {get('guidance_scale'):g}"] if "guidance_scale" in settings else []
+    guidance = get("guidance_scale")
+    sampling += [f"guidance {guidance:g}"] if guidance is not None else []
     sampling += [_seeds(settings)]
     options = [
         f"{name} {value}" for name, value in get("options", ()) if value not in (None, False)

@@ -6,13 +6,34 @@ Amounts of memory are worded by `everyframe.planning.forecast`. Read next: `tabl
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
+
+#: What steers a terminal: control characters but for tab and newline (an escape begins with one),
+#: letters that turn the direction of those around them, other ends of a line, invisible tags.
+_STEERS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\U000e0000-\U000e007f]"
+)
+
+
+def printable(text: str) -> str:
+    """The text as it may be shown: what would steer a terminal is written out, ``\\x1b``.
+
+    Prompts, names and messages come from files that anybody may have made.
+    """
+    return _STEERS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def one_line(text: str) -> str:
+    """The same in one line, so that none of it looks like a message of ours."""
+    return printable(text.replace("\n", "\\n"))
 
 
 def json_line(value: Mapping[str, Any]) -> str:
     """One line of ASCII JSON."""
-    return json.dumps(value, allow_nan=False, separators=(", ", ": "))
+    line = json.dumps(value, allow_nan=False, separators=(", ", ": "))
+    return line.replace("\x7f", "\\u007f")
 
 
 def clock(seconds: float) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from everyframe.cli.asking import asked, check_given
 from everyframe.cli.options import command, composed, flag, positional, run_flag
 from everyframe.cli.progress import reporter
-from everyframe.cli.text import json_line
+from everyframe.cli.text import json_line, one_line
 from everyframe.core.errors import ExitCode, InputError
 from everyframe.numerics.trace.place import check_place
 
@@ -57,7 +57,7 @@ def record(
     if json:
         print(json_line({"type": "traced", "path": output}), flush=True)
     else:
-        print(output, flush=True)
+        print(one_line(output) if sys.stdout.isatty() else output, flush=True)
     return int(ExitCode.DONE)
 
 

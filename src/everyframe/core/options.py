@@ -38,14 +38,18 @@ def option(
     aliases: tuple[str, ...] = (),
     python_only: bool = False,
     names_files: bool = False,
+    names_model: bool = False,
+    person_only: bool = False,
     **limits: Any,
 ) -> Any:
     """A pydantic field that is also an option.
 
     `help_text` is one sentence; `unit` is printed after the value; `aliases` are further flag names
     (``"--steps"``); `python_only` keeps it off the command line; `names_files` says that the value
-    is, or may be, a picture or video that a record keeps by name and hash; `limits` are pydantic's
-    ``ge``, ``gt``, ``le``, ``lt``, ``max_length``.
+    is, or may be, a picture or video that a record keeps by name and hash, `names_model` that it is
+    a model or a part of one. `person_only` is for what counts only where a person gives it in this
+    call, and never because a file says so. `limits` are pydantic's ``ge``, ``gt``, ``le``, ``lt``,
+    ``max_length``.
     """
     assert group in GROUPS, group
     extra: dict[str, Any] = {
@@ -54,6 +58,8 @@ def option(
         "aliases": list(aliases),
         "python_only": python_only,
         "names_files": names_files,
+        "names_model": names_model,
+        "person_only": person_only,
     }
     return Field(default=default, description=help_text, json_schema_extra=extra, **limits)
 
@@ -152,12 +158,12 @@ def explain(error: ValidationError, *, is_flat: bool = False) -> str:
             continue
         say = _WORDS.get(problem["type"])
         words = say(ctx) if say else problem["msg"][:1].lower() + problem["msg"][1:]
-        told = f"{place} {words}, got {_shown(problem['input'])}"
+        told = f"{place} {words}, got {shown(problem['input'])}"
         sentences.setdefault(place if is_flat else told, told)
     return "; ".join(dict.fromkeys(sentences.values()))
 
 
-def _shown(given: Any) -> str:
+def shown(given: Any) -> str:
     """What was given, as it is told; the beginning of what is long."""
     text = repr(given)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

@@ -61,6 +61,7 @@ class Request(Options):
         "Name, folder or hub id of the model; without it the embedded model draws what it can.",
         group="What",
         aliases=("-m",),
+        names_model=True,
     )
     negative_prompt: str | None = option("What it should not show.", group="What")
 
@@ -141,40 +142,52 @@ class Request(Options):
         group="Machine",
         default="auto",
     )
-    device: str = option("Device: auto, cpu, cuda, cuda:1 or mps.", group="Machine", default="auto")
+    device: str = option(
+        "Device: auto, cpu, cuda, cuda:1 or mps.", group="Machine", default="auto", person_only=True
+    )
     num_devices: int | None = option(
         "So many devices work together, any number; on a machine without several, CPU workers.",
         group="Machine",
         aliases=("--num-gpus",),
         gt=0,
         le=256,
+        person_only=True,
     )
     devices: str | None = option(
-        "Which devices work together, such as 0,1,2 or cuda:0,cuda:2 or cpu,cpu.", group="Machine"
+        "Which devices work together, such as 0,1,2 or cuda:0,cuda:2 or cpu,cpu.",
+        group="Machine",
+        person_only=True,
     )
     parallel: str = option(
         "How several devices divide the work: auto, or data=N, cfg=N and sequence=N (or "
         "ulysses=N, ring=N) such as cfg=2,sequence=3.",
         group="Machine",
         default="auto",
+        person_only=True,
     )
     shares: str | None = option(
-        "How much each of several devices does, such as 24,8.", group="Machine"
+        "How much each of several devices does, such as 24,8.", group="Machine", person_only=True
     )
     shard_weights: bool = option(
         "Several devices keep the denoiser's weights between them, each a part of the blocks.",
         group="Machine",
         default=False,
+        person_only=True,
     )
     max_memory: str | None = option(
-        "Use no more of the device's memory than this, such as 8GB.", group="Machine"
+        "Use no more of the device's memory than this, such as 8GB.",
+        group="Machine",
+        person_only=True,
     )
     max_host_memory: str | None = option(
-        "Use no more of the host's memory than this, such as 16GB.", group="Machine"
+        "Use no more of the host's memory than this, such as 16GB.",
+        group="Machine",
+        person_only=True,
     )
     attention: str | None = option(
         "Compute attention by this kernel, certified or not: flash, efficient, cudnn or math.",
         group="Machine",
+        person_only=True,
     )
     without: tuple[str, ...] = option(
         "A fast path that is not to be used, as `everyframe paths` names it; may be repeated.",
@@ -185,40 +198,51 @@ class Request(Options):
         "Compile the blocks of the denoiser; takes minutes at first, and needs a C++ compiler.",
         group="Machine",
         default=False,
+        person_only=True,
     )
     report: str | None = option(
         "A folder for a page on what had to be repaired, or could not be; watching takes time.",
         group="Machine",
+        person_only=True,
     )
     forget_repairs: bool = option(
         "Forget the repairs that earlier runs of this model needed on this device.",
         group="Machine",
         default=False,
+        person_only=True,
     )
     force: bool = option(
         "Do what is refused for its price alone, such as fp16 on a CPU.",
         group="Machine",
         default=False,
+        person_only=True,
     )
 
     paths: dict[str, tuple[str, ...]] | None = option(
         "The fast paths of each component, exactly; a record has them.",
         group="Machine",
         python_only=True,
+        person_only=True,
     )
     quantized: dict[str, str] | None = option(
         "What the weights of each component are kept in, exactly; a record has it.",
         group="Machine",
         python_only=True,
+        person_only=True,
     )
     remedies: tuple[Remedy, ...] | None = option(
         "The repairs to begin with, exactly; a record has them.",
         group="Machine",
         python_only=True,
+        person_only=True,
     )
 
     family_options: dict[str, Any] = option(
-        "Options of one family, collected.", group="Family", default={}, python_only=True
+        "Options of one family, collected.",
+        group="Family",
+        default={},
+        python_only=True,
+        person_only=True,
     )
 
     @field_validator("without", mode="before")

@@ -99,6 +99,8 @@ def _handed_on(job: Job, place: Path | None, stack: ExitStack, workers: list[Wor
                 break
         handed.again()
         skip = (*job.skip, *handed.done)
+        if job.request is not None and job.request.family_options.get("trust_remote_code"):
+            job = replace(job, trust_remote_code=True)
         again = replace(job, request=None, run=run.path, skip=skip, ranks=None, scarcity=scarcity)
         stack, workers = _begun(again, place)
     if run is not None:
@@ -209,6 +211,14 @@ class _InWorkerError(Exception):
         return "in the worker:\n" + "".join(self.args)
 
 
+def _made_of(kind: type[Exception], text: str) -> Exception:
+    """An error of Python's with that text; some kinds are made of more than one."""
+    try:
+        return kind(text)
+    except TypeError:
+        return RuntimeError(f"{kind.__name__}: {text}")
+
+
 def _raised_again(worker: Worker, told: dict[str, Any]) -> BaseException:
     """The error that a worker told, of its own class where that is ours or Python's."""
     name, text = told["class"], told["text"]
@@ -222,7 +232,7 @@ def _raised_again(worker: Worker, told: dict[str, Any]) -> BaseException:
     if told.get("strerror"):
         error = OSError(told["errno"], told["strerror"], told["file"])
     elif isinstance(pythons, type) and issubclass(pythons, Exception):
-        error = pythons(text)
+        error = _made_of(pythons, text)
     else:
         error = EveryframeError(text) if "trace" not in told else RuntimeError(f"{name}: {text}")
     if "trace" in told:

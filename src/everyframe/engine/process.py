@@ -6,6 +6,7 @@ Not here: when one is started and what becomes of what it says (`launch.py`), an
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -16,10 +17,19 @@ from typing import Any
 
 from everyframe.core.errors import Scarcity
 from everyframe.core.request import Request
+from everyframe.core.safe_path import SAFE_PATH, SAFE_PATH_VARIABLE
 from everyframe.engine.torchrun import Torchrun
 
 #: Seconds that a worker has to end by itself once it has said all.
 _PATIENCE = 20.0
+
+#: What a worker runs. Neither the current folder nor that of the caller's script is on its path;
+#: this package is found where it was found here, after everything else.
+_START = (
+    f"{SAFE_PATH}sys.path.append(sys.argv[2]); "
+    "from everyframe.engine.worker import serve; serve(int(sys.argv[1]))"
+)
+_PLACE_OF_PACKAGE = str(Path(__file__).resolve().parents[2])
 
 
 @dataclass(frozen=True)
@@ -32,7 +42,8 @@ class Job:
     process has that one rank alone, and `local` is its number among those of this machine, and how
     many these are. `ranks` is what a run that was broken off goes on with in place of its own
     devices, by the names of the request's options; `scarcity` what it lacked memory for, to be done
-    in less from here on. `folder` is for its trail and what it prints.
+    in less from here on. `trust_remote_code` is said by the person who goes on with it. `folder` is
+    for its trail and what it prints.
     """
 
     request: Request | None = None
@@ -49,6 +60,7 @@ class Job:
     local: tuple[int, int] | None = None
     ranks: Mapping[str, Any] | None = None
     scarcity: Scarcity | None = None
+    trust_remote_code: bool = False
     folder: Path = field(default_factory=Path)
     log_level: str = "WARNING"
 
@@ -67,9 +79,12 @@ class Worker:
         self.job = job
         self.connection, theirs = Pipe()
         assert isinstance(theirs, Connection)
-        command = [sys.executable, "-m", "everyframe.engine.worker", str(theirs.fileno())]
         self._process = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, cwd=place
+            [sys.executable, "-c", _START, str(theirs.fileno()), _PLACE_OF_PACKAGE],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            cwd=place,
+            env={**os.environ, SAFE_PATH_VARIABLE: "1"},
         )
         theirs.close()
 

@@ -10,12 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-
-import numpy as np
-import torch
 
 from everyframe import __version__
 from everyframe.checkpoints.digest import digest
@@ -24,14 +20,24 @@ from everyframe.core.errors import InputError
 from everyframe.core.options import facts_of
 from everyframe.core.plan import Plan, Remedy
 from everyframe.core.request import Request
+from everyframe.engine.identities import (
+    as_bytes,
+    found_files,
+    identities,
+    identity,
+    model_names,
+    plain,
+    public_name,
+)
+from everyframe.engine.record_schema import GIVEN, check_record, left_out, taken
 from everyframe.families.registry import all_options
 from everyframe.families.remembered import remedy_from
 from everyframe.hardware.facts import machine_facts
-from everyframe.media.frames import picture_files
+from everyframe.hardware.processor import num_usable_cores
 from everyframe.media.paths import RECORD_SCHEMA
+from everyframe.media.record import read_record
 from everyframe.media.video import Video
 
-_GIVEN = ("image", "last_image", "extend")
 #: What is in force is in the plan, and is taken from there.
 _OF_THIS_MACHINE = ("report", "forget_repairs", "remedies", "paths", "quantized")
 #: Options of which only one, or one set, can be given.
@@ -43,6 +49,8 @@ _ALIKE = (
 )
 #: Options with which the recorded fast paths are no longer those that are wanted.
 _CHOOSE_ANEW = {"device", "dtype", "attention", "without", "compile", "paths"}
+#: So many threads on each core are taken from a record of a larger machine.
+_MOST_ON_A_CORE = 4
 #: What a picture generator has to say of its output (IPTC digital source type).
 _SOURCE_TYPE = "http://cv.iptc.org/newscodes/digitalsourcetype/trainedAlgorithmicMedia"
 
@@ -94,142 +102,100 @@ def _is_local(model: str) -> bool:
 
 
 def _model_name(model: str) -> str:
-    return _public_name(model) if _is_local(model) else model
-
-
-def _public_name(path_or_name: str) -> str:
-    """What exists on this disk without the folders above it, everything else as it is."""
-    path = Path(path_or_name).expanduser()
-    return path.resolve().name if path.exists() else path_or_name
+    return public_name(model) if _is_local(model) else model
 
 
 def _asked(request: Request, plan: Plan) -> dict[str, Any]:
     asked = {
         name: value
         for name, value in request.given().items()
-        if name not in (*_GIVEN, *_OF_THIS_MACHINE, "latents", "family_options", "model")
+        if name not in (*GIVEN, *_OF_THIS_MACHINE, "family_options", "model")
     }
-    files = _options_of_files()
+    files, models = _options_that("names_files"), _options_that("names_model")
     for name, value in request.family_options.items():
-        # Some name a folder, of a part of the model.
-        asked[name] = _identities(value) if name in files else _public(value)
+        if name in files:
+            asked[name] = identities(value)
+        else:
+            asked[name] = model_names(value) if name in models else plain(value)
     asked["seed"] = plan.settings.seed
     if request.model is not None:
         asked["model"] = _model_name(request.model)
-    for name in _GIVEN:
+    for name in GIVEN[:-1]:
         source = getattr(request, name)
         if source is not None:
-            asked[name] = _identity(source)
+            asked[name] = identity(source)
     if request.latents is not None:
-        asked["latents"] = {"sha256": hashlib.sha256(_as_bytes(request.latents)).hexdigest()}
+        asked["latents"] = {"sha256": hashlib.sha256(as_bytes(request.latents)).hexdigest()}
     return asked
 
 
-def _options_of_files() -> set[str]:
-    """Families' options that are given as pictures and videos."""
+def _options_that(fact: str) -> set[str]:
+    """Families' options of which this is so; see `everyframe.core.options.option`."""
     return {
         name
         for options in all_options().values()
         for name in options.model_fields
-        if facts_of(options, name).get("names_files")
+        if facts_of(options, name).get(fact)
     }
 
 
-def _public(value: Any) -> Any:
-    """An option's value without folders; several may be given, in a list or with commas."""
-    if isinstance(value, Mapping):
-        return {str(key): _public(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_public(each) for each in value]
-    if not isinstance(value, (str, Path, int, float, bool, type(None))):
-        return f"<{type(value).__name__}>"  # an object given in Python
-    if isinstance(value, Path):
-        return _public_name(os.fspath(value))
-    if isinstance(value, str) and not Path(value).expanduser().exists():
-        return ",".join(_public_name(part) for part in value.split(","))
-    return _public_name(value) if isinstance(value, str) else value
+def record_in(source: Any) -> Mapping[str, Any]:
+    """The record that somebody gives: itself, a video that was made, or the file of either.
 
-
-def _identities(value: Any) -> Any:
-    """What was given as a picture or video: by name and hash; words that are no files as they are.
-
-    Several may be given, in a list or with commas, or by name among other values.
+    Raises:
+        InputError: it is none of these, or holds none.
     """
-    if isinstance(value, Mapping):
-        return {str(key): _with_files(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)) and not all(isinstance(v, (int, float)) for v in value):
-        return [_identities(each) for each in value]
-    if isinstance(value, (str, Path)):
-        if Path(value).exists():
-            return _identity(value)
-        parts = [part.strip() for part in os.fspath(value).split(",")]
-        are_files = any(Path(part).exists() for part in parts)
-        return _identities(parts) if are_files else os.fspath(value)
-    return list(value) if isinstance(value, (list, tuple)) else _identity(value)
+    if isinstance(source, (str, os.PathLike)):
+        return read_record(source)
+    found = source.record if isinstance(source, Video) else source
+    if not isinstance(found, Mapping):
+        raise InputError(
+            f"from_record must be a video, its file, or a record, got {type(source).__name__}"
+        )
+    return found
 
 
-def _with_files(value: Any) -> Any:
-    """A value in which files may be named, however deep; whatever else it holds as it is."""
-    if isinstance(value, Mapping):
-        return {str(key): _with_files(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_with_files(each) for each in value]
-    is_file = isinstance(value, (str, Path)) and Path(value).exists()
-    return _identity(value) if is_file else _public(value)
-
-
-def _identity(source: Any) -> dict[str, str]:
-    if isinstance(source, (str, Path)):
-        path = Path(source)
-        return {"file": path.name, "sha256": _content_hash(path)}
-    return {"sha256": hashlib.sha256(_as_bytes(source)).hexdigest()}
-
-
-def _content_hash(path: Path) -> str:
-    """sha256 of a file; of a folder, that of the names and hashes of its pictures."""
-    if path.is_file():
-        return hashlib.sha256(path.read_bytes()).hexdigest()
-    hasher = hashlib.sha256()
-    for picture in picture_files(path):
-        hasher.update(os.fsencode(f"{picture.name}\n{_content_hash(picture)}\n"))
-    return hasher.hexdigest()
-
-
-def _as_bytes(value: Any) -> bytes:
-    if isinstance(value, torch.Tensor):
-        # NumPy has no bfloat16 and sees no other device's memory.
-        value = value.detach().to("cpu", torch.float32)
-    if isinstance(value, Video):
-        value = value.frames
-    return np.ascontiguousarray(np.asarray(value)).tobytes()
-
-
-def request_from(record: Mapping[str, Any], overrides: Mapping[str, Any]) -> Request:
+def request_from(
+    record: Mapping[str, Any], overrides: Mapping[str, Any], *, has_model: bool = False
+) -> Request:
     """The request that a record was made from, with `overrides` in place of what it says.
 
     A given picture or video is looked for under its name in the working folder and must have the
-    recorded hash, unless it is given again. Raises `InputError` if the record is no such thing.
+    recorded hash, unless it is given again. A model is taken from it if it is a known one, unless
+    it is there already (`has_model`); what only counts where a person gives it is left out, and
+    told of by `differences`. Raises `InputError` if the record is no such thing.
     """
     if record.get("schema") != RECORD_SCHEMA or not isinstance(record.get("request"), dict):
         raise InputError(
             f"this record is of schema {record.get('schema')!r}, expected {RECORD_SCHEMA!r}; "
             "it was not made by everyframe, or by another version of it"
         )
+    check_record(record)
     wanted = {name: value for name, value in overrides.items() if value is not None}
     # What says the same in other words gives way as well: seconds to num_frames, for one.
     replaced = {name for group in _ALIKE if wanted.keys() & group for name in group}
-    asked = {name: value for name, value in record["request"].items() if name not in replaced}
+    if has_model:
+        replaced.add("model")
+    elif "model" not in wanted:
+        _check_given_in_python(record)
+    asked = taken(record["request"], wanted.keys() | replaced)
+    for name in (*GIVEN, *_options_that("names_files")):
+        asked |= {name: found_files(name, asked[name])} if name in asked else {}
     asked |= wanted
-    if not wanted.keys() & _CHOOSE_ANEW:
+    if not wanted.keys() & _CHOOSE_ANEW and _was_made_here(record):
         asked |= _recorded_paths(record)
-    if "model" not in wanted:
-        _check_local_model(record)
     asked.setdefault("remedies", _remedies(record))
     if "quantize" not in wanted:
         asked |= {"quantized": _quantized(record)}
-    for name in (*_GIVEN, "latents", *_options_of_files()):
-        asked |= {name: _found(name, asked[name])} if name in asked else {}
     return Request(**asked)
+
+
+def _was_made_here(record: Mapping[str, Any]) -> bool:
+    """Whether its fast paths can give its bits: on the same device, by the same versions."""
+    here = machine_facts()
+    device = record.get("plan", {}).get("device", {}).get("name")
+    is_same = record.get("versions") == here.versions and record.get("everyframe") == __version__
+    return is_same and device in {each.name for each in here.devices}
 
 
 def _remedies(record: Mapping[str, Any]) -> tuple[Remedy, ...]:
@@ -254,46 +220,14 @@ def _quantized(record: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def _found(name: str, given: Any) -> Any:
-    """Files by their recorded names in the working folder; anything else as it is."""
-    if isinstance(given, list):
-        return [_found(name, each) for each in given]
-    if isinstance(given, dict) and "sha256" not in given:
-        return {key: _found(name, each) for key, each in given.items()}
-    return _find_given(name, given) if isinstance(given, dict) else given
-
-
-def _check_local_model(record: Mapping[str, Any]) -> None:
-    """A model that lay in a folder is recorded without it, and has to be shown again."""
+def _check_given_in_python(record: Mapping[str, Any]) -> None:
+    """A model that was in memory has no file that could be named."""
     model = record.get("model", {})
-    name = str(model.get("name"))
     if "sha256" in model and model["sha256"] is None:
         raise InputError(
-            f"the video was made with a {name} that was given in Python; load that again and call "
-            "everyframe.run(pipe, from_record=...)"
+            f"the video was made with a {model.get('name')} that was given in Python; load that "
+            "again and call everyframe.run(pipe, from_record=...)"
         )
-    if model.get("is_local") and not Path(name).exists():
-        raise InputError(
-            f"the video was made with a model on the maker's own disk, {name!r}, which is not in "
-            "this folder; say where it lies: --model FOLDER"
-        )
-
-
-def _find_given(name: str, identity: Mapping[str, str]) -> str:
-    file = identity.get("file")
-    flag = f"--{name.replace('_', '-')}"
-    if file is None:
-        raise InputError(f"the video was made from {name} given in Python; give it again ({name}=)")
-    # The name comes from a file that anybody may have made: no folders, only this one.
-    path = Path(Path(file).name)
-    if not path.exists():
-        raise InputError(f"the video was made from the file {file!r}; give it again by {flag} FILE")
-    if _content_hash(path) != identity.get("sha256"):
-        raise InputError(
-            f"{file!r} in this folder is not the file that the video was made from "
-            f"(its hash differs); give the right one by {flag} FILE"
-        )
-    return str(path)
 
 
 def _recorded_paths(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -310,12 +244,30 @@ def _recorded_paths(record: Mapping[str, Any]) -> dict[str, Any]:
 def recorded_threads(record: Mapping[str, Any]) -> int | None:
     """The number of CPU threads of the recorded run: other numbers give other last bits."""
     threads = record.get("plan", {}).get("num_threads")
-    return threads if isinstance(threads, int) and threads > 0 else None
+    is_number = isinstance(threads, int) and not isinstance(threads, bool)
+    return threads if is_number and threads > 0 else None
 
 
-def differences(record: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, ...]:
-    """What differs between two records so that the same bits can't be promised, a line each."""
-    found = []
+def threads_to_repeat(record: Mapping[str, Any]) -> int | None:
+    """The number of threads to take from a record; None for one that this machine can't bear.
+
+    A few on each core are slow and give the recorded bits; thousands end the process.
+    """
+    threads = recorded_threads(record)
+    most = num_usable_cores() * _MOST_ON_A_CORE
+    return threads if threads is not None and threads <= most else None
+
+
+def differences(
+    record: Mapping[str, Any], other: Mapping[str, Any], *, is_same_run: bool = False
+) -> tuple[str, ...]:
+    """What differs between two records so that the same bits can't be promised, a line each.
+
+    And what the first one asked for that a record may not, unless both are of the same run.
+    Raises `InputError` for what is no record.
+    """
+    check_record(record)
+    found = [] if is_same_run else [*_not_taken(record, other)]
     if record.get("model", {}).get("sha256") != other["model"]["sha256"]:
         found.append("the model's weights are not those that made the video")
     if record.get("everyframe") != other["everyframe"]:
@@ -341,6 +293,19 @@ def differences(record: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[st
             if name in now and was[name] != now[name]
         ]
     return tuple(found)
+
+
+def _not_taken(record: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
+    """What of a record was not done again."""
+    yield from left_out(record.get("request", {}), other["request"])
+    threads = record.get("plan", {}).get("num_threads")
+    if threads not in (None, other["plan"]["num_threads"]):
+        yield f"it was computed with {threads} threads, and is with {other['plan']['num_threads']}"
+    now = {part["name"]: set(part["paths"]) for part in other["plan"]["components"]}
+    for part in record.get("plan", {}).get("components", ()):
+        less = sorted(set(part.get("paths", ())) - now.get(part["name"], set()))
+        if less:
+            yield f"{part['name']} ran by {', '.join(less)}, and does not here"
 
 
 def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from everyframe.checkpoints.find import is_listed
 from everyframe.core.errors import CannotRunError, DamagedError, InputError, Scarcity
 from everyframe.core.events import Event, Events, Note, Planned, Ready, Repaired
 from everyframe.core.plain import from_plain
@@ -89,6 +90,7 @@ def go_on(
     join: Join | None = None,
     ranks: Mapping[str, Any] | None = None,
     scarcity: Scarcity | None = None,
+    trust_remote_code: bool = False,
 ) -> Events:
     """What happens from there on, as `everyframe.engine.run.stream` yields it.
 
@@ -96,12 +98,15 @@ def go_on(
     model was in memory. Raises an `EveryframeError` for anything that stands in the way.
     With `join` this is one of several ranks: all read what was kept before the first one writes.
     `ranks` are options of the request that say which devices it goes on with; without, as before.
-    `scarcity` is what these ranks lacked memory for, which is done in less from here on.
+    `scarcity` is what these ranks lacked memory for, which is done in less from here on. Code that
+    comes with the model runs with `trust_remote_code` alone, whatever the run's folder says.
     """
     leads = join is None or join.rank == 0
     lock = folder.locked() if leads else None
     try:
         run = read_run(folder)
+        if not trust_remote_code:
+            _check_trust(run)
         place = _place_of_report(run) if leads else None
         _check_here(run, is_same=ranks is None)
         model = _model(run, given_model)
@@ -205,7 +210,18 @@ def _model(run: BrokenOff, given: GivenModel | None) -> Any:
             f"the run {run.folder.name} was made with a {run.plan.model} that was given in Python; "
             f"load that again and call everyframe.resume({run.folder.name!r}, pipe=pipe)"
         )
-    return find_model(run.request, may_fetch=True)[0]
+    # A run was begun with all of a model; what its folder names besides is not fetched for it.
+    name = run.request.model
+    return find_model(run.request, may_fetch=name is None or is_listed(name))[0]
+
+
+def _check_trust(run: BrokenOff) -> None:
+    """Raise `InputError` for a run of a model with code of its own, which no file can allow."""
+    if run.request.family_options.get("trust_remote_code"):
+        raise InputError(
+            f"the run {run.folder.name} runs Python code that comes with {run.plan.model}; if you "
+            "trust it, say so again: --trust-remote-code (trust_remote_code=True)"
+        )
 
 
 def _check_here(run: BrokenOff, *, is_same: bool) -> None:
@@ -259,5 +275,5 @@ def _compared(run: BrokenOff, record: dict[str, Any]) -> tuple[str, ...]:
             )
     return tuple(
         f"the frames may differ from those of an unbroken run: {line}"
-        for line in differences(was, record)
+        for line in differences(was, record, is_same_run=True)
     )

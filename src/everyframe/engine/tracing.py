@@ -22,7 +22,7 @@ from everyframe.core.errors import InputError, NumericsError, did_you_mean
 from everyframe.core.events import Event, Planned, Ready
 from everyframe.core.plan import Plan
 from everyframe.core.request import Request
-from everyframe.engine.record import request_from
+from everyframe.engine.record import record_in, request_from
 from everyframe.engine.run import stream
 from everyframe.families.family import Take
 from everyframe.families.loading import shown_to
@@ -235,13 +235,21 @@ def model_of(about: Mapping[str, str], model: str | None = None) -> Find:
                 "from Python, everyframe.trace_diff(a, b, what)"
             )
         more: dict[str, Any] = {} if model is None else {"model": model}
-        request = request_from(json.loads(about["record"]), {"dtype": "fp32", **more})
+        request = request_from(_record_of(about), {"dtype": "fp32", **more})
         prepared = prepare(request, may_fetch=False)
         device = prepared.plan.device
         with losses_told(f"{device.torch_name} ({device.name})", f"while {component} was loaded"):
             return _component(prepared.plan, prepared.model, component)
 
     return find
+
+
+def _record_of(about: Mapping[str, str]) -> Mapping[str, Any]:
+    """The record in a trace, which may have come by mail like any other file."""
+    try:
+        return record_in(json.loads(about["record"]))
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"the record in the first trace can't be read: {error}") from None
 
 
 def _component(plan: Plan, model: Any, name: str) -> nn.Module:

@@ -10,7 +10,6 @@ import faulthandler
 import logging
 import os
 import signal
-import sys
 import threading
 import traceback
 import warnings
@@ -110,7 +109,7 @@ def _events(job: Job, trail: Trail) -> Iterator[Event]:
         run = RunFolder(job.run)
         return go_on(
             run, skip=job.skip, cleans=False, pace=pace, join=join, ranks=job.ranks,
-            scarcity=job.scarcity,
+            scarcity=job.scarcity, trust_remote_code=job.trust_remote_code,
         )  # fmt: skip
     keeps = job.root if job.rank == 0 else None
     keep = Keep(keeps, job.output, job.as_uint8, cleans=False, pace=pace)
@@ -213,7 +212,3 @@ def _told(error: Exception) -> dict[str, Any]:
 
 def _text(value: Any) -> str | None:
     return None if value is None else str(value)
-
-
-if __name__ == "__main__":
-    serve(int(sys.argv[1]))

@@ -15,21 +15,26 @@ import pickle
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from multiprocessing import util
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from everyframe.core.errors import Loss
+from everyframe.core.safe_path import SAFE_PATH, SAFE_PATH_VARIABLE
 from everyframe.hardware.lost import loss_behind, loss_in
 
 #: How much of what a process printed is kept, in letters.
 _KEPT = 2000
+
+_STARTING = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,7 @@ def _run(
             target=_serve, args=(theirs, str(log), function, arguments), daemon=False
         )
         try:
-            with _nobodys_script():
+            with _nobodys_script(), safe_start():
                 process.start()
         except (OSError, EOFError):
             ours.close()
@@ -170,6 +175,32 @@ def _nobodys_script() -> Iterator[None]:
         sys.modules["__main__"] = script
 
 
+@contextmanager
+def safe_start() -> Iterator[None]:
+    """Within, multiprocessing starts Python without the current folder on its path.
+
+    It has no option for that, so the one function that starts all of its processes is another one
+    meanwhile, under a lock. What others start at that moment is as safe.
+    """
+    with _STARTING:
+        begin: Callable[..., int] = util.spawnv_passfds
+
+        def begin_safely(path: Any, words: Any, descriptors: Any) -> int:
+            given = list(words)
+            if "-c" in given[:-1]:
+                code = given.index("-c") + 1
+                text = given[code]
+                is_bytes = isinstance(text, bytes)
+                given[code] = SAFE_PATH.encode() + text if is_bytes else SAFE_PATH + text
+            return begin(path, given, descriptors)
+
+        util.spawnv_passfds = begin_safely
+        try:
+            yield
+        finally:
+            util.spawnv_passfds = begin
+
+
 def _answer(connection: Connection, deadline: float) -> bytes | None:
     """What the process sent; None if it sent nothing before it ended or the time was over."""
     with connection:
@@ -199,6 +230,7 @@ def _serve(
     connection: Connection, log: str, function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
     """In the new process: call the function and send what came of it."""
+    os.environ[SAFE_PATH_VARIABLE] = "1"  # for compilers that start Python themselves
     if sys.platform != "win32":
         import resource
 

@@ -30,6 +30,9 @@ FOR_COMPILING = 300.0
 _LONG = {"cpu": 1e12}
 _LONG_ON_CARDS = 1e13
 
+#: Why a path of a record is expected: it is tried however short the run is, to give the same bits.
+RECORDED = "the record has it; a first run tries it"
+
 #: Bytes of scores from which on their memory matters.
 _MUCH = 64e6
 
@@ -98,11 +101,15 @@ def missing_at_once(
     found = []
     for part in parts:
         holds_much = largest_scores(_of(part.name, runs)) > _MUCH
-        expected = [CATALOGUE[each.path] for each in part.choices if each.verdict == "expected"]
+        expected = {
+            CATALOGUE[each.path]: each.reason == RECORDED
+            for each in part.choices
+            if each.verdict == "expected"
+        }
         wanted = tuple(
             path
-            for path in expected
-            if long or holds_much or path.name in PRECISIONS or path.on_demand
+            for path, is_recorded in expected.items()
+            if long or holds_much or is_recorded or path.name in PRECISIONS or path.on_demand
         )
         if wanted:
             found.append(Missing(part.name, part.precision, wanted))

@@ -27,7 +27,7 @@ from everyframe.optimize.catalogue import (
     switched_off,
 )
 from everyframe.optimize.certificate import Certificate
-from everyframe.planning.certifying import Certificates, operations
+from everyframe.planning.certifying import RECORDED, Certificates, operations
 from everyframe.planning.dryrun import DryRun, largest_scores
 from everyframe.planning.issues import Known, tags_of
 
@@ -46,7 +46,8 @@ _AGAIN_AND_AGAIN, _VERY_LONG = 4, 1e14
 class Pins:
     """What the person who asked wants of the paths: a kernel of attention, some off, `compile`.
 
-    `exact` are those of each component, as a record has them. `dtype` is that of the request.
+    `exact` are those of each component, as a record has them: no others are used, and these where
+    they are certified here, as a record is somebody's word. `dtype` is that of the request.
     """
 
     dtype: str = "auto"
@@ -153,7 +154,7 @@ class Chooser:
     def _certificates(
         self, component: str, precision: Precision, runs: Sequence[DryRun]
     ) -> Mapping[str, Certificate]:
-        if self.certificates is None or not runs or self.pins.exact is not None:
+        if self.certificates is None or not runs:
             return {}
         return self.certificates.of(component, precision, runs)
 
@@ -178,9 +179,8 @@ class Chooser:
         against = self.known.against(path.name, tags_of(component, runs))
         if path.name in pins.off:
             return Choice(path.name, "off", "turned off: --without, EVERYFRAME_WITHOUT")
-        if pins.exact is not None:
-            if self._exactly(component, path):
-                return Choice(path.name, "pinned", "by the record", despite=against)
+        is_recorded = self._exactly(component, path)
+        if pins.exact is not None and not is_recorded:
             return Choice(path.name, "off", "the record does without")
         if path.group == "attention" and pins.kernel is not None:
             why = f"by --attention {pins.kernel}"
@@ -192,7 +192,9 @@ class Chooser:
         if path.name in certificates:
             return of_certificate(certificates[path.name])
         if self.expects and (path.at_once or path.on_demand):
-            return Choice(path.name, "expected", "a first run tries it")
+            return Choice(
+                path.name, "expected", RECORDED if is_recorded else "a first run tries it"
+            )
         return Choice(path.name, "untried", "not tried yet")
 
     def _demands(
@@ -202,9 +204,12 @@ class Chooser:
         runs: Sequence[DryRun],
         certificates: Mapping[str, Certificate],
     ) -> bool:
-        """Whether a path that is for demand alone is asked for, or known to pay here."""
-        if self._exactly(component, path):
-            return True
+        """Whether a path that is for demand alone is asked for, or known to pay here.
+
+        A record alone does not set a compiler to work: it has what is certified here already.
+        """
+        if self.pins.exact is not None:
+            return self._exactly(component, path) and path.name in certificates
         if _num_calls(runs) < _AGAIN_AND_AGAIN:
             return False
         return self.pins.compile or (path.name in certificates and operations(runs) >= _VERY_LONG)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from everyframe.doctor.probes import outcome
-from everyframe.hardware.isolated import signal_name
+from everyframe.hardware.isolated import safe_start, signal_name
 
 #: Ranks give up after this; the probe's own limit is longer, so that they can say so.
 _PATIENCE = timedelta(seconds=30)
@@ -34,13 +34,14 @@ def among(num_ranks: int, backend: str) -> dict[str, Any]:
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="everyframe-") as folder:
         place = f"file://{folder}/meeting"
-        results = context.SimpleQueue()
-        ranks = [
-            context.Process(target=_rank, args=(rank, num_ranks, backend, place, results))
-            for rank in range(num_ranks)
-        ]
-        for process in ranks:
-            process.start()
+        with safe_start():
+            results = context.SimpleQueue()
+            ranks = [
+                context.Process(target=_rank, args=(rank, num_ranks, backend, place, results))
+                for rank in range(num_ranks)
+            ]
+            for process in ranks:
+                process.start()
         for process in ranks:
             process.join()
         said = []

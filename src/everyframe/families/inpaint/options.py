@@ -42,6 +42,7 @@ class InpaintOptions(FamilyOptions):
         "Folder, hub id or short name (canny, inpaint, depth, …) of the ControlNet, if it is not "
         "in the model's folder; several with commas.",
         group="Family",
+        names_model=True,
     )
     control: Any = option(
         "What the ControlNet sees: a picture, folder or video, or canny or inpaint, which are made "

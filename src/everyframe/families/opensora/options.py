@@ -29,9 +29,12 @@ class OpenSoraOptions(FamilyOptions):
     )
     truncate_prompt: bool = truncate_prompt_option()
     vae: str | None = option(
-        "Folder or hub id of the autoencoder, if it is not beside the denoiser.", group="Family"
+        "Folder or hub id of the autoencoder, if it is not beside the denoiser.",
+        group="Family",
+        names_model=True,
     )
     text_encoder: str | None = option(
         "Folder or hub id of T5 and its tokenizer, if it is not beside the denoiser.",
         group="Family",
+        names_model=True,
     )

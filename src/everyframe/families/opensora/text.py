@@ -86,7 +86,10 @@ def load_tokenizer(folder: Path) -> Any:
         # What is too long is told by `tokenize`; the tokenizer's own limit (T5's 512) would print
         # a warning of indexing errors that can't come.
         return AutoTokenizer.from_pretrained(
-            str(folder), local_files_only=True, model_max_length=sys.maxsize
+            str(folder),
+            local_files_only=True,
+            trust_remote_code=False,
+            model_max_length=sys.maxsize,
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]

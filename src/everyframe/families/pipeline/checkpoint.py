@@ -11,16 +11,24 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from importlib.util import find_spec
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from everyframe.checkpoints.find import Location
-from everyframe.checkpoints.folder import read_json, without_notes
+from everyframe.checkpoints.folder import check_inside, is_plain_name, read_json, without_notes
 from everyframe.checkpoints.pickled import refuse_pickled
 from everyframe.core.errors import CheckpointError
 
 INDEX = "model_index.json"
 MODULAR_INDEX = "modular_model_index.json"
+
+#: What an index may take classes from, beside the modules of diffusers' own pipelines. Any other
+#: name would be imported from wherever it is found first, which may be the current folder.
+LIBRARIES = ("diffusers", "transformers", "cosmos_guardrail")
+
+#: Files of a tokenizer that its own config may name.
+_NAMED_FILES = ("tokenizer_file", "vocab_file", "merges_file", "spm_file", "sp_model_file")
 
 #: ``diffusion_pytorch_model.fp16.safetensors``: a second set of the same weights.
 _VARIANT = re.compile(r"\.(?P<name>fp16|bf16|fp32|non_ema)[.-]")
@@ -31,7 +39,8 @@ class Part:
     """One component: the library and class that the index names, and its folder.
 
     `weights` are its safetensors files, empty for what has none (schedulers, tokenizers); `variant`
-    is diffusers' name of the set that they belong to.
+    is diffusers' name of the set that they belong to. `is_trusted` says that code which comes with
+    the checkpoint may run.
     """
 
     name: str
@@ -40,6 +49,7 @@ class Part:
     folder: Path
     weights: tuple[Path, ...] = ()
     variant: str | None = None
+    is_trusted: bool = False
 
     def config(self) -> Mapping[str, Any]:
         """The component's config; nothing where it has none."""
@@ -106,6 +116,7 @@ def _read(where: str, folder: Path, index_name: str, trust: bool, variant: str |
         raise CheckpointError(_untrusted(where, f"its pipeline is code of its own ({code_file})"))
     public = without_notes(index)
     entries = {name: value for name, value in public.items() if _is_component(value)}
+    check_inside(folder, folder.iterdir())
     parts = {
         name: _part(where, folder, name, entry, trust, variant) for name, entry in entries.items()
     }
@@ -152,9 +163,13 @@ def _part(
     """A component of the index; None for one that the pipeline was saved without."""
     library, class_name = entry[:2]
     spec = entry[2] if len(entry) == 3 and isinstance(entry[2], dict) else {}
+    hint = spec.get("type_hint")
+    for each in {library, *(hint[:1] if isinstance(hint, list) else ())} - {None}:
+        if not trust and not is_library(str(each)):
+            raise CheckpointError(_untrusted(where, f"{name} is a {class_name} of {str(each)!r}"))
     if library is None or class_name is None:
         return None
-    folder = root / str(spec.get("subfolder") or name)
+    folder = root / _subfolder(where, name, spec.get("subfolder"))
     if not folder.is_dir():
         elsewhere = spec.get("pretrained_model_name_or_path")
         hint = f"; its index has it in {elsewhere}" if elsewhere and len(entry) == 3 else ""
@@ -164,14 +179,64 @@ def _part(
         )
     if (folder / f"{library}.py").is_file() and not trust:
         raise CheckpointError(_untrusted(where, f"{name} is {library}.py"))
+    _check_files(where, root, name, folder)
     weights, found = _weights(where, name, folder, variant)
-    part = Part(name, str(library), str(class_name), folder, weights, found)
+    part = Part(name, str(library), str(class_name), folder, weights, found, trust)
     if part.config().get("quantization_config"):
         raise CheckpointError(
             f"{where}: its {name} is quantised, which is not supported; take the checkpoint "
             "in bfloat16 or float32"
         )
     return part
+
+
+def is_library(name: str) -> bool:
+    """Whether an index may take classes from it: a library of the list, or a pipeline's module."""
+    if name in LIBRARIES:
+        return True
+    spec = find_spec("diffusers")
+    places = spec.submodule_search_locations if spec is not None else None
+    named = [Path(place, "pipelines", name, "__init__.py") for place in places or ()]
+    return name.isidentifier() and any(place.is_file() for place in named)
+
+
+def _subfolder(where: str, name: str, given: Any) -> str:
+    """Where in the pipeline's folder a component lies, by its own name or as the index says."""
+    place = str(given or name)
+    parts = PurePosixPath(place).parts
+    if not parts or not all(is_plain_name(each) for each in parts):
+        raise CheckpointError(
+            f"{where}: its index has the component {name!r} in {place!r}, which is outside of its "
+            "own folder; a component lies in a folder below the index"
+        )
+    return place
+
+
+def _check_files(where: str, root: Path, name: str, folder: Path) -> None:
+    """Raise `CheckpointError` for a component that would be read from elsewhere."""
+    files = sorted(folder.iterdir())
+    check_inside(root, (folder, *files))
+    for file in files:
+        if ".index." in file.name and file.suffix == ".json":
+            shards = read_json(file).get("weight_map")
+            named = shards.values() if isinstance(shards, dict) else ()
+            outside = [each for each in named if not is_plain_name(str(each))]
+            if outside:
+                raise CheckpointError(
+                    f"{file} names a shard outside its own folder: {outside[0]!r}"
+                )
+        elif file.name == "tokenizer_config.json":
+            config = read_json(file)
+            for key in _NAMED_FILES:
+                other = folder / str(config.get(key) or "")
+                # Many say where they lay when they were saved, which is nowhere here.
+                if other.is_file() and not other.resolve().is_relative_to(folder.resolve()):
+                    raise CheckpointError(f"{file} names a {key} outside its own folder: {other}")
+        elif file.name == "adapter_config.json":
+            raise CheckpointError(
+                f"{where}: its {name} is an adapter for a model that lies elsewhere "
+                f"({file.name}); merge it and save the whole model"
+            )
 
 
 def _weights(

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from everyframe.core.errors import CheckpointError, MissingPackageError
 from everyframe.families.pipeline import released
-from everyframe.families.pipeline.checkpoint import Files, Part
+from everyframe.families.pipeline.checkpoint import LIBRARIES, Files, Part
 from everyframe.families.pipeline.interface import Interface, of_blocks, of_class
 
 _SUPPORTED = (
@@ -42,6 +43,9 @@ def pipeline_class(files: Files) -> Any:
         raise MissingPackageError(
             f"{files.class_name} needs packages that are not all installed: {', '.join(needed)}"
         )
+    bases = (diffusers.DiffusionPipeline, diffusers.ModularPipeline)
+    if not isinstance(found, type) or not issubclass(found, bases):
+        raise CheckpointError(f"{files.where} is a {files.class_name}, which is no pipeline")
     return found
 
 
@@ -86,8 +90,8 @@ def empty_modular(files: Files) -> Any:
     return cls.from_pretrained(
         str(files.folder),
         local_files_only=True,
-        # Asked for and checked in `checkpoint`; None there means that there is no such code.
-        trust_remote_code=True if files.code_file is not None else None,
+        # Asked for and checked in `checkpoint`.
+        trust_remote_code=files.code_file is not None,
     )
 
 
@@ -98,18 +102,9 @@ def component_class(part: Part) -> Any:
     Raises:
         CheckpointError: the library has no such class. MissingPackageError: no such library.
     """
-    import diffusers
-
     if (part.folder / f"{part.library}.py").is_file():
         return _own_code(part.folder, f"{part.library}.py", part.class_name)
-    library: Any = getattr(diffusers.pipelines, part.library, None)
-    if library is None:
-        try:
-            library = import_module(part.library)
-        except ImportError as error:
-            raise MissingPackageError(
-                f"{part.name} needs the package {part.library!r}: pip install {part.library}"
-            ) from error
+    library = _library(part)
     found = getattr(library, part.class_name, None)
     if found is None and part.library == "transformers":
         # Names of before transformers 5: slow and fast tokenizers and image processors were two.
@@ -120,7 +115,64 @@ def component_class(part: Part) -> Any:
             f"{part.name} is a {part.class_name}, which {part.library} {version} does not have; "
             f"a newer one may (pip install -U {part.library})"
         )
+    if not part.is_trusted and not _is_component(found):
+        raise CheckpointError(
+            f"{part.name} is a {part.class_name} of {part.library}, which is no component of a "
+            "pipeline: a model, scheduler, tokenizer or processor"
+        )
     return found
+
+
+def _library(part: Part) -> Any:
+    """What a component's class is taken from; what is on no list was allowed in `checkpoint`."""
+    import diffusers
+
+    own = None if part.library in LIBRARIES else getattr(diffusers.pipelines, part.library, None)
+    if isinstance(own, ModuleType) and own.__name__ == f"diffusers.pipelines.{part.library}":
+        return own
+    if part.library not in LIBRARIES and not part.is_trusted:
+        raise CheckpointError(
+            f"{part.name} is a {part.class_name} of {part.library!r}, which is neither diffusers "
+            "nor transformers"
+        )
+    try:
+        return import_module(part.library)
+    except ImportError as error:
+        raise MissingPackageError(
+            f"{part.name} needs the package {part.library!r}: pip install {part.library}"
+        ) from error
+
+
+def _is_component(found: Any) -> bool:
+    """Whether it is a class that is loaded from a folder, and no pipeline of its own.
+
+    A pipeline in a pipeline has an index, too, which diffusers would believe.
+    """
+    import diffusers
+
+    if not isinstance(found, type) or found.__module__.partition(".")[0] not in LIBRARIES:
+        return False
+    if getattr(found, "_backends", None):  # a stand-in for a class whose packages are not there
+        return True
+    if issubclass(found, (diffusers.DiffusionPipeline, diffusers.ModularPipeline)):
+        return False
+    return callable(getattr(found, "from_pretrained", None))
+
+
+def asks_for_code(cls: Any) -> bool:
+    """Whether a class may look for code of the checkpoint's own and has to be told not to.
+
+    transformers' `Auto` classes ask on the terminal where they are told nothing, and processors
+    load their tokenizers by such.
+    """
+    import diffusers
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+    if isinstance(cls, type) and issubclass(
+        cls, (PreTrainedTokenizerBase, ProcessorMixin, diffusers.AutoModel)
+    ):
+        return True
+    return str(getattr(cls, "__module__", "")).startswith("transformers.models.auto.")
 
 
 def empty_component(part: Part) -> Any:

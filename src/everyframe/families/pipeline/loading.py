@@ -22,7 +22,12 @@ from everyframe.core.plan import Plan, Settings
 from everyframe.families import offload, repairing, turns
 from everyframe.families.loading import keep_in_sight, show
 from everyframe.families.pipeline.checkpoint import Files, Part
-from everyframe.families.pipeline.classes import component_class, empty_modular, pipeline_class
+from everyframe.families.pipeline.classes import (
+    asks_for_code,
+    component_class,
+    empty_modular,
+    pipeline_class,
+)
 from everyframe.families.pipeline.encoding import encoders, without_weights
 from everyframe.families.pipeline.interface import Interface
 from everyframe.families.pipeline.watching import called_parts
@@ -71,6 +76,8 @@ def _component(where: str, part: Part, plan: Plan) -> tuple[nn.Module, list[str]
     how: dict[str, Any] = {"variant": part.variant} if part.variant else {}
     # transformers and diffusers call it by different names; each warns of the other's.
     how["torch_dtype" if _is_of_diffusers(cls) else "dtype"] = dtype
+    if asks_for_code(cls):
+        how["trust_remote_code"] = part.is_trusted
     try:
         module, report = cls.from_pretrained(
             str(part.folder),
@@ -208,8 +215,10 @@ def assembled(files: Files, modules: dict[str, nn.Module]) -> Any:
 
 def _small(where: str, part: Part) -> Any:
     """A component without weights."""
+    cls = component_class(part)
+    trust = {"trust_remote_code": part.is_trusted} if asks_for_code(cls) else {}
     try:
-        return component_class(part).from_pretrained(str(part.folder), local_files_only=True)
+        return cls.from_pretrained(str(part.folder), local_files_only=True, **trust)
     except ImportError as error:
         text = " ".join(str(error).split())
         raise MissingPackageError(f"the {part.name} of {where} needs a package: {text}") from error

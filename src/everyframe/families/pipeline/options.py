@@ -42,6 +42,7 @@ class PipelineOptions(FamilyOptions):
         "Run Python code that comes with the checkpoint. Read it first.",
         group="Family",
         default=False,
+        person_only=True,
     )
 
     @field_validator("option", mode="before")

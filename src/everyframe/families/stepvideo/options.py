@@ -29,4 +29,5 @@ class StepVideoOptions(FamilyOptions):
     base: str | None = option(
         "Folder or hub id of step_llm, hunyuan_clip and vae, if they are not beside the denoiser.",
         group="Family",
+        names_model=True,
     )

@@ -1,0 +1,211 @@
+"""What a record may hold, and what of it counts. A record is data of whoever made the file.
+
+It is checked whole before any of it is used. What a person has to say in this call (code that may
+run, devices, folders, what costs a lot) is never taken from it, and models only where they are
+listed. Read next: `record.py`, which makes records and requests of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from everyframe.checkpoints.find import is_listed
+from everyframe.checkpoints.folder import is_plain_name
+from everyframe.core.errors import InputError
+from everyframe.core.options import explain, facts_of, shown
+from everyframe.core.request import Request
+from everyframe.families.registry import all_options
+
+_SHA256 = r"^[0-9a-f]{64}$"
+
+#: What other programs' numbers can hold, too.
+_Count = Annotated[int, Field(ge=-(2**53), le=2**53)]
+
+#: Given frames and noise, which a record has by hash alone.
+GIVEN = ("image", "last_image", "extend", "latents")
+
+
+class _Data(BaseModel):
+    """Of another version it may hold more."""
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+
+
+class _Model(_Data):
+    name: str | None = None
+    is_local: bool = False
+    sha256: str | None = None
+
+
+class _Precision(_Data):
+    compute: str | None = None
+    weights: str | None = None
+
+
+class _Component(_Data):
+    name: str
+    paths: tuple[str, ...] = ()
+    remedies: tuple[dict[str, str], ...] = ()
+    precision: _Precision = _Precision()
+
+
+class _Device(_Data):
+    name: str | None = None
+    memory: _Count | None = None
+    free_memory: _Count | None = None
+
+
+class _Plan(_Data):
+    components: tuple[_Component, ...] = ()
+    num_threads: _Count | None = Field(default=None, ge=1)
+    device: _Device = _Device()
+
+
+class _Settings(_Data):
+    prompt: str | None = None
+    negative_prompt: str | None = None
+    height: _Count | None = None
+    width: _Count | None = None
+    num_frames: _Count | None = None
+    fps: float | None = None
+    num_inference_steps: _Count | None = None
+    guidance_scale: float | None = None
+    seed: _Count | None = None
+    num_videos: _Count | None = None
+    chain: _Count | None = None
+    edit_strength: float | None = None
+    given_frames: tuple[str, ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+class _Repair(_Data):
+    stage: str | None = None
+    to: str | None = None
+    cause: str | None = None
+    seed: _Count | None = None
+
+
+class Record(_Data):
+    """A record as it is checked: what is known of it has the right form, the rest is left alone."""
+
+    everyframe: str | None = None
+    model: _Model = _Model()
+    request: dict[str, Any] = {}
+    settings: _Settings = _Settings()
+    plan: _Plan = _Plan()
+    versions: dict[str, str | None] = {}
+    repairs: tuple[_Repair, ...] = ()
+
+
+class Identity(BaseModel):
+    """A file that was given, by its name and hash; without a name, what was given in Python."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    sha256: str = Field(pattern=_SHA256)
+    file: str | None = None
+
+
+def check_record(record: Mapping[str, Any]) -> Record:
+    """The record, checked as a whole.
+
+    Raises:
+        InputError: something in it has not the form that a record has; one line that names it.
+    """
+    try:
+        return Record.model_validate_json(json.dumps(record, allow_nan=False))
+    except ValidationError as error:
+        raise InputError(f"the record can't be read: {explain(error)}") from None
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InputError(f"the record is nothing that JSON can hold: {error}") from None
+
+
+def taken(asked: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
+    """What counts of the request in a record, beside the options `given` in this call.
+
+    Raises:
+        InputError: a model or a part of one that nobody named, or a file that is named by its path.
+    """
+    found = {}
+    for name, value in asked.items():
+        facts = _facts(name)
+        if name in given or facts.get("person_only"):
+            continue
+        if facts.get("names_model"):
+            _check_listed(name, value)
+        if name in GIVEN or facts.get("names_files"):
+            _check_files(name, value, may_be_words=name not in GIVEN)
+        found[name] = value
+    return found
+
+
+def left_out(asked: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, ...]:
+    """What the request in a record asks that does not count, unless it is in the other one, too."""
+    return tuple(
+        f"its {name}={shown(value)} is not taken from a record; give it again: {_flag(name)}"
+        for name, value in asked.items()
+        if _facts(name).get("person_only") and name not in other and value not in (None, "auto")
+    )
+
+
+def _facts(name: str) -> Mapping[str, Any]:
+    """What is known of an option; nothing of one that no family has."""
+    for options in (Request, *all_options().values()):
+        if name in options.model_fields:
+            return facts_of(options, name)
+    return {}
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _check_listed(name: str, value: Any) -> None:
+    if value is None or (isinstance(value, str) and all(map(is_listed, value.split(",")))):
+        return
+    raise InputError(
+        f"the video was made with the {name.replace('_', ' ')} {shown(value)}, which is none of "
+        f"the known ones; a record is not believed where it lies, so name it: {_flag(name)} FOLDER "
+        "or OWNER/NAME"
+    )
+
+
+def _check_files(name: str, value: Any, *, may_be_words: bool, key: str = "") -> None:
+    """Raise for a file by its path, however deep; by name and hash it is looked for here."""
+    if isinstance(value, dict) and "sha256" in value:
+        _check_identity(name, value)
+    elif isinstance(value, dict) and may_be_words:
+        for inner, each in value.items():
+            _check_files(name, each, may_be_words=True, key=inner)
+    elif isinstance(value, list) and may_be_words:
+        for each in value:
+            _check_files(name, each, may_be_words=True, key=key)
+    elif not may_be_words and value is not None:
+        raise InputError(
+            f"the record has its {name} as {shown(value)}, and not by name and hash; give it "
+            f"again: {_flag(name)} FILE"
+        )
+    elif isinstance(value, str) and "prompt" not in key:
+        if any(os.path.exists(each.strip()) for each in (value, *value.split(","))):
+            raise InputError(
+                f"the record names {shown(value)} by its path for {key or name}; a file of a "
+                f"record has a hash; give it again: {_flag(name)}"
+            )
+
+
+def _check_identity(name: str, value: Mapping[str, Any]) -> None:
+    try:
+        found = Identity.model_validate(value)
+    except ValidationError as error:
+        raise InputError(f"the record's {name} can't be read: {explain(error)}") from None
+    # The name comes from a file that anybody may have made: no folders, only this one.
+    if found.file is not None and not is_plain_name(found.file):
+        raise InputError(
+            f"the video was made from the file {found.file!r}, which is no name of a file in this "
+            f"folder; give it again by {_flag(name)} FILE"
+        )

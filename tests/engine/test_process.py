@@ -1,0 +1,74 @@
+"""How a worker is started: nothing beside the user or the script is imported in its place."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from everyframe.core.errors import InputError
+from everyframe.core.request import Request
+from everyframe.engine import launch
+from everyframe.engine.launch import launched
+from everyframe.engine.process import Job, Worker
+from planted_modules import plant
+
+
+def test_a_module_in_the_current_folder_is_not_imported_by_a_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = plant(tmp_path / "here")
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(InputError, match="unknown model"):
+        list(launched(Job(Request(prompt="a", model="no-such-model"))))
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize("way", ["name", "module"])
+def test_the_planted_modules_would_be_seen(tmp_path: Path, way: str) -> None:
+    trace = plant(tmp_path / "here", ("queue",))
+    words = ["-m", "queue"] if way == "module" else ["-c", "import queue"]
+    subprocess.run([sys.executable, *words], cwd=tmp_path / "here", check=True)
+    assert trace.exists()
+
+
+def test_the_command_as_a_module_imports_none_of_them(tmp_path: Path) -> None:
+    trace = plant(tmp_path / "here", ("queue", "torch", "numpy", "pydantic", "cyclopts"))
+    command = [sys.executable, "-m", "everyframe", "plan", "a red circle", "--model", "nope"]
+    done = subprocess.run(command, cwd=tmp_path / "here", capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert not trace.exists()
+
+
+def test_a_worker_is_found_where_the_package_was_found(tmp_path: Path) -> None:
+    """Also where the caller alone put that folder on its path."""
+    import everyframe
+
+    source = str(Path(everyframe.__file__).parents[1])
+    program = tmp_path / "program.py"
+    program.write_text(
+        f"import sys; sys.path.insert(0, {source!r})\n"
+        "from everyframe.core.request import Request\n"
+        "from everyframe.engine.launch import launched\n"
+        "from everyframe.engine.process import Job\n"
+        "try:\n    list(launched(Job(Request(prompt='a', model='no-such-model'))))\n"
+        "except Exception as error: print(type(error).__name__)\n",
+        encoding="utf-8",
+    )
+    plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, str(program)], capture_output=True, text=True, env=plain, cwd=tmp_path
+    )
+    assert done.stdout.split() == ["InputError"], done.stderr
+
+
+@pytest.mark.parametrize("name", ["UnicodeDecodeError", "UnicodeEncodeError", "ExceptionGroup"])
+def test_errors_that_a_text_alone_does_not_make_keep_their_text(name: str) -> None:
+    told = {"class": name, "text": "byte 0xff at 3", "trace": "Traceback"}
+    error = launch._raised_again(cast("Worker", None), told)
+    assert "byte 0xff at 3" in str(error)
+    assert isinstance(error, Exception)

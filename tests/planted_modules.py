@@ -1,0 +1,20 @@
+"""A folder of modules that tell when they are imported: what a stranger may put beside the user.
+
+Named as modules of the standard library and as packages that are imported early.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+NAMES = ("queue", "socket", "selectors", "json", "torch", "numpy", "diffusers", "multiprocessing")
+
+
+def plant(folder: Path, names: tuple[str, ...] = NAMES) -> Path:
+    """Write them into `folder`; the file that is there once one of them ran."""
+    folder.mkdir(parents=True, exist_ok=True)
+    trace = folder.parent / "imported"
+    for name in names:
+        program = f"open({str(trace)!r}, 'a').write({name!r} + chr(10))\n"
+        (folder / f"{name}.py").write_text(program, encoding="utf-8")
+    return trace
