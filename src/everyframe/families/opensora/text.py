@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from everyframe.checkpoints.config_errors import foreign_errors
 from everyframe.checkpoints.folder import describe_missing
 from everyframe.core.errors import CheckpointError, InputError
 from everyframe.core.plan import Settings
@@ -80,7 +81,7 @@ def load_tokenizer(folder: Path) -> Any:
     # Of a folder with neither, transformers makes a tokenizer that knows no word, without a word.
     if not there:
         raise CheckpointError(f"no tokenizer: {describe_missing(folder, files)}")
-    try:
+    with foreign_errors(f"{folder} holds no usable tokenizer"):
         if there == ["spiece.model"]:
             return PieceTokenizer(folder / "spiece.model")
         # What is too long is told by `tokenize`; the tokenizer's own limit (T5's 512) would print
@@ -91,9 +92,6 @@ def load_tokenizer(folder: Path) -> Any:
             trust_remote_code=False,
             model_max_length=sys.maxsize,
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise CheckpointError(f"{folder} holds no usable tokenizer: {first}") from error
 
 
 def tokens_of(

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from everyframe.checkpoints.config_errors import foreign_errors
 from everyframe.checkpoints.folder import listing
 from everyframe.core.errors import CheckpointError, MissingPackageError
 from everyframe.core.events import Event, Loaded, Note
@@ -78,7 +79,7 @@ def _component(where: str, part: Part, plan: Plan) -> tuple[nn.Module, list[str]
     how["torch_dtype" if _is_of_diffusers(cls) else "dtype"] = dtype
     if asks_for_code(cls):
         how["trust_remote_code"] = part.is_trusted
-    try:
+    with foreign_errors(f"{where}: its {part.name} can't be loaded"):
         module, report = cls.from_pretrained(
             str(part.folder),
             local_files_only=True,
@@ -86,9 +87,6 @@ def _component(where: str, part: Part, plan: Plan) -> tuple[nn.Module, list[str]
             output_loading_info=True,
             **how,
         )
-    except (OSError, ValueError, RuntimeError, TypeError, KeyError) as error:
-        text = " ".join(str(error).split())[:400]
-        raise CheckpointError(f"{where}: its {part.name} can't be loaded: {text}") from error
     lacking = sorted(map(str, report.get("missing_keys") or ()))
     if lacking:
         raise CheckpointError(
@@ -217,11 +215,11 @@ def _small(where: str, part: Part) -> Any:
     """A component without weights."""
     cls = component_class(part)
     trust = {"trust_remote_code": part.is_trusted} if asks_for_code(cls) else {}
-    try:
-        return cls.from_pretrained(str(part.folder), local_files_only=True, **trust)
-    except ImportError as error:
-        text = " ".join(str(error).split())
-        raise MissingPackageError(f"the {part.name} of {where} needs a package: {text}") from error
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        text = " ".join(str(error).split())[:400]
-        raise CheckpointError(f"{where}: its {part.name} can't be read: {text}") from error
+    with foreign_errors(f"{where}: its {part.name} can't be read"):
+        try:
+            return cls.from_pretrained(str(part.folder), local_files_only=True, **trust)
+        except ImportError as error:
+            text = " ".join(str(error).split())
+            raise MissingPackageError(
+                f"the {part.name} of {where} needs a package: {text}"
+            ) from error
