@@ -46,7 +46,7 @@ def foreign_errors(said: str) -> Iterator[None]:
 
 
 def check_counts(config: Mapping[str, Any], where: str) -> None:
-    """Raise `CheckpointError` for more layers than any model has: they would take hours to build."""
+    """Raise `CheckpointError` for more layers than any model has, which take hours to build."""
     for name, value in config.items():
         for each in value if isinstance(value, list) else (value,):
             if isinstance(each, Mapping):
