@@ -71,6 +71,9 @@ def _child(case: Case, work: Path) -> None:
             os.dup2(nothing.fileno(), 0)
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
+        # What captures the output of this process, a test's, is not the command's.
+        sys.stdout = open(1, "w", errors="backslashreplace", closefd=False)  # noqa: SIM115
+        sys.stderr = open(2, "w", errors="backslashreplace", closefd=False)  # noqa: SIM115
         os.chdir(work)
         home = work / "home"
         home.mkdir()
