@@ -7,6 +7,7 @@ frames are right, writes those or none. Read next: `fuzz_cases.py`.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import resource
 import shutil
@@ -67,6 +68,7 @@ def _child(case: Case, work: Path) -> None:
     code = 70
     try:
         os.setsid()
+        faulthandler.disable()
         with open(work / "output.txt", "wb") as file, open(os.devnull, "rb") as nothing:
             os.dup2(nothing.fileno(), 0)
             os.dup2(file.fileno(), 1)
