@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
+from everyframe.checkpoints.config_errors import check_counts
 from everyframe.checkpoints.places import hub_cache_folder
 from everyframe.core.errors import CheckpointError
 
@@ -40,6 +41,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is not usable JSON: it is nested too deeply") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds a JSON {type(value).__name__}, expected an object")
+    check_counts(value, str(path))
     return value
 
 

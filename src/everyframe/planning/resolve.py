@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from everyframe.checkpoints.config_errors import config_errors
 from everyframe.core.amounts import parse_bytes
 from everyframe.core.division import Division
 from everyframe.core.errors import CannotRunError
@@ -115,6 +117,26 @@ def prepare(
     `will_run` has fast paths tried that nobody tried here, for some seconds at most, and the plan
     hold nothing but what is certified; without, it says what it expects.
     """
+    # A class in memory, and the model inside of the package, are not somebody's files.
+    is_foreign = given is None and request.model is not None
+    with config_errors(str(request.model)) if is_foreign else nullcontext():
+        return _prepared(
+            request, may_fetch, num_threads, devices, given, profile,
+            with_seconds=with_seconds, will_run=will_run,
+        )  # fmt: skip
+
+
+def _prepared(
+    request: Request,
+    may_fetch: bool,
+    num_threads: int | None,
+    devices: Sequence[DeviceFacts] | None,
+    given: GivenModel | None,
+    profile: str | Path | None,
+    *,
+    with_seconds: bool,
+    will_run: bool,
+) -> Prepared:
     model, family_name = _model(request, given, may_fetch=may_fetch)
     # Before the machine is looked at, which takes torch: what can't be asked is told at once.
     settings, notes = model.settle(request, random_seed() if request.seed is None else request.seed)

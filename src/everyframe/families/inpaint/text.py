@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from everyframe.checkpoints.config_errors import foreign_errors
 from everyframe.checkpoints.folder import describe_missing
 from everyframe.core.errors import CheckpointError, InputError
 from everyframe.core.plan import Settings
@@ -23,11 +24,8 @@ def load_tokenizer(folder: Path) -> Any:
     wanted = ("tokenizer.json", "vocab.json")
     if not any((folder / name).is_file() for name in wanted):
         raise CheckpointError(f"no tokenizer: {describe_missing(folder, wanted)}")
-    try:
+    with foreign_errors(f"{folder} holds no usable tokenizer"):
         return CLIPTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except (OSError, ValueError, KeyError, RuntimeError, TypeError) as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise CheckpointError(f"{folder} holds no usable tokenizer: {first}") from error
 
 
 def prompts_of(settings: Settings) -> list[str]:

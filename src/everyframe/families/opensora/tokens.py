@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from everyframe.checkpoints.config_errors import foreign_errors
 from everyframe.checkpoints.folder import describe_missing, read_json
 from everyframe.core.errors import CheckpointError, InputError
 from everyframe.core.plan import Settings
@@ -103,7 +104,7 @@ def load_tokenizer(folder: Path) -> Any:
     # Of a folder with neither, transformers makes a tokenizer that knows no word, without a word.
     if not there:
         raise CheckpointError(f"no tokenizer: {describe_missing(folder, files)}")
-    try:
+    with foreign_errors(f"{folder} holds no usable tokenizer"):
         if there == ["spiece.model"]:
             return PieceTokenizer(folder / "spiece.model")
         if "tokenizer.json" in there and _is_whole(folder):
@@ -118,9 +119,6 @@ def load_tokenizer(folder: Path) -> Any:
             trust_remote_code=False,
             model_max_length=sys.maxsize,
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise CheckpointError(f"{folder} holds no usable tokenizer: {first}") from error
 
 
 def read_prompts(

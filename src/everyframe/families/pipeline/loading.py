@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from everyframe.checkpoints.config_errors import foreign_errors
 from everyframe.checkpoints.folder import listing
 from everyframe.checkpoints.reading import reading
 from everyframe.core.errors import CheckpointError, MissingPackageError
@@ -77,18 +78,14 @@ def _component(where: str, part: Part, plan: Plan) -> nn.Module:
     if asks_for_code(cls):
         how["trust_remote_code"] = part.is_trusted
     module: nn.Module
-    try:
-        with reading():
-            module, report = cls.from_pretrained(
-                str(part.folder),
-                local_files_only=True,
-                use_safetensors=True,
-                output_loading_info=True,
-                **how,
-            )
-    except (OSError, ValueError, RuntimeError, TypeError, KeyError) as error:
-        text = " ".join(str(error).split())[:400]
-        raise CheckpointError(f"{where}: its {part.name} can't be loaded: {text}") from error
+    with foreign_errors(f"{where}: its {part.name} can't be loaded"), reading():
+        module, report = cls.from_pretrained(
+            str(part.folder),
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+            **how,
+        )
     lacking = sorted(map(str, report.get("missing_keys") or ()))
     if lacking:
         raise CheckpointError(
@@ -225,11 +222,11 @@ def _small(where: str, part: Part) -> Any:
     """A component without weights."""
     cls = component_class(part)
     trust = {"trust_remote_code": part.is_trusted} if asks_for_code(cls) else {}
-    try:
-        return cls.from_pretrained(str(part.folder), local_files_only=True, **trust)
-    except ImportError as error:
-        text = " ".join(str(error).split())
-        raise MissingPackageError(f"the {part.name} of {where} needs a package: {text}") from error
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        text = " ".join(str(error).split())[:400]
-        raise CheckpointError(f"{where}: its {part.name} can't be read: {text}") from error
+    with foreign_errors(f"{where}: its {part.name} can't be read"):
+        try:
+            return cls.from_pretrained(str(part.folder), local_files_only=True, **trust)
+        except ImportError as error:
+            text = " ".join(str(error).split())
+            raise MissingPackageError(
+                f"the {part.name} of {where} needs a package: {text}"
+            ) from error

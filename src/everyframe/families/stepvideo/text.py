@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from everyframe.checkpoints.config_errors import foreign_errors
 from everyframe.checkpoints.folder import describe_missing
 from everyframe.core.errors import CheckpointError
 
@@ -99,16 +100,12 @@ class ClipTokenizer:
         files = ["vocab.txt", "tokenizer.json"]
         if not any((folder / name).is_file() for name in files):
             raise CheckpointError(f"no tokenizer: {describe_missing(folder, files)}")
-        try:
+        with foreign_errors(f"{folder} holds no usable tokenizer"):
             # What is too long is told by us; the tokenizer's own warning is of errors that can't
             # come.
             self._words = BertTokenizer.from_pretrained(
                 str(folder), local_files_only=True, model_max_length=sys.maxsize
             )
-        except (OSError, ValueError, KeyError, RuntimeError) as error:
-            raise CheckpointError(
-                f"{folder} holds no usable tokenizer: {_first_line(error)}"
-            ) from error
         _check_vocabulary(folder, len(self._words), vocabulary, "CLIP")
 
     def tokens(self, text: str) -> Tokens:

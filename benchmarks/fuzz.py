@@ -1,0 +1,121 @@
+"""Does any input break the command line?
+
+    python benchmarks/fuzz.py                       # 10,000 cases, about an hour on two cores
+    python benchmarks/fuzz.py --cases 600           # fewer
+    python benchmarks/fuzz.py --kinds record,run    # some kinds
+    python benchmarks/fuzz.py --only "record 0 61"  # one case again, with its output
+
+Kinds: requests (every option with any value), records, checkpoints' configs and index files,
+safetensors headers, pictures and videos, and run folders, with values or bytes changed. A case
+passes without a traceback, a signal, a hang (30 s of processor time) or a file outside of its
+folder, in bounded memory; a run folder gives the frames of the unbroken run or none. The same seed
+gives the same cases. Writes a dated page into `benchmarks/results/` unless told not to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import shlex
+import sys
+import tempfile
+import time
+from collections import Counter
+from datetime import date
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+#: The makers of cases and of tiny checkpoints lie beside the tests that use them.
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from versions import versions_of
+
+from everyframe.hardware import machine_facts
+from fuzz_cases import KINDS, Case, Inputs, cases
+from fuzz_runner import Verdict, run
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def share(inputs: Inputs, every: list[Case], number: int, count: int, queue: object) -> None:
+    """Run each `count`-th case from `number` on; put (case's number, problem, seconds, output)."""
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
+        for at in range(number, len(every), count):
+            verdict = run(every[at], Path(folder, "sandbox"))
+            queue.put((at, verdict.problem, verdict.seconds, verdict.output))  # type: ignore[attr-defined]
+
+
+def verdicts(inputs: Inputs, every: list[Case], workers: int) -> list[Verdict]:
+    """All of them, with a line for each case that fails and every hundredth."""
+    fork = multiprocessing.get_context("fork")
+    queue = fork.Queue()
+    processes = [
+        fork.Process(target=share, args=(inputs, every, number, workers, queue))
+        for number in range(workers)
+    ]
+    for process in processes:
+        process.start()
+    found = []
+    while len(found) < len(every):
+        at, problem, seconds, output = queue.get()
+        found.append(Verdict(every[at], problem, seconds, output))
+        if problem:
+            print(found[-1], flush=True)
+        if len(found) % 100 == 0:
+            bad = sum(bool(each.problem) for each in found)
+            print(f"{len(found)} of {len(every)} cases, {bad} failed", flush=True)
+    for process in processes:
+        process.join()
+    return found
+
+
+def page(found: list[Verdict], minutes: float) -> str:
+    """The result page."""
+    lines = [
+        "# Fuzzed inputs", "",
+        f"{date.today()}, `python benchmarks/fuzz.py {shlex.join(sys.argv[1:])}`, "
+        f"{minutes:.0f} minutes; {versions_of(machine_facts())}.", "",
+        "| kind | cases | failed | slowest, s |", "|---|---|---|---|",
+    ]  # fmt: skip
+    kinds = Counter(each.case.name.split()[0] for each in found)
+    for kind, count in kinds.items():
+        mine = [each for each in found if each.case.name.startswith(f"{kind} ")]
+        failed = sum(bool(each.problem) for each in mine)
+        lines.append(f"| {kind} | {count} | {failed} | {max(e.seconds for e in mine):.1f} |")
+    problems = Counter(each.problem for each in found if each.problem)
+    lines += ["", *(f"- {count} times: {problem}" for problem, count in problems.most_common())]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--only", default="", help="the name of one case")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--no-page", action="store_true")
+    given = parser.parse_args()
+    kinds = tuple(given.kinds.split(","))
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="fuzz-inputs-") as folder:
+        inputs = Inputs(Path(folder))
+        every = list(cases(inputs, given.cases, given.seed, kinds))
+        if given.only:
+            every = [case for case in every if case.name == given.only]
+        found = verdicts(inputs, every, min(given.workers, len(every)))
+    if given.only:
+        print(*(each.output for each in found))
+    minutes = (time.monotonic() - began) / 60
+    if not (given.no_page or given.only):
+        place = RESULTS / f"fuzz-{date.today()}.md"
+        place.write_text(page(found, minutes))
+        print(place)
+    failed = [each for each in found if each.problem]
+    print(f"{len(found)} cases, {len(failed)} failed, {minutes:.1f} minutes")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""Turn what foreign code raises over a checkpoint's configs into an error that names it.
+
+Configs go into constructors of transformers, diffusers and torch, which raise whatever a value
+breaks (TypeError, IndexError, ZeroDivisionError, validation errors of their own).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from everyframe.core.errors import CheckpointError, EveryframeError
+
+#: The most layers that a released model has is about 100; building one on meta takes milliseconds.
+MAX_LAYERS = 2_000
+_COUNTS = ("layers", "blocks", "depth", "num_layers_per_block")
+
+
+@contextmanager
+def config_errors(where: str) -> Iterator[None]:
+    """Raise `CheckpointError` for anything but our own errors and the system's."""
+    try:
+        yield
+    except (EveryframeError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        said = next(iter(str(error).splitlines()), "")
+        raise CheckpointError(
+            f"{where} can't be used: its configs or files lead to {type(error).__name__}"
+            f"{': ' + said[:300] if said else ''}; compare them with the released ones, and report "
+            "it if they are the same"
+        ) from error
+
+
+@contextmanager
+def foreign_errors(said: str) -> Iterator[None]:
+    """Raise `CheckpointError`, beginning with `said`, for what a library's loader raises."""
+    try:
+        yield
+    except (EveryframeError, MemoryError):
+        raise
+    except Exception as error:
+        text = " ".join(str(error).split())[:400] or type(error).__name__
+        raise CheckpointError(f"{said}: {text}") from error
+
+
+def check_counts(config: Mapping[str, Any], where: str) -> None:
+    """Raise `CheckpointError` for more layers than any model has, which take hours to build."""
+    for name, value in config.items():
+        for each in value if isinstance(value, list) else (value,):
+            if isinstance(each, Mapping):
+                check_counts(each, where)
+            elif isinstance(each, int) and name.endswith(_COUNTS) and each > MAX_LAYERS:
+                raise CheckpointError(
+                    f"{where}: {name} is {each}; at most {MAX_LAYERS} are supported"
+                )

@@ -1,0 +1,356 @@
+"""Seeded hostile cases for the command line: what is asked, and which files lie there.
+
+Each `Case` is a command line and the files it meets; the same kind and seed give the same case.
+`Inputs` makes the valid files once, and a case changes some of their bytes or values. Not here: how
+a case is run and judged (`fuzz_runner.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+import everyframe
+import tiny
+import tiny_pipelines
+import tiny_svd
+from everyframe.core.events import Step
+from everyframe.core.request import Request
+from everyframe.engine.run import stream
+from everyframe.families.registry import all_options
+from everyframe.runs.keeper import EVERY_STEP, Keep
+
+PROMPT = "a red circle moves to the right on a blue background"
+
+#: Texts that break parsers, terminals, file names and formats.
+TEXTS = (
+    "", " ", "\t", "\n", "-", "--", "-1", "0", "1", "00", "1e400", "nan", "inf", "-inf", "1/0",
+    "99999999999999999999", "0x10", "1_000", "٣", "½", "true", "null", "[]", "{}", "()", "\\",
+    "/", "..", "../..", "/", "/dev/null", "/dev/full", "/proc/self/mem", "~", "~nobody-here/x",
+    "$HOME", "a" * 300, "a" * 5000, "é" * 300, "\u202e", "\u200b", "\ufeff", "\udcff", "\x1b[2J",
+    "\x1b]0;x\x07", "\x00", "😀" * 100, "a\x00b", "%s%n", "{0}", "<script>", "'; --", "auto",
+    "cpu", "cuda:9", "fp32", "64x64", "0x0", "-1x-1", "16384x16384", "99999x1", "1:1", "0:0",
+    "16:9", "360p", "8GB", "-8GB", "0.0000001", "1e-400", "NaNGB", "data=0", "cfg=2,cfg=2",
+    "sequence=99", "cpu,cpu", ",", "1,", "max_sequence_length=-5", "max_sequence_length=1e99",
+    "=", "=1", "x=", "prompt=", "seed=1", "everyframe", "shapes", "opensora-1.2", "a/b", "a/b/c",
+    "http://x", "file:///etc/passwd",
+)  # fmt: skip
+#: Values in the place of others in JSON.
+VALUES: tuple[Any, ...] = (
+    None, True, False, 0, 1, -1, 2, 3, 7, 2**31, 2**63, -(2**63), 10**30, 0.0, -0.0, 0.5, 1e308,
+    -1e308, float("nan"), float("inf"), "", "x", "..", "/etc/passwd", "a" * 5000, "\x1b[2J", [],
+    [[]], [1], {}, {"a": {}}, [None], ["os", "system"], ["", "x"], ["this", "x"],
+    ["diffusers", "__import__"], ["diffusers.utils", "logging"], "logging", "bfloat16", "../x",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """A command line to run, and what must be there before.
+
+    Attributes:
+        name: kind and number, enough to make the case again.
+        argv: the words after `everyframe`.
+        prepare: writes files into the folder that the command runs in.
+        expected: a video whose frames are the only ones that ``out.mp4`` may hold; None: any.
+    """
+
+    name: str
+    argv: tuple[str, ...]
+    prepare: Callable[[Path], object]
+    expected: Path | None = None
+
+
+Prepared = tuple[tuple[str, ...], Callable[[Path], Any]]
+Maker = Callable[[random.Random, "Inputs"], Prepared]
+
+
+def _nothing(folder: Path) -> None:
+    """No file is needed."""
+
+
+class Inputs:
+    """Valid files that cases are made of, written once below `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self.opensora = folder / "opensora"
+        tiny.opensora_1_2(self.opensora)
+        self.svd = folder / "svd"
+        tiny_svd.svd(self.svd)
+        self.wan = folder / "wan"
+        tiny_pipelines.TINY["wan"](self.wan)
+        rng = np.random.default_rng(0)
+        picture = rng.integers(0, 255, (32, 48, 3), np.uint8)
+        self.media: list[Path] = []
+        for ending in ("png", "jpg", "webp", "gif", "bmp", "tiff"):
+            self.media.append(folder / f"picture.{ending}")
+            Image.fromarray(picture).save(self.media[-1])
+        video = everyframe.generate(PROMPT, seed=1, num_inference_steps=1, isolate=False)
+        self.videos = [folder / f"video.{ending}" for ending in ("mp4", "gif", "webp")]
+        for path in self.videos:
+            video.save(path)
+        self.record: dict[str, Any] = dict(video.record)
+        self.run, self.whole = self._interrupted()
+
+    def _interrupted(self) -> tuple[Path, Path]:
+        """A run that was let go after its second step, and the frames of an unbroken one."""
+        asked = {
+            "prompt": PROMPT, "model": str(self.opensora), "seed": 3, "num_inference_steps": 3,
+            "size": "32x32", "num_frames": 5, "device": "cpu",
+        }  # fmt: skip
+        whole = self.folder / "whole.mp4"
+        everyframe.generate(**asked, isolate=False).save(whole)
+        runs, steps = self.folder / "runs", 0
+        events = stream(Request(**asked), keep=Keep(runs, pace=EVERY_STEP), num_threads=1)
+        with closing(events):
+            for event in events:
+                steps += isinstance(event, Step) and event.stage == "denoise"
+                if steps == 2:
+                    break
+        return next(path for path in runs.iterdir() if path.is_dir()), whole
+
+    @property
+    def models(self) -> tuple[Path, ...]:
+        """The checkpoints."""
+        return (self.opensora, self.svd, self.wan)
+
+
+def flipped(data: bytes, rng: random.Random) -> bytes:
+    """Those bytes with some changed, cut off, doubled or put in."""
+    out = bytearray(data)
+    for _ in range(rng.choice((1, 1, 1, 3, 20))):
+        if not out:
+            break
+        # Most of what a reader believes stands at the beginning.
+        most = len(out) if rng.random() < 0.5 else min(len(out), 64)
+        at = rng.randrange(most)
+        kind = rng.randrange(5)
+        if kind == 0:
+            out[at] ^= 1 << rng.randrange(8)
+        elif kind == 1:
+            out[at] = rng.choice((0, 0xFF, 0x7F, 0x80))
+        elif kind == 2:
+            del out[at:]
+        elif kind == 3:
+            out[at:at] = out[at : at + rng.randrange(1, 64)]
+        else:
+            width = rng.choice((2, 4, 8))
+            out[at : at + width] = rng.choice((b"\xff", b"\x00", b"\x7f")) * width
+    return bytes(out)
+
+
+def changed(value: Any, rng: random.Random) -> Any:
+    """That JSON with one or a few places changed."""
+    value = json.loads(json.dumps(value))
+    for _ in range(rng.choice((1, 1, 1, 2, 5))):
+        value = _changed_once(value, rng)
+    return value
+
+
+def _changed_once(value: Any, rng: random.Random) -> Any:
+    if isinstance(value, dict) and value and rng.random() < 0.9:
+        key = rng.choice(sorted(value))
+        kind = rng.random()
+        if kind < 0.1:
+            return {name: each for name, each in value.items() if name != key}
+        if kind < 0.15:
+            return {**value, rng.choice(TEXTS): value[key]}
+        return {**value, key: _changed_once(value[key], rng)}
+    if isinstance(value, list) and value and rng.random() < 0.7:
+        at = rng.randrange(len(value))
+        return [*value[:at], _changed_once(value[at], rng), *value[at + 1 :]]
+    if isinstance(value, int) and not isinstance(value, bool) and rng.random() < 0.4:
+        return rng.choice((value + 1, value - 1, -value, value * 2, value * 10**6, 0))
+    return rng.choice(VALUES)
+
+
+def _link_model(model: Path, place: Path) -> None:
+    """A copy of a checkpoint's folders, its files being the same ones on the disk."""
+    shutil.copytree(model, place, copy_function=os.link)
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Write in the place of what may be a link to a shared file."""
+    path.unlink(missing_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+
+
+# ------------------------------------------------------------------ the kinds
+
+
+def _options() -> list[tuple[str, bool]]:
+    """(flag, whether it takes a value) of every option of every family."""
+    fields = dict(Request.model_fields)
+    for options in all_options().values():
+        fields |= options.model_fields
+    return [
+        ("--" + name.replace("_", "-"), field.annotation is not bool)
+        for name, field in sorted(fields.items())
+        if name not in ("family_options", "prompt", "latents", "compile")
+    ]
+
+
+_COMMANDS = ("plan", "plan", "generate", "inspect", "models", "resume", "trace", "doctor", "paths")
+
+
+def request_case(rng: random.Random, inputs: Inputs) -> Prepared:
+    """Any options with any values, of `plan` as a rule and of each other command."""
+    words: list[str] = []
+    command = rng.choice(_COMMANDS)
+    if rng.random() < 0.8:
+        words.append(PROMPT if rng.random() < 0.6 else rng.choice(TEXTS))
+    if rng.random() < 0.5:
+        words += ["--model", str(rng.choice(inputs.models))]
+    for flag, takes in rng.choices(_options(), k=rng.randrange(4)):
+        value = rng.choice(TEXTS) if rng.random() < 0.7 else str(rng.choice(VALUES))
+        if "image" in flag and rng.random() < 0.5:
+            value = str(rng.choice(inputs.media + inputs.videos))
+        words += [flag, value] if takes else [flag]
+    if command == "generate":
+        words.append("--dry-run")
+        if rng.random() < 0.3:
+            words += ["-o", rng.choice(TEXTS)]
+    if command in ("doctor", "paths", "models"):
+        words = words[1:3]
+    # The system hands no such words to a program.
+    return (command, *(word.replace("\x00", "") for word in words)), _nothing
+
+
+def record_case(rng: random.Random, inputs: Inputs) -> Prepared:
+    """A record with values changed, alone or within a file, read by ``--from`` and `inspect`."""
+    data = json.dumps(changed(inputs.record, rng)).encode()
+    if rng.random() < 0.3:
+        data = flipped(data, rng)
+    name = "given.json"
+    if rng.random() < 0.3:
+        source = rng.choice(inputs.videos)
+        name = f"given{source.suffix}"
+        data = flipped(source.read_bytes(), rng)
+    command = rng.choice((("inspect",), ("generate", "--dry-run", "--from"), ("plan", "--from")))
+    return (*command, name), partial(_given_file, name, data)
+
+
+def _given_file(name: str, data: bytes, folder: Path) -> None:
+    _write(folder / name, data)
+
+
+def config_case(rng: random.Random, inputs: Inputs) -> Prepared:
+    """A checkpoint one of whose JSON files has values or bytes changed."""
+    model = rng.choice(inputs.models)
+    files = sorted(path.relative_to(model) for path in model.rglob("*.json"))
+    configs = [path for path in files if "config" in path.name or "index" in path.name]
+    return _with_model(rng, model, rng.choice(configs or files), _json_changed)
+
+
+def weights_case(rng: random.Random, inputs: Inputs) -> Prepared:
+    """A checkpoint one of whose weight files has a changed header."""
+    model = rng.choice(inputs.models)
+    files = sorted(path.relative_to(model) for path in model.rglob("*.safetensors"))
+    return _with_model(rng, model, rng.choice(files), _header_changed)
+
+
+def _with_model(
+    rng: random.Random, model: Path, file: Path, change: Callable[[bytes, random.Random], bytes]
+) -> Prepared:
+    data = change((model / file).read_bytes(), rng)
+
+    def prepare(folder: Path) -> None:
+        _link_model(model, folder / "model")
+        _write(folder / "model" / file, data)
+
+    words = ["plan", PROMPT, "--model", "./model", "--num-frames", "5", "--size", "32x32"]
+    if model.name == "svd":
+        words += ["--image", str(model.parent / "picture.png")]
+        words.remove(PROMPT)
+    if model.name == "wan":
+        words += ["--option", "max_sequence_length=16"]
+    if rng.random() < 0.15:
+        words[0] = "generate"
+        words += ["--steps", "1", "-o", "out.mp4"]
+    return tuple(words), prepare
+
+
+def _json_changed(data: bytes, rng: random.Random) -> bytes:
+    if rng.random() < 0.2:
+        return flipped(data, rng)
+    return json.dumps(changed(json.loads(data), rng)).encode()
+
+
+def _header_changed(data: bytes, rng: random.Random) -> bytes:
+    size = struct.unpack("<Q", data[:8])[0]
+    header, rest = data[8 : 8 + size], data[8 + size :]
+    kind = rng.random()
+    if kind < 0.2:
+        return (
+            struct.pack("<Q", rng.choice((0, 1, size - 1, size + 1, 2**32, 2**63, 640, 1152)))
+            + (data[8:])
+        )
+    if kind < 0.5:
+        return flipped(data, rng)
+    new = json.dumps(changed(json.loads(header), rng)).encode()
+    return struct.pack("<Q", len(new)) + new + rest
+
+
+def media_case(rng: random.Random, inputs: Inputs) -> Prepared:
+    """A picture or video with bytes changed, inspected or given as a first frame."""
+    source = rng.choice(inputs.media + inputs.videos)
+    name = f"given{source.suffix}"
+    data = flipped(source.read_bytes(), rng)
+    commands = (
+        ("inspect", name),
+        ("plan", "--model", str(inputs.svd), "--image", name, "--num-frames", "4"),
+        ("plan", PROMPT, "--extend", name, "--model", str(inputs.opensora), "--num-frames", "5"),
+    )
+    return rng.choice(commands), partial(_given_file, name, data)
+
+
+def run_case(rng: random.Random, inputs: Inputs) -> Prepared:
+    """An interrupted run one of whose files has changed bytes, resumed."""
+    files = sorted(path for path in inputs.run.rglob("*") if path.is_file() and path.stat().st_size)
+    file = rng.choice(files).relative_to(inputs.run)
+    data = flipped((inputs.run / file).read_bytes(), rng)
+
+    def prepare(folder: Path) -> None:
+        place = folder / "runs" / inputs.run.name
+        shutil.copytree(inputs.run, place)
+        _write(place / file, data)
+
+    return ("resume", inputs.run.name, "-o", "out.mp4"), prepare
+
+
+#: What makes the words and the files of a case of each kind.
+KINDS: Mapping[str, Maker] = {
+    "request": request_case,
+    "record": record_case,
+    "config": config_case,
+    "weights": weights_case,
+    "media": media_case,
+    "run": run_case,
+}
+
+
+def cases(inputs: Inputs, count: int, seed: int = 0, kinds: tuple[str, ...] = ()) -> Iterator[Case]:
+    """`count` cases, the kinds by turns."""
+    names = kinds or tuple(KINDS)
+    for number in range(count):
+        kind = names[number % len(names)]
+        rng = random.Random(f"{kind} {seed} {number}")
+        argv, prepare = KINDS[kind](rng, inputs)
+        yield Case(
+            f"{kind} {seed} {number}", argv, prepare, inputs.whole if kind == "run" else None
+        )
