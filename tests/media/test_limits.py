@@ -21,6 +21,7 @@ from everyframe.media.mp4 import iter_frames, read_frames
 from everyframe.media.pictures import read_animation, read_folder
 from everyframe.media.read import read_image, read_video
 from everyframe.media.record import embedded_record, read_record
+from everyframe.media.write import write
 
 FEW = 50_000_000  # bytes that a refusal may take
 
@@ -153,3 +154,30 @@ def test_floats_that_are_no_colours(values: tuple[float, float], text: str, kind
 def test_what_resampling_leaves_is_a_colour() -> None:
     picture = np.array([-0.005, 0.5, 1.005], np.float32).reshape(1, 1, 3)
     assert read_image(picture).tolist() == [[[0, 128, 255]]]
+
+
+@pytest.mark.parametrize("kind", ["hls", "concat", "dash"])
+def test_a_playlist_is_no_video(tmp_path: Path, kind: str) -> None:
+    """FFmpeg would read the files and addresses that it names, whatever its own name ends in."""
+    other = Path(write(tmp_path / "other.mp4", [np.zeros((2, 64, 64, 3), np.uint8)], 8, {}))
+    texts = {
+        "hls": "#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\nother.mp4\n#EXT-X-ENDLIST\n",
+        "concat": "ffconcat version 1.0\nfile other.mp4\n",
+        "dash": '<?xml version="1.0"?>\n<MPD xmlns="urn:mpeg:dash:schema:mpd:2011"></MPD>\n',
+    }
+    path = tmp_path / "a.mp4"
+    path.write_text(texts[kind], encoding="utf-8")
+    assert len(read_frames(other)[0]) == 2
+    for read in (read_frames, read_video, read_record):
+        with pytest.raises(MediaError):
+            read(path)
+
+
+def test_a_picture_that_is_a_program_is_none(tmp_path: Path) -> None:
+    """Pillow would start Ghostscript for what begins so."""
+    path = tmp_path / "a.png"
+    path.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n")
+    with pytest.raises(MediaError, match="no picture that can be read"):
+        read_image(path)
+    with pytest.raises(MediaError):
+        read_record(path)

@@ -266,7 +266,7 @@ def _locate_path(asked: str, path: Path) -> Location:
             )
         return Location(asked, "file", path=path)
     weights = weight_files(path)
-    check_inside(path, weights)
+    check_inside(path, [*weights, *path.glob("*.json"), *path.glob("*/*.json")])
     if not weights:
         expected = ["config.json", *(f"*{suffix}" for suffix in WEIGHT_SUFFIXES[:2])]
         raise CheckpointError(describe_missing(path, expected))

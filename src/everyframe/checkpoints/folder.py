@@ -15,6 +15,9 @@ from everyframe.checkpoints.places import hub_cache_folder
 from everyframe.core.errors import CheckpointError
 
 PICKLE_SUFFIXES = (".pth", ".pt", ".bin", ".ckpt")
+#: Bytes of a config or an index; the index of a large model has some megabytes.
+_MOST_JSON = 1 << 28
+
 WEIGHT_SUFFIXES = (".safetensors", *PICKLE_SUFFIXES)
 
 
@@ -26,6 +29,10 @@ def read_json(path: str | Path) -> dict[str, Any]:
     """
     path = Path(path)
     try:
+        if path.stat().st_size > _MOST_JSON:
+            raise CheckpointError(
+                f"{path} is too large for a config: more than {_MOST_JSON:,} bytes"
+            )
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise CheckpointError(describe_missing(path.parent, [path.name])) from None
@@ -39,6 +46,8 @@ def read_json(path: str | Path) -> dict[str, Any]:
         ) from error
     except RecursionError:
         raise CheckpointError(f"{path} is not usable JSON: it is nested too deeply") from None
+    except ValueError as error:  # a number of thousands of digits
+        raise CheckpointError(f"{path} is not usable JSON: {error}") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds a JSON {type(value).__name__}, expected an object")
     check_counts(value, str(path))

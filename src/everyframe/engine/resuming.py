@@ -111,8 +111,7 @@ def go_on(
     model was in memory. Raises an `EveryframeError` for anything that stands in the way.
     With `join` this is one of several ranks: all read what was kept before the first one writes.
     `ranks` are options of the request that say which devices it goes on with; without, as before.
-    `scarcity` is what these ranks lacked memory for, and do in less from here on. Code that comes
-    with the model runs by `trust_remote_code` alone.
+    `scarcity` is what these ranks lacked memory for; by `trust_remote_code` the model's code runs.
     """
     leads = join is None or join.rank == 0
     lock = _locked(folder) if leads else None

@@ -20,7 +20,7 @@ import numpy as np
 
 from everyframe.core.errors import InputError, MediaError
 from everyframe.core.paths import path_of
-from everyframe.media.limits import check_picture
+from everyframe.media.limits import check_picture, open_picture
 from everyframe.media.paths import FOLDER_RECORD, FRAME_NAME, exact_fps
 from everyframe.media.pixels import Frames
 from everyframe.media.read import Background, num_pictures, read_image
@@ -109,10 +109,10 @@ def picture_files(folder: Path) -> list[Path]:
 
 def num_animated(path: str | os.PathLike[str]) -> int:
     """Frames of a picture file; 1 for a still one, 0 for what Pillow can't open."""
-    from PIL import Image, UnidentifiedImageError
+    from PIL import UnidentifiedImageError
 
     try:
-        with Image.open(path) as picture:
+        with open_picture(path) as picture:
             check_picture(picture.width, picture.height, repr(os.fspath(path)))
             return num_pictures(picture)
     except UnidentifiedImageError:

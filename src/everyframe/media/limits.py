@@ -6,7 +6,13 @@ Read next: `read.py`, `pictures.py`, `mp4.py`.
 
 from __future__ import annotations
 
+from os import PathLike
+from typing import TYPE_CHECKING
+
 from everyframe.core.errors import MediaError
+
+if TYPE_CHECKING:
+    from PIL.ImageFile import ImageFile
 
 #: Pixels of one picture: twice what Pillow warns of, far above what a camera makes.
 MOST_PIXELS = 178_956_970
@@ -14,6 +20,27 @@ MOST_PIXELS = 178_956_970
 MOST_BYTES = 1 << 32
 #: Bytes of a record beside a video or in it.
 MOST_RECORD_BYTES = 1 << 24
+
+#: Formats of pictures that are read. Pillow knows others, of which some start another program.
+_FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "TIFF", "BMP", "PPM", "TGA", "AVIF", "JPEG2000")
+#: What FFmpeg may take a file for, and where it may read from. It knows playlists too, which name
+#: other files and addresses.
+FFMPEG_OPTIONS = {
+    "protocol_whitelist": "file",
+    "format_whitelist": (
+        "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,mpegvideo,flv,ogg,asf,gif,apng,"
+        "h264,hevc,av1,obu,ivf,m4v,mjpeg,nut,yuv4mpegpipe,dv,mxf,rm"
+    ),
+}
+
+
+def open_picture(path: str | PathLike[str]) -> ImageFile:
+    """A picture of a format that is read; what Pillow raises for what is none."""
+    from PIL import Image
+
+    Image.init()
+    known = [name for name in _FORMATS if name in Image.OPEN]
+    return Image.open(path, formats=known)
 
 
 def check_picture(width: int, height: int, name: str) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from PIL import Image, ImageSequence, PngImagePlugin, UnidentifiedImageError
 
 from everyframe.core.errors import MediaError
-from everyframe.media.limits import check_frames, check_picture
+from everyframe.media.limits import check_frames, check_picture, open_picture
 from everyframe.media.paths import FOLDER_RECORD, FRAME_NAME, Kind, exact_fps
 from everyframe.media.pixels import Frames
 from everyframe.media.record import PNG_KEY, exif_of, read_sidecar, record_of_picture
@@ -116,7 +116,7 @@ def read_animation(
     durations: list[int] = []
     name = repr(str(path))
     try:
-        with Image.open(path) as picture:
+        with open_picture(path) as picture:
             width, height = picture.size
             check_picture(width, height, name)
             if is_given:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from everyframe.core.errors import InputError, MediaError
 from everyframe.media.given import check_image, check_video
-from everyframe.media.limits import check_picture
+from everyframe.media.limits import check_picture, open_picture
 from everyframe.media.paths import PathLike, exact_fps
 from everyframe.media.pixels import Frames, check_range, fit_image, to_uint8
 
@@ -63,7 +63,7 @@ def read_image(
     name = os.fspath(source)
     check_image(name)
     try:
-        with Image.open(name) as picture:
+        with open_picture(name) as picture:
             return _from_pillow(picture, repr(name), under)
     except UnidentifiedImageError:
         raise MediaError(

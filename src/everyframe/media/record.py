@@ -20,7 +20,12 @@ from typing import Any
 
 from everyframe.core.errors import MediaError
 from everyframe.core.paths import check_path
-from everyframe.media.limits import MOST_RECORD_BYTES
+from everyframe.media.limits import (
+    FFMPEG_OPTIONS,
+    MOST_RECORD_BYTES,
+    check_picture,
+    open_picture,
+)
 from everyframe.media.paths import FOLDER_RECORD, RECORD_SCHEMA, PathLike
 
 PNG_KEY = "everyframe"
@@ -121,13 +126,16 @@ def embedded_record(path: Path) -> dict[str, Any] | None:
 
     Raises `MediaError` if the file is neither a picture nor a video that can be opened.
     """
-    from PIL import Image, UnidentifiedImageError
+    from PIL import UnidentifiedImageError
 
     try:
-        with Image.open(path) as picture:
+        with open_picture(path) as picture:
+            check_picture(*picture.size, repr(str(path)))
             return record_of_picture(picture)
     except UnidentifiedImageError:
         return _record_of_video(path)
+    except MediaError:
+        raise
     except Exception as error:
         why = getattr(error, "strerror", None) or error
         raise MediaError(f"can't read {str(path)!r}: {why}") from error
@@ -135,7 +143,9 @@ def embedded_record(path: Path) -> dict[str, Any] | None:
 
 def record_of_picture(picture: Any) -> dict[str, Any] | None:
     """The record in an open Pillow image (gif, webp or png), or None."""
-    user_comment = picture.getexif().get_ifd(_EXIF_IFD).get(_USER_COMMENT, b"")
+    # A png has it in a text; to look for more all of its pixels would be read.
+    exif = {} if picture.format == "PNG" else picture.getexif().get_ifd(_EXIF_IFD)
+    user_comment = exif.get(_USER_COMMENT, b"")
     if isinstance(user_comment, bytes) and user_comment.startswith(_ASCII_MARK):
         user_comment = user_comment[len(_ASCII_MARK) :]
     for text in (picture.info.get("comment"), picture.info.get(PNG_KEY), user_comment):
@@ -149,7 +159,7 @@ def _record_of_video(path: Path) -> dict[str, Any] | None:
     import av
 
     try:
-        with av.open(str(path)) as container:
+        with av.open(str(path), container_options=FFMPEG_OPTIONS) as container:
             tags = {key.lower(): value for key, value in container.metadata.items()}
     except (av.FFmpegError, OSError) as error:
         why = error.strerror or error

@@ -231,3 +231,18 @@ def test_a_runs_folder_fetches_no_model(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(EveryframeError) as caught:
         everyframe.resume(run.path)
     assert "stranger/model is not on this disk" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [[None, None, {"type_hint": ["evilmodel.payload", "Tok"]}],
+     [5, 5, {"type_hint": ["evilmodel.payload", "Tok"]}],
+     ["diffusers", "AutoencoderKLWan", {"type_hint": ["evilmodel.payload", "Tok"]}],
+     ["diffusers", "AutoencoderKLWan", {"type_hint": "os"}]],
+)  # fmt: skip
+def test_a_modular_indexs_hints_are_not_imported(copy: Path, entry: list[Any]) -> None:
+    index = {"_class_name": "WanModularPipeline", "vae": entry}
+    (copy / "modular_model_index.json").write_text(json.dumps(index), encoding="utf-8")
+    with pytest.raises(CheckpointError, match="wants to run Python code that comes with it"):
+        everyframe.plan(model="./evilmodel", **SMALL)
+    assert not (copy.parent / "ran").exists()

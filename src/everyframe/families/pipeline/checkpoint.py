@@ -114,6 +114,8 @@ def _read(where: str, folder: Path, index_name: str, trust: bool, variant: str |
         raise CheckpointError(f"{folder / index_name} names no pipeline class (_class_name)")
     if code_file is not None and not trust:
         raise CheckpointError(_untrusted(where, f"its pipeline is code of its own ({code_file})"))
+    if not trust:
+        _check_hints(where, index)
     public = without_notes(index)
     entries = {name: value for name, value in public.items() if _is_component(value)}
     check_inside(folder, folder.iterdir())
@@ -163,10 +165,8 @@ def _part(
     """A component of the index; None for one that the pipeline was saved without."""
     library, class_name = entry[:2]
     spec = entry[2] if len(entry) == 3 and isinstance(entry[2], dict) else {}
-    hint = spec.get("type_hint")
-    for each in {library, *(hint[:1] if isinstance(hint, list) else ())} - {None}:
-        if not trust and not is_library(str(each)):
-            raise CheckpointError(_untrusted(where, f"{name} is a {class_name} of {str(each)!r}"))
+    if library is not None and not trust and not is_library(library):
+        raise CheckpointError(_untrusted(where, f"{name} is a {class_name} of {library!r}"))
     if library is None or class_name is None:
         return None
     folder = root / _subfolder(where, name, spec.get("subfolder"))
@@ -190,6 +190,18 @@ def _part(
     return part
 
 
+def _check_hints(where: str, index: Mapping[str, Any]) -> None:
+    """Raise for what a modular index would have diffusers import: libraries of type hints."""
+    for name, entry in index.items():
+        spec = entry[2] if isinstance(entry, list) and len(entry) == 3 else None
+        hint = spec.get("type_hint") if isinstance(spec, dict) else None
+        if hint is None:
+            continue
+        library = hint[0] if isinstance(hint, list) and len(hint) == 2 else hint
+        if library is not None and not (isinstance(library, str) and is_library(library)):
+            raise CheckpointError(_untrusted(where, f"{name} is of {library!r}"))
+
+
 def is_library(name: str) -> bool:
     """Whether an index may take classes from it: a library of the list, or a pipeline's module."""
     if name in LIBRARIES:
@@ -204,7 +216,7 @@ def _subfolder(where: str, name: str, given: Any) -> str:
     """Where in the pipeline's folder a component lies, by its own name or as the index says."""
     place = str(given or name)
     parts = PurePosixPath(place).parts
-    if not parts or not all(is_plain_name(each) for each in parts):
+    if not name.isidentifier() or not parts or not all(is_plain_name(each) for each in parts):
         raise CheckpointError(
             f"{where}: its index has the component {name!r} in {place!r}, which is outside of its "
             "own folder; a component lies in a folder below the index"
