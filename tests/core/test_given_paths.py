@@ -23,7 +23,7 @@ def test_what_a_file_may_be_called(given: Any) -> None:
 
 @pytest.mark.parametrize("given", ["a" * 300, "a/" * 3000, "a\0b", None, 5, b"x", ["x"]])
 def test_what_nothing_can_be_called(given: Any) -> None:
-    with pytest.raises(InputError, match="^report ") as told:
+    with pytest.raises(InputError, match=r"^report ") as told:
         check_path(given, "report")
     assert len(str(told.value)) < 200
 
