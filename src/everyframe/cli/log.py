@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 
+from everyframe.cli.streams import tell
 from everyframe.cli.text import printable
 from everyframe.core.errors import InputError, did_you_mean
 
@@ -21,7 +21,7 @@ class _ToStandardError(logging.Handler):
     """Writes to whatever standard error is at the time: a progress bar puts itself in its place."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        sys.stderr.write(printable(self.format(record)) + "\n")
+        tell(printable(self.format(record)))
 
 
 def set_up(asked: str | None) -> None:

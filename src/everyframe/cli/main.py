@@ -7,7 +7,6 @@ Read next: `generate.py`; `everyframe.core.errors` for the table of exit codes.
 
 from __future__ import annotations
 
-import io
 import os
 import signal
 import sys
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from everyframe import __version__
 from everyframe.cli.last_words import Terminated, after_others
+from everyframe.cli.streams import is_of_output, mute_output, prepare_streams, tell
 from everyframe.cli.text import one_line, printable
 from everyframe.core.errors import EveryframeError, ExitCode
 from everyframe.engine.torchrun import under_torchrun
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Looked for before parsing, because parsing itself can fail.
     as_json = "--json" in words
     restore = _leave_orderly()
-    _escape_what_the_terminal_lacks()
+    prepare_streams()
     try:
         code = _run(words)
         sys.stdout.flush()
@@ -63,8 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = str(stop) or "interrupted; nothing unfinished was left behind"
         return _say(stop, text, int(ExitCode.INTERRUPTED), as_json)
     except BrokenPipeError:
-        # Whoever read our output has gone. Point it nowhere, or Python complains on its way out.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        mute_output()  # whoever read it has gone
         return int(ExitCode.TROUBLE)
     except Terminated as stop:
         number = int(stop.args[0])
@@ -80,6 +79,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _say(error, text, int(ExitCode.CANNOT_RUN_HERE), as_json)
     except OSError as error:
         _debug_traceback()
+        if is_of_output(error):
+            mute_output()
+            text = f"standard output can't be written to: {_of_the_system(error)}"
+            return _say(error, text, int(ExitCode.TROUBLE), as_json=False)
         return _say(error, _of_the_system(error), int(ExitCode.WRONG_INPUT), as_json)
     except Exception as error:  # noqa: BLE001 - the last line of defence, and it tells all
         return _bug(error, as_json)
@@ -139,15 +142,6 @@ def _is_own(command: Callable[..., Any]) -> bool:
     return getattr(command, "is_command", False)
 
 
-def _escape_what_the_terminal_lacks() -> None:
-    """Print letters that standard output's encoding lacks as escapes, as standard error does.
-
-    Else the path of a finished video, or a prompt in it, would end the program as a bug.
-    """
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
-
-
 def _leave_orderly() -> Callable[[], None]:
     """Make SIGTERM and SIGHUP unwind the stack as Ctrl-C does; gives what undoes it.
 
@@ -184,14 +178,14 @@ def _say(error: BaseException, text: str, code: int, as_json: bool) -> int:
         text = after_others(ranks, error, text)
     line = one_line(" ".join(text.split()))
     prefix = "" if code == ExitCode.INTERRUPTED else "error: "
-    print(f"{prefix}{line}", file=sys.stderr)
+    tell(f"{prefix}{line}")
     if as_json:
         from everyframe.cli.text import json_line
 
         try:
             print(json_line({"type": "error", "code": code, "message": line}), flush=True)
-        except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except OSError:
+            mute_output()
     return code
 
 

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from everyframe.cli.streams import tell
 from everyframe.cli.tables import headline
 from everyframe.cli.text import clock, duration, json_line, one_line
 from everyframe.core.events import (
@@ -133,7 +134,7 @@ class Lines(Reporter):
     def _print(self, *lines: str) -> None:
         self._last = self._now()
         for line in lines:
-            print(one_line(line), file=sys.stderr, flush=True)
+            tell(one_line(line))
 
 
 class Bar(Reporter):

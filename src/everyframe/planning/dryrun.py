@@ -159,7 +159,7 @@ def not_followed(title: str, why: str) -> str:
 
 def _rules(device: DeviceFacts) -> DeviceFacts:
     """Memory and speed change nothing of what is found."""
-    return replace(device, memory=0, free_memory=0, rates=None, index=None)
+    return replace(device, memory=0, free_memory=0, rates=None, index=None, fp16_slowdown=None)
 
 
 def _once(key: Any, run: Callable[[], _Found]) -> _Found:
