@@ -306,7 +306,7 @@ def _told(events: Events, tell: Callable[[Event], None] | None) -> Iterator[Even
 def _warn(text: str) -> None:
     """Warn at the line that called this package, so that a filter of Python's can know it."""
     level, frame = 1, sys._getframe()
-    while frame.f_back is not None and _is_ours(frame.f_globals["__name__"]):
+    while frame.f_back is not None and _is_ours(frame.f_globals.get("__name__", "")):
         level, frame = level + 1, frame.f_back
     warnings.warn(text, EveryframeWarning, stacklevel=level)
 

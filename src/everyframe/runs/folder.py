@@ -171,7 +171,7 @@ class RunFolder:
             return False  # none was ever taken, or it is nobody's whom we could ask
         with file:
             try:
-                _lock(file)
+                _lock(file, is_shared=True)
             except OSError as error:
                 return _is_of_another(error)
         return False
@@ -237,12 +237,16 @@ def _is_of_another(error: OSError) -> bool:
     return error.errno in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 
 
-def _lock(file: IO[bytes]) -> None:
-    """Take the file, which the system gives back when the process ends; `OSError` if it can't."""
+def _lock(file: IO[bytes], *, is_shared: bool = False) -> None:
+    """Take the file, which the system gives back when the process ends; `OSError` if it can't.
+
+    With `is_shared` others may ask for the same; a file that is only read can be had no other way
+    on a network's file system.
+    """
     if os.name == "posix":
         import fcntl
 
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     else:
         import msvcrt
 
