@@ -10,6 +10,7 @@ repairs are taken off. Read next: `everyframe.families.guarding`, `watching.py`.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import MappingProxyType
@@ -248,8 +249,9 @@ class _Part:
             if not self._may_be_unused(result):
                 raise
             self.unused.append(str(error))
+            what = re.split(r"\. (?:No wider|Nothing was)", str(error))[0]
             self._guard.note(
-                f"{error}; a part of what {self.name} gave is finite, so the run goes on unless it "
+                f"{what}. A part of what {self.name} gave is finite, so the run goes on unless it "
                 "uses the rest"
             )
             return kept.calling(module)()
