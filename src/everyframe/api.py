@@ -38,6 +38,7 @@ from everyframe.runs.keeper import Keep
 from everyframe.runs.listing import Listed
 
 Output = Literal["uint8", "float"]
+Tell = Callable[[Event], None]
 
 
 def generate(
@@ -108,7 +109,7 @@ def resume(
         raise InputError(f'{folder.name} was begun for output="uint8"; its clips are kept so')
     given = None
     if pipe is not None:
-        given = GivenModel("pipeline", _model_of(pipe, begun.request))
+        given = GivenModel("pipeline", _model_of(pipe, begun.request, lambda event: None))
     number = _ranks_to_go_on_with(folder, devices, pipe)
     if number > 1:
         job = Job(run=folder.path, as_uint8=output == "uint8", ranks=devices or None)
@@ -144,7 +145,8 @@ def run(
 ) -> Video | list[Video]:
     """Make a video with a diffusers pipeline that is loaded already; a list for several.
 
-    The pipeline runs as it is, on its device and in its dtypes, and is left as it was.
+    The pipeline runs as it is, on its device and in its dtypes, and is left as it was. It is called
+    in this thread, with torch as it is set here: autocast, threads, TF32, modes.
 
     Args:
         pipe: a text or image to video pipeline of diffusers, plain or modular.
@@ -160,15 +162,17 @@ def run(
     _check_output(output)
     given = options if prompt is None else {"prompt": prompt, **options}
     request, num_threads = _request_of_pipe(given, from_record)
-    events = _events_of_pipe(pipe, request, num_threads)
-    videos = list(_videos(_told(events, on_event), output))
+    told = _Told(on_event)
+    events = _events_of_pipe(pipe, request, num_threads, told.at_once)
+    videos = list(_videos(told.rest(events), output))
     return videos if request.num_videos > 1 else videos[0]
 
 
 def stream(request: Request, *, pipe: Any = None) -> Iterator[Event]:
     """Stages and steps as they happen; frames come as they are decoded. See `core.events`.
 
-    With `pipe`, a loaded diffusers pipeline, it is that which runs; see `run`.
+    With `pipe`, a loaded diffusers pipeline, it is that which runs; see `run`. Its call has a
+    thread of its own, in which torch is set as it is here and now, where the stream is asked for.
     """
     if pipe is not None:
         return _events_of_pipe(pipe, request, None)
@@ -233,16 +237,18 @@ def trace_diff(a: str | Path, b: str | Path, what: Any = None) -> tracing.Verdic
     return tracing.diff(a, b, find)
 
 
-def _model_of(pipe: Any, request: Request) -> Any:
+def _model_of(pipe: Any, request: Request, tell: Tell | None) -> Any:
     # Not on top: this brings diffusers.
     from everyframe.families.pipeline.given import given_pipeline
 
-    return given_pipeline(pipe, family_options("pipeline", request))
+    return given_pipeline(pipe, family_options("pipeline", request), tell)
 
 
-def _events_of_pipe(pipe: Any, request: Request, num_threads: int | None) -> Iterator[Event]:
+def _events_of_pipe(
+    pipe: Any, request: Request, num_threads: int | None, tell: Tell | None = None
+) -> Iterator[Event]:
     check_option_names(request)
-    model = _model_of(pipe, request)
+    model = _model_of(pipe, request, tell)
     here = Request(**{**request.given(), "device": model.device})
     given = GivenModel("pipeline", model)
     return engine.stream(here, num_threads=num_threads, given_model=given)
@@ -267,11 +273,27 @@ def _request_of_pipe(
     return request_from({**record, "request": asked, "model": {}}, ours), recorded_threads(record)
 
 
-def _told(events: Iterator[Event], tell: Callable[[Event], None] | None) -> Iterator[Event]:
-    for event in events:
-        if tell is not None:
-            tell(event)
-        yield event
+class _Told:
+    """Tells of each event once, of those of a pipeline's call as they happen."""
+
+    def __init__(self, tell: Tell | None) -> None:
+        self._tell = tell
+        self._early: list[Event] = []
+
+    def at_once(self, event: Event) -> None:
+        """Tell of an event of the call, which comes again among the `rest`."""
+        self._early.append(event)
+        if self._tell is not None:
+            self._tell(event)
+
+    def rest(self, events: Iterator[Event]) -> Iterator[Event]:
+        """All events; those that were not told yet are told."""
+        for event in events:
+            if self._early and event is self._early[0]:
+                del self._early[0]
+            elif self._tell is not None:
+                self._tell(event)
+            yield event
 
 
 def _check_output(output: str) -> None:

@@ -29,7 +29,7 @@ from everyframe.families.family import Model, Take
 from everyframe.hardware.facts import machine_facts
 from everyframe.media.paths import check_folder
 from everyframe.planning.models import find_model
-from everyframe.planning.resolve import GivenModel
+from everyframe.planning.resolve import GivenModel, switches_of
 from everyframe.runs.folder import RunFolder
 from everyframe.runs.keeper import Keep, Keeper, Pace, Progress, furthest
 from everyframe.runs.store import Store
@@ -105,6 +105,9 @@ def go_on(
         place = _place_of_report(run) if leads else None
         _check_here(run, is_same=ranks is None)
         model = _model(run, given_model)
+        if given_model is not None and (switches := switches_of(given_model)) is not None:
+            owned = replace(run.plan, num_threads=switches.num_threads, switches=switches)
+            run = replace(run, plan=owned)
         request = run.request if ranks is None else asked_anew(run.request, ranks)
         peers = met(request, join, run.plan.num_threads if ranks is None else None)
         left = [take for take in takes_of(run.request, run.plan) if take.seed not in skip]

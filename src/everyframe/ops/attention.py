@@ -9,7 +9,7 @@ queries, keys and values are not done here, see the models in `everyframe.famili
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ from torch.nn.attention import (
 )
 from torch.utils.hooks import RemovableHandle
 
+from everyframe.hardware.switches import alone, stay_alone
 from everyframe.ops.device import kind_of
 
 #: The plain kernel: two products and a softmax in float32, on every device. It holds all scores.
@@ -98,16 +99,16 @@ def keys_with_a_place_to_look(mask_BL: Tensor) -> Tensor:
     return mask_BL | first
 
 
-def by_kernel(*kernels: str, strictly: bool = False) -> AbstractContextManager[None]:
+@contextmanager
+def by_kernel(*kernels: str, strictly: bool = False) -> Iterator[None]:
     """Within, torch's attention is computed by the first of these `KERNELS` that takes it.
 
     Where none takes what is given (a mask, a dtype) the plain kernel does it; `strictly` torch
-    raises a `RuntimeError` there.
+    raises a `RuntimeError` there. The choice is the process': no other run of ours computes
+    meanwhile.
     """
-    context: AbstractContextManager[None] = sdpa_kernel(
-        _wanted(kernels, strictly), set_priority=True
-    )
-    return context
+    with alone(), sdpa_kernel(_wanted(kernels, strictly), set_priority=True):
+        yield
 
 
 def _wanted(kernels: Sequence[str], strictly: bool = False) -> list[SDPBackend]:
@@ -122,13 +123,38 @@ def kernels_kept() -> Iterator[None]:
     """However the block ends, torch chooses kernels afterwards as it did before.
 
     Torch calls no hook for what is not an `Exception` (an interrupt, the end of a search for a
-    fault), so a module of `attend_by` is not left then.
+    fault), so a module of `attend_by` is not left then. No other run of ours computes meanwhile.
+    """
+    with alone():
+        before = _cur_sdpa_kernel_backends(with_priority=True)
+        try:
+            yield
+        finally:
+            _sdpa_kernel(before, set_priority=True)
+
+
+@contextmanager
+def kernels_lent(to: Sequence[SDPBackend] | None = None) -> Iterator[None]:
+    """Within, others choose kernels, of those in `to` at first; afterwards they are as before.
+
+    Not after an exception: whoever leaves by one computes no more.
     """
     before = _cur_sdpa_kernel_backends(with_priority=True)
-    try:
-        yield
-    finally:
-        _sdpa_kernel(before, set_priority=True)
+    if to is not None:
+        _sdpa_kernel(to, set_priority=True)
+    yield
+    _sdpa_kernel(before, set_priority=True)
+
+
+def kernels_now() -> list[SDPBackend]:
+    """Those that torch may choose from just now, the first choice first."""
+    found: list[SDPBackend] = _cur_sdpa_kernel_backends(with_priority=True)
+    return found
+
+
+def use_kernels(kernels: Sequence[SDPBackend]) -> None:
+    """Have torch choose from these, in the whole process: only for a run that computes alone."""
+    _sdpa_kernel(kernels, set_priority=True)
 
 
 def takes(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> bool:
@@ -186,6 +212,8 @@ def attend_by(
     `parts` are the dotted names of what is really called, ``""`` the module itself; an autoencoder
     whose ``decode`` is called needs its decoder's. The innermost of several wins, so one attention
     can be put on the plain kernel inside of a model that is on a fast one; of several on the same
-    module that is the one which is put `inside`, whichever came first.
+    module that is the one which is put `inside`, whichever came first. The choice is the process',
+    so the run that does this computes alone from here on.
     """
+    stay_alone()
     return AttendBy([module.get_submodule(part) for part in parts], kernels, inside=inside)

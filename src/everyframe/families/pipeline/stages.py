@@ -22,7 +22,8 @@ from everyframe.core.events import Event, Frames, Note, Sound, Step
 from everyframe.core.plan import Plan
 from everyframe.families.family import Savings, Take
 from everyframe.families.pipeline import sharding
-from everyframe.families.pipeline.alternating import alternating
+from everyframe.families.pipeline.alternating import Apart as InOwnThread
+from everyframe.families.pipeline.alternating import Calling
 from everyframe.families.pipeline.arguments import arguments
 from everyframe.families.pipeline.branching import Branches
 from everyframe.families.pipeline.checkpoint import Files
@@ -39,11 +40,12 @@ from everyframe.families.pipeline.replaying import HandedOn, Replaying
 from everyframe.families.pipeline.rounds import Rounds
 from everyframe.families.pipeline.rounds_guarded import AroundCalls
 from everyframe.families.pipeline.sizes import denoisers
-from everyframe.families.pipeline.untouched import untouched
+from everyframe.families.pipeline.untouched import in_one_run, untouched
 from everyframe.families.pipeline.watching import StepWatch
 from everyframe.families.shortages import together
 from everyframe.hardware.lost import is_lost
 from everyframe.hardware.peak import is_out_of_memory
+from everyframe.hardware.threads import cpu_threads
 from everyframe.parallel.team import ONE, Teams
 
 Emit = Callable[[Event], None]
@@ -55,7 +57,8 @@ class PipelineStage:
     """All of a run: `files` to load the pipeline from, or the `pipe` that somebody has loaded.
 
     `own` are the parameters that only this pipeline has, `savings` what takes less memory,
-    `branches` those of guidance where ranks have them apart.
+    `branches` those of guidance where ranks have them apart. `calling` is how the call is made, for
+    a pipeline that belongs to somebody.
     """
 
     plan: Plan
@@ -66,6 +69,7 @@ class PipelineStage:
     savings: Savings | None = None
     teams: Teams = ONE
     branches: Branches | None = None
+    calling: Calling | None = None
     name: str = STAGE
     # Its answers are kept call by call, and served again when it is called again.
     goes_on: bool = False
@@ -96,6 +100,7 @@ class PipelineStage:
                     yield from load(self.plan, self.files, found, encodes=leads)
                 pipe = found.pop()
             else:
+                stack.enter_context(in_one_run(pipe))
                 stack.enter_context(untouched(pipe))
             stack.enter_context(silent(pipe))
             set_guidance(pipe, self.interface, self.plan.settings)
@@ -117,7 +122,8 @@ class PipelineStage:
         return EncodedOnce(found, self.teams.team, self.plan.device.torch_name)
 
     def _video(self, call: Callable[[Emit], Made], take: Take) -> Iterator[Event]:
-        frames, sound = yield from alternating(call, self.plan.num_threads)
+        calling = self.calling or InOwnThread(partial(cpu_threads, self.plan.num_threads))
+        frames, sound = yield from calling(call)
         if frames is None:
             return  # the first of these ranks has them
         settings = self.plan.settings
@@ -136,7 +142,7 @@ class PipelineStage:
         yield Frames(take.seed, len(frames), frames)
 
     def _call(self, ready: _Ready, take: Take, number: int, num_takes: int, emit: Emit) -> Made:
-        """The pipeline's frames, and its sound if any, in the other thread.
+        """The pipeline's frames, and its sound if any.
 
         Where memory runs out the pipeline is called again in less of it, and its denoisers' answers
         of before are served again; not one of several ranks, as the others would not know.
@@ -194,7 +200,7 @@ class PipelineStage:
             in_float32(),
             Rounds(denoising, branches, self.teams, around) if branches else nullcontext(),
             Replaying(denoising, watch, take, at_once=branches is None),
-            Guarded(self.plan, modules, watch, take, emit, ready.apart) as guarded,
+            Guarded(self.plan, modules, watch, take, watch.read_by(emit), ready.apart) as guarded,
         ):
             around.guarded = guarded
             try:
