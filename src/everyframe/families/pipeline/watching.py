@@ -89,8 +89,13 @@ class StepWatch:
 
     @property
     def _is_elsewhere(self) -> bool:
-        """Whether somebody else calls: who reads an event, or another thread."""
-        return self._is_read or threading.get_ident() != self._thread
+        """Whether somebody else calls: who reads an event, or another thread.
+
+        Within what is being compiled the thread is no question, and a graph would break at it.
+        """
+        if self._is_read or torch.compiler.is_compiling():
+            return self._is_read
+        return threading.get_ident() != self._thread
 
     def read_by(self, emit: Callable[[Event], None]) -> Callable[[Event], None]:
         """`emit`, whose reader's own calls of modules are told from the pipeline's."""
