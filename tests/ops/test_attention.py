@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend
+from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from everyframe.numerics.locate import locate
@@ -213,6 +213,20 @@ def test_an_interrupt_leaves_no_kernel_behind() -> None:
     with pytest.raises(KeyboardInterrupt), kernels_kept():
         core()
     assert torch.backends.cuda.flash_sdp_enabled()
+
+
+def test_the_order_of_kernels_that_are_not_allowed_just_now_is_kept() -> None:
+    """torch tries all that are allowed in one order, which holds for those that are not, too."""
+    before = torch._C._get_sdp_priority_order()
+    with sdpa_kernel(SDPBackend.MATH):
+        with by_kernel("math", "flash"):
+            assert _cur_sdpa_kernel_backends(with_priority=True)[0] == SDPBackend.MATH
+        core = AttentionCore()
+        attend_by(core, "math")
+        core(*(torch.ones(1, 1, 4, 8) for _ in range(3)))
+        with kernels_kept():
+            assert _cur_sdpa_kernel_backends() == [SDPBackend.MATH]
+    assert torch._C._get_sdp_priority_order() == before
 
 
 @pytest.mark.filterwarnings("error")

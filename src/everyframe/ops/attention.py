@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,6 @@ from torch.nn.attention import (
     SDPBackend,
     _cur_sdpa_kernel_backends,
     _sdpa_kernel,
-    sdpa_kernel,
 )
 from torch.utils.hooks import RemovableHandle
 
@@ -99,6 +99,28 @@ def keys_with_a_place_to_look(mask_BL: Tensor) -> Tensor:
     return mask_BL | first
 
 
+@dataclass(frozen=True)
+class Kernels:
+    """Which kernels torch may choose from, and in which order it tries all that there are.
+
+    torch's own `sdpa_kernel` keeps the order of those alone that were allowed.
+    """
+
+    allowed: tuple[SDPBackend, ...]
+    order: tuple[int, ...]
+
+    @classmethod
+    def now(cls) -> Kernels:
+        """As it is in this process."""
+        order = map(int, torch._C._get_sdp_priority_order())
+        return cls(tuple(_cur_sdpa_kernel_backends()), tuple(order))
+
+    def use(self) -> None:
+        """Have it so in the whole process: only for a run that computes alone."""
+        _sdpa_kernel(self.allowed)
+        torch._C._set_sdp_priority_order(list(self.order))
+
+
 @contextmanager
 def by_kernel(*kernels: str, strictly: bool = False) -> Iterator[None]:
     """Within, torch's attention is computed by the first of these `KERNELS` that takes it.
@@ -107,7 +129,8 @@ def by_kernel(*kernels: str, strictly: bool = False) -> Iterator[None]:
     raises a `RuntimeError` there. The choice is the process': no other run of ours computes
     meanwhile.
     """
-    with alone(), sdpa_kernel(_wanted(kernels, strictly), set_priority=True):
+    with kernels_kept():
+        _sdpa_kernel(_wanted(kernels, strictly), set_priority=True)
         yield
 
 
@@ -126,35 +149,24 @@ def kernels_kept() -> Iterator[None]:
     fault), so a module of `attend_by` is not left then. No other run of ours computes meanwhile.
     """
     with alone():
-        before = _cur_sdpa_kernel_backends(with_priority=True)
+        before = Kernels.now()
         try:
             yield
         finally:
-            _sdpa_kernel(before, set_priority=True)
+            before.use()
 
 
 @contextmanager
-def kernels_lent(to: Sequence[SDPBackend] | None = None) -> Iterator[None]:
-    """Within, others choose kernels, of those in `to` at first; afterwards they are as before.
+def kernels_lent(to: Kernels | None = None) -> Iterator[None]:
+    """Within, others choose kernels, of `to` at first; afterwards they are as before.
 
     Not after an exception: whoever leaves by one computes no more.
     """
-    before = _cur_sdpa_kernel_backends(with_priority=True)
+    before = Kernels.now()
     if to is not None:
-        _sdpa_kernel(to, set_priority=True)
+        to.use()
     yield
-    _sdpa_kernel(before, set_priority=True)
-
-
-def kernels_now() -> list[SDPBackend]:
-    """Those that torch may choose from just now, the first choice first."""
-    found: list[SDPBackend] = _cur_sdpa_kernel_backends(with_priority=True)
-    return found
-
-
-def use_kernels(kernels: Sequence[SDPBackend]) -> None:
-    """Have torch choose from these, in the whole process: only for a run that computes alone."""
-    _sdpa_kernel(kernels, set_priority=True)
+    before.use()
 
 
 def takes(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> bool:
@@ -180,7 +192,7 @@ class AttendBy:
         self._kernels = tuple(kernels)
         # Plain states and no context managers: one that is never left would set kernels when it is
         # collected, at any time.
-        self._before: list[tuple[nn.Module, list[SDPBackend]]] = []
+        self._before: list[tuple[nn.Module, Kernels]] = []
         self._handles: list[RemovableHandle] = []
         for part in parts:
             # Around all other hooks or inside of them, and left again even if the call raises.
@@ -195,13 +207,13 @@ class AttendBy:
         self._handles = []
 
     def _enter(self, module: nn.Module, *_: object) -> None:
-        self._before.append((module, _cur_sdpa_kernel_backends(with_priority=True)))
+        self._before.append((module, Kernels.now()))
         _sdpa_kernel(_wanted(self._kernels), set_priority=True)
 
     def _leave(self, module: nn.Module, *_: object) -> None:
         # A call that ended in somebody's hook before ours was never entered.
         if self._before and self._before[-1][0] is module:
-            _sdpa_kernel(self._before.pop()[1], set_priority=True)
+            self._before.pop()[1].use()
 
 
 def attend_by(

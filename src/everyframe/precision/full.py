@@ -21,7 +21,7 @@ import torch
 from everyframe.core.plan import Switches
 from everyframe.hardware.switches import alone
 from everyframe.hardware.thread_state import ThreadState
-from everyframe.ops.attention import kernels_now
+from everyframe.ops.attention import Kernels
 
 #: Switches of CUDA's matrix products that let sums be kept in half precision.
 _NARROW_SUMS = (
@@ -86,7 +86,7 @@ def switches_of(thread: ThreadState) -> Switches:
         casts=thread.casts_to,
         float32=tuple((name, each.fp32_precision) for name, each in operations.items()),
         narrow_sums=tuple(name for name in _NARROW_SUMS if getattr(backends.cuda.matmul, name)),
-        attention=tuple(sorted(each.name.lower() for each in kernels_now())),
+        attention=tuple(sorted(each.name.lower() for each in Kernels.now().allowed)),
     )
 
 

@@ -22,7 +22,7 @@ from torch import nn
 
 from everyframe.core.events import Event
 from everyframe.hardware.switches import Turn, is_alone
-from everyframe.ops.attention import kernels_lent, kernels_now, use_kernels
+from everyframe.ops.attention import Kernels, kernels_lent
 
 _Result = TypeVar("_Result")
 
@@ -103,14 +103,18 @@ class _Alternating:
             self._wait()
 
     def stop(self) -> None:
-        """End the call at the next module that it calls, and wait for that."""
+        """End the call at the next module that it calls, and wait for that.
+
+        An interrupt may have come before the thread was seen to begin: then it ends by itself.
+        """
         self._is_stopped = True
-        handle = nn.modules.module.register_module_forward_pre_hook(self._leave)
-        try:
-            self._go.release()
-            self.thread.join()
-        finally:
-            handle.remove()
+        self._go.release()
+        if self.thread.is_alive():
+            handle = nn.modules.module.register_module_forward_pre_hook(self._leave)
+            try:
+                self.thread.join()
+            finally:
+                handle.remove()
 
     def _leave(self, module: nn.Module, args: Any) -> None:
         if threading.current_thread() is self.thread:
@@ -140,21 +144,23 @@ def alternating(call: Callable[[Tell], _Result], within: Within) -> Generator[Ev
     The call's thread enters ``within()`` first. Whatever the call raises is raised here.
     """
     both = _Alternating(call, within)
-    both.thread.start()
+    is_over = False
     try:
-        while True:
+        both.thread.start()
+        while not is_over:
             both.go_on()
             kind, value = both.answers.get()
             if kind == "event":
                 yield value
-            elif kind == "error":
-                raise value
-            else:
-                result: _Result = value
-                return result
+            is_over = kind != "event"
     finally:
-        if both.thread.is_alive():
+        if not is_over:
             both.stop()
+    both.thread.join()
+    if kind == "error":
+        raise value
+    result: _Result = value
+    return result
 
 
 def _in_this_thread(call: Callable[[Tell], _Result], tell: Tell) -> Generator[Event, None, _Result]:
@@ -205,11 +211,11 @@ def _beside_others(call: Callable[[Tell], _Result]) -> Callable[[Tell], _Result]
                 emit(event)
 
         with turn:
-            own = kernels_now()
+            own = Kernels.now()
             try:
                 return call(between)
             finally:
                 if turn.is_alone and turn.is_held:
-                    use_kernels(own)
+                    own.use()
 
     return made
