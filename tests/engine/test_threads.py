@@ -24,6 +24,7 @@ import everyframe
 import tiny
 import tiny_pipelines
 from everyframe.core.events import Event, Frames, Step
+from everyframe.families.pipeline.quiet import quiet_libraries
 from everyframe.hardware import switches
 from everyframe.hardware.threads import cpu_threads
 from tiny_pipelines import loaded
@@ -277,3 +278,23 @@ def test_what_another_thread_casts_is_its_own(works: dict[str, Callable[[], Arra
     end.set()
     thread.join()
     assert not errors
+
+
+def test_libraries_say_afterwards_what_they_said_before(folders: dict[str, Path]) -> None:
+    """Also while a stream stands still, and when two that load overlap."""
+    from diffusers.utils import logging as library
+
+    before = library.get_verbosity(), library.is_progress_bar_enabled()
+    streams = [stream_of(folders, "a folder", None) for _ in range(2)]
+    while streams:
+        for events in tuple(streams):
+            if next(events, None) is None:
+                streams.remove(events)
+            assert (library.get_verbosity(), library.is_progress_bar_enabled()) == before
+    with quiet_libraries():
+        thread = quiet_libraries(even_errors=True)
+        thread.__enter__()
+        assert library.get_verbosity() == library.CRITICAL
+    assert library.get_verbosity() == library.CRITICAL
+    thread.__exit__(None, None, None)
+    assert (library.get_verbosity(), library.is_progress_bar_enabled()) == before

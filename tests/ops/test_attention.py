@@ -18,6 +18,7 @@ from everyframe.ops.attention import (
     kernels_kept,
     keys_with_a_place_to_look,
     merge_heads,
+    plain_attention,
     split_heads,
 )
 
@@ -213,6 +214,17 @@ def test_an_interrupt_leaves_no_kernel_behind() -> None:
     with pytest.raises(KeyboardInterrupt), kernels_kept():
         core()
     assert torch.backends.cuda.flash_sdp_enabled()
+
+
+@pytest.mark.parametrize("has_mask", [False, True])
+def test_plain_attention_is_that_of_the_plain_kernel(*, has_mask: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 16, 8, generator=generator) for _ in range(3))
+    mask = torch.randn(16, 16, generator=generator) > 0 if has_mask else None
+    with by_kernel("math"):
+        wanted = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    assert torch.equal(plain_attention(q, k, v, mask), wanted)
+    assert not torch.equal(nn.functional.scaled_dot_product_attention(q, k, v, mask), wanted)
 
 
 def test_the_order_of_kernels_that_are_not_allowed_just_now_is_kept() -> None:

@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.overrides import _get_current_function_mode_stack
-from torch.overrides import _push_mode as _push_function_mode
+import torch.overrides
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
 
 from everyframe.hardware.threads import cpu_threads
+
+_MODES: Any = torch.overrides
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,8 @@ class ThreadState:
     @classmethod
     def here(cls) -> ThreadState:
         """This thread's."""
-        has_cards = torch.cuda.is_available() and torch.cuda.is_initialized()
+        cuda: Any = torch.cuda
+        has_cards = cuda.is_available() and cuda.is_initialized()
         cards = range(torch.cuda.device_count()) if has_cards else ()
         return cls(
             num_threads=torch.get_num_threads(),
@@ -53,7 +55,7 @@ class ThreadState:
                 for kind in _kinds()
             ),
             keeps_casts=torch.is_autocast_cache_enabled(),
-            function_modes=tuple(_get_current_function_mode_stack()),
+            function_modes=tuple(_MODES._get_current_function_mode_stack()),
             dispatch_modes=tuple(_get_current_dispatch_mode_stack()),
             card=torch.cuda.current_device() if has_cards else None,
             streams=tuple(torch.cuda.current_stream(number) for number in cards),
@@ -82,7 +84,7 @@ class ThreadState:
         if self.card is not None:
             torch.cuda.set_device(self.card)
         for mode in self.function_modes:
-            _push_function_mode(mode)
+            _MODES._push_mode(mode)
         for mode in self.dispatch_modes:
             _push_dispatch_mode(mode)
         with (

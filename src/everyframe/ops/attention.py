@@ -141,6 +141,26 @@ def _wanted(kernels: Sequence[str], strictly: bool = False) -> list[SDPBackend]:
     return wanted
 
 
+def plain_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """torch's attention by its plain kernel, whichever the process chooses; nothing is switched."""
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        added = torch.zeros_like(attn_mask, dtype=query.dtype)
+        attn_mask = added.masked_fill_(attn_mask.logical_not(), -torch.inf)
+    made: Tensor = torch.ops.aten._scaled_dot_product_attention_math(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )[0]
+    return made
+
+
 @contextmanager
 def kernels_kept() -> Iterator[None]:
     """However the block ends, torch chooses kernels afterwards as it did before.

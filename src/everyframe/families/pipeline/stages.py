@@ -34,7 +34,7 @@ from everyframe.families.pipeline.guarded import Apart, Guarded
 from everyframe.families.pipeline.interface import Interface
 from everyframe.families.pipeline.loading import load, set_guidance
 from everyframe.families.pipeline.outputs import Array, beyond_range, frames_of, sound_of
-from everyframe.families.pipeline.quiet import quiet_libraries, silent
+from everyframe.families.pipeline.quiet import quietly, silent
 from everyframe.families.pipeline.reliefs import PipelineReliefs
 from everyframe.families.pipeline.replaying import HandedOn, Replaying
 from everyframe.families.pipeline.rounds import Rounds
@@ -95,9 +95,8 @@ class PipelineStage:
             if pipe is None:
                 assert self.files is not None
                 found: list[Any] = []
-                with quiet_libraries():
-                    leads = self.teams.team.is_lead
-                    yield from load(self.plan, self.files, found, encodes=leads)
+                leads = self.teams.team.is_lead
+                yield from quietly(load(self.plan, self.files, found, encodes=leads))
                 pipe = found.pop()
             else:
                 stack.enter_context(in_one_run(pipe))
