@@ -20,6 +20,7 @@ from everyframe.core.plan import Plan
 from everyframe.core.request import Request
 from everyframe.engine.keeping import write
 from everyframe.engine.moving import OF_RANKS, asked_anew, divided_anew, said_of_move
+from everyframe.engine.owner import as_owned
 from everyframe.engine.ranks import Join, Met, joined, met
 from everyframe.engine.record import differences, make_record
 from everyframe.engine.relieving import in_less, relieved_of, remind
@@ -29,7 +30,7 @@ from everyframe.families.family import Model, Take
 from everyframe.hardware.facts import machine_facts
 from everyframe.media.paths import check_folder
 from everyframe.planning.models import find_model
-from everyframe.planning.resolve import GivenModel, switches_of
+from everyframe.planning.resolve import GivenModel
 from everyframe.runs.folder import RunFolder
 from everyframe.runs.keeper import Keep, Keeper, Pace, Progress, furthest
 from everyframe.runs.store import Store
@@ -104,10 +105,7 @@ def go_on(
         run = read_run(folder)
         place = _place_of_report(run) if leads else None
         _check_here(run, is_same=ranks is None)
-        model = _model(run, given_model)
-        if given_model is not None and (switches := switches_of(given_model)) is not None:
-            owned = replace(run.plan, num_threads=switches.num_threads, switches=switches)
-            run = replace(run, plan=owned)
+        run, model = replace(run, plan=as_owned(run.plan, given_model)), _model(run, given_model)
         request = run.request if ranks is None else asked_anew(run.request, ranks)
         peers = met(request, join, run.plan.num_threads if ranks is None else None)
         left = [take for take in takes_of(run.request, run.plan) if take.seed not in skip]

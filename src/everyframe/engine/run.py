@@ -37,6 +37,7 @@ from everyframe.core.request import Request
 from everyframe.engine.gathering import gathered
 from everyframe.engine.given import read_given, start_noise
 from everyframe.engine.keeping import begin, keeper_of, kept
+from everyframe.engine.owner import as_owned, other_threads, threads_for
 from everyframe.engine.ranks import Here, Join, joined, met
 from everyframe.engine.record import for_seed, make_record
 from everyframe.engine.reporting import loaded_in, reported
@@ -84,12 +85,12 @@ def stream(
     prepared = prepare(
         request,
         may_fetch=True,
-        num_threads=num_threads if peers is None else peers.num_threads,
+        num_threads=threads_for(given_model, num_threads) if peers is None else peers.num_threads,
         devices=None if peers is None else peers.devices,
         given=given_model,
         will_run=peers is None or peers.rank == 0,
     )
-    plan, model = prepared.plan, prepared.model
+    plan, model = as_owned(prepared.plan, given_model), prepared.model
     if plan.obstacle is not None:
         yield Planned(plan)  # so that it can be seen what is in the way
     check_feasible(plan)
@@ -97,7 +98,8 @@ def stream(
     _log.debug("plan: %s", plan)
     yield Planned(plan)
     given = takes[0].given
-    for note in (*plan.notes, *given.notes, *(f"fetching {part}" for part in plan.to_fetch)):
+    notes = (*plan.notes, *other_threads(plan, num_threads), *given.notes)
+    for note in (*notes, *(f"fetching {part}" for part in plan.to_fetch)):
         yield Note(note)
     model = model.fetch()
     check_contents(model)

@@ -16,9 +16,9 @@ from everyframe.core.amounts import parse_bytes
 from everyframe.core.division import Division
 from everyframe.core.errors import CannotRunError
 from everyframe.core.facts import DeviceFacts, MachineFacts, Rates
-from everyframe.core.plan import Plan, Remedy, Settings, StagePlan, Switches
+from everyframe.core.plan import Plan, Remedy, Settings, StagePlan
 from everyframe.core.request import DTYPES, Request, random_seed
-from everyframe.families.family import InMemory, Model, Reading
+from everyframe.families.family import Model, Reading
 from everyframe.families.registry import (
     check_option_names,
     family_options,
@@ -104,8 +104,7 @@ def prepare(
 ) -> Prepared:
     """The plan with its model; with `may_fetch` a hub model's configs may be fetched for it.
 
-    `num_threads` (of the CPU) is the number of usable cores unless a record asks for another, and
-    torch's own for a model in memory;
+    `num_threads` (of the CPU) is the number of usable cores unless a record asks for another;
     `devices` are those of ranks that met, `given` is a model that somebody has in memory.
     `with_seconds` is for a plan that is shown: this machine is measured, for up to a second, to
     forecast times, and prompts are held against tokenizers that are here, as a run will.
@@ -120,10 +119,6 @@ def prepare(
     devices = _usable(devices or asked_devices(request, facts), request)
     check_division(request, model, settings, len(devices))
     device = in_common(devices)
-    switches = None if given is None else switches_of(given)
-    if switches is not None:
-        notes = (*notes, *_other_threads(num_threads, switches))
-        num_threads = switches.num_threads
     num_threads = num_threads or default_threads(facts, len(devices), is_here=profile is None)
     chooser = _chooser(request, facts, devices, num_threads, is_here=profile is None)
     # Repairs are of this machine, and a model that somebody has in memory may hold any weights.
@@ -151,25 +146,10 @@ def prepare(
         rates="" if rates is None else rates.source,
         profile=None if profile is None else str(profile),
         division=shares.division,
-        switches=switches,
     )
     # What somebody has in memory is there already: what is free says nothing against it.
     obstacle = None if given is not None else obstacle_of(plan, fitting, fitted, facts)
     return Prepared(replace(plan, obstacle=obstacle), model, fitted, chooser)
-
-
-def switches_of(given: GivenModel) -> Switches | None:
-    """Torch's switches that hold for a model in memory, which are its owner's."""
-    return given.model.switches if isinstance(given.model, InMemory) else None
-
-
-def _other_threads(wanted: int | None, switches: Switches) -> Iterator[str]:
-    """What is said where a record asks for another number of threads than there are."""
-    if wanted not in (None, switches.num_threads):
-        yield (
-            f"the record is of {wanted} threads, and torch has {switches.num_threads} here, which "
-            f"gives other last bits; torch.set_num_threads({wanted}) before the call gives the same"
-        )
 
 
 def _model(request: Request, given: GivenModel | None, *, may_fetch: bool) -> tuple[Model, str]:

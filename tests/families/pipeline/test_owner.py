@@ -25,7 +25,12 @@ import tiny_pipelines
 from everyframe.core.errors import EveryframeError, InputError
 from everyframe.core.events import Event, Frames, Note, Planned, Step
 from everyframe.core.plan import Switches
+from everyframe.engine.resuming import go_on
+from everyframe.families.pipeline.given import given_pipeline
+from everyframe.families.registry import family_options
 from everyframe.hardware.threads import cpu_threads
+from everyframe.planning.resolve import GivenModel
+from everyframe.runs.folder import find_run
 from tiny_pipelines import loaded
 
 ASKED: dict[str, Any] = {"prompt": "a red fox", "num_inference_steps": 2, "seed": 3}
@@ -251,6 +256,35 @@ def test_what_is_otherwise_than_in_the_record_is_told(wan: Any) -> None:
     assert again.record["plan"]["num_threads"] == 1
     notes = [each.text for each in seen if isinstance(each, Note)]
     assert any("torch.set_num_threads(2) before the call" in text for text in notes)
+
+
+def test_a_run_that_is_gone_on_with_is_as_its_owner_has_set_torch_now(
+    wan: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EVERYFRAME_RUNS", str(tmp_path))
+
+    def broken_off() -> None:
+        def stop(event: Event) -> None:
+            if isinstance(event, Step):
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            ours(wan, "wan", on_event=stop)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        broken_off()
+        video = everyframe.resume(pipe=wan, output="float")
+        assert isinstance(video, everyframe.Video)
+        assert np.array_equal(video.frames, theirs(wan, "wan"))
+        broken_off()
+    given = GivenModel("pipeline", given_pipeline(wan, family_options("pipeline", _request())))
+    events = list(go_on(find_run(None), given_model=given))
+    notes = [each.text for each in events if isinstance(each, Note)]
+    assert any("torch's casts was [['cpu', 'bfloat16']], is []" in text for text in notes)
+
+
+def _request() -> everyframe.Request:
+    return everyframe.Request(**asked_of("wan"))
 
 
 def test_events_are_told_once_and_in_the_order_of_a_stream(wan: Any) -> None:
