@@ -40,6 +40,7 @@ from everyframe.runs.keeper import Keep
 from everyframe.runs.listing import Listed
 
 Output = Literal["uint8", "float"]
+Tell = Callable[[Event], None]
 
 
 def generate(
@@ -83,7 +84,7 @@ def generate(
     else:
         keep = Keep(root, as_uint8=as_uint8)
         events = engine.stream(request, num_threads=num_threads, keep=keep)
-    videos = _videos(compare_with(record, events), output, on_event)
+    videos = _videos(compare_with(record, events), output, _Told(on_event))
     return videos if request.num_videos > 1 else videos[0]
 
 
@@ -116,15 +117,15 @@ def resume(
     """
     _check_output(output)
     if run is None and pipe is not None:
-        folder = find_run_of(_given_model(pipe, Request()).digests())
+        folder = find_run_of(_given_model(pipe, Request(), None).digests())
     else:
         folder = find_run(run)
     begun = read_run(folder)
     if output == "float" and begun.as_uint8 and begun.plan.settings.chain > 1:
         raise InputError(f'{folder.name} was begun for output="uint8"; its clips are kept so')
-    given = None
+    given, told = None, _Told(on_event)
     if pipe is not None:
-        given = _given_model(pipe, begun.request)
+        given = _given_model(pipe, begun.request, told.at_once)
     number = _ranks_to_go_on_with(folder, devices, pipe)
     devices = Request(**devices).given()  # as they are written, whatever Python has for them
     if number > 1:
@@ -135,7 +136,7 @@ def resume(
         events = go_on(
             folder, given_model=given, ranks=devices or None, trust_remote_code=trust_remote_code
         )
-    videos = _videos(events, output, on_event)
+    videos = _videos(events, output, told)
     return videos if begun.plan.settings.num_videos > 1 else videos[0]
 
 
@@ -164,8 +165,9 @@ def run(
 ) -> Video | list[Video]:
     """Make a video with a diffusers pipeline that is loaded already; a list for several.
 
-    The pipeline runs as it is, on its device and in its dtypes, and is left as it was. Notes and
-    repairs are warnings, as in `generate`.
+    The pipeline runs as it is, on its device and in its dtypes, and is left as it was. It is called
+    in this thread, with torch as it is set here: autocast, threads, TF32, modes. Notes and repairs
+    are warnings, as in `generate`.
 
     Args:
         pipe: a text or image to video pipeline of diffusers, plain or modular.
@@ -182,8 +184,9 @@ def run(
     given = options if prompt is None else {"prompt": prompt, **options}
     record = None if from_record is None else record_in(from_record)
     request, num_threads = _request_of_pipe(given, record)
-    events = compare_with(record, _events_of_pipe(pipe, request, num_threads))
-    videos = _videos(events, output, on_event)
+    told = _Told(on_event)
+    events = _events_of_pipe(pipe, request, num_threads, told.at_once)
+    videos = _videos(compare_with(record, events), output, told)
     return videos if request.num_videos > 1 else videos[0]
 
 
@@ -192,7 +195,8 @@ def stream(request: Request, *, pipe: Any = None) -> Iterator[Event]:
 
     A stream that is closed before its end leaves its run, which `resume` goes on with.
 
-    With `pipe`, a loaded diffusers pipeline, it is that which runs; see `run`.
+    With `pipe`, a loaded diffusers pipeline, it is that which runs; see `run`. Its call has a
+    thread of its own, in which torch is set as it is here and now, where the stream is asked for.
     """
     if pipe is not None:
         return _events_of_pipe(pipe, request, None)
@@ -257,17 +261,19 @@ def trace_diff(a: str | Path, b: str | Path, what: Any = None) -> tracing.Verdic
     return tracing.diff(a, b, find)
 
 
-def _given_model(pipe: Any, request: Request) -> GivenModel:
+def _given_model(pipe: Any, request: Request, tell: Tell | None) -> GivenModel:
     # Not on top: this brings diffusers.
     from everyframe.families.pipeline.given import given_pipeline
 
-    model = given_pipeline(pipe, family_options("pipeline", request))
+    model = given_pipeline(pipe, family_options("pipeline", request), tell)
     return GivenModel("pipeline", model, model.digests)
 
 
-def _events_of_pipe(pipe: Any, request: Request, num_threads: int | None) -> Events:
+def _events_of_pipe(
+    pipe: Any, request: Request, num_threads: int | None, tell: Tell | None = None
+) -> Events:
     check_option_names(request)
-    given = _given_model(pipe, request)
+    given = _given_model(pipe, request, tell)
     model: Any = given.model
     here = Request(**{**request.given(), "device": model.device})
     return engine.stream(here, num_threads=num_threads, given_model=given)
@@ -290,17 +296,38 @@ def _request_of_pipe(
     return request_from(record, ours, has_model=True), threads_to_repeat(record)
 
 
-def _told(events: Events, tell: Callable[[Event], None] | None) -> Iterator[Event]:
-    """The same events; the caller is told of each, and warned of notes and repairs."""
-    with closing(events):
-        for event in events:
-            if isinstance(event, Note):
-                _warn(event.text)
-            elif isinstance(event, Repaired):
-                _warn(f"repaired: {event.text}")
-            if tell is not None:
-                tell(event)
-            yield event
+class _Told:
+    """Tells of each event once, of those of a pipeline's call as they happen.
+
+    Notes and repairs are warnings besides.
+    """
+
+    def __init__(self, tell: Tell | None) -> None:
+        self._tell = tell
+        self._early: list[Event] = []
+
+    def at_once(self, event: Event) -> None:
+        """Tell of an event of the call, which comes again among the `rest`."""
+        self._early.append(event)
+        self._say(event)
+
+    def rest(self, events: Events) -> Iterator[Event]:
+        """All events; those that were not told yet are told."""
+        with closing(events):
+            for event in events:
+                if self._early and event is self._early[0]:
+                    del self._early[0]
+                else:
+                    self._say(event)
+                yield event
+
+    def _say(self, event: Event) -> None:
+        if isinstance(event, Note):
+            _warn(event.text)
+        elif isinstance(event, Repaired):
+            _warn(f"repaired: {event.text}")
+        if self._tell is not None:
+            self._tell(event)
 
 
 def _warn(text: str) -> None:
@@ -328,13 +355,13 @@ def _request(
     return request_from(record, given), threads_to_repeat(record)
 
 
-def _videos(events: Events, output: Output, tell: Callable[[Event], None] | None) -> list[Video]:
+def _videos(events: Events, output: Output, told: _Told) -> list[Video]:
     """The videos in the order of their seeds, whichever of several devices was done first."""
     frames: dict[int, list[np.ndarray[Any, Any]]] = {}
     sounds: dict[int, Sound] = {}
     videos: dict[int, Video] = {}
     fps = Fraction(0)
-    for event in _told(events, tell):
+    for event in told.rest(events):
         if isinstance(event, Planned):
             # Before hours of work: not every number is a frame rate that can be had.
             fps = exact_fps(event.plan.settings.fps)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend
+from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from everyframe.numerics.locate import locate
@@ -18,6 +18,7 @@ from everyframe.ops.attention import (
     kernels_kept,
     keys_with_a_place_to_look,
     merge_heads,
+    plain_attention,
     split_heads,
 )
 
@@ -213,6 +214,31 @@ def test_an_interrupt_leaves_no_kernel_behind() -> None:
     with pytest.raises(KeyboardInterrupt), kernels_kept():
         core()
     assert torch.backends.cuda.flash_sdp_enabled()
+
+
+@pytest.mark.parametrize("has_mask", [False, True])
+def test_plain_attention_is_that_of_the_plain_kernel(*, has_mask: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 16, 8, generator=generator) for _ in range(3))
+    mask = torch.randn(16, 16, generator=generator) > 0 if has_mask else None
+    with by_kernel("math"):
+        wanted = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    assert torch.equal(plain_attention(q, k, v, mask), wanted)
+    assert not torch.equal(nn.functional.scaled_dot_product_attention(q, k, v, mask), wanted)
+
+
+def test_the_order_of_kernels_that_are_not_allowed_just_now_is_kept() -> None:
+    """torch tries all that are allowed in one order, which holds for those that are not, too."""
+    before = torch._C._get_sdp_priority_order()
+    with sdpa_kernel(SDPBackend.MATH):
+        with by_kernel("math", "flash"):
+            assert _cur_sdpa_kernel_backends(with_priority=True)[0] == SDPBackend.MATH
+        core = AttentionCore()
+        attend_by(core, "math")
+        core(*(torch.ones(1, 1, 4, 8) for _ in range(3)))
+        with kernels_kept():
+            assert _cur_sdpa_kernel_backends() == [SDPBackend.MATH]
+    assert torch._C._get_sdp_priority_order() == before
 
 
 @pytest.mark.filterwarnings("error")

@@ -197,6 +197,22 @@ class StagePlan:
 
 
 @dataclass(frozen=True)
+class Switches:
+    """Torch's switches of whoever called: they hold for a pipeline in memory, and nobody sets them.
+
+    `casts` are the kinds of devices on which autocast is on, with its dtype. `float32` says by
+    operation how float32 is multiplied (``ieee``, ``tf32``, ``bf16``, or ``none``: as torch
+    likes). `narrow_sums` may be kept in half precision. `attention` are the kernels allowed.
+    """
+
+    num_threads: int
+    casts: tuple[tuple[str, str], ...] = ()
+    float32: tuple[tuple[str, str], ...] = ()
+    narrow_sums: tuple[str, ...] = ()
+    attention: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Plan:
     """Everything that will happen, in the order of the stages.
 
@@ -204,7 +220,8 @@ class Plan:
     `host_bytes` is what the host needs beside the device, `rates` where seconds come from, and
     `profile` the name of the made-up machine that this is for, None for the real one. With several
     devices, `division` is how they share the work, and components and stages are those of the rank
-    with the most to do.
+    with the most to do. `switches` are set for a model in memory alone, whose owner has chosen
+    them; the plan of any other sets its own.
     """
 
     model: str
@@ -223,6 +240,7 @@ class Plan:
     rates: str = ""
     profile: str | None = None
     division: Division | None = None
+    switches: Switches | None = None
 
     @property
     def num_operations(self) -> int:

@@ -279,6 +279,7 @@ def differences(
     device = record.get("plan", {}).get("device", {}).get("name")
     if device != other["plan"]["device"]["name"]:
         found.append(f"the device was {device}, is {other['plan']['device']['name']}")
+    found += _other_switches(record, other)
     found += [
         f"it ran out of memory in {repair.get('stage')} and went on otherwise: {repair.get('to')}"
         for repair in record.get("repairs", ())
@@ -306,6 +307,17 @@ def _not_taken(record: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[
         less = sorted(set(part.get("paths") or ()) - now.get(part["name"], set()))
         if less:
             yield f"{part['name']} ran by {', '.join(less)}, and does not here"
+
+
+def _other_switches(record: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
+    """Switches of torch that were otherwise where a pipeline in memory ran; its owner sets them."""
+    plans = json.loads(json.dumps([record.get("plan"), other["plan"]]))
+    was, now = (each.get("switches") if isinstance(each, Mapping) else None for each in plans)
+    if isinstance(was, Mapping) and isinstance(now, Mapping):
+        for name in now:
+            if name in was and was[name] != now[name]:
+                said = name.replace("_", " ")
+                yield f"torch's {said} was {was[name]!r}, is {now[name]!r}"
 
 
 def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from everyframe.core.plan import Plan
 from everyframe.core.request import Request
 from everyframe.engine.keeping import write
 from everyframe.engine.moving import OF_RANKS, asked_anew, divided_anew, said_of_move
+from everyframe.engine.owner import as_owned
 from everyframe.engine.ranks import Join, Met, joined, met
 from everyframe.engine.record import differences, make_record
 from everyframe.engine.relieving import in_less, relieved_of, remind
@@ -119,6 +120,7 @@ def go_on(
         run = read_run(folder)
         place = _place_of_report(run) if leads else None
         model = _model_here(run, given_model, trust_remote_code, is_same=ranks is None)
+        run = replace(run, plan=as_owned(run.plan, given_model))
         request = run.request if ranks is None else asked_anew(run.request, ranks)
         peers = met(request, join, run.plan.num_threads if ranks is None else None)
         left = [take for take in takes_of(run.request, run.plan) if take.seed not in skip]

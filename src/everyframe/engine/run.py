@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,7 @@ from everyframe.core.request import Request
 from everyframe.engine.gathering import gathered
 from everyframe.engine.given import read_given, start_noise
 from everyframe.engine.keeping import begin, keeper_of, kept
+from everyframe.engine.owner import as_owned, other_threads, threads_for
 from everyframe.engine.ranks import Here, Join, joined, met
 from everyframe.engine.record import for_seed, make_record
 from everyframe.engine.reporting import loaded_in, reported
@@ -45,6 +46,8 @@ from everyframe.families.loading import check_contents, let_go
 from everyframe.families.remembered import Key, forget, key_of, remember
 from everyframe.hardware.lost import losses_told
 from everyframe.hardware.peak import give_back, is_out_of_memory
+from everyframe.hardware.switches import Turn
+from everyframe.hardware.thread_state import without_casts
 from everyframe.hardware.threads import cpu_threads
 from everyframe.media.paths import check_folder
 from everyframe.ops.attention import kernels_kept
@@ -70,7 +73,8 @@ def stream(
 
     Raises an `EveryframeError` for anything that a person should know; nothing was written then.
     `num_threads` overrules the number of CPU threads, which a record asks for to get its bits back.
-    `given_model` is one in memory, in place of one that the request names. How far the run comes is
+    `given_model` is one in memory, in place of one that the request names; torch's switches are its
+    owner's then, and none is set. How far the run comes is
     kept as `keep` says (None: in `runs_folder`). `join` meets the other ranks of a plan that has
     several; see `Division.speaks` for whose events count.
     """
@@ -81,12 +85,12 @@ def stream(
     prepared = prepare(
         request,
         may_fetch=True,
-        num_threads=num_threads if peers is None else peers.num_threads,
+        num_threads=threads_for(given_model, num_threads) if peers is None else peers.num_threads,
         devices=None if peers is None else peers.devices,
         given=given_model,
         will_run=peers is None or peers.rank == 0,
     )
-    plan, model = prepared.plan, prepared.model
+    plan, model = as_owned(prepared.plan, given_model), prepared.model
     if plan.obstacle is not None:
         yield Planned(plan)  # so that it can be seen what is in the way
     check_feasible(plan)
@@ -94,7 +98,8 @@ def stream(
     _log.debug("plan: %s", plan)
     yield Planned(plan)
     given = takes[0].given
-    for note in (*plan.notes, *given.notes, *(f"fetching {part}" for part in plan.to_fetch)):
+    notes = (*plan.notes, *other_threads(plan, num_threads), *given.notes)
+    for note in (*notes, *(f"fetching {part}" for part in plan.to_fetch)):
         yield Note(note)
     model = model.fetch()
     check_contents(model)
@@ -138,13 +143,12 @@ def _as_planned(events: Events, here: Here) -> Events:
     """The same events, made with the plan's threads, in full float32 and without gradients.
 
     All are entered for each event anew: whoever reads the stream runs between two events, and
-    nothing of theirs may change by it.
+    nothing of theirs may change by it. For a model in memory torch stays as its owner has it.
     """
-    num_threads, where = here.plan.num_threads, "before its first stage"
+    where, turn = "before its first stage", Turn(is_alone=True)
     with closing(events):
         while True:
-            # An interrupt inside of a module would leave its kernels of attention to what comes.
-            with cpu_threads(num_threads), kernels_kept(), full_float32(), torch.inference_mode():
+            with _switched(here.plan, turn) if here.plan.switches is None else nullcontext():
                 event = _next(events, here, where)
             if event is None:
                 return
@@ -154,6 +158,24 @@ def _as_planned(events: Events, here: Here) -> Events:
                 # A card's work is queued: what failed may be of any step after the last one here.
                 where = f"after step {event.step} of {event.stage}"
             yield event
+
+
+@contextmanager
+def _switched(plan: Plan, turn: Turn) -> Iterator[None]:
+    """Within, torch is as a plan of ours wants it, whatever this thread and the process have set.
+
+    No other run of ours computes meanwhile, since most of it holds for the process.
+    """
+    with (
+        turn,
+        cpu_threads(plan.num_threads),
+        # An interrupt inside of a module would leave its kernels of attention to what comes.
+        kernels_kept(),
+        full_float32(),
+        without_casts(),
+        torch.inference_mode(),
+    ):
+        yield
 
 
 def _next(events: Iterator[Event], here: Here, where: str) -> Event | None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from everyframe.core.events import Event
 from everyframe.core.options import FamilyOptions
-from everyframe.core.plan import Plan, Remedy, Settings
+from everyframe.core.plan import Plan, Remedy, Settings, Switches
 from everyframe.core.request import Request
 
 if TYPE_CHECKING:
@@ -279,6 +279,16 @@ class Rehearsing(Protocol):
         another stage alone; lossy ones come last. Nothing that the request asked for by name is
         changed.
         """
+        ...
+
+
+@runtime_checkable
+class InMemory(Protocol):
+    """A model that somebody has in memory: torch is as its owner has set it while it runs."""
+
+    @property
+    def switches(self) -> Switches:
+        """How that is."""
         ...
 
 

@@ -130,7 +130,8 @@ def embedded_record(path: Path) -> dict[str, Any] | None:
 
     try:
         with open_picture(path) as picture:
-            check_picture(*picture.size, repr(str(path)))
+            width, height = picture.size
+            check_picture(width, height, repr(str(path)))
             return record_of_picture(picture)
     except UnidentifiedImageError:
         return _record_of_video(path)

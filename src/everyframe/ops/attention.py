@@ -9,7 +9,8 @@ queries, keys and values are not done here, see the models in `everyframe.famili
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -18,10 +19,10 @@ from torch.nn.attention import (
     SDPBackend,
     _cur_sdpa_kernel_backends,
     _sdpa_kernel,
-    sdpa_kernel,
 )
 from torch.utils.hooks import RemovableHandle
 
+from everyframe.hardware.switches import alone, stay_alone
 from everyframe.ops.device import kind_of
 
 #: The plain kernel: two products and a softmax in float32, on every device. It holds all scores.
@@ -98,16 +99,39 @@ def keys_with_a_place_to_look(mask_BL: Tensor) -> Tensor:
     return mask_BL | first
 
 
-def by_kernel(*kernels: str, strictly: bool = False) -> AbstractContextManager[None]:
+@dataclass(frozen=True)
+class Kernels:
+    """Which kernels torch may choose from, and in which order it tries all that there are.
+
+    torch's own `sdpa_kernel` keeps the order of those alone that were allowed.
+    """
+
+    allowed: tuple[SDPBackend, ...]
+    order: tuple[int, ...]
+
+    @classmethod
+    def now(cls) -> Kernels:
+        """As it is in this process."""
+        order = map(int, torch._C._get_sdp_priority_order())
+        return cls(tuple(_cur_sdpa_kernel_backends()), tuple(order))
+
+    def use(self) -> None:
+        """Have it so in the whole process: only for a run that computes alone."""
+        _sdpa_kernel(self.allowed)
+        torch._C._set_sdp_priority_order(list(self.order))
+
+
+@contextmanager
+def by_kernel(*kernels: str, strictly: bool = False) -> Iterator[None]:
     """Within, torch's attention is computed by the first of these `KERNELS` that takes it.
 
     Where none takes what is given (a mask, a dtype) the plain kernel does it; `strictly` torch
-    raises a `RuntimeError` there.
+    raises a `RuntimeError` there. The choice is the process': no other run of ours computes
+    meanwhile.
     """
-    context: AbstractContextManager[None] = sdpa_kernel(
-        _wanted(kernels, strictly), set_priority=True
-    )
-    return context
+    with kernels_kept():
+        _sdpa_kernel(_wanted(kernels, strictly), set_priority=True)
+        yield
 
 
 def _wanted(kernels: Sequence[str], strictly: bool = False) -> list[SDPBackend]:
@@ -117,18 +141,52 @@ def _wanted(kernels: Sequence[str], strictly: bool = False) -> list[SDPBackend]:
     return wanted
 
 
+def plain_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """torch's attention by its plain kernel, whichever the process chooses; nothing is switched."""
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        added = torch.zeros_like(attn_mask, dtype=query.dtype)
+        attn_mask = added.masked_fill_(attn_mask.logical_not(), -torch.inf)
+    made: Tensor = torch.ops.aten._scaled_dot_product_attention_math(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )[0]
+    return made
+
+
 @contextmanager
 def kernels_kept() -> Iterator[None]:
     """However the block ends, torch chooses kernels afterwards as it did before.
 
     Torch calls no hook for what is not an `Exception` (an interrupt, the end of a search for a
-    fault), so a module of `attend_by` is not left then.
+    fault), so a module of `attend_by` is not left then. No other run of ours computes meanwhile.
     """
-    before = _cur_sdpa_kernel_backends(with_priority=True)
-    try:
-        yield
-    finally:
-        _sdpa_kernel(before, set_priority=True)
+    with alone():
+        before = Kernels.now()
+        try:
+            yield
+        finally:
+            before.use()
+
+
+@contextmanager
+def kernels_lent(to: Kernels | None = None) -> Iterator[None]:
+    """Within, others choose kernels, of `to` at first; afterwards they are as before.
+
+    Not after an exception: whoever leaves by one computes no more.
+    """
+    before = Kernels.now()
+    if to is not None:
+        to.use()
+    yield
+    before.use()
 
 
 def takes(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> bool:
@@ -154,7 +212,7 @@ class AttendBy:
         self._kernels = tuple(kernels)
         # Plain states and no context managers: one that is never left would set kernels when it is
         # collected, at any time.
-        self._before: list[tuple[nn.Module, list[SDPBackend]]] = []
+        self._before: list[tuple[nn.Module, Kernels]] = []
         self._handles: list[RemovableHandle] = []
         for part in parts:
             # Around all other hooks or inside of them, and left again even if the call raises.
@@ -169,13 +227,13 @@ class AttendBy:
         self._handles = []
 
     def _enter(self, module: nn.Module, *_: object) -> None:
-        self._before.append((module, _cur_sdpa_kernel_backends(with_priority=True)))
+        self._before.append((module, Kernels.now()))
         _sdpa_kernel(_wanted(self._kernels), set_priority=True)
 
     def _leave(self, module: nn.Module, *_: object) -> None:
         # A call that ended in somebody's hook before ours was never entered.
         if self._before and self._before[-1][0] is module:
-            _sdpa_kernel(self._before.pop()[1], set_priority=True)
+            self._before.pop()[1].use()
 
 
 def attend_by(
@@ -186,6 +244,8 @@ def attend_by(
     `parts` are the dotted names of what is really called, ``""`` the module itself; an autoencoder
     whose ``decode`` is called needs its decoder's. The innermost of several wins, so one attention
     can be put on the plain kernel inside of a model that is on a fast one; of several on the same
-    module that is the one which is put `inside`, whichever came first.
+    module that is the one which is put `inside`, whichever came first. The choice is the process',
+    so the run that does this computes alone from here on.
     """
+    stay_alone()
     return AttendBy([module.get_submodule(part) for part in parts], kernels, inside=inside)

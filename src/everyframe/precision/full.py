@@ -18,6 +18,11 @@ from typing import Any
 
 import torch
 
+from everyframe.core.plan import Switches
+from everyframe.hardware.switches import alone
+from everyframe.hardware.thread_state import ThreadState
+from everyframe.ops.attention import Kernels
+
 #: Switches of CUDA's matrix products that let sums be kept in half precision.
 _NARROW_SUMS = (
     "allow_fp16_reduced_precision_reduction",
@@ -28,7 +33,16 @@ _NARROW_SUMS = (
 
 @contextmanager
 def full_float32() -> Iterator[None]:
-    """Within, float32 products are not cut to TF32 or bfloat16, and narrow products sum widely."""
+    """Within, float32 products are not cut to TF32 or bfloat16, and narrow products sum widely.
+
+    The switches are the process': no other run of ours computes meanwhile (`hardware.switches`).
+    """
+    with alone(), _switched():
+        yield
+
+
+@contextmanager
+def _switched() -> Iterator[None]:
     # Made when torch is imported, so type checkers see none of them.
     backends: Any = torch.backends
     operations = (
@@ -55,6 +69,25 @@ def full_float32() -> Iterator[None]:
             operation.fp32_precision = precision
         for switch, before_it in zip(_NARROW_SUMS, allowed, strict=True):
             setattr(products, switch, before_it)
+
+
+def switches_of(thread: ThreadState) -> Switches:
+    """Those that hold for that thread, and those that hold for the process just now."""
+    backends: Any = torch.backends
+    operations = {
+        "convolutions of cuDNN": backends.cudnn.conv,
+        "recurrent layers of cuDNN": backends.cudnn.rnn,
+        "products of CUDA": backends.cuda.matmul,
+        "convolutions of oneDNN": backends.mkldnn.conv,
+        "products of oneDNN": backends.mkldnn.matmul,
+    }
+    return Switches(
+        num_threads=thread.num_threads,
+        casts=thread.casts_to,
+        float32=tuple((name, each.fp32_precision) for name, each in operations.items()),
+        narrow_sums=tuple(name for name in _NARROW_SUMS if getattr(backends.cuda.matmul, name)),
+        attention=tuple(sorted(each.name.lower() for each in Kernels.now().allowed)),
+    )
 
 
 def _old_switches() -> tuple[bool, str]:

@@ -8,12 +8,15 @@ stays wide, as it may not fit into anything narrower. Read next: `everyframe.fam
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from everyframe.core.facts import DeviceFacts
+from everyframe.hardware.thread_state import has_casts, without_casts
 
 #: Narrowest first.
 _LADDER = (torch.float16, torch.bfloat16, torch.float32)
@@ -43,13 +46,18 @@ class Raised:
                 parameter.data = parameter.data.to(dtype)
                 _set_rungs(parameter, (*_rungs(parameter), before))
         # The first of all hooks: later ones cast to the parameters' dtype, where there are any.
-        self._handle = module.register_forward_pre_hook(
-            _WidenInputs(dtype), prepend=True, with_kwargs=True
-        )
+        self._handles = [
+            module.register_forward_pre_hook(_WidenInputs(dtype), prepend=True, with_kwargs=True)
+        ]
+        self._casts = _CastsOff()
+        if has_casts():  # somebody's pipeline, within their autocast
+            self._handles += self._casts.put_on(module)
 
     def undo(self) -> None:
         """The module as it was before."""
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
+        self._casts.leave()
         for parameter, dtype, kept in self._before:
             data = parameter.data if kept is None else kept.to(parameter.device)
             parameter.data = data.to(dtype)
@@ -103,6 +111,34 @@ def narrowest(module: nn.Module) -> torch.dtype | None:
     """The lowest rung that a parameter of the module stands on; None without any."""
     rungs = [_LADDER.index(p.dtype) for p in module.parameters() if p.dtype in _LADDER]
     return _LADDER[min(rungs)] if rungs else None
+
+
+class _CastsOff:
+    """Turns somebody's autocast off while a module is called, which would narrow it again."""
+
+    def __init__(self) -> None:
+        self._inside = ExitStack()
+        self._depth = 0
+
+    def put_on(self, module: nn.Module) -> list[RemovableHandle]:
+        """Hook the module."""
+        enter = module.register_forward_pre_hook(self._enter, prepend=True)
+        return [enter, module.register_forward_hook(self._leave, always_call=True)]
+
+    def leave(self) -> None:
+        """Autocast as it was, also where a call was broken off, for which torch calls no hook."""
+        self._depth = 0
+        self._inside.close()
+
+    def _enter(self, *_: object) -> None:
+        self._depth += 1
+        if self._depth == 1:
+            self._inside.enter_context(without_casts())
+
+    def _leave(self, *_: object) -> None:
+        if self._depth == 1:
+            self.leave()
+        self._depth = max(self._depth - 1, 0)
 
 
 class _WidenInputs:

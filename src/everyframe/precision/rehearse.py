@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from everyframe.core.errors import EveryframeError
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import Precision
-from everyframe.ops.attention import PLAIN, by_kernel
+from everyframe.ops.attention import plain_attention
 from everyframe.ops.device import standing_for
 from everyframe.precision import edges, rules
 from everyframe.precision.dry_run_result import FATAL, Finding, Rehearsed
@@ -334,8 +334,7 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._find("attention", clashes)
             asked = asked.in_one_dtype()  # to see what comes after
         if not is_fused(asked, self.device):
-            with by_kernel(PLAIN, strictly=True):  # every operation of it is seen
-                return F.scaled_dot_product_attention(**vars(asked))
+            return plain_attention(**vars(asked))  # every operation of it is seen
         return self._fused(asked)
 
     def _fused(self, asked: Asked) -> Tensor:

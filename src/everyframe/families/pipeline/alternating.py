@@ -1,9 +1,10 @@
-"""A call that can't be interrupted, as a generator: it stands still between two of its events.
+"""A call that can't be interrupted, as a generator of its events.
 
 A pipeline's `__call__` returns when all is done, and a stream of events is read one at a time. So
-the call runs in a thread of its own, and of the two threads one runs at a time: the call goes on
-when the next event is asked for, and waits inside `emit` otherwise. A reader who leaves ends the
-call at the next module that it calls.
+`alternating` makes the call in a thread of its own, and of the two threads one runs at a time: the
+call goes on when the next event is asked for, and waits inside `emit` otherwise. A reader who
+leaves ends the call at the next module that it calls. Who hears of events at once, as they happen,
+needs no second thread: `InThread` makes the call where it is asked for. Read next: `stages.py`.
 """
 
 from __future__ import annotations
@@ -11,28 +12,73 @@ from __future__ import annotations
 import contextvars
 import threading
 from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
 
 from everyframe.core.events import Event
-from everyframe.ops.attention import kernels_kept
+from everyframe.hardware.switches import Turn, is_alone
+from everyframe.ops.attention import Kernels, kernels_lent
 
 _Result = TypeVar("_Result")
 
+Tell = Callable[[Event], None]
+Within = Callable[[], AbstractContextManager[Any]]
+"""What a thread that is begun for a call enters for it."""
+
+
+class Calling(Protocol):
+    """A way to make a call whose events are yielded; the generator's value is its result."""
+
+    def __call__(
+        self, call: Callable[[Tell], _Result]
+    ) -> Generator[Event, None, _Result]: ...  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Apart:
+    """In a thread of its own, for a run that sets torch's switches around each event."""
+
+    within: Within
+
+    def __call__(self, call: Callable[[Tell], _Result]) -> Generator[Event, None, _Result]:
+        return alternating(call, self.within)
+
+
+@dataclass(frozen=True)
+class Beside:
+    """In a thread of its own, which sets no switch of the process, and so beside others."""
+
+    within: Within
+
+    def __call__(self, call: Callable[[Tell], _Result]) -> Generator[Event, None, _Result]:
+        return alternating(_beside_others(call), self.within)
+
+
+@dataclass(frozen=True)
+class InThread:
+    """In this thread, which sets no switch; `tell` hears of events at once, and they come later."""
+
+    tell: Tell
+
+    def __call__(self, call: Callable[[Tell], _Result]) -> Generator[Event, None, _Result]:
+        return _in_this_thread(_beside_others(call), self.tell)
+
 
 class _Stopped(BaseException):
-    """Raised in the call's thread when nobody reads its events any more."""
+    """Raised in the call when nobody reads its events any more."""
 
 
 class _Alternating:
     """The two threads' meeting place."""
 
-    def __init__(self, call: Callable[[Callable[[Event], None]], Any], num_threads: int) -> None:
+    def __init__(self, call: Callable[[Tell], Any], within: Within) -> None:
         self._call = call
-        self._num_threads = num_threads
+        self._within = within
         self._go = threading.Semaphore(0)
         self._is_stopped = False
         self.answers: SimpleQueue[tuple[str, Any]] = SimpleQueue()
@@ -50,21 +96,25 @@ class _Alternating:
     def emit(self, event: Event) -> None:
         """Called in the call's thread: hand over an event and wait.
 
-        Whoever reads it chooses kernels of attention of their own meanwhile.
+        Where the run computes alone its kernels of attention are put back for whoever reads it.
         """
-        with kernels_kept():
+        with kernels_lent() if is_alone() else nullcontext():
             self.answers.put(("event", event))
             self._wait()
 
     def stop(self) -> None:
-        """End the call at the next module that it calls, and wait for that."""
+        """End the call at the next module that it calls, and wait for that.
+
+        An interrupt may have come before the thread was seen to begin: then it ends by itself.
+        """
         self._is_stopped = True
-        handle = nn.modules.module.register_module_forward_pre_hook(self._leave)
-        try:
-            self._go.release()
-            self.thread.join()
-        finally:
-            handle.remove()
+        self._go.release()
+        if self.thread.is_alive():
+            handle = nn.modules.module.register_module_forward_pre_hook(self._leave)
+            try:
+                self.thread.join()
+            finally:
+                handle.remove()
 
     def _leave(self, module: nn.Module, args: Any) -> None:
         if threading.current_thread() is self.thread:
@@ -78,10 +128,9 @@ class _Alternating:
     def _run(self) -> None:
         try:
             self._wait()
-            # Both are a thread's own. Not inference mode: what a pipeline keeps in its modules
+            # Not inference mode, if it is not the owner's: what a pipeline keeps in its modules
             # would be of no use to training afterwards.
-            torch.set_num_threads(self._num_threads)
-            with torch.no_grad(), kernels_kept():
+            with self._within(), torch.no_grad():
                 result = self._call(self.emit)
         except BaseException as error:  # noqa: BLE001 - raised again in the reader's thread
             self.answers.put(("error", error))
@@ -89,26 +138,84 @@ class _Alternating:
             self.answers.put(("result", result))
 
 
-def alternating(
-    call: Callable[[Callable[[Event], None]], _Result], num_threads: int
-) -> Generator[Event, None, _Result]:
+def alternating(call: Callable[[Tell], _Result], within: Within) -> Generator[Event, None, _Result]:
     """``call(emit)``, yielding what it emits; the generator's value is what it returns.
 
-    `num_threads` are torch's for the call. Whatever the call raises is raised here.
+    The call's thread enters ``within()`` first. Whatever the call raises is raised here.
     """
-    both = _Alternating(call, num_threads)
-    both.thread.start()
+    both = _Alternating(call, within)
+    is_over = False
     try:
-        while True:
+        both.thread.start()
+        while not is_over:
             both.go_on()
             kind, value = both.answers.get()
             if kind == "event":
                 yield value
-            elif kind == "error":
-                raise value
-            else:
-                result: _Result = value
-                return result
+            is_over = kind != "event"
     finally:
-        if both.thread.is_alive():
+        if not is_over:
             both.stop()
+    both.thread.join()
+    if kind == "error":
+        raise value
+    result: _Result = value
+    return result
+
+
+def _in_this_thread(call: Callable[[Tell], _Result], tell: Tell) -> Generator[Event, None, _Result]:
+    """The same without a second thread: `tell` hears of each event at once, it is yielded later.
+
+    What `tell` raises ends the call, and is raised here; no pipeline takes it for a fault of its
+    own.
+    """
+    events: list[Event] = []
+    raised: list[BaseException] = []
+
+    def emit(event: Event) -> None:
+        if raised:
+            raise _Stopped
+        events.append(event)
+        try:
+            tell(event)
+        except BaseException as error:
+            raised.append(error)
+            raise _Stopped from error
+
+    try:
+        with torch.no_grad():
+            result = call(emit)
+    except _Stopped:
+        raise raised[0] from None
+    except BaseException:
+        yield from events
+        raise
+    if raised:
+        raise raised[0]
+    yield from events
+    return result
+
+
+def _beside_others(call: Callable[[Tell], _Result]) -> Callable[[Tell], _Result]:
+    """The call, beside others that set no switch; it is nobody's turn while an event is read.
+
+    Kernels of attention are the process' own, until a repair of this run chooses some: from there
+    on it computes alone, and puts them back for whoever reads its events.
+    """
+
+    def made(emit: Tell) -> _Result:
+        turn = Turn(is_alone=False)
+
+        def between(event: Event) -> None:
+            with kernels_lent(own) if turn.is_alone else nullcontext(), turn.left():
+                emit(event)
+
+        with turn:
+            own = Kernels.now()
+            try:
+                return call(between)
+            finally:
+                if turn.is_alone and turn.is_held:
+                    own.use()
+
+    return made

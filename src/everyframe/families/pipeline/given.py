@@ -6,18 +6,19 @@ Its dtypes, its device and its weights are its owner's. Read next: `untouched.py
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any
 
 from torch import nn
 
 from everyframe.core.errors import InputError
 from everyframe.core.options import FamilyOptions
-from everyframe.core.plan import Plan, Precision, Settings
+from everyframe.core.plan import Plan, Precision, Settings, Switches
 from everyframe.core.request import Request
 from everyframe.families.family import Component, Saving, Stage
 from everyframe.families.pipeline import settle
+from everyframe.families.pipeline.alternating import Beside, InThread, Tell
 from everyframe.families.pipeline.chunks import chunk_savings
 from everyframe.families.pipeline.classes import checked
 from everyframe.families.pipeline.components import STAGE, prefers, working_bytes
@@ -25,7 +26,9 @@ from everyframe.families.pipeline.digests import digest_pipeline
 from everyframe.families.pipeline.interface import Interface, of_pipeline
 from everyframe.families.pipeline.options import PipelineOptions
 from everyframe.families.pipeline.sizes import Sizes
+from everyframe.hardware.thread_state import ThreadState
 from everyframe.precision.dtypes import NUM_BYTES, dtype_name
+from everyframe.precision.full import switches_of
 from everyframe.precision.policy import ComponentNeeds
 
 
@@ -36,6 +39,15 @@ class GivenPipeline:
     pipe: Any
     sizes: Sizes
     options: PipelineOptions
+    #: The thread of whoever gave it, for whom it is called.
+    thread: ThreadState = field(default_factory=ThreadState.here)
+    #: Told the call's events at once: then it is made in this very thread.
+    tell: Tell | None = None
+
+    @cached_property
+    def switches(self) -> Switches:
+        """Torch's switches that hold for its call: its owner's."""
+        return switches_of(self.thread)
 
     @property
     def name(self) -> str:
@@ -104,11 +116,14 @@ class GivenPipeline:
 
         interface = self.sizes.interface
         own = settle.check_options(interface, self.options.option)
-        return (PipelineStage(plan, interface, own, pipe=self.pipe, savings=self.savings),)
+        way = InThread(self.tell) if self.tell is not None else Beside(self.thread.entered)
+        return (
+            PipelineStage(plan, interface, own, pipe=self.pipe, savings=self.savings, calling=way),
+        )
 
 
-def given_pipeline(pipe: Any, options: FamilyOptions) -> GivenPipeline:
-    """The model that a loaded pipeline is.
+def given_pipeline(pipe: Any, options: FamilyOptions, tell: Tell | None = None) -> GivenPipeline:
+    """The model that a loaded pipeline is; `tell` as in `GivenPipeline`.
 
     Raises:
         InputError: it is no pipeline of diffusers; `CheckpointError`: not one that makes videos.
@@ -119,7 +134,7 @@ def given_pipeline(pipe: Any, options: FamilyOptions) -> GivenPipeline:
             f"pipe must be a loaded diffusers pipeline, got {type(pipe).__name__}; "
             "for a folder or a hub id there is generate(model=...)"
         )
-    return GivenPipeline(pipe, sizes_of(pipe, checked(of_pipeline(pipe))), options)
+    return GivenPipeline(pipe, sizes_of(pipe, checked(of_pipeline(pipe))), options, tell=tell)
 
 
 def sizes_of(pipe: Any, interface: Interface) -> Sizes:

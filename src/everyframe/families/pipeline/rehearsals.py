@@ -19,7 +19,6 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import torch.nn.attention.flex_attention as flex
-import torch.nn.functional as F
 from diffusers.utils import torch_utils
 from torch import nn
 
@@ -44,7 +43,7 @@ from everyframe.families.pipeline.refusing import called
 from everyframe.families.pipeline.rounds import Rounds
 from everyframe.families.pipeline.sizes import denoisers
 from everyframe.families.pipeline.untouched import attributes_kept
-from everyframe.ops.attention import PLAIN, by_kernel
+from everyframe.ops.attention import plain_attention
 from everyframe.ops.device import standing_kind
 from everyframe.parallel.team import ONE, Teams
 from everyframe.precision.stand_in import STAND_IN
@@ -220,8 +219,7 @@ def _on_no_device() -> Iterator[None]:
 
     def attend(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         if query.device.type == STAND_IN:
-            with by_kernel(PLAIN, strictly=True):
-                return F.scaled_dot_product_attention(query, key, value)
+            return plain_attention(query, key, value)
         return attends(query, key, value, *args, **kwargs)
 
     with (

@@ -23,7 +23,8 @@ from everyframe.core.options import shown
 from everyframe.core.plan import Plan
 from everyframe.families.family import Savings, Take
 from everyframe.families.pipeline import sharding
-from everyframe.families.pipeline.alternating import alternating
+from everyframe.families.pipeline.alternating import Apart as InOwnThread
+from everyframe.families.pipeline.alternating import Calling
 from everyframe.families.pipeline.arguments import arguments
 from everyframe.families.pipeline.branching import Branches
 from everyframe.families.pipeline.checkpoint import Files
@@ -34,17 +35,18 @@ from everyframe.families.pipeline.guarded import Apart, Guarded
 from everyframe.families.pipeline.interface import Interface
 from everyframe.families.pipeline.loading import load, set_guidance
 from everyframe.families.pipeline.outputs import Array, beyond_range, frames_of, sound_of
-from everyframe.families.pipeline.quiet import quiet_libraries, silent
+from everyframe.families.pipeline.quiet import quietly, silent
 from everyframe.families.pipeline.reliefs import PipelineReliefs
 from everyframe.families.pipeline.replaying import HandedOn, Replaying
 from everyframe.families.pipeline.rounds import Rounds
 from everyframe.families.pipeline.rounds_guarded import AroundCalls
 from everyframe.families.pipeline.sizes import denoisers
-from everyframe.families.pipeline.untouched import untouched
+from everyframe.families.pipeline.untouched import in_one_run, untouched
 from everyframe.families.pipeline.watching import StepWatch
 from everyframe.families.shortages import together
 from everyframe.hardware.lost import is_lost
 from everyframe.hardware.peak import is_out_of_memory
+from everyframe.hardware.threads import cpu_threads
 from everyframe.parallel.team import ONE, Teams
 
 Emit = Callable[[Event], None]
@@ -56,7 +58,8 @@ class PipelineStage:
     """All of a run: `files` to load the pipeline from, or the `pipe` that somebody has loaded.
 
     `own` are the parameters that only this pipeline has, `savings` what takes less memory,
-    `branches` those of guidance where ranks have them apart.
+    `branches` those of guidance where ranks have them apart. `calling` is how the call is made, for
+    a pipeline that belongs to somebody.
     """
 
     plan: Plan
@@ -67,6 +70,7 @@ class PipelineStage:
     savings: Savings | None = None
     teams: Teams = ONE
     branches: Branches | None = None
+    calling: Calling | None = None
     name: str = STAGE
     # Its answers are kept call by call, and served again when it is called again.
     goes_on: bool = False
@@ -92,11 +96,11 @@ class PipelineStage:
             if pipe is None:
                 assert self.files is not None
                 found: list[Any] = []
-                with quiet_libraries():
-                    leads = self.teams.team.is_lead
-                    yield from load(self.plan, self.files, found, encodes=leads)
+                leads = self.teams.team.is_lead
+                yield from quietly(load(self.plan, self.files, found, encodes=leads))
                 pipe = found.pop()
             else:
+                stack.enter_context(in_one_run(pipe))
                 stack.enter_context(untouched(pipe))
             stack.enter_context(silent(pipe))
             set_guidance(pipe, self.interface, self.plan.settings)
@@ -118,7 +122,8 @@ class PipelineStage:
         return EncodedOnce(found, self.teams.team, self.plan.device.torch_name)
 
     def _video(self, call: Callable[[Emit], Made], take: Take) -> Iterator[Event]:
-        frames, sound = yield from alternating(call, self.plan.num_threads)
+        calling = self.calling or InOwnThread(partial(cpu_threads, self.plan.num_threads))
+        frames, sound = yield from calling(call)
         if frames is None:
             return  # the first of these ranks has them
         settings = self.plan.settings
@@ -139,7 +144,7 @@ class PipelineStage:
         yield Frames(take.seed, len(frames), frames)
 
     def _call(self, ready: _Ready, take: Take, number: int, num_takes: int, emit: Emit) -> Made:
-        """The pipeline's frames, and its sound if any, in the other thread.
+        """The pipeline's frames, and its sound if any.
 
         Where memory runs out the pipeline is called again in less of it, and its denoisers' answers
         of before are served again; not one of several ranks, as the others would not know.
@@ -197,7 +202,7 @@ class PipelineStage:
             in_float32(),
             Rounds(denoising, branches, self.teams, around) if branches else nullcontext(),
             Replaying(denoising, watch, take, at_once=branches is None),
-            Guarded(self.plan, modules, watch, take, emit, ready.apart) as guarded,
+            Guarded(self.plan, modules, watch, take, watch.read_by(emit), ready.apart) as guarded,
         ):
             around.guarded = guarded
             try:

@@ -6,11 +6,18 @@ training flags and hooks are nobody's to change here and are not changed. Read n
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+
+from everyframe.core.errors import InputError
+
+#: Pipelines in memory, and their parts, that are in the middle of a run.
+_IN_A_RUN: set[int] = set()
+_LOCK = threading.RLock()  # given back also while a forgotten stream is collected
 
 
 @contextmanager
@@ -18,6 +25,33 @@ def untouched(pipe: Any) -> Iterator[None]:
     """Within, the pipeline may change itself and its small components; afterwards it has not."""
     with attributes_kept([pipe, *filter(_is_small, pipe.components.values())], _copied):
         yield
+
+
+@contextmanager
+def in_one_run(pipe: Any) -> Iterator[None]:
+    """Within, nobody else's run may use this pipeline, nor another that shares a part of it.
+
+    Raises:
+        InputError: one does already. Their steps would be mixed, as the scheduler is one.
+    """
+    parts = {id(part) for part in pipe.components.values() if _has_state(part)} | {id(pipe)}
+    with _LOCK:
+        if parts & _IN_A_RUN:
+            raise InputError(
+                f"this {type(pipe).__name__}, or a part of it, is in the middle of another run and "
+                "does one at a time; read that one to its end or close it, or load the pipeline "
+                "once for each thread"
+            )
+        _IN_A_RUN.update(parts)
+    try:
+        yield
+    finally:
+        with _LOCK:
+            _IN_A_RUN.difference_update(parts)
+
+
+def _has_state(part: Any) -> bool:
+    return isinstance(part, nn.Module) or _is_small(part)
 
 
 @contextmanager

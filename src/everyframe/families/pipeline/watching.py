@@ -9,6 +9,7 @@ than a denoiser runs, or the call returns. Hooks are taken off again whatever ha
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -18,6 +19,14 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from everyframe.core.errors import EveryframeError, InputError
+from everyframe.core.events import Event
+
+#: What is said to who calls a pipeline that is in the middle of a run.
+_CALLED = (
+    "the pipeline was called while a run of it was under way, which would mix their steps; read "
+    "that run's stream to its end or close it first, or load the pipeline once more"
+)
 _TIMESTEP_NAMES = ("timestep", "timesteps", "t", "sigma")
 
 
@@ -42,7 +51,9 @@ class StepWatch:
         self._on_step = on_step
         self._handles: list[RemovableHandle] = []
         self._last: Any = None
-        self.is_paused = False
+        self._thread = threading.get_ident()
+        self._is_paused = self._is_read = False
+        self._was_called = False
         self.num_steps = expected
         self.begun = 0
         self.done = 0
@@ -65,21 +76,68 @@ class StepWatch:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Within, calls are no steps."""
-        self.is_paused = True
+        self._is_paused = True
         try:
             yield
         finally:
-            self.is_paused = False
+            self._is_paused = False
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether a call of a module now is none of the pipeline's own."""
+        return self._is_paused or self._is_elsewhere
+
+    @property
+    def _is_elsewhere(self) -> bool:
+        """Whether somebody else calls: who reads an event, or another thread.
+
+        Within what is being compiled the thread is no question, and a graph would break at it.
+        """
+        if self._is_read or torch.compiler.is_compiling():
+            return self._is_read
+        return threading.get_ident() != self._thread
+
+    def read_by(self, emit: Callable[[Event], None]) -> Callable[[Event], None]:
+        """`emit`, whose reader's own calls of modules are told from the pipeline's."""
+
+        def handed_on(event: Event) -> None:
+            with self._read():
+                emit(event)
+
+        return handed_on
+
+    @contextmanager
+    def _read(self) -> Iterator[None]:
+        """Within, an event is read, and modules that are called are called by its reader.
+
+        Raises:
+            EveryframeError: the reader called the pipeline itself, whose scheduler is another now.
+        """
+        self._is_read = True
+        try:
+            yield
+        finally:
+            self._is_read = False
+        if self._was_called:
+            raise EveryframeError(f"the run is broken off: {_CALLED}")
 
     def finish(self) -> None:
         """The step that is under way is done."""
         if self.done < self.begun:
             self.done = self.begun
             self.num_steps = max(self.num_steps, self.done)
-            self._on_step(self.done, self.num_steps)
+            with self._read():
+                self._on_step(self.done, self.num_steps)
 
     def saw(self, name: str, timestep: Any) -> None:
-        """A denoiser is about to be called; `timestep` is None where it is not told any."""
+        """A denoiser is about to be called; `timestep` is None where it is not told any.
+
+        Raises:
+            InputError: by somebody else than the pipeline's call that is watched.
+        """
+        if self._is_elsewhere:
+            self._was_called = True
+            raise InputError(_CALLED)
         if self.is_paused:
             return
         self.num_calls[name] += 1

@@ -1,0 +1,112 @@
+"""What torch keeps for each thread, taken from one and put on another that is begun for it.
+
+So a pipeline's call computes in a thread of its own as it would in its owner's. Here alone autocast
+is known: somebody else's is carried, or turned off where a model of ours computes. Switches that
+hold for the process are `switches.py`'s. What torch shows nobody (a profiler's records, hooks for
+saved tensors) and what others keep by `threading.local` stays behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.overrides
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
+
+from everyframe.hardware.threads import cpu_threads
+
+_MODES: Any = torch.overrides
+
+
+@dataclass(frozen=True)
+class ThreadState:
+    """One thread's threads of the CPU, gradients, autocast, modes, card and streams.
+
+    `casts` has each kind of device with whether autocast is on there, and its dtype.
+    """
+
+    num_threads: int
+    has_gradients: bool
+    is_inference: bool
+    casts: tuple[tuple[str, bool, torch.dtype], ...]
+    keeps_casts: bool
+    function_modes: tuple[Any, ...]
+    dispatch_modes: tuple[Any, ...]
+    card: int | None
+    streams: tuple[Any, ...]
+
+    @classmethod
+    def here(cls) -> ThreadState:
+        """This thread's."""
+        cuda: Any = torch.cuda
+        has_cards = cuda.is_available() and cuda.is_initialized()
+        cards = range(torch.cuda.device_count()) if has_cards else ()
+        return cls(
+            num_threads=torch.get_num_threads(),
+            has_gradients=torch.is_grad_enabled(),
+            is_inference=torch.is_inference_mode_enabled(),
+            casts=tuple(
+                (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+                for kind in _kinds()
+            ),
+            keeps_casts=torch.is_autocast_cache_enabled(),
+            function_modes=tuple(_MODES._get_current_function_mode_stack()),
+            dispatch_modes=tuple(_get_current_dispatch_mode_stack()),
+            card=torch.cuda.current_device() if has_cards else None,
+            streams=tuple(torch.cuda.current_stream(number) for number in cards),
+        )
+
+    @property
+    def casts_to(self) -> tuple[tuple[str, str], ...]:
+        """The kinds of devices on which autocast is on, with its dtype there."""
+        return tuple(
+            (kind, str(dtype).removeprefix("torch.")) for kind, is_on, dtype in self.casts if is_on
+        )
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Within, this thread is so: a new one, which ends with what it does within."""
+        for kind, is_on, dtype in self.casts:
+            torch.set_autocast_enabled(kind, is_on)
+            torch.set_autocast_dtype(kind, dtype)
+        torch.set_autocast_cache_enabled(self.keeps_casts)
+        if self.casts_to:
+            # As within a block of it: the end of one inside is not that of the outermost.
+            torch.autocast_increment_nesting()
+        for card, stream in enumerate(self.streams):
+            torch.cuda.set_device(card)
+            torch.cuda.set_stream(stream)
+        if self.card is not None:
+            torch.cuda.set_device(self.card)
+        for mode in self.function_modes:
+            _MODES._push_mode(mode)
+        for mode in self.dispatch_modes:
+            _push_dispatch_mode(mode)
+        with (
+            cpu_threads(self.num_threads),
+            torch.inference_mode(self.is_inference),
+            torch.set_grad_enabled(self.has_gradients),
+        ):
+            yield
+
+
+def without_casts() -> AbstractContextManager[Any]:
+    """Within, somebody's autocast does nothing in this thread."""
+    context: AbstractContextManager[Any] = torch._C._DisableAutocast()
+    return context
+
+
+def has_casts() -> bool:
+    """Whether autocast is on in this thread, for any device."""
+    return torch._C._is_any_autocast_enabled()
+
+
+def _kinds() -> list[str]:
+    """Kinds of devices that this torch can be asked about."""
+    known: list[str] = torch._C._autocast_supported_devices()
+    return [kind for kind in known if torch.amp.is_autocast_available(kind)]
