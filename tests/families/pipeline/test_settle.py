@@ -158,7 +158,6 @@ def test_notes_say_what_it_can_not_do() -> None:
     )
     assert [note.split(":")[0] for note in notes] == [
         "it has no denoiser by a known name, so its steps give no events",
-        "it takes no generator",
         "it takes no latents",
         "it names no frame rate; 24 a second are taken (fps)",
     ]

@@ -27,6 +27,8 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "image": ("image", "cond_image"),
     "last_image": ("last_image",),
 }
+#: What some pipelines seed noise of theirs with, beside their generator.
+OWN_SEED = "seed"
 #: Parameters that say how a pipeline is called and are ours to choose.
 OURS = {
     "generator", "output_type", "return_dict", "callback", "callback_steps", "output",

@@ -14,7 +14,7 @@ from everyframe.core.errors import InputError, did_you_mean
 from everyframe.core.plan import Settings
 from everyframe.core.request import Request
 from everyframe.families.pipeline import pictures
-from everyframe.families.pipeline.interface import NAMES, OURS, Interface, Parameter
+from everyframe.families.pipeline.interface import NAMES, OURS, OWN_SEED, Interface, Parameter
 from everyframe.families.pipeline.options import PipelineOptions
 from everyframe.families.pipeline.sizes import Sizes, denoisers
 from everyframe.families.settling import (
@@ -107,8 +107,6 @@ def _standing_notes(sizes: Sizes, request: Request) -> list[str]:
         notes.append("only denoising steps are counted; text, pictures and decoding give no events")
     else:
         notes.append("it has no denoiser by a known name, so its steps give no events")
-    if interface.name_of("seed") is None:
-        notes.append("it takes no generator: the seed has no effect, each run makes another video")
     if interface.name_of("latents") is None:
         notes.append("it takes no latents")
     return notes
@@ -118,7 +116,9 @@ def _check_request(sizes: Sizes, title: str, request: Request, options: Pipeline
     interface = sizes.interface
     check_used(title, request, _NO_USE)
     for name in NAMES:
-        if getattr(request, name) is None or name == "fps" or interface.name_of(name):
+        if getattr(request, name) is None or interface.name_of(name):
+            continue
+        if name in ("fps", "seed"):  # without a generator it draws from torch's own, seeded too
             continue
         if name == "guidance_scale" and "guider" in sizes.configs:
             continue
@@ -153,7 +153,7 @@ def check_options(interface: Interface, given: Mapping[str, Any]) -> dict[str, A
         InputError: no such parameter, one that has an option of its own here, another type, or a
             parameter that the pipeline can't do without and that nobody gave.
     """
-    ours = {own: option for option, names in NAMES.items() for own in names}
+    ours = {own: option for option, names in NAMES.items() for own in names} | {OWN_SEED: "seed"}
     for name, value in given.items():
         if name in OURS:
             raise InputError(f"option {name} is set by everyframe itself")

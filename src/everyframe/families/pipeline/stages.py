@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from everyframe.core.errors import CannotRunError, EveryframeError, InputError
@@ -29,6 +30,7 @@ from everyframe.families.pipeline.checkpoint import Files
 from everyframe.families.pipeline.components import STAGE
 from everyframe.families.pipeline.drawing import in_float32
 from everyframe.families.pipeline.encoding import EncodedOnce, encoders
+from everyframe.families.pipeline.global_generators import GlobalGenerators
 from everyframe.families.pipeline.guarded import Apart, Guarded
 from everyframe.families.pipeline.interface import Interface
 from everyframe.families.pipeline.loading import load, set_guidance
@@ -48,6 +50,12 @@ from everyframe.parallel.team import ONE, Teams
 
 Emit = Callable[[Event], None]
 Made = tuple[Array | None, "tuple[Array, int] | None"]
+
+_MIXED = Note(
+    "something drew from torch's, numpy's or Python's own random generator while another run was "
+    "at work in this process; the seed alone may not give this video again",
+    in_record=True,
+)
 
 
 @dataclass(frozen=True)
@@ -101,7 +109,8 @@ class PipelineStage:
             set_guidance(pipe, self.interface, self.plan.settings)
             owned = {} if self.pipe is not None else _modules(pipe)
             reliefs = PipelineReliefs(self.plan, pipe, owned, self.savings)
-            ready = _Ready(pipe, reliefs, sharding.of_all(_modules(pipe), self.teams))
+            shared = sharding.of_all(_modules(pipe), self.teams)
+            ready = _Ready(pipe, self.plan.device.torch_name, reliefs, shared)
             for each in ready.shared.values():
                 stack.callback(each.remove)
             if self._is_shared:
@@ -135,7 +144,7 @@ class PipelineStage:
             yield Sound(take.seed, rate, samples.shape[-1] / rate, samples)
         yield Frames(take.seed, len(frames), frames)
 
-    def _call(self, ready: _Ready, take: Take, number: int, num_takes: int, emit: Emit) -> Made:
+    def _call(self, ready: _Ready, take: Take, number: int, num_takes: int, hand: Emit) -> Made:
         """The pipeline's frames, and its sound if any, in the other thread.
 
         Where memory runs out the pipeline is called again in less of it, and its denoisers' answers
@@ -145,6 +154,11 @@ class PipelineStage:
             CannotRunError: nothing is left that takes less. ScarceError: others wait for it.
         """
         begun, told = time.perf_counter(), 0
+        generators = GlobalGenerators(ready.devices)
+
+        def emit(event: Event) -> None:
+            with generators.put_back():
+                hand(event)
 
         def on_step(step: int, num_steps: int) -> None:
             nonlocal begun, told
@@ -159,8 +173,11 @@ class PipelineStage:
             why = f"{self.name}: memory ran out before the run was broken off; it is called again"
             emit(relief.event(self.name, 0, why, take.seed))
         while True:
-            made = self._attempt(ready, take, on_step, emit)
+            with generators.seeded(take.seed):
+                made = self._attempt(ready, take, on_step, emit)
             if not isinstance(made, _TooLittle):
+                if generators.is_mixed:
+                    hand(_MIXED)
                 return made
             if self._is_shared:
                 at = (made.at,) if made.at else ()
@@ -242,8 +259,16 @@ class _Ready:
     """A loaded pipeline, what makes it do with less memory, and what shares its denoisers' work."""
 
     pipe: Any
+    device: str
     reliefs: PipelineReliefs
     shared: Mapping[str, sharding.Sharding]
+
+    @property
+    def devices(self) -> set[torch.device]:
+        """Where its weights lie, and where it computes."""
+        modules = _modules(self.pipe).values()
+        found = {each.device for module in modules for each in module.parameters()}
+        return {*found, torch.device(self.device)}
 
     @property
     def apart(self) -> dict[str, Apart]:
