@@ -15,6 +15,7 @@ import numpy as np
 
 from everyframe.core.errors import InputError
 from everyframe.core.events import Event, Frames, Planned, VideoDone
+from everyframe.core.events import Output as PipelineOutput
 from everyframe.core.events import Sound as SoundMade
 from everyframe.core.plan import Plan
 from everyframe.core.request import Request
@@ -115,8 +116,7 @@ def resume(
         events = launched(job.of_ranks(number), begun.place if begun.place.is_dir() else None)
     else:
         events = go_on(folder, given_model=given, ranks=devices or None)
-    videos = list(_videos(events, output))
-    return videos if begun.plan.settings.num_videos > 1 else videos[0]
+    return _made(events, output, begun.request)
 
 
 def _ranks_to_go_on_with(folder: RunFolder, devices: Mapping[str, Any], pipe: Any) -> int:
@@ -135,20 +135,22 @@ def list_runs(run_dir: str | Path | None = None) -> list[Listed]:
 
 def run(
     pipe: Any,
-    prompt: str | None = None,
+    prompt: str | list[str] | Mapping[int, str] | None = None,
     *,
-    output: Output = "uint8",
+    output: Output | None = None,
     on_event: Callable[[Event], None] | None = None,
     from_record: str | Path | Mapping[str, Any] | None = None,
     **options: Any,
-) -> Video | list[Video]:
+) -> Video | list[Video] | Any:
     """Make a video with a diffusers pipeline that is loaded already; a list for several.
 
-    The pipeline runs as it is, on its device and in its dtypes, and is left as it was.
+    The pipeline runs as it is, on its device and in its dtypes, and is left as it was. With
+    ``output_type`` ``"pt"``, ``"pil"`` or ``"latent"`` its own output comes back, as diffusers has
+    it; with ``"np"`` a `Video` with frames as ``output="float"`` gives them.
 
     Args:
         pipe: a text or image to video pipeline of diffusers, plain or modular.
-        prompt: what the video shows.
+        prompt: what the video shows; a list makes as many videos in one call.
         output: as in `generate`.
         on_event: called with each event as it happens; see `core.events`.
         from_record: a video, sidecar or record to make again; other options overrule it.
@@ -157,12 +159,14 @@ def run(
     Raises:
         InputError: no video pipeline, or something that can't be asked of it.
     """
-    _check_output(output)
     given = options if prompt is None else {"prompt": prompt, **options}
     request, num_threads = _request_of_pipe(given, from_record)
+    if output is None:
+        is_float = _option_of(request).get("output_type") == "np"
+        output = "float" if is_float else "uint8"
+    _check_output(output)
     events = _events_of_pipe(pipe, request, num_threads)
-    videos = list(_videos(_told(events, on_event), output))
-    return videos if request.num_videos > 1 else videos[0]
+    return _made(_told(events, on_event), output, request)
 
 
 def stream(request: Request, *, pipe: Any = None) -> Iterator[Event]:
@@ -243,28 +247,33 @@ def _model_of(pipe: Any, request: Request) -> Any:
 def _events_of_pipe(pipe: Any, request: Request, num_threads: int | None) -> Iterator[Event]:
     check_option_names(request)
     model = _model_of(pipe, request)
-    here = Request(**{**request.given(), "device": model.device})
     given = GivenModel("pipeline", model)
-    return engine.stream(here, num_threads=num_threads, given_model=given)
+    return engine.stream(model.asked(request), num_threads=num_threads, given_model=given)
 
 
 def _request_of_pipe(
     given: Mapping[str, Any], from_record: str | Path | Mapping[str, Any] | None
 ) -> tuple[Request, int | None]:
     """The request of `run`'s options: what is no option of ours is a parameter of the pipeline."""
+    from everyframe.families.pipeline import call_options
     from everyframe.families.registry import options_of
 
     known = {*Request.model_fields, *options_of("pipeline").model_fields}
-    ours = {name: value for name, value in given.items() if name in known}
-    rest = {name: value for name, value in given.items() if name not in known}
-    if rest:
-        ours["option"] = {**(ours.get("option") or {}), **rest}
+    # Prompts that are no text are handed on to the pipeline, as all of its own parameters are.
+    ours = {k: v for k, v in given.items() if k in known and not call_options.is_prompts(k, v)}
+    rest = {name: value for name, value in given.items() if name not in ours}
     if from_record is None:
-        return Request(**ours), None
+        return Request(**_with_option(ours, rest)), None
     record = from_record if isinstance(from_record, Mapping) else read_record(from_record)
     # The model is the one that was given here, and it is where it is.
     asked = {k: v for k, v in record.get("request", {}).items() if k not in ("model", "device")}
+    asked = call_options.overruled(asked, {*given})
+    ours = _with_option(ours, {**(asked.get("option") or {}), **rest})
     return request_from({**record, "request": asked, "model": {}}, ours), recorded_threads(record)
+
+
+def _with_option(ours: Mapping[str, Any], rest: Mapping[str, Any]) -> dict[str, Any]:
+    return {**ours, "option": {**rest, **(ours.get("option") or {})}} if rest else dict(ours)
 
 
 def _told(events: Iterator[Event], tell: Callable[[Event], None] | None) -> Iterator[Event]:
@@ -288,22 +297,42 @@ def _request(
     return request_from(record, given), recorded_threads(record)
 
 
+def _option_of(request: Request) -> Mapping[str, Any]:
+    """The parameters of a pipeline in memory that the request gives by name."""
+    option = request.family_options.get("option")
+    return option if isinstance(option, Mapping) else {}
+
+
+def _made(events: Iterator[Event], output: Output, request: Request) -> Any:
+    """What comes of a request: a video, a list of them, or what its pipeline gave."""
+    from everyframe.families.pipeline import call_options
+
+    option = _option_of(request)
+    is_list = request.num_videos > 1
+    if call_options.wants_output(option):
+        given = [event.output for event in events if isinstance(event, PipelineOutput)]
+        return given if is_list else given[0]
+    videos = list(_videos(events, output))
+    return videos if is_list or call_options.gives_list(option) else videos[0]
+
+
 def _videos(events: Iterator[Event], output: Output) -> Iterator[Video]:
-    frames: dict[int, list[np.ndarray[Any, Any]]] = {}
-    sounds: dict[int, Sound] = {}
+    frames: dict[tuple[int, int | None], list[np.ndarray[Any, Any]]] = {}
+    sounds: dict[tuple[int, int | None], Sound] = {}
     fps = Fraction(0)
     for event in events:
         if isinstance(event, Planned):
             # Before hours of work: not every number is a frame rate that can be had.
             fps = exact_fps(event.plan.settings.fps)
         elif isinstance(event, SoundMade):
-            sounds[event.seed] = Sound(event.samples, event.rate)
+            sounds[event.seed, event.index] = Sound(event.samples, event.rate)
         elif isinstance(event, Frames):
-            pieces = frames.setdefault(event.seed, [])
+            pieces = frames.setdefault((event.seed, event.index), [])
             first = sum(len(piece) for piece in pieces)
             # Checked for non-finite values before any rounding, whichever form is wanted.
             whole = to_uint8(event.frames, first_index=first)
             pieces.append(whole if output == "uint8" else event.frames)
         elif isinstance(event, VideoDone):
-            whole = np.concatenate(frames.pop(event.seed))
-            yield Video(whole, fps, event.record, sounds.pop(event.seed, None))
+            which = (event.seed, event.index)
+            whole = np.concatenate(frames.pop(which))
+            yield Video(whole, fps, event.record, sounds.pop(which, None))

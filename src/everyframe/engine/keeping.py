@@ -39,6 +39,7 @@ def begin(how: Keep, request: Request, plan: Plan, record: dict[str, Any]) -> Ke
     if how.root is None:
         return Keeper(None, how)
     folder: RunFolder | None = None
+    lock = None
     try:
         folder = new_run(how.root)
         lock = folder.locked()
@@ -52,6 +53,8 @@ def begin(how: Keep, request: Request, plan: Plan, record: dict[str, Any]) -> Ke
     except (OSError, NotPlainError) as error:
         if folder is not None:
             folder.remove()
+        if lock is not None:
+            lock.release()
         why = getattr(error, "strerror", None) or str(error)
         keeper = Keeper(None, how)
         keeper.note(

@@ -43,6 +43,8 @@ _ALIKE = (
 )
 #: Options with which the recorded fast paths are no longer those that are wanted.
 _CHOOSE_ANEW = {"device", "dtype", "attention", "without", "compile", "paths"}
+#: Parameters of a pipeline whose texts are no names of files.
+_NO_FILES = {"prompt", "negative_prompt", "generator"}
 #: What a picture generator has to say of its output (IPTC digital source type).
 _SOURCE_TYPE = "http://cv.iptc.org/newscodes/digitalsourcetype/trainedAlgorithmicMedia"
 
@@ -77,6 +79,9 @@ def for_seed(record: dict[str, Any], seed: int) -> dict[str, Any]:
     request = {key: value for key, value in record["request"].items() if key != "num_videos"}
     settings = {**record["settings"], "seed": seed, "num_videos": 1}
     mine = {**record, "request": {**request, "seed": seed}, "settings": settings}
+    if isinstance((request.get("option") or {}).get("generator"), str):
+        # Its generator was given in Python in a state of its own: no seed stands for it.
+        mine["request"]["seed"] = settings["seed"] = None
     repairs = [each for each in record.get("repairs", ()) if each["seed"] in (None, seed)]
     mine.pop("repairs", None)
     return {**mine, "repairs": repairs} if repairs else mine
@@ -156,7 +161,10 @@ def _identities(value: Any) -> Any:
     Several may be given, in a list or with commas, or by name among other values.
     """
     if isinstance(value, Mapping):
-        return {str(key): _with_files(each) for key, each in value.items()}
+        return {
+            str(key): _bare(each) if key in _NO_FILES else _with_files(each)
+            for key, each in value.items()
+        }
     if isinstance(value, (list, tuple)) and not all(isinstance(v, (int, float)) for v in value):
         return [_identities(each) for each in value]
     if isinstance(value, (str, Path)):
@@ -166,6 +174,15 @@ def _identities(value: Any) -> Any:
         are_files = any(Path(part).exists() for part in parts)
         return _identities(parts) if are_files else os.fspath(value)
     return list(value) if isinstance(value, (list, tuple)) else _identity(value)
+
+
+def _bare(value: Any) -> Any:
+    """A value whose texts name no files, whatever lies in the working folder."""
+    if isinstance(value, Mapping):
+        return {str(key): _bare(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_bare(each) for each in value]
+    return value if isinstance(value, str) else _public(value)
 
 
 def _with_files(value: Any) -> Any:

@@ -42,7 +42,7 @@ def arguments(
         "guidance_scale": settings.guidance_scale,
         "seed": torch.Generator(device="cpu").manual_seed(take.seed),
     }
-    if settings.prompt:
+    if settings.prompt or "prompt_embeds" not in own:
         ours["prompt"] = settings.prompt
     if settings.negative_prompt is not None:
         ours["negative_prompt"] = settings.negative_prompt
@@ -65,7 +65,7 @@ def arguments(
     if chunks.NAME in dict(settings.savings):
         call[chunks.NAME] = settings.saving(chunks.NAME, 0)
     if "output_type" in interface.parameters:
-        call["output_type"] = "np" if decodes else "latent"
+        call["output_type"] = own.get("output_type", "np") if decodes else "latent"
     if "return_dict" in interface.parameters:
         call["return_dict"] = True
     if interface.is_modular:

@@ -19,10 +19,10 @@ import torch
 from torch import nn
 
 from everyframe.core.errors import CannotRunError, EveryframeError, InputError
-from everyframe.core.events import Event, Frames, Note, Sound, Step
+from everyframe.core.events import Event, Frames, Note, Output, Sound, Step
 from everyframe.core.plan import Plan
 from everyframe.families.family import Savings, Take
-from everyframe.families.pipeline import sharding
+from everyframe.families.pipeline import call_options, sharding
 from everyframe.families.pipeline.alternating import alternating
 from everyframe.families.pipeline.arguments import arguments
 from everyframe.families.pipeline.branching import Branches
@@ -34,7 +34,14 @@ from everyframe.families.pipeline.global_generators import GlobalGenerators
 from everyframe.families.pipeline.guarded import Apart, Guarded
 from everyframe.families.pipeline.interface import Interface
 from everyframe.families.pipeline.loading import load, set_guidance
-from everyframe.families.pipeline.outputs import Array, beyond_range, frames_of, sound_of
+from everyframe.families.pipeline.outputs import (
+    Array,
+    beyond_range,
+    check_finite,
+    frames_of,
+    num_videos_of,
+    sound_of,
+)
 from everyframe.families.pipeline.quiet import quiet_libraries, silent
 from everyframe.families.pipeline.reliefs import PipelineReliefs
 from everyframe.families.pipeline.replaying import HandedOn, Replaying
@@ -49,7 +56,6 @@ from everyframe.hardware.peak import is_out_of_memory
 from everyframe.parallel.team import ONE, Teams
 
 Emit = Callable[[Event], None]
-Made = tuple[Array | None, "tuple[Array, int] | None"]
 
 _MIXED = Note(
     "something drew from torch's, numpy's or Python's own random generator while another run was "
@@ -126,9 +132,17 @@ class PipelineStage:
         return EncodedOnce(found, self.teams.team, self.plan.device.torch_name)
 
     def _video(self, call: Callable[[Emit], Made], take: Take) -> Iterator[Event]:
-        frames, sound = yield from alternating(call, self.plan.num_threads)
-        if frames is None:
-            return  # the first of these ranks has them
+        made = yield from alternating(call, self.plan.num_threads)
+        for number, (frames, sound) in enumerate(made.videos):
+            index = number if call_options.gives_list(self.own) else None
+            yield from self._told(take.seed, frames, sound, index)
+        if made.output is not None:
+            yield Output(take.seed, made.output)
+
+    def _told(
+        self, seed: int, frames: Array, sound: tuple[Array, int] | None, index: int | None
+    ) -> Iterator[Event]:
+        """One video of a call."""
         settings = self.plan.settings
         asked = (settings.num_frames, settings.height, settings.width)
         if frames.shape[:3] != asked:
@@ -141,8 +155,8 @@ class PipelineStage:
         # Before the frames: whoever writes them ends with the last one.
         if sound is not None:
             samples, rate = sound
-            yield Sound(take.seed, rate, samples.shape[-1] / rate, samples)
-        yield Frames(take.seed, len(frames), frames)
+            yield Sound(seed, rate, samples.shape[-1] / rate, samples, index)
+        yield Frames(seed, len(frames), frames, index)
 
     def _call(self, ready: _Ready, take: Take, number: int, num_takes: int, hand: Emit) -> Made:
         """The pipeline's frames, and its sound if any, in the other thread.
@@ -154,7 +168,7 @@ class PipelineStage:
             CannotRunError: nothing is left that takes less. ScarceError: others wait for it.
         """
         begun, told = time.perf_counter(), 0
-        generators = GlobalGenerators(ready.devices)
+        generators, given = GlobalGenerators(ready.devices), call_options.states_of(self.own)
 
         def emit(event: Event) -> None:
             with generators.put_back():
@@ -173,6 +187,8 @@ class PipelineStage:
             why = f"{self.name}: memory ran out before the run was broken off; it is called again"
             emit(relief.event(self.name, 0, why, take.seed))
         while True:
+            for generator, state in given:
+                generator.set_state(state)
             with generators.seeded(take.seed):
                 made = self._attempt(ready, take, on_step, emit)
             if not isinstance(made, _TooLittle):
@@ -226,11 +242,17 @@ class PipelineStage:
                 # Told and not raised, so that nothing holds what the failed call had made.
                 return _TooLittle(str(error).partition("\n")[0], guarded.at, watch.begun)
             watch.finish()
-            if not leads:
-                return None, None
-            frames = frames_of(result)
-            guarded.check_frames(frames)
-        return frames, sound_of(result, pipe)
+            if not leads:  # the first of these ranks has them
+                return Made(())
+            output = result if call_options.wants_output(self.own) else None
+            if self.own.get("output_type") == call_options.LATENTS:
+                check_finite(result, self.name)
+                return Made((), output)
+            numbers = range(num_videos_of(result))
+            videos = [(frames_of(result, each), sound_of(result, pipe, each)) for each in numbers]
+            for frames, _ in videos:
+                guarded.check_frames(frames)
+        return Made(videos, output)
 
     def _beyond(self, made: _TooLittle, tried: Sequence[str]) -> str:
         was_tried = f" (tried: {'; '.join(tried)})" if tried else ""
@@ -252,6 +274,15 @@ class PipelineStage:
             return InputError(f"{name} refuses: {text}")
         when = f"in step {step} or after it" if step else "before its first step"
         return EveryframeError(f"{name} failed {when}: {type(error).__name__}: {text}")
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a call gave: its videos, each with its sound if any, and all of it where it is wanted
+    as it is."""
+
+    videos: Sequence[tuple[Array, tuple[Array, int] | None]]
+    output: Any = None
 
 
 @dataclass(frozen=True)
