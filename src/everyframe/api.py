@@ -88,7 +88,7 @@ def resume(
     pipe: Any = None,
     output: Output = "uint8",
     **devices: Any,
-) -> Video | list[Video]:
+) -> Video | list[Video] | Any:
     """Go on with a run that was broken off; the videos are those of an unbroken one, bit for bit.
 
     Args:

@@ -14,12 +14,15 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from diffusers.models.unets.unet_2d_blocks import UNetMidBlock2D
+from torch import nn
 
 import everyframe
 from everyframe.core.errors import InputError
-from everyframe.core.events import Kept, Note, Step
+from everyframe.core.events import Kept, Note, Step, VideoDone
 from families.pipeline.test_pipelines import state_of
-from tiny_pipelines import SHORT, loaded, ltx_parts, wan
+from scarce import TOO_LITTLE, before_calls
+from tiny_pipelines import CALLS, SHORT, TINY, loaded, ltx_parts, wan
 from tiny_videos import CASES
 from tiny_videos.cases import as_python
 
@@ -140,6 +143,17 @@ def test_latents_that_are_not_finite_go_to_nobody(pipe: Any) -> None:
 
     with pytest.raises(everyframe.EveryframeError, match="latents that hold values that are not"):
         run(pipe, **PROMPT, output_type="latent", callback_on_step_end=spoils)
+
+
+def test_latents_have_a_record(pipe: Any) -> None:
+    events: list[Any] = []
+    found = run(pipe, **PROMPT, output_type="latent", num_videos=2, on_event=events.append)
+    assert [each.frames.shape for each in found] == [(1, 16, 2, 4, 4)] * 2
+    assert not torch.equal(found[0].frames, found[1].frames)
+    done = [event for event in events if isinstance(event, VideoDone)]
+    assert [(event.seed, event.num_frames) for event in done] == [(7, 0), (8, 0)]
+    again = everyframe.run(pipe, from_record=done[1].record)
+    assert torch.equal(again.frames, found[1].frames)
 
 
 def test_np_is_float_unless_asked_otherwise(pipe: Any) -> None:
@@ -267,6 +281,41 @@ def test_prompts_by_frame() -> None:
         record = json.loads(json.dumps(found.record))
         again = everyframe.run(pipe, from_record=record)
         assert np.array_equal(again.frames, wanted)
+
+
+def test_a_call_that_is_repeated_for_memory_draws_the_same(tmp_path: Path) -> None:
+    """The generator is as it was, though the call that failed had drawn from it."""
+    TINY["animatediff"](tmp_path / "model")
+    pipe = loaded(tmp_path / "model")
+    asked = {**CALLS["animatediff"], "prompt": "a fox", "num_inference_steps": 2}
+    asked.pop("option", None)
+
+    def used() -> torch.Generator:
+        generator = seeded()
+        torch.randn(5, generator=generator)
+        return generator
+
+    steps: list[int] = []
+
+    def counts(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        steps.append(step)
+        return {"latents": tensors["latents"] * 0.5}
+
+    def frames(**more: Any) -> Any:
+        option = {"generator": used(), "callback_on_step_end": counts, **more}
+        return everyframe.run(pipe, output="float", option=option, **asked).frames
+
+    wanted, scarce = frames(decode_chunk_size=1), []
+
+    def check(module: nn.Module, given: Any) -> None:
+        if isinstance(module, UNetMidBlock2D) and len(given[0]) > 1:
+            scarce.append(module)
+            raise RuntimeError(TOO_LITTLE)
+
+    with before_calls(check):
+        assert np.array_equal(frames(), wanted)
+    assert scarce, "memory did not run out"
+    assert steps == [0, 1] * 4
 
 
 def test_two_stages_hand_latents_on() -> None:

@@ -114,7 +114,7 @@ def test_defaults_are_the_pipelines_own(
         (
             "WanPipeline",
             {"option": {"output_type": "pt"}},
-            'everyframe.run takes; here output="flo',
+            'takes; here output="float"',
         ),
         ("WanPipeline", {"option": {"return_dict": True}}, r"its frames are video\.frames"),
         ("WanPipeline", {"option": {"num_videos_per_prompt": 2}}, "here num_videos=2 makes videos"),

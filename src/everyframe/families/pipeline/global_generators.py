@@ -140,7 +140,7 @@ def _exact(device: torch.device) -> torch.device:
     """With its number, so that each is there once."""
     if device.type in ("cpu", "mps"):
         return torch.device(device.type)
-    if device.index is not None:
+    if ":" in str(device):
         return device
     return torch.device(device.type, torch.get_device_module(device).current_device())
 

@@ -234,7 +234,7 @@ class PipelineStage:
                 given = arguments(self.interface, settings, take, self.own, decodes=leads)
                 result = pipe(**given)
             except (ValueError, TypeError, LookupError, AttributeError, NameError, RuntimeError,
-                    MemoryError, ImportError) as error:  # fmt: skip
+                    MemoryError, ImportError, AssertionError) as error:  # fmt: skip
                 if is_lost(error):
                     raise
                 if not is_out_of_memory(error):
