@@ -160,6 +160,8 @@ def run(
         InputError: no video pipeline, or something that can't be asked of it.
     """
     given = options if prompt is None else {"prompt": prompt, **options}
+    if from_record is None:
+        given = _with_both_sides(pipe, given)
     request, num_threads = _request_of_pipe(given, from_record)
     if output is None:
         is_float = _option_of(request).get("output_type") == "np"
@@ -270,6 +272,18 @@ def _request_of_pipe(
     asked = call_options.overruled(asked, {*given})
     ours = _with_option(ours, {**(asked.get("option") or {}), **rest})
     return request_from({**record, "request": asked, "model": {}}, ours), recorded_threads(record)
+
+
+def _with_both_sides(pipe: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """One side alone with the pipeline's own default for the other, as its call has it."""
+    sides = [given.get("height"), given.get("width")]
+    if (sides[0] is None) == (sides[1] is None):
+        return given
+    default = _model_of(pipe, Request()).sizes.default_size()
+    if default is None:
+        return given  # refused: nobody says how large the other one is
+    chosen = [own if side is None else side for side, own in zip(sides, default, strict=True)]
+    return {**given, "height": chosen[0], "width": chosen[1]}
 
 
 def _with_option(ours: Mapping[str, Any], rest: Mapping[str, Any]) -> dict[str, Any]:

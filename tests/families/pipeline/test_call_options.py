@@ -263,6 +263,16 @@ def test_a_callback_ends_a_run_early(pipe: Any) -> None:
     assert not np.array_equal(from_outside.frames, found.frames)
 
 
+def test_one_side_alone_goes_with_the_pipelines_own() -> None:
+    pipe = diffusers.LTXPipeline(**ltx_parts())
+    pipe.set_progress_bar_config(disable=True)
+    asked = {"prompt": "a", "height": 32, "num_frames": 1, "num_inference_steps": 1, **SHORT}
+    wanted = pipe(**asked, generator=seeded(), output_type="np").frames[0]
+    assert wanted.shape == (1, 32, 704, 3)
+    found = everyframe.run(pipe, **asked, seed=7, output="float")
+    assert np.array_equal(found.frames, wanted)
+
+
 def test_prompts_by_frame() -> None:
     case = CASES["AnimateDiffPipeline"]
     with case.within():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 import everyframe
-from everyframe.core.events import Kept, Step
+from everyframe.core.events import Kept, Note, Step
 from everyframe.families.pipeline.global_generators import GlobalGenerators, is_same
 from tiny_pipelines import SHORT, ltx_parts, made
 from tiny_videos import ltx as tiny_ltx
@@ -96,6 +97,30 @@ def test_two_calls_at_once_are_told_and_leave_them_as_they_were() -> None:
     assert one.is_mixed
     assert other.is_mixed
     assert is_same(state(), before)
+
+
+def test_two_runs_in_threads_say_that_they_shared_them() -> None:
+    pipes, notes = [noisy(), noisy()], []
+    before = state()
+    meeting = threading.Barrier(2)
+
+    def meet(*_: Any) -> None:
+        meeting.wait(60)  # so both are at work when either draws
+
+    def run(pipe: Any) -> None:
+        pipe.vae.decoder.register_forward_pre_hook(meet)
+        events: list[Any] = []
+        frames(pipe, num_inference_steps=1, on_event=events.append)
+        notes.extend(event.text for event in events if isinstance(event, Note) and event.in_record)
+
+    threads = [threading.Thread(target=run, args=(pipe,)) for pipe in pipes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert is_same(state(), before)
+    assert len(notes) == 2
+    assert all("while another run was at work" in note for note in notes)
 
 
 def test_a_decoder_that_draws_noise_repeats_and_is_that_of_diffusers(pipe: Any) -> None:
