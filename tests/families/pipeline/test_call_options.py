@@ -18,6 +18,7 @@ from diffusers.models.unets.unet_2d_blocks import UNetMidBlock2D
 from torch import nn
 
 import everyframe
+from everyframe.cli.main import main
 from everyframe.core.errors import InputError
 from everyframe.core.events import Kept, Note, Step, VideoDone
 from families.pipeline.test_pipelines import state_of
@@ -162,7 +163,9 @@ def test_np_is_float_unless_asked_otherwise(pipe: Any) -> None:
     assert everyframe.run(pipe, **PROMPT, **ASKED, seed=7).frames.dtype == np.uint8
 
 
-def test_a_generator_is_handed_on_as_it_is(pipe: Any) -> None:
+def test_a_generator_is_handed_on_as_it_is(
+    pipe: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     used, same = seeded(), seeded()
     torch.randn(5, generator=used), torch.randn(5, generator=same)
     wanted = theirs(pipe, **PROMPT, generator=used)
@@ -174,6 +177,8 @@ def test_a_generator_is_handed_on_as_it_is(pipe: Any) -> None:
     assert any("no seed stands for it" in note for note in notes)
     assert any("can't be kept" in note for note in notes)
     assert video.record["request"]["seed"] is None
+    assert main(["inspect", str(video.save(tmp_path / "fox.mp4"))]) == 0
+    assert "a seed that is not known" in capsys.readouterr().out
     with pytest.raises(InputError, match="made with a generator given in Python; give it again"):
         everyframe.run(pipe, from_record=video.record)
     again = seeded()
