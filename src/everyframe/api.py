@@ -159,7 +159,7 @@ def run(
     Raises:
         InputError: no video pipeline, or something that can't be asked of it.
     """
-    given = options if prompt is None else {"prompt": prompt, **options}
+    given: Mapping[str, Any] = options if prompt is None else {"prompt": prompt, **options}
     if from_record is None:
         given = _with_both_sides(pipe, given)
     request, num_threads = _request_of_pipe(given, from_record)
