@@ -69,6 +69,11 @@ def generate(
         WorkerDiedError: a process of `isolate`, or of one of several devices, died.
     """
     _check_output(output)
+    if prompt is not None and not isinstance(prompt, str):
+        raise InputError(
+            f"prompt must be text, got a {type(prompt).__name__}; give one prompt after the other, "
+            "or a list to a pipeline in memory: everyframe.run(pipe, [...])"
+        )
     given = options if prompt is None else {"prompt": prompt, **options}
     request, num_threads = _request(given, from_record)
     root, as_uint8 = root_of(run_dir), output == "uint8"
