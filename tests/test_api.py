@@ -165,6 +165,7 @@ def test_stream_begins_with_the_plan(model: Path) -> None:
     [
         ({"output": "bytes"}, 'output must be "uint8" or "float", got'),
         ({"prompt": "  "}, "the prompt is empty"),
+        ({"prompt": ["a", "b"]}, r"prompt must be text, got a list; .*everyframe\.run\(pipe"),
         ({"seed": float("nan")}, "seed must be a"),
         ({"num_inference_steps": -1}, "num_inference_steps must be more than 0, got -1"),
         ({"guidance": 3}, "did you mean 'guidance_scale'"),

@@ -5,19 +5,14 @@ Read next: `core/request.py` for the options, `engine/run.py` for what happens.
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing
-from fractions import Fraction
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
-
-from everyframe.core.errors import EveryframeWarning, InputError
-from everyframe.core.events import Event, Events, Frames, Note, Planned, Repaired, VideoDone
-from everyframe.core.events import Sound as SoundMade
+from everyframe.core.errors import InputError
+from everyframe.core.events import Event, Events
+from everyframe.core.events import Output as PipelineOutput
 from everyframe.core.plan import Plan
 from everyframe.core.request import Request
 from everyframe.engine import run as engine
@@ -27,20 +22,15 @@ from everyframe.engine.launch import launched, ranks_of
 from everyframe.engine.moving import OF_RANKS
 from everyframe.engine.process import Job
 from everyframe.engine.record import record_in, request_from, threads_to_repeat
+from everyframe.engine.results import EventTeller, Output, Tell, collect_videos
 from everyframe.engine.resuming import find_run_of, go_on, read_run
 from everyframe.families.registry import check_option_names, family_options
-from everyframe.media.paths import exact_fps
-from everyframe.media.pixels import to_uint8
-from everyframe.media.sound import Sound
 from everyframe.media.video import Video
 from everyframe.planning.resolve import GivenModel, resolve
 from everyframe.runs import listing
 from everyframe.runs.folder import RunFolder, find_run, root_of, runs_folder
 from everyframe.runs.keeper import Keep
 from everyframe.runs.listing import Listed
-
-Output = Literal["uint8", "float"]
-Tell = Callable[[Event], None]
 
 
 def generate(
@@ -74,6 +64,11 @@ def generate(
         WorkerDiedError: a process of `isolate`, or of one of several devices, died.
     """
     _check_output(output)
+    if prompt is not None and not isinstance(prompt, str):
+        raise InputError(
+            f"prompt must be text, got a {type(prompt).__name__}; give one prompt after the other, "
+            "or a list to a pipeline in memory: everyframe.run(pipe, [...])"
+        )
     given = options if prompt is None else {"prompt": prompt, **options}
     record = None if from_record is None else record_in(from_record)
     request, num_threads = _request(given, record)
@@ -84,7 +79,7 @@ def generate(
     else:
         keep = Keep(root, as_uint8=as_uint8)
         events = engine.stream(request, num_threads=num_threads, keep=keep)
-    videos = _videos(compare_with(record, events), output, _Told(on_event))
+    videos = collect_videos(compare_with(record, events), output, EventTeller(on_event))
     return videos if request.num_videos > 1 else videos[0]
 
 
@@ -96,7 +91,7 @@ def resume(
     trust_remote_code: bool = False,
     on_event: Callable[[Event], None] | None = None,
     **devices: Any,
-) -> Video | list[Video]:
+) -> Video | list[Video] | Any:
     """Go on with a run that was broken off; the videos are those of an unbroken one, bit for bit.
 
     An `EveryframeWarning` says which run it is and where it goes on.
@@ -123,7 +118,7 @@ def resume(
     begun = read_run(folder)
     if output == "float" and begun.as_uint8 and begun.plan.settings.chain > 1:
         raise InputError(f'{folder.name} was begun for output="uint8"; its clips are kept so')
-    given, told = None, _Told(on_event)
+    given, told = None, EventTeller(on_event)
     if pipe is not None:
         given = _given_model(pipe, begun.request, told.at_once)
     number = _ranks_to_go_on_with(folder, devices, pipe)
@@ -136,8 +131,7 @@ def resume(
         events = go_on(
             folder, given_model=given, ranks=devices or None, trust_remote_code=trust_remote_code
         )
-    videos = _videos(events, output, told)
-    return videos if begun.plan.settings.num_videos > 1 else videos[0]
+    return _made(events, output, begun.request, told)
 
 
 def _ranks_to_go_on_with(folder: RunFolder, devices: Mapping[str, Any], pipe: Any) -> int:
@@ -156,22 +150,24 @@ def list_runs(run_dir: str | Path | None = None) -> list[Listed]:
 
 def run(
     pipe: Any,
-    prompt: str | None = None,
+    prompt: str | list[str] | Mapping[int, str] | None = None,
     *,
-    output: Output = "uint8",
+    output: Output | None = None,
     on_event: Callable[[Event], None] | None = None,
     from_record: str | Path | Mapping[str, Any] | Video | None = None,
     **options: Any,
-) -> Video | list[Video]:
+) -> Video | list[Video] | Any:
     """Make a video with a diffusers pipeline that is loaded already; a list for several.
 
     The pipeline runs as it is, on its device and in its dtypes, and is left as it was. It is called
     in this thread, with torch as it is set here: autocast, threads, TF32, modes. Notes and repairs
-    are warnings, as in `generate`.
+    are warnings, as in `generate`. With ``output_type`` ``"pt"``, ``"pil"`` or ``"latent"`` its own
+    output comes back, as diffusers has it; with ``"np"`` a `Video` with frames as
+    ``output="float"`` gives them.
 
     Args:
         pipe: a text or image to video pipeline of diffusers, plain or modular.
-        prompt: what the video shows.
+        prompt: what the video shows; a list makes as many videos in one call.
         output: as in `generate`.
         on_event: called with each event as it happens; see `core.events`.
         from_record: a video, its file, a sidecar or a record; other options overrule it.
@@ -180,14 +176,18 @@ def run(
     Raises:
         InputError: no video pipeline, or something that can't be asked of it.
     """
-    _check_output(output)
-    given = options if prompt is None else {"prompt": prompt, **options}
+    given: Mapping[str, Any] = options if prompt is None else {"prompt": prompt, **options}
     record = None if from_record is None else record_in(from_record)
+    if record is None:
+        given = _with_both_sides(pipe, given)
     request, num_threads = _request_of_pipe(given, record)
-    told = _Told(on_event)
+    if output is None:
+        is_float = _option_of(request).get("output_type") == "np"
+        output = "float" if is_float else "uint8"
+    _check_output(output)
+    told = EventTeller(on_event)
     events = _events_of_pipe(pipe, request, num_threads, told.at_once)
-    videos = _videos(compare_with(record, events), output, told)
-    return videos if request.num_videos > 1 else videos[0]
+    return _made(compare_with(record, events), output, request, told)
 
 
 def stream(request: Request, *, pipe: Any = None) -> Iterator[Event]:
@@ -275,71 +275,41 @@ def _events_of_pipe(
     check_option_names(request)
     given = _given_model(pipe, request, tell)
     model: Any = given.model
-    here = Request(**{**request.given(), "device": model.device})
-    return engine.stream(here, num_threads=num_threads, given_model=given)
+    return engine.stream(model.asked(request), num_threads=num_threads, given_model=given)
 
 
 def _request_of_pipe(
     given: Mapping[str, Any], record: Mapping[str, Any] | None
 ) -> tuple[Request, int | None]:
     """The request of `run`'s options: what is no option of ours is a parameter of the pipeline."""
+    from everyframe.families.pipeline import call_options
     from everyframe.families.registry import options_of
 
     known = {*Request.model_fields, *options_of("pipeline").model_fields}
-    ours = {name: value for name, value in given.items() if name in known}
-    rest = {name: value for name, value in given.items() if name not in known}
+    # Prompts that are no text are handed on to the pipeline, as all of its own parameters are.
+    ours = {k: v for k, v in given.items() if k in known and not call_options.is_prompts(k, v)}
+    rest = {name: value for name, value in given.items() if name not in ours}
     if rest:
-        ours["option"] = {**(ours.get("option") or {}), **rest}
+        ours["option"] = {**rest, **(ours.get("option") or {})}
     if record is None:
         return Request(**ours), None
+    if isinstance(record.get("request"), Mapping):
+        record = {**record, "request": call_options.overruled(record["request"], {*given})}
     # The model is the one that was given here.
     return request_from(record, ours, has_model=True), threads_to_repeat(record)
 
 
-class _Told:
-    """Tells of each event once, of those of a pipeline's call as they happen.
-
-    Notes and repairs are warnings besides.
-    """
-
-    def __init__(self, tell: Tell | None) -> None:
-        self._tell = tell
-        self._early: list[Event] = []
-
-    def at_once(self, event: Event) -> None:
-        """Tell of an event of the call, which comes again among the `rest`."""
-        self._early.append(event)
-        self._say(event)
-
-    def rest(self, events: Events) -> Iterator[Event]:
-        """All events; those that were not told yet are told."""
-        with closing(events):
-            for event in events:
-                if self._early and event is self._early[0]:
-                    del self._early[0]
-                else:
-                    self._say(event)
-                yield event
-
-    def _say(self, event: Event) -> None:
-        if isinstance(event, Note):
-            _warn(event.text)
-        elif isinstance(event, Repaired):
-            _warn(f"repaired: {event.text}")
-        if self._tell is not None:
-            self._tell(event)
-
-
-def _warn(text: str) -> None:
-    """Warn at the line that called this package, so that a filter of Python's can know it."""
-    level, frame = 1, sys._getframe()
-    while frame.f_back is not None and _is_ours(frame.f_globals.get("__name__", "")):
-        level, frame = level + 1, frame.f_back
-    warnings.warn(text, EveryframeWarning, stacklevel=level)
-
-
-def _is_ours(module: str) -> bool:
-    return module.partition(".")[0] == __name__.partition(".")[0]
+def _with_both_sides(pipe: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """One side alone with the pipeline's own default for the other, as its call has it."""
+    sides = [given.get("height"), given.get("width")]
+    if (sides[0] is None) == (sides[1] is None):
+        return given
+    model: Any = _given_model(pipe, Request(), None).model
+    default = model.sizes.default_size()
+    if default is None:
+        return given  # refused: nobody says how large the other one is
+    chosen = [own if side is None else side for side, own in zip(sides, default, strict=True)]
+    return {**given, "height": chosen[0], "width": chosen[1]}
 
 
 def _check_output(output: str) -> None:
@@ -355,26 +325,20 @@ def _request(
     return request_from(record, given), threads_to_repeat(record)
 
 
-def _videos(events: Events, output: Output, told: _Told) -> list[Video]:
-    """The videos in the order of their seeds, whichever of several devices was done first."""
-    frames: dict[int, list[np.ndarray[Any, Any]]] = {}
-    sounds: dict[int, Sound] = {}
-    videos: dict[int, Video] = {}
-    fps = Fraction(0)
-    for event in told.rest(events):
-        if isinstance(event, Planned):
-            # Before hours of work: not every number is a frame rate that can be had.
-            fps = exact_fps(event.plan.settings.fps)
-        elif isinstance(event, SoundMade):
-            sounds[event.seed] = Sound(event.samples, event.rate)
-        elif isinstance(event, Frames):
-            pieces = frames.setdefault(event.seed, [])
-            first = sum(len(piece) for piece in pieces)
-            # Checked for non-finite values before any rounding, whichever form is wanted.
-            whole = to_uint8(event.frames, first_index=first)
-            pieces.append(whole if output == "uint8" else event.frames)
-        elif isinstance(event, VideoDone):
-            whole = np.concatenate(frames.pop(event.seed))
-            sound = sounds.pop(event.seed, None)
-            videos[event.seed] = Video(whole, fps, event.record, sound)
-    return [videos[seed] for seed in sorted(videos)]
+def _option_of(request: Request) -> Mapping[str, Any]:
+    """The parameters of a pipeline in memory that the request gives by name."""
+    option = request.family_options.get("option")
+    return option if isinstance(option, Mapping) else {}
+
+
+def _made(events: Events, output: Output, request: Request, told: EventTeller) -> Any:
+    """What comes of a request: a video, a list of them, or what its pipeline gave."""
+    from everyframe.families.pipeline import call_options
+
+    option = _option_of(request)
+    is_list = request.num_videos > 1
+    if call_options.wants_output(option):
+        given = [each.output for each in told.rest(events) if isinstance(each, PipelineOutput)]
+        return given if is_list else given[0]
+    videos = collect_videos(events, output, told)
+    return videos if is_list or call_options.gives_list(option) else videos[0]

@@ -195,6 +195,8 @@ def _seeds(settings: Mapping[str, Any]) -> str:
     seed, count = settings.get("seed", "?"), settings.get("num_videos", 1)
     if isinstance(seed, int) and isinstance(count, int) and count > 1:
         return f"seeds {seed} to {seed + count - 1}"
+    if seed is None:  # the noise came of a generator that somebody gave
+        return "a seed that is not known"
     return f"seed {seed}"
 
 

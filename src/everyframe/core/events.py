@@ -146,12 +146,16 @@ def event_of(data: Mapping[str, Any]) -> Event:
 
 @dataclass(frozen=True)
 class Frames(Event):
-    """Finished frames of the video with this seed, float32 in 0..1, (T, H, W, 3), in order."""
+    """Finished frames of the video with this seed, float32 in 0..1, (T, H, W, 3), in order.
+
+    `index` says which it is where one call of a pipeline makes several with one seed.
+    """
 
     type: ClassVar[str] = "frames"
     seed: int
     num_frames: int
     frames: Any = field(repr=False, metadata={"bulky": True})
+    index: int | None = None
 
 
 @dataclass(frozen=True)
@@ -166,6 +170,19 @@ class Sound(Event):
     rate: int
     seconds: float
     samples: Any = field(repr=False, metadata={"bulky": True})
+    index: int | None = None
+
+
+@dataclass(frozen=True)
+class Output(Event):
+    """What a pipeline in memory gave for this seed, as it is: asked for by ``output_type``.
+
+    Comes after the frames; of latents there are none.
+    """
+
+    type: ClassVar[str] = "output"
+    seed: int
+    output: Any = field(repr=False, metadata={"bulky": True})
 
 
 @dataclass(frozen=True)
@@ -176,6 +193,7 @@ class VideoDone(Event):
     seed: int
     num_frames: int
     record: dict[str, Any] = field(repr=False)
+    index: int | None = None
 
 
 @dataclass(frozen=True)

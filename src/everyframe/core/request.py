@@ -274,11 +274,6 @@ class Request(Options):
 
     @model_validator(mode="after")
     def _check(self) -> Request:
-        if self.prompt is not None and not self.prompt.strip():
-            raise InputError(
-                "the prompt is empty; say what the video shows, "
-                'for example "a red circle moves to the right on a blue background"'
-            )
         if self.dtype not in DTYPES:
             raise InputError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if self.quantize not in QUANTIZE:

@@ -63,7 +63,7 @@ def identities(value: Any) -> Any:
     Several may be given, in a list or with commas, or by name among other values.
     """
     if isinstance(value, Mapping):
-        return {str(key): _with_files(each, str(key)) for key, each in value.items()}
+        return _with_files(value, "")
     if isinstance(value, (list, tuple)) and not all(isinstance(v, (int, float)) for v in value):
         return [identities(each) for each in value]
     if isinstance(value, (str, Path)):
@@ -76,6 +76,8 @@ def identities(value: Any) -> Any:
 
 def _with_files(value: Any, key: str) -> Any:
     """A value in which files may be named, however deep; whatever else it holds as it is."""
+    if "prompt" in key or key == "generator":
+        return plain(value)  # words, in whatever form, and seeds
     if isinstance(value, Mapping):
         return {str(name): _with_files(each, str(name)) for name, each in value.items()}
     if isinstance(value, (list, tuple)):

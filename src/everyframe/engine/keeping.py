@@ -47,6 +47,7 @@ def begin(
         return Keeper(None, how)
     days_of_runs()  # a wrong one is told before there is a run
     folder: RunFolder | None = None
+    lock = None
     try:
         folder = new_run(how.root)
         lock = folder.locked()
@@ -61,6 +62,8 @@ def begin(
     except (OSError, NotPlainError) as error:
         if folder is not None:
             folder.remove()
+        if lock is not None:
+            lock.release()
         why = getattr(error, "strerror", None) or str(error)
         keeper = Keeper(None, how)
         keeper.note(

@@ -85,6 +85,9 @@ def for_seed(record: dict[str, Any], seed: int) -> dict[str, Any]:
     request = {key: value for key, value in record["request"].items() if key != "num_videos"}
     settings = {**record["settings"], "seed": seed, "num_videos": 1}
     mine = {**record, "request": {**request, "seed": seed}, "settings": settings}
+    if isinstance((request.get("option") or {}).get("generator"), str):
+        # Its generator was given in Python in a state of its own: no seed stands for it.
+        mine["request"]["seed"] = settings["seed"] = None
     repairs = [each for each in record.get("repairs", ()) if each["seed"] in (None, seed)]
     mine.pop("repairs", None)
     return {**mine, "repairs": repairs} if repairs else mine
@@ -178,10 +181,14 @@ def request_from(
         replaced.add("model")
     elif "model" not in wanted:
         _check_given_in_python(record)
+    own = wanted.pop("option", None)
     asked = taken(record["request"], wanted.keys() | replaced)
     for name in (*GIVEN, *_options_that("names_files")):
         asked |= {name: found_files(name, asked[name])} if name in asked else {}
     asked |= wanted
+    if own is not None:  # each parameter of a pipeline is an option of its own
+        recorded = asked.get("option")
+        asked["option"] = {**recorded, **own} if isinstance(recorded, Mapping) else own
     if not wanted.keys() & _CHOOSE_ANEW and _was_made_here(record):
         asked |= _recorded_paths(record)
     asked.setdefault("remedies", _remedies(record))

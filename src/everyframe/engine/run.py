@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from typing import Any
@@ -24,6 +25,7 @@ from everyframe.core.events import (
     Frames,
     Kept,
     Note,
+    Output,
     Planned,
     Ready,
     Repaired,
@@ -57,6 +59,8 @@ from everyframe.runs.folder import runs_folder
 from everyframe.runs.keeper import Keep, Keeper, Progress
 
 _log = logging.getLogger(__name__)
+_Which = tuple[int, "int | None"]
+"""A video by its seed, and by its place among those of one call."""
 
 
 def stream(
@@ -201,11 +205,11 @@ def _run(
 ) -> Generator[Event, None, None]:
     plan, takes, num_clips = here.plan, progress.takes, here.plan.settings.chain
     key = _repairs_key(record, plan) if here.teams.team.is_lead else None
-    num_frames = {take.seed: 0 for take in takes}
-    unfinished: list[int] = []
+    num_frames: Counter[_Which] = Counter()
+    unfinished: list[_Which] = []
     for frames in keeper.kept_frames(progress):
-        if frames.seed in num_frames:
-            num_frames[frames.seed] += frames.num_frames
+        if frames.seed in {take.seed for take in takes}:
+            num_frames[frames.seed, frames.index] += frames.num_frames
             yield frames
     for clip, stage in _stages(here, model, progress):
         keeper.write(progress)
@@ -221,13 +225,17 @@ def _run(
                 keeper.write(progress)
             if isinstance(event, Frames):
                 _check_finite(event, stage)
-                num_frames[event.seed] += event.num_frames
+                which = (event.seed, event.index)
+                num_frames[which] += event.num_frames
                 if clip < num_clips - 1:
                     keeper.frames(progress, event)
-                elif event.seed not in unfinished:
+                elif which not in unfinished:
                     # Takes come one after the other: where one begins, those before are whole.
                     yield from _done(unfinished, num_frames, record, progress)
-                    unfinished = [event.seed]
+                    unfinished = [which]
+            if isinstance(event, Output) and event.seed not in (seed for seed, _ in unfinished):
+                yield from _done(unfinished, num_frames, record, progress)
+                unfinished = [(event.seed, None)]
             yield event
             yield from keeper.notes()
         for take in takes:
@@ -271,16 +279,18 @@ def _check_finite(event: Frames, stage: Stage) -> None:
 
 
 def _done(
-    seeds: Sequence[int],
-    num_frames: Mapping[int, int],
+    videos: Sequence[_Which],
+    num_frames: Mapping[_Which, int],
     record: dict[str, Any],
     progress: Progress,
 ) -> Iterator[Event]:
-    for seed in seeds:
+    for seed, index in videos:
         notes = [text for of, text in progress.notes if of in (None, seed)]
         told = {"repairs": [*progress.repairs], "notes": notes}
         whole = {**record, **{name: said for name, said in told.items() if said}}
-        yield VideoDone(seed, num_frames[seed], for_seed(whole, seed))
+        mine = for_seed(whole, seed)
+        mine = mine if index is None else {**mine, "index": index}
+        yield VideoDone(seed, num_frames[seed, index], mine, index)
 
 
 def _run_stage(stage: Stage, takes: Sequence[Take], clip: int, num_clips: int) -> Iterator[Event]:

@@ -34,6 +34,15 @@ def check_used(title: str, request: Request, without: Mapping[str, str]) -> None
         raise InputError(f"{title} can't go on from a clip (chain)")
 
 
+def check_prompt(prompt: str) -> None:
+    """Refuse a prompt without a word, for a model that draws what a prompt says."""
+    if not prompt.strip():
+        raise InputError(
+            "the prompt is empty; say what the video shows, "
+            'for example "a red circle moves to the right on a blue background"'
+        )
+
+
 def check_size(height: int, width: int, step: int) -> None:
     """Refuse sides that are no multiples of `step` pixels; names the nearest that are."""
     for name, given in (("height", height), ("width", width)):

@@ -52,6 +52,8 @@ def theirs(pipe: Any, asked: dict[str, Any]) -> np.ndarray[Any, Any]:
     for name, value in given.pop("option", {}).items():
         record = taken[name].record
         call[name] = [record(**each) for each in value] if record else value
+    if "seed" in taken:
+        call["seed"] = given["seed"]
     call["generator"] = torch.Generator().manual_seed(given.pop("seed"))
     if given.pop("size", None) and "height" in taken:
         call |= {"height": height, "width": width}

@@ -108,7 +108,22 @@ def test_defaults_are_the_pipelines_own(
         ("AllegroPipeline", {"num_frames": 14}, "be a multiple of 4, got 14; try 12 or 16"),
         ("WanPipeline", {"option": {"guidance_scal_2": 2}}, "no parameter 'guidance_scal_2'; did"),
         ("WanPipeline", {"option": {"height": 64}}, "give height by its own option"),
-        ("WanPipeline", {"option": {"generator": 1}}, "option generator is set by everyframe"),
+        # Diffusers' own arguments, of a model that is loaded here; `test_call_options.py` has them
+        # for a pipeline in memory.
+        ("WanPipeline", {"option": {"generator": 1}}, "is for a pipeline in memory.*here seed=7"),
+        (
+            "WanPipeline",
+            {"option": {"output_type": "pt"}},
+            'takes; here output="float"',
+        ),
+        ("WanPipeline", {"option": {"return_dict": True}}, r"its frames are video\.frames"),
+        ("WanPipeline", {"option": {"num_videos_per_prompt": 2}}, "here num_videos=2 makes videos"),
+        ("WanPipeline", {"option": {"callback_on_step_end": 1}}, "here everyframe.stream gives an"),
+        (
+            "WanPipeline",
+            {"prompt": None, "option": {"prompt": ["a"]}},
+            "here each prompt is a text",
+        ),
         ("LTX2Pipeline", {"option": {"stg_scale": "a lot"}}, "stg_scale of .* must be float"),
         ("LTX2Pipeline", {"option": {"use_cross_timestep": 3}}, "must be bool, got 3"),
         ("LucyEditPipeline", {}, r"without 'video'; give it by --option video=FILE, a video or"),
@@ -159,7 +174,6 @@ def test_notes_say_what_it_can_not_do() -> None:
     )
     assert [note.split(":")[0] for note in notes] == [
         "it has no denoiser by a known name, so its steps give no events",
-        "it takes no generator",
         "it takes no latents",
         "it names no frame rate; 24 a second are taken (fps)",
     ]

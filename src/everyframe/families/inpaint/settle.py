@@ -29,6 +29,7 @@ from everyframe.families.inpaint.schedulers import num_timesteps
 from everyframe.families.latents import check_latents
 from everyframe.families.settling import (
     check_fit,
+    check_prompt,
     check_used,
     frames_in,
     told_of_fit,
@@ -168,6 +169,7 @@ def _check_request(facts: Facts, request: Request, options: InpaintOptions) -> N
         )
     if request.prompt is None:
         raise InputError(f"{title} needs a prompt that says what is painted")
+    check_prompt(request.prompt)
     if (request.image is None) == (options.source is None):
         raise InputError(
             "image and source both say what is repainted; give one of them"

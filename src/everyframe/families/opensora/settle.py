@@ -20,6 +20,7 @@ from everyframe.families.opensora.sizes import named_size
 from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConfig
 from everyframe.families.settling import (
     check_amount,
+    check_prompt,
     check_size,
     frames_in,
     in_pieces,
@@ -98,6 +99,7 @@ def settle(
     """Every value of the request settled, and notes for the person who asked."""
     if request.prompt is None:
         raise InputError(f"{facts.title} draws what a prompt says; give one")
+    check_prompt(request.prompt)
     for prompt in (request.prompt, request.negative_prompt):
         if prompt is not None and loses_all(prompt):
             raise InputError(lost(prompt))

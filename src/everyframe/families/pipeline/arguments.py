@@ -14,7 +14,7 @@ import torch
 from everyframe.core.plan import Settings
 from everyframe.families.family import Take
 from everyframe.families.pipeline import chunks, released
-from everyframe.families.pipeline.interface import Interface
+from everyframe.families.pipeline.interface import OWN_SEED, Interface
 from everyframe.families.pipeline.pictures import opened
 
 
@@ -29,7 +29,7 @@ def arguments(
     """Keyword arguments for one video with the take's seed; `own` are the pipeline's own ones.
 
     With `decodes` False it ends with latents. The generator lives on the CPU, so noise depends on
-    the seed alone and not on the device.
+    the seed alone and not on the device. A pipeline that takes a seed besides gets the same one.
     """
     from PIL import Image
 
@@ -42,7 +42,7 @@ def arguments(
         "guidance_scale": settings.guidance_scale,
         "seed": torch.Generator(device="cpu").manual_seed(take.seed),
     }
-    if settings.prompt:
+    if settings.prompt or "prompt_embeds" not in own:
         ours["prompt"] = settings.prompt
     if settings.negative_prompt is not None:
         ours["negative_prompt"] = settings.negative_prompt
@@ -59,11 +59,13 @@ def arguments(
         name = interface.name_of(option)
         if name is not None:
             call[name] = _as_declared(interface, name, value)
+    if OWN_SEED in interface.parameters and "generator" not in own:
+        call[OWN_SEED] = take.seed
     call.update(opened(interface, own, settings))
     if chunks.NAME in dict(settings.savings):
         call[chunks.NAME] = settings.saving(chunks.NAME, 0)
     if "output_type" in interface.parameters:
-        call["output_type"] = "np" if decodes else "latent"
+        call["output_type"] = own.get("output_type", "np") if decodes else "latent"
     if "return_dict" in interface.parameters:
         call["return_dict"] = True
     if interface.is_modular:

@@ -17,13 +17,13 @@ from everyframe.core.options import FamilyOptions
 from everyframe.core.plan import Plan, Precision, Settings, Switches
 from everyframe.core.request import Request
 from everyframe.families.family import Component, Saving, Stage
-from everyframe.families.pipeline import settle
+from everyframe.families.pipeline import call_options, settle
 from everyframe.families.pipeline.alternating import Beside, InThread, Tell
 from everyframe.families.pipeline.chunks import chunk_savings
 from everyframe.families.pipeline.classes import checked
 from everyframe.families.pipeline.components import STAGE, prefers, working_bytes
 from everyframe.families.pipeline.digests import digest_pipeline
-from everyframe.families.pipeline.interface import Interface, of_pipeline
+from everyframe.families.pipeline.interface import OWN_SEED, Interface, of_pipeline
 from everyframe.families.pipeline.options import PipelineOptions
 from everyframe.families.pipeline.sizes import Sizes
 from everyframe.hardware.thread_state import ThreadState
@@ -34,7 +34,7 @@ from everyframe.precision.policy import ComponentNeeds
 
 @dataclass(frozen=True, eq=False)
 class GivenPipeline:
-    """A loaded pipeline and the options that came with it."""
+    """A loaded pipeline and the options that came with it, its generators among them."""
 
     pipe: Any
     sizes: Sizes
@@ -48,6 +48,12 @@ class GivenPipeline:
     def switches(self) -> Switches:
         """Torch's switches that hold for its call: its owner's."""
         return switches_of(self.thread)
+
+    def asked(self, request: Request) -> Request:
+        """What is asked of it: where it lies, and by which seeds."""
+        request = Request(**{**request.given(), "device": self.device})
+        has_seed = OWN_SEED in self.sizes.interface.parameters
+        return call_options.seeded(request, self.options.option, has_seed=has_seed)
 
     @property
     def name(self) -> str:
@@ -73,8 +79,10 @@ class GivenPipeline:
             raise InputError(
                 "vae_tiling would change a pipeline that is yours; call pipe.vae.enable_tiling()"
             )
-        settings, notes = settle.settle(self.sizes, self.title, request, self.options, seed)
-        return settings, notes
+        settings, notes = settle.settle(
+            self.sizes, self.title, request, self.options, seed, is_given=True
+        )
+        return settings, (*notes, *call_options.notes(self.options.option))
 
     def components(self, settings: Settings) -> tuple[Component, ...]:
         """Its modules, in the dtypes that they have."""
@@ -115,7 +123,8 @@ class GivenPipeline:
         from everyframe.families.pipeline.stages import PipelineStage
 
         interface = self.sizes.interface
-        own = settle.check_options(interface, self.options.option)
+        own = settle.check_options(interface, self.options.option, is_given=True)
+        own = call_options.handed_on(own)
         way = InThread(self.tell) if self.tell is not None else Beside(self.thread.entered)
         return (
             PipelineStage(plan, interface, own, pipe=self.pipe, savings=self.savings, calling=way),

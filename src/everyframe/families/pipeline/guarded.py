@@ -27,6 +27,7 @@ from everyframe.core.plan import Plan
 from everyframe.families.family import Take
 from everyframe.families.guarding import GivenError, Guard
 from everyframe.families.pipeline.components import STAGE
+from everyframe.families.pipeline.global_generators import restore_torch, states_of_torch
 from everyframe.families.pipeline.sizes import denoisers
 from everyframe.families.pipeline.watching import StepWatch, called_parts
 from everyframe.families.telling import asks_for
@@ -310,7 +311,8 @@ class _Coder(_Part):
 class _Kept:
     """What a module was called with, and the state of what its call may change.
 
-    Wan's decoder keeps frames in a list that it is given; noise may come of a generator.
+    Wan's decoder keeps frames in a list that it is given; noise may come of a generator, given to
+    it or torch's own.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -322,6 +324,8 @@ class _Kept:
         self._generators = [
             (each, each.get_state()) for each in values if isinstance(each, torch.Generator)
         ]
+        devices = {each.device for each in tensors_in((args, kwargs))}
+        self._of_torch = states_of_torch(devices) if values else {}
 
     def calling(self, module: nn.Module) -> Callable[[], Any]:
         """The same call, as often as is wanted."""
@@ -346,6 +350,7 @@ class _Kept:
             mapping.update(held)
         for generator, state in self._generators:
             generator.set_state(state)
+        restore_torch(self._of_torch)
 
 
 class _Narrow:

@@ -27,13 +27,8 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "image": ("image", "cond_image"),
     "last_image": ("last_image",),
 }
-#: Parameters that say how a pipeline is called and are ours to choose.
-OURS = {
-    "generator", "output_type", "return_dict", "callback", "callback_steps", "output",
-    "callback_on_step_end", "callback_on_step_end_tensor_inputs", "num_videos_per_prompt",
-    "num_images_per_prompt",
-}  # fmt: skip
-
+#: What some pipelines seed noise of theirs with, beside their generator.
+OWN_SEED = "seed"
 #: What modular blocks call the frames that they give.
 VIDEO_RESULT = "videos"
 

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from everyframe.core.errors import EveryframeError
+from everyframe.core.errors import EveryframeError, NumericsError
+from everyframe.numerics.watch import tensors_in
 
 Array = np.ndarray[Any, Any]
 
@@ -20,18 +21,20 @@ _RATES = (("vocoder", "output_sampling_rate"), ("audio_vae", "sampling_rate"),
           ("audio_vae", "sample_rate"), ("sound_tokenizer", "sampling_rate"))  # fmt: skip
 
 
-def frames_of(result: Any) -> Array:
-    """The one video of a result: float32 (T, H, W, 3) in 0..1, or uint8 where it is given so.
+def num_videos_of(result: Any) -> int:
+    """How many videos a result holds."""
+    given = _frames_in(result)
+    return len(given) if _is_batch(given) else 1
+
+
+def frames_of(result: Any, index: int = 0) -> Array:
+    """One video of a result: float32 (T, H, W, 3) in 0..1, or uint8 where it is given so.
 
     Takes arrays (B, T, H, W, C), tensors (B, T, C, H, W) or (B, C, T, H, W), and lists of pictures,
     each also without the batch.
     """
-    given = next((part for name in VIDEOS if (part := _part(result, name)) is not None), None)
-    if given is None:
-        raise EveryframeError(
-            f"the pipeline gave a {type(result).__name__} without frames; please report it"
-        )
-    video = given[0] if _is_batch(given) else given
+    given = _frames_in(result)
+    video = given[index] if _is_batch(given) else given
     if isinstance(video, torch.Tensor):
         tensor = video.detach().to("cpu", torch.float32)
         is_channels_first = tensor.shape[0] == 3 != tensor.shape[1]
@@ -54,7 +57,7 @@ def beyond_range(frames: Array) -> str | None:
     )
 
 
-def sound_of(result: Any, pipe: Any) -> tuple[Array, int] | None:
+def sound_of(result: Any, pipe: Any, index: int = 0) -> tuple[Array, int] | None:
     """(samples (channels, n) float32 in -1..1, samples a second), or None for a silent video."""
     given = next((part for name in _SOUNDS if (part := _part(result, name)) is not None), None)
     if given is None:
@@ -64,11 +67,29 @@ def sound_of(result: Any, pipe: Any) -> tuple[Array, int] | None:
         raise EveryframeError(
             "the pipeline made sound and names no sampling rate; please report it"
         )
-    samples = given[0] if not hasattr(given, "ndim") or given.ndim == 3 else given
+    samples = given[index] if not hasattr(given, "ndim") or given.ndim == 3 else given
     if isinstance(samples, torch.Tensor):
         samples = samples.detach().to("cpu", torch.float32).numpy()
     samples = np.asarray(samples, np.float32)
     return (samples[None] if samples.ndim == 1 else samples), int(rate)
+
+
+def check_finite(result: Any, stage: str) -> None:
+    """Raise `NumericsError` if an output of latents holds values that are not finite."""
+    if not all(bool(torch.isfinite(each).all()) for each in tensors_in(result)):
+        raise NumericsError(
+            f"{stage} made latents that hold values that are not finite; the whole pipeline in "
+            "float32 may not"
+        )
+
+
+def _frames_in(result: Any) -> Any:
+    given = next((part for name in VIDEOS if (part := _part(result, name)) is not None), None)
+    if given is None:
+        raise EveryframeError(
+            f"the pipeline gave a {type(result).__name__} without frames; please report it"
+        )
+    return given
 
 
 def _is_batch(given: Any) -> bool:

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from everyframe.core.plan import Remedy
 from everyframe.families.family import Answers, Take
 from everyframe.families.pipeline.digests import digest_call
+from everyframe.families.pipeline.global_generators import is_same, states_of_torch
 from everyframe.families.pipeline.watching import StepWatch, seen_before
 from everyframe.numerics.watch import tensors_in
 from everyframe.parallel.team import Team
@@ -92,6 +93,7 @@ class Replaying:
         self._denoisers = {} if take.answers is None or has_cache else dict(denoisers)
         self._watch = watch
         self._take, self._at_once = take, at_once
+        self._can_keep = True
         self._on = ExitStack()
 
     def __enter__(self) -> Replaying:
@@ -125,8 +127,13 @@ class Replaying:
             # It lay in a file: to where the one that is computed would be, with its inputs.
             here = next(tensors_in((args, kwargs)))
             return map_tensors(answer, lambda kept: kept.to(here.device))
+        devices = {each.device for each in tensors_in((args, kwargs))}
+        before = states_of_torch(devices)
         answer = base.__call__(own, *args, **kwargs)
-        if self._at_once:
+        # Where one is served nothing is drawn, and what draws after it would get other numbers: so
+        # neither it nor what comes after it is kept.
+        self._can_keep &= is_same(before, states_of_torch(devices))
+        if self._at_once and self._can_keep:
             answers.keep(answer, self._take.remedies)
         return answer
 

@@ -13,8 +13,8 @@ from typing import Any
 from everyframe.core.errors import InputError, did_you_mean
 from everyframe.core.plan import Settings
 from everyframe.core.request import Request
-from everyframe.families.pipeline import pictures
-from everyframe.families.pipeline.interface import NAMES, OURS, Interface, Parameter
+from everyframe.families.pipeline import call_options, pictures
+from everyframe.families.pipeline.interface import NAMES, OWN_SEED, Interface, Parameter
 from everyframe.families.pipeline.options import PipelineOptions
 from everyframe.families.pipeline.sizes import Sizes, denoisers
 from everyframe.families.settling import (
@@ -41,12 +41,21 @@ _NO_USE = {
 
 
 def settle(
-    sizes: Sizes, title: str, request: Request, options: PipelineOptions, seed: int
+    sizes: Sizes,
+    title: str,
+    request: Request,
+    options: PipelineOptions,
+    seed: int,
+    *,
+    is_given: bool = False,
 ) -> tuple[Settings, tuple[str, ...]]:
-    """Every value of the request settled, and notes for the person who asked."""
+    """Every value of the request settled, and notes for the person who asked.
+
+    `is_given` is a pipeline that somebody has loaded; see `call_options`.
+    """
     interface, notes = sizes.interface, _standing_notes(sizes, request)
     _check_request(sizes, title, request, options)
-    own = check_options(interface, options.option)
+    own = check_options(interface, options.option, is_given=is_given)
     check_fit(options.fit)
     video = _video_given(interface, own)
     height, width = _size(sizes, request, video, notes)
@@ -60,8 +69,8 @@ def settle(
     takes_size = interface.name_of("height") is not None
     check_amount(frames, height, width)
     settings = Settings(
-        prompt=request.prompt or "",
-        negative_prompt=request.negative_prompt,
+        prompt=call_options.text_of(own.get("prompt")) or request.prompt or "",
+        negative_prompt=call_options.text_of(own.get("negative_prompt")) or request.negative_prompt,
         height=height,
         width=width,
         num_frames=frames,
@@ -82,7 +91,8 @@ def _shown(
     own: Mapping[str, Any], options: PipelineOptions, given: tuple[str, ...]
 ) -> tuple[tuple[str, Any], ...]:
     """The options that make a difference here, for plans and records."""
-    shown = dict(plain(pictures.named(own)))
+    prompts = {name: own[name] for name in call_options.PROMPTS if name in own}
+    shown = dict(plain(pictures.named(call_options.with_seeds(own)))) | plain(prompts)
     if given:
         shown["fit"] = options.fit
     if options.vae_tiling:
@@ -107,8 +117,6 @@ def _standing_notes(sizes: Sizes, request: Request) -> list[str]:
         notes.append("only denoising steps are counted; text, pictures and decoding give no events")
     else:
         notes.append("it has no denoiser by a known name, so its steps give no events")
-    if interface.name_of("seed") is None:
-        notes.append("it takes no generator: the seed has no effect, each run makes another video")
     if interface.name_of("latents") is None:
         notes.append("it takes no latents")
     return notes
@@ -118,7 +126,9 @@ def _check_request(sizes: Sizes, title: str, request: Request, options: Pipeline
     interface = sizes.interface
     check_used(title, request, _NO_USE)
     for name in NAMES:
-        if getattr(request, name) is None or name == "fps" or interface.name_of(name):
+        if getattr(request, name) is None or interface.name_of(name):
+            continue
+        if name in ("fps", "seed"):  # without a generator it draws from torch's own, seeded too
             continue
         if name == "guidance_scale" and "guider" in sizes.configs:
             continue
@@ -133,9 +143,14 @@ def _check_request(sizes: Sizes, title: str, request: Request, options: Pipeline
         raise InputError(
             f"seconds have no effect on {title}: {interface.class_name} chooses the length itself"
         )
-    has_embeds = "prompt_embeds" in options.option
-    if interface.name_of("prompt") and not request.prompt and not has_embeds:
+    has_text = any(name in options.option for name in ("prompt", "prompt_embeds"))
+    if interface.name_of("prompt") and request.prompt is None and not has_text:
         raise InputError(f"{title} makes a video of a text; give a prompt")
+    for name in call_options.PROMPTS:
+        if getattr(request, name) is not None and options.option.get(name) is not None:
+            raise InputError(f"{name} was given as text and by option {name}; give one of them")
+    if request.prompt == "" and "prompt_embeds" in options.option:
+        raise InputError("an empty prompt and prompt_embeds; give one of them")
     wants = interface.parameters.get("image")
     makes_of_picture = wants is not None and (
         wants.required or "ImageToVideo" in interface.class_name
@@ -146,27 +161,34 @@ def _check_request(sizes: Sizes, title: str, request: Request, options: Pipeline
         read_image(request.image)  # one that can't be read is told before anything is loaded
 
 
-def check_options(interface: Interface, given: Mapping[str, Any]) -> dict[str, Any]:
+def check_options(
+    interface: Interface, given: Mapping[str, Any], *, is_given: bool = False
+) -> dict[str, Any]:
     """The pipeline's own parameters that were given by name, each checked against its class.
+
+    Those of `call_options` are for a pipeline that is given, loaded.
 
     Raises:
         InputError: no such parameter, one that has an option of its own here, another type, or a
             parameter that the pipeline can't do without and that nobody gave.
     """
-    ours = {own: option for option, names in NAMES.items() for own in names}
+    ours = {own: option for option, names in NAMES.items() for own in names} | {OWN_SEED: "seed"}
     for name, value in given.items():
-        if name in OURS:
-            raise InputError(f"option {name} is set by everyframe itself")
-        if name in ours and name in interface.parameters:
-            raise InputError(f"give {ours[name]} by its own option, not by option {name}")
         parameter = interface.parameters.get(name)
+        if is_given and call_options.takes(name, value) and (parameter or name == "output"):
+            call_options.check(name, value)
+            continue
+        if call_options.takes(name, value) and not is_given:
+            raise call_options.refused(name)
+        if name in ours and parameter:
+            raise InputError(f"give {ours[name]} by its own option, not by option {name}")
         if parameter is None:
-            hint = did_you_mean(name, interface.parameters)
+            hint = call_options.hint(name) or did_you_mean(name, interface.parameters)
             raise InputError(f"{interface.class_name} has no parameter {name!r}{hint}")
         pictures.check(interface, parameter, value)
         _check_kind(interface, parameter, value)
     for parameter in interface.parameters.values():
-        if parameter.required and parameter.name not in {*given, *ours, *OURS}:
+        if parameter.required and parameter.name not in {*given, *ours, *call_options.NAMES}:
             what = "FILE, a video or a picture" if parameter.form else "VALUE"
             raise InputError(
                 f"{interface.class_name} can't do without {parameter.name!r}; "

@@ -15,14 +15,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from everyframe.core.errors import CannotRunError, EveryframeError, InputError
-from everyframe.core.events import Event, Frames, Note, Sound, Step
+from everyframe.core.events import Event, Frames, Note, Output, Sound, Step
 from everyframe.core.options import shown
 from everyframe.core.plan import Plan
 from everyframe.families.family import Savings, Take
-from everyframe.families.pipeline import sharding
+from everyframe.families.pipeline import call_options, sharding
 from everyframe.families.pipeline.alternating import Apart as InOwnThread
 from everyframe.families.pipeline.alternating import Calling
 from everyframe.families.pipeline.arguments import arguments
@@ -31,10 +32,18 @@ from everyframe.families.pipeline.checkpoint import Files
 from everyframe.families.pipeline.components import STAGE
 from everyframe.families.pipeline.drawing import in_float32
 from everyframe.families.pipeline.encoding import EncodedOnce, encoders
+from everyframe.families.pipeline.global_generators import GlobalGenerators
 from everyframe.families.pipeline.guarded import Apart, Guarded
 from everyframe.families.pipeline.interface import Interface
 from everyframe.families.pipeline.loading import load, set_guidance
-from everyframe.families.pipeline.outputs import Array, beyond_range, frames_of, sound_of
+from everyframe.families.pipeline.outputs import (
+    Array,
+    beyond_range,
+    check_finite,
+    frames_of,
+    num_videos_of,
+    sound_of,
+)
 from everyframe.families.pipeline.quiet import quietly, silent
 from everyframe.families.pipeline.reliefs import PipelineReliefs
 from everyframe.families.pipeline.replaying import HandedOn, Replaying
@@ -50,7 +59,12 @@ from everyframe.hardware.threads import cpu_threads
 from everyframe.parallel.team import ONE, Teams
 
 Emit = Callable[[Event], None]
-Made = tuple[Array | None, "tuple[Array, int] | None"]
+
+_MIXED = Note(
+    "something drew from torch's, numpy's or Python's own random generator while another run was "
+    "at work in this process; the seed alone may not give this video again",
+    in_record=True,
+)
 
 
 @dataclass(frozen=True)
@@ -106,7 +120,8 @@ class PipelineStage:
             set_guidance(pipe, self.interface, self.plan.settings)
             owned = {} if self.pipe is not None else _modules(pipe)
             reliefs = PipelineReliefs(self.plan, pipe, owned, self.savings)
-            ready = _Ready(pipe, reliefs, sharding.of_all(_modules(pipe), self.teams))
+            shared = sharding.of_all(_modules(pipe), self.teams)
+            ready = _Ready(pipe, self.plan.device.torch_name, reliefs, shared)
             for each in ready.shared.values():
                 stack.callback(each.remove)
             if self._is_shared:
@@ -123,9 +138,17 @@ class PipelineStage:
 
     def _video(self, call: Callable[[Emit], Made], take: Take) -> Iterator[Event]:
         calling = self.calling or InOwnThread(partial(cpu_threads, self.plan.num_threads))
-        frames, sound = yield from calling(call)
-        if frames is None:
-            return  # the first of these ranks has them
+        made = yield from calling(call)
+        for number, (frames, sound) in enumerate(made.videos):
+            index = number if call_options.gives_list(self.own) else None
+            yield from self._told(take.seed, frames, sound, index)
+        if made.output is not None:
+            yield Output(take.seed, made.output)
+
+    def _told(
+        self, seed: int, frames: Array, sound: tuple[Array, int] | None, index: int | None
+    ) -> Iterator[Event]:
+        """One video of a call."""
         settings = self.plan.settings
         asked = (settings.num_frames, settings.height, settings.width)
         if frames.shape[:3] != asked:
@@ -133,17 +156,17 @@ class PipelineStage:
                 f"the pipeline made {frames.shape[0]} frames of {frames.shape[2]}x"
                 f"{frames.shape[1]}, not {asked[0]} of {asked[2]}x{asked[1]}",
                 in_record=True,
-                seed=take.seed,
+                seed=seed,
             )
         if beyond := beyond_range(frames):
-            yield Note(beyond, in_record=True, seed=take.seed)
+            yield Note(beyond, in_record=True, seed=seed)
         # Before the frames: whoever writes them ends with the last one.
         if sound is not None:
             samples, rate = sound
-            yield Sound(take.seed, rate, samples.shape[-1] / rate, samples)
-        yield Frames(take.seed, len(frames), frames)
+            yield Sound(seed, rate, samples.shape[-1] / rate, samples, index)
+        yield Frames(seed, len(frames), frames, index)
 
-    def _call(self, ready: _Ready, take: Take, number: int, num_takes: int, emit: Emit) -> Made:
+    def _call(self, ready: _Ready, take: Take, number: int, num_takes: int, hand: Emit) -> Made:
         """The pipeline's frames, and its sound if any.
 
         Where memory runs out the pipeline is called again in less of it, and its denoisers' answers
@@ -153,6 +176,11 @@ class PipelineStage:
             CannotRunError: nothing is left that takes less. ScarceError: others wait for it.
         """
         begun, told = time.perf_counter(), 0
+        generators, given = GlobalGenerators(ready.devices), call_options.states_of(self.own)
+
+        def emit(event: Event) -> None:
+            with generators.put_back():
+                hand(event)
 
         def on_step(step: int, num_steps: int) -> None:
             nonlocal begun, told
@@ -167,8 +195,13 @@ class PipelineStage:
             why = f"{self.name}: memory ran out before the run was broken off; it is called again"
             emit(relief.event(self.name, 0, why, take.seed))
         while True:
-            made = self._attempt(ready, take, on_step, emit)
+            for generator, state in given:
+                generator.set_state(state)
+            with generators.seeded(take.seed):
+                made = self._attempt(ready, take, on_step, emit)
             if not isinstance(made, _TooLittle):
+                if generators.is_mixed:
+                    hand(_MIXED)
                 return made
             if self._is_shared:
                 at = (made.at,) if made.at else ()
@@ -208,8 +241,10 @@ class PipelineStage:
             try:
                 given = arguments(self.interface, settings, take, self.own, decodes=leads)
                 result = pipe(**given)
-            except (ValueError, TypeError, LookupError, AttributeError, NameError, RuntimeError,
-                    MemoryError, ImportError, ArithmeticError) as error:  # fmt: skip
+            except (
+                ArithmeticError, AssertionError, AttributeError, ImportError, LookupError,
+                MemoryError, NameError, RuntimeError, TypeError, ValueError,
+            ) as error:  # fmt: skip
                 if is_lost(error):
                     raise
                 if not is_out_of_memory(error):
@@ -217,11 +252,17 @@ class PipelineStage:
                 # Told and not raised, so that nothing holds what the failed call had made.
                 return _TooLittle(str(error).partition("\n")[0], guarded.at, watch.begun)
             watch.finish()
-            if not leads:
-                return None, None
-            frames = frames_of(result)
-            guarded.check_frames(frames)
-        return frames, sound_of(result, pipe)
+            if not leads:  # the first of these ranks has them
+                return Made(())
+            output = result if call_options.wants_output(self.own) else None
+            if self.own.get("output_type") == call_options.LATENTS:
+                check_finite(result, self.name)
+                return Made((), output)
+            numbers = range(num_videos_of(result))
+            videos = [(frames_of(result, each), sound_of(result, pipe, each)) for each in numbers]
+            for frames, _ in videos:
+                guarded.check_frames(frames)
+        return Made(videos, output)
 
     def _beyond(self, made: _TooLittle, tried: Sequence[str]) -> str:
         was_tried = f" (tried: {'; '.join(tried)})" if tried else ""
@@ -250,12 +291,29 @@ class PipelineStage:
 
 
 @dataclass(frozen=True)
+class Made:
+    """What a call gave: its videos, each with its sound if any, and all of it where it is wanted
+    as it is."""
+
+    videos: Sequence[tuple[Array, tuple[Array, int] | None]]
+    output: Any = None
+
+
+@dataclass(frozen=True)
 class _Ready:
     """A loaded pipeline, what makes it do with less memory, and what shares its denoisers' work."""
 
     pipe: Any
+    device: str
     reliefs: PipelineReliefs
     shared: Mapping[str, sharding.Sharding]
+
+    @property
+    def devices(self) -> set[torch.device]:
+        """Where its weights lie, and where it computes."""
+        modules = _modules(self.pipe).values()
+        found = {each.device for module in modules for each in module.parameters()}
+        return {*found, torch.device(self.device)}
 
     @property
     def apart(self) -> dict[str, Apart]:

@@ -15,6 +15,7 @@ from everyframe.core.request import Request
 from everyframe.families.latents import check_latents
 from everyframe.families.settling import (
     check_amount,
+    check_prompt,
     check_size,
     check_used,
     frames_in,
@@ -134,6 +135,7 @@ def _check_request(facts: Facts, request: Request, options: StepVideoOptions) ->
     check_used(facts.title, request, _NO_USE)
     if request.prompt is None:
         raise InputError(f"{facts.title} draws what a prompt says; give one")
+    check_prompt(request.prompt)
     if options.llm_bias not in _BIASES:
         hint = did_you_mean(options.llm_bias, _BIASES)
         raise InputError(

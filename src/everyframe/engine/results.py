@@ -1,0 +1,94 @@
+"""What a caller of Python gets of a run: its events as they happen, warnings, and its videos."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from fractions import Fraction
+from typing import Any, Literal
+
+import numpy as np
+
+from everyframe.core.errors import EveryframeWarning
+from everyframe.core.events import Event, Events, Frames, Note, Planned, Repaired, VideoDone
+from everyframe.core.events import Sound as SoundMade
+from everyframe.media.paths import exact_fps
+from everyframe.media.pixels import to_uint8
+from everyframe.media.sound import Sound
+from everyframe.media.video import Video
+
+Output = Literal["uint8", "float"]
+Tell = Callable[[Event], None]
+
+
+class EventTeller:
+    """Tells of each event once, of those of a pipeline's call as they happen.
+
+    Notes and repairs are warnings besides.
+    """
+
+    def __init__(self, tell: Tell | None) -> None:
+        self._tell = tell
+        self._early: list[Event] = []
+
+    def at_once(self, event: Event) -> None:
+        """Tell of an event of the call, which comes again among the `rest`."""
+        self._early.append(event)
+        self._say(event)
+
+    def rest(self, events: Events) -> Iterator[Event]:
+        """All events; those that were not told yet are told."""
+        with closing(events):
+            for event in events:
+                if self._early and event is self._early[0]:
+                    del self._early[0]
+                else:
+                    self._say(event)
+                yield event
+
+    def _say(self, event: Event) -> None:
+        if isinstance(event, Note):
+            _warn(event.text)
+        elif isinstance(event, Repaired):
+            _warn(f"repaired: {event.text}")
+        if self._tell is not None:
+            self._tell(event)
+
+
+def _warn(text: str) -> None:
+    """Warn at the line that called this package, so that a filter of Python's can know it."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and _is_ours(frame.f_globals.get("__name__", "")):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, EveryframeWarning, stacklevel=level)
+
+
+def _is_ours(module: str) -> bool:
+    return module.partition(".")[0] == __name__.partition(".")[0]
+
+
+def collect_videos(events: Events, output: Output, told: EventTeller) -> list[Video]:
+    """The videos in the order of their seeds, whichever of several devices was done first."""
+    frames: dict[tuple[int, int | None], list[np.ndarray[Any, Any]]] = {}
+    sounds: dict[tuple[int, int | None], Sound] = {}
+    videos: dict[tuple[int, int], Video] = {}
+    fps = Fraction(0)
+    for event in told.rest(events):
+        if isinstance(event, Planned):
+            # Before hours of work: not every number is a frame rate that can be had.
+            fps = exact_fps(event.plan.settings.fps)
+        elif isinstance(event, SoundMade):
+            sounds[event.seed, event.index] = Sound(event.samples, event.rate)
+        elif isinstance(event, Frames):
+            pieces = frames.setdefault((event.seed, event.index), [])
+            first = sum(len(piece) for piece in pieces)
+            # Checked for non-finite values before any rounding, whichever form is wanted.
+            whole = to_uint8(event.frames, first_index=first)
+            pieces.append(whole if output == "uint8" else event.frames)
+        elif isinstance(event, VideoDone):
+            which = (event.seed, event.index)
+            whole, sound = np.concatenate(frames.pop(which)), sounds.pop(which, None)
+            videos[event.seed, event.index or 0] = Video(whole, fps, event.record, sound)
+    return [videos[which] for which in sorted(videos)]
