@@ -19,7 +19,7 @@ from everyframe.core.request import Request
 from everyframe.families.family import GivenFrames
 from everyframe.media.paths import exact_fps, sidecar_of
 from everyframe.media.pixels import fit_image, to_uint8
-from everyframe.media.read import read_image, read_video
+from everyframe.media.read import open_picture, read_image, read_video
 from everyframe.media.video import Video
 
 #: A video to go on from is kept whole in the result; this bounds what is read of it.
@@ -29,8 +29,12 @@ _MAX_SOURCE_FRAMES = 20_000
 def read_given(request: Request, settings: Settings) -> GivenFrames:
     """The pictures and videos of a request, read and, unless the family does it, fitted.
 
-    Raises `MediaError` for a file that is none.
+    Those that a foreign pipeline is to have as they are, are opened and no more. Raises
+    `MediaError` for a file that is none.
     """
+    if settings.given_forms:
+        names = (name for name, _ in settings.given_forms)
+        return GivenFrames(as_given={name: open_picture(getattr(request, name)) for name in names})
 
     def picture(source: Any) -> np.ndarray[Any, Any]:
         read = read_image(source)

@@ -178,7 +178,9 @@ def _with_files(value: Any) -> Any:
     return _identity(value) if is_file else _public(value)
 
 
-def _identity(source: Any) -> dict[str, str]:
+def _identity(source: Any) -> Any:
+    if isinstance(source, (list, tuple)):
+        return [_identity(each) for each in source]
     if isinstance(source, (str, Path)):
         path = Path(source)
         return {"file": path.name, "sha256": _content_hash(path)}

@@ -114,7 +114,7 @@ def prepare(
     model, family_name = _model(request, given, may_fetch=may_fetch)
     # Before the machine is looked at, which takes torch: what can't be asked is told at once.
     settings, notes = model.settle(request, random_seed() if request.seed is None else request.seed)
-    _check_contents(request, given)
+    _check_contents(request, settings, given)
     facts = machine_facts(request.device) if profile is None else find_profile(profile).machine()
     devices = _usable(devices or asked_devices(request, facts), request)
     check_division(request, model, settings, len(devices))
@@ -161,9 +161,10 @@ def _model(request: Request, given: GivenModel | None, *, may_fetch: bool) -> tu
     return given.model, given.family
 
 
-def _check_contents(request: Request, given: GivenModel | None) -> None:
+def _check_contents(request: Request, settings: Settings, given: GivenModel | None) -> None:
     """Raise `InputError` for pictures that are none, and what the embedded model can't draw."""
-    check_given(request)
+    if not settings.given_forms:  # those were looked at when the request was settled
+        check_given(request)
     if given is None and request.model is None:
         refuse_if_not_drawable(request)  # after sizes, which are cheaper to mend
 

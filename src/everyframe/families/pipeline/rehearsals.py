@@ -16,7 +16,6 @@ from math import ceil
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import torch
 import torch.nn.attention.flex_attention as flex
 import torch.nn.functional as F
@@ -39,6 +38,7 @@ from everyframe.families.pipeline.loading import (
     set_guidance,
     set_tiling,
 )
+from everyframe.families.pipeline.picture_forms import blank
 from everyframe.families.pipeline.quiet import quiet_libraries, silent
 from everyframe.families.pipeline.refusing import called
 from everyframe.families.pipeline.rounds import Rounds
@@ -122,7 +122,12 @@ class Dry:
         fewer = released.of(released.STEPS_FEWER, name) or 0
         fewest = max(least, released.of(released.FEWEST_STEPS, name) or 1)
         steps = min(ceil(fewest / self._part_of_steps) + fewer, settings.num_inference_steps)
-        return replace(settings, num_inference_steps=steps, seed=0, num_videos=1)
+        height, width = settings.told_size
+        told = replace(
+            settings, num_frames=settings.told_length, nominal_length=None,
+            height=height, width=width, nominal_size=None,
+        )  # fmt: skip
+        return replace(told, num_inference_steps=steps, seed=0, num_videos=1)
 
     def branches(self, settings: Settings) -> Branches:
         """How its denoiser is asked about the branches of guidance; found once."""
@@ -162,11 +167,13 @@ class Dry:
         return Dry, (self.files, self.interface, self.own)
 
     def _call(self, settings: Settings) -> object:
-        frame = np.zeros((1, settings.height, settings.width, 3), np.uint8)
-        given = GivenFrames(
-            first=frame if "image" in settings.given_frames else None,
-            last=frame if "last_image" in settings.given_frames else None,
-        )
+        size = settings.told_size
+        forms = dict(settings.given_forms)
+        as_given = {
+            name: blank(forms.get(name, ("picture", *size)), *size)
+            for name in settings.given_frames
+        }
+        given = GivenFrames(as_given=as_given)
         call = arguments(self.interface, settings, Take(0, given), self.own)
         if "output_type" in call:
             # What comes to the host would really be made there; tiles are not followed.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import nn
 
 from everyframe.core.errors import CannotRunError, EveryframeError, InputError
 from everyframe.core.events import Event, Frames, Note, Sound, Step
-from everyframe.core.plan import Plan
+from everyframe.core.plan import Plan, Settings
 from everyframe.families.family import Savings, Take
 from everyframe.families.pipeline import sharding
 from everyframe.families.pipeline.alternating import alternating
@@ -33,6 +33,7 @@ from everyframe.families.pipeline.guarded import Apart, Guarded
 from everyframe.families.pipeline.interface import Interface
 from everyframe.families.pipeline.loading import load, set_guidance
 from everyframe.families.pipeline.outputs import Array, beyond_range, frames_of, sound_of
+from everyframe.families.pipeline.picture_forms import called_with_pictures
 from everyframe.families.pipeline.quiet import quiet_libraries, silent
 from everyframe.families.pipeline.reliefs import PipelineReliefs
 from everyframe.families.pipeline.replaying import HandedOn, Replaying
@@ -198,8 +199,7 @@ class PipelineStage:
         ):
             around.guarded = guarded
             try:
-                given = arguments(self.interface, settings, take, self.own, decodes=leads)
-                result = pipe(**given)
+                result = self._result(pipe, settings, take, watch, emit)
             except (ValueError, TypeError, LookupError, AttributeError, NameError, RuntimeError,
                     MemoryError, ImportError) as error:  # fmt: skip
                 if is_lost(error):
@@ -214,6 +214,28 @@ class PipelineStage:
             frames = frames_of(result)
             guarded.check_frames(frames)
         return frames, sound_of(result, pipe)
+
+    def _result(
+        self, pipe: Any, settings: Settings, take: Take, watch: StepWatch, emit: Emit
+    ) -> Any:
+        """What the pipeline gives; for pictures that it refuses as they are, for them in RGB."""
+
+        def call(take: Take) -> Any:
+            decodes = self.teams.team.is_lead
+            return pipe(**arguments(self.interface, settings, take, self.own, decodes=decodes))
+
+        def as_plain(pictures: Mapping[str, Any]) -> Any:
+            return call(replace(take, given=replace(take.given, as_given=pictures)))
+
+        # Other ranks would not know of a second call.
+        pictures = {} if self._is_shared else take.given.as_given
+        return called_with_pictures(
+            partial(call, take),
+            as_plain,
+            pictures,
+            has_begun=lambda: watch.begun > 0,
+            tell=lambda text: emit(Note(text)),
+        )
 
     def _beyond(self, made: _TooLittle, tried: Sequence[str]) -> str:
         was_tried = f" (tried: {'; '.join(tried)})" if tried else ""
