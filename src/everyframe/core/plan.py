@@ -20,8 +20,8 @@ class Settings:
 
     `nominal_size` (height, width) is the size as it was named, where the model is told that one and
     works in steps that do not hit it (240p is 240x426 to Open-Sora 1.2, which makes 240x424).
-    `nominal_length` is likewise the `num_frames` that the model is told where it makes others, and
-    `own_choices` are those of height, width and num_frames that nobody gave and that it is not told.
+    `nominal_length` is likewise the `num_frames` that the model is told where it makes others.
+    `own_choices` are those of height, width and num_frames that nobody gave and that it isn't told.
     `prompt` is empty for a model that takes none. `fit` is how given pictures are brought to the
     size (``crop``, ``pad``, ``stretch``), None where the family wants them as they were given.
     `given_forms` are what those of `given_frames` are, by name, that are handed on as they are.

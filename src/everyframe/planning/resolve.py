@@ -47,6 +47,7 @@ from everyframe.planning.given import check_given
 from everyframe.planning.issues import known
 from everyframe.planning.models import find_model, refuse_if_not_drawable
 from everyframe.planning.obstacle import obstacle_of
+from everyframe.planning.output_size import with_output_size
 from everyframe.planning.quantising import check_effect, quantising_of
 from everyframe.planning.sharing import (
     Shares,
@@ -126,6 +127,7 @@ def prepare(
     fitting = _fitting(model, facts, device, request, chooser, is_own=is_own)
     shared = partial(_shares, request, model, settings, devices, num_threads, fitting)
     shares, fitting, fitted = _fitted(shared, request, settings, chooser, will_run=will_run)
+    fitted = with_output_size(fitted)
     rates = _rates(fitted, devices[shares.rank], num_threads) if with_seconds else None
     if with_seconds and isinstance(model, Reading):
         notes = (*notes, *model.unread(settings))

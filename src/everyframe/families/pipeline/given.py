@@ -17,7 +17,7 @@ from everyframe.core.options import FamilyOptions
 from everyframe.core.plan import Plan, Precision, Settings
 from everyframe.core.request import Request
 from everyframe.families.family import Component, Saving, Stage
-from everyframe.families.pipeline import settle
+from everyframe.families.pipeline import pictures, settle
 from everyframe.families.pipeline.chunks import chunk_savings
 from everyframe.families.pipeline.classes import checked
 from everyframe.families.pipeline.components import STAGE, prefers, working_bytes
@@ -62,6 +62,13 @@ class GivenPipeline:
             )
         settings, notes = settle.settle(self.sizes, self.title, request, self.options, seed)
         return settings, (*notes, "memory is forecast roughly, and time not at all")
+
+    def asked(self, request: Request) -> Request:
+        """The request as it is run and kept: where the pipeline is, condition objects as fields."""
+        own = {"option": pictures.as_fields(self.sizes.interface, self.options.option)}
+        options = {**request.family_options, **(own if self.options.option else {})}
+        here = {**request.given(), "device": self.device, "family_options": options}
+        return Request(**here)
 
     def components(self, settings: Settings) -> tuple[Component, ...]:
         """Its modules, in the dtypes that they have."""

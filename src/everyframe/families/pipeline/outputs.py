@@ -31,7 +31,9 @@ def frames_of(result: Any) -> Array:
         raise EveryframeError(
             f"the pipeline gave a {type(result).__name__} without frames; please report it"
         )
-    video = given[0] if _is_batch(given) else given
+    video = given[0] if len(given) and _is_batch(given) else given
+    if not len(video):
+        raise EveryframeError("the pipeline made a video without frames; ask for a longer one")
     if isinstance(video, torch.Tensor):
         tensor = video.detach().to("cpu", torch.float32)
         is_channels_first = tensor.shape[0] == 3 != tensor.shape[1]
@@ -39,6 +41,22 @@ def frames_of(result: Any) -> Array:
         return np.ascontiguousarray(tensor_TCHW.permute(0, 2, 3, 1).numpy())
     frames: Array = np.stack([np.asarray(picture) for picture in video])
     return frames if frames.dtype == np.uint8 else frames.astype(np.float32, copy=False)
+
+
+def size_of(result: Any) -> tuple[int, int, int] | None:
+    """(frames, height, width) of a result of a dry run; None where it holds no frames."""
+    given = next((part for name in VIDEOS if (part := _part(result, name)) is not None), None)
+    if given is None or not len(given):
+        return None
+    video = given[0] if _is_batch(given) else given
+    if not isinstance(video, torch.Tensor):
+        first = np.asarray(video[0])
+        return len(video), first.shape[0], first.shape[1]
+    if video.ndim != 4:
+        return None
+    is_channels_first = video.shape[0] == 3 != video.shape[1]
+    num_frames = video.shape[1 if is_channels_first else 0]
+    return int(num_frames), int(video.shape[2]), int(video.shape[3])
 
 
 def beyond_range(frames: Array) -> str | None:

@@ -91,6 +91,23 @@ def _fields(parameter: Parameter) -> dict[str, Parameter]:
     return found
 
 
+def as_fields(interface: Interface, own: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with each condition object as a mapping of its fields, of which one can be made."""
+
+    def told(kind: type | None, value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [told(kind, each) for each in value]
+        if kind is None or type(value) is not kind:
+            return value
+        return {each.name: getattr(value, each.name) for each in fields(kind) if each.init}
+
+    known = interface.parameters
+    return {
+        name: told(known[name].record, value) if name in known and known[name].record else value
+        for name, value in own.items()
+    }
+
+
 def _listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 

@@ -38,6 +38,7 @@ from everyframe.families.pipeline.loading import (
     set_guidance,
     set_tiling,
 )
+from everyframe.families.pipeline.outputs import size_of
 from everyframe.families.pipeline.picture_forms import blank
 from everyframe.families.pipeline.quiet import quiet_libraries, silent
 from everyframe.families.pipeline.refusing import called
@@ -98,7 +99,6 @@ class Dry:
         repeats = max(settings.num_inference_steps - fewer, 1) / max(steps - fewer, 1)
         rank = (teams.team.rank, teams.team.weights, teams.way, teams.groups)
         key = (self._identity, repr(few), repr(self.own), rank)
-        tiled = dict(settings.options).get("vae_tiling")
         return tuple(
             JointRehearsal(
                 stage=STAGE,
@@ -113,7 +113,7 @@ class Dry:
             )
             for part in self.files.models
             # Tiles are thousands of operations each.
-            if not (tiled and part.name == "vae")
+            if not (_is_tiled(settings) and part.name == "vae")
         )
 
     def _few(self, settings: Settings, least: int) -> Settings:
@@ -149,8 +149,11 @@ class Dry:
 
     def call(
         self, settings: Settings, teams: Teams, modules: Mapping[str, nn.Module], device: str
-    ) -> object:
-        """The pipeline's call around `modules`, which are its own, as one of several ranks."""
+    ) -> tuple[int, int, int] | None:
+        """The pipeline's call around `modules`, which are its own, as one of several ranks.
+
+        Gives (frames, height, width) of what comes out, None where nothing is decoded.
+        """
         with ExitStack() as stack:
             # Modules keep tables of positions, as the device has them that the stand-in stood for.
             parts = [part for module in modules.values() for part in module.modules()]
@@ -160,7 +163,8 @@ class Dry:
             if teams.groups > 1:
                 denoising = {name: modules[name] for name in denoisers(modules)}
                 stack.enter_context(Rounds(denoising, self.branches(settings), teams))
-            return self._call(settings)
+            result = self._call(settings)
+        return None if _is_tiled(settings) else size_of(result)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Sent to another process without what was built here."""
@@ -177,13 +181,16 @@ class Dry:
         call = arguments(self.interface, settings, Take(0, given), self.own)
         if "output_type" in call:
             # What comes to the host would really be made there; tiles are not followed.
-            tiled = dict(settings.options).get("vae_tiling")
-            call["output_type"] = "latent" if tiled else "pt"
+            call["output_type"] = "latent" if _is_tiled(settings) else "pt"
         pipe = self._pipe
         set_tiling(pipe, settings)
         set_guidance(pipe, self.interface, settings)
         with quiet_libraries(even_errors=True), silent(pipe), _on_no_device():
             return called(pipe, call)
+
+
+def _is_tiled(settings: Settings) -> bool:
+    return bool(dict(settings.options).get("vae_tiling"))
 
 
 def _narrow_tables(module: nn.Module) -> None:
