@@ -241,10 +241,15 @@ def _model_of(pipe: Any, request: Request) -> Any:
 
 
 def _events_of_pipe(pipe: Any, request: Request, num_threads: int | None) -> Iterator[Event]:
+    # Not on top: this brings diffusers.
+    from everyframe.families.pipeline.given import in_our_words
+
     check_option_names(request)
+    request = in_our_words(pipe, request)
     model = _model_of(pipe, request)
+    here = Request(**{**request.given(), "device": model.device})
     given = GivenModel("pipeline", model)
-    return engine.stream(model.asked(request), num_threads=num_threads, given_model=given)
+    return engine.stream(here, num_threads=num_threads, given_model=given)
 
 
 def _request_of_pipe(

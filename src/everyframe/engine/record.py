@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 
 from everyframe import __version__
 from everyframe.checkpoints.digest import digest
@@ -142,7 +143,9 @@ def _public(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_public(each) for each in value]
     if not isinstance(value, (str, Path, int, float, bool, type(None))):
-        return f"<{type(value).__name__}>"  # an object given in Python
+        # An object given in Python; a picture is one whichever file it was read from.
+        kind = Image.Image if isinstance(value, Image.Image) else type(value)
+        return f"<{kind.__name__}>"
     if isinstance(value, Path):
         return _public_name(os.fspath(value))
     if isinstance(value, str) and not Path(value).expanduser().exists():

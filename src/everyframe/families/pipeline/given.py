@@ -21,7 +21,7 @@ from everyframe.families.pipeline import pictures, settle
 from everyframe.families.pipeline.chunks import chunk_savings
 from everyframe.families.pipeline.classes import checked
 from everyframe.families.pipeline.components import STAGE, prefers, working_bytes
-from everyframe.families.pipeline.interface import Interface, of_pipeline
+from everyframe.families.pipeline.interface import NAMES, Interface, of_pipeline
 from everyframe.families.pipeline.options import PipelineOptions
 from everyframe.families.pipeline.sizes import Sizes
 from everyframe.precision.dtypes import NUM_BYTES, dtype_name
@@ -62,13 +62,6 @@ class GivenPipeline:
             )
         settings, notes = settle.settle(self.sizes, self.title, request, self.options, seed)
         return settings, (*notes, "memory is forecast roughly, and time not at all")
-
-    def asked(self, request: Request) -> Request:
-        """The request as it is run and kept: where the pipeline is, condition objects as fields."""
-        own = {"option": pictures.as_fields(self.sizes.interface, self.options.option)}
-        options = {**request.family_options, **(own if self.options.option else {})}
-        here = {**request.given(), "device": self.device, "family_options": options}
-        return Request(**here)
 
     def components(self, settings: Settings) -> tuple[Component, ...]:
         """Its modules, in the dtypes that they have."""
@@ -122,6 +115,30 @@ def given_pipeline(pipe: Any, options: FamilyOptions) -> GivenPipeline:
             "for a folder or a hub id there is generate(model=...)"
         )
     return GivenPipeline(pipe, sizes_of(pipe, checked(of_pipeline(pipe))), options)
+
+
+def in_our_words(pipe: Any, request: Request) -> Request:
+    """The same, with what the pipeline's call names otherwise under the name that it has here.
+
+    So ``frame_rate`` is `fps` and ``video_length`` is `num_frames`, and a condition object is its
+    fields, as a run keeps them.
+    """
+    given = request.family_options.get("option")
+    if not isinstance(given, Mapping) or not isinstance(getattr(pipe, "components", None), Mapping):
+        return request
+    interface = of_pipeline(pipe)
+    own, moved = pictures.as_fields(interface, given), {}
+    for option in NAMES:
+        name = interface.name_of(option)
+        if name not in own or name == option or option not in Request.model_fields:
+            continue
+        if option == "seed":
+            continue  # what is given there is a generator
+        if getattr(request, option) is not None:
+            raise InputError(f"{option} and {name} are the same; give one of them")
+        moved[option] = own.pop(name)
+    options = {**request.family_options, "option": own}
+    return Request(**{**request.given(), "family_options": options, **moved})
 
 
 def sizes_of(pipe: Any, interface: Interface) -> Sizes:

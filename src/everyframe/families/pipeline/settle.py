@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from everyframe.core.errors import InputError, did_you_mean
 from everyframe.core.plan import Settings
 from everyframe.core.request import Request
@@ -217,6 +219,7 @@ def _wants_float(parameter: Parameter, value: Any) -> bool:
 
 def _check_kind(interface: Interface, parameter: Parameter, value: Any) -> None:
     kinds = parameter.kinds
+    value = value.item() if isinstance(value, np.generic) else value
     if isinstance(value, (int, float)) and not abs(value) <= _MOST:
         # A length of text, for one, is padded to what is asked: libraries end the process.
         raise InputError(

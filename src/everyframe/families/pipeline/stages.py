@@ -9,12 +9,13 @@ others (`sharding.py`), and the first alone encodes (`encoding.py`) and decodes.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from everyframe.core.errors import CannotRunError, EveryframeError, InputError
@@ -220,11 +221,17 @@ class PipelineStage:
     ) -> Any:
         """What the pipeline gives; for pictures that it refuses as they are, for them in RGB."""
 
+        states: list[tuple[torch.Generator, torch.Tensor]] = []
+
         def call(take: Take) -> Any:
             decodes = self.teams.team.is_lead
-            return pipe(**arguments(self.interface, settings, take, self.own, decodes=decodes))
+            given = arguments(self.interface, settings, take, self.own, decodes=decodes)
+            states.extend((each, each.get_state()) for each in _generators(given.values()))
+            return pipe(**given)
 
         def as_plain(pictures: Mapping[str, Any]) -> Any:
+            for generator, state in states:  # as if nothing had been drawn yet
+                generator.set_state(state)
             return call(replace(take, given=replace(take.given, as_given=pictures)))
 
         # Other ranks would not know of a second call.
@@ -232,7 +239,7 @@ class PipelineStage:
         return called_with_pictures(
             partial(call, take),
             as_plain,
-            pictures,
+            {name: pictures[name] for name in ("image", "last_image") if name in pictures},
             has_begun=lambda: watch.begun > 0,
             tell=lambda text: emit(Note(text)),
         )
@@ -286,6 +293,14 @@ class _TooLittle:
         """Such as "step 3 of pipeline, in its vae"."""
         step = f"step {self.step} of {STAGE}" if self.step else f"before the first step of {STAGE}"
         return f"{step}, in its {self.at}" if self.at else step
+
+
+def _generators(values: Iterable[Any]) -> Iterator[torch.Generator]:
+    """Those among the arguments of a call, alone or in lists."""
+    for value in values:
+        for each in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(each, torch.Generator):
+                yield each
 
 
 def _modules(pipe: Any) -> dict[str, nn.Module]:
