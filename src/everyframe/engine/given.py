@@ -32,9 +32,7 @@ def read_given(request: Request, settings: Settings) -> GivenFrames:
     Those that a foreign pipeline is to have as they are, are opened and no more. Raises
     `MediaError` for a file that is none.
     """
-    if settings.given_forms:
-        names = (name for name, _ in settings.given_forms)
-        return GivenFrames(as_given={name: open_picture(getattr(request, name)) for name in names})
+    as_given = {name: open_picture(getattr(request, name)) for name, _ in settings.given_forms}
 
     def picture(source: Any) -> np.ndarray[Any, Any]:
         read = read_image(source)
@@ -42,15 +40,21 @@ def read_given(request: Request, settings: Settings) -> GivenFrames:
             return read[None]
         return fit_image(read, settings.height, settings.width, settings.fit)[None]
 
+    fitted = {
+        name: picture(given)
+        for name in ("image", "last_image")
+        if name not in as_given and (given := getattr(request, name)) is not None
+    }
     source: np.ndarray[Any, Any] | None = None
     notes: tuple[str, ...] = ()
     if request.extend is not None:
         source, notes = _source(request.extend, settings)
     return GivenFrames(
         notes=notes,
-        first=None if request.image is None else picture(request.image),
-        last=None if request.last_image is None else picture(request.last_image),
+        first=fitted.get("image"),
+        last=fitted.get("last_image"),
         source=source,
+        as_given=as_given,
     )
 
 

@@ -336,3 +336,13 @@ def test_numbers_of_numpy_are_numbers() -> None:
     pipe, call = pipeline("WanPipeline"), call_of("WanPipeline")
     given = {**call, "max_sequence_length": np.int64(16), "guidance_scale": np.float32(4.0)}
     assert np.array_equal(ours(pipe, given), theirs(pipe, {**call, "guidance_scale": 4.0}))
+
+
+def test_latents_keep_their_dtype() -> None:
+    """CogVideoX puts them beside what it computes in bfloat16, and casts neither."""
+    pipe = diffusers.CogVideoXPipeline(**cogvideox_parts()).to(torch.bfloat16)
+    call = call_of("CogVideoXPipeline")
+    shape = (1, 3, pipe.vae.config.latent_channels, 2, 2)
+    noise = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    given = {**call, "latents": noise}
+    assert np.array_equal(ours(pipe, given), theirs(pipe, given))

@@ -6,10 +6,11 @@ Its dtypes, its device and its weights are its owner's. Read next: `untouched.py
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from everyframe.core.errors import InputError
@@ -23,6 +24,7 @@ from everyframe.families.pipeline.classes import checked
 from everyframe.families.pipeline.components import STAGE, prefers, working_bytes
 from everyframe.families.pipeline.interface import NAMES, Interface, of_pipeline
 from everyframe.families.pipeline.options import PipelineOptions
+from everyframe.families.pipeline.picture_forms import form_of
 from everyframe.families.pipeline.sizes import Sizes
 from everyframe.precision.dtypes import NUM_BYTES, dtype_name
 from everyframe.precision.policy import ComponentNeeds
@@ -61,6 +63,9 @@ class GivenPipeline:
                 "vae_tiling would change a pipeline that is yours; call pipe.vae.enable_tiling()"
             )
         settings, notes = settle.settle(self.sizes, self.title, request, self.options, seed)
+        if isinstance(request.latents, torch.Tensor):  # in the dtype that they have
+            forms = (*settings.given_forms, ("latents", form_of(request.latents)))
+            settings = replace(settings, given_forms=forms)
         return settings, (*notes, "memory is forecast roughly, and time not at all")
 
     def components(self, settings: Settings) -> tuple[Component, ...]:

@@ -154,7 +154,7 @@ def _of_file(
     frames_THWC, is_still = _pixels(path), _is_picture(path)
     keeps_size = parameter.name in (released.of(released.OWN_SIZE, interface.class_name) or ())
     if settings.fit is not None and not (is_still or keeps_size):
-        frames_THWC = fit_image(frames_THWC, *settings.told_size, settings.fit)
+        frames_THWC = fit_image(frames_THWC, settings.height, settings.width, settings.fit)
     if parameter.form != "pictures":
         video = _tensor(interface, parameter, frames_THWC)
         return video if parameter.form == "tensor" else video.numpy()

@@ -245,8 +245,8 @@ def _size(
     """(height, width) asked for, or the pipeline's own."""
     interface = sizes.interface
     if interface.name_of("height") is None:
-        given = sides_of(forms[0][1]) if forms else None
-        given = given or (video[1:] if video else None) or sizes.default_size()
+        shown = sides_of(forms[0][1]) if forms else None
+        given = shown or (video[1:] if video else None) or sizes.default_size()
         notes.append("it chooses the video's size itself, by that of what is given")
         step = sizes.spatial_factor
         height, width = (max(step, (side or 0) // step * step) for side in given or (0, 0))
