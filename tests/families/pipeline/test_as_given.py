@@ -18,10 +18,14 @@ from PIL import Image
 
 import everyframe
 import tiny_svd
+from everyframe.cli.main import main
 from everyframe.core.errors import EveryframeError, InputError
 from everyframe.core.events import Event, Note, Step
 from everyframe.families.pipeline.interface import of_class, of_pipeline
 from everyframe.families.pipeline.picture_forms import form_of, num_frames_of, sides_of
+from everyframe.media.pixels import to_uint8
+from everyframe.media.read import read_image
+from everyframe.ops.attention import PLAIN, by_kernel
 from tiny_pipelines import cogvideox_parts, loaded
 from tiny_videos import CASES
 from tiny_videos.cases import PROMPT, SEED, STEPS, as_python
@@ -130,7 +134,7 @@ def test_what_diffusers_takes_no_picture_in_is_given_in_rgb(form: str) -> None:
     value = wide if form == "16 bits" else values[form]
     events: list[Event] = []
     frames = ours(pipe, {**call, "image": value}, events)
-    plain = Image.fromarray(everyframe.media.read.read_image(value))
+    plain = Image.fromarray(read_image(value))
     assert np.array_equal(frames, theirs(pipe, {**call, "image": plain}))
     told = [each.text for each in events if isinstance(each, Note) and "RGB instead" in each.text]
     assert len(told) == (form != "16 bits"), "integers are a picture wherever they are given"
@@ -346,3 +350,21 @@ def test_latents_keep_their_dtype() -> None:
     noise = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
     given = {**call, "latents": noise}
     assert np.array_equal(ours(pipe, given), theirs(pipe, given))
+
+
+@pytest.mark.parametrize("fit", [None, "stretch"])
+def test_a_picture_by_its_file_on_the_command_line(tmp_path: Path, fit: str | None) -> None:
+    pipe, call = pipeline("WanImageToVideoPipeline"), call_of("WanImageToVideoPipeline")
+    pipe.save_pretrained(tmp_path / "model")
+    picture(24, 60).save(tmp_path / "fox.png")
+    words = ["generate", PROMPT, "--model", str(tmp_path / "model"), "--size", "16x16"]
+    words += ["--image", str(tmp_path / "fox.png"), "--num-frames", "5", "--steps", str(STEPS)]
+    words += ["--option", "max-sequence-length=16", "--dtype", "fp32", "--attention", PLAIN]
+    words += ["--seed", str(SEED), "-o", f"{tmp_path}/frames/", *(["--fit", fit] if fit else [])]
+    assert main(words) == 0
+    shown = picture(24, 60)
+    given = {**call, "image": shown.resize((16, 16), Image.Resampling.LANCZOS) if fit else shown}
+    with by_kernel(PLAIN):
+        wanted = theirs(pipe, given)
+    made = np.stack([read_image(each) for each in sorted((tmp_path / "frames").glob("*.png"))])
+    assert np.array_equal(made, to_uint8(wanted))

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from everyframe.core.errors import MediaError
+from everyframe.core.errors import EveryframeError, MediaError
 from everyframe.hardware.lost import is_lost
 from everyframe.hardware.peak import is_out_of_memory
 from everyframe.media.read import is_picture_of_integers, read_image
@@ -119,6 +119,14 @@ def plain(value: Any) -> Any:
         return value
 
 
+def in_rgb(pictures: Mapping[str, Any]) -> dict[str, Any]:
+    """Pillow's pictures of another mode in RGB, everything else as it is."""
+    return {
+        name: plain(value) if isinstance(value, Image.Image) else value
+        for name, value in pictures.items()
+    }
+
+
 def called_with_pictures(
     call: Callable[[], _Result],
     as_plain: Callable[[Mapping[str, Any]], _Result],
@@ -134,7 +142,7 @@ def called_with_pictures(
     try:
         return call()
     except _REFUSALS as error:
-        if has_begun() or not given or is_lost(error) or is_out_of_memory(error):
+        if has_begun() or not given or _is_ours(error):
             raise
         changed = {name: plain(value) for name, value in given.items()}
         if not any(_differs(changed[name], value) for name, value in given.items()):
@@ -142,12 +150,17 @@ def called_with_pictures(
         try:
             made = as_plain(changed)
         except _REFUSALS as again:
-            if has_begun() or is_lost(again) or is_out_of_memory(again):
+            if has_begun() or _is_ours(again):
                 raise
             raise error from again
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
         tell(f"the pipeline can't take {' and '.join(given)} as given ({why}); it has RGB instead")
         return made
+
+
+def _is_ours(error: Exception) -> bool:
+    """Whether others are to see it: it says nothing of pictures."""
+    return isinstance(error, EveryframeError) or is_lost(error) or is_out_of_memory(error)
 
 
 def _differs(changed: Any, value: Any) -> bool:

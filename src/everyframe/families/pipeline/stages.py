@@ -34,7 +34,7 @@ from everyframe.families.pipeline.guarded import Apart, Guarded
 from everyframe.families.pipeline.interface import Interface
 from everyframe.families.pipeline.loading import load, set_guidance
 from everyframe.families.pipeline.outputs import Array, beyond_range, frames_of, sound_of
-from everyframe.families.pipeline.picture_forms import called_with_pictures
+from everyframe.families.pipeline.picture_forms import called_with_pictures, in_rgb
 from everyframe.families.pipeline.quiet import quiet_libraries, silent
 from everyframe.families.pipeline.reliefs import PipelineReliefs
 from everyframe.families.pipeline.replaying import HandedOn, Replaying
@@ -232,14 +232,17 @@ class PipelineStage:
         def as_plain(pictures: Mapping[str, Any]) -> Any:
             for generator, state in states:  # as if nothing had been drawn yet
                 generator.set_state(state)
-            return call(replace(take, given=replace(take.given, as_given=pictures)))
+            changed = {**take.given.as_given, **pictures}
+            return call(replace(take, given=replace(take.given, as_given=changed)))
 
-        # Other ranks would not know of a second call.
-        pictures = {} if self._is_shared else take.given.as_given
+        given = take.given.as_given
+        pictures = {name: given[name] for name in ("image", "last_image") if name in given}
+        if self._is_shared:  # other ranks would not know of a second call
+            return as_plain(in_rgb(pictures))
         return called_with_pictures(
             partial(call, take),
             as_plain,
-            {name: pictures[name] for name in ("image", "last_image") if name in pictures},
+            pictures,
             has_begun=lambda: watch.begun > 0,
             tell=lambda text: emit(Note(text)),
         )
