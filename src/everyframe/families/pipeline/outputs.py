@@ -52,11 +52,12 @@ def size_of(result: Any) -> tuple[int, int, int] | None:
     if not isinstance(video, torch.Tensor):
         first = np.asarray(video[0])
         return len(video), first.shape[0], first.shape[1]
-    if video.ndim != 4:
+    if video.ndim != 4 or 3 not in video.shape:
         return None
-    is_channels_first = video.shape[0] == 3 != video.shape[1]
-    num_frames = video.shape[1 if is_channels_first else 0]
-    return int(num_frames), int(video.shape[2]), int(video.shape[3])
+    # Channels come after the frames, before them, or last.
+    axis = next(axis for axis in (1, 0, 3) if video.shape[axis] == 3)
+    frames, height, width = (size for at, size in enumerate(video.shape) if at != axis)
+    return int(frames), int(height), int(width)
 
 
 def beyond_range(frames: Array) -> str | None:
