@@ -24,7 +24,7 @@ Form = tuple[Any, ...]
 _Result = TypeVar("_Result")
 
 #: What a call may raise when it can't take what it is given.
-_REFUSALS = (ValueError, TypeError, LookupError, AttributeError, RuntimeError)
+_REFUSALS = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, AssertionError)
 
 
 def form_of(value: Any) -> Form:
