@@ -157,11 +157,8 @@ def run(
     Raises:
         InputError: no video pipeline, or something that can't be asked of it.
     """
-    # Not on top: this brings diffusers.
-    from everyframe.families.pipeline.given import with_both_sides
-
     _check_output(output)
-    given = with_both_sides(pipe, options if prompt is None else {"prompt": prompt, **options})
+    given = options if prompt is None else {"prompt": prompt, **options}
     request, num_threads = _request_of_pipe(given, from_record)
     events = _events_of_pipe(pipe, request, num_threads)
     videos = list(_videos(_told(events, on_event), output))

@@ -146,19 +146,6 @@ def in_our_words(pipe: Any, request: Request) -> Request:
     return Request(**{**request.given(), "family_options": options, **moved})
 
 
-def with_both_sides(pipe: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a call, with the pipeline's own height or width where one was given alone."""
-    sides = {name: given[name] for name in ("height", "width") if given.get(name) is not None}
-    if len(sides) != 1 or not isinstance(getattr(pipe, "components", None), Mapping):
-        return dict(given)
-    interface = of_pipeline(pipe)
-    own = {name: interface.default_of(name) for name in ("height", "width")}
-    if list(own.values()) == [None, None]:
-        size = sizes_of(pipe, interface).default_size() or (None, None)
-        own = dict(zip(own, size, strict=True))
-    return {**given, **{name: side for name, side in own.items() if side is not None}, **sides}
-
-
 def sizes_of(pipe: Any, interface: Interface) -> Sizes:
     """What the configs of its loaded components say."""
     configs = {
