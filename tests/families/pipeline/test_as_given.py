@@ -140,6 +140,22 @@ def test_what_diffusers_takes_no_picture_in_is_given_in_rgb(form: str) -> None:
     assert len(told) == (form != "16 bits"), "integers are a picture wherever they are given"
 
 
+def test_a_plan_follows_what_is_given_again_in_rgb(tmp_path: Path) -> None:
+    """LTX-2 compresses a picture as a video would, which it does to Pillow's alone."""
+    pipeline("LTX2ImageToVideoPipeline").save_pretrained(tmp_path / "ltx2")
+    call = call_of("LTX2ImageToVideoPipeline")
+    asked = {
+        "model": str(tmp_path / "ltx2"), "seed": SEED, "size": "32x32", "num_frames": 5,
+        "num_inference_steps": STEPS, "prompt": PROMPT,
+        "option": {key: call[key] for key in CASES["LTX2ImageToVideoPipeline"].asked["option"]},
+    }  # fmt: skip
+    plan = everyframe.plan(image=numbers(1, 3, 40, 32), **asked)
+    assert not [note for note in plan.notes if "no dry run can follow" in note]
+    refused = numbers(2, 2, 2, 2, 2)
+    with pytest.raises(InputError, match=r"refuses: .*PIL\.Image\.Image"):
+        everyframe.generate(image=refused, **asked)
+
+
 def test_the_steps_of_a_call_that_was_refused_once_are_not_told_twice() -> None:
     events: list[Event] = []
     call = {**call_of("LTXImageToVideoPipeline"), "image": picture(20, 24, "L")}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from math import ceil
@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from diffusers.utils import torch_utils
 from torch import nn
 
+from everyframe.core.errors import InputError
 from everyframe.core.plan import Settings
 from everyframe.families.family import GivenFrames, JointRehearsal, Take
 from everyframe.families.loading import build_on_meta
@@ -39,7 +40,7 @@ from everyframe.families.pipeline.loading import (
     set_tiling,
 )
 from everyframe.families.pipeline.outputs import size_of
-from everyframe.families.pipeline.picture_forms import blank
+from everyframe.families.pipeline.picture_forms import Form, blank, sides_of
 from everyframe.families.pipeline.quiet import quiet_libraries, silent
 from everyframe.families.pipeline.refusing import called
 from everyframe.families.pipeline.rounds import Rounds
@@ -172,13 +173,23 @@ class Dry:
 
     def _call(self, settings: Settings) -> object:
         size = settings.told_size
-        forms = dict(settings.given_forms)
-        as_given = {
-            name: blank(forms.get(name, ("picture", *size)), *size)
-            for name in settings.given_frames
-        }
-        given = GivenFrames(as_given=as_given)
-        call = arguments(self.interface, settings, Take(0, given), self.own)
+        forms = dict.fromkeys(settings.given_frames, ("picture", *size))
+        forms |= {name: form for name, form in settings.given_forms if name in forms}
+        try:
+            return self._called(settings, forms)
+        except InputError:
+            # What is refused as it is, a run gives as a picture.
+            plain = {name: ("picture", *(sides_of(form) or size)) for name, form in forms.items()}
+            if plain == forms:
+                raise
+            with suppress(InputError):
+                return self._called(settings, plain)
+            raise
+
+    def _called(self, settings: Settings, forms: Mapping[str, Form]) -> object:
+        pictures = {name: blank(form, *settings.told_size) for name, form in forms.items()}
+        take = Take(0, GivenFrames(as_given=pictures))
+        call = arguments(self.interface, settings, take, self.own)
         if "output_type" in call:
             # What comes to the host would really be made there; tiles are not followed.
             call["output_type"] = "latent" if _is_tiled(settings) else "pt"
