@@ -272,7 +272,11 @@ def _given_model(pipe: Any, request: Request, tell: Tell | None) -> GivenModel:
 def _events_of_pipe(
     pipe: Any, request: Request, num_threads: int | None, tell: Tell | None = None
 ) -> Events:
+    # Not on top: this brings diffusers.
+    from everyframe.families.pipeline.given import in_our_words
+
     check_option_names(request)
+    request = in_our_words(pipe, request)
     given = _given_model(pipe, request, tell)
     model: Any = given.model
     return engine.stream(model.asked(request), num_threads=num_threads, given_model=given)

@@ -30,7 +30,7 @@ def wan_21() -> Any:
     return assembled(diffusers.WanModularPipeline, wan.parts())
 
 
-@case("WanImage2VideoModularPipeline", size="16x16", num_frames=5, option=SHORT, image=Still())
+@case("WanImage2VideoModularPipeline", size="32x32", num_frames=5, option=SHORT, image=Still())
 def wan_21_of_a_picture() -> Any:
     """Wan 2.1 of a picture."""
     denoiser = wan.transformer(in_channels=36, image_dim=4)
@@ -46,7 +46,7 @@ def wan_22() -> Any:
     return assembled(diffusers.Wan22ModularPipeline, parts)
 
 
-@case("Wan22Image2VideoModularPipeline", size="16x16", num_frames=5, option=SHORT, image=Still())
+@case("Wan22Image2VideoModularPipeline", size="32x32", num_frames=5, option=SHORT, image=Still())
 def wan_22_of_a_picture() -> Any:
     """Wan 2.2 of a picture."""
     both = {

@@ -20,8 +20,11 @@ class Settings:
 
     `nominal_size` (height, width) is the size as it was named, where the model is told that one and
     works in steps that do not hit it (240p is 240x426 to Open-Sora 1.2, which makes 240x424).
+    `nominal_length` is likewise the `num_frames` that the model is told where it makes others.
+    `own_choices` are those of height, width and num_frames that nobody gave and that it isn't told.
     `prompt` is empty for a model that takes none. `fit` is how given pictures are brought to the
     size (``crop``, ``pad``, ``stretch``), None where the family wants them as they were given.
+    `given_forms` are what those of `given_frames` are, by name, that are handed on as they are.
     `savings` are what the resolver chose so that less memory is needed, by the family's own names.
     """
 
@@ -39,6 +42,9 @@ class Settings:
     edit_strength: float = 0.0
     given_frames: tuple[str, ...] = ()
     nominal_size: tuple[int, int] | None = None
+    nominal_length: int | None = None
+    own_choices: tuple[str, ...] = ()
+    given_forms: tuple[tuple[str, Any], ...] = ()
     fit: str | None = "crop"
     options: tuple[tuple[str, Any], ...] = ()
     savings: tuple[tuple[str, int], ...] = ()
@@ -47,6 +53,11 @@ class Settings:
     def told_size(self) -> tuple[int, int]:
         """(height, width) that the model is told: the nominal one where there is one."""
         return self.nominal_size or (self.height, self.width)
+
+    @property
+    def told_length(self) -> int:
+        """Frames that the model is told: the nominal ones where there are."""
+        return self.nominal_length or self.num_frames
 
     def option(self, name: str) -> Any:
         """The settled value of a family's own option."""

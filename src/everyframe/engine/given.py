@@ -19,7 +19,7 @@ from everyframe.core.request import Request
 from everyframe.families.family import GivenFrames
 from everyframe.media.paths import exact_fps, sidecar_of
 from everyframe.media.pixels import check_range, fit_image, to_uint8
-from everyframe.media.read import read_image, read_video
+from everyframe.media.read import picture_as_given, read_image, read_video
 from everyframe.media.video import Video
 
 #: A video to go on from is kept whole in the result; this bounds what is read of it.
@@ -29,8 +29,10 @@ _MAX_SOURCE_FRAMES = 20_000
 def read_given(request: Request, settings: Settings) -> GivenFrames:
     """The pictures and videos of a request, read and, unless the family does it, fitted.
 
-    Raises `MediaError` for a file that is none.
+    Those that a foreign pipeline is to have as they are, are opened and no more. Raises
+    `MediaError` for a file that is none.
     """
+    as_given = {name: picture_as_given(getattr(request, name)) for name, _ in settings.given_forms}
 
     def picture(source: Any) -> np.ndarray[Any, Any]:
         read = read_image(source)
@@ -38,15 +40,21 @@ def read_given(request: Request, settings: Settings) -> GivenFrames:
             return read[None]
         return fit_image(read, settings.height, settings.width, settings.fit)[None]
 
+    fitted = {
+        name: picture(given)
+        for name in ("image", "last_image")
+        if name not in as_given and (given := getattr(request, name)) is not None
+    }
     source: np.ndarray[Any, Any] | None = None
     notes: tuple[str, ...] = ()
     if request.extend is not None:
         source, notes = _source(request.extend, settings)
     return GivenFrames(
         notes=notes,
-        first=None if request.image is None else picture(request.image),
-        last=None if request.last_image is None else picture(request.last_image),
+        first=fitted.get("image"),
+        last=fitted.get("last_image"),
         source=source,
+        as_given=as_given,
     )
 
 

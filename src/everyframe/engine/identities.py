@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 
 from everyframe.core.errors import InputError
 from everyframe.media.frames import picture_files
@@ -46,8 +47,11 @@ def plain(value: Any) -> Any:
         return [plain(each) for each in value]
     if isinstance(value, Path):
         return public_name(os.fspath(value))
-    is_plain = isinstance(value, (str, int, float, bool, type(None)))
-    return value if is_plain else f"<{type(value).__name__}>"  # an object given in Python
+    if isinstance(value, (str, int, float, bool, type(None))):
+        return value
+    # An object given in Python; a picture is one whichever file it was read from.
+    kind = Image.Image if isinstance(value, Image.Image) else type(value)
+    return f"<{kind.__name__}>"
 
 
 def _is_file(value: Any, key: str = "") -> bool:
@@ -85,8 +89,10 @@ def _with_files(value: Any, key: str) -> Any:
     return identity(value) if _is_file(value, key) else plain(value)
 
 
-def identity(source: Any) -> dict[str, str]:
-    """A file by its name and hash; what was given in Python by its hash."""
+def identity(source: Any) -> Any:
+    """A file by its name and hash; what was given in Python by its hash; a list of either."""
+    if isinstance(source, (list, tuple)):
+        return [identity(each) for each in source]
     if isinstance(source, (str, Path)):
         path = Path(source)
         return {"file": path.name, "sha256": content_hash(path)}

@@ -55,12 +55,14 @@ class GivenFrames:
 
     Fitted to the video's size, but for pictures where ``Settings.fit`` is None.
     `first` are frames that the video begins with (one for a picture), `last` the one it ends with.
-    `notes` is what the person should know of them.
+    `as_given` holds instead, by the request's name, the pictures that a foreign pipeline is given
+    as they are: Pillow's, tensors, arrays, lists of them. `notes` is what the person should know.
     """
 
     first: np.ndarray[Any, Any] | None = None
     last: np.ndarray[Any, Any] | None = None
     source: np.ndarray[Any, Any] | None = None
+    as_given: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 

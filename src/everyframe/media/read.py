@@ -77,6 +77,35 @@ def read_image(
         raise MediaError(f"image {name!r} can't be read to its end: {error}") from error
 
 
+def picture_as_given(source: Any) -> Any:
+    """What was given as it is, for whoever takes it so; a file, and integers, as Pillow's picture.
+
+    Integers are the 0 to 255 of a picture, where a tensor or an array of floats may mean anything.
+    Of a list each. Raises `MediaError` for a file that is no picture.
+    """
+    from PIL import Image
+
+    if isinstance(source, (list, tuple)):
+        return [picture_as_given(each) for each in source]
+    if isinstance(source, (str, os.PathLike)) or is_picture_of_integers(source):
+        return Image.fromarray(read_image(source))
+    return source
+
+
+def is_picture_of_integers(value: Any) -> bool:
+    """Whether it is an array or tensor of one picture with 8 or 16 bits."""
+    if is_tensor(value):
+        shape, dtype = tuple(value.shape), str(value.dtype).removeprefix("torch.")
+    elif isinstance(value, np.ndarray):
+        shape, dtype = value.shape, value.dtype.name
+    else:
+        return False
+    if is_tensor(value) and len(shape) == 4 and shape[0] == 1:
+        shape = shape[1:]
+    is_one = len(shape) == 2 or (len(shape) == 3 and bool({shape[0], shape[-1]} & {1, 3, 4}))
+    return is_one and dtype in ("uint8", "uint16")
+
+
 def num_pictures(picture: Image) -> int:
     """How many pictures follow each other in an open Pillow image; 1 for a still one.
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from everyframe.checkpoints.cache_file import CacheFile
 from everyframe.core.facts import DeviceFacts, Product, Rates
@@ -49,12 +49,14 @@ _MAX_DONE = 512
 class DryRun:
     """One stage's rehearsal and what it found.
 
-    `precisions` are those of all components that worked in it, where several did.
+    `precisions` are those of all components that worked in it, where several did; `made` is then
+    the (frames, height, width) that came out, if that is known.
     """
 
     rehearsal: Rehearsal
     found: Rehearsed
     precisions: Mapping[str, Precision] = field(default_factory=dict)
+    made: tuple[int, int, int] | None = None
 
     @property
     def key(self) -> Hashable:
@@ -144,7 +146,8 @@ def joint_dry_run(
     key = (rehearsal.key, *sorted(precisions.items(), key=itemgetter(0)), _rules(device))
     together = _once(key, run)
     if rehearsal.component in together.found:
-        return DryRun(rehearsal, together.found[rehearsal.component], precisions)
+        made = cast("tuple[int, int, int] | None", together.returned)
+        return DryRun(rehearsal, together.found[rehearsal.component], precisions, made)
     return together.stopped if together.at == rehearsal.component else ""
 
 

@@ -48,6 +48,7 @@ from everyframe.planning.given import check_given
 from everyframe.planning.issues import known
 from everyframe.planning.models import find_model, refuse_if_not_drawable
 from everyframe.planning.obstacle import obstacle_of
+from everyframe.planning.output_size import with_output_size
 from everyframe.planning.quantising import check_effect, quantising_of
 from everyframe.planning.saved_rates import rates_here
 from everyframe.planning.sharing import (
@@ -140,7 +141,7 @@ def _prepared(
     model, family_name = _model(request, given, may_fetch=may_fetch)
     # Before the machine is looked at, which takes torch: what can't be asked is told at once.
     settings, notes = model.settle(request, random_seed() if request.seed is None else request.seed)
-    _check_contents(request, given)
+    _check_contents(request, settings, given)
     facts = machine_facts(request.device) if profile is None else find_profile(profile).machine()
     devices = _usable(devices or asked_devices(request, facts), request)
     check_division(request, model, settings, len(devices))
@@ -152,6 +153,7 @@ def _prepared(
     fitting = _fitting(model, facts, device, request, chooser, is_own=is_own)
     shared = partial(_shares, request, model, settings, devices, num_threads, fitting)
     shares, fitting, fitted = _fitted(shared, request, settings, chooser, will_run=will_run)
+    fitted = with_output_size(fitted)
     rates = _rates(fitted, devices[shares.rank], num_threads) if with_seconds else None
     if with_seconds and isinstance(model, Reading):
         notes = (*notes, *model.unread(settings))
@@ -187,9 +189,10 @@ def _model(request: Request, given: GivenModel | None, *, may_fetch: bool) -> tu
     return given.model, given.family
 
 
-def _check_contents(request: Request, given: GivenModel | None) -> None:
+def _check_contents(request: Request, settings: Settings, given: GivenModel | None) -> None:
     """Raise `InputError` for pictures that are none, and what the embedded model can't draw."""
-    check_given(request)
+    if not settings.given_forms:  # those were looked at when the request was settled
+        check_given(request)
     if given is None and request.model is None:
         refuse_if_not_drawable(request)  # after sizes, which are cheaper to mend
 

@@ -89,11 +89,13 @@ class Together:
     """What a dry run of a call found of each part that it came to the end of.
 
     `stopped` is why it did not come to its own end, empty if it did; `at` is the part where.
+    `returned` is what the call gave.
     """
 
     found: Mapping[str, Rehearsed]
     stopped: str = ""
     at: str = ""
+    returned: object = None
 
 
 def rehearse_together(
@@ -104,13 +106,13 @@ def rehearse_together(
     What happens around the modules counts for the one that worked last, and the peak of each is of
     all that was alive then. `call` is code that nobody wrote for dry runs: what is small there
     keeps its numbers, and tensors of the host stand for the device's where they meet. It may come
-    to what needs other numbers, or a real device.
+    to what needs other numbers, or a real device. What it gives is kept: it should be no tensor.
     """
     run = _Run(device, {name: part.precision for name, part in parts.items()}, is_lenient=True)
-    stopped = ""
+    stopped, returned = "", None
     with _prepared(parts, run):
         try:
-            call(STAND_IN)
+            returned = call(STAND_IN)
         except _Failed as failed:
             stopped = str(failed)
         except EveryframeError:  # it can't be done, whatever the numbers would be
@@ -123,7 +125,7 @@ def rehearse_together(
             stopped = f"{type(error).__name__}: {said}"
     found = run.found()
     if not stopped:
-        return Together(found)
+        return Together(found, returned=returned)
     # Why it stopped is no finding, but that two dtypes met is.
     told = {name: each for name, each in found.items() if name != run.at or each.clashes}
     return Together({name: e for name, e in told.items() if e.num_operations}, stopped, run.at)

@@ -14,13 +14,11 @@ import diffusers
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 import everyframe
 import tiny_videos
-from everyframe.core.events import Event, Frames, Sound, Step
+from everyframe.core.events import Event, Frames, Planned, Sound, Step
 from everyframe.families.pipeline.interface import NAMES, VIDEO_RESULT, of_class, of_pipeline
-from everyframe.media.pixels import fit_image
 from everyframe.ops.attention import PLAIN, by_kernel
 from tiny_pipelines import loaded
 from tiny_videos import CASES, table
@@ -57,9 +55,6 @@ def theirs(pipe: Any, asked: dict[str, Any]) -> np.ndarray[Any, Any]:
     call["generator"] = torch.Generator().manual_seed(given.pop("seed"))
     if given.pop("size", None) and "height" in taken:
         call |= {"height": height, "width": width}
-        if "image" in given:
-            fitted = fit_image(np.asarray(given["image"]), height, width)
-            given["image"] = Image.fromarray(fitted)
     if given.pop("vae_tiling", False):
         pipe.vae.enable_tiling()
     for name, value in given.items():
@@ -105,6 +100,9 @@ def test_it_runs_as_it_does_in_diffusers(name: str, tmp_path: Path) -> None:
     steps = [event for event in seen if isinstance(event, Step)]
     assert case.made is None or len(steps) == case.made
     assert any(isinstance(event, Sound) for event in seen) == case.sound
+    assert case.made is None or not steps or steps[-1].step == steps[-1].num_steps
+    settings = next(event.plan.settings for event in seen if isinstance(event, Planned))
+    assert frames.shape[:3] == (settings.num_frames, settings.height, settings.width)
 
 
 def _plans(name: str, request: everyframe.Request) -> None:

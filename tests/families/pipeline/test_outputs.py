@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from everyframe.core.errors import EveryframeError
-from everyframe.families.pipeline.outputs import beyond_range, frames_of, sound_of
+from everyframe.families.pipeline.outputs import beyond_range, frames_of, size_of, sound_of
 
 FRAMES = np.random.default_rng(0).random((4, 5, 6, 3)).astype(np.float32)
 TCHW = torch.from_numpy(FRAMES).permute(0, 3, 1, 2)
@@ -33,6 +33,16 @@ PICTURES = [Image.fromarray((frame * 255).astype(np.uint8)) for frame in FRAMES]
 )
 def test_forms_of_frames(result: Any) -> None:
     assert np.array_equal(frames_of(result), FRAMES)
+    assert size_of(result) == (4, 5, 6)
+
+
+def test_a_size_needs_frames() -> None:
+    """HDR's are a tensor with channels last; latents have no three of anything."""
+    assert size_of(SimpleNamespace(frames=torch.from_numpy(FRAMES)[None])) == (4, 5, 6)
+    assert size_of(SimpleNamespace(frames=torch.zeros(1, 16, 2, 4, 4))) is None
+    assert size_of(SimpleNamespace(audio=1)) is None
+    with pytest.raises(EveryframeError, match="a video without frames; ask for a longer one"):
+        frames_of(SimpleNamespace(frames=np.zeros((1, 0, 5, 6, 3))))
 
 
 @pytest.mark.parametrize("given", [[PICTURES], PICTURES], ids=["batch", "no batch"])

@@ -25,7 +25,6 @@ from everyframe.cli.main import main
 from everyframe.core.events import Event, Frames, Loaded, Sound, Step
 from everyframe.families.pipeline.interface import NAMES, of_pipeline
 from everyframe.families.pipeline.sizes import denoisers
-from everyframe.media.pixels import fit_image
 from everyframe.ops.attention import PLAIN, by_kernel
 from tiny_pipelines import loaded
 
@@ -70,7 +69,7 @@ class Tiny:
         call = {"height": height, "width": width, **asked.pop("option", {})}
         call["generator"] = torch.Generator().manual_seed(asked.pop("seed"))
         if "image" in asked:
-            call["image"] = Image.fromarray(fit_image(asked.pop("image"), height, width))
+            call["image"] = Image.fromarray(asked.pop("image"))
         taken = of_pipeline(self.pipe).parameters
         for name, value in asked.items():
             call[next(own for own in NAMES[name] if own in taken)] = value

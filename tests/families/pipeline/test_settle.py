@@ -101,11 +101,6 @@ def test_defaults_are_the_pipelines_own(
         ("CogVideoXPipeline", {"resolution": "360p"}, "it has no named sizes"),
         ("CogVideoXPipeline", {"edit_strength": 0.5}, "edit_strength has no effect"),
         ("CogVideoXPipeline", {"chain": 2}, "can't go on from a clip"),
-        ("WanPipeline", {"size": "500x304"}, "width must be a multiple of 8, got 500; try 496 or"),
-        ("LTXPipeline", {"size": "704x500"}, "height must be a multiple of 32, got 500; try 480"),
-        ("LTXPipeline", {"num_frames": 14}, "1 more than a multiple of 8, got 14; try 9 or 17"),
-        ("WanPipeline", {"num_frames": 14}, "1 more than a multiple of 4, got 14; try 13 or 17"),
-        ("AllegroPipeline", {"num_frames": 14}, "be a multiple of 4, got 14; try 12 or 16"),
         ("WanPipeline", {"option": {"guidance_scal_2": 2}}, "no parameter 'guidance_scal_2'; did"),
         ("WanPipeline", {"option": {"height": 64}}, "give height by its own option"),
         # Diffusers' own arguments, of a model that is loaded here; `test_call_options.py` has them
@@ -140,6 +135,21 @@ def test_what_a_pipeline_cannot_take_is_refused(
 ) -> None:
     with pytest.raises(InputError, match=text):
         settled(name, **given)
+
+
+@pytest.mark.parametrize("name", ["WanPipeline", "LTXPipeline", "AllegroPipeline"])
+def test_lengths_and_sizes_are_the_pipelines_to_refuse_or_to_round(name: str) -> None:
+    """Which it takes is in its own code, and no config says it: a guess refused documented ones."""
+    settings, _ = settled(name, num_frames=14, size="500x302")
+    assert (settings.num_frames, settings.height, settings.width) == (14, 302, 500)
+
+
+def test_what_nobody_gave_is_the_pipelines_to_choose_where_its_default_is_none() -> None:
+    assert settled("CogVideoXPipeline")[0].own_choices == ("height", "width", "num_frames")
+    assert settled("CogVideoXPipeline", size="64x64")[0].own_choices == ("num_frames",)
+    assert settled("WanPipeline")[0].own_choices == ()
+    for each in smaller(sizes("CogVideoXPipeline"), settled("CogVideoXPipeline")[0]):
+        assert each.own_choices == ()
 
 
 def test_seconds_become_the_nearest_length_that_can_be_had() -> None:

@@ -33,10 +33,11 @@ def arguments(
     """
     from PIL import Image
 
+    height, width = settings.told_size
     ours: dict[str, Any] = {
-        "height": settings.height,
-        "width": settings.width,
-        "num_frames": settings.num_frames,
+        "height": height,
+        "width": width,
+        "num_frames": settings.told_length,
         "fps": settings.fps,
         "num_inference_steps": settings.num_inference_steps,
         "guidance_scale": settings.guidance_scale,
@@ -54,13 +55,17 @@ def arguments(
         ours["image"] = Image.fromarray(take.given.first[0])
     if take.given.last is not None:
         ours["last_image"] = Image.fromarray(take.given.last[0])
+    ours |= take.given.as_given
     call: dict[str, Any] = {}
     for option, value in ours.items():
         name = interface.name_of(option)
-        if name is not None:
+        if name is not None and option not in settings.own_choices:
             call[name] = _as_declared(interface, name, value)
     if OWN_SEED in interface.parameters and "generator" not in own:
         call[OWN_SEED] = take.seed
+    picture = interface.name_of("image")
+    if picture is not None and interface.parameters[picture].required:
+        call.setdefault(picture, None)  # it makes a video of what was encoded of one before
     call.update(opened(interface, own, settings))
     if chunks.NAME in dict(settings.savings):
         call[chunks.NAME] = settings.saving(chunks.NAME, 0)

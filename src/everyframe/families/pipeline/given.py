@@ -6,10 +6,11 @@ Its dtypes, its device and its weights are its owner's. Read next: `untouched.py
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from everyframe.core.errors import InputError
@@ -17,14 +18,15 @@ from everyframe.core.options import FamilyOptions
 from everyframe.core.plan import Plan, Precision, Settings, Switches
 from everyframe.core.request import Request
 from everyframe.families.family import Component, Saving, Stage
-from everyframe.families.pipeline import call_options, settle
+from everyframe.families.pipeline import call_options, pictures, settle
 from everyframe.families.pipeline.alternating import Beside, InThread, Tell
 from everyframe.families.pipeline.chunks import chunk_savings
 from everyframe.families.pipeline.classes import checked
 from everyframe.families.pipeline.components import STAGE, prefers, working_bytes
 from everyframe.families.pipeline.digests import digest_pipeline
-from everyframe.families.pipeline.interface import OWN_SEED, Interface, of_pipeline
+from everyframe.families.pipeline.interface import NAMES, OWN_SEED, Interface, of_pipeline
 from everyframe.families.pipeline.options import PipelineOptions
+from everyframe.families.pipeline.picture_forms import form_of
 from everyframe.families.pipeline.sizes import Sizes
 from everyframe.hardware.thread_state import ThreadState
 from everyframe.precision.dtypes import NUM_BYTES, dtype_name
@@ -82,6 +84,9 @@ class GivenPipeline:
         settings, notes = settle.settle(
             self.sizes, self.title, request, self.options, seed, is_given=True
         )
+        if isinstance(request.latents, torch.Tensor):  # in the dtype that they have
+            forms = (*settings.given_forms, ("latents", form_of(request.latents)))
+            settings = replace(settings, given_forms=forms)
         return settings, (*notes, *call_options.notes(self.options.option))
 
     def components(self, settings: Settings) -> tuple[Component, ...]:
@@ -144,6 +149,30 @@ def given_pipeline(pipe: Any, options: FamilyOptions, tell: Tell | None = None) 
             "for a folder or a hub id there is generate(model=...)"
         )
     return GivenPipeline(pipe, sizes_of(pipe, checked(of_pipeline(pipe))), options, tell=tell)
+
+
+def in_our_words(pipe: Any, request: Request) -> Request:
+    """The same, with what the pipeline's call names otherwise under the name that it has here.
+
+    So ``frame_rate`` is `fps` and ``video_length`` is `num_frames`, and a condition object is its
+    fields, as a run keeps them.
+    """
+    given = request.family_options.get("option")
+    if not isinstance(given, Mapping) or not isinstance(getattr(pipe, "components", None), Mapping):
+        return request
+    interface = of_pipeline(pipe)
+    own, moved = pictures.as_fields(interface, given), {}
+    for option in NAMES:
+        name = interface.name_of(option)
+        if name not in own or name == option or option not in Request.model_fields:
+            continue
+        if option == "seed":
+            continue  # what is given there is a generator
+        if getattr(request, option) is not None:
+            raise InputError(f"{option} and {name} are the same; give one of them")
+        moved[option] = own.pop(name)
+    options = {**request.family_options, "option": own}
+    return Request(**{**request.given(), "family_options": options, **moved})
 
 
 def sizes_of(pipe: Any, interface: Interface) -> Sizes:

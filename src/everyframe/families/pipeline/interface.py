@@ -79,14 +79,26 @@ class Interface:
 
 
 def of_class(cls: Any) -> Interface:
-    """The interface of a plain pipeline class."""
-    parameters = {}
-    for name, each in inspect.signature(cls.__call__).parameters.items():
-        if name == "self" or each.kind in (each.VAR_KEYWORD, each.VAR_POSITIONAL):
+    """The interface of a plain pipeline class.
+
+    What a call takes as ``*args`` or ``**kwargs`` goes on to that of the class which it is made
+    from, whose parameters are then its own too.
+    """
+    parameters: dict[str, Parameter] = {}
+    for home in cls.__mro__:
+        if "__call__" not in vars(home):
             continue
-        required = each.default is each.empty
-        default = None if required else each.default
-        parameters[name] = declared(name, default, required, each.annotation)
+        signature = inspect.signature(vars(home)["__call__"]).parameters
+        goes_on = False
+        for name, each in signature.items():
+            if each.kind in (each.VAR_KEYWORD, each.VAR_POSITIONAL):
+                goes_on = True
+            elif name != "self" and name not in parameters:
+                required = each.default is each.empty
+                default = None if required else each.default
+                parameters[name] = declared(name, default, required, each.annotation)
+        if not goes_on:
+            break
     return Interface(cls.__name__, parameters, _gives_frames(cls))
 
 

@@ -15,14 +15,14 @@ from pydantic import field_validator
 from everyframe.core.errors import InputError
 from everyframe.core.options import FamilyOptions
 from everyframe.core.options import option as an_option
-from everyframe.families.shared_options import fit_option, variant_option
+from everyframe.families.shared_options import variant_option
 
 #: What people write for JSON's words on a command line.
 _WORDS = {"True": True, "False": False, "None": None}
 
 
 class PipelineOptions(FamilyOptions):
-    """Special parameters of one pipeline, how a picture is fitted, and code that comes along."""
+    """Special parameters of one pipeline, how pictures are fitted, and code that comes along."""
 
     option: dict[str, Any] = an_option(
         "A parameter that only this pipeline has, as NAME=VALUE; may be given several times. A "
@@ -31,7 +31,11 @@ class PipelineOptions(FamilyOptions):
         default={},
         names_files=True,
     )
-    fit: str = fit_option()
+    fit: str | None = an_option(
+        "Bring given pictures and videos to the video's size: crop, pad or stretch; without it the "
+        "pipeline has them as they are.",
+        group="Family",
+    )
     vae_tiling: bool = an_option(
         "Decode in tiles: far less memory for large frames, and faint seams.",
         group="Family",

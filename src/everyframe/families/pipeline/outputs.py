@@ -34,7 +34,9 @@ def frames_of(result: Any, index: int = 0) -> Array:
     each also without the batch.
     """
     given = _frames_in(result)
-    video = given[index] if _is_batch(given) else given
+    video = given[index] if len(given) and _is_batch(given) else given
+    if not len(video):
+        raise EveryframeError("the pipeline made a video without frames; ask for a longer one")
     if isinstance(video, torch.Tensor):
         tensor = video.detach().to("cpu", torch.float32)
         is_channels_first = tensor.shape[0] == 3 != tensor.shape[1]
@@ -42,6 +44,23 @@ def frames_of(result: Any, index: int = 0) -> Array:
         return np.ascontiguousarray(tensor_TCHW.permute(0, 2, 3, 1).numpy())
     frames: Array = np.stack([np.asarray(picture) for picture in video])
     return frames if frames.dtype == np.uint8 else frames.astype(np.float32, copy=False)
+
+
+def size_of(result: Any) -> tuple[int, int, int] | None:
+    """(frames, height, width) of a result of a dry run; None where it holds no frames."""
+    given = next((part for name in VIDEOS if (part := _part(result, name)) is not None), None)
+    if given is None or not len(given):
+        return None
+    video = given[0] if _is_batch(given) else given
+    if not isinstance(video, torch.Tensor):
+        first = np.asarray(video[0])
+        return len(video), first.shape[0], first.shape[1]
+    if video.ndim != 4 or 3 not in video.shape:
+        return None
+    # Channels come after the frames, before them, or last.
+    axis = next(axis for axis in (1, 0, 3) if video.shape[axis] == 3)
+    frames, height, width = (size for at, size in enumerate(video.shape) if at != axis)
+    return int(frames), int(height), int(width)
 
 
 def beyond_range(frames: Array) -> str | None:

@@ -21,9 +21,13 @@ from everyframe.core.errors import InputError, did_you_mean
 from everyframe.core.plan import Settings
 from everyframe.families.pipeline import released
 from everyframe.families.pipeline.interface import Interface, Parameter, declared
+from everyframe.families.pipeline.picture_forms import form_of, num_frames_of, sides_of
 from everyframe.media.given import check_video
 from everyframe.media.pixels import Frames, fit_image
 from everyframe.media.read import read_image, read_video
+
+VideoSize = tuple[int | None, int | None, int | None]
+"""(frames, height, width)."""
 
 #: Files of numbers: a camera track, intrinsics.
 _NUMBERS = ".npy"
@@ -87,6 +91,23 @@ def _fields(parameter: Parameter) -> dict[str, Parameter]:
     return found
 
 
+def as_fields(interface: Interface, own: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with each condition object as a mapping of its fields, of which one can be made."""
+
+    def told(kind: type | None, value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [told(kind, each) for each in value]
+        if kind is None or type(value) is not kind:
+            return value
+        return {each.name: getattr(value, each.name) for each in fields(kind) if each.init}
+
+    known = interface.parameters
+    return {
+        name: told(known[name].record, value) if name in known and known[name].record else value
+        for name, value in own.items()
+    }
+
+
 def _listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
@@ -94,8 +115,8 @@ def _listed(value: Any) -> list[Any]:
 def opened(interface: Interface, own: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
     """The parameters `own` with every file read, in the form that the pipeline takes it in.
 
-    Videos are brought to the size that is made, where the pipeline is told one; still pictures,
-    which show how something looks and not where it is, are handed on as they are.
+    They are handed on as they are, but where it is asked for (``fit``) that videos are brought to
+    the size that is made; still pictures show how something looks and not where it is.
     """
     return {
         name: _opened(interface, interface.parameters[name], value, settings)
@@ -173,16 +194,18 @@ def _tensor(interface: Interface, parameter: Parameter, frames_THWC: Frames) -> 
     return (video_TCHW.transpose(0, 1) if is_channels_first else video_TCHW)[None]
 
 
-def size_in(interface: Interface, own: Mapping[str, Any]) -> tuple[int, int, int] | None:
-    """(frames, height, width) of the first video among those parameters; None if there is none."""
+def size_in(interface: Interface, own: Mapping[str, Any]) -> VideoSize | None:
+    """(frames, height, width) of the first video among those parameters; None if there is none.
+
+    None stands also for each that the form of the video does not say.
+    """
     for name, value in own.items():
         parameter = interface.parameters[name]
-        if "video" not in name or not parameter.form:
+        if "video" not in name or not parameter.form or value is None:
             continue
         if names_files(parameter, value) and not isinstance(value, (list, tuple)):
             num_frames, height, width, _ = _pixels(value).shape
             return num_frames, height, width
-        if isinstance(value, (list, tuple)) and value:
-            height, width = read_image(value[0]).shape[:2]
-            return len(value), height, width
+        form = form_of(value)
+        return num_frames_of(form), *(sides_of(form) or (None, None))
     return None

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from math import ceil
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import torch
 import torch.nn.attention.flex_attention as flex
 from diffusers.utils import torch_utils
 from torch import nn
 
+from everyframe.core.errors import InputError
 from everyframe.core.plan import Settings
 from everyframe.families.family import GivenFrames, JointRehearsal, Take
 from everyframe.families.loading import build_on_meta
@@ -38,6 +38,8 @@ from everyframe.families.pipeline.loading import (
     set_guidance,
     set_tiling,
 )
+from everyframe.families.pipeline.outputs import size_of
+from everyframe.families.pipeline.picture_forms import Form, blank, sides_of
 from everyframe.families.pipeline.quiet import quiet_libraries, silent
 from everyframe.families.pipeline.refusing import called
 from everyframe.families.pipeline.rounds import Rounds
@@ -97,7 +99,6 @@ class Dry:
         repeats = max(settings.num_inference_steps - fewer, 1) / max(steps - fewer, 1)
         rank = (teams.team.rank, teams.team.weights, teams.way, teams.groups)
         key = (self._identity, repr(few), repr(self.own), rank)
-        tiled = dict(settings.options).get("vae_tiling")
         return tuple(
             JointRehearsal(
                 stage=STAGE,
@@ -112,7 +113,7 @@ class Dry:
             )
             for part in self.files.models
             # Tiles are thousands of operations each.
-            if not (tiled and part.name == "vae")
+            if not (_is_tiled(settings) and part.name == "vae")
         )
 
     def _few(self, settings: Settings, least: int) -> Settings:
@@ -121,7 +122,12 @@ class Dry:
         fewer = released.of(released.STEPS_FEWER, name) or 0
         fewest = max(least, released.of(released.FEWEST_STEPS, name) or 1)
         steps = min(ceil(fewest / self._part_of_steps) + fewer, settings.num_inference_steps)
-        return replace(settings, num_inference_steps=steps, seed=0, num_videos=1)
+        height, width = settings.told_size
+        told = replace(
+            settings, num_frames=settings.told_length, nominal_length=None,
+            height=height, width=width, nominal_size=None,
+        )  # fmt: skip
+        return replace(told, num_inference_steps=steps, seed=0, num_videos=1)
 
     def branches(self, settings: Settings) -> Branches:
         """How its denoiser is asked about the branches of guidance; found once."""
@@ -143,8 +149,11 @@ class Dry:
 
     def call(
         self, settings: Settings, teams: Teams, modules: Mapping[str, nn.Module], device: str
-    ) -> object:
-        """The pipeline's call around `modules`, which are its own, as one of several ranks."""
+    ) -> tuple[int, int, int] | None:
+        """The pipeline's call around `modules`, which are its own, as one of several ranks.
+
+        Gives (frames, height, width) of what comes out, None where nothing is decoded.
+        """
         with ExitStack() as stack:
             # Modules keep tables of positions, as the device has them that the stand-in stood for.
             parts = [part for module in modules.values() for part in module.modules()]
@@ -154,28 +163,44 @@ class Dry:
             if teams.groups > 1:
                 denoising = {name: modules[name] for name in denoisers(modules)}
                 stack.enter_context(Rounds(denoising, self.branches(settings), teams))
-            return self._call(settings)
+            result = self._call(settings)
+        return None if _is_tiled(settings) else size_of(result)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Sent to another process without what was built here."""
         return Dry, (self.files, self.interface, self.own)
 
     def _call(self, settings: Settings) -> object:
-        frame = np.zeros((1, settings.height, settings.width, 3), np.uint8)
-        given = GivenFrames(
-            first=frame if "image" in settings.given_frames else None,
-            last=frame if "last_image" in settings.given_frames else None,
-        )
-        call = arguments(self.interface, settings, Take(0, given), self.own)
+        size = settings.told_size
+        forms = dict.fromkeys(settings.given_frames, ("picture", *size))
+        forms |= {name: form for name, form in settings.given_forms if name in forms}
+        try:
+            return self._called(settings, forms)
+        except InputError:
+            # What is refused as it is, a run gives as a picture.
+            plain = {name: ("picture", *(sides_of(form) or size)) for name, form in forms.items()}
+            if plain == forms:
+                raise
+            with suppress(InputError):
+                return self._called(settings, plain)
+            raise
+
+    def _called(self, settings: Settings, forms: Mapping[str, Form]) -> object:
+        pictures = {name: blank(form, *settings.told_size) for name, form in forms.items()}
+        take = Take(0, GivenFrames(as_given=pictures))
+        call = arguments(self.interface, settings, take, self.own)
         if "output_type" in call:
             # What comes to the host would really be made there; tiles are not followed.
-            tiled = dict(settings.options).get("vae_tiling")
-            call["output_type"] = "latent" if tiled else "pt"
+            call["output_type"] = "latent" if _is_tiled(settings) else "pt"
         pipe = self._pipe
         set_tiling(pipe, settings)
         set_guidance(pipe, self.interface, settings)
         with quiet_libraries(even_errors=True), silent(pipe), _on_no_device():
             return called(pipe, call)
+
+
+def _is_tiled(settings: Settings) -> bool:
+    return bool(dict(settings.options).get("vae_tiling"))
 
 
 def _narrow_tables(module: nn.Module) -> None:

@@ -8,7 +8,10 @@ own. Nothing is dropped in silence: an option that this pipeline has no paramete
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from everyframe.core.errors import InputError, did_you_mean
 from everyframe.core.plan import Settings
@@ -16,11 +19,12 @@ from everyframe.core.request import Request
 from everyframe.families.pipeline import call_options, pictures
 from everyframe.families.pipeline.interface import NAMES, OWN_SEED, Interface, Parameter
 from everyframe.families.pipeline.options import PipelineOptions
+from everyframe.families.pipeline.picture_forms import form_of, sides_of
+from everyframe.families.pipeline.pictures import VideoSize
 from everyframe.families.pipeline.sizes import Sizes, denoisers
 from everyframe.families.settling import (
     check_amount,
     check_fit,
-    check_size,
     check_used,
     frames_in,
     smaller_sides,
@@ -56,17 +60,15 @@ def settle(
     interface, notes = sizes.interface, _standing_notes(sizes, request)
     _check_request(sizes, title, request, options)
     own = check_options(interface, options.option, is_given=is_given)
-    check_fit(options.fit)
+    given, forms = _pictures_given(sizes, title, request, options)
     video = _video_given(interface, own)
-    height, width = _size(sizes, request, video, notes)
+    height, width = _size(sizes, request, forms, video, notes)
     fps, is_known = sizes.frame_rate()
     if request.fps is None and not is_known:
         notes.append(f"{title} names no frame rate; {fps:g} a second are taken (fps)")
     fps = request.fps or fps
-    frames = _num_frames(sizes, request, fps, video)
-    given = tuple(name for name in ("image", "last_image") if getattr(request, name) is not None)
+    frames = _num_frames(sizes, request, fps, video, notes)
     steps = interface.default_of("num_inference_steps")
-    takes_size = interface.name_of("height") is not None
     check_amount(frames, height, width)
     settings = Settings(
         prompt=call_options.text_of(own.get("prompt")) or request.prompt or "",
@@ -81,7 +83,9 @@ def settle(
         seed=seed,
         num_videos=request.num_videos,
         given_frames=given,
-        fit=options.fit if takes_size else None,
+        own_choices=_own_choices(interface, request),
+        given_forms=forms,
+        fit=options.fit,
         options=_shown(own, options, given),
     )
     return settings, tuple(notes)
@@ -93,11 +97,43 @@ def _shown(
     """The options that make a difference here, for plans and records."""
     prompts = {name: own[name] for name in call_options.PROMPTS if name in own}
     shown = dict(plain(pictures.named(call_options.with_seeds(own)))) | plain(prompts)
-    if given:
+    if given and options.fit is not None:
         shown["fit"] = options.fit
     if options.vae_tiling:
         shown["vae_tiling"] = True
     return tuple(shown.items())
+
+
+def _pictures_given(
+    sizes: Sizes, title: str, request: Request, options: PipelineOptions
+) -> tuple[tuple[str, ...], tuple[tuple[str, Any], ...]]:
+    """Names of the pictures that came with the request, and forms of those that stay as they are.
+
+    A file that can't be read is told here, before anything is loaded.
+    """
+    given = tuple(name for name in ("image", "last_image") if getattr(request, name) is not None)
+    if options.fit is None:
+        return given, tuple((name, form_of(getattr(request, name))) for name in given)
+    check_fit(options.fit)
+    if sizes.interface.name_of("height") is None:
+        raise InputError(f"fit has no effect on {title}: it chooses the size itself")
+    for name in given:
+        read_image(getattr(request, name))
+    return given, ()
+
+
+def _own_choices(interface: Interface, request: Request) -> tuple[str, ...]:
+    """What nobody gave and the pipeline chooses itself: its default says nothing of it."""
+    asked = {
+        "height": request.asked_size(),
+        "width": request.asked_size(),
+        "num_frames": request.num_frames or request.seconds,
+    }
+    return tuple(
+        name
+        for name, value in asked.items()
+        if value is None and interface.name_of(name) and interface.default_of(name) is None
+    )
 
 
 def plain(value: Any) -> Any:
@@ -155,10 +191,9 @@ def _check_request(sizes: Sizes, title: str, request: Request, options: Pipeline
     makes_of_picture = wants is not None and (
         wants.required or "ImageToVideo" in interface.class_name
     )
-    if makes_of_picture and request.image is None:
+    has_encoded = request.latents is not None or any("image" in each for each in options.option)
+    if makes_of_picture and request.image is None and not has_encoded:
         raise InputError(f"{title} makes a video of a picture; give one (image)")
-    if request.image is not None:
-        read_image(request.image)  # one that can't be read is told before anything is loaded
 
 
 def check_options(
@@ -206,6 +241,7 @@ def _wants_float(parameter: Parameter, value: Any) -> bool:
 
 def _check_kind(interface: Interface, parameter: Parameter, value: Any) -> None:
     kinds = parameter.kinds
+    value = value.item() if isinstance(value, np.generic) else value
     if isinstance(value, (int, float)) and not abs(value) <= _MOST:
         # A length of text, for one, is padded to what is asked: libraries end the process.
         raise InputError(
@@ -226,63 +262,54 @@ def _check_kind(interface: Interface, parameter: Parameter, value: Any) -> None:
 
 
 def _size(
-    sizes: Sizes, request: Request, video: tuple[int, int, int] | None, notes: list[str]
+    sizes: Sizes,
+    request: Request,
+    forms: tuple[tuple[str, Any], ...],
+    video: VideoSize | None,
+    notes: list[str],
 ) -> tuple[int, int]:
     """(height, width) asked for, or the pipeline's own."""
-    asked, interface = request.asked_size(), sizes.interface
+    interface = sizes.interface
     if interface.name_of("height") is None:
-        sides = _sides_given(request, video)
-        if sides is not None:
-            notes.append("it chooses the video's size itself, by that of what is given")
-            step = sizes.spatial_factor
-            height, width = (max(step, side // step * step) for side in sides)
-            return height, width
-    chosen = asked or sizes.default_size()
+        shown = sides_of(forms[0][1]) if forms else None
+        given = shown or (video[1:] if video else None) or sizes.default_size()
+        notes.append("it chooses the video's size itself, by that of what is given")
+        step = sizes.spatial_factor
+        height, width = (max(step, (side or 0) // step * step) for side in given or (0, 0))
+        return height, width
+    chosen = request.asked_size() or sizes.default_size()
     if chosen is None:
         raise InputError(
             f"{interface.class_name} does not say what size it makes; give size WIDTHxHEIGHT"
         )
-    check_size(*chosen, sizes.spatial_factor)
     return chosen
 
 
-def _video_given(interface: Interface, own: Mapping[str, Any]) -> tuple[int, int, int] | None:
-    """(frames, height, width) of the video that is given, where it decides what is made."""
+def _video_given(interface: Interface, own: Mapping[str, Any]) -> VideoSize | None:
+    """The video that is given, where it decides what is made."""
     decides = interface.name_of("height") is None or interface.name_of("num_frames") is None
     return pictures.size_in(interface, own) if decides else None
 
 
-def _sides_given(request: Request, video: tuple[int, int, int] | None) -> tuple[int, int] | None:
-    """(height, width) of the picture or the video that is given; None if neither is."""
-    if request.image is not None:
-        height, width = read_image(request.image).shape[:2]
-        return height, width
-    return None if video is None else video[1:]
-
-
 def _num_frames(
-    sizes: Sizes, request: Request, fps: float, video: tuple[int, int, int] | None
+    sizes: Sizes, request: Request, fps: float, video: VideoSize | None, notes: list[str]
 ) -> int:
+    """The length asked for, as it was asked, or that of what is given, or the pipeline's own."""
     frames, rule = request.num_frames, sizes.length_rule()
-    if sizes.interface.name_of("num_frames") is None and video is not None:
+    is_taken = sizes.interface.name_of("num_frames") is not None
+    if not is_taken and video is not None and video[0] is not None:
         return video[0]
     if frames is None and request.seconds is not None:
         frames = frames_in(request.seconds, fps)
         if rule is not None:
             frames = _nearest(frames, *rule)
+    frames = frames or sizes.default_length()
+    if frames is None and is_taken:
+        name = sizes.interface.class_name
+        raise InputError(f"{name} does not say how many frames it makes; give num_frames")
     if frames is None:
-        frames = sizes.default_length()
-        if frames is None:
-            name = sizes.interface.class_name
-            raise InputError(f"{name} does not say how many frames it makes; give num_frames")
-        return frames
-    if rule is not None and frames % rule[0] != rule[1]:
-        factor, rest = rule
-        what = f"1 more than a multiple of {factor}" if rest else f"a multiple of {factor}"
-        low = max(rest or factor, (frames - rest) // factor * factor + rest)
-        near = str(low) if low > frames else f"{low} or {low + factor}"
-        raise InputError(f"num_frames must be {what}, got {frames}; try {near}")
-    return frames
+        notes.append("how many frames it makes follows from what it is given; one is planned for")
+    return frames or 1
 
 
 def _nearest(frames: int, factor: int, rest: int) -> int:
@@ -303,9 +330,10 @@ def smaller(sizes: Sizes, settings: Settings) -> Iterator[Settings]:
     """The same video shorter, then smaller, each half or three quarters of the one before."""
     factor, rest = sizes.length_rule() or (1, 0)
     step = 4 * sizes.spatial_factor
-    lengths, sides = [settings.num_frames], [(settings.height, settings.width)]
+    lengths, sides = [settings.told_length], [settings.told_size]
     while lengths[-1] // 2 > factor:
         lengths.append(_nearest(lengths[-1] // 2, factor, rest))
     if sizes.interface.name_of("height"):
         sides = smaller_sides(*sides[0], step, 2 * step)
-    return smaller_videos(settings, lengths, sides)
+    told = replace(settings, nominal_size=None, nominal_length=None, own_choices=())
+    return smaller_videos(told, lengths, sides)

@@ -9,9 +9,9 @@ others (`sharding.py`), and the first alone encodes (`encoding.py`) and decodes.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import nn
 from everyframe.core.errors import CannotRunError, EveryframeError, InputError
 from everyframe.core.events import Event, Frames, Note, Output, Sound, Step
 from everyframe.core.options import shown
-from everyframe.core.plan import Plan
+from everyframe.core.plan import Plan, Settings
 from everyframe.families.family import Savings, Take
 from everyframe.families.pipeline import call_options, sharding
 from everyframe.families.pipeline.alternating import Apart as InOwnThread
@@ -32,7 +32,11 @@ from everyframe.families.pipeline.checkpoint import Files
 from everyframe.families.pipeline.components import STAGE
 from everyframe.families.pipeline.drawing import in_float32
 from everyframe.families.pipeline.encoding import EncodedOnce, encoders
-from everyframe.families.pipeline.global_generators import GlobalGenerators
+from everyframe.families.pipeline.global_generators import (
+    GlobalGenerators,
+    restore_torch,
+    states_of_torch,
+)
 from everyframe.families.pipeline.guarded import Apart, Guarded
 from everyframe.families.pipeline.interface import Interface
 from everyframe.families.pipeline.loading import load, set_guidance
@@ -44,6 +48,7 @@ from everyframe.families.pipeline.outputs import (
     num_videos_of,
     sound_of,
 )
+from everyframe.families.pipeline.picture_forms import called_with_pictures, in_rgb
 from everyframe.families.pipeline.quiet import quietly, silent
 from everyframe.families.pipeline.reliefs import PipelineReliefs
 from everyframe.families.pipeline.replaying import HandedOn, Replaying
@@ -239,8 +244,7 @@ class PipelineStage:
         ):
             around.guarded = guarded
             try:
-                given = arguments(self.interface, settings, take, self.own, decodes=leads)
-                result = pipe(**given)
+                result = self._result(ready, settings, take, watch, emit)
             except (
                 ArithmeticError, AssertionError, AttributeError, ImportError, LookupError,
                 MemoryError, NameError, RuntimeError, TypeError, ValueError,
@@ -263,6 +267,38 @@ class PipelineStage:
             for frames, _ in videos:
                 guarded.check_frames(frames)
         return Made(videos, output)
+
+    def _result(
+        self, ready: _Ready, settings: Settings, take: Take, watch: StepWatch, emit: Emit
+    ) -> Any:
+        """What the pipeline gives; for pictures that it refuses as they are, for them in RGB."""
+        before = states_of_torch(ready.devices)
+        states: list[tuple[torch.Generator, torch.Tensor]] = []
+
+        def call(take: Take) -> Any:
+            decodes = self.teams.team.is_lead
+            given = arguments(self.interface, settings, take, self.own, decodes=decodes)
+            states.extend((each, each.get_state()) for each in _generators(given.values()))
+            return ready.pipe(**given)
+
+        def as_plain(pictures: Mapping[str, Any]) -> Any:
+            restore_torch(before)  # as if nothing had been drawn yet
+            for generator, state in states:
+                generator.set_state(state)
+            changed = {**take.given.as_given, **pictures}
+            return call(replace(take, given=replace(take.given, as_given=changed)))
+
+        given = take.given.as_given
+        pictures = {name: given[name] for name in ("image", "last_image") if name in given}
+        if self._is_shared:  # other ranks would not know of a second call
+            return as_plain(in_rgb(pictures))
+        return called_with_pictures(
+            partial(call, take),
+            as_plain,
+            pictures,
+            has_begun=lambda: watch.begun > 0,
+            tell=lambda text: emit(Note(text)),
+        )
 
     def _beyond(self, made: _TooLittle, tried: Sequence[str]) -> str:
         was_tried = f" (tried: {'; '.join(tried)})" if tried else ""
@@ -334,6 +370,14 @@ class _TooLittle:
         """Such as "step 3 of pipeline, in its vae"."""
         step = f"step {self.step} of {STAGE}" if self.step else f"before the first step of {STAGE}"
         return f"{step}, in its {self.at}" if self.at else step
+
+
+def _generators(values: Iterable[Any]) -> Iterator[torch.Generator]:
+    """Those among the arguments of a call, alone or in lists."""
+    for value in values:
+        for each in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(each, torch.Generator):
+                yield each
 
 
 def _modules(pipe: Any) -> dict[str, nn.Module]:

@@ -149,7 +149,7 @@ class StepWatch:
             return
         self.finish()
         if not self.begun:
-            self.num_steps = _num_steps(self._scheduler) or self.num_steps
+            self.num_steps = _num_steps(self._scheduler, timestep) or self.num_steps
         self._last = now
         self.begun += 1
 
@@ -192,11 +192,18 @@ def _value(timestep: Any) -> tuple[float, float]:
     return (float(flat.min()), float(flat.max()))
 
 
-def _num_steps(scheduler: Any) -> int | None:
-    """How many steps the scheduler is set to, counted as `StepWatch` counts them."""
+def _num_steps(scheduler: Any, timestep: Any) -> int | None:
+    """How many steps the scheduler is set to from that timestep on, counted as `StepWatch` does.
+
+    A pipeline that begins at a given video (``strength``) leaves out the first ones.
+    """
     timesteps = getattr(scheduler, "timesteps", None)
     if timesteps is None or not len(timesteps):
         return None
-    if hasattr(scheduler, "step_index"):
-        return len(timesteps)
-    return len(torch.unique_consecutive(torch.as_tensor(timesteps).cpu()))
+    left = torch.as_tensor(timesteps).detach().double().flatten().cpu()
+    first = getattr(scheduler, "begin_index", None)
+    if not first and isinstance(timestep, tuple):
+        # Frames that are given may have a lower one.
+        first = next(iter((left == timestep[1]).nonzero().flatten().tolist()), 0)
+    left = left[first or 0 :]
+    return len(left) if hasattr(scheduler, "step_index") else len(torch.unique_consecutive(left))

@@ -1,0 +1,37 @@
+"""The video that is really made, where a dry run shows another than what was asked for.
+
+A foreign pipeline may round a length, or make its video in whole pieces, and says so nowhere.
+Read next: `dryrun.py`, `resolve.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from everyframe.planning.fitting import Fitted
+
+
+def with_output_size(fitted: Fitted) -> Fitted:
+    """The same with the length and size that come out, and a note where they are others.
+
+    What the model is told stays what it was.
+    """
+    settings = fitted.settings
+    made = next((run.made for run in fitted.runs if run.made is not None), None)
+    asked = (settings.num_frames, settings.height, settings.width)
+    if made is None or made == asked:
+        return fitted
+    frames, height, width = made
+    note = (
+        f"the pipeline makes {frames} frames of {width}x{height}, "
+        f"not {asked[0]} of {asked[2]}x{asked[1]}"
+    )
+    changed = replace(
+        settings,
+        num_frames=frames,
+        height=height,
+        width=width,
+        nominal_length=None if frames == settings.told_length else settings.told_length,
+        nominal_size=None if (height, width) == settings.told_size else settings.told_size,
+    )
+    return replace(fitted, settings=changed, notes=(*fitted.notes, note))
