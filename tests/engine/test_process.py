@@ -10,11 +10,12 @@ from typing import cast
 
 import pytest
 
-from everyframe.core.errors import InputError
+from everyframe.core.errors import DamagedError, InputError
 from everyframe.core.request import Request
 from everyframe.engine import launch
 from everyframe.engine.launch import launched
 from everyframe.engine.process import Job, Worker
+from everyframe.runs.folder import RunFolder
 from planted_modules import plant
 
 
@@ -72,3 +73,10 @@ def test_errors_that_a_text_alone_does_not_make_keep_their_text(name: str) -> No
     error = launch._raised_again(cast("Worker", None), told)
     assert "byte 0xff at 3" in str(error)
     assert isinstance(error, Exception)
+
+
+def test_a_run_whose_plan_is_none_is_damaged(tmp_path: Path) -> None:
+    text = '{"schema": "everyframe.run/1", "plan": {"division": 1}}'
+    (tmp_path / "run.json").write_text(text, encoding="utf-8")
+    with pytest.raises(DamagedError, match="holds no plan"):
+        launch.ranks_of(RunFolder(tmp_path))

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from everyframe.core.errors import MediaError
+from everyframe.core.errors import InputError, MediaError
 from everyframe.engine.record import record_in
 from everyframe.media import limits
 from everyframe.media.frames import open_frames
@@ -181,3 +181,13 @@ def test_a_picture_that_is_a_program_is_none(tmp_path: Path) -> None:
         read_image(path)
     with pytest.raises(MediaError):
         read_record(path)
+
+
+@pytest.mark.parametrize("fps", ["nan", "1/0", "1e400", "1e-400", "-1", "", "0"])
+def test_a_rate_that_no_video_has(tmp_path: Path, fps: str) -> None:
+    path = tmp_path / "a.gif"
+    record = f'{{"schema": "everyframe.record/1", "fps": "{fps}", "num_frames": 2}}'.encode()
+    frames = [Image.new("P", (16, 16), number) for number in range(2)]
+    frames[0].save(path, save_all=True, append_images=frames[1:], duration=20, comment=record)
+    with pytest.raises(InputError):
+        read_video(path)

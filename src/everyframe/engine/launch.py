@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from everyframe.core import errors
-from everyframe.core.errors import EveryframeError, ScarceError, WorkerDiedError
+from everyframe.core.errors import DamagedError, EveryframeError, ScarceError, WorkerDiedError
 from everyframe.core.events import Event, Events, Kept
 from everyframe.core.plain import from_plain
+from everyframe.core.plan import Plan
 from everyframe.engine.handed import Handed
 from everyframe.engine.obituary import kept_in, obituary
 from everyframe.engine.patience import Patience
@@ -42,7 +43,9 @@ def is_possible() -> bool:
 
 def ranks_of(run: RunFolder) -> int:
     """How many ranks a run that was broken off has."""
-    plan = from_plain(run.run()["plan"], lambda _: None)
+    plan = from_plain(run.run().get("plan"), lambda _: None)
+    if not isinstance(plan, Plan):
+        raise DamagedError(f"{run.path} holds no plan")
     return 1 if plan.division is None else len(plan.division.ranks)
 
 

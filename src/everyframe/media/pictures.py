@@ -18,12 +18,16 @@ import numpy as np
 from PIL import Image, ImageSequence, PngImagePlugin, UnidentifiedImageError
 
 from everyframe.core.errors import MediaError
+from everyframe.core.options import shown
 from everyframe.media.limits import check_frames, check_picture, open_picture
 from everyframe.media.paths import FOLDER_RECORD, FRAME_NAME, Kind, exact_fps
 from everyframe.media.pixels import Frames
 from everyframe.media.record import PNG_KEY, exif_of, read_sidecar, record_of_picture
 
 _WEBP_QUALITY = 90
+
+#: Frames a second below which, and above whose inverse, no record of ours is.
+_SLOWEST = Fraction(1, 100_000)
 
 
 class AnimationWriter:
@@ -136,6 +140,8 @@ def read_animation(
     ends = np.cumsum(durations)
     if fps is None and record is not None:
         fps, count = exact_fps(str(record.get("fps"))), _count_of(record, path)
+        if not _SLOWEST <= fps <= 1 / _SLOWEST:
+            raise MediaError(f"the record in {name} is broken: fps is {shown(record.get('fps'))}")
     else:
         fps = fps or Fraction(1000, int(np.median(durations)))
         count = max(1, round(Fraction(int(ends[-1]), 1000) * fps))
@@ -143,13 +149,13 @@ def read_animation(
         check_frames(count, width, height, name)
     # The frame that is shown in the middle of each interval.
     middles = (np.arange(count) + 0.5) * float(1000 / fps)
-    shown = np.minimum(np.searchsorted(ends, middles, side="right"), len(images) - 1)
-    return np.stack([images[i] for i in shown]), fps
+    at = np.minimum(np.searchsorted(ends, middles, side="right"), len(images) - 1)
+    return np.stack([images[i] for i in at]), fps
 
 
 def _count_of(record: dict[str, Any], path: Path) -> int:
     count = record.get("num_frames")
-    if not isinstance(count, int) or not 0 < count < 1_000_000:
+    if not isinstance(count, int) or isinstance(count, bool) or not 0 < count < 1_000_000:
         raise MediaError(f"the record in {str(path)!r} is broken: num_frames is {count!r}")
     return count
 

@@ -130,8 +130,7 @@ def embedded_record(path: Path) -> dict[str, Any] | None:
 
     try:
         with open_picture(path) as picture:
-            width, height = picture.size
-            check_picture(width, height, repr(str(path)))
+            check_picture(picture.width, picture.height, repr(str(path)))
             return record_of_picture(picture)
     except UnidentifiedImageError:
         return _record_of_video(path)
