@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from everyframe import __version__
 from everyframe.cli.last_words import Terminated, after_others
-from everyframe.cli.streams import is_of_output, mute_output, prepare_streams, tell
+from everyframe.cli.streams import in_one_line, is_of_output, mute_output, prepare_streams, tell
 from everyframe.core.errors import EveryframeError, ExitCode
 from everyframe.engine.torchrun import under_torchrun
 
@@ -175,7 +175,7 @@ def _say(error: BaseException, text: str, code: int, as_json: bool) -> int:
         if code == ExitCode.INTERRUPTED and ranks.rank:
             return code
         text = after_others(ranks, error, text)
-    line = " ".join(text.split())
+    line = in_one_line(text)
     prefix = "" if code == ExitCode.INTERRUPTED else "error: "
     tell(f"{prefix}{line}")
     if as_json:

@@ -16,6 +16,9 @@ from traceback import extract_tb
 #: The bytes of a file's name that are no text are such letters in Python.
 _BYTES = range(0xDC80, 0xDD00)
 
+#: The longest word of a message that is shown whole.
+_LONGEST = 1000
+
 
 def prepare_streams() -> None:
     """Make all three streams such as can be written to and read, and print any letter."""
@@ -75,3 +78,13 @@ def tell(text: str) -> bool:
     except (OSError, ValueError):
         return False
     return True
+
+
+def in_one_line(text: str) -> str:
+    """A message as one line that a terminal shows as it is: escapes for what would steer it.
+
+    Of a word longer than a path may be, which somebody gave, the beginning is shown.
+    """
+    words = (word if len(word) <= _LONGEST else f"{word[:80]}..." for word in text.split())
+    letters = (c if c.isprintable() else repr(c)[1:-1] for c in " ".join(words))
+    return "".join(letters)
