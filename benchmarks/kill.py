@@ -314,6 +314,10 @@ def report(
         f"{counts.events} events and {counts.calls} calls of the disk in an unbroken run, the "
         "state written at every step.",
         "",
+        "What is killed is the engine in a forked process: no worker, no parent process, and no "
+        "video file. A run killed before its folder was whole, or after its frames were made, has "
+        "nothing left to go on with, is begun anew, and counts as the same bits.",
+        "",
         "| killed while | runs | the same bits |",
         "|---|---|---|",
     ]

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from everyframe.cli.streams import in_one_line
+
 FULL = Path("/dev/full")
 #: Prints on both, opens a file in between, and says on exit whether that had a number of its own.
 PROGRAM = """
@@ -60,6 +62,12 @@ def test_commands_end_in_one_line_at_most(words: list[str], streams: str, code: 
     assert all(line.startswith("error: ") and "bug" not in line for line in lines)
     if code == 1:
         assert "standard output can't be written to" in done.stderr
+
+
+def test_a_message_is_one_line_that_steers_no_terminal() -> None:
+    assert in_one_line("unknown\n  'é\x1b[2J\u202e\udcff'") == "unknown 'é\\x1b[2J\\u202e\\udcff'"
+    assert in_one_line(f"no file {'/x' * 500}") == f"no file {'/x' * 500}"
+    assert len(in_one_line(f"unknown model {'x' * 5000}, known are")) < 200
 
 
 def test_the_path_that_is_printed_is_the_files_own() -> None:

@@ -104,3 +104,9 @@ def test_pythons_own_values_are_what_a_command_line_writes(
 def test_other_values_of_pythons_are_refused(name: str, given: Any, says: str) -> None:
     with pytest.raises(InputError, match=f"^{name} must be .*{says}"):
         Request(**{name: given})
+
+
+@pytest.mark.parametrize("name", ["prompt", "negative_prompt"])
+def test_a_prompt_that_is_no_text_is_refused_before_a_tokenizer_meets_it(name: str) -> None:
+    with pytest.raises(InputError, match=f"^{name} is not UTF-8 text, got '.udcff'"):
+        Request(**{name: "\udcff"})

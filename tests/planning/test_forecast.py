@@ -17,7 +17,12 @@ from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import Precision
 from everyframe.hardware.profiles import find_profile
 from everyframe.planning.dryrun import dry_run
-from everyframe.planning.forecast import describe_bytes, fits
+from everyframe.planning.forecast import (
+    PROCESS_BYTES,
+    describe_bytes,
+    fits,
+    without_processes,
+)
 from everyframe.precision import rehearse as rehearsing
 from everyframe.precision import stand_in
 
@@ -90,3 +95,13 @@ def test_what_fits_leaves_a_margin() -> None:
 )
 def test_amounts(size: int, text: str) -> None:
     assert describe_bytes(size) == text
+
+
+def test_ranks_on_a_cpu_take_memory_for_themselves() -> None:
+    cpu = DeviceFacts("a processor", "cpu", None, 16 * 10**9, 16 * 10**9)
+    assert without_processes(cpu, 1) == cpu
+    left = without_processes(cpu, 8).free_memory
+    assert left == 16 * 10**9 - 8 * PROCESS_BYTES
+    assert without_processes(cpu, 256).free_memory == 0
+    card = replace(cpu, kind="cuda", index=0)
+    assert without_processes(card, 8) == card

@@ -230,6 +230,21 @@ def test_fp16_on_the_cpu_that_is_here_is_tried(monkeypatch: pytest.MonkeyPatch, 
         everyframe.plan("a", **asked)
 
 
+def test_more_ranks_than_a_cpu_has_memory_for(machine: Callable[..., None], model: str) -> None:
+    """Each is a process that takes 305 MB before it holds anything of a model."""
+    machine(replace(CPU, free_memory=8 * 10**9))
+    few = everyframe.plan("a", model=model, num_devices=4, **SIZES)
+    assert few.obstacle is None
+    assert few.device.free_memory == 8 * 10**9 - 4 * 305 * 10**6
+    many = everyframe.plan("a", model=model, num_devices=200, **SIZES)
+    assert many.obstacle is not None
+    assert "200 processes take about 61.0 GB for themselves" in many.obstacle
+    assert "has 8.0 GB free; give fewer devices, 23 at most" in many.obstacle
+    # What is set as a limit is one for what ranks compute with.
+    some = everyframe.plan("a", model=model, num_devices=4, max_memory="5GB", **SIZES)
+    assert some.device.free_memory == 5 * 10**9
+
+
 @pytest.mark.slow
 def test_no_more_memory_than_was_allowed(machine: Callable[..., None], model: str) -> None:
     machine(CARD)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from everyframe import __version__
 from everyframe.cli.last_words import Terminated, after_others
 from everyframe.cli.streams import is_of_output, mute_output, prepare_streams, tell
-from everyframe.cli.text import one_line, printable
+from everyframe.cli.text import error_line, printable
 from everyframe.core.errors import EveryframeError, ExitCode
 from everyframe.engine.torchrun import under_torchrun
 
@@ -176,7 +176,7 @@ def _say(error: BaseException, text: str, code: int, as_json: bool) -> int:
         if code == ExitCode.INTERRUPTED and ranks.rank:
             return code
         text = after_others(ranks, error, text)
-    line = one_line(" ".join(text.split()))
+    line = error_line(text)
     prefix = "" if code == ExitCode.INTERRUPTED else "error: "
     tell(f"{prefix}{line}")
     if as_json:

@@ -52,12 +52,11 @@ def _bytes_of(letter: str) -> bytes:
 def is_of_output(error: OSError) -> bool:
     """Whether it is of what a command printed, and not of a file that something opened.
 
-    Printing happens in this package alone, by libraries or not, and it opens no file by itself.
+    Printing happens in this package alone, by itself or by these libraries; it opens no file.
     """
-    here = Path(__file__).parent
-    ours = [Path(frame.filename).parent for frame in extract_tb(error.__traceback__)]
-    ours = [folder for folder in ours if here.parent in (folder, *folder.parents)]
-    return error.filename is None and ours[-1:] == [here]
+    last = Path(extract_tb(error.__traceback__)[-1].filename)
+    prints = last.parent == Path(__file__).parent or {"rich", "cyclopts"} & {*last.parts}
+    return error.filename is None and bool(prints)
 
 
 def mute_output() -> None:

@@ -16,6 +16,9 @@ _STEERS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\U000e0000-\U000e007f]"
 )
 
+#: The longest word of a message that is shown whole.
+_LONGEST = 1000
+
 
 def printable(text: str) -> str:
     """The text as it may be shown: what would steer a terminal is written out, ``\\x1b``.
@@ -28,6 +31,12 @@ def printable(text: str) -> str:
 def one_line(text: str) -> str:
     """The same in one line, so that none of it looks like a message of ours."""
     return printable(text.replace("\n", "\\n"))
+
+
+def error_line(text: str) -> str:
+    """A message as one line; of a word longer than a path may be, the beginning is shown."""
+    words = (word if len(word) <= _LONGEST else f"{word[:80]}..." for word in text.split())
+    return one_line(" ".join(words))
 
 
 def json_line(value: Mapping[str, Any]) -> str:

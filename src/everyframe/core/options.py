@@ -94,6 +94,8 @@ class Options(BaseModel):
         if is_truth and bool not in kinds and kinds & {int, float}:
             what = "a number" if float in kinds else "a whole number"
             raise InputError(f"{info.field_name} must be {what}, got {given!r}")
+        if info.field_name in _FOR_TOKENIZERS and isinstance(given, str) and _is_no_text(given):
+            raise InputError(f"{info.field_name} is not UTF-8 text, got {shown(given)}")
         # What is named by its path may be one.
         return os.fspath(given) if isinstance(given, os.PathLike) and str in kinds else given
 
@@ -111,6 +113,15 @@ class FamilyOptions(Options):
 
     def check_named(self) -> None:
         """Raise `MediaError` for what they name and is not there; opens nothing."""
+
+
+#: Options whose text is cut into tokens, which only text can be; names of files may be any bytes.
+_FOR_TOKENIZERS = ("prompt", "negative_prompt", "camera_motion", "pos_magic")
+
+
+def _is_no_text(given: str) -> bool:
+    """Whether it holds halves of surrogate pairs: bytes of a command line that are no text."""
+    return any("\ud800" <= letter <= "\udfff" for letter in given)
 
 
 def _kinds(annotation: Any) -> set[Any]:

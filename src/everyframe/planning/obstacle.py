@@ -9,7 +9,7 @@ from everyframe.core.facts import MachineFacts
 from everyframe.core.plan import Plan
 from everyframe.planning.dryrun import says
 from everyframe.planning.fitting import Fitted, Fitting
-from everyframe.planning.forecast import describe_bytes, fits
+from everyframe.planning.forecast import PROCESS_BYTES, USABLE_SHARE, describe_bytes, fits
 from everyframe.planning.models import EMBEDDED_MODEL
 
 
@@ -22,6 +22,9 @@ def obstacle_of(plan: Plan, fitting: Fitting, fitted: Fitted, facts: MachineFact
             f"{says(plan)}: it would fail on {plan.device.name}; the first is {plan.clashes[0]} "
             "(--dtype fp32 has none where the model itself asks for no dtype)"
         )
+    too_many = _too_many_processes(plan, facts)
+    if too_many:
+        return too_many
     text = f"not enough memory: {_needs(plan, fitting)}"
     smaller = fitting.largest(plan.settings)
     if smaller is not None:
@@ -40,6 +43,19 @@ def obstacle_of(plan: Plan, fitting: Fitting, fitted: Fitted, facts: MachineFact
         return f"{text}; it would fit on {others[0]} (--device {others[0]})"
     least = "" if plan.model == EMBEDDED_MODEL else " (the smallest model is --model shapes)"
     return f"{text}; no smaller video of this model fits{least}"
+
+
+def _too_many_processes(plan: Plan, facts: MachineFacts) -> str:
+    """What is said where the ranks of a CPU leave nothing for what they are to do, else nothing."""
+    ranks = 1 if plan.division is None else len(plan.division.ranks)
+    if plan.device.kind != "cpu" or ranks == 1 or fits(ranks * PROCESS_BYTES, facts.cpu):
+        return ""
+    most = max(1, int(facts.cpu.free_memory * USABLE_SHARE / PROCESS_BYTES) - 1)
+    return (
+        f"not enough memory: {ranks} processes take about "
+        f"{describe_bytes(ranks * PROCESS_BYTES)} for themselves, {plan.device.name} has "
+        f"{describe_bytes(facts.cpu.free_memory)} free; give fewer devices, {most} at most"
+    )
 
 
 def _needs(plan: Plan, fitting: Fitting) -> str:

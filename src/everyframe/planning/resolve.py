@@ -44,6 +44,7 @@ from everyframe.planning.dividing import (
 )
 from everyframe.planning.dryrun import clashes_of, heaviest, stage_plan
 from everyframe.planning.fitting import Fitted, Fitting, within
+from everyframe.planning.forecast import without_processes
 from everyframe.planning.given import check_given
 from everyframe.planning.issues import known
 from everyframe.planning.models import find_model, refuse_if_not_drawable
@@ -143,7 +144,8 @@ def _prepared(
     settings, notes = model.settle(request, random_seed() if request.seed is None else request.seed)
     _check_contents(request, settings, given)
     facts = machine_facts(request.device) if profile is None else find_profile(profile).machine()
-    devices = _usable(devices or asked_devices(request, facts), request)
+    # Ranks that have met have begun, and what they take is no longer free.
+    devices = _usable(devices or _before_ranks(asked_devices(request, facts)), request)
     check_division(request, model, settings, len(devices))
     device = in_common(devices)
     num_threads = num_threads or default_threads(facts, len(devices), is_here=profile is None)
@@ -195,6 +197,11 @@ def _check_contents(request: Request, settings: Settings, given: GivenModel | No
         check_given(request)
     if given is None and request.model is None:
         refuse_if_not_drawable(request)  # after sizes, which are cheaper to mend
+
+
+def _before_ranks(devices: Sequence[DeviceFacts]) -> tuple[DeviceFacts, ...]:
+    """The devices with what their ranks' processes will leave free."""
+    return tuple(without_processes(device, len(devices)) for device in devices)
 
 
 def _usable(devices: Sequence[DeviceFacts], request: Request) -> tuple[DeviceFacts, ...]:
