@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -261,6 +262,22 @@ def test_what_was_changed_since_is_refused(model: str, tmp_path: Path) -> None:
     assert find_run(None, root) == find_run(folder.name, root) == folder
     with pytest.raises(InputError, match="there is no run"):
         find_run("another", root)
+
+
+def test_a_long_text_is_no_file_that_lies_elsewhere(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No file's name is as long as the negative prompts that are published with models."""
+    monkeypatch.chdir(tmp_path)
+    run = resuming.read_run(cut(model, tmp_path))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    long = run.request.model_copy(update={"negative_prompt": "ugly, blurred, " * 40})
+    resuming._check_place(replace(run, request=long))
+    (run.place / "fox.png").touch()
+    other = run.request.model_copy(update={"image": "fox.png"})
+    with pytest.raises(InputError, match=r"where its image 'fox.png' lies; go there first"):
+        resuming._check_place(replace(run, request=other))
 
 
 def test_runs_of_one_second_are_in_the_order_in_which_they_were_begun(tmp_path: Path) -> None:

@@ -141,10 +141,7 @@ def go_on(
         how = Keep(folder.path.parent, run.output, run.as_uint8, cleans, pace)
         keeper = Keeper(replace(folder, part=here.group) if here.leads else None, how, lock)
         progress, says = _progress(keeper, run, here.mine(left))
-        yield Note(says)
-        if skip and scarcity is None:
-            seeds = ", ".join(map(str, sorted(skip)))
-            yield Note(f"what was made before is left as it is: the videos of seed {seeds}")
+        yield from map(Note, (says, *_skipped(skip if scarcity is None else ())))
         if peers is not None:  # before anybody writes
             peers.world.tell_all(None, "ranks read what was kept")
         if leads and told:
@@ -198,6 +195,12 @@ def _write_anew(run: BrokenOff, request: Request, record: Mapping[str, Any]) -> 
     """Have whoever goes on with it next do so as it is planned now."""
     relieved = [each.to_json() for each in run.relieved]
     write(run.folder, {**run.folder.run(), "relieved": relieved}, request, run.plan, record)
+
+
+def _skipped(seeds: Collection[int]) -> tuple[str, ...]:
+    """What is said of videos that are not made again."""
+    named = ", ".join(map(str, sorted(seeds)))
+    return (f"what was made before is left as it is: the videos of seed {named}",) if seeds else ()
 
 
 def _progress(keeper: Keeper, run: BrokenOff, takes: list[Take]) -> tuple[Progress, str]:
