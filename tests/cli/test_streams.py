@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from everyframe.cli.streams import in_one_line
+from everyframe.cli.text import error_line
 
 FULL = Path("/dev/full")
 #: Prints on both, opens a file in between, and says on exit whether that had a number of its own.
@@ -65,9 +65,9 @@ def test_commands_end_in_one_line_at_most(words: list[str], streams: str, code: 
 
 
 def test_a_message_is_one_line_that_steers_no_terminal() -> None:
-    assert in_one_line("unknown\n  'é\x1b[2J\u202e\udcff'") == "unknown 'é\\x1b[2J\\u202e\\udcff'"
-    assert in_one_line(f"no file {'/x' * 500}") == f"no file {'/x' * 500}"
-    assert len(in_one_line(f"unknown model {'x' * 5000}, known are")) < 200
+    assert error_line("unknown\n  'é\x1b[2J\u202e\udcff'") == "unknown 'é\\x1b[2J\\u202e\\udcff'"
+    assert error_line(f"no file {'/x' * 500}") == f"no file {'/x' * 500}"
+    assert len(error_line(f"unknown model {'x' * 5000}, known are")) < 200
 
 
 def test_the_path_that_is_printed_is_the_files_own() -> None:

@@ -248,7 +248,7 @@ def test_a_model_of_ours_is_as_precise_within_somebodys_autocast(folders: dict[s
 
 
 def test_what_another_thread_casts_is_its_own(works: dict[str, Callable[[], Array]]) -> None:
-    """One that is not ours, beside a plan and a run: its autocast, generators and threads."""
+    """One that is not ours, beside runs: its autocast, generators and number of threads."""
     end, errors = threading.Event(), []
     layer = torch.nn.Linear(8, 8)
     x = torch.ones(4, 8)
@@ -257,7 +257,6 @@ def test_what_another_thread_casts_is_its_own(works: dict[str, Callable[[], Arra
         generator = torch.Generator().manual_seed(7)
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             made = layer(x)
-            assert type(generator) is torch.Generator
             assert torch.is_autocast_enabled("cpu")
             return [made, torch.randn(64, generator=generator, dtype=torch.bfloat16)]
 

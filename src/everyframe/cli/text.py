@@ -13,7 +13,7 @@ from typing import Any
 #: What steers a terminal: control characters but for tab and newline (an escape begins with one),
 #: letters that turn the direction of those around them, other ends of a line, invisible tags.
 _STEERS = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\U000e0000-\U000e007f]"
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff\U000e0000-\U000e007f]"
 )
 
 #: The longest word of a message that is shown whole.

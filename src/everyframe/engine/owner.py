@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from everyframe.core.plan import Plan, Switches
 from everyframe.families.family import InMemory
@@ -15,7 +16,7 @@ from everyframe.planning.resolve import GivenModel
 
 def switches_of(given: GivenModel | None) -> Switches | None:
     """Those of a model in memory; None where the plan sets its own."""
-    model: object = None if given is None else given.model
+    model: Any = None if given is None else given.model
     return model.switches if isinstance(model, InMemory) else None
 
 

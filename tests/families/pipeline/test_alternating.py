@@ -13,9 +13,10 @@ from torch import nn
 from torch.nn.attention import _cur_sdpa_kernel_backends
 
 from everyframe.core.events import Event, Note
-from everyframe.families.pipeline.alternating import alternating
+from everyframe.families.pipeline.alternating import Beside, InThread, alternating
+from everyframe.hardware.switches import alone, is_alone
 from everyframe.hardware.threads import cpu_threads
-from everyframe.ops.attention import PLAIN, attend_by, kernels_kept
+from everyframe.ops.attention import KERNELS, PLAIN, attend_by, kernels_kept
 
 Emit = Callable[[Event], None]
 one_thread = partial(cpu_threads, 1)
@@ -124,3 +125,41 @@ def test_attention_is_chosen_as_before_when_a_reader_leaves_inside_of_a_module()
     assert _cur_sdpa_kernel_backends(with_priority=True) == before
     events.close()
     assert _cur_sdpa_kernel_backends(with_priority=True) == before
+
+
+@pytest.mark.parametrize("way", ["in this thread", "beside"])
+def test_a_repair_by_the_plain_kernel_is_alone_and_is_put_back_for_whoever_reads(way: str) -> None:
+    """Kernels are the process': others that compute beside would be put on it, too."""
+
+    class Attends(nn.Module):
+        def forward(self, emit: Emit) -> None:
+            seen.append(kernels())
+            emit(Note(""))
+            seen.append(kernels())
+
+    def kernels() -> list[Any]:
+        found: list[Any] = _cur_sdpa_kernel_backends(with_priority=True)
+        return found
+
+    def call(emit: Emit) -> None:
+        attend_by(layer, PLAIN)
+        layer(emit)
+        assert is_alone()
+
+    def read(_: Event) -> None:
+        assert not is_alone()
+        with alone():  # nobody computes while it is read
+            read_by.append(kernels())
+
+    layer, before = Attends(), kernels()
+    seen: list[list[Any]] = []
+    read_by: list[list[Any]] = []
+    if way == "beside":
+        for event in Beside(one_thread)(call):
+            read(event)
+    else:
+        list(InThread(read)(call))
+    assert read_by == [before]
+    assert seen == [[KERNELS[PLAIN]]] * 2
+    assert kernels() == before
+    assert not is_alone()
