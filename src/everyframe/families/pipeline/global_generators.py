@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import random
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,9 +24,10 @@ import numpy as np
 import torch
 
 _LOCK = threading.Lock()
-#: By name: how many calls hold a generator now, and its state before the first of them did.
-_HELD: dict[str, tuple[int, Any]] = {}
-_AT_WORK: list[GlobalGenerators] = []
+#: By name: the state before the first of the calls that hold a generator now.
+_OUTSIDE: dict[str, Any] = {}
+#: The calls that are at work. One that was lost half-way, by an interrupt, is not among them.
+_AT_WORK: weakref.WeakSet[GlobalGenerators] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,8 @@ class GlobalGenerators:
     def seeded(self, seed: int) -> Iterator[None]:
         """Within, they begin with that seed; afterwards they are as they were."""
         self._mine = {name: source.begin(seed) for name, source in self._sources.items()}
-        self._enter()
         try:
+            self._enter()
             yield
         finally:
             self._leave()
@@ -82,28 +84,28 @@ class GlobalGenerators:
             self._is_beside = bool(_AT_WORK)
             for other in _AT_WORK:
                 other._is_beside = True
-            _AT_WORK.append(self)
             for name, source in self._sources.items():
-                count, outside = _HELD.get(name, (0, None))
-                if count:
+                if _is_held(name):
                     self._mine[name] = source.read()
                 else:
-                    outside = source.read()
+                    _OUTSIDE[name] = source.read()
                     source.write(self._mine[name])
-                _HELD[name] = (count + 1, outside)
+            _AT_WORK.add(self)
 
     def _leave(self) -> None:
         self._is_inside = False
         with _LOCK:
-            _AT_WORK.remove(self)
+            _AT_WORK.discard(self)
             for name, source in self._sources.items():
-                count, outside = _HELD.pop(name)
                 before, self._mine[name] = self._mine[name], source.read()
                 self.is_mixed |= self._is_beside and not is_same(before, self._mine[name])
-                if count > 1:
-                    _HELD[name] = (count - 1, outside)
-                else:
-                    source.write(outside)
+                # Nothing is there where an interrupt came before it was read.
+                if not _is_held(name) and name in _OUTSIDE:
+                    source.write(_OUTSIDE.pop(name))
+
+
+def _is_held(name: str) -> bool:
+    return any(name in each._sources for each in _AT_WORK)
 
 
 def states_of_torch(devices: Iterable[str | torch.device]) -> Mapping[str, Any]:
