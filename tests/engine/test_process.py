@@ -15,7 +15,8 @@ from everyframe.core.request import Request
 from everyframe.engine import launch
 from everyframe.engine.launch import launched
 from everyframe.engine.process import Job, Worker
-from everyframe.runs.folder import RunFolder
+from everyframe.runs.files import write_json
+from everyframe.runs.folder import SCHEMA, RunFolder
 from planted_modules import plant
 
 
@@ -76,7 +77,6 @@ def test_errors_that_a_text_alone_does_not_make_keep_their_text(name: str) -> No
 
 
 def test_a_run_whose_plan_is_none_is_damaged(tmp_path: Path) -> None:
-    text = '{"schema": "everyframe.run/1", "plan": {"division": 1}}'
-    (tmp_path / "run.json").write_text(text, encoding="utf-8")
+    write_json(tmp_path / "run.json", {"schema": SCHEMA, "plan": {"division": 1}})
     with pytest.raises(DamagedError, match="holds no plan"):
         launch.ranks_of(RunFolder(tmp_path))

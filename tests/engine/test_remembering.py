@@ -61,7 +61,7 @@ def again(run: Run, folder: Path) -> Run:
     """From its record."""
     from everyframe.engine.record import request_from
 
-    request = request_from(run.done.record, {"model": str(folder)})
+    request = request_from(run.done.record, {"model": str(folder), "force": True})
     return Run(list(everyframe.stream(request)))
 
 
@@ -150,7 +150,7 @@ def test_a_record_of_another_model_is_refused(folder: Path) -> None:
         {"component": "denoiser", "module": "nowhere", "to": "float32", "dtype": "float16"}
     ]
     with pytest.raises(InputError, match=r"denoiser\.nowhere is to run in float32"):
-        list(everyframe.stream(request_from(record, {"model": str(folder)})))
+        list(everyframe.stream(request_from(record, {"model": str(folder), "force": True})))
     part["remedies"] = [{"module": 3}]
-    with pytest.raises(InputError, match="the repairs in this record can't be read"):
-        request_from(record, {"model": str(folder)})
+    with pytest.raises(InputError, match=r"the record can't be read: plan\.components\.remedies"):
+        request_from(record, {"model": str(folder), "force": True})

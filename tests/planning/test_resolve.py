@@ -221,7 +221,7 @@ def test_fp16_on_a_cpu_is_refused_unless_forced(machine: Callable[..., None], mo
 def test_fp16_on_the_cpu_that_is_here_is_tried(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
     """What is said of it is what was measured, whatever its flags are."""
     speeds = {"float32": 1e9, "float16": 1e9}
-    monkeypatch.setattr(rates, "_rate", lambda product, *rest: speeds[product.dtype])
+    monkeypatch.setattr(rates, "_rate", lambda product, *rest: (speeds[product.dtype],))
     asked = {"model": model, "dtype": "fp16", "device": "cpu", **SIZES}
     notes = everyframe.plan("a", **asked).notes
     assert not any("as long as float32" in note for note in notes)

@@ -151,6 +151,8 @@ def record_in(source: Any) -> Mapping[str, Any]:
     if isinstance(source, (str, os.PathLike)):
         return read_record(source)
     found = source.record if isinstance(source, Video) else source
+    if isinstance(source, Video) and not found:
+        raise InputError("that video has no record of what made it")
     if not isinstance(found, Mapping):
         raise InputError(
             f"from_record must be a video, its file, or a record, got {type(source).__name__}"

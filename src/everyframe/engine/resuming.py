@@ -112,10 +112,9 @@ def go_on(
     model was in memory. Raises an `EveryframeError` for anything that stands in the way.
     With `join` this is one of several ranks: all read what was kept before the first one writes.
     `ranks` are options of the request that say which devices it goes on with; without, as before.
-    `scarcity` is what these ranks lacked memory for; by `trust_remote_code` the model's code runs.
+    `scarcity` is what these ranks lacked memory for. `trust_remote_code` runs the model's code.
     """
-    leads = join is None or join.rank == 0
-    lock = _locked(folder) if leads else None
+    lock = _locked(folder) if (leads := join is None or join.rank == 0) else None
     try:
         run = read_run(folder)
         place = _place_of_report(run) if leads else None

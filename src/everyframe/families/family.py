@@ -2,10 +2,7 @@
 
 A family recognises its checkpoints by their configs, settles a request against one, names its
 components, and gives the stages that run them. It is told device and precision by the plan and
-chooses neither. One folder a family; the same files in each, as far as it needs them: `options.py`,
-`config.py`, `model.py`, `vae.py`, `text.py`, `checkpoint.py`, `weights.py`, `components.py`,
-`settle.py`, `rehearsals.py`, `stages.py`, `family.py`. Read next: `registry.py`, `staged.py` (what
-families with stages of their own share), `opensora/family.py`.
+chooses neither. Read next: `registry.py`, `staged.py`, `opensora/family.py`.
 """
 
 from __future__ import annotations

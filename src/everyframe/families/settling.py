@@ -81,9 +81,13 @@ def in_pieces(seconds: float, fps: float, frames: int, piece: int) -> str:
     )
 
 
-def check_fit(fit: str) -> None:
+#: What our own models do where nobody says how.
+DEFAULT_FIT = "crop"
+
+
+def check_fit(fit: str | None) -> None:
     """Refuse a way to fit pictures that there is none of."""
-    if fit not in _FITTED:
+    if fit is not None and fit not in _FITTED:
         hint = did_you_mean(fit, _FITTED)
         raise InputError(f"fit must be one of {', '.join(_FITTED)}, got {fit!r}{hint}")
 

@@ -13,9 +13,9 @@ from everyframe.core.options import option
 def fit_option() -> Any:
     """How a picture of other proportions is brought to the size that is worked at."""
     return option(
-        "What becomes of a picture of other proportions: crop, pad or stretch.",
+        "Bring given pictures and videos to the video's size: crop, pad or stretch; without it our "
+        "own models crop, and a diffusers pipeline has them as they are.",
         group="Family",
-        default="crop",
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Hashable, Iterable
 from functools import lru_cache
 from importlib import metadata
@@ -69,10 +70,8 @@ def _torch_version() -> str:
 
 
 def _torch_capability() -> str:
-    """The instructions of torch's own kernels, which ATEN_CPU_CAPABILITY may hold to older ones."""
-    import torch
-
-    return str(torch.backends.cpu.get_cpu_capability())
+    """What holds torch's own kernels to older instructions than the processor's; empty: nothing."""
+    return os.environ.get("ATEN_CPU_CAPABILITY", "")
 
 
 @lru_cache(maxsize=1)

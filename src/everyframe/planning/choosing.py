@@ -47,7 +47,8 @@ class Pins:
     """What the person who asked wants of the paths: a kernel of attention, some off, `compile`.
 
     `exact` are those of each component, as a record has them: no others are used, and these where
-    they are certified here, as a record is somebody's word. `dtype` is that of the request.
+    they are certified here, as a record is somebody's word, unless the person says so by `force`.
+    `dtype` is that of the request.
     """
 
     dtype: str = "auto"
@@ -55,6 +56,7 @@ class Pins:
     off: frozenset[str] = frozenset()
     compile: bool = False
     exact: Mapping[str, tuple[str, ...]] | None = None
+    force: bool = False
 
 
 def pins_of(request: Request, device: DeviceFacts) -> Pins:
@@ -70,6 +72,7 @@ def pins_of(request: Request, device: DeviceFacts) -> Pins:
         off=switched_off(request.without),
         compile=request.compile,
         exact=request.paths,
+        force=request.force,
     )
 
 
@@ -182,6 +185,8 @@ class Chooser:
         is_recorded = self._exactly(component, path)
         if pins.exact is not None and not is_recorded:
             return Choice(path.name, "off", "the record does without")
+        if is_recorded and pins.force:
+            return Choice(path.name, "pinned", "by --force", despite=against)
         if path.group == "attention" and pins.kernel is not None:
             why = f"by --attention {pins.kernel}"
             if path.name == path_of_kernel(pins.kernel):

@@ -277,7 +277,8 @@ def test_a_run_that_is_gone_on_with_is_as_its_owner_has_set_torch_now(
         assert isinstance(video, everyframe.Video)
         assert np.array_equal(video.frames, theirs(wan, "wan"))
         broken_off()
-    given = GivenModel("pipeline", given_pipeline(wan, family_options("pipeline", _request())))
+    model = given_pipeline(wan, family_options("pipeline", _request()))
+    given = GivenModel("pipeline", model, model.digests)
     events = list(go_on(find_run(None), given_model=given))
     notes = [each.text for each in events if isinstance(each, Note)]
     assert any("torch's casts was [['cpu', 'bfloat16']], is []" in text for text in notes)

@@ -22,6 +22,7 @@ from everyframe.engine.launch import launched
 from everyframe.engine.process import Job
 from everyframe.engine.run import stream
 from everyframe.families.pipeline.checkpoint import is_library
+from everyframe.runs.files import read_json, write_json
 from everyframe.runs.folder import all_runs
 from everyframe.runs.keeper import EVERY_STEP, Keep
 
@@ -224,10 +225,10 @@ def test_a_runs_folder_fetches_no_model(folder: Path, tmp_path: Path) -> None:
             if isinstance(event, Step):
                 break
     run = next(all_runs(tmp_path / "runs"))
-    written = (run.path / "run.json").read_text(encoding="utf-8")
+    written = json.dumps(read_json(run.path / "run.json"))
     changed = written.replace(json.dumps(str(folder)), '"stranger/model"')
     assert changed != written
-    (run.path / "run.json").write_text(changed, encoding="utf-8")
+    write_json(run.path / "run.json", json.loads(changed))
     with pytest.raises(EveryframeError) as caught:
         everyframe.resume(run.path)
     assert "stranger/model is not on this disk" in str(caught.value)

@@ -92,7 +92,7 @@ class InpaintOptions(FamilyOptions):
         gt=0,
         le=1000,
     )
-    fit: str = fit_option()
+    fit: str | None = fit_option()
     unblended: bool = option(
         "Keep what the decoder makes outside of the mask too, as diffusers does, and not the "
         "source itself.",

@@ -28,6 +28,7 @@ from everyframe.families.inpaint.options import InpaintOptions
 from everyframe.families.inpaint.schedulers import num_timesteps
 from everyframe.families.latents import check_latents
 from everyframe.families.settling import (
+    DEFAULT_FIT,
     check_fit,
     check_prompt,
     check_used,
@@ -96,7 +97,7 @@ def settle(
             *_steering(facts.config, options),
             ("guess_mode", options.guess_mode or facts.config.pools_control),
             ("frames_at_once", options.frames_at_once),
-            ("fit", options.fit),
+            ("fit", options.fit or DEFAULT_FIT),
             ("unblended", options.unblended),
             ("truncate_prompt", options.truncate_prompt),
         ),

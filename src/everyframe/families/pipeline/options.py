@@ -15,7 +15,7 @@ from pydantic import field_validator
 from everyframe.core.errors import InputError
 from everyframe.core.options import FamilyOptions
 from everyframe.core.options import option as an_option
-from everyframe.families.shared_options import variant_option
+from everyframe.families.shared_options import fit_option, variant_option
 
 #: What people write for JSON's words on a command line.
 _WORDS = {"True": True, "False": False, "None": None}
@@ -31,11 +31,7 @@ class PipelineOptions(FamilyOptions):
         default={},
         names_files=True,
     )
-    fit: str | None = an_option(
-        "Bring given pictures and videos to the video's size: crop, pad or stretch; without it the "
-        "pipeline has them as they are.",
-        group="Family",
-    )
+    fit: str | None = fit_option()
     vae_tiling: bool = an_option(
         "Decode in tiles: far less memory for large frames, and faint seams.",
         group="Family",

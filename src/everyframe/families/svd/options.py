@@ -43,5 +43,5 @@ class SVDOptions(FamilyOptions):
         gt=0,
         le=100_000,
     )
-    fit: str = fit_option()
+    fit: str | None = fit_option()
     variant: str | None = variant_option()

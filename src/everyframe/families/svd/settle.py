@@ -15,6 +15,7 @@ from everyframe.core.plan import Settings
 from everyframe.core.request import Request
 from everyframe.families.latents import check_latents
 from everyframe.families.settling import (
+    DEFAULT_FIT,
     check_amount,
     check_fit,
     check_size,
@@ -61,7 +62,7 @@ def settle(
             f"neighbours only inside of these, so the picture differs from {num_frames} at once"
         )
     _note_decoding(config, request, (chunk, num_frames), notes)
-    _note_fit(request, (height, width), options.fit, notes)
+    _note_fit(request, (height, width), options.fit or DEFAULT_FIT, notes)
     check_amount(num_frames, height, width)
     settings = Settings(
         prompt="",
@@ -82,7 +83,7 @@ def settle(
             ("min_guidance_scale", options.min_guidance_scale),
             ("max_guidance_scale", options.max_guidance_scale),
             ("decode_chunk_size", chunk),
-            ("fit", options.fit),
+            ("fit", options.fit or DEFAULT_FIT),
         ),
     )
     check_latents(
