@@ -55,7 +55,7 @@ def run(case: Case, folder: Path) -> Verdict:
     began = time.monotonic()
     pid = os.fork()
     if not pid:
-        _child(case, work)
+        _child(case, folder, work)
     problem = _ending(pid)
     seconds = time.monotonic() - began
     output = (work / "output.txt").read_text(errors="replace")
@@ -63,7 +63,7 @@ def run(case: Case, folder: Path) -> Verdict:
     return Verdict(case, problem, seconds, output)
 
 
-def _child(case: Case, work: Path) -> None:
+def _child(case: Case, folder: Path, work: Path) -> None:
     """Run the command here, and end."""
     code = 70
     try:
@@ -82,7 +82,8 @@ def _child(case: Case, work: Path) -> None:
         os.environ |= {
             "HOME": str(home),
             "EVERYFRAME_RUNS": str(work / "runs"),
-            "EVERYFRAME_CACHE": str(work / "cache"),
+            # Shared by all cases, as by all commands of a person: what is measured once stays.
+            "EVERYFRAME_CACHE": str(folder.parent / "cache"),
             "EVERYFRAME_IN_PROCESS": "1",
             "HF_HUB_OFFLINE": "1",
         }
