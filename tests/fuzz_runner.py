@@ -58,7 +58,7 @@ def warm_up(inputs: Inputs) -> None:
         ("plan", PROMPT, "--option", "max_sequence_length=16", *model, str(inputs.wan)),
         ("plan", PROMPT, "--option", "max_sequence_length=16", *model, str(inputs.modular)),
         *(("inspect", str(path)) for path in inputs.videos),
-        ("doctor",), ("paths",), ("models",), ("resume", "none"), ("trace", "--help"),
+        ("paths",), ("models",), ("resume", "none"), ("trace", "--help"),
     ]  # fmt: skip
     # The cache is shared by all cases, as by all commands of a person.
     os.environ |= {
@@ -114,6 +114,8 @@ def _child(case: Case, folder: Path, work: Path) -> None:
         os.environ |= {
             "HOME": str(work / "home"),
             "TMPDIR": str(work / "tmp"),
+            # What torch keeps of its compiler would else lie among temporary files, and stay.
+            "TORCHINDUCTOR_CACHE_DIR": str(work / "home" / "torch"),
             "EVERYFRAME_RUNS": str(work / "runs"),
             "EVERYFRAME_IN_PROCESS": "1",
             "HF_HUB_OFFLINE": "1",
@@ -189,8 +191,8 @@ def _misplaced(case: Case, made: list[str]) -> str:
     stray = [
         path
         for path in made
-        if path != "output.txt"
-        and not path.startswith("runs/")
+        if path not in ("output.txt", STDIN)
+        and not path.startswith(("runs/", "home/torch"))
         and not any(path.startswith(each) for each in allowed)
         and (is_named or os.sep in path)
     ]

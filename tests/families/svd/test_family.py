@@ -94,12 +94,7 @@ def test_pickled_weights_are_refused(folder: Path, tmp_path: Path, part: str) ->
         ("scheduler", "sigma_max", float("nan"), "its sigma_max must be positive, got nan"),
         ("vae", "scaling_factor", [[]], r"vae: its scaling_factor must be positive, got \[\[\]\]"),
         ("vae", "scaling_factor", 0, "its scaling_factor must be positive, got 0"),
-        (
-            "feature_extractor",
-            "image_std",
-            [1, None, 1],
-            r"image_std must be positive, got \[1, No",
-        ),
+        ("feature_extractor", "image_std", [1, None, 1], r"image_std must be positive, got \[1"),
         ("feature_extractor", "image_mean", [0.5], "image_mean must be of three colours"),
         ("scheduler", "_class_name", "DDIMScheduler", "of class 'DDIMScheduler', expected Euler"),
         ("unet", "_class_name", "UNet3DConditionModel", "the unet is of class"),
