@@ -228,7 +228,7 @@ def request_case(rng: random.Random, inputs: Inputs) -> Prepared:
     if command in ("paths", "models"):
         words = words[1:3]
     if command == "doctor":  # one that has nothing to refuse computes for half a minute
-        words = [rng.choice(("--as", "--device", "--model", "--json")), rng.choice(TEXTS)]
+        words = [rng.choice(("--as", "--device", "--json")), rng.choice(TEXTS)]
     # The system hands no such words to a program.
     return (command, *(word.replace("\x00", "") for word in words)), _nothing
 

@@ -34,6 +34,9 @@ ANSWERS = (0, 2, 3, 4)
 CPU_SECONDS, WALL_SECONDS = 30, 120
 #: What a case may take beside the memory that the process had before.
 MEMORY_BYTES = 3 * 2**30
+#: Files that may stay: runs, torch's cache of its compiler, and the sockets of a process that ends
+#: as a fork must, without tidying up.
+_LEFT = ("runs/", "tmp/torchinductor_", "tmp/pymp-")
 
 
 @dataclass(frozen=True)
@@ -114,8 +117,6 @@ def _child(case: Case, folder: Path, work: Path) -> None:
         os.environ |= {
             "HOME": str(work / "home"),
             "TMPDIR": str(work / "tmp"),
-            # What torch keeps of its compiler would else lie among temporary files, and stay.
-            "TORCHINDUCTOR_CACHE_DIR": str(work / "home" / "torch"),
             "EVERYFRAME_RUNS": str(work / "runs"),
             "EVERYFRAME_IN_PROCESS": "1",
             "HF_HUB_OFFLINE": "1",
@@ -157,6 +158,8 @@ def _ending(pid: int) -> str:
 def _judge(case: Case, folder: Path, work: Path, output: str) -> str:
     if "Traceback (most recent call last)" in output or "this is a bug in everyframe" in output:
         return "a traceback"
+    if "error: out of memory" in output:
+        return f"more than {MEMORY_BYTES / 2**30:g} GiB"
     errors = [line for line in output.splitlines() if line.startswith("error:")]
     if len(errors) > 1:
         return f"{len(errors)} errors in place of one line"
@@ -192,7 +195,7 @@ def _misplaced(case: Case, made: list[str]) -> str:
         path
         for path in made
         if path not in ("output.txt", STDIN)
-        and not path.startswith(("runs/", "home/torch"))
+        and not path.startswith(_LEFT)
         and not any(path.startswith(each) for each in allowed)
         and (is_named or os.sep in path)
     ]

@@ -56,6 +56,15 @@ def write_beside() -> int:
     return 0
 
 
+def write_stray() -> int:
+    Path(os.environ["TMPDIR"], "left").write_text("planted")
+    return 0
+
+
+def fill() -> int:
+    return len(bytearray(8 * 2**30))
+
+
 def answer(code: int, text: str = "") -> Callable[[], int]:
     def give() -> int:
         print(text)
@@ -71,6 +80,9 @@ def answer(code: int, text: str = "") -> Callable[[], int]:
         (fail, "exit code 70"),
         (spin, "hangs: more than 1 s of processor time"),
         (write_beside, "files outside of the folder: ['stranger']"),
+        (write_stray, "files beside the output: ['tmp/left']"),
+        (fill, "exit code 70"),
+        (answer(3, "error: out of memory; try less"), "more than 3 GiB"),
         (answer(1), "exit code 1"),
         (answer(2, "error: one\nerror: two"), "2 errors in place of one line"),
         (answer(2, "Traceback (most recent call last):"), "a traceback"),
