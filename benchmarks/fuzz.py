@@ -1,15 +1,16 @@
 """Does any input break the command line?
 
-    python benchmarks/fuzz.py                       # 10,000 cases, about an hour on two cores
+    python benchmarks/fuzz.py                       # 10,000 cases, about 20 minutes on two cores
     python benchmarks/fuzz.py --cases 600           # fewer
     python benchmarks/fuzz.py --kinds record,run    # some kinds
     python benchmarks/fuzz.py --only "record 0 61"  # one case again, with its output
 
-Kinds: requests (every option with any value), records, checkpoints' configs and index files,
-safetensors headers, pictures and videos, and run folders, with values or bytes changed. A case
-passes without a traceback, a signal, a hang (30 s of processor time) or a file outside of its
-folder, in bounded memory; a run folder gives the frames of the unbroken run or none. The same seed
-gives the same cases. Writes a dated page into `benchmarks/results/` unless told not to.
+Kinds: requests (every option with any value), prompts on standard input, records, checkpoints'
+configs and index files, safetensors headers, pictures and videos, and run folders, with values or
+bytes changed. A case passes without a traceback, a signal, a hang (30 s of processor time) or a
+file beside its output, in bounded memory; a run folder gives the frames of the unbroken run or
+none. The same seed gives the same cases. Writes a dated page into `benchmarks/results/` unless told
+not to.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import time
 from collections import Counter
 from datetime import date
 from pathlib import Path
+from typing import Any, NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 #: The makers of cases and of tiny checkpoints lie beside the tests that use them.
@@ -32,21 +34,30 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from versions import versions_of
 
 from everyframe.hardware import machine_facts
-from fuzz_cases import KINDS, Case, Inputs, cases
-from fuzz_runner import Verdict, run
+from fuzz_cases import KINDS, Inputs, case_of, names
+from fuzz_runner import run, warm_up
 
 RESULTS = Path(__file__).parent / "results"
 
 
-def share(inputs: Inputs, every: list[Case], number: int, count: int, queue: object) -> None:
-    """Run each `count`-th case from `number` on; put (case's number, problem, seconds, output)."""
+class Found(NamedTuple):
+    """What came of a case; `problem` is empty where it passed."""
+
+    name: str
+    problem: str
+    seconds: float
+    text: str
+
+
+def share(inputs: Inputs, every: list[str], number: int, count: int, queue: Any) -> None:
+    """Run each `count`-th case from `number` on; put (name, problem, seconds, output)."""
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         for at in range(number, len(every), count):
-            verdict = run(every[at], Path(folder, "sandbox"))
-            queue.put((at, verdict.problem, verdict.seconds, verdict.output))  # type: ignore[attr-defined]
+            verdict = run(case_of(every[at], inputs), Path(folder, "sandbox"))
+            queue.put((every[at], verdict.problem, verdict.seconds, str(verdict)))
 
 
-def verdicts(inputs: Inputs, every: list[Case], workers: int) -> list[Verdict]:
+def verdicts(inputs: Inputs, every: list[str], workers: int) -> list[Found]:
     """All of them, with a line for each case that fails and every hundredth."""
     fork = multiprocessing.get_context("fork")
     queue = fork.Queue()
@@ -56,12 +67,11 @@ def verdicts(inputs: Inputs, every: list[Case], workers: int) -> list[Verdict]:
     ]
     for process in processes:
         process.start()
-    found = []
+    found: list[Found] = []
     while len(found) < len(every):
-        at, problem, seconds, output = queue.get()
-        found.append(Verdict(every[at], problem, seconds, output))
-        if problem:
-            print(found[-1], flush=True)
+        found.append(Found(*queue.get()))
+        if found[-1].problem:
+            print(found[-1].text, flush=True)
         if len(found) % 100 == 0:
             bad = sum(bool(each.problem) for each in found)
             print(f"{len(found)} of {len(every)} cases, {bad} failed", flush=True)
@@ -70,7 +80,7 @@ def verdicts(inputs: Inputs, every: list[Case], workers: int) -> list[Verdict]:
     return found
 
 
-def page(found: list[Verdict], minutes: float) -> str:
+def page(found: list[Found], minutes: float) -> str:
     """The result page."""
     lines = [
         "# Fuzzed inputs", "",
@@ -78,9 +88,9 @@ def page(found: list[Verdict], minutes: float) -> str:
         f"{minutes:.0f} minutes; {versions_of(machine_facts())}.", "",
         "| kind | cases | failed | slowest, s |", "|---|---|---|---|",
     ]  # fmt: skip
-    kinds = Counter(each.case.name.split()[0] for each in found)
+    kinds = Counter(each.name.split()[0] for each in found)
     for kind, count in kinds.items():
-        mine = [each for each in found if each.case.name.startswith(f"{kind} ")]
+        mine = [each for each in found if each.name.startswith(f"{kind} ")]
         failed = sum(bool(each.problem) for each in mine)
         lines.append(f"| {kind} | {count} | {failed} | {max(e.seconds for e in mine):.1f} |")
     problems = Counter(each.problem for each in found if each.problem)
@@ -101,12 +111,11 @@ def main() -> int:
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="fuzz-inputs-") as folder:
         inputs = Inputs(Path(folder))
-        every = list(cases(inputs, given.cases, given.seed, kinds))
-        if given.only:
-            every = [case for case in every if case.name == given.only]
+        warm_up(inputs)
+        every = [given.only] if given.only else names(given.cases, given.seed, kinds)
         found = verdicts(inputs, every, min(given.workers, len(every)))
     if given.only:
-        print(*(each.output for each in found))
+        print(*(each.text for each in found))
     minutes = (time.monotonic() - began) / 60
     if not (given.no_page or given.only):
         place = RESULTS / f"fuzz-{date.today()}.md"

@@ -12,13 +12,15 @@ import os
 import random
 import shutil
 import struct
-from collections.abc import Callable, Iterator, Mapping
+import typing
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import numpy as np
 from PIL import Image
 
@@ -31,29 +33,12 @@ from everyframe.core.request import Request
 from everyframe.engine.run import stream
 from everyframe.families.registry import all_options
 from everyframe.runs.keeper import EVERY_STEP, Keep
+from fuzz_values import OUTPUTS, RIGHT, TEXTS, VALUES
 
 PROMPT = "a red circle moves to the right on a blue background"
 
-#: Texts that break parsers, terminals, file names and formats.
-TEXTS = (
-    "", " ", "\t", "\n", "-", "--", "-1", "0", "1", "00", "1e400", "nan", "inf", "-inf", "1/0",
-    "99999999999999999999", "0x10", "1_000", "٣", "½", "true", "null", "[]", "{}", "()", "\\",
-    "/", "..", "../..", "/", "/dev/null", "/dev/full", "/proc/self/mem", "~", "~nobody-here/x",
-    "$HOME", "a" * 300, "a" * 5000, "é" * 300, "\u202e", "\u200b", "\ufeff", "\udcff", "\x1b[2J",
-    "\x1b]0;x\x07", "\x00", "😀" * 100, "a\x00b", "%s%n", "{0}", "<script>", "'; --", "auto",
-    "cpu", "cuda:9", "fp32", "64x64", "0x0", "-1x-1", "16384x16384", "99999x1", "1:1", "0:0",
-    "16:9", "360p", "8GB", "-8GB", "0.0000001", "1e-400", "NaNGB", "data=0", "cfg=2,cfg=2",
-    "sequence=99", "cpu,cpu", ",", "1,", "max_sequence_length=-5", "max_sequence_length=1e99",
-    "=", "=1", "x=", "prompt=", "seed=1", "everyframe", "shapes", "opensora-1.2", "a/b", "a/b/c",
-    "http://x", "file:///etc/passwd",
-)  # fmt: skip
-#: Values in the place of others in JSON.
-VALUES: tuple[Any, ...] = (
-    None, True, False, 0, 1, -1, 2, 3, 7, 2**31, 2**63, -(2**63), 10**30, 0.0, -0.0, 0.5, 1e308,
-    -1e308, float("nan"), float("inf"), "", "x", "..", "/etc/passwd", "a" * 5000, "\x1b[2J", [],
-    [[]], [1], {}, {"a": {}}, [None], ["os", "system"], ["", "x"], ["this", "x"],
-    ["diffusers", "__import__"], ["diffusers.utils", "logging"], "logging", "bfloat16", "../x",
-)  # fmt: skip
+#: The file that a case reads as its standard input, where it is there.
+STDIN = "stdin.txt"
 
 
 @dataclass(frozen=True)
@@ -93,6 +78,9 @@ class Inputs:
         tiny_svd.svd(self.svd)
         self.wan = folder / "wan"
         tiny_pipelines.TINY["wan"](self.wan)
+        self.shards = self._sharded()
+        self.modular = folder / "modular"
+        tiny_pipelines.TINY["ltx25"](self.modular)
         rng = np.random.default_rng(0)
         picture = rng.integers(0, 255, (32, 48, 3), np.uint8)
         self.media: list[Path] = []
@@ -123,10 +111,19 @@ class Inputs:
                     break
         return next(path for path in runs.iterdir() if path.is_dir()), whole
 
+    def _sharded(self) -> Path:
+        """Wan, one of its transformers in several files and an index of them."""
+        place = self.folder / "shards"
+        _link_model(self.wan, place)
+        whole = diffusers.WanTransformer3DModel.from_pretrained(self.wan / "transformer")
+        shutil.rmtree(place / "transformer")
+        whole.save_pretrained(place / "transformer", max_shard_size="40KB")
+        return place
+
     @property
     def models(self) -> tuple[Path, ...]:
         """The checkpoints."""
-        return (self.opensora, self.svd, self.wan)
+        return (self.opensora, self.svd, self.wan, self.shards, self.modular)
 
 
 def flipped(data: bytes, rng: random.Random) -> bytes:
@@ -193,19 +190,19 @@ def _write(path: Path, data: bytes) -> None:
 # ------------------------------------------------------------------ the kinds
 
 
-def _options() -> list[tuple[str, bool]]:
-    """(flag, whether it takes a value) of every option of every family."""
+def _options() -> dict[str, Any]:
+    """Option -> its field, of every family's."""
     fields = dict(Request.model_fields)
     for options in all_options().values():
         fields |= options.model_fields
-    return [
-        ("--" + name.replace("_", "-"), field.annotation is not bool)
-        for name, field in sorted(fields.items())
-        if name not in ("family_options", "prompt", "latents", "compile")
-    ]
+    unasked = ("family_options", "prompt", "latents", "compile")
+    return {name: field for name, field in sorted(fields.items()) if name not in unasked}
 
 
-_COMMANDS = ("plan", "plan", "generate", "inspect", "models", "resume", "trace", "doctor", "paths")
+_COMMANDS = (
+    "plan", "plan", "plan", "plan", "generate", "generate", "generate", "inspect", "models",
+    "resume", "trace", "doctor", "paths",
+)  # fmt: skip
 
 
 def request_case(rng: random.Random, inputs: Inputs) -> Prepared:
@@ -216,19 +213,60 @@ def request_case(rng: random.Random, inputs: Inputs) -> Prepared:
         words.append(PROMPT if rng.random() < 0.6 else rng.choice(TEXTS))
     if rng.random() < 0.5:
         words += ["--model", str(rng.choice(inputs.models))]
-    for flag, takes in rng.choices(_options(), k=rng.randrange(4)):
-        value = rng.choice(TEXTS) if rng.random() < 0.7 else str(rng.choice(VALUES))
-        if "image" in flag and rng.random() < 0.5:
-            value = str(rng.choice(inputs.media + inputs.videos))
-        words += [flag, value] if takes else [flag]
-    if command == "generate":
+    # Where the first wrong value ends it, the others are never read.
+    hostile = rng.choice((0.0, 0.1, 0.7))
+    for name, field in rng.choices(list(_options().items()), k=rng.randrange(6)):
+        flag = "--" + name.replace("_", "-")
+        words += [flag] if field.annotation is bool else [flag, _value(name, field, hostile, rng)]
+        if field.annotation is Any and rng.random() < 0.7:
+            words[-1] = str(rng.choice(inputs.media + inputs.videos))
+    if command == "generate" and rng.random() < 0.7:
         words.append("--dry-run")
-        if rng.random() < 0.3:
-            words += ["-o", rng.choice(TEXTS)]
-    if command in ("doctor", "paths", "models"):
+    elif command == "generate":
+        # What is asked for last is what counts; the work is to stay small.
+        words += ["--num-inference-steps", "1", "--num-videos", "1", "-o", rng.choice(OUTPUTS)]
+    if command in ("paths", "models"):
         words = words[1:3]
+    if command == "doctor":  # one that has nothing to refuse computes for half a minute
+        words = [rng.choice(("--as", "--device", "--json")), rng.choice(TEXTS)]
     # The system hands no such words to a program.
     return (command, *(word.replace("\x00", "") for word in words)), _nothing
+
+
+def _value(name: str, field: Any, hostile: float, rng: random.Random) -> str:
+    """A value that is right for the option, or one that is none of its kind."""
+    if rng.random() < hostile:
+        return rng.choice(TEXTS) if rng.random() < 0.7 else str(rng.choice(VALUES))
+    if name in RIGHT:
+        return rng.choice(RIGHT[name])
+    kind = next((kind for kind in (int, float) if kind in _kinds(field)), None)
+    if kind is None:
+        return rng.choice(TEXTS)
+    limits = {
+        end: getattr(each, end)
+        for each in field.metadata
+        for end in ("gt", "ge", "le")
+        if getattr(each, end, None) is not None
+    }
+    low, most = limits.get("ge", limits.get("gt", 0)), limits.get("le", 1000)
+    near = min(most, low + rng.choice((1, 5, 17, 64)))
+    value = kind(rng.uniform(low, near if rng.random() < 0.8 else most))
+    return str(rng.choice((value, value, value, low, most, kind(most) + 1)))
+
+
+def _kinds(field: Any) -> tuple[Any, ...]:
+    return (field.annotation, *typing.get_args(field.annotation))
+
+
+def stdin_case(rng: random.Random, inputs: Inputs) -> Prepared:
+    """A prompt out of standard input that is cut, endless for a prompt, or no text."""
+    text = rng.choice((*TEXTS, PROMPT, PROMPT * 1000)).encode("utf-8", "surrogateescape")
+    data = flipped(text, rng) if rng.random() < 0.5 else text
+    words = ["plan", "-"]
+    if rng.random() < 0.8:
+        model = rng.choice((inputs.opensora, inputs.svd, inputs.wan))
+        words += ["--num-frames", "5", "--size", "32x32", "--model", str(model)]
+    return tuple(words), partial(_given_file, STDIN, data)
 
 
 def record_case(rng: random.Random, inputs: Inputs) -> Prepared:
@@ -274,10 +312,12 @@ def _with_model(
         _write(folder / "model" / file, data)
 
     words = ["plan", PROMPT, "--model", "./model", "--num-frames", "5", "--size", "32x32"]
+    if model.name == "modular":
+        words[5] = "9"
     if model.name == "svd":
         words += ["--image", str(model.parent / "picture.png")]
         words.remove(PROMPT)
-    if model.name == "wan":
+    if model.name != "svd" and model.name != "opensora":
         words += ["--option", "max_sequence_length=16"]
     if rng.random() < 0.15:
         words[0] = "generate"
@@ -336,6 +376,7 @@ def run_case(rng: random.Random, inputs: Inputs) -> Prepared:
 #: What makes the words and the files of a case of each kind.
 KINDS: Mapping[str, Maker] = {
     "request": request_case,
+    "stdin": stdin_case,
     "record": record_case,
     "config": config_case,
     "weights": weights_case,
@@ -344,13 +385,14 @@ KINDS: Mapping[str, Maker] = {
 }
 
 
-def cases(inputs: Inputs, count: int, seed: int = 0, kinds: tuple[str, ...] = ()) -> Iterator[Case]:
-    """`count` cases, the kinds by turns."""
-    names = kinds or tuple(KINDS)
-    for number in range(count):
-        kind = names[number % len(names)]
-        rng = random.Random(f"{kind} {seed} {number}")
-        argv, prepare = KINDS[kind](rng, inputs)
-        yield Case(
-            f"{kind} {seed} {number}", argv, prepare, inputs.whole if kind == "run" else None
-        )
+def names(count: int, seed: int = 0, kinds: tuple[str, ...] = ()) -> list[str]:
+    """The names of `count` cases, the kinds by turns."""
+    among = kinds or tuple(KINDS)
+    return [f"{among[number % len(among)]} {seed} {number}" for number in range(count)]
+
+
+def case_of(name: str, inputs: Inputs) -> Case:
+    """The case of that name: its kind, the seed and its number."""
+    kind = name.split()[0]
+    argv, prepare = KINDS[kind](random.Random(name), inputs)
+    return Case(name, argv, prepare, inputs.whole if kind == "run" else None)

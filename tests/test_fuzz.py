@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import fuzz_runner
-from fuzz_cases import KINDS, Case, Inputs, cases, flipped
+from fuzz_cases import KINDS, Case, Inputs, case_of, flipped, names
 
 
 @pytest.fixture(scope="module")
@@ -25,15 +25,16 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_hostile_input_is_answered(kind: str, inputs: Inputs, tmp_path: Path) -> None:
-    for case in list(cases(inputs, 6, seed=1, kinds=(kind,))):
-        verdict = fuzz_runner.run(case, tmp_path / "sandbox")
+    for name in names(6, seed=1, kinds=(kind,)):
+        verdict = fuzz_runner.run(case_of(name, inputs), tmp_path / "sandbox")
         assert not verdict.problem, str(verdict)
 
 
 def test_the_same_seed_gives_the_same_cases(inputs: Inputs) -> None:
-    first, second = ([case.argv for case in cases(inputs, 30, seed=4)] for _ in range(2))
-    assert first == second
-    assert first != [case.argv for case in cases(inputs, 30, seed=5)]
+    first, second, other = (
+        [case_of(name, inputs).argv for name in names(30, seed=seed)] for seed in (4, 4, 5)
+    )
+    assert first == second != other
 
 
 def crash() -> int:
@@ -55,6 +56,15 @@ def write_beside() -> int:
     return 0
 
 
+def write_stray() -> int:
+    Path(os.environ["TMPDIR"], "left").write_text("planted")
+    return 0
+
+
+def fill() -> int:
+    return len(bytearray(8 * 2**30))
+
+
 def answer(code: int, text: str = "") -> Callable[[], int]:
     def give() -> int:
         print(text)
@@ -70,6 +80,9 @@ def answer(code: int, text: str = "") -> Callable[[], int]:
         (fail, "exit code 70"),
         (spin, "hangs: more than 1 s of processor time"),
         (write_beside, "files outside of the folder: ['stranger']"),
+        (write_stray, "files beside the output: ['tmp/left']"),
+        (fill, "exit code 70"),
+        (answer(3, "error: out of memory; try less"), "more than 3 GiB"),
         (answer(1), "exit code 1"),
         (answer(2, "error: one\nerror: two"), "2 errors in place of one line"),
         (answer(2, "Traceback (most recent call last):"), "a traceback"),

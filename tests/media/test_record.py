@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 from everyframe.core.errors import MediaError
+from everyframe.media.read import read_video
 from everyframe.media.record import embedded_record, read_record
 from everyframe.media.write import write
 
@@ -115,3 +116,13 @@ def test_records_move_with_their_files(tmp_path: Path) -> None:
         moved = tmp_path / f"elsewhere-{name}"
         shutil.move(tmp_path / name, moved)
         assert read_record(moved)["request"]["prompt"] == name
+
+
+@pytest.mark.parametrize("byte", [b"\x80", b"\xff"])
+def test_a_tag_that_is_no_text_hides_no_frames(tmp_path: Path, byte: bytes) -> None:
+    place = tmp_path / "clip.mp4"
+    write(place, [FRAME], 24, record_for("x"), sidecar=False)
+    place.write_bytes(place.read_bytes().replace(b'"schema"', b'"' + byte + b'chema"'))
+    with pytest.raises(MediaError, match="does not say what made it"):
+        read_record(place)
+    assert len(read_video(place)[0]) == 1

@@ -6,7 +6,8 @@ breaks (TypeError, IndexError, ZeroDivisionError, validation errors of their own
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -55,3 +56,13 @@ def check_counts(config: Mapping[str, Any], where: str) -> None:
                 raise CheckpointError(
                     f"{where}: {name} is {each}; at most {MAX_LAYERS} are supported"
                 )
+
+
+def check_positive(config: Mapping[str, Any], names: Sequence[str], where: str) -> None:
+    """Raise `CheckpointError` for what is there and is not a positive number, or some of them."""
+    for name in names:
+        given = config.get(name)
+        for each in given if isinstance(given, (list, tuple)) else (given,):
+            is_number = isinstance(each, (int, float)) and not isinstance(each, bool)
+            if given is not None and not (is_number and 0 < each < math.inf):
+                raise CheckpointError(f"{where}: its {name} must be positive, got {given!r:.100}")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from everyframe.core.errors import MediaError
 
 if TYPE_CHECKING:
+    from av.container import InputContainer
     from PIL.ImageFile import ImageFile
 
 #: Pixels of one picture: twice what Pillow warns of, far above what a camera makes.
@@ -41,6 +42,16 @@ def open_picture(path: str | PathLike[str]) -> ImageFile:
     Image.init()
     known = [name for name in _FORMATS if name in Image.OPEN]
     return Image.open(path, formats=known)
+
+
+def open_video(path: str | PathLike[str]) -> InputContainer:
+    """The container of a video file, read from that file alone; what PyAV raises for what is none.
+
+    Tags that are not UTF-8 text are no reason to refuse the frames.
+    """
+    import av
+
+    return av.open(str(path), container_options=FFMPEG_OPTIONS, metadata_errors="replace")
 
 
 def check_picture(width: int, height: int, name: str) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 from av.video.reformatter import ColorRange, Colorspace
 
 from everyframe.core.errors import MediaError
-from everyframe.media.limits import FFMPEG_OPTIONS, check_frames, check_picture
+from everyframe.media.limits import check_frames, check_picture, open_video
 from everyframe.media.pixels import Frames, fit_image
 from everyframe.media.sound import Sound, add_stream, decoded_sound, packets
 
@@ -208,7 +208,7 @@ def _opened(path: Path) -> Iterator[Any]:
     """The container of a file that holds a video stream."""
     name = str(path)
     try:
-        container = av.open(name, container_options=FFMPEG_OPTIONS)
+        container = open_video(path)
     except (av.FFmpegError, OSError) as error:
         raise MediaError(f"{name!r} can't be read as a video: {_reason(error)}") from error
     with container:

@@ -21,10 +21,10 @@ from typing import Any
 from everyframe.core.errors import MediaError
 from everyframe.core.paths import check_path
 from everyframe.media.limits import (
-    FFMPEG_OPTIONS,
     MOST_RECORD_BYTES,
     check_picture,
     open_picture,
+    open_video,
 )
 from everyframe.media.paths import FOLDER_RECORD, RECORD_SCHEMA, PathLike
 
@@ -159,7 +159,7 @@ def _record_of_video(path: Path) -> dict[str, Any] | None:
     import av
 
     try:
-        with av.open(str(path), container_options=FFMPEG_OPTIONS) as container:
+        with open_video(path) as container:
             tags = {key.lower(): value for key, value in container.metadata.items()}
     except (av.FFmpegError, OSError) as error:
         why = error.strerror or error

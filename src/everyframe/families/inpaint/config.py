@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from everyframe.checkpoints.config_errors import check_positive
 from everyframe.core.errors import CheckpointError
 from everyframe.families.latents import AutoencoderSizes
 
@@ -103,6 +104,7 @@ class InpaintConfig(AutoencoderSizes):
             CheckpointError: a class or sizes that can't be run here; names `source` or the name.
         """
         _check_classes(source, configs)
+        check_positive(configs["vae"], ("scaling_factor",), f"{source}: vae")
         made = cls(
             unet=configs["unet"],
             vae=configs["vae"],

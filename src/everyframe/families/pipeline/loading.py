@@ -211,11 +211,12 @@ def assembled(files: Files, modules: dict[str, nn.Module]) -> Any:
     taken = inspect.signature(cls.__init__).parameters
     own = {name: value for name, value in files.values.items() if name in taken}
     left_out = {name: None for name in files.left_out if name in taken}
-    try:
-        return cls(**left_out, **own, **loaded)
-    except ImportError as error:  # of a part that it makes itself where it is saved without one
-        text = " ".join(str(error).split())
-        raise MissingPackageError(f"{files.class_name} needs a package: {text}") from error
+    with foreign_errors(f"{files.where}: its {files.class_name} can't be made of its components"):
+        try:
+            return cls(**left_out, **own, **loaded)
+        except ImportError as error:  # of a part that it makes itself where it is saved without one
+            text = " ".join(str(error).split())
+            raise MissingPackageError(f"{files.class_name} needs a package: {text}") from error
 
 
 def _small(where: str, part: Part) -> Any:

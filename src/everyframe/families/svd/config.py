@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from everyframe.checkpoints.config_errors import check_positive
 from everyframe.core.errors import CheckpointError
 from everyframe.families.latents import AutoencoderSizes
 
@@ -102,6 +103,11 @@ class SVDConfig(AutoencoderSizes):
         scheduler = {**_SCHEDULER_DEFAULTS, **configs["scheduler"]}
         _check_scheduler(source, scheduler)
         extractor = configs["feature_extractor"]
+        for name in ("image_mean", "image_std"):
+            if len(extractor.get(name) or _CLIP_MEAN) != len(_CLIP_MEAN):
+                raise CheckpointError(f"{source}: its {name} must be of three colours")
+        check_positive(extractor, ("image_mean", "image_std"), f"{source}: feature_extractor")
+        check_positive(configs["vae"], ("scaling_factor",), f"{source}: vae")
         made = cls(
             unet=configs["unet"],
             vae=configs["vae"],
@@ -175,5 +181,6 @@ def _check_scheduler(source: str, scheduler: Mapping[str, Any]) -> None:
                 "Stable Video Diffusion was released with, can be sampled here"
             )
     for name in ("sigma_min", "sigma_max"):
-        if not isinstance(scheduler.get(name), (int, float)):
+        if scheduler.get(name) is None:
             raise CheckpointError(f"{source}: its scheduler has no {name}")
+    check_positive(scheduler, ("sigma_min", "sigma_max"), f"{source}: scheduler")
