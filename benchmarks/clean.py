@@ -35,7 +35,7 @@ from everyframe.core.events import Event, Note, Repaired, VideoDone
 from everyframe.core.request import Request
 from everyframe.engine.run import stream
 from everyframe.hardware import machine_facts
-from everyframe.runs.keeper import Keep
+from everyframe.runs.run_state import SaveOptions
 
 RESULTS = Path(__file__).parent / "results"
 #: The makers of tiny checkpoints lie beside the tests that use them.
@@ -115,7 +115,7 @@ def main() -> None:
         for name, options in (*drawn(given.runs), *tiny_ones(Path(folder), given.runs)):
             if time.monotonic() - began > 60 * given.minutes:
                 break
-            events = list(stream(Request(**options), keep=Keep(None)))
+            events = list(stream(Request(**options), keep=SaveOptions(None)))
             assert isinstance(events[-1], VideoDone)
             key, found = (name, options["dtype"]), alarms(events)
             done[key] += 1

@@ -32,13 +32,13 @@ from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import Precision
 from everyframe.families.opensora.components import DENOISER_ISLANDS
 from everyframe.families.opensora.config import STDiT3Config
-from everyframe.families.opensora.context import TextContext
+from everyframe.families.opensora.model_inputs import TextContext
 from everyframe.families.opensora.stdit3 import STDiT3
+from everyframe.fast_paths.apply import apply_fast_paths, swap_modules
 from everyframe.hardware import machine_facts, pick_device
 from everyframe.ops.attention import AttentionCore
-from everyframe.optimize.put_on import after_weights, before_weights
-from everyframe.precision import edges
-from everyframe.precision.full import full_float32
+from everyframe.precision import cast_hooks
+from everyframe.precision.strict_float32 import strict_float32
 
 DTYPES = ("float32", "bfloat16")
 
@@ -125,9 +125,9 @@ def build(sizes: Sizes, dtype: str, plain: bool, device: str) -> STDiT3:
         with_plain_attention(model)
     islands = () if dtype == "float32" else DENOISER_ISLANDS
     paths = () if plain else sizes.paths
-    before_weights(model, paths)
-    edges.apply(model, Precision(dtype, dtype, islands))
-    after_weights(model, paths or None)
+    swap_modules(model, paths)
+    cast_hooks.add_cast_hooks(model, Precision(dtype, dtype, islands))
+    apply_fast_paths(model, paths or None)
     return model
 
 
@@ -263,7 +263,7 @@ def main() -> None:
     sizes = Sizes(
         asked.hidden, asked.heads, asked.depth, asked.frames, asked.side, asked.text, paths
     )
-    with full_float32():
+    with strict_float32():
         if asked.profile:
             print(profile(sizes, device.torch_name))
             return

@@ -83,11 +83,11 @@ def measured(case: str) -> dict[str, float]:
     import small_models
     from everyframe.core.facts import DeviceFacts
     from everyframe.core.plan import Precision
-    from everyframe.hardware import rates as rates_module
-    from everyframe.hardware.rates import measured_rates
+    from everyframe.hardware import throughput as rates_module
+    from everyframe.hardware.throughput import measured_rates
     from everyframe.ops.attention import by_kernel
-    from everyframe.planning.dryrun import call_seconds, dry_run, heaviest
-    from everyframe.precision.full import full_float32
+    from everyframe.planning.dry_runs import call_seconds, dry_run, heaviest
+    from everyframe.precision.strict_float32 import strict_float32
 
     torch.set_num_threads(NUM_THREADS)
     # The rates of the plan are seconds on the wall; on a busy machine those of a trial of some
@@ -101,7 +101,7 @@ def measured(case: str) -> dict[str, float]:
     cpu = DeviceFacts("here", "cpu", None, 1 << 40, 1 << 40)
     run = dry_run(rehearsal, Precision("float32", "float32"), cpu)
     weights = sum(p.numel() * 4 for p in rehearsal.module().parameters())
-    with torch.inference_mode(), full_float32():
+    with torch.inference_mode(), strict_float32():
         peak, took = measured_calls(rehearsal)
     # After it: what trials leave in the allocator would be used again and not be seen.
     rates = measured_rates(heaviest([run], 6), "cpu", NUM_THREADS, by_kernel)

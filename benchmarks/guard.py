@@ -33,15 +33,15 @@ import torch
 from measuring import clock, hardware, result_page
 
 import everyframe
-from everyframe.core.events import Ready, Repaired
+from everyframe.core.events import Repaired, WeightsReady
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.request import Request
 from everyframe.engine import run as engine
 from everyframe.hardware import machine_facts, pick_device
-from everyframe.hardware.processor import processor_flags
-from everyframe.numerics import watch
-from everyframe.numerics.watch import Range
-from everyframe.runs.keeper import Keep
+from everyframe.hardware.cpu import processor_flags
+from everyframe.numerics import tensor_stats
+from everyframe.numerics.tensor_stats import Range
+from everyframe.runs.run_state import SaveOptions
 
 BAR = 0.01
 #: Instruction sets that a page names where the CPU has them.
@@ -98,7 +98,7 @@ def looks_of() -> dict[tuple[Any, str], Callable[..., Any]]:
         (owner, name): getattr(owner, name)
         for owner in owners
         for name in (*named, "_check_finite")
-        if name == "_check_finite" or getattr(owner, name, None) is getattr(watch, name)
+        if name == "_check_finite" or getattr(owner, name, None) is getattr(tensor_stats, name)
         if hasattr(owner, name)
     }
     assert {name for _, name in found} == {*named, "_check_finite"}, "a look is called otherwise"
@@ -114,8 +114,8 @@ def one_run(request: Request, looks: bool = True) -> tuple[float, float, int]:
         setattr(owner, name, inside.around(seen))
     try:
         began = 0.0
-        for event in engine.stream(request, keep=Keep(None)):
-            if isinstance(event, Ready):
+        for event in engine.stream(request, keep=SaveOptions(None)):
+            if isinstance(event, WeightsReady):
                 began = clock(request.device)
             if isinstance(event, Repaired):
                 raise RuntimeError(f"this run was to need no repair: {event.text}")
@@ -215,7 +215,7 @@ def main() -> None:
             prompt=PROMPT, device=device.torch_name, dtype="fp32", seed=1,
             num_inference_steps=asked.steps,
         )  # fmt: skip
-        list(engine.stream(request, keep=Keep(None)))  # which imports all and warms up
+        list(engine.stream(request, keep=SaveOptions(None)))  # which imports all and warms up
         runs, bare = [], []
         for _ in range(asked.rounds):
             runs.append(one_run(request))

@@ -42,15 +42,15 @@ import numpy as np
 from copied import on_a_copy
 from versions import versions_of
 
-from everyframe.core.events import Event, Frames, Loaded, StageStarted, Step
+from everyframe.core.events import ComponentLoaded, Event, FramesDecoded, StageStarted, Step
 from everyframe.core.request import Request
-from everyframe.engine.resuming import go_on
+from everyframe.engine.resume import resume_run
 from everyframe.engine.run import stream
 from everyframe.hardware import machine_facts
 from everyframe.planning.resolve import prepare
-from everyframe.runs import answers, files
+from everyframe.runs import atomic_write, replay_log
 from everyframe.runs.folder import all_runs
-from everyframe.runs.keeper import EVERY_STEP, Keep
+from everyframe.runs.run_state import EVERY_STEP, SaveOptions
 
 RESULTS = Path(__file__).parent / "results"
 #: The makers of tiny checkpoints lie beside the tests that use them.
@@ -101,11 +101,11 @@ def run_to(place: Path, events: Iterator[Event], moment: Moment | None) -> None:
     frames, number, stage = [], 0, ""
     (place / "stage").write_text("before the first stage")
     for number, event in enumerate(events, start=1):
-        if isinstance(event, StageStarted | Loaded | Step):
+        if isinstance(event, StageStarted | ComponentLoaded | Step):
             stage = event.stage if isinstance(event, StageStarted) else stage
             what = "loading" if isinstance(event, StageStarted) else "working"
             (place / "stage").write_text(f"{stage}, {what}")
-        if isinstance(event, Frames):
+        if isinstance(event, FramesDecoded):
             frames.append(np.asarray(event.frames, np.float32))
         if moment is not None and moment.event == number:
             threading.Timer(moment.delay, die).start()
@@ -139,7 +139,7 @@ def _counted(moment: Moment | None) -> Callable[[], int]:
             real = getattr(os, name)
             return counting(real) if name in _CALLS else real
 
-    for module in (files, answers):
+    for module in (atomic_write, replay_log):
         module.os = Watched()  # type: ignore[attr-defined]
     return lambda: count
 
@@ -147,13 +147,13 @@ def _counted(moment: Moment | None) -> Callable[[], int]:
 def begin(root: Path, place: Path, options: dict[str, Any], moment: Moment | None) -> None:
     """In a process of its own: run from the beginning."""
     request = Request(**options)
-    run_to(place, stream(request, keep=Keep(root, pace=EVERY_STEP)), moment)
+    run_to(place, stream(request, keep=SaveOptions(root, pace=EVERY_STEP)), moment)
 
 
 def resume(root: Path, place: Path, options: dict[str, Any], moment: Moment | None) -> None:
     """In a process of its own: go on with the only run that there is."""
     (folder,) = all_runs(root)
-    run_to(place, go_on(folder, pace=EVERY_STEP), moment)
+    run_to(place, resume_run(folder, pace=EVERY_STEP), moment)
 
 
 def tiny_options(name: str, folder: Path) -> dict[str, Any]:

@@ -37,12 +37,12 @@ import two_workers
 import small_models
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import Settings
-from everyframe.families.family import Crew, Shared
 from everyframe.families.registry import family_names
 from everyframe.hardware.profiles import find_profile
-from everyframe.parallel.team import Imagined, Teams
-from everyframe.planning.dryrun import call_seconds, dry_run
+from everyframe.parallel.communicator import FakeCommunicator, ParallelContext
+from everyframe.planning.dry_runs import call_seconds, dry_run
 from everyframe.precision.policy import choose
+from everyframe.runtime.interface import ShardableSpec, VideoGroup
 
 RESULTS = Path(__file__).parent / "results"
 NUMBERS = range(1, 9)
@@ -72,7 +72,7 @@ class Case:
 
 def opensora(version: str) -> Callable[[int | None], Any]:
     """Open-Sora of that version at its released sizes, with so many blocks."""
-    from everyframe.families.opensora.components import Sizes
+    from everyframe.families.opensora.components import OpenSoraBuilder
     from everyframe.families.opensora.config import STDiT3Config, STDiTConfig
     from everyframe.families.opensora.family import _T5_XXL
     from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConfig
@@ -81,7 +81,7 @@ def opensora(version: str) -> Callable[[int | None], Any]:
         model = small_models.opensora(version)
         denoiser: Any = STDiTConfig() if version == "1.0" else STDiT3Config()
         vae: Any = ImageVAEConfig() if version == "1.0" else VideoVAEConfig()
-        sizes = Sizes(replace(denoiser, depth=blocks or denoiser.depth), vae, _T5_XXL)
+        sizes = OpenSoraBuilder(replace(denoiser, depth=blocks or denoiser.depth), vae, _T5_XXL)
         return replace(model, sizes=sizes, facts=replace(model.facts, vae=vae))
 
     return made
@@ -89,13 +89,13 @@ def opensora(version: str) -> Callable[[int | None], Any]:
 
 def stepvideo(blocks: int | None) -> Any:
     """Step-Video at its released sizes, with so many blocks."""
-    from everyframe.families.stepvideo.components import HUNYUAN_CLIP, Sizes
+    from everyframe.families.stepvideo.components import HUNYUAN_CLIP, StepVideoBuilder
     from everyframe.families.stepvideo.config import StepLLMConfig, StepVideoConfig
     from everyframe.families.stepvideo.vae_config import StepVAEConfig
 
     denoiser = StepVideoConfig()
     denoiser = replace(denoiser, num_layers=blocks or denoiser.num_layers)
-    sizes = Sizes(denoiser, StepLLMConfig(), HUNYUAN_CLIP, StepVAEConfig())
+    sizes = StepVideoBuilder(denoiser, StepLLMConfig(), HUNYUAN_CLIP, StepVAEConfig())
     model = small_models.stepvideo()
     return replace(model, sizes=sizes, facts=replace(model.facts, vae=sizes.vae))
 
@@ -110,7 +110,7 @@ def opensora_tokens(model: Any, settings: Settings) -> int:
 def stepvideo_tokens(model: Any, settings: Settings) -> int:
     """Patches of all branches."""
     from everyframe.families.stepvideo.components import token_grid
-    from everyframe.families.stepvideo.settle import latent_shape
+    from everyframe.families.stepvideo.settings import latent_shape
 
     latents = latent_shape(model.facts, settings)
     grid = token_grid(model.sizes, latents, model.num_branches(settings))
@@ -119,10 +119,10 @@ def stepvideo_tokens(model: Any, settings: Settings) -> int:
 
 def svd(blocks: int | None) -> Any:
     """Stable Video Diffusion at its released sizes."""
-    from everyframe.families.svd.components import Sizes
+    from everyframe.families.svd.components import SVDBuilder
     from everyframe.families.svd.config import RELEASED, SVDConfig
 
-    return replace(small_models.svd(), sizes=Sizes(SVDConfig.from_json("released", RELEASED)))
+    return replace(small_models.svd(), sizes=SVDBuilder(SVDConfig.from_json("released", RELEASED)))
 
 
 def cases() -> dict[str, Case]:
@@ -147,7 +147,7 @@ def cases() -> dict[str, Case]:
     found: dict[str, Case] = {}
     for name, case in known.items():
         model = case.model(1)
-        for way in model.ways if isinstance(model, Shared) else ():
+        for way in model.ways if isinstance(model, ShardableSpec) else ():
             found[f"{name}, {way}" if way else name] = replace(case, way=way)
     return found
 
@@ -176,8 +176,8 @@ def part_of(case: Case, rank: int, size: int, device: DeviceFacts) -> Part:
 
 def counted(case: Case, blocks: int | None, rank: int, size: int, device: DeviceFacts) -> Part:
     """One rank's part of a step, run dry."""
-    model, team = case.model(blocks), Imagined(rank, (1.0,) * size)
-    steps = model.shared_rehearsals(case.settings, Teams(team, team, 1, case.way))
+    model, team = case.model(blocks), FakeCommunicator(rank, (1.0,) * size)
+    steps = model.shared_rehearsals(case.settings, ParallelContext(team, team, 1, case.way))
     step = next(each for each in steps if each.stage == "denoise")
     parts = model.components(case.settings)
     needs = next(each.needs for each in parts if each.name == step.component)
@@ -189,7 +189,7 @@ def counted(case: Case, blocks: int | None, rank: int, size: int, device: Device
 
 def formula(case: Case, rank: int, size: int) -> int:
     """The bytes that the family's own formula forecasts for that rank, as plans show them."""
-    crew = Crew((1.0,) * size, 1, case.way)
+    crew = VideoGroup((1.0,) * size, 1, case.way)
     part = case.model(case.blocks).rank_part(case.settings, crew, rank, BYTES)
     return int(part.sent_bytes)
 

@@ -58,7 +58,7 @@ STEPS = {
     "import the engine": "import everyframe.engine.run",
     "plan": "prepared = resolve.prepare(request, will_run=True)",
     "speed of the machine": "resolve.resolve(request)",
-    "check the weights' headers": "from everyframe.families.loading import check_contents\n"
+    "check the weights' headers": "from everyframe.runtime.loading import check_contents\n"
     "check_contents(prepared.model)",
 }
 _TIMED = """

@@ -40,25 +40,25 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from versions import versions_of
 
-from everyframe.checkpoints.strict import KeyMap
+from everyframe.checkpoints.strict_load import KeyMap
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import ComponentPlan, Precision
-from everyframe.families.loading import build_on_meta, load_component
-from everyframe.families.offload import resident_bytes
-from everyframe.families.stepvideo.blocks import StepVideoBlock
+from everyframe.dry_run.executor import dry_run_module
 from everyframe.families.stepvideo.components import DENOISER_ISLANDS
 from everyframe.families.stepvideo.config import StepVideoConfig
+from everyframe.families.stepvideo.layers import StepVideoBlock
 from everyframe.families.stepvideo.model import StepVideoModel
 from everyframe.families.stepvideo.vae import StepVAE
 from everyframe.families.stepvideo.vae_config import StepVAEConfig
 from everyframe.hardware import machine_facts
-from everyframe.hardware.peak import peak_bytes
-from everyframe.planning.quantising import ERRORS
-from everyframe.precision import edges
+from everyframe.hardware.memory import peak_bytes
+from everyframe.planning.component_precision import ERRORS
+from everyframe.precision import cast_hooks
 from everyframe.precision.dtypes import torch_dtype
 from everyframe.precision.islands import weight_bytes
-from everyframe.precision.quantised import QuantisedLinear, layers, quantise, rows, swap
-from everyframe.precision.rehearse import rehearse
+from everyframe.precision.quantization import QuantisedLinear, layers, quantise, rows, swap
+from everyframe.runtime.loading import build_on_meta, load_component
+from everyframe.runtime.offload import resident_bytes
 
 RESULTS = Path(__file__).parent / "results"
 GRID = (2, 8, 16)  # 256 tokens
@@ -97,7 +97,7 @@ def block(cpu: DeviceFacts) -> list[str]:
     one = model.transformer_blocks[0]
     assert isinstance(one, StepVideoBlock)
     islands = ("scale_shift_table", "norm1", "norm2") if told.islands else ()
-    edges.apply(one, Precision(told.parameters, told.compute, islands))
+    cast_hooks.add_cast_hooks(one, Precision(told.parameters, told.compute, islands))
     one.eval().requires_grad_(False)
     size = config.hidden_size
     tokens = GRID[0] * GRID[1] * GRID[2]
@@ -192,7 +192,7 @@ def load_once(folder: Path, blocks: int, streams: bool, kind: str) -> None:
         mask = torch.ones(1, TEXT_TOKENS, dtype=torch.bool)
         return model(x, t, model.context(llm, clip, mask))
 
-    working = rehearse(empty, told, call, cpu).working_bytes
+    working = dry_run_module(empty, told, call, cpu).working_bytes
     weights = resident_bytes(empty, told) if streams else sum(sizes.values())
     plan = ComponentPlan(
         "denoiser", "denoiser", "denoise", str(folder), 0, "cpu", told, sum(sizes.values()),
@@ -265,7 +265,7 @@ def decode() -> list[str]:
         def one(module: StepVAE, device: str) -> object:
             return call(module, torch.zeros(1, 64, 6, 2, 2, device=device))
 
-        return rehearse(empty, wide, one, facts, ("decoder",)).working_bytes
+        return dry_run_module(empty, wide, one, facts, ("decoder",)).working_bytes
 
     piece_bytes = dry(lambda module, z: module.decode_piece(z, pieces[0]))
     whole_bytes = dry(lambda module, z: module.decoder(torch.cat(z.chunk(2, dim=2))))

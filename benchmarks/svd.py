@@ -46,7 +46,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModelWithProjection
 
-from everyframe.core.events import Loaded, Note, Planned, Ready
+from everyframe.core.events import ComponentLoaded, Note, Planned, WeightsReady
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import Precision
 from everyframe.core.request import Request
@@ -54,9 +54,9 @@ from everyframe.engine.run import stream
 from everyframe.families.svd import unet
 from everyframe.families.svd.components import UNET_ISLANDS
 from everyframe.hardware import machine_facts, pick_device
-from everyframe.precision import edges
-from everyframe.precision.full import full_float32
+from everyframe.precision import cast_hooks
 from everyframe.precision.policy import ComponentNeeds, choose
+from everyframe.precision.strict_float32 import strict_float32
 
 #: The names of dtypes as options have them.
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -183,7 +183,7 @@ def ours(
     """Ours in that precision, with its context made."""
     with torch.device(given.x.device):
         model = fill(unet.build(sizes.config))
-    edges.apply(model, precision, ("conv_out",))
+    cast_hooks.add_cast_hooks(model, precision, ("conv_out",))
     context = model.context(given.picture, given.told, sizes.frames)
 
     def call(model: nn.Module, given: Inputs) -> Tensor:
@@ -225,7 +225,7 @@ def candidates(
 
 def _whole(run: Callable[[], Tensor]) -> Tensor:
     """As the engine computes: without TF32, and no sums in half precision."""
-    with full_float32():
+    with strict_float32():
         return run()
 
 
@@ -337,7 +337,7 @@ def whole_run(request: Mapping[str, Any], device: str) -> float:
     for event in stream(Request(**request), num_threads=torch.get_num_threads()):
         now = clock(device)
         # What ends in one of these was planning, hashing and loading.
-        if not isinstance(event, (Planned, Note, Ready, Loaded)):
+        if not isinstance(event, (Planned, Note, WeightsReady, ComponentLoaded)):
             total += now - before
         before = now
     return total

@@ -30,7 +30,7 @@ from versions import versions_of
 from everyframe.hardware import machine_facts
 from everyframe.numerics.trace import file
 from everyframe.numerics.trace.fingerprint import fingerprint
-from everyframe.numerics.trace.recording import Recorder
+from everyframe.numerics.trace.recorder import Recorder
 
 RESULTS = Path(__file__).parent / "results"
 #: Name -> hidden size, heads, layers, tokens.

@@ -20,7 +20,7 @@ from everyframe.core.options import GROUPS, Options, facts_of
 from everyframe.core.request import Request
 from everyframe.doctor.report import Report
 from everyframe.families.registry import all_options
-from everyframe.hardware.known_issues import Issue, Where, known_issues
+from everyframe.hardware.known_issues import Condition, Issue, known_issues
 
 REFERENCE = Path(__file__).parent / "reference"
 _NOTE = "<!-- Written by docs/generate.py; change the code instead. -->"
@@ -116,7 +116,7 @@ def _issue(issue: Issue) -> list[str]:
     return lines
 
 
-def _conditions(where: Where) -> Iterator[str]:
+def _conditions(where: Condition) -> Iterator[str]:
     """The conditions of a place, each in a few words."""
     words = {
         "vendor": "on {}",

@@ -13,15 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from everyframe.core.errors import Scarcity
+from everyframe.core.errors import OutOfMemoryInfo
 from everyframe.core.events import Event, Note, Repaired, Step, VideoDone
 from everyframe.core.request import Request
-from everyframe.engine.ranks import Join
-from everyframe.engine.resuming import go_on
+from everyframe.engine.distributed import Rendezvous
+from everyframe.engine.resume import resume_run
 from everyframe.engine.run import stream
-from everyframe.parallel.team import Team
+from everyframe.parallel.communicator import Communicator
 from everyframe.runs.folder import RunFolder
-from everyframe.runs.keeper import EVERY_STEP, Keep
+from everyframe.runs.run_state import EVERY_STEP, SaveOptions
 from frames import frames_by_seed
 
 #: float32, relative to the largest value: what another number of ranks may change.
@@ -45,13 +45,13 @@ def is_of_denoising(event: Event) -> bool:
 
 
 def begun(
-    team: Team, root: Path, asked: dict[str, Any], steps: int, local: Any = None
+    team: Communicator, root: Path, asked: dict[str, Any], steps: int, local: Any = None
 ) -> dict[str, Any]:
     """One rank's run, let go after so many steps of denoising; 0 lets it come to its end."""
     request = Request(**{"num_devices": team.size, **asked})
-    keep = Keep(root if team.rank == 0 else None, pace=EVERY_STEP)
+    keep = SaveOptions(root if team.rank == 0 else None, pace=EVERY_STEP)
     events: list[Event] = []
-    join = Join(team.rank, lambda _: team, local)
+    join = Rendezvous(team.rank, lambda _: team, local)
     with closing(stream(request, keep=keep, num_threads=1, join=join)) as coming:
         for event in coming:
             events.append(event)
@@ -61,15 +61,15 @@ def begun(
 
 
 def gone_on(
-    team: Team,
+    team: Communicator,
     path: Path,
     devices: dict[str, Any] | None,
     skip: tuple[int, ...] = (),
-    scarcity: Scarcity | None = None,
+    scarcity: OutOfMemoryInfo | None = None,
 ) -> dict[str, Any]:
     """One rank goes on with the run there."""
-    join = Join(team.rank, lambda _: team)
-    events = go_on(
+    join = Rendezvous(team.rank, lambda _: team)
+    events = resume_run(
         RunFolder(path), skip=skip, join=join, ranks=devices, pace=EVERY_STEP, cleans=False,
         scarcity=scarcity,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import processors
-from everyframe.hardware import rates
+from everyframe.hardware import throughput
 
 # These must be set before anything imports torch or the hub's client. Child processes inherit them.
 _CACHE = tempfile.TemporaryDirectory(prefix="everyframe-tests-")
@@ -32,12 +32,12 @@ os.environ["EVERYFRAME_IN_PROCESS"] = "1"
 os.environ["EVERYFRAME_RUNS"] = str(Path(_CACHE.name, "runs"))
 # A plan that is shown tries what it will spend its time on, for most of a second where the model is
 # large. By less of it a forecast is as much a forecast; `hardware/test_rates.py` has the whole.
-rates._CPU_OPERATIONS, rates._ENOUGH = 6e6, 0.0
+throughput._CPU_OPERATIONS, throughput._ENOUGH = 6e6, 0.0
 #: What processes of the tests are forked from has imported these, whoever starts the first one:
 #: there is one such server for all of them, and diffusers takes seconds in each that lacks it.
 PRELOAD = [
     "torch", "transformers", "diffusers.pipelines.latte.pipeline_latte", "everyframe.engine.run",
-    "everyframe.precision.rehearse", "everyframe.families.opensora.stages",
+    "everyframe.dry_run.executor", "everyframe.families.opensora.stages",
     "everyframe.families.svd.unet",
 ]  # fmt: skip
 forkserver.set_forkserver_preload(PRELOAD)

@@ -51,7 +51,7 @@ def settings(flags: frozenset[str], given: Sequence[str] = ()) -> Iterator[Setti
 
 def main(given: Sequence[str]) -> int:
     """Run all of them; 1 if one failed."""
-    from everyframe.hardware.processor import processor_flags
+    from everyframe.hardware.cpu import processor_flags
 
     variables = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
     plain = {name: value for name, value in os.environ.items() if name not in variables}

@@ -7,19 +7,19 @@ from typing import Any
 
 import numpy as np
 
-from everyframe.core.events import Event, Frames, Step
+from everyframe.core.events import Event, FramesDecoded, Step
 
 
 def frames_of(events: Iterable[Event]) -> np.ndarray[Any, Any]:
     """All frames, in the order in which they came."""
-    return np.concatenate([event.frames for event in events if isinstance(event, Frames)])
+    return np.concatenate([event.frames for event in events if isinstance(event, FramesDecoded)])
 
 
 def frames_by_seed(events: Iterable[Event]) -> dict[int, np.ndarray[Any, Any]]:
     """The frames of each video."""
     found: dict[int, list[Any]] = {}
     for event in events:
-        if isinstance(event, Frames):
+        if isinstance(event, FramesDecoded):
             found.setdefault(event.seed, []).append(event.frames)
     return {seed: np.concatenate(frames) for seed, frames in found.items()}
 

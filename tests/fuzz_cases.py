@@ -32,7 +32,7 @@ from everyframe.core.events import Step
 from everyframe.core.request import Request
 from everyframe.engine.run import stream
 from everyframe.families.registry import all_options
-from everyframe.runs.keeper import EVERY_STEP, Keep
+from everyframe.runs.run_state import EVERY_STEP, SaveOptions
 from fuzz_values import OUTPUTS, RIGHT, TEXTS, VALUES
 
 PROMPT = "a red circle moves to the right on a blue background"
@@ -103,7 +103,7 @@ class Inputs:
         whole = self.folder / "whole.mp4"
         everyframe.generate(**asked, isolate=False).save(whole)
         runs, steps = self.folder / "runs", 0
-        events = stream(Request(**asked), keep=Keep(runs, pace=EVERY_STEP), num_threads=1)
+        events = stream(Request(**asked), keep=SaveOptions(runs, pace=EVERY_STEP), num_threads=1)
         with closing(events):
             for event in events:
                 steps += isinstance(event, Step) and event.stage == "denoise"

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from everyframe.core.events import Repaired
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import Plan, Precision, Settings
-from everyframe.families.guarding import Guard
-from everyframe.precision import edges
+from everyframe.precision import cast_hooks
+from everyframe.runtime.guard import Guard
 
 CPU = DeviceFacts("a processor", "cpu", None, memory=10**12, free_memory=10**12)
 #: Of a few layers in float16 among others in float32, to numbers around 1.
@@ -53,7 +53,7 @@ def inputs(seed: int = 0) -> Tensor:
 
 def halved(net: nn.Module, dtype: str = "float16") -> nn.Module:
     net.eval().requires_grad_(False)
-    edges.apply(net, Precision(dtype, dtype))
+    cast_hooks.add_cast_hooks(net, Precision(dtype, dtype))
     return net
 
 

@@ -12,17 +12,17 @@ from typing import Any
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from everyframe.families.sharded import PutOn
 from everyframe.ops.attention import PLAIN, by_kernel
-from everyframe.parallel.team import Team
+from everyframe.parallel.communicator import Communicator
+from everyframe.runtime.model_sharding import ModelPatch
 
 #: Sums in another order differ by 1e-14 or so in float64, whatever is wrong by far more.
 RELATIVE = 1e-12
 
 
 def answered(
-    team: Team,
-    put_on: PutOn,
+    team: Communicator,
+    put_on: ModelPatch,
     undo: Callable[[], None] | None,
     call: Callable[[], Tensor],
     *,

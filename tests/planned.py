@@ -9,21 +9,23 @@ from typing import Any
 import numpy as np
 import torch
 
-from everyframe.core.events import Frames
+from everyframe.core.events import FramesDecoded
 from everyframe.core.plan import Plan
-from everyframe.families.family import Take
-from everyframe.optimize.certificate import Certificate, Verdict
-from everyframe.planning.resolve import Prepared
+from everyframe.fast_paths.certificates import Certificate, Verdict
+from everyframe.planning.resolve import PreparedPlan
+from everyframe.runtime.interface import VideoState
 
 
-def frames_of(prepared: Prepared, change: Callable[[Plan], Plan], **given: Any) -> np.ndarray:
+def frames_of(prepared: PreparedPlan, change: Callable[[Plan], Plan], **given: Any) -> np.ndarray:
     """Frames (T, H, W, 3) of the plan as `change` makes it; `given` are the take's."""
     plan = change(prepared.plan)
-    take = Take(plan.settings.seed, **given)
+    take = VideoState(plan.settings.seed, **given)
     frames = []
     with torch.inference_mode():
         for stage in prepared.model.stages(plan, 0):
-            frames += [event.frames for event in stage.run([take]) if isinstance(event, Frames)]
+            frames += [
+                event.frames for event in stage.run([take]) if isinstance(event, FramesDecoded)
+            ]
     return np.concatenate(frames)
 
 
@@ -45,7 +47,7 @@ def with_components(**changes: Any) -> Callable[[Plan], Plan]:
 
 
 def certificates_of(
-    prepared: Prepared, verdict: Verdict, path: str = "attention-flash"
+    prepared: PreparedPlan, verdict: Verdict, path: str = "attention-flash"
 ) -> list[Certificate]:
     """One for that path of each component of that plan."""
     certificates = prepared.chooser.certificates

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from everyframe.hardware.lost import losses_told
+from everyframe.hardware.device_loss import translate_device_loss
 
 
 def answer(*words: str) -> list[str]:
@@ -106,7 +106,7 @@ def measure_nothing_known(device: str) -> dict[str, Any]:
 
 def lose_a_card() -> None:
     """What facts do on a card whose memory gave wrong bits, told as the loss of it."""
-    with losses_told("cuda:0", "before it was used"):
+    with translate_device_loss("cuda:0", "before it was used"):
         lose_a_card_in_use("cuda:0")
 
 

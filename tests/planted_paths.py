@@ -14,9 +14,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from everyframe.optimize.catalogue import FastPath
-from everyframe.optimize.measure import Contest
-from everyframe.optimize.subject import Subject
+from everyframe.fast_paths.benchmark import Comparison
+from everyframe.fast_paths.registry import FastPath
+from everyframe.fast_paths.target import CertificationTarget
 
 #: Seconds that the plain way takes; none of it is computing, so a busy machine is no matter.
 _PLAIN = 0.02
@@ -28,32 +28,32 @@ def planted(name: str) -> FastPath:
     return FastPath(name, name, name, ("cpu",), f"{__name__}:{name}", (), closeness, at_once=True)
 
 
-def _contest(fast: Callable[[Tensor], Tensor]) -> Iterator[Contest]:
+def _contest(fast: Callable[[Tensor], Tensor]) -> Iterator[Comparison]:
     x = torch.linspace(-1, 1, 64)
 
     def plain() -> Tensor:
         time.sleep(_PLAIN)
         return x.exp()
 
-    yield Contest("exponentials", truth=x.exp, plain=plain, fast=lambda: fast(x))
+    yield Comparison("exponentials", truth=x.exp, plain=plain, fast=lambda: fast(x))
 
 
-def right(subject: Subject, path: FastPath) -> Iterator[Contest]:
+def right(subject: CertificationTarget, path: FastPath) -> Iterator[Comparison]:
     """The same, at once."""
     yield from _contest(torch.exp)
 
 
-def wrong(subject: Subject, path: FastPath) -> Iterator[Contest]:
+def wrong(subject: CertificationTarget, path: FastPath) -> Iterator[Comparison]:
     """Off by a thousandth: more than rounding, less than anybody would see at first."""
     yield from _contest(lambda x: x.exp() * 1.001)
 
 
-def nearly(subject: Subject, path: FastPath) -> Iterator[Contest]:
+def nearly(subject: CertificationTarget, path: FastPath) -> Iterator[Comparison]:
     """The same but for the last bits, of what calls itself exact."""
     yield from _contest(lambda x: x.exp() * (1 + 2**-22))
 
 
-def slow(subject: Subject, path: FastPath) -> Iterator[Contest]:
+def slow(subject: CertificationTarget, path: FastPath) -> Iterator[Comparison]:
     """Right, and half as fast."""
 
     def fast(x: Tensor) -> Tensor:
@@ -63,23 +63,23 @@ def slow(subject: Subject, path: FastPath) -> Iterator[Contest]:
     yield from _contest(fast)
 
 
-def long(subject: Subject, path: FastPath) -> Iterator[Contest]:
+def long(subject: CertificationTarget, path: FastPath) -> Iterator[Comparison]:
     """Right and fast, of a model with more to try than there is time for."""
     for _ in range(1000):
         yield from _contest(torch.exp)
 
 
-def not_finite(subject: Subject, path: FastPath) -> Iterator[Contest]:
+def not_finite(subject: CertificationTarget, path: FastPath) -> Iterator[Comparison]:
     """One value of many is not a number."""
     yield from _contest(lambda x: x.exp().index_fill(0, torch.tensor([3]), float("nan")))
 
 
-def another_shape(subject: Subject, path: FastPath) -> Iterator[Contest]:
+def another_shape(subject: CertificationTarget, path: FastPath) -> Iterator[Comparison]:
     """One value, which broadcasting would let pass."""
     yield from _contest(lambda x: x.exp().mean())
 
 
-def raises(subject: Subject, path: FastPath) -> Iterator[Contest]:
+def raises(subject: CertificationTarget, path: FastPath) -> Iterator[Comparison]:
     """As a kernel does that does not exist for this card."""
 
     def fast(x: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ def raises(subject: Subject, path: FastPath) -> Iterator[Contest]:
     yield from _contest(fast)
 
 
-def crashes(subject: Subject, path: FastPath) -> Iterator[Contest]:
+def crashes(subject: CertificationTarget, path: FastPath) -> Iterator[Comparison]:
     """As cuBLAS 12.1 does on H20."""
 
     def fast(x: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ def crashes(subject: Subject, path: FastPath) -> Iterator[Contest]:
     yield from _contest(fast)
 
 
-def hangs(subject: Subject, path: FastPath) -> Iterator[Contest]:
+def hangs(subject: CertificationTarget, path: FastPath) -> Iterator[Comparison]:
     """As a collective does whose other side is gone: in C, where no Python signal comes through."""
 
     def fast(x: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ def hangs(subject: Subject, path: FastPath) -> Iterator[Contest]:
     yield from _contest(fast)
 
 
-def faulty(subject: Subject, path: FastPath) -> Iterator[Contest]:
+def faulty(subject: CertificationTarget, path: FastPath) -> Iterator[Comparison]:
     """A kernel that ends the process's work on its card: all after it fails there, right or not."""
 
     def dead(*_: object, **__: object) -> Any:
@@ -119,7 +119,7 @@ def faulty(subject: Subject, path: FastPath) -> Iterator[Contest]:
     yield from _contest(dead)
 
 
-def on_a_broken_card(subject: Subject, path: FastPath) -> Iterator[Contest]:
+def on_a_broken_card(subject: CertificationTarget, path: FastPath) -> Iterator[Comparison]:
     """Right, on a card that gives wrong bits."""
 
     def fast(x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from everyframe.hardware import processor
+from everyframe.hardware import cpu
 
 _AVX2 = "fpu sse sse2 ssse3 sse4_1 sse4_2 avx f16c fma avx2"
 _AVX512 = f"{_AVX2} avx512f avx512dq avx512cd avx512bw avx512vl avx512_vnni"
@@ -38,4 +38,4 @@ def proc_with(name: str, folder: Path) -> Path:
 
 def plant(name: str, folder: Path) -> None:
     """Have this process take its processor for that one."""
-    processor._PROC = proc_with(name, folder)
+    cpu._PROC = proc_with(name, folder)

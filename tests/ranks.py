@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import torch
 
-from everyframe.parallel.meeting import leave, meet
-from everyframe.parallel.team import Alone, Ranks, Team
+from everyframe.parallel.communicator import Communicator, SingleRank, TorchCommunicator
+from everyframe.parallel.rendezvous import destroy, join_ranks
 
 PATIENCE = 240.0
 FAST = (1, 2, 3, 5)
@@ -31,9 +31,9 @@ SLOW = (4, 6, 7, 8)
 _SUPPLIES: dict[int, Any] = {}
 
 
-def supply_of(team: Team) -> Team:
+def supply_of(team: Communicator) -> Communicator:
     """The ranks of a team once more, as another team; for modules that start `supplied`."""
-    return Alone() if team.size == 1 else Ranks(team.weights, _SUPPLIES[team.size])
+    return SingleRank() if team.size == 1 else TorchCommunicator(team.weights, _SUPPLIES[team.size])
 
 
 class Group:
@@ -127,8 +127,8 @@ class _Meeting:
         """The groups by size; all of these ranks must call it."""
         import torch.distributed as dist
 
-        leave()
-        meet(rank, [1.0] * self.number, self.place, patience=PATIENCE)
+        destroy()
+        join_ranks(rank, [1.0] * self.number, self.place, patience=PATIENCE)
         groups = {size: dist.new_group(list(range(size))) for size in self.sizes}
         groups.setdefault(self.number, None)  # which is all of them
         if supplied:
@@ -151,12 +151,14 @@ def _serve(rank: int, meeting: _Meeting, pipe: Any, supplied: bool) -> None:
         size, function, arguments, named = told
         weights = named.pop("weights", None)
         try:
-            team: Team = Alone() if size == 1 else Ranks(weights, groups[size])
+            team: Communicator = (
+                SingleRank() if size == 1 else TorchCommunicator(weights, groups[size])
+            )
             with torch.no_grad():
                 pipe.send(function(team, *arguments, **named))
         except Exception:
             pipe.send(_Failed(traceback.format_exc()))
-    leave()
+    destroy()
 
 
 @pytest.fixture(scope="module")

@@ -11,27 +11,27 @@ from typing import Any
 import tiny
 import tiny_step
 from everyframe.core.plan import Settings
-from everyframe.families.inpaint.components import Sizes as InpaintSizes
+from everyframe.families.inpaint.components import InpaintBuilder as InpaintSizes
 from everyframe.families.inpaint.config import InpaintConfig, released
-from everyframe.families.inpaint.family import InpaintModel
+from everyframe.families.inpaint.family import InpaintSpec
 from everyframe.families.inpaint.options import InpaintOptions
-from everyframe.families.opensora.checkpoint import Files as OpenSoraFiles
-from everyframe.families.opensora.components import Sizes
+from everyframe.families.opensora.checkpoint import OpenSoraFiles
+from everyframe.families.opensora.components import OpenSoraBuilder
 from everyframe.families.opensora.config import STDiT3Config, STDiTConfig
-from everyframe.families.opensora.family import OpenSoraModel
+from everyframe.families.opensora.family import OpenSoraSpec
 from everyframe.families.opensora.options import OpenSoraOptions
-from everyframe.families.opensora.settle import Facts
+from everyframe.families.opensora.settings import OpenSoraFacts
 from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConfig
-from everyframe.families.sources import Source
 from everyframe.families.stepvideo import components as stepvideo_parts
 from everyframe.families.stepvideo.config import StepLLMConfig, StepVideoConfig
-from everyframe.families.stepvideo.family import StepVideo
+from everyframe.families.stepvideo.family import StepVideoSpec
 from everyframe.families.stepvideo.options import StepVideoOptions
-from everyframe.families.stepvideo.settle import Facts as StepVideoFacts
-from everyframe.families.svd.components import Sizes as SVDSizes
+from everyframe.families.stepvideo.settings import StepVideoFacts
+from everyframe.families.svd.components import SVDBuilder as SVDSizes
 from everyframe.families.svd.config import RELEASED, SVDConfig
-from everyframe.families.svd.family import SVDModel
+from everyframe.families.svd.family import SVDSpec
 from everyframe.families.svd.options import SVDOptions
+from everyframe.runtime.model_spec import ComponentSource
 
 T5 = {
     "model_type": "t5", "d_model": 16, "d_ff": 32, "d_kv": 8, "num_heads": 2, "num_layers": 2,
@@ -66,10 +66,10 @@ def opensora(version: str, *, options: OpenSoraOptions | None = None, **sizes: A
                 "vae_temporal": {"type": "VAE_Temporal_SD", **tiny.TEMPORAL},
             }
         )
-    files = OpenSoraFiles(version, *[Source("nowhere", None)] * 4)
-    facts = Facts(version, f"Open-Sora {version}", vae, config.patch_size, {}, False, 32)
-    return OpenSoraModel(
-        "small", options or OpenSoraOptions(), files, Sizes(config, vae, T5), facts
+    files = OpenSoraFiles(version, *[ComponentSource("nowhere", None)] * 4)
+    facts = OpenSoraFacts(version, f"Open-Sora {version}", vae, config.patch_size, {}, False, 32)
+    return OpenSoraSpec(
+        "small", options or OpenSoraOptions(), files, OpenSoraBuilder(config, vae, T5), facts
     )
 
 
@@ -81,7 +81,7 @@ def svd(*, options: SVDOptions | None = None, **changes: Any) -> Any:
     configs = {**RELEASED, "unet": {**RELEASED["unet"], **UNET}, "vae": vae, "image_encoder": CLIP}
     config = SVDConfig.from_json("small", {**configs, **changes})
     files: Any = SimpleNamespace(where="nowhere", missing=lambda: ())
-    return SVDModel("small", options or SVDOptions(), files, SVDSizes(config), "SVD")
+    return SVDSpec("small", options or SVDOptions(), files, SVDSizes(config), "SVD")
 
 
 def inpaint(channels: int, *, options: InpaintOptions | None = None) -> Any:
@@ -101,20 +101,18 @@ def inpaint(channels: int, *, options: InpaintOptions | None = None) -> Any:
     config = InpaintConfig.from_json("small", configs, (("net", net),))
     place = SimpleNamespace(where="nowhere")
     files: Any = SimpleNamespace(where="nowhere", missing=lambda: (), controlnets=(place,))
-    return InpaintModel(
-        "small", options or InpaintOptions(), files, InpaintSizes(config), "inpaint"
-    )
+    return InpaintSpec("small", options or InpaintOptions(), files, InpaintSizes(config), "inpaint")
 
 
 def stepvideo(*, options: StepVideoOptions | None = None, **sizes: Any) -> Any:
     """A Step-Video; `sizes` are the denoiser's."""
     config = StepVideoConfig.from_json({**tiny_step.DENOISER, **sizes})
     llm = StepLLMConfig.from_json(tiny_step.LLM)
-    whole = stepvideo_parts.Sizes(config, llm, tiny_step.CLIP, tiny_step.VAE)
+    whole = stepvideo_parts.StepVideoBuilder(config, llm, tiny_step.CLIP, tiny_step.VAE)
     places = {name: SimpleNamespace(where="nowhere") for name, *_ in stepvideo_parts.PARTS}
     parts: Any = SimpleNamespace(sources=places, missing=lambda: ())
     facts = StepVideoFacts("Step-Video", False, tiny_step.VAE, config.patch_size)
-    return StepVideo("small", options or StepVideoOptions(), parts, whole, facts)
+    return StepVideoSpec("small", options or StepVideoOptions(), parts, whole, facts)
 
 
 def settings(

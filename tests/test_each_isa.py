@@ -9,7 +9,7 @@ import pytest
 
 import each_isa
 import processors
-from everyframe.hardware import processor
+from everyframe.hardware import cpu
 
 
 def names(cpu: str, *given: str) -> list[str]:
@@ -30,7 +30,7 @@ def test_what_a_cpu_lacks_is_not_tried() -> None:
 def test_each_has_a_process_and_one_that_fails_is_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(processor, "processor_flags", lambda: frozenset({"sse2", "avx2"}))
+    monkeypatch.setattr(cpu, "processor_flags", lambda: frozenset({"sse2", "avx2"}))
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")
     seen: list[tuple[Any, list[str]]] = []
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from everyframe.hardware.isolated import run_isolated
+from everyframe.hardware.isolation import run_isolated
 from forked import forked
 
 

@@ -134,7 +134,7 @@ def test_every_rule_has_a_planted_violation() -> None:
 
 
 GOOD = [
-    ("families.opensora.family", "from everyframe.families.family import Family"),
+    ("families.opensora.family", "from everyframe.runtime.interface import Family"),
     ("families.registry", "where = 'everyframe.families.opensora.options'"),
     ("cli.main", "def main() -> None:\n    '''Run.'''\n    print('done'); sys.exit(0)"),
     ("media.record", "from everyframe import __version__"),

@@ -44,17 +44,17 @@ assert main(["generate", {PROMPT!r}, "--size", "3x"]) == 2
 _FIRST_EVENT = f"""
 from everyframe.core.request import Request
 from everyframe.engine.run import stream
-from everyframe.runs.keeper import Keep
-next(stream(Request(prompt={PROMPT!r}, seed=1), keep=Keep(None)))
+from everyframe.runs.run_state import SaveOptions
+next(stream(Request(prompt={PROMPT!r}, seed=1), keep=SaveOptions(None)))
 """
 #: This side of it, up to the first event of the worker.
 _PARENT = f"""
 from everyframe.core.errors import InputError
-from everyframe.engine import launch
+from everyframe.engine import launcher
 def launched(*given):
     raise InputError("the worker says so")
     yield
-launch.is_possible, launch.launched = lambda: True, launched
+launcher.is_possible, launcher.run_in_workers = lambda: True, launched
 from everyframe.cli.main import main
 assert main(["generate", {PROMPT!r}, "-o", "a.mp4"]) == 2
 """

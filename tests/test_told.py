@@ -20,7 +20,7 @@ import everyframe
 import tiny
 from everyframe import EveryframeWarning, api
 from everyframe.cli.generate import make
-from everyframe.core.events import Event, Frames, Note, Planned, Ready, VideoDone
+from everyframe.core.events import Event, FramesDecoded, Note, Planned, VideoDone, WeightsReady
 from everyframe.core.plan import Plan
 from everyframe.families.opensora.vae import VideoVAE
 from frames import frames_by_seed
@@ -88,9 +88,9 @@ def plan(model: str) -> Plan:
 def raced(plan: Plan) -> Iterator[Event]:
     """Two videos on two devices, the second of which is done first."""
     yield Planned(plan)
-    yield Ready({})
+    yield WeightsReady({})
     for seed in (4, 3):
-        yield Frames(seed, 3, np.full((3, 16, 16, 3), seed / 10, np.float32))
+        yield FramesDecoded(seed, 3, np.full((3, 16, 16, 3), seed / 10, np.float32))
         yield VideoDone(seed, 3, {"settings": {"seed": seed}})
 
 

@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from everyframe.families.opensora.components import build_model
 from everyframe.families.opensora.config import STDiT3Config, STDiTConfig
-from everyframe.families.opensora.model import build_model
 from everyframe.families.opensora.vae import ImageVAE, VideoVAE
 from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConfig
 

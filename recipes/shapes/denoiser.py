@@ -23,8 +23,8 @@ from everyframe.checkpoints.shapes_prompts import Scene
 from everyframe.families.opensora.config import STDiT3Config
 from everyframe.families.opensora.stdit3 import STDiT3
 from everyframe.families.opensora.vae import VideoVAE
-from everyframe.families.text_context import TextContext
-from everyframe.samplers import rflow
+from everyframe.ops.text_context import TextContext
+from everyframe.samplers import rectified_flow
 from recipes.shapes import captions, latents, reader, temporal, text, world
 from recipes.shapes.autoencoder import grounds_of
 from recipes.shapes.latents import Latents, cached_latents, trained_vae
@@ -108,7 +108,7 @@ def to_denoise(form: Format, num_latents: int, count: int, rng: np.random.Genera
 
 def noise_levels(form: Format, count: int, rng: np.random.Generator) -> Tensor:
     """(B,) in 0..1: mostly high, a fifth of them evenly."""
-    ratio = float(rflow.size_ratio(form.side, form.side, form.num_frames))
+    ratio = float(rectified_flow.size_ratio(form.side, form.side, form.num_frames))
     logits = rng.normal(NOISE_MEAN + math.log(ratio), 1.2, count)
     high = 1 / (1 + np.exp(-logits))
     return torch.from_numpy(np.where(rng.random(count) < 0.2, rng.random(count), high)).float()
@@ -211,7 +211,7 @@ def velocity(
 ) -> Tensor:
     """The velocity (B, C, T, h, w) that the denoiser sees in `x_t` at noise levels `s`, float32."""
     out = modules["denoiser"](
-        x_t, s * rflow.NUM_TIMESTEPS, context, fps=float(world.FPS),
+        x_t, s * rectified_flow.NUM_TIMESTEPS, context, fps=float(world.FPS),
         height=float(form.side), width=float(form.side), x_mask=mask,
     )  # fmt: skip
     return out[:, : temporal.CHANNELS].float()
@@ -296,10 +296,10 @@ def sample(
     context = contexts(modules, torch.cat([ids, ids]), torch.cat([mask, mask]), drop)
     shape = len(scenes), temporal.CHANNELS, num_latents, side, side
     x = torch.randn(shape, generator=generator).to(device)
-    levels = rflow.schedule(
+    levels = rectified_flow.schedule(
         num_steps, resolution=(form.side, form.side), num_frames=form.num_frames, shift=shift
     )[:, 0]
-    for s, following in pairwise((levels / rflow.NUM_TIMESTEPS).tolist()):
+    for s, following in pairwise((levels / rectified_flow.NUM_TIMESTEPS).tolist()):
         now = torch.full((2 * len(x),), s, device=device)
         out = velocity(modules, torch.cat([x, x]), now, form, context, None)
         with_text, without = out.chunk(2)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from everyframe.hardware.processor import BF16_FLAGS, processor_flags
+from everyframe.hardware.cpu import BF16_FLAGS, processor_flags
 from recipes.shapes.muon import Muon
 
 

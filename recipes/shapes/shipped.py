@@ -7,13 +7,12 @@ from pathlib import Path
 
 import torch
 
-from everyframe.checkpoints.folder import read_json
-from everyframe.checkpoints.places import package_folder
-from everyframe.checkpoints.strict import load_strictly
-from everyframe.checkpoints.tensors import open_checkpoint
+from everyframe.checkpoints.folder import package_folder, read_json
+from everyframe.checkpoints.strict_load import load_strictly
+from everyframe.checkpoints.tensor_file import open_checkpoint
+from everyframe.families.opensora.checkpoint import VIDEO_VAE_KEYS
 from everyframe.families.opensora.vae import VideoVAE
 from everyframe.families.opensora.vae_config import VideoVAEConfig
-from everyframe.families.opensora.weights import VIDEO_VAE_KEYS
 
 FOLDER = package_folder("checkpoints/shapes")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from everyframe.checkpoints.places import cache_folder
+from everyframe.checkpoints.folder import cache_folder
 from recipes.shapes import autoencoder, denoiser, polish, shipped, temporal, understand
 from recipes.shapes.loop import Task, train
 

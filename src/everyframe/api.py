@@ -18,19 +18,18 @@ from everyframe.core.request import Request
 from everyframe.engine import run as engine
 from everyframe.engine import tracing
 from everyframe.engine.comparison import compare_with
-from everyframe.engine.launch import launched, ranks_of
-from everyframe.engine.moving import OF_RANKS
-from everyframe.engine.process import Job
-from everyframe.engine.record import record_in, request_from, threads_to_repeat
+from everyframe.engine.launcher import ranks_of, run_in_workers
+from everyframe.engine.provenance import record_in, request_from, threads_to_repeat
+from everyframe.engine.replan import OF_RANKS
 from everyframe.engine.results import EventTeller, Output, Tell, collect_videos
-from everyframe.engine.resuming import find_run_of, go_on, read_run
+from everyframe.engine.resume import find_run_of, load_run, resume_run
+from everyframe.engine.worker_process import WorkerJob
 from everyframe.families.registry import check_option_names, family_options
 from everyframe.media.video import Video
-from everyframe.planning.resolve import GivenModel, resolve
-from everyframe.runs import listing
-from everyframe.runs.folder import RunFolder, find_run, root_of, runs_folder
-from everyframe.runs.keeper import Keep
-from everyframe.runs.listing import Listed
+from everyframe.planning.resolve import LoadedModel, resolve
+from everyframe.runs import folder
+from everyframe.runs.folder import RunFolder, RunSummary, find_run, root_of, runs_folder
+from everyframe.runs.run_state import SaveOptions
 
 
 def generate(
@@ -74,10 +73,10 @@ def generate(
     request, num_threads = _request(given, record)
     root, as_uint8 = root_of(run_dir), output == "uint8"
     if isolate or request.num_ranks > 1:
-        job = Job(request, num_threads=num_threads, root=root, as_uint8=as_uint8)
-        events = launched(job.of_ranks(request.num_ranks))
+        job = WorkerJob(request, num_threads=num_threads, root=root, as_uint8=as_uint8)
+        events = run_in_workers(job.of_ranks(request.num_ranks))
     else:
-        keep = Keep(root, as_uint8=as_uint8)
+        keep = SaveOptions(root, as_uint8=as_uint8)
         events = engine.stream(request, num_threads=num_threads, keep=keep)
     videos = collect_videos(compare_with(record, events), output, EventTeller(on_event))
     return videos if request.num_videos > 1 else videos[0]
@@ -115,7 +114,7 @@ def resume(
         folder = find_run_of(_given_model(pipe, Request(), None).digests())
     else:
         folder = find_run(run)
-    begun = read_run(folder)
+    begun = load_run(folder)
     if output == "float" and begun.as_uint8 and begun.plan.settings.chain > 1:
         raise InputError(f'{folder.name} was begun for output="uint8"; its clips are kept so')
     given, told = None, EventTeller(on_event)
@@ -124,11 +123,11 @@ def resume(
     number = _ranks_to_go_on_with(folder, devices, pipe)
     devices = Request(**devices).given()  # as they are written, whatever Python has for them
     if number > 1:
-        job = Job(run=folder.path, as_uint8=output == "uint8", ranks=devices or None,
+        job = WorkerJob(run=folder.path, as_uint8=output == "uint8", ranks=devices or None,
                   trust_remote_code=trust_remote_code)  # fmt: skip
-        events = launched(job.of_ranks(number), begun.place if begun.place.is_dir() else None)
+        events = run_in_workers(job.of_ranks(number), begun.place if begun.place.is_dir() else None)
     else:
-        events = go_on(
+        events = resume_run(
             folder, given_model=given, ranks=devices or None, trust_remote_code=trust_remote_code
         )
     return _made(events, output, begun.request, told)
@@ -143,9 +142,9 @@ def _ranks_to_go_on_with(folder: RunFolder, devices: Mapping[str, Any], pipe: An
     return Request(**devices).num_ranks if devices else ranks_of(folder)
 
 
-def list_runs(run_dir: str | Path | None = None) -> list[Listed]:
+def list_runs(run_dir: str | Path | None = None) -> list[RunSummary]:
     """The runs that can be gone on with, oldest first."""
-    return listing.list_runs(root_of(run_dir))
+    return folder.list_runs(root_of(run_dir))
 
 
 def run(
@@ -201,7 +200,7 @@ def stream(request: Request, *, pipe: Any = None) -> Iterator[Event]:
     if pipe is not None:
         return _events_of_pipe(pipe, request, None)
     if request.num_ranks > 1:
-        return launched(Job(request, root=runs_folder()).of_ranks(request.num_ranks))
+        return run_in_workers(WorkerJob(request, root=runs_folder()).of_ranks(request.num_ranks))
     return engine.stream(request)
 
 
@@ -239,7 +238,7 @@ def trace(what: Any, path: str | Path, *, full: Sequence[str] = ()) -> AbstractC
     return tracing.recording(what, path, full=full)
 
 
-def trace_diff(a: str | Path, b: str | Path, what: Any = None) -> tracing.Verdict:
+def trace_diff(a: str | Path, b: str | Path, what: Any = None) -> tracing.TraceVerdict:
     """The first place where two traces differ by more than precision explains.
 
     ``.is_explained`` says whether there is none, ``.place.says`` what it is, ``.png(title)`` draws
@@ -261,19 +260,19 @@ def trace_diff(a: str | Path, b: str | Path, what: Any = None) -> tracing.Verdic
     return tracing.diff(a, b, find)
 
 
-def _given_model(pipe: Any, request: Request, tell: Tell | None) -> GivenModel:
+def _given_model(pipe: Any, request: Request, tell: Tell | None) -> LoadedModel:
     # Not on top: this brings diffusers.
-    from everyframe.families.pipeline.given import given_pipeline
+    from everyframe.diffusers_pipelines.loaded_pipeline import given_pipeline
 
     model = given_pipeline(pipe, family_options("pipeline", request), tell)
-    return GivenModel("pipeline", model, model.digests)
+    return LoadedModel("pipeline", model, model.digests)
 
 
 def _events_of_pipe(
     pipe: Any, request: Request, num_threads: int | None, tell: Tell | None = None
 ) -> Events:
     # Not on top: this brings diffusers.
-    from everyframe.families.pipeline.given import in_our_words
+    from everyframe.diffusers_pipelines.loaded_pipeline import in_our_words
 
     check_option_names(request)
     request = in_our_words(pipe, request)
@@ -286,7 +285,7 @@ def _request_of_pipe(
     given: Mapping[str, Any], record: Mapping[str, Any] | None
 ) -> tuple[Request, int | None]:
     """The request of `run`'s options: what is no option of ours is a parameter of the pipeline."""
-    from everyframe.families.pipeline import call_options
+    from everyframe.diffusers_pipelines import call_options
     from everyframe.families.registry import options_of
 
     known = {*Request.model_fields, *options_of("pipeline").model_fields}
@@ -298,7 +297,7 @@ def _request_of_pipe(
     if record is None:
         return Request(**ours), None
     if isinstance(record.get("request"), Mapping):
-        record = {**record, "request": call_options.overruled(record["request"], {*given})}
+        record = {**record, "request": call_options.without_overridden(record["request"], {*given})}
     # The model is the one that was given here.
     return request_from(record, ours, has_model=True), threads_to_repeat(record)
 
@@ -337,7 +336,7 @@ def _option_of(request: Request) -> Mapping[str, Any]:
 
 def _made(events: Events, output: Output, request: Request, told: EventTeller) -> Any:
     """What comes of a request: a video, a list of them, or what its pipeline gave."""
-    from everyframe.families.pipeline import call_options
+    from everyframe.diffusers_pipelines import call_options
 
     option = _option_of(request)
     is_list = request.num_videos > 1

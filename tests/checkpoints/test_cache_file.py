@@ -13,7 +13,7 @@ import pytest
 
 from everyframe.checkpoints import cache_file
 from everyframe.checkpoints.cache_file import CacheFile
-from everyframe.checkpoints.places import cache_folder
+from everyframe.checkpoints.folder import cache_folder
 
 VALUE = {"a": [1, 2.5, "b", True, None]}
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from everyframe.checkpoints.digest import digest, file_digest, known_digest
-from everyframe.checkpoints.places import cache_folder
+from everyframe.checkpoints.folder import cache_folder
 from everyframe.core.errors import CheckpointError
 
 

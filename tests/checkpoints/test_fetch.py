@@ -12,10 +12,10 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
-from everyframe.checkpoints import fetch as fetching
-from everyframe.checkpoints.fetch import download_command, fetch, fetch_missing
-from everyframe.checkpoints.find import locate
-from everyframe.checkpoints.known import controlnet_part
+from everyframe.checkpoints import download as fetching
+from everyframe.checkpoints.download import download_command, fetch, fetch_missing
+from everyframe.checkpoints.locate import locate
+from everyframe.checkpoints.model_zoo import controlnet_part
 from everyframe.core.errors import CheckpointError, InputError
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from everyframe.checkpoints.find import find_part, locate, names_on_disk, overview
-from everyframe.checkpoints.known import KNOWN
-from everyframe.checkpoints.part import KnownModel, Part
+from everyframe.checkpoints.hub_part import HubPart, KnownModel
+from everyframe.checkpoints.locate import find_part, locate, names_on_disk, overview
+from everyframe.checkpoints.model_zoo import KNOWN
 from everyframe.core.errors import CheckpointError, InputError
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -104,7 +104,7 @@ def test_a_hub_id_that_nobody_listed(tmp_path: Path) -> None:
     assert place.bytes_on_disk == 6
 
 
-PART = Part("denoiser", "o/n", (("config.json",), ("*.safetensors",)), num_parameters=10)
+PART = HubPart("denoiser", "o/n", (("config.json",), ("*.safetensors",)), num_parameters=10)
 
 
 def test_a_part_is_complete_when_each_group_has_a_file(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_a_missing_shard_and_a_dangling_link_are_not_complete(tmp_path: Path) ->
         "m-1.safetensors": b"1",
         "m-2.safetensors": b"2",
     }
-    part = Part("denoiser", "o/n", PART.needs, ("*.index.json",))
+    part = HubPart("denoiser", "o/n", PART.needs, ("*.index.json",))
     snapshot = plant(tmp_path, "o/n", files)
     assert find_part(part, hub_cache=tmp_path).complete
     (snapshot / "m-2.safetensors").resolve().unlink()
@@ -135,7 +135,7 @@ def test_a_missing_shard_and_a_dangling_link_are_not_complete(tmp_path: Path) ->
 
 
 def test_a_shard_tells_of_the_others_before_their_index_is_there(tmp_path: Path) -> None:
-    part = Part("text_encoder", "o/n", (("config.json",), ("pytorch_model*.bin",)))
+    part = HubPart("text_encoder", "o/n", (("config.json",), ("pytorch_model*.bin",)))
     files = {"config.json": b"{}", "pytorch_model-00001-of-00002.bin": b"1"}
     snapshot = plant(tmp_path, "o/n", files)
     place = find_part(part, hub_cache=tmp_path)
@@ -175,7 +175,7 @@ def test_an_existing_folder_goes_before_a_hub_id(
 def test_overview_and_a_registry_of_ones_own(tmp_path: Path) -> None:
     plant(tmp_path, "o/n", {"config.json": b"{}", "model.safetensors": b"1"})
     mine = KnownModel("mine", "opensora", "t", "MIT", parts=(PART,))
-    other = KnownModel("other", "opensora", "t", "MIT", parts=(Part("vae", "x/y", (("a",),)),))
+    other = KnownModel("other", "opensora", "t", "MIT", parts=(HubPart("vae", "x/y", (("a",),)),))
     registry = (mine, other)
     assert [place.name for place in overview(registry=registry, hub_cache=tmp_path)] == [
         "mine",
@@ -194,8 +194,8 @@ def test_an_embedded_model_that_was_not_installed_is_incomplete(tmp_path: Path) 
 def test_listing_imports_no_torch() -> None:
     code = (
         "import sys\n"
-        "from everyframe.checkpoints import digest, fetch, find, folder, headers, known, places\n"
-        "find.overview(); find.locate('opensora-1.2')\n"
+        "from everyframe.checkpoints import digest, download, locate, folder, safetensors_header, model_zoo, folder\n"
+        "locate.overview(); locate.locate('opensora-1.2')\n"
         "print('torch' in sys.modules)"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

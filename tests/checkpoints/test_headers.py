@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from everyframe.checkpoints.headers import read_header
+from everyframe.checkpoints.safetensors_header import read_header
 from everyframe.core.errors import CheckpointError
 
 Table = dict[str, object]

@@ -8,16 +8,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from everyframe.checkpoints.rearrange import Cut, rearranged
-from everyframe.checkpoints.tensors import open_checkpoint
+from everyframe.checkpoints.reshape import TensorReshape, rearranged
+from everyframe.checkpoints.tensor_file import open_checkpoint
 from everyframe.core.errors import CheckpointError
 
 MATRIX = torch.arange(24, dtype=torch.float32).reshape(6, 4)
 CUTS = (
-    Cut(r"(a)\.in_proj", (r"\1.q", r"\1.k", r"\1.v")),
-    Cut(r"proj", ("proj.weight",), transposed=True),
-    Cut(r"kernel", ("matrix",), is_kernel=True),
-    Cut(r"both", ("left", "right"), transposed=True),
+    TensorReshape(r"(a)\.in_proj", (r"\1.q", r"\1.k", r"\1.v")),
+    TensorReshape(r"proj", ("proj.weight",), transposed=True),
+    TensorReshape(r"kernel", ("matrix",), is_kernel=True),
+    TensorReshape(r"both", ("left", "right"), transposed=True),
 )
 
 

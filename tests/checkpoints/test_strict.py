@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from everyframe.checkpoints.strict import KeyMap, load_strictly
-from everyframe.checkpoints.tensors import TensorFile, open_checkpoint
+from everyframe.checkpoints.strict_load import KeyMap, load_strictly
+from everyframe.checkpoints.tensor_file import TensorFile, open_checkpoint
 from everyframe.core.errors import CheckpointError
-from everyframe.hardware.isolated import run_isolated
+from everyframe.hardware.isolation import run_isolated
 
 State = dict[str, torch.Tensor]
 

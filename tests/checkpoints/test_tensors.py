@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from everyframe.checkpoints.tensors import open_checkpoint
+from everyframe.checkpoints.tensor_file import open_checkpoint
 from everyframe.core.errors import CheckpointError
 
 State = dict[str, torch.Tensor]

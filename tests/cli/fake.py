@@ -17,16 +17,16 @@ import numpy as np
 
 from everyframe.core.errors import CannotRunError
 from everyframe.core.events import (
+    ComponentLoaded,
     Event,
-    Frames,
-    Loaded,
+    FramesDecoded,
     Note,
     Planned,
-    Ready,
     StageDone,
     StageStarted,
     Step,
     VideoDone,
+    WeightsReady,
 )
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import ComponentPlan, Plan, Precision, Settings, StagePlan
@@ -98,7 +98,7 @@ class FakeEngine:
         yield Planned(plan)
         if plan.obstacle:
             raise CannotRunError(plan.obstacle)
-        yield Ready({})
+        yield WeightsReady({})
         yield from (Note(note) for note in plan.notes)
         for clip in range(plan.settings.chain):
             yield from self._clip(plan, clip)
@@ -113,7 +113,7 @@ class FakeEngine:
         for stage, num_steps in (("text", 1), ("denoise", NUM_STEPS), ("decode", 2)):
             yield StageStarted(stage, num_steps, clip, plan.settings.chain)
             time.sleep(self.pause)
-            yield Loaded(stage, self.pause)
+            yield ComponentLoaded(stage, self.pause)
             for step in range(num_steps):
                 time.sleep(self.pause)
                 if stage == "decode":
@@ -124,13 +124,13 @@ class FakeEngine:
                 yield Step(stage, step + 1, num_steps, plan.settings.seed, self.pause)
             yield StageDone(stage, num_steps * self.pause)
 
-    def _frames(self, plan: Plan, seed: int) -> Frames:
+    def _frames(self, plan: Plan, seed: int) -> FramesDecoded:
         settings = plan.settings
         shape = (settings.num_frames // 2, settings.height, settings.width, 3)
         frames = np.full(shape, (seed % 10) / 10, np.float32)
         if self.nan:
             frames[0, 0, 0, 0] = np.nan
-        return Frames(seed, len(frames), frames)
+        return FramesDecoded(seed, len(frames), frames)
 
     def modules(self) -> dict[str, ModuleType]:
         """The modules that this engine takes the place of."""

@@ -22,7 +22,7 @@ import pytest
 
 import tiny
 from everyframe import __file__ as package
-from everyframe.engine.launch import IN_PROCESS
+from everyframe.engine.launcher import IN_PROCESS
 
 SOURCE = Path(package).parents[1]
 PLANTED = Path(__file__).parents[1] / "planted"

@@ -64,7 +64,7 @@ def test_a_new_family_brings_its_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     from everyframe.cli import options
 
     monkeypatch.setattr(options, "all_options", lambda: {"other": OtherOptions})
-    command = options.composed(lambda **given: 0, (), "Help.")
+    command = options.make_command(lambda **given: 0, (), "Help.")
     assert "wobble" in flags_of(command)
     assert "aesthetic" not in flags_of(command)
 

@@ -9,7 +9,7 @@ import pytest
 
 import tiny
 from everyframe.cli.main import main
-from everyframe.optimize.tools import why_not
+from everyframe.fast_paths.toolchain import why_not
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,8 @@ import pytest
 
 from cli import fake
 from everyframe import __file__ as package
-from everyframe.cli import generate, sink  # noqa: F401 - so that no fork imports them
-from everyframe.engine import launch  # noqa: F401 - likewise
+from everyframe.cli import generate, output_files  # noqa: F401 - so that no fork imports them
+from everyframe.engine import launcher  # noqa: F401 - likewise
 from forked import forked
 
 SOURCE = Path(package).parents[1]

@@ -15,7 +15,7 @@ import pytest
 import tiny
 from engine.test_resuming import OPEN_SORA, begun
 from everyframe.cli.main import main
-from everyframe.core.events import Kept, Step
+from everyframe.core.events import RunSaved, Step
 from everyframe.runs.folder import RunFolder, all_runs
 
 
@@ -29,7 +29,7 @@ def cut(model: str, root: Path, **asked: Any) -> RunFolder:
     stream = begun(root, model=model, **{**OPEN_SORA, **asked})
     folder = None
     for event in stream:
-        folder = RunFolder(Path(event.path)) if isinstance(event, Kept) else folder
+        folder = RunFolder(Path(event.path)) if isinstance(event, RunSaved) else folder
         if isinstance(event, Step) and (event.stage, event.step) == ("denoise", 2):
             break
     stream.close()  # type: ignore[attr-defined]

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from everyframe.cli.sink import Sink
+from everyframe.cli.output_files import OutputFiles
 from everyframe.core.errors import MediaError
-from everyframe.core.events import Frames, VideoDone
-from everyframe.media import spool
+from everyframe.core.events import FramesDecoded, VideoDone
+from everyframe.media import write
 from everyframe.media.read import read_video
 from everyframe.media.write import VideoWriter
 
@@ -23,12 +23,12 @@ def clip(seed: int, number: int) -> np.ndarray:
     return np.random.default_rng([seed, number]).integers(0, 256, shape).astype(np.float32) / 255
 
 
-def events(num_clips: int) -> Iterator[Frames | VideoDone]:
+def events(num_clips: int) -> Iterator[FramesDecoded | VideoDone]:
     """As the engine has them: clip after clip, in each all seeds, and the ends with the last."""
     for number in range(num_clips):
         for seed in SEEDS:
             for piece in np.split(clip(seed, number), [1]):
-                yield Frames(seed, len(piece), piece)
+                yield FramesDecoded(seed, len(piece), piece)
             if number == num_clips - 1:
                 yield VideoDone(seed, 3 * num_clips, {"seed": seed})
 
@@ -47,9 +47,9 @@ def test_one_file_is_open_at_a_time(
 
     monkeypatch.setattr(VideoWriter, "__enter__", counted)
     paths = {seed: f"{tmp_path}/{seed}/" for seed in SEEDS}
-    with Sink(paths, 8) as sink:
+    with OutputFiles(paths, 8) as sink:
         for event in events(num_clips):
-            if isinstance(event, Frames):
+            if isinstance(event, FramesDecoded):
                 sink.add(event)
             else:
                 sink.finish(event)
@@ -64,9 +64,9 @@ def test_a_broken_run_leaves_nothing(tmp_path: Path) -> None:
     paths = {seed: f"{tmp_path}/{seed}.mp4" for seed in SEEDS}
 
     def run() -> None:
-        with Sink(paths, 8) as sink:
+        with OutputFiles(paths, 8) as sink:
             for event in list(events(2))[:8]:
-                assert isinstance(event, Frames)
+                assert isinstance(event, FramesDecoded)
                 sink.add(event)
             raise ValueError("planted")
 
@@ -79,7 +79,7 @@ def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     def full(**_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(spool.tempfile, "TemporaryFile", full)
-    waiting = spool.Spool(tmp_path / "clip.mp4")
+    monkeypatch.setattr(write.tempfile, "TemporaryFile", full)
+    waiting = write.FrameSpool(tmp_path / "clip.mp4")
     with pytest.raises(MediaError, match=r"can't be kept in .* No space left on device; free some"):
         waiting.put(1, np.zeros((1, 2, 2, 3), np.uint8))

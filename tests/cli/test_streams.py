@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from everyframe.cli.text import error_line
+from everyframe.cli.tables import error_line
 
 FULL = Path("/dev/full")
 #: Prints on both, opens a file in between, and says on exit whether that had a number of its own.

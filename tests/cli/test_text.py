@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 
 import everyframe
-from everyframe.cli import log
+from everyframe.cli import main as main_module
 from everyframe.cli.main import main
 from everyframe.cli.progress import Lines
-from everyframe.cli.tables import console, print_plan
-from everyframe.cli.text import json_line, one_line, printable
+from everyframe.cli.tables import console, json_line, one_line, print_plan, printable
 from everyframe.core.events import Note
-from everyframe.media.paths import RECORD_SCHEMA
+from everyframe.media.output_path import RECORD_SCHEMA
 from everyframe.media.write import write
 
 #: A title, the clipboard, a cleared screen, a link, what C1 does in 8 bits, and turned letters.
@@ -115,7 +114,7 @@ def test_plans_notes_and_logs(capsys: pytest.CaptureFixture[str]) -> None:
     terminal = io.StringIO()
     console(terminal).print(EVIL, style="red")
     assert is_harmless(terminal.getvalue())
-    log.set_up("warning")
+    main_module.set_up("warning")
     logging.getLogger("everyframe").warning("%s", EVIL)
     shown = capsys.readouterr().err
     assert "title" in shown

@@ -21,12 +21,12 @@ import pytest
 
 import tiny
 from everyframe import __file__ as package
-from everyframe.cli import last_words
 from everyframe.cli.main import main
 from everyframe.core.errors import InputError, PeerLostError, WorkerDiedError
-from everyframe.engine.launch import IN_PROCESS
-from everyframe.engine.process import Job
-from everyframe.engine.torchrun import Torchrun, leave_word, under_torchrun
+from everyframe.engine import torchrun as torchrun_module
+from everyframe.engine.launcher import IN_PROCESS
+from everyframe.engine.torchrun import TorchrunRank, leave_word, under_torchrun
+from everyframe.engine.worker_process import WorkerJob
 from everyframe.media.read import read_video
 
 SOURCE = Path(package).parents[1]
@@ -42,13 +42,13 @@ def test_what_torchrun_says_is_read() -> None:
     assert under_torchrun({}) is None
     assert under_torchrun({"RANK": "1", "WORLD_SIZE": "3"}) is None, "that is somebody else's"
     ranks = under_torchrun(SECOND)
-    assert ranks == Torchrun(1, 3, 1, 2)
+    assert ranks == TorchrunRank(1, 3, 1, 2)
     assert not ranks.is_local
-    assert Torchrun(1, 2, 1, 2).is_local
+    assert TorchrunRank(1, 2, 1, 2).is_local
 
 
 def test_the_number_of_devices_is_that_of_the_ranks() -> None:
-    ranks = Torchrun(1, 3, 1, 2)
+    ranks = TorchrunRank(1, 3, 1, 2)
     assert ranks.options({}) == {"num_devices": 3}
     assert ranks.options({"num_devices": "3"}) == {"num_devices": 3}
     assert ranks.options({"devices": "0,2"}) == {}
@@ -59,16 +59,16 @@ def test_the_number_of_devices_is_that_of_the_ranks() -> None:
 
 
 def test_a_job_of_one_rank() -> None:
-    job = Job().of_ranks(3, Torchrun(1, 3, 1, 2))
+    job = WorkerJob().of_ranks(3, TorchrunRank(1, 3, 1, 2))
     assert (job.rank, job.weights, job.local) == (1, (1.0, 1.0, 1.0), (1, 2))
-    assert Job().of_ranks(3).local is None
+    assert WorkerJob().of_ranks(3).local is None
 
 
 def test_who_knows_most_speaks_first() -> None:
     """A process whose worker died knows of what; who lost a peer knows least."""
     died, lost, wrong = WorkerDiedError("x"), PeerLostError("x"), InputError("x")
     turns = sorted(
-        [(last_words.patience(error, rank), name, rank)
+        [(torchrun_module.patience(error, rank), name, rank)
          for name, error in (("died", died), ("lost", lost), ("wrong", wrong)) for rank in (0, 1)]
     )  # fmt: skip
     assert [turn[1:] for turn in turns] == [
@@ -95,8 +95,8 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     waited: list[float] = []
     for name, value in SECOND.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(last_words.time, "sleep", waited.append)
-    monkeypatch.setattr(last_words.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(torchrun_module.time, "sleep", waited.append)
+    monkeypatch.setattr(torchrun_module.signal, "signal", lambda *_: None)
     return waited
 
 
@@ -112,7 +112,7 @@ def test_a_wrong_option_is_left_to_rank_0(
     silent: list[float], capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["generate", "x", "--num-devices", "2"]) == 2
-    assert silent == [last_words._ON_ALL_ALIKE]
+    assert silent == [torchrun_module._ON_ALL_ALIKE]
     assert capfd.readouterr().err.startswith("error: rank 1: num_devices asks for 2 and torchrun")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from everyframe.cli.main import main
-from everyframe.engine import launch
+from everyframe.engine import launcher
 
 BAD = [
     # (words, what the line must hold)
@@ -73,7 +73,7 @@ def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     def never(*_: object) -> None:
         raise AssertionError("a worker was started")
 
-    monkeypatch.setattr(launch, "launched", never)
+    monkeypatch.setattr(launcher, "run_in_workers", never)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("EVERYFRAME_LOG", raising=False)
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from everyframe.checkpoints.places import cache_folder
+from everyframe.checkpoints.folder import cache_folder
 from everyframe.core.errors import InputError
-from everyframe.core.paths import check_path, home_folder, path_of
-from everyframe.media.given import check_video
+from everyframe.core.paths import check_path, expand_path, home_folder
+from everyframe.media.input_checks import check_video
 from everyframe.media.record import read_record
 from everyframe.runs.folder import runs_folder
 
@@ -29,9 +29,9 @@ def test_what_nothing_can_be_called(given: Any) -> None:
 
 
 def test_homes() -> None:
-    assert path_of("~/x", "model") == Path.home() / "x"
+    assert expand_path("~/x", "model") == Path.home() / "x"
     with pytest.raises(InputError, match="model '~nobody-is-called-so/x' is in the home folder of"):
-        path_of("~nobody-is-called-so/x", "model")
+        expand_path("~nobody-is-called-so/x", "model")
 
 
 def test_a_user_without_a_home_is_told_what_to_set(

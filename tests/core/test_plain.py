@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from everyframe.core.division import Division, RankPlan
-from everyframe.core.errors import DamagedError, NotPlainError
-from everyframe.core.plain import from_plain, to_plain
+from everyframe.core.errors import CorruptRunError, NotSerializableError
+from everyframe.core.parallel_plan import ParallelPlan, RankPlan
 from everyframe.core.request import Request
+from everyframe.core.serialization import from_jsonable, to_jsonable
 
 VALUES = [
     None,
@@ -21,20 +21,20 @@ VALUES = [
     {"$": 1, (1, 2): "a tuple for a key"},
     Path("a/b"),
     Fraction(24000, 1001),
-    Division((RankPlan("cuda:1", 0, 0.1),), (1,), done=(3,)),
+    ParallelPlan((RankPlan("cuda:1", 0, 0.1),), (1,), done=(3,)),
 ]
 
 
 @pytest.mark.parametrize("value", VALUES, ids=str)
 def test_what_is_ours_comes_back(value: Any) -> None:
-    again = from_plain(json.loads(json.dumps(to_plain(value))))
+    again = from_jsonable(json.loads(json.dumps(to_jsonable(value))))
     assert again == value
     assert type(again) is type(value)
 
 
 def test_a_request_comes_back_with_what_was_given_alone() -> None:
     request = Request(prompt="a circle", seed=7, source="a.png")
-    again = from_plain(json.loads(json.dumps(to_plain(request))))
+    again = from_jsonable(json.loads(json.dumps(to_jsonable(request))))
     assert again.given() == request.given()
 
 
@@ -47,20 +47,21 @@ def test_what_is_bulky_is_put_away_and_brought() -> None:
         away.append(value)
         return {"place": len(away) - 1}
 
-    plain = json.loads(json.dumps(to_plain([bytearray(b"x")], keep)))
-    assert from_plain(plain, lambda kept: away[kept["place"]]) == [bytearray(b"x")]
-    with pytest.raises(DamagedError, match="nothing that was put away"):
-        from_plain(plain)
+    plain = json.loads(json.dumps(to_jsonable([bytearray(b"x")], keep)))
+    assert from_jsonable(plain, lambda kept: away[kept["place"]]) == [bytearray(b"x")]
+    with pytest.raises(CorruptRunError, match="nothing that was put away"):
+        from_jsonable(plain)
 
 
 def test_what_is_somebody_elses_is_refused() -> None:
-    with pytest.raises(NotPlainError, match=r"bytearray can't be kept"):
-        to_plain([bytearray(b"x")])
+    with pytest.raises(NotSerializableError, match=r"bytearray can't be kept"):
+        to_jsonable([bytearray(b"x")])
 
 
 @pytest.mark.parametrize(
-    "name", ["os:system", "everyframe.core.plain:to_plain", "everyframe.api:Path", "everyframe:no"]
+    "name",
+    ["os:system", "everyframe.core.serialization:to_plain", "everyframe.api:Path", "everyframe:no"],
 )
 def test_only_our_own_data_is_made(name: str) -> None:
-    with pytest.raises(DamagedError):
-        from_plain({"$": "object", "class": name, "fields": {}})
+    with pytest.raises(CorruptRunError):
+        from_jsonable({"$": "object", "class": name, "fields": {}})

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from everyframe.doctor.probes import PROBES, arithmetic, call, extensions, layers, speed
+from everyframe.doctor.probes import PROBES, arithmetic, call, layers, system
 from everyframe.doctor.probes.collectives import among
 
 QUICK = [item for item in PROBES if item.name not in ("compile", "collectives")]
@@ -175,15 +175,15 @@ def test_upsampling_that_smooths(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_extension_that_does_not_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sageattention.py").write_text('raise ImportError("undefined symbol: _ZN3c10")')
     monkeypatch.syspath_prepend(tmp_path)
-    (text,) = extensions.extensions("cpu")["wrong"]
+    (text,) = system.extensions("cpu")["wrong"]
     assert text == "sageattention can't be imported: ImportError: undefined symbol: _ZN3c10"
     assert "sageattention" not in sys.modules
 
 
 def test_times_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = {torch.float32: 1.0, torch.bfloat16: 2.5}
-    monkeypatch.setattr(speed, "_product", lambda size, device, dtype: seconds[dtype])
-    assert speed.bf16("cpu")["measured"]["bf16_over_float32"] == 2.5
+    monkeypatch.setattr(system, "_product", lambda size, device, dtype: seconds[dtype])
+    assert system.bf16("cpu")["measured"]["bf16_over_float32"] == 2.5
 
 
 @pytest.mark.slow

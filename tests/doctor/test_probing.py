@@ -17,9 +17,9 @@ from everyframe.doctor import diagnose as diagnosing
 from everyframe.doctor.checks import LOOKS
 from everyframe.doctor.diagnose import diagnose
 from everyframe.doctor.probes import PROBES, Probe
-from everyframe.doctor.probing import devices_to_probe, probe
-from everyframe.hardware import machine
-from everyframe.hardware.isolated import Ended, run_isolated
+from everyframe.doctor.run_probes import devices_to_probe, probe
+from everyframe.hardware import facts
+from everyframe.hardware.isolation import ProcessResult, run_isolated
 from everyframe.hardware.known_issues import known_issues
 
 CPU = DeviceFacts("a processor", "cpu", None, 1 << 34, 1 << 34, has_fast_bf16=True)
@@ -55,7 +55,7 @@ def test_a_fault_is_trouble_with_its_name(name: str, seconds: float, text: str) 
 def test_a_broken_card_is_not_blamed_on_software(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither where torch is asked for devices, nor where a probe loses one."""
     said = "CUDA error: uncorrectable ECC error encountered"
-    monkeypatch.setattr(machine, "_as_plain", planted_faults.lose_a_card)
+    monkeypatch.setattr(facts, "_as_plain", planted_faults.lose_a_card)
     (check,) = diagnose(["devices"]).checks
     (finding,) = check.findings
     assert finding.says.endswith(f", cuda:0 was lost before it was used ({said})")
@@ -116,8 +116,8 @@ def test_the_doctor_goes_on_after_all_of_them(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_torch_that_kills_is_told_and_survived(monkeypatch: pytest.MonkeyPatch) -> None:
-    dead = Ended(signal="SIGSEGV", seconds=0.1)
-    monkeypatch.setattr(machine, "run_isolated", lambda *args, **kwargs: dead)
+    dead = ProcessResult(signal="SIGSEGV", seconds=0.1)
+    monkeypatch.setattr(facts, "run_isolated", lambda *args, **kwargs: dead)
     report = diagnose(["devices", "products"])
     (check,) = report.checks  # no probe is tried: it would end in the same way
     assert check.findings[0].says == "asking torch for its devices died of SIGSEGV"
@@ -152,21 +152,23 @@ def test_a_probe_that_passed_settles_an_issue_that_only_it_can(
 ) -> None:
     from dataclasses import replace
 
-    from everyframe.doctor.checks import Patient
+    from everyframe.doctor.checks import DoctorInput
     from everyframe.doctor.checks import known_issues as check_issues
     from everyframe.hardware.profiles import find_profile
 
     machine = find_profile("m1").machine()
-    patient = Patient(machine, None, frozenset())
+    patient = DoctorInput(machine, None, frozenset())
     assert check_issues(patient).mark == "note"
     assert check_issues(replace(patient, probed={"strides": True})).mark == "fine"
 
 
 def test_bf16_that_is_slower_than_facts_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    from everyframe.doctor import probing
+    from everyframe.doctor import run_probes
 
     value = {"wrong": [], "notes": [], "skipped": None, "measured": {"bf16_over_float32": 3.0}}
-    monkeypatch.setattr(probing, "run_isolated", lambda *args, **kwargs: Ended(value=value))
+    monkeypatch.setattr(
+        run_probes, "run_isolated", lambda *args, **kwargs: ProcessResult(value=value)
+    )
     item = next(item for item in PROBES if item.name == "bf16")
     assert probe(item, [CPU]).findings[0].says == (
         "cpu: bf16 takes 3.0 times as long as float32, although it should be quicker"

@@ -11,11 +11,10 @@ import pytest
 
 from everyframe.core.errors import InputError
 from everyframe.core.facts import DeviceFacts, MachineFacts, SoftwareFacts
-from everyframe.doctor import checks, tested, variables
-from everyframe.doctor.checks import Patient, devices, libraries, versions
+from everyframe.doctor import checks, reference_tables
+from everyframe.doctor.checks import DoctorInput, devices, libraries, versions
 from everyframe.doctor.diagnose import diagnose
-from everyframe.doctor.report import Check, Finding, Report, verdict_line, worst
-from everyframe.doctor.share import shareable
+from everyframe.doctor.report import Check, Finding, Report, shareable, verdict_line, worst
 from everyframe.hardware.known_issues import read_yaml
 
 CPU = DeviceFacts("AMD EPYC", "cpu", None, 1 << 34, 1 << 33)
@@ -24,9 +23,9 @@ H200 = DeviceFacts("NVIDIA H200", "cuda", 0, 1 << 37, 1 << 37, (9, 0))
 PROJECT = Path(__file__).parent.parent.parent / "pyproject.toml"
 
 
-def patient(*cards: DeviceFacts, **software: Any) -> Patient:
+def patient(*cards: DeviceFacts, **software: Any) -> DoctorInput:
     facts = SoftwareFacts(**{"system": "linux", "python": "3.11.9", **software})
-    return Patient(MachineFacts((*cards, CPU), 4, software=facts))
+    return DoctorInput(MachineFacts((*cards, CPU), 4, software=facts))
 
 
 def test_json_keeps_to_the_schema() -> None:
@@ -76,7 +75,7 @@ def test_what_is_shared_holds_nothing_private() -> None:
 
 def test_the_minimum_is_that_of_the_project() -> None:
     text = PROJECT.read_text()
-    for name, least in tested.table().minimum.items():
+    for name, least in reference_tables.table().minimum.items():
         pattern = rf'requires-python = ">={least}"' if name == "python" else rf'"{name}>={least}"'
         assert re.search(pattern, text), f"{name} {least} is not what pyproject.toml says"
 
@@ -92,43 +91,48 @@ def test_the_minimum_is_that_of_the_project() -> None:
         (patient(H200, libraries={"cublas": "12.1.3"}), "untested"),  # not the card of the report
     ],
 )
-def test_the_answer_of_the_table(judged: Patient, answer: str) -> None:
-    told = tested.look_up(judged.machine, judged.machine.devices[0], tested.table().rows)
+def test_the_answer_of_the_table(judged: DoctorInput, answer: str) -> None:
+    told = reference_tables.look_up(
+        judged.machine, judged.machine.devices[0], reference_tables.table().rows
+    )
     assert told.answer == answer
 
 
 def test_the_row_to_contribute_makes_it_tested() -> None:
     judged = patient(CARD, driver="550.1", cuda="12.6", libraries={"cublas": "12.5.2.13"})
-    told = tested.look_up(judged.machine, CARD, tested.table().rows)
-    line = tested.as_line(told.own)
+    told = reference_tables.look_up(judged.machine, CARD, reference_tables.table().rows)
+    line = reference_tables.as_line(told.own)
     (row,) = read_yaml(line)
-    again = tested.look_up(judged.machine, CARD, (tested.Row(**row),))
+    again = reference_tables.look_up(judged.machine, CARD, (reference_tables.TestedRow(**row),))
     assert again.answer == "tested"
     other = patient(CARD, driver="550.1", cuda="12.6", libraries={"cublas": "12.6.4.1"})
-    assert tested.look_up(other.machine, CARD, (tested.Row(**row),)).answer == "untested"
+    assert (
+        reference_tables.look_up(other.machine, CARD, (reference_tables.TestedRow(**row),)).answer
+        == "untested"
+    )
     (finding,) = checks.tested_versions(judged).findings
     assert finding.mend[0].command == line
     assert "12.4.5.8" in finding.says  # what others found
 
 
 def test_every_variable_of_the_table_means_something() -> None:
-    names = [name for entry in variables.table() for name in entry.names]
+    names = [name for entry in reference_tables.variables_table() for name in entry.names]
     assert len(names) == len(set(names))
     for name in ("ONEFLOW_MLIR_CSE", "ONEFLOW_NEVER_HEARD_OF", "NEXFORT_NEW", "NEXFORT_DEBUG"):
-        entry = variables.meaning(name)
+        entry = reference_tables.meaning(name)
         assert entry is not None
         assert entry.here
-    assert variables.meaning("EDITOR") is None
+    assert reference_tables.meaning("EDITOR") is None
 
 
 def test_variables_are_reported_by_value() -> None:
-    found = list(variables.findings({"NVIDIA_TF32_OVERRIDE": "1"}, 4))
+    found = list(reference_tables.findings({"NVIDIA_TF32_OVERRIDE": "1"}, 4))
     assert [finding.mark for finding in found] == ["trouble"]
     assert found[0].mend[0].command == "unset NVIDIA_TF32_OVERRIDE"
-    assert list(variables.findings({"NVIDIA_TF32_OVERRIDE": "0"}, 4)) == []
-    (threads,) = variables.findings({"OMP_NUM_THREADS": "1"}, 4)
+    assert list(reference_tables.findings({"NVIDIA_TF32_OVERRIDE": "0"}, 4)) == []
+    (threads,) = reference_tables.findings({"OMP_NUM_THREADS": "1"}, 4)
     assert threads.mark == "note"
-    assert list(variables.findings({"OMP_NUM_THREADS": "4"}, 4)) == []
+    assert list(reference_tables.findings({"OMP_NUM_THREADS": "4"}, 4)) == []
 
 
 def test_a_card_that_torch_does_not_see() -> None:

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 from everyframe.core.facts import DeviceFacts, MachineFacts
-from everyframe.doctor import smoke as smoking
-from everyframe.doctor.checks import Patient
+from everyframe.doctor import smoke_test as smoking
+from everyframe.doctor.checks import DoctorInput
 from everyframe.doctor.diagnose import diagnose
-from everyframe.hardware.isolated import Ended
+from everyframe.fast_paths.registry import CATALOGUE
+from everyframe.hardware.isolation import ProcessResult
 from everyframe.media.video import Video
-from everyframe.optimize.catalogue import CATALOGUE
 
 CPU = DeviceFacts("a processor", "cpu", None, 1 << 34, 1 << 34)
 CARD = DeviceFacts("a card", "cuda", 0, 1 << 34, 1 << 34, (9, 0), has_fast_bf16=True)
-ON_CARD = Patient(MachineFacts((CARD, CPU), 4))
+ON_CARD = DoctorInput(MachineFacts((CARD, CPU), 4))
 FRAMES = np.full((3, 8, 8, 3), 100, np.uint8)
 
 
@@ -28,10 +28,14 @@ def plant(monkeypatch: pytest.MonkeyPatch, **answers: Any) -> list[tuple[str, st
 
     def run(
         function: object, device: str, dtype: str, path: str | None, *, seconds: float
-    ) -> Ended:
+    ) -> ProcessResult:
         asked.append((device, path or dtype))
         answer = FRAMES if device == "cpu" else answers.get(path or dtype, FRAMES)
-        return answer if isinstance(answer, Ended) else Ended(answer.tolist(), seconds=10.0)
+        return (
+            answer
+            if isinstance(answer, ProcessResult)
+            else ProcessResult(answer.tolist(), seconds=10.0)
+        )
 
     monkeypatch.setattr(smoking, "run_isolated", run)
     return asked
@@ -62,8 +66,8 @@ def one_bad_frame() -> np.ndarray[Any, Any]:
     [
         (one_bad_frame(), "is off by 100.0 of 255 in a frame"),
         (FRAMES[:2], "is off by inf"),
-        (Ended(signal="SIGFPE", seconds=1.0), "died of SIGFPE"),
-        (Ended(error="NumericsError: not finite", seconds=1.0), "not finite"),
+        (ProcessResult(signal="SIGFPE", seconds=1.0), "died of SIGFPE"),
+        (ProcessResult(error="NumericsError: not finite", seconds=1.0), "not finite"),
     ],
 )
 def test_what_is_wrong_is_told_by_precision(
@@ -85,7 +89,7 @@ def test_a_path_that_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_on_a_processor_every_path_has_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = plant(monkeypatch)
-    smoking.smoke(Patient(MachineFacts((CPU,), 4)))
+    smoking.smoke(DoctorInput(MachineFacts((CPU,), 4)))
     paths = ["attention-flash", "linear-gelu", "kept-embeddings"]
     assert asked == [("cpu", way) for way in ("float32", "bfloat16", *paths)]
 
@@ -110,7 +114,7 @@ def test_the_path_that_has_its_turn_is_the_one_that_runs(monkeypatch: pytest.Mon
 def test_two_minutes_are_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     flash = CATALOGUE["attention-flash"]
     monkeypatch.setattr(smoking, "for_device", lambda device: (flash,))
-    plant(monkeypatch, float32=Ended(FRAMES.tolist(), seconds=102.0))
+    plant(monkeypatch, float32=ProcessResult(FRAMES.tolist(), seconds=102.0))
     check = smoking.smoke(ON_CARD)
     assert check.mark == "note"
     assert [finding.says.split(":")[0] for finding in check.findings] == [
@@ -121,13 +125,13 @@ def test_two_minutes_are_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_hangs_is_told_from_what_had_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(smoking, "for_device", lambda device: ())
-    plant(monkeypatch, float32=Ended(timed_out=True, seconds=105.0))
+    plant(monkeypatch, float32=ProcessResult(timed_out=True, seconds=105.0))
     check = smoking.smoke(ON_CARD)
     assert check.findings[0].mark == "trouble"
     assert "did not end within 105 s" in check.findings[0].says
     # The reference takes 10 s; here 15 are left when it is the turn of float16.
-    plant(monkeypatch, bfloat16=Ended(FRAMES.tolist(), seconds=80.0),
-          float16=Ended(timed_out=True, seconds=15.0))  # fmt: skip
+    plant(monkeypatch, bfloat16=ProcessResult(FRAMES.tolist(), seconds=80.0),
+          float16=ProcessResult(timed_out=True, seconds=15.0))  # fmt: skip
     check = smoking.smoke(ON_CARD)
     assert check.mark == "note"
     assert "float16 did not end within 15 s, which were left" in check.findings[0].says

@@ -21,7 +21,7 @@ import everyframe
 import tiny_pipelines
 from everyframe.core.errors import EveryframeWarning, InputError
 from everyframe.core.events import Event, Step
-from everyframe.families.pipeline.digests import digest_call, digest_pipeline
+from everyframe.diffusers_pipelines.digests import digest_call, digest_pipeline
 from everyframe.runs.folder import RunFolder, all_runs, new_run
 
 ASKED: dict[str, Any] = {

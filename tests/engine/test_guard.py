@@ -24,11 +24,11 @@ import tiny_step
 import tiny_svd
 from everyframe.cli.main import main
 from everyframe.core.errors import NumericsError
-from everyframe.core.events import Event, Frames, Note, Repaired, VideoDone
+from everyframe.core.events import Event, FramesDecoded, Note, Repaired, VideoDone
 from everyframe.core.request import Request
 from everyframe.engine import run
-from everyframe.families.family import Take
-from everyframe.runs.keeper import Keep, Keeper, Progress
+from everyframe.runs.run_state import RunState, RunStateWriter, SaveOptions
+from everyframe.runtime.interface import VideoState
 
 HALF: dict[str, Any] = {"dtype": "float16", "force": True, "device": "cpu"}
 
@@ -213,7 +213,7 @@ def test_overflow_anywhere_is_repaired(
         assert [name.removeprefix("text_model.") for name in names] == [module]
     assert {event.cause for event in repairs} == {"range"}
     for event in events:
-        if isinstance(event, Frames):
+        if isinstance(event, FramesDecoded):
             assert np.isfinite(event.frames).all()
     done = events[-1]
     assert isinstance(done, VideoDone)
@@ -285,8 +285,8 @@ def test_frames_that_are_not_finite_pass_no_gate() -> None:
         def num_steps(self, num_takes: int) -> int:
             return 0
 
-        def run(self, takes: Sequence[Take]) -> Iterator[Event]:
-            yield Frames(takes[0].seed, 1, bad)
+        def run(self, takes: Sequence[VideoState]) -> Iterator[Event]:
+            yield FramesDecoded(takes[0].seed, 1, bad)
 
     class Model:
         def stages(self, plan: Any, clip: int) -> list[Any]:
@@ -298,7 +298,7 @@ def test_frames_that_are_not_finite_pass_no_gate() -> None:
         teams=SimpleNamespace(team=SimpleNamespace(is_lead=False)),
         stages=lambda model, clip: model.stages(plan, clip),
     )
-    keeper, progress = Keeper(None, Keep(None)), Progress(takes=[Take(0)])
+    keeper, progress = RunStateWriter(None, SaveOptions(None)), RunState(takes=[VideoState(0)])
     events = run._run(here, Model(), {}, keeper, progress)  # type: ignore[arg-type]
     with pytest.raises(NumericsError, match="nothing was written"):
         list(events)

@@ -21,21 +21,15 @@ import everyframe
 import tiny_pipelines
 from engine.test_out_of_memory import no_room
 from engine.test_resuming import OPEN_SORA, PICTURE, begun, broken_off, same, videos
-from everyframe.core.errors import (
-    BusyError,
-    CannotRunError,
-    InputError,
-    MediaError,
-)
-from everyframe.core.events import Event, Kept, Note, Step, VideoDone
-from everyframe.core.plan import Remedy
-from everyframe.engine import resuming
+from everyframe.core.errors import CannotRunError, InputError, MediaError, RunLockedError
+from everyframe.core.events import Event, Note, RunSaved, Step, VideoDone
+from everyframe.core.plan import Repair
+from everyframe.engine import resume
 from everyframe.families.opensora import stdit3
 from everyframe.hardware.facts import machine_facts
-from everyframe.runs import files
-from everyframe.runs.answers import KeptAnswers
-from everyframe.runs.folder import RunFolder, all_runs, find_run, new_run
-from everyframe.runs.listing import list_runs
+from everyframe.runs import atomic_write
+from everyframe.runs.folder import RunFolder, all_runs, find_run, list_runs, new_run
+from everyframe.runs.replay_log import FileReplayLog
 from frames import steps
 
 PIPELINE: dict[str, Any] = {
@@ -49,7 +43,7 @@ def cut(model: str, root: Path, **options: Any) -> RunFolder:
     stream = begun(root, model=model, **{**OPEN_SORA, **options})
     folder = None
     for event in stream:
-        folder = RunFolder(Path(event.path)) if isinstance(event, Kept) else folder
+        folder = RunFolder(Path(event.path)) if isinstance(event, RunSaved) else folder
         if isinstance(event, Step) and (event.stage, event.step) == ("denoise", 2):
             break
     stream.close()  # type: ignore[attr-defined]
@@ -76,7 +70,7 @@ def test_a_foreign_pipeline_goes_on_by_replay(tmp_path: Path) -> None:
         folder = broken_off(begun(root, **options), third + 1)
         num_kept = len(list(folder.answers.glob("*/*.safetensors")))
         calls.clear()
-        again = list(resuming.go_on(folder))
+        again = list(resume.resume_run(folder))
     finally:
         hook.remove()
     same(unbroken, again)
@@ -88,8 +82,8 @@ def test_a_foreign_pipeline_goes_on_by_replay(tmp_path: Path) -> None:
 
 def test_an_answer_that_is_damaged_is_computed_again(tmp_path: Path) -> None:
     told: list[str] = []
-    answers = KeptAnswers(tmp_path / "3", told.append)
-    remedy = Remedy("unet", "conv", "float32", "float16")
+    answers = FileReplayLog(tmp_path / "3", told.append)
+    remedy = Repair("unet", "conv", "float32", "float16")
     laid_out = torch.zeros(1, 2).t().expand(2, 3)
     given = (
         torch.arange(4.0),
@@ -99,7 +93,7 @@ def test_an_answer_that_is_damaged_is_computed_again(tmp_path: Path) -> None:
     for number, answer in enumerate(given):
         assert answers.next(f"call {number}") is None
         answers.keep(answer, (remedy,) if number else ())
-    again = KeptAnswers(tmp_path / "3", told.append)
+    again = FileReplayLog(tmp_path / "3", told.append)
     assert again.remedies() == (remedy,)
     assert torch.equal(again.next("call 0"), given[0])
     assert torch.equal(again.next("call 1")[0], given[1][0])
@@ -108,7 +102,7 @@ def test_an_answer_that_is_damaged_is_computed_again(tmp_path: Path) -> None:
     assert output.sample.stride() == laid_out.stride()
     paths = sorted((tmp_path / "3").iterdir())
     paths[1].write_bytes(paths[1].read_bytes()[:-1])
-    again = KeptAnswers(tmp_path / "3", told.append)
+    again = FileReplayLog(tmp_path / "3", told.append)
     assert again.next("call 0") is not None
     assert again.next("call 1") is None
     assert [path.name for path in (tmp_path / "3").iterdir()] == [paths[0].name]
@@ -121,17 +115,17 @@ def test_an_answer_that_is_damaged_is_computed_again(tmp_path: Path) -> None:
 
 def test_an_answer_is_served_to_the_same_call_alone(tmp_path: Path) -> None:
     told: list[str] = []
-    answers = KeptAnswers(tmp_path / "3", told.append)
+    answers = FileReplayLog(tmp_path / "3", told.append)
     for number in range(3):
         assert answers.next(f"call {number}") is None
         answers.keep((torch.full((2,), float(number)),), ())
-    again = KeptAnswers(tmp_path / "3", told.append)
+    again = FileReplayLog(tmp_path / "3", told.append)
     assert again.next("call 0")[0].tolist() == [0, 0]
     assert told == []
     assert again.next("another") is None
     assert "its call was given something else" in told[0]
     again.keep((torch.full((2,), 7.0),), ())
-    later = KeptAnswers(tmp_path / "3", told.append)
+    later = FileReplayLog(tmp_path / "3", told.append)
     assert later.next("call 0")[0].tolist() == [0, 0]
     assert later.next("another")[0].tolist() == [7, 7]
     assert later.next("call 2") is None, "what came after another call is gone"
@@ -139,12 +133,12 @@ def test_an_answer_is_served_to_the_same_call_alone(tmp_path: Path) -> None:
 
 def test_answers_that_come_late_belong_to_their_calls(tmp_path: Path) -> None:
     """Ranks that share out calls by branches have the answers to several at once."""
-    answers = KeptAnswers(tmp_path / "3", pytest.fail)
+    answers = FileReplayLog(tmp_path / "3", pytest.fail)
     assert answers.next("one") is None
     assert answers.next("two") is None
     answers.keep((torch.ones(1),), ())
     answers.keep((torch.zeros(1),), ())
-    again = KeptAnswers(tmp_path / "3", pytest.fail)
+    again = FileReplayLog(tmp_path / "3", pytest.fail)
     assert again.next("one")[0].item() == 1
     assert again.next("two")[0].item() == 0
 
@@ -160,7 +154,7 @@ def test_a_disk_that_is_full_is_told_once_and_the_state_stays_good(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real(descriptor)
 
-    monkeypatch.setattr(files.os, "fsync", full)
+    monkeypatch.setattr(atomic_write.os, "fsync", full)
     events: list[Event] = []
     stream = begun(tmp_path, model=model, **OPEN_SORA)
     for event in stream:
@@ -177,7 +171,7 @@ def test_a_disk_that_is_full_is_told_once_and_the_state_stays_good(
     told = [e.text for e in events if isinstance(e, Note) and "No space left" in e.text]
     assert len(told) == 1
     assert "it goes on" in told[0]
-    again = list(resuming.go_on(RunFolder(copy)))
+    again = list(resume.resume_run(RunFolder(copy)))
     same(whole, again)
     assert steps(again) == [2, 3]
 
@@ -208,7 +202,7 @@ def test_a_place_that_is_full_leaves_a_good_state(
 
 def test_what_was_cut_of_a_prompt_stays_in_the_record(model: str, tmp_path: Path) -> None:
     folder = cut(model, tmp_path, prompt="a red circle " * 20, truncate_prompt=True)
-    done = list(resuming.go_on(folder))[-1]
+    done = list(resume.resume_run(folder))[-1]
     assert isinstance(done, VideoDone)
     (warning,) = done.record["notes"]
     assert "its end is cut: 'circle" in warning
@@ -221,7 +215,7 @@ def test_what_was_done_for_memory_is_done_again(model: str, tmp_path: Path) -> N
     with no_room("STDiT3", above=1, after=1):
         folder = cut(model, tmp_path)
     with no_room("STDiT3", above=9) as calls:
-        again = list(resuming.go_on(folder))
+        again = list(resume.resume_run(folder))
     assert calls == [1, 1], "as before, though there is room again"
     np.testing.assert_array_equal(videos(again)[3], videos(unbroken)[3])
 
@@ -234,7 +228,7 @@ def test_a_state_that_is_damaged_costs_time_and_nothing_else(
     path = folder.path / what
     path = next(path.iterdir()) if path.is_dir() else path
     path.write_bytes(path.read_bytes()[:-9])
-    again = list(resuming.go_on(folder))
+    again = list(resume.resume_run(folder))
     same(whole, again)
     assert any(isinstance(e, Note) and "begins" in e.text and path.name in e.text for e in again)
     assert steps(again) == [1, 2, 3]
@@ -246,16 +240,16 @@ def test_what_was_changed_since_is_refused(model: str, tmp_path: Path) -> None:
     folder = cut(model, root, image=str(picture), edit_strength=0.5)
     Image.fromarray(PICTURE[::-1]).save(picture)
     with pytest.raises(InputError, match=r"image is not what .* was begun with"):
-        list(resuming.go_on(folder))
+        list(resume.resume_run(folder))
     Image.fromarray(PICTURE).save(picture)
     written = folder.run()
     name = json.dumps(machine_facts("cpu").cpu.name)
     folder.write_run(json.loads(json.dumps(written).replace(name, '"Another CPU"')))
     with pytest.raises(CannotRunError, match="Another CPU"):
-        list(resuming.go_on(folder))
+        list(resume.resume_run(folder))
     lock = folder.locked()
-    with pytest.raises(BusyError, match="another process"):
-        list(resuming.go_on(folder))
+    with pytest.raises(RunLockedError, match="another process"):
+        list(resume.resume_run(folder))
     with pytest.raises(InputError, match="nothing to go on with"):
         find_run(None, root)
     lock.release()
@@ -269,15 +263,15 @@ def test_a_long_text_is_no_file_that_lies_elsewhere(
 ) -> None:
     """No file's name is as long as the negative prompts that are published with models."""
     monkeypatch.chdir(tmp_path)
-    run = resuming.read_run(cut(model, tmp_path))
+    run = resume.load_run(cut(model, tmp_path))
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     long = run.request.model_copy(update={"negative_prompt": "ugly, blurred, " * 40})
-    resuming._check_place(replace(run, request=long))
+    resume._check_place(replace(run, request=long))
     (run.place / "fox.png").touch()
     other = run.request.model_copy(update={"image": "fox.png"})
     with pytest.raises(InputError, match=r"where its image 'fox.png' lies; go there first"):
-        resuming._check_place(replace(run, request=other))
+        resume._check_place(replace(run, request=other))
 
 
 def test_runs_of_one_second_are_in_the_order_in_which_they_were_begun(tmp_path: Path) -> None:

@@ -23,15 +23,14 @@ from dying_device import ADVICE, Device, dying_device
 from engine.test_resuming import OPEN_SORA, begun, same
 from everyframe.core.errors import CannotRunError, DeviceLostError, WorkerDiedError
 from everyframe.core.events import Event, Step
-from everyframe.engine import launch, resuming, run
-from everyframe.engine.launch import launched
-from everyframe.engine.process import Job
-from everyframe.engine.wire import send
-from everyframe.families.guarding import Guard
+from everyframe.engine import launcher, resume, run
+from everyframe.engine.launcher import run_in_workers
+from everyframe.engine.worker_process import WorkerJob, send
 from everyframe.families.opensora import stdit3, vae
 from everyframe.runs.folder import all_runs
-from everyframe.runs.keeper import EVERY_STEP, Keep
-from everyframe.runs.store import Store
+from everyframe.runs.run_state import EVERY_STEP, SaveOptions
+from everyframe.runs.tensor_store import TensorStore
+from everyframe.runtime.guard import Guard
 from frames import steps
 from guarded_nets import Net, halved, inputs, plan, scaled
 
@@ -59,7 +58,7 @@ def broken(root: Path, model: str, owner: type, name: str, stage: str, after: in
     ("owner", "name", "after", "where", "left"),
     [
         pytest.param(stdit3.STDiT3, "forward", 2, "after step 2 of denoise", [3], id="denoiser"),
-        pytest.param(Store, "keep", 1, "after step 1 of denoise", [2, 3], id="state"),
+        pytest.param(TensorStore, "keep", 1, "after step 1 of denoise", [2, 3], id="state"),
         pytest.param(vae.VideoVAE, "decode_piece", 3, "in decode", [], id="decoder"),
     ],
 )
@@ -75,7 +74,7 @@ def test_the_state_stays_good(
     )
     assert "nvidia-smi -q -d ECC" in text
     assert text.endswith(f"everyframe resume {folder.name}")
-    again = list(resuming.go_on(folder))
+    again = list(resume.resume_run(folder))
     same(whole, again)
     assert steps(again) == left
     assert not list(all_runs(tmp_path))
@@ -102,7 +101,7 @@ def test_a_pipeline_s_own_call_hides_nothing(tmp_path: Path) -> None:
         hook = nn.modules.module.register_module_forward_pre_hook(dies)
         try:
             with pytest.raises(DeviceLostError, match=r"ECC .*everyframe resume"):
-                list(run.stream(request, keep=Keep(tmp_path / "runs", pace=EVERY_STEP)))
+                list(run.stream(request, keep=SaveOptions(tmp_path / "runs", pace=EVERY_STEP)))
         finally:
             hook.remove()
     assert len(list(all_runs(tmp_path / "runs"))) == 1
@@ -149,9 +148,9 @@ def launching(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ca
         if rank is not None:
             monkeypatch.setenv("PLANTED_RANK", str(rank))
         request = everyframe.Request(model=model, **OPEN_SORA, **options)
-        job = Job(request, root=tmp_path, pace=(EVERY_STEP.pause, EVERY_STEP.share))
+        job = WorkerJob(request, root=tmp_path, pace=(EVERY_STEP.pause, EVERY_STEP.share))
         with pytest.raises(WorkerDiedError) as died:
-            list(launched(job.of_ranks(request.num_ranks)))
+            list(run_in_workers(job.of_ranks(request.num_ranks)))
         (kept,) = all_runs(tmp_path)
         assert str(died.value).count(f"everyframe resume {kept.name}") == 1
         return str(died.value)
@@ -164,7 +163,7 @@ def test_in_a_worker(launching: Callable[..., str], whole: list[Event], tmp_path
     text = launching("lost:STDiT3:3")
     assert "was lost after step 2 of denoise (CUDA error: uncorrectable ECC error" in text
     (kept,) = all_runs(tmp_path)
-    again = list(resuming.go_on(kept))
+    again = list(resume.resume_run(kept))
     same(whole, again)
     assert steps(again) == [3]
 
@@ -196,4 +195,4 @@ def test_the_rank_whose_device_was_lost_has_the_word() -> None:
         send(each, "error", {"class": name, "text": f"{name} of a rank"})
         each.close()
     with pytest.raises(DeviceLostError, match="DeviceLostError of a rank"):
-        list(launch._events(workers))
+        list(launcher._events(workers))

@@ -26,13 +26,13 @@ import tiny_inpaint
 import tiny_step
 import tiny_svd
 from everyframe.core.events import StageStarted
-from everyframe.families import loading
+from everyframe.families.opensora.components import build_model
 from everyframe.families.opensora.config import STDiT3Config
-from everyframe.families.opensora.model import build_model
 from everyframe.families.opensora.text import build_encoder
 from everyframe.families.opensora.vae import VideoVAE
 from everyframe.families.opensora.vae_config import VideoVAEConfig
-from everyframe.hardware.isolated import run_isolated
+from everyframe.hardware.isolation import run_isolated
+from everyframe.runtime import loading
 
 WIDTH = 1376
 VOCABULARY = 5_200_000

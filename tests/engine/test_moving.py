@@ -15,16 +15,16 @@ import pytest
 
 import tiny
 from broken_off import begun, check_close, copied, gone_on, told, videos
-from everyframe.core.errors import CannotRunError, InputError, Scarcity
+from everyframe.core.errors import CannotRunError, InputError, OutOfMemoryInfo
 from everyframe.core.events import Step
 from everyframe.core.request import Request
-from everyframe.engine import moving
-from everyframe.engine.resuming import go_on, read_run
+from everyframe.engine import replan
+from everyframe.engine.resume import load_run, resume_run
 from everyframe.engine.run import stream
 from everyframe.media.pixels import to_uint8
-from everyframe.parallel.team import Team
+from everyframe.parallel.communicator import Communicator
 from everyframe.runs.folder import RunFolder, all_runs
-from everyframe.runs.keeper import EVERY_STEP, Keep, furthest
+from everyframe.runs.run_state import EVERY_STEP, SaveOptions, furthest
 from ranks import Group, group_of
 
 #: Two pieces to decode, and latents (6, 3, 5) that the patch of 2 does not divide.
@@ -83,7 +83,7 @@ def test_on_another_number_of_ranks_only_rounding_differs(
     assert said.startswith(
         "begun on 2 devices, goes on on 3 devices: what is summed in another ord"
     )
-    plan = read_run(RunFolder(place)).plan
+    plan = load_run(RunFolder(place)).plan
     assert plan.division is not None
     assert len(plan.division.ranks) == 3, "broken off again, it goes on as it was now"
 
@@ -93,14 +93,14 @@ def test_with_too_little_memory_all_ranks_go_on_in_less(
 ) -> None:
     """And so does whoever goes on after them; `test_relieving.py` has a launcher start them."""
     path, whole = shared
-    short = Scarcity("denoise", 3, ("denoiser",), "step 3 of denoise", "no memory", rank=1)
+    short = OutOfMemoryInfo("denoise", 3, ("denoiser",), "step 3 of denoise", "no memory", rank=1)
     place, again = copied(path, tmp_path), copied(path, tmp_path / "again")
     found = ranks.run(2, gone_on, place, None, (), short)
     check_close(videos(found), whole)
     assert [each["steps"] for each in found] == [[(5, 3)]] * 2
     (done,) = found[0]["repairs"]
     assert "the two branches of guidance are computed one after the other" in done
-    kept = read_run(RunFolder(place))
+    kept = load_run(RunFolder(place))
     assert kept.plan.settings.saving("branches_at_once", 2) == 1
     # Broken off before another state was written.
     (again / "run.json").write_bytes((place / "run.json").read_bytes())
@@ -115,14 +115,14 @@ def test_with_too_little_memory_all_ranks_go_on_in_less(
 @pytest.mark.slow
 def test_on_one_device(shared: tuple[Path, dict[int, Any]], tmp_path: Path) -> None:
     path, whole = shared
-    events = go_on(RunFolder(copied(path, tmp_path)), ranks={"num_devices": 1}, cleans=False)
+    events = resume_run(RunFolder(copied(path, tmp_path)), ranks={"num_devices": 1}, cleans=False)
     check_close(told(list(events), speaks=True)["frames"], whole)
 
 
 @pytest.mark.slow
 def test_begun_on_one_device(ranks: Group, model: str, tmp_path: Path) -> None:
-    whole = told(list(stream(Request(model=model, **OPTIONS), keep=Keep(None))), speaks=True)
-    events = stream(Request(model=model, **OPTIONS), keep=Keep(tmp_path, pace=EVERY_STEP))
+    whole = told(list(stream(Request(model=model, **OPTIONS), keep=SaveOptions(None))), speaks=True)
+    events = stream(Request(model=model, **OPTIONS), keep=SaveOptions(tmp_path, pace=EVERY_STEP))
     for event in events:
         if isinstance(event, Step) and event.stage == "denoise" and event.step == 2:
             break
@@ -162,25 +162,25 @@ def test_under_torchrun_rank_0_has_all_videos(ranks: Group, model: str, tmp_path
         np.testing.assert_array_equal(to_uint8(found[0]["frames"][seed]), to_uint8(frames))
 
 
-def begun_as_by_torchrun(team: Team, root: Path, options: dict[str, Any]) -> dict[str, Any]:
+def begun_as_by_torchrun(team: Communicator, root: Path, options: dict[str, Any]) -> dict[str, Any]:
     return begun(team, root, options, 0, local=(team.rank, team.size))
 
 
 def test_what_can_not_be_moved(shared: tuple[Path, dict[int, Any]], tmp_path: Path) -> None:
-    run = read_run(RunFolder(shared[0]))
-    alone = moving.asked_anew(run.request, {"num_devices": 1})
+    run = load_run(RunFolder(shared[0]))
+    alone = replan.with_devices(run.request, {"num_devices": 1})
     assert alone.num_devices == 1
     assert alone.given().keys() == run.request.given().keys()
     elsewhere = replace(run.plan, device=replace(run.plan.device, name="another"))
     with pytest.raises(CannotRunError, match=r"was on cpu \(another\), and would go on on cpu"):
-        moving.divided_anew(elsewhere, alone, None, ())
+        replan.replan_for_devices(elsewhere, alone, None, ())
     parts = [
         replace(part, precision=replace(part.precision, compute="bfloat16"))
         for part in run.plan.components
     ]
     with pytest.raises(CannotRunError, match=r"would go on in float32 there, and was begun in bfl"):
-        moving.divided_anew(replace(run.plan, components=tuple(parts)), alone, None, ())
+        replan.replan_for_devices(replace(run.plan, components=tuple(parts)), alone, None, ())
     with pytest.raises(InputError, match="shares must be 2 numbers"):
-        moving.divided_anew(
-            run.plan, moving.asked_anew(run.request, {"num_devices": 2, "shares": "1"}), None, ()
+        replan.replan_for_devices(
+            run.plan, replan.with_devices(run.request, {"num_devices": 2, "shares": "1"}), None, ()
         )

@@ -20,11 +20,11 @@ from safetensors.torch import load_file, save_file
 import everyframe
 import tiny_families
 import tiny_svd
-from everyframe.core.events import Event, Frames, Kept, Repaired, Step
+from everyframe.core.events import Event, FramesDecoded, Repaired, RunSaved, Step
 from everyframe.core.request import Request
-from everyframe.engine import resuming, run, tracing
+from everyframe.engine import resume, run, tracing
 from everyframe.runs.folder import RunFolder
-from everyframe.runs.keeper import EVERY_STEP, Keep
+from everyframe.runs.run_state import EVERY_STEP, SaveOptions
 
 pytestmark = [
     pytest.mark.gpu,
@@ -164,7 +164,7 @@ def events_of(folder: Path, name: str, **more: Any) -> list[Event]:
 
 
 def joined(events: list[Event]) -> Frames_:
-    return np.concatenate([event.frames for event in events if isinstance(event, Frames)])
+    return np.concatenate([event.frames for event in events if isinstance(event, FramesDecoded)])
 
 
 @pytest.mark.parametrize(
@@ -224,14 +224,14 @@ def test_too_little_memory_is_done_in_less(tmp_path: Path) -> None:
 def test_a_run_that_is_broken_off_gives_the_same_bits(name: str, tmp_path: Path) -> None:
     asked = tiny_families.asked(name, device="cuda", num_inference_steps=3)
     request = Request(model=str(tiny_families.made(name, tmp_path)), **asked)
-    keep = Keep(tmp_path / "runs", pace=EVERY_STEP)
+    keep = SaveOptions(tmp_path / "runs", pace=EVERY_STEP)
     whole = list(run.stream(request, keep=keep))
     steps = [place for place, event in enumerate(whole) if isinstance(event, Step)]
     events = run.stream(request, keep=keep)
     begun = list(itertools.islice(events, steps[1] + 1))
     events.close()  # type: ignore[attr-defined]
-    (kept,) = [event for event in begun if isinstance(event, Kept)]
-    again = list(resuming.go_on(RunFolder(Path(kept.path))))
+    (kept,) = [event for event in begun if isinstance(event, RunSaved)]
+    again = list(resume.resume_run(RunFolder(Path(kept.path))))
     assert np.array_equal(joined(again), joined(whole))
 
 
@@ -249,9 +249,9 @@ def test_a_trace_of_a_card_differs_from_the_cpus_by_rounding_alone(
 
 def test_modules_on_a_card_are_traced_inside_of_a_run(tmp_path: Path) -> None:
     """What a trace says of float32 there asks torch for switches that a run has set."""
-    from everyframe.precision.full import full_float32
+    from everyframe.precision.strict_float32 import strict_float32
 
     net = torch.nn.Linear(4, 4).cuda()
-    with full_float32(), everyframe.trace(net, tmp_path / "a.trace"):
+    with strict_float32(), everyframe.trace(net, tmp_path / "a.trace"):
         net(torch.zeros(1, 4, device="cuda"))
     assert (tmp_path / "a.trace").exists()

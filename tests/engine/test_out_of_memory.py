@@ -28,12 +28,12 @@ from everyframe.core.events import Event, Repaired, VideoDone
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import ComponentPlan, Plan, Precision, Settings
 from everyframe.core.request import Request
-from everyframe.engine.record import differences
-from everyframe.families import tiles
-from everyframe.families.family import GivenFrames, Saving
-from everyframe.families.guarding import Guard
-from everyframe.families.reliefs import Reliefs
+from everyframe.engine.provenance import differences
 from everyframe.planning.resolve import prepare
+from everyframe.runtime import tiling
+from everyframe.runtime.guard import Guard
+from everyframe.runtime.interface import ConditioningFrames, MemorySaving
+from everyframe.runtime.oom_fallback import MemoryFallbacks
 from frames import frames_of
 from guarded_nets import Net, inputs, plan
 from planned import frames_of as planned_frames
@@ -172,7 +172,7 @@ def test_encoding_goes_on_in_tiles(
     family: str, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After what is exact, of which there is none for one picture in one call."""
-    monkeypatch.setattr(tiles, "SIDES", (3,))
+    monkeypatch.setattr(tiling, "SIDES", (3,))
     more = {"image": PICTURE, "num_frames": 17} if family == "opensora" else {}
     with no_room_for_width("Encoder", above=24):
         events = events_of(folders(family), family, **more)
@@ -182,7 +182,7 @@ def test_encoding_goes_on_in_tiles(
     assert repairs[-1].to.startswith("given frames are encoded in 4 tiles")
     request = Request(model=str(folders(family)), **asked_of(family, **more))
     prepared = prepare(request, will_run=True)
-    given = {"given": GivenFrames(first=PICTURE[None])}
+    given = {"given": ConditioningFrames(first=PICTURE[None])}
     planned = planned_frames(prepared, saving("encode_tile", 3), **given)
     assert np.array_equal(frames_of(events), planned)
     assert not np.array_equal(planned, planned_frames(prepared, unchanged, **given))
@@ -279,17 +279,17 @@ def test_weights_wait_on_the_host_at_last() -> None:
 
 
 def test_what_shows_in_the_picture_comes_after_weights_that_wait() -> None:
-    def savings(component: str, settings: Settings) -> Iterator[Saving]:
-        yield Saving(settings.with_saving("at_once", 1), "one by one")
-        yield Saving(settings.with_saving("tile", 8), "in tiles", is_lossy=True)
+    def savings(component: str, settings: Settings) -> Iterator[MemorySaving]:
+        yield MemorySaving(settings.with_saving("at_once", 1), "one by one")
+        yield MemorySaving(settings.with_saving("tile", 8), "in tiles", is_lossy=True)
 
-    reliefs = Reliefs(on_a_card(), {"net": Net(nn.Linear(8, 8))}, savings)
+    reliefs = MemoryFallbacks(on_a_card(), {"net": Net(nn.Linear(8, 8))}, savings)
     said = [relief.says for relief in iter(reliefs.next, None)]
     assert [text.split()[0] for text in said] == ["what", "one", "its", "in"]
     assert "wait in the host's memory" in said[2]
 
 
 def test_each_way_is_tried_once() -> None:
-    reliefs = Reliefs(on_a_card(), {}, None)
+    reliefs = MemoryFallbacks(on_a_card(), {}, None)
     assert reliefs.next() is not None
     assert reliefs.next() is None

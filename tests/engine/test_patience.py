@@ -15,28 +15,28 @@ from typing import Any
 import pytest
 
 from everyframe.core.errors import WorkerDiedError
-from everyframe.engine import patience
-from everyframe.engine.patience import Patience
-from everyframe.engine.trail import Trail, read_trail
+from everyframe.engine import worker_monitor
+from everyframe.engine.flight_recorder import FlightRecorder, read_last_position
+from everyframe.engine.worker_monitor import HangDetector
 
 
 @pytest.fixture
 def used(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
     """Seconds of a core that each made-up process has used."""
     seconds = dict.fromkeys(range(3), 0.0)
-    monkeypatch.setattr(patience, "_core_seconds", lambda process: seconds[process])
-    monkeypatch.setattr(patience, "_bytes_read", lambda process: 0)
-    monkeypatch.setattr(patience, "_state", lambda process: "S")
+    monkeypatch.setattr(worker_monitor, "_core_seconds", lambda process: seconds[process])
+    monkeypatch.setattr(worker_monitor, "_bytes_read", lambda process: 0)
+    monkeypatch.setattr(worker_monitor, "_state", lambda process: "S")
     return seconds
 
 
-def workers(folder: Path) -> tuple[list[Any], list[Trail]]:
+def workers(folder: Path) -> tuple[list[Any], list[FlightRecorder]]:
     """Three ranks in their first step."""
     made = [
         SimpleNamespace(job=SimpleNamespace(rank=rank), process_id=rank, trail=folder / str(rank))
         for rank in range(3)
     ]
-    trails = [Trail(each.trail) for each in made]
+    trails = [FlightRecorder(each.trail) for each in made]
     for trail in trails:
         trail.at("denoise", 1, 30)
     return made, trails
@@ -55,13 +55,13 @@ class Clock:
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(patience, "time", made)
+    monkeypatch.setattr(worker_monitor, "time", made)
     return made
 
 
 def watch(made: list[Any], clock: Clock, num_looks: int = 20) -> None:
     """Ask again and again, as the launcher does, for four times as long as it has patience."""
-    watching = Patience(made, seconds=10.0)
+    watching = HangDetector(made, seconds=10.0)
     for _ in range(num_looks):
         watching.check(made)
         clock.now += 2.0
@@ -83,7 +83,7 @@ def test_a_rank_that_was_stopped_is_named_wherever_it_is(
     made, trails = workers(tmp_path)
     for trail in trails:
         trail.wait("frames are gathered")
-    monkeypatch.setattr(patience, "_state", lambda process: "T" if process == 2 else "S")
+    monkeypatch.setattr(worker_monitor, "_state", lambda process: "T" if process == 2 else "S")
     with pytest.raises(WorkerDiedError, match="rank 2 did nothing"):
         watch(made, clock)
 
@@ -91,12 +91,12 @@ def test_a_rank_that_was_stopped_is_named_wherever_it_is(
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux alone tells it")
 def test_this_process_is_seen_to_compute() -> None:
     """The system's own numbers: this process runs, and has used a core for a while."""
-    assert patience._state(os.getpid()) in ("R", "S", "D")
-    assert 0.01 < (patience._core_seconds(os.getpid()) or 0) < 1e6
-    before = patience._bytes_read(os.getpid())
+    assert worker_monitor._state(os.getpid()) in ("R", "S", "D")
+    assert 0.01 < (worker_monitor._core_seconds(os.getpid()) or 0) < 1e6
+    before = worker_monitor._bytes_read(os.getpid())
     with open("/dev/zero", "rb", buffering=0) as file:
         file.read(2**20)
-    assert patience._bytes_read(os.getpid()) >= before + 2**20
+    assert worker_monitor._bytes_read(os.getpid()) >= before + 2**20
 
 
 def test_a_rank_that_computes_for_long_is_waited_for(
@@ -106,7 +106,9 @@ def test_a_rank_that_computes_for_long_is_waited_for(
     trails[0].wait("frames are gathered")
     trails[2].wait("frames are gathered")
     begun = clock.now
-    monkeypatch.setattr(patience, "_core_seconds", lambda rank: (clock.now - begun) * (rank == 1))
+    monkeypatch.setattr(
+        worker_monitor, "_core_seconds", lambda rank: (clock.now - begun) * (rank == 1)
+    )
     watch(made, clock)
 
 
@@ -120,7 +122,9 @@ def test_a_rank_that_reads_is_waited_for_while_bytes_come(
     begun = clock.now
     read = {"bytes": 1e5}
     monkeypatch.setattr(
-        patience, "_bytes_read", lambda rank: int((clock.now - begun) * read["bytes"]) * (rank == 1)
+        worker_monitor,
+        "_bytes_read",
+        lambda rank: int((clock.now - begun) * read["bytes"]) * (rank == 1),
     )
     watch(made, clock)
     read["bytes"] = 10.0  # a message now and then is no reading
@@ -136,7 +140,7 @@ def test_a_disk_that_gives_nothing_is_waited_for_minutes_and_not_for_ever(
     trails[0].wait("frames are gathered")
     trails[2].wait("frames are gathered")
     if sign == "state D":
-        monkeypatch.setattr(patience, "_state", lambda process: "D" if process == 1 else "S")
+        monkeypatch.setattr(worker_monitor, "_state", lambda process: "D" if process == 1 else "S")
     else:
         trails[1].read(True)
     watch(made, clock, num_looks=140)
@@ -150,7 +154,7 @@ def test_a_rank_that_hangs_after_it_has_read_is_named(
     made, trails = workers(tmp_path)
     for begins in (True, True, False, False):  # in two threads
         trails[1].read(begins)
-    assert not read_trail(made[1].trail).is_reading
+    assert not read_last_position(made[1].trail).is_reading
     trails[0].wait("frames are gathered")
     trails[2].wait("frames are gathered")
     with pytest.raises(WorkerDiedError, match="rank 1 did nothing"):
@@ -162,7 +166,7 @@ def test_a_rank_before_its_first_stage_is_waited_for(
 ) -> None:
     """It may wait for processes of its own, in which fast paths are tried."""
     made, trails = workers(tmp_path)
-    trails[0] = Trail(made[0].trail)
+    trails[0] = FlightRecorder(made[0].trail)
     for rank in (1, 2):
         trails[rank].wait("ranks meet")
     watch(made, clock)
@@ -180,7 +184,7 @@ def test_ranks_that_wait_for_each_other_are_told(
 
 def test_who_goes_on_is_left_alone(tmp_path: Path, used: dict[int, float], clock: Clock) -> None:
     made, trails = workers(tmp_path)
-    watching = Patience(made, seconds=10.0)
+    watching = HangDetector(made, seconds=10.0)
     for step in range(2, 15):
         trails[0].at("denoise", step, 30)
         watching.check(made)
@@ -188,12 +192,12 @@ def test_who_goes_on_is_left_alone(tmp_path: Path, used: dict[int, float], clock
 
 
 def test_a_trail_says_what_is_waited_for(tmp_path: Path) -> None:
-    trail = Trail(tmp_path / "trail")
+    trail = FlightRecorder(tmp_path / "trail")
     trail.wait("ranks meet")
-    assert read_trail(tmp_path / "trail").waiting == "ranks meet"
+    assert read_last_position(tmp_path / "trail").waiting == "ranks meet"
     trail.at("denoise", 2, 5)
     trail.wait("frames are gathered")
-    found = read_trail(tmp_path / "trail")
+    found = read_last_position(tmp_path / "trail")
     assert (found.stage, found.waiting) == ("denoise", "frames are gathered")
     trail.wait("")
-    assert read_trail(tmp_path / "trail").waiting == ""
+    assert read_last_position(tmp_path / "trail").waiting == ""

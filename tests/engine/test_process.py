@@ -10,12 +10,12 @@ from typing import cast
 
 import pytest
 
-from everyframe.core.errors import DamagedError, InputError
+from everyframe.core.errors import CorruptRunError, InputError
 from everyframe.core.request import Request
-from everyframe.engine import launch
-from everyframe.engine.launch import launched
-from everyframe.engine.process import Job, Worker
-from everyframe.runs.files import write_json
+from everyframe.engine import launcher
+from everyframe.engine.launcher import run_in_workers
+from everyframe.engine.worker_process import Worker, WorkerJob
+from everyframe.runs.atomic_write import write_json
 from everyframe.runs.folder import SCHEMA, RunFolder
 from planted_modules import plant
 
@@ -26,7 +26,7 @@ def test_a_module_in_the_current_folder_is_not_imported_by_a_worker(
     trace = plant(tmp_path / "here")
     monkeypatch.chdir(tmp_path / "here")
     with pytest.raises(InputError, match="unknown model"):
-        list(launched(Job(Request(prompt="a", model="no-such-model"))))
+        list(run_in_workers(WorkerJob(Request(prompt="a", model="no-such-model"))))
     assert not trace.exists()
 
 
@@ -55,9 +55,9 @@ def test_a_worker_is_found_where_the_package_was_found(tmp_path: Path) -> None:
     program.write_text(
         f"import sys; sys.path.insert(0, {source!r})\n"
         "from everyframe.core.request import Request\n"
-        "from everyframe.engine.launch import launched\n"
-        "from everyframe.engine.process import Job\n"
-        "try:\n    list(launched(Job(Request(prompt='a', model='no-such-model'))))\n"
+        "from everyframe.engine.launcher import run_in_workers\n"
+        "from everyframe.engine.worker_process import WorkerJob\n"
+        "try:\n    list(run_in_workers(WorkerJob(Request(prompt='a', model='no-such-model'))))\n"
         "except Exception as error: print(type(error).__name__)\n",
         encoding="utf-8",
     )
@@ -71,12 +71,12 @@ def test_a_worker_is_found_where_the_package_was_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["UnicodeDecodeError", "UnicodeEncodeError", "ExceptionGroup"])
 def test_errors_that_a_text_alone_does_not_make_keep_their_text(name: str) -> None:
     told = {"class": name, "text": "byte 0xff at 3", "trace": "Traceback"}
-    error = launch._raised_again(cast("Worker", None), told)
+    error = launcher._raised_again(cast("Worker", None), told)
     assert "byte 0xff at 3" in str(error)
     assert isinstance(error, Exception)
 
 
 def test_a_run_whose_plan_is_none_is_damaged(tmp_path: Path) -> None:
     write_json(tmp_path / "run.json", {"schema": SCHEMA, "plan": {"division": 1}})
-    with pytest.raises(DamagedError, match="holds no plan"):
-        launch.ranks_of(RunFolder(tmp_path))
+    with pytest.raises(CorruptRunError, match="holds no plan"):
+        launcher.ranks_of(RunFolder(tmp_path))

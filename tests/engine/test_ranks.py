@@ -14,17 +14,17 @@ import pytest
 import torch
 
 import tiny
-from everyframe.core.division import Division
 from everyframe.core.events import Repaired, StageStarted, VideoDone
+from everyframe.core.parallel_plan import ParallelPlan
 from everyframe.core.plan import ComponentPlan
 from everyframe.core.request import Request
-from everyframe.engine import ranks as engine_ranks
-from everyframe.engine.ranks import Join
+from everyframe.engine import distributed as engine_ranks
+from everyframe.engine.distributed import Rendezvous
 from everyframe.engine.run import stream
-from everyframe.families import job
 from everyframe.families.opensora import sharding, stages
-from everyframe.parallel.team import Team
-from everyframe.runs.keeper import Keep
+from everyframe.parallel.communicator import Communicator
+from everyframe.runs.run_state import SaveOptions
+from everyframe.runtime import stages as stages_module
 from everyframe.samplers import noise
 from frames import frames_by_seed
 from ranks import Group, RankError, group_of
@@ -57,22 +57,31 @@ def request(model: str, **options: Any) -> Request:
 
 def alone(model: str, **options: Any) -> dict[int, np.ndarray[Any, Any]]:
     """Frames of each video by its seed, made by one process without ranks."""
-    return frames_by_seed(list(stream(request(model, **options), keep=Keep(None), num_threads=1)))
+    return frames_by_seed(
+        list(stream(request(model, **options), keep=SaveOptions(None), num_threads=1))
+    )
 
 
-def run(team: Team, model: str, options: dict[str, Any], fault: Any = None) -> dict[str, Any]:
+def run(
+    team: Communicator, model: str, options: dict[str, Any], fault: Any = None
+) -> dict[str, Any]:
     """One rank's run; frames of those who speak."""
     undo = fault(team) if fault is not None else None
     try:
         asked = request(model, **{"num_devices": team.size, **options})
         events = list(
-            stream(asked, keep=Keep(None), num_threads=1, join=Join(team.rank, lambda _: team))
+            stream(
+                asked,
+                keep=SaveOptions(None),
+                num_threads=1,
+                join=Rendezvous(team.rank, lambda _: team),
+            )
         )
     finally:
         if undo is not None:
             undo()
     division = next(iter(events)).plan.division  # type: ignore[attr-defined]
-    assert isinstance(division, Division)
+    assert isinstance(division, ParallelPlan)
     return {
         "frames": frames_by_seed(events) if division.speaks(team.rank) else {},
         "stages": [each.stage for each in events if isinstance(each, StageStarted)],
@@ -165,16 +174,16 @@ def test_two_videos_on_three_ranks_in_uneven_groups(ranks: Group, model: str) ->
     check_close(together(found), alone(model, num_videos=2))
 
 
-def decoded(team: Team, model: str) -> dict[str, Any]:
+def decoded(team: Communicator, model: str) -> dict[str, Any]:
     """A run whose latents are the start noise: what is left to differ is the decoder."""
     return run(team, model, {}, fault=_no_denoising)
 
 
-def _no_denoising(team: Team | None = None) -> Any:
+def _no_denoising(team: Communicator | None = None) -> Any:
     kept = stages.DenoiseStage._sample
 
     def at_once(self: Any, model: Any, guard: Any, take: Any) -> Any:
-        from everyframe.samplers.step import Step
+        from everyframe.samplers.base import Step
 
         x = noise.start_noise(take.seed, self.job.latent_shape())[None]
         steps = self.job.settings.num_inference_steps
@@ -203,23 +212,23 @@ def test_one_rank_alone_encodes_the_text(ranks: Group, model: str) -> None:
     check_close(together(found), alone(model))
 
 
-def _no_encoder_but_on_the_first(team: Team) -> Any:
+def _no_encoder_but_on_the_first(team: Communicator) -> Any:
     if team.is_lead:
         return None
-    kept = job.load_component
+    kept = stages_module.load_component
 
     def refuse(part: ComponentPlan, *more: Any, **named: Any) -> Any:
         assert part.name != "text_encoder", "the text is encoded once"
         return kept(part, *more, **named)
 
-    job.load_component = refuse
-    return lambda: setattr(job, "load_component", kept)
+    stages_module.load_component = refuse
+    return lambda: setattr(stages_module, "load_component", kept)
 
 
 # ---------------------------------------------------------------- what goes wrong
 
 
-def _other_noise(team: Team) -> Any:
+def _other_noise(team: Communicator) -> Any:
     kept = noise.start_noise
     if team.rank == 1:
         noise.start_noise = lambda seed, shape: kept(seed + 1, shape)
@@ -233,7 +242,7 @@ def test_other_noise_on_one_rank_is_seen(ranks: Group, model: str) -> None:
         check_close(found, alone(model))
 
 
-def _other_plan(team: Team) -> Any:
+def _other_plan(team: Communicator) -> Any:
     kept = engine_ranks._facts
     if team.rank == 1:
         engine_ranks._facts = lambda *given: {**kept(*given), "version of torch": "1.13"}
@@ -245,9 +254,9 @@ def test_ranks_with_other_versions_are_told_at_the_start(ranks: Group, model: st
         ranks.run(2, run, model, {}, fault=_other_plan)
 
 
-def _overflow(team: Team | None = None) -> Any:
+def _overflow(team: Communicator | None = None) -> Any:
     """The first MLP of the first block has an infinity, wherever it is computed in bfloat16."""
-    from everyframe.families.opensora.blocks import MLP
+    from everyframe.families.opensora.layers import MLP
 
     kept = MLP.forward
 
@@ -268,7 +277,7 @@ def test_a_repair_is_the_same_on_every_rank(ranks: Group, model: str) -> None:
     assert np.isfinite(together(found)[5]).all()
 
 
-def _no_room_to_decode(team: Team) -> Any:
+def _no_room_to_decode(team: Communicator) -> Any:
     """On the second rank a decoder finds no memory for more than one frame."""
     if team.rank != 1:
         return None
@@ -289,14 +298,14 @@ def test_a_rank_without_memory_to_decode_goes_on_in_less(ranks: Group, model: st
 
 
 def test_sharding_is_taken_off_again(model: str) -> None:
-    """A model is left as it was; `Sharding` belongs to a stage."""
+    """A model is left as it was; `SequenceParallelTransformer` belongs to a stage."""
+    from everyframe.families.opensora.components import build_model
     from everyframe.families.opensora.config import STDiT3Config
-    from everyframe.families.opensora.model import build_model
-    from everyframe.parallel.team import Alone
+    from everyframe.parallel.communicator import SingleRank
 
     module = build_model(STDiT3Config(hidden_size=32, depth=1, num_heads=2, caption_channels=8))
     before = {name: type(part) for name, part in module.named_modules()}
-    put_on = sharding.apply(module, Alone())
+    put_on = sharding.apply(module, SingleRank())
     assert {name: type(part) for name, part in module.named_modules()} != before
     put_on.remove()
     assert {name: type(part) for name, part in module.named_modules()} == before

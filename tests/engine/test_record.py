@@ -15,15 +15,15 @@ from PIL import Image
 import everyframe
 import tiny
 from everyframe.core.errors import InputError
-from everyframe.engine.identities import found_files, identities
-from everyframe.engine.record import (
+from everyframe.engine.file_identity import file_identities, find_files
+from everyframe.engine.provenance import (
     differences,
     make_record,
     recorded_threads,
     request_from,
     threads_to_repeat,
 )
-from everyframe.media.paths import RECORD_SCHEMA
+from everyframe.media.output_path import RECORD_SCHEMA
 
 SIZES: dict[str, Any] = {"size": "16x16", "num_frames": 17, "num_inference_steps": 2, "seed": 5}
 
@@ -210,7 +210,7 @@ def test_recorded_threads(threads: Any, found: int | None) -> None:
 def test_threads_are_repeated_where_the_machine_can_bear_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("everyframe.engine.record.num_usable_cores", lambda: 8)
+    monkeypatch.setattr("everyframe.engine.provenance.num_usable_cores", lambda: 8)
     assert threads_to_repeat({"plan": {"num_threads": 12}}) == 12
     assert threads_to_repeat({"plan": {"num_threads": 33}}) is None
     assert threads_to_repeat({"plan": {"num_threads": 100_000}}) is None
@@ -272,14 +272,14 @@ def test_files_among_a_pipelines_own_parameters_are_known_by_name_and_hash(
         "video": str(tmp_path / "walk.mp4"), "strength": 0.5, "prompt_2": "snow, far away",
         "conditions": [{"frames": str(tmp_path / "fox.png"), "index": 8}],
     }  # fmt: skip
-    kept = json.loads(json.dumps(identities(own)))
+    kept = json.loads(json.dumps(file_identities(own)))
     assert str(tmp_path) not in json.dumps(kept)
     assert kept["video"]["file"] == "walk.mp4"
     assert (kept["strength"], kept["prompt_2"]) == (0.5, "snow, far away")
     monkeypatch.chdir(tmp_path)
-    assert found_files("option", kept) == {
+    assert find_files("option", kept) == {
         **own, "video": "walk.mp4", "conditions": [{"frames": "fox.png", "index": 8}],
     }  # fmt: skip
     (tmp_path / "fox.png").write_bytes(b"another fox")
     with pytest.raises(InputError, match=r"fox\.png"):
-        found_files("option", kept)
+        find_files("option", kept)

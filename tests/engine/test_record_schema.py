@@ -16,11 +16,11 @@ from everyframe.cli.main import main
 from everyframe.core.errors import InputError
 from everyframe.core.options import facts_of
 from everyframe.core.request import Request
-from everyframe.engine.identities import found_files, identities
-from everyframe.engine.record import differences, make_record, record_in, request_from
+from everyframe.engine.file_identity import file_identities, find_files
+from everyframe.engine.provenance import differences, make_record, record_in, request_from
 from everyframe.engine.tracing import model_of
 from everyframe.families.registry import all_options
-from everyframe.media.paths import RECORD_SCHEMA
+from everyframe.media.output_path import RECORD_SCHEMA
 from everyframe.media.write import write
 
 
@@ -214,13 +214,13 @@ def test_words_are_words_whatever_lies_in_the_folder(
     Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save("fox.png")
     long = "a fox runs through the snow, cinematic light, " * 8
     own = {"prompt_2": "winter", "prompt_3": long, "style": long, "video": "fox.png"}
-    kept = json.loads(json.dumps(identities(own)))
+    kept = json.loads(json.dumps(file_identities(own)))
     assert kept["prompt_2"] == "winter"
     assert (kept["prompt_3"], kept["style"]) == (long, long)
     assert kept["video"]["file"] == "fox.png"
     again = request_from(record(option=kept), {})
     assert again.family_options["option"] == own
-    assert found_files("option", kept) == own
+    assert find_files("option", kept) == own
     options = {"pos_magic": long, "camera_motion": "winter"}
     request = everyframe.Request(prompt="a red circle", negative_prompt=long, seed=1, **options)
     made = make_record(everyframe.plan("a red circle", size="16x16", seed=1), request, [])
@@ -232,6 +232,6 @@ def test_a_given_file_is_hashed_in_pieces(tmp_path: Path) -> None:
     file = tmp_path / "long.mp4"
     content = bytes(range(256)) * 40_000
     file.write_bytes(content)
-    assert identities(str(file)) == {
+    assert file_identities(str(file)) == {
         "file": "long.mp4", "sha256": hashlib.sha256(content).hexdigest(),
     }  # fmt: skip

@@ -21,32 +21,30 @@ import pytest
 import everyframe
 import tiny
 from broken_off import ROUNDING
-from everyframe.core.division import Division, RankPlan
-from everyframe.core.errors import CannotRunError, PeerLostError, ScarceError
+from everyframe.core.errors import CannotRunError, DistributedOutOfMemoryError, PeerLostError
 from everyframe.core.events import (
     Event,
-    Frames,
-    Kept,
+    FramesDecoded,
     Note,
     Planned,
-    Ready,
     Repaired,
+    RunSaved,
     Step,
     VideoDone,
+    WeightsReady,
 )
 from everyframe.core.facts import DeviceFacts
+from everyframe.core.parallel_plan import ParallelPlan, RankPlan
 from everyframe.core.plan import ComponentPlan, Plan, Precision, Settings
-from everyframe.engine import launch
-from everyframe.engine.handed import Handed
-from everyframe.engine.process import Job
-from everyframe.engine.relieving import in_less, relieved_of, remind
-from everyframe.engine.wire import receive, send
+from everyframe.engine import launcher, replan
+from everyframe.engine.launcher import EventDeduplicator
+from everyframe.engine.replan import relieved_of, remind, replan_with_less_memory
 from everyframe.engine.worker import _told
-from everyframe.families.family import Saving
-from everyframe.families.shortages import together
-from everyframe.planning import relieving
+from everyframe.engine.worker_process import WorkerJob, receive, send
 from everyframe.runs.folder import RunFolder
-from everyframe.runs.keeper import EVERY_STEP, Progress
+from everyframe.runs.run_state import EVERY_STEP, RunState
+from everyframe.runtime.interface import MemorySaving
+from everyframe.runtime.oom_fallback import together
 from frames import frames_by_seed
 from guarded_nets import plan
 
@@ -62,22 +60,27 @@ class MadeUp:
     """Workers that say what the test has them say: the first team, and the one after it."""
 
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.jobs: list[Job] = []
+        self.jobs: list[WorkerJob] = []
         self.killed: list[int] = []
-        begins: list[Event] = [Planned(plan()), Ready({}), Kept("this-run", str(path))]
-        seven = [Frames(7, 4, pixels(4)), VideoDone(7, 4, {})]
-        first = [*begins, *seven, Frames(5, 2, pixels(2))]
+        begins: list[Event] = [Planned(plan()), WeightsReady({}), RunSaved("this-run", str(path))]
+        seven = [FramesDecoded(7, 4, pixels(4)), VideoDone(7, 4, {})]
+        first = [*begins, *seven, FramesDecoded(5, 2, pixels(2))]
         lost = _told(PeerLostError("rank 1 went away"))
-        again = [*begins, Note("goes on"), Frames(5, 3, pixels(3)), Frames(5, 2, pixels(2, 3))]
+        again = [
+            *begins,
+            Note("goes on"),
+            FramesDecoded(5, 3, pixels(3)),
+            FramesDecoded(5, 2, pixels(2, 3)),
+        ]
         self._said = [
             # Who waits for the other is heard first, and knows less.
             [[("event", each) for each in first] + [("error", lost)], [("error", _told(SHORT))]],
             [[("event", each) for each in [*again, VideoDone(5, 5, {})]] + [("end", None)],
              [("end", None)]],
         ]  # fmt: skip
-        monkeypatch.setattr(launch, "Worker", self._worker)
+        monkeypatch.setattr(launcher, "Worker", self._worker)
 
-    def _worker(self, job: Job, place: Path | None) -> Any:
+    def _worker(self, job: WorkerJob, place: Path | None) -> Any:
         assert place is None
         number = len(self.jobs)
         self.jobs.append(job)
@@ -103,15 +106,15 @@ def run(tmp_path: Path) -> RunFolder:
     return folder
 
 
-def job(**more: Any) -> Job:
-    return Job(everyframe.Request(prompt="a red circle"), weights=(1.0, 1.0), **more)
+def job(**more: Any) -> WorkerJob:
+    return WorkerJob(everyframe.Request(prompt="a red circle"), weights=(1.0, 1.0), **more)
 
 
 def test_all_ranks_are_started_again_from_what_was_kept(
     run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = MadeUp(run.path, monkeypatch)
-    events = list(launch.launched(job(skip=(9,))))
+    events = list(launcher.run_in_workers(job(skip=(9,))))
     first, second = made.jobs[:2], made.jobs[2:]
     assert [each.run for each in first] == [None, None]
     for rank, each in enumerate(second):
@@ -140,8 +143,10 @@ def test_where_nobody_can_start_them_again_it_says_what_would_do(
         made._said[0][0] = made._said[0][0][:2]
     else:
         made._said[0][0] = made._said[0][1]
-    with pytest.raises(ScarceError, match="more devices or --shard-weights may go on") as caught:
-        list(launch.launched(asked))
+    with pytest.raises(
+        DistributedOutOfMemoryError, match="more devices or --shard-weights may go on"
+    ) as caught:
+        list(launcher.run_in_workers(asked))
     assert caught.value.exit_code == 3
     assert len(made.jobs) == (1 if why == "under torchrun" else 2)
 
@@ -152,34 +157,34 @@ def test_an_error_that_is_reworded_says_where_memory_ran_out() -> None:
     assert (str(again), again.scarcity) == ("other words", SHORT.scarcity)
     ours, theirs = Pipe()
     send(theirs, "error", _told(again))
-    worker: Any = SimpleNamespace(job=Job(rank=3))
-    found = launch._raised_again(worker, receive(ours)[1])
-    assert isinstance(found, ScarceError)
+    worker: Any = SimpleNamespace(job=WorkerJob(rank=3))
+    found = launcher._raised_again(worker, receive(ours)[1])
+    assert isinstance(found, DistributedOutOfMemoryError)
     assert found.scarcity.rank == 3
     assert type(CannotRunError("so").reworded("other")) is CannotRunError
 
 
 def test_an_error_that_can_not_be_made_of_its_text_keeps_its_name_and_text() -> None:
     """In place of a TypeError of our own about the arguments of its class."""
-    worker: Any = SimpleNamespace(job=Job(rank=0))
+    worker: Any = SimpleNamespace(job=WorkerJob(rank=0))
     for error in (UnicodeDecodeError("utf-8", b"x", 0, 1, "no such byte"), KeyError("unet")):
-        again = launch._raised_again(worker, _told(error))
+        again = launcher._raised_again(worker, _told(error))
         assert str(error) in str(again) or str(again) == repr(str(error))
         assert type(error).__name__ in (type(again).__name__, str(again).partition(":")[0])
         assert again.__cause__ is not None
 
 
 def test_frames_that_were_had_are_left_out() -> None:
-    handed = Handed()
-    assert handed.new(Frames(1, 4, pixels(4))) is not None
+    handed = EventDeduplicator()
+    assert handed.new(FramesDecoded(1, 4, pixels(4))) is not None
     handed.again()
-    assert handed.new(Frames(1, 3, pixels(3))) is None
-    rest = handed.new(Frames(1, 3, pixels(3, 3)))
-    assert isinstance(rest, Frames)
+    assert handed.new(FramesDecoded(1, 3, pixels(3))) is None
+    rest = handed.new(FramesDecoded(1, 3, pixels(3, 3)))
+    assert isinstance(rest, FramesDecoded)
     assert (rest.num_frames, rest.frames.ravel().tolist()) == (2, [4, 5])
-    assert handed.new(Frames(2, 1, pixels(1))) is not None, "another video's"
+    assert handed.new(FramesDecoded(2, 1, pixels(1))) is not None, "another video's"
     handed.again()
-    assert handed.new(Frames(1, 6, pixels(6))) is None
+    assert handed.new(FramesDecoded(1, 6, pixels(6))) is None
 
 
 class Toy:
@@ -193,9 +198,9 @@ class Toy:
 
     num_branches = rank_part = shared_rehearsals = shared_stages = rehearsals
 
-    def savings(self, component: str, settings: Settings) -> Iterator[Saving]:
-        yield Saving(settings.with_saving("at_once", 1), "one by one")
-        yield Saving(settings.with_saving("at_once", 1).with_saving("tile", 8), "tiles", True)
+    def savings(self, component: str, settings: Settings) -> Iterator[MemorySaving]:
+        yield MemorySaving(settings.with_saving("at_once", 1), "one by one")
+        yield MemorySaving(settings.with_saving("at_once", 1).with_saving("tile", 8), "tiles", True)
 
 
 MODEL: Any = Toy()
@@ -207,12 +212,12 @@ def of_ranks(device: DeviceFacts, *names: str) -> Plan:
     whole = Precision("float32", "float32")
     parts = [ComponentPlan(name, name.title(), "denoise", "toy", 0, device.torch_name, whole, 8, 8)
              for name in names]  # fmt: skip
-    division = Division(tuple(RankPlan(device.torch_name, 0, 1.0) for _ in range(2)), (1,))
+    division = ParallelPlan(tuple(RankPlan(device.torch_name, 0, 1.0) for _ in range(2)), (1,))
     return replace(plan(device), components=tuple(parts), division=division)
 
 
 def all_ways(planned: Plan) -> Iterator[tuple[Plan, str]]:
-    while (found := relieving.relieved(planned, MODEL, SHORT.scarcity)) is not None:
+    while (found := replan.apply_next_fallback(planned, MODEL, SHORT.scarcity)) is not None:
         planned = found[0]
         yield found
 
@@ -243,15 +248,15 @@ def test_parts_of_a_pipeline_come_by_turns_first() -> None:
 def test_where_nothing_is_left_it_is_refused() -> None:
     *_, (last, _) = all_ways(of_ranks(CARD, "net"))
     with pytest.raises(CannotRunError, match=r"^step 3 of denoise, on rank 1: out of memory, and "):
-        in_less(last, MODEL, replace(SHORT.scarcity, rank=1))
+        replan_with_less_memory(last, MODEL, replace(SHORT.scarcity, rank=1))
 
 
 def test_the_record_holds_what_was_done_once() -> None:
-    _, told = in_less(of_ranks(CARD, "net"), MODEL, SHORT.scarcity)
+    _, told = replan_with_less_memory(of_ranks(CARD, "net"), MODEL, SHORT.scarcity)
     assert told.text.endswith("all go on from the last step that was kept: Net: one by one")
     assert relieved_of([told.to_json()]) == (told,)
     other = {"clip": 1, **replace(told, stage="decode").to_json()}
-    progress = Progress(repairs=[other])
+    progress = RunState(repairs=[other])
     for _ in range(2):
         remind(progress, [told])
     assert progress.repairs == [{"clip": None, **told.to_json()}, other]
@@ -268,12 +273,12 @@ def test_processes_go_on_from_the_last_step_in_less(
         prompt="a red circle", model=str(model), height=24, width=40, num_frames=20, seed=5,
         num_inference_steps=4, device="cpu", num_devices=2, shares="2,1",
     )  # fmt: skip
-    asked = Job(request, root=tmp_path / "runs", pace=pace).of_ranks(2)
-    whole = list(launch.launched(asked))
+    asked = WorkerJob(request, root=tmp_path / "runs", pace=pace).of_ranks(2)
+    whole = list(launcher.run_in_workers(asked))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(PLANTED), os.environ["PYTHONPATH"]]))
     monkeypatch.setenv("PLANTED", "memory:STDiT3:2")
     monkeypatch.setenv("PLANTED_RANK", "0")
-    events = list(launch.launched(asked))
+    events = list(launcher.run_in_workers(asked))
     (repair,) = [event for event in events if isinstance(event, Repaired)]
     assert (repair.stage, repair.step, repair.cause) == ("denoise", 2, "memory")
     assert "on rank 0" in repair.text

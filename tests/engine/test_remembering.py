@@ -14,10 +14,10 @@ import processors
 import tiny
 from everyframe.cli.main import main
 from everyframe.core.errors import InputError
-from everyframe.core.events import Event, Frames, Note, Planned, Repaired, VideoDone
+from everyframe.core.events import Event, FramesDecoded, Note, Planned, Repaired, VideoDone
 from everyframe.core.request import Request
 from everyframe.engine import tracing
-from everyframe.hardware import processor
+from everyframe.hardware import cpu as cpu_module
 
 FAULTY = "spatial_blocks.0.mlp.fc1"
 #: What comes after it is given what it made, which float16 can't hold.
@@ -45,7 +45,7 @@ class Run:
     """A run's frames, repairs, notes and record."""
 
     def __init__(self, events: list[Event]) -> None:
-        self.frames = np.concatenate([e.frames for e in events if isinstance(e, Frames)])
+        self.frames = np.concatenate([e.frames for e in events if isinstance(e, FramesDecoded)])
         self.repairs = [e for e in events if isinstance(e, Repaired)]
         self.notes = [e.text for e in events if isinstance(e, Note)]
         (self.done,) = [e for e in events if isinstance(e, VideoDone)]
@@ -59,7 +59,7 @@ def run(folder: Path, **more: Any) -> Run:
 
 def again(run: Run, folder: Path) -> Run:
     """From its record."""
-    from everyframe.engine.record import request_from
+    from everyframe.engine.provenance import request_from
 
     request = request_from(run.done.record, {"model": str(folder), "force": True})
     return Run(list(everyframe.stream(request)))
@@ -74,7 +74,7 @@ def test_a_repair_is_remembered_recorded_and_forgotten(
 ) -> None:  # fmt: skip
     """It is in bfloat16, which has the range, where the CPU has instructions for that."""
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
-    monkeypatch.setattr(processor, "_PROC", processors.proc_with(cpu, tmp_path / "proc"))
+    monkeypatch.setattr(cpu_module, "_PROC", processors.proc_with(cpu, tmp_path / "proc"))
     first = run(folder)
     assert [each.raised for each in first.repairs] == RAISED
     assert first.begun_with == []
@@ -141,7 +141,7 @@ def test_the_command_line_says_and_forgets(
 
 
 def test_a_record_of_another_model_is_refused(folder: Path) -> None:
-    from everyframe.engine.record import request_from
+    from everyframe.engine.provenance import request_from
 
     record = run(folder).done.record
     part = record["plan"]["components"][1]

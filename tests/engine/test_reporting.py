@@ -21,16 +21,16 @@ import everyframe
 import tiny
 from everyframe.cli.main import main
 from everyframe.core.errors import InputError, NumericsError
-from everyframe.core.events import Event, Kept, Note, Repaired, StageStarted
+from everyframe.core.events import Event, Note, Repaired, RunSaved, StageStarted
 from everyframe.core.request import Request
-from everyframe.engine.reporting import page, reported
-from everyframe.engine.resuming import go_on
+from everyframe.engine.repair_report import page, with_repair_report
+from everyframe.engine.resume import resume_run
 from everyframe.engine.run import stream
-from everyframe.families.guarding import Guard
-from everyframe.families.loading import show
-from everyframe.numerics.magnitude import Magnitudes
+from everyframe.numerics.tensor_stats import Magnitudes
 from everyframe.runs.folder import RunFolder
-from everyframe.runs.keeper import Keep
+from everyframe.runs.run_state import SaveOptions
+from everyframe.runtime.guard import Guard
+from everyframe.runtime.loading import notify_loaded
 from guarded_nets import Net, halved, inputs, plan, scaled
 
 RECORD: dict[str, Any] = {
@@ -48,7 +48,7 @@ def faulty() -> nn.Module:
 
 def run_of(net: nn.Module) -> Iterator[Event]:
     """Three steps, as a stage makes them."""
-    show("net", net)
+    notify_loaded("net", net)
     guard = Guard(plan(), "denoise", {"net": net})
     with torch.inference_mode():
         for step in range(1, 4):
@@ -63,7 +63,7 @@ def pictures(page: str) -> list[Image.Image]:
 
 def test_what_was_repaired_is_on_a_page_of_its_own(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "folder"
-    events = list(reported(run_of(faulty()), plan(), RECORD, folder, {}))  # type: ignore[arg-type]
+    events = list(with_repair_report(run_of(faulty()), plan(), RECORD, folder, {}))  # type: ignore[arg-type]
     (first, *_) = [event for event in events if isinstance(event, Repaired)]
     (note,) = [event for event in events if isinstance(event, Note)]
     assert str(folder / "report.html") in note.text
@@ -101,7 +101,7 @@ def test_a_run_that_ends_names_the_page(tmp_path: Path) -> None:
     net = faulty()
     net.parts[0].weight[0, 0] = torch.nan
     with pytest.raises(NumericsError, match=r"parts\.0\.weight.*report\.html"):
-        list(reported(run_of(net), plan(), RECORD, tmp_path, {}))  # type: ignore[arg-type]
+        list(with_repair_report(run_of(net), plan(), RECORD, tmp_path, {}))  # type: ignore[arg-type]
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "the weights themselves are not finite: net.parts.0.weight" in page
     assert len(pictures(page)) == 1
@@ -109,7 +109,7 @@ def test_a_run_that_ends_names_the_page(tmp_path: Path) -> None:
 
 def test_without_trouble_there_is_no_page(tmp_path: Path) -> None:
     net = halved(Net(nn.Linear(8, 8)).requires_grad_(False))
-    assert not list(reported(run_of(net), plan(), RECORD, tmp_path / "r", {}))  # type: ignore[arg-type]
+    assert not list(with_repair_report(run_of(net), plan(), RECORD, tmp_path / "r", {}))  # type: ignore[arg-type]
     assert not (tmp_path / "r").exists()
     hooks = sum(len(part._forward_hooks) for part in net.modules())
     assert hooks == 1, "the one that widens the results, and none of ours"
@@ -118,7 +118,7 @@ def test_without_trouble_there_is_no_page(tmp_path: Path) -> None:
 def test_a_resumed_run_has_a_page_beside_that_of_its_first_part(tmp_path: Path) -> None:
     first = Repaired("encode", 1, "text", "a", "linear", "range", "float16", "a", "float32", "then")
     for pages in (["report.html"], ["report.html", "report-2.html"]):
-        again = reported(run_of(faulty()), plan(), RECORD, tmp_path, {}, [first])  # type: ignore[arg-type]
+        again = with_repair_report(run_of(faulty()), plan(), RECORD, tmp_path, {}, [first])  # type: ignore[arg-type]
         (note,) = [event for event in again if isinstance(event, Note)]
         assert pages[-1] in note.text
         assert sorted(each.name for each in tmp_path.iterdir()) == sorted(pages)
@@ -126,7 +126,7 @@ def test_a_resumed_run_has_a_page_beside_that_of_its_first_part(tmp_path: Path) 
         assert "<td>then</td>" in page
         assert "begin where the run was gone on with" in page
     # What needed no repair since has nothing to add to it.
-    list(reported(run_of(Net()), plan(), RECORD, tmp_path, {}, [first]))  # type: ignore[arg-type]
+    list(with_repair_report(run_of(Net()), plan(), RECORD, tmp_path, {}, [first]))  # type: ignore[arg-type]
     assert len(list(tmp_path.iterdir())) == 2
 
 
@@ -142,12 +142,12 @@ def test_a_run_that_is_gone_on_with_is_reported(tmp_path: Path) -> None:
         num_inference_steps=2, dtype="float16", force=True, report=str(tmp_path / "seen"),
     )  # fmt: skip
     kept = ""
-    for event in stream(request, keep=Keep(tmp_path / "runs")):
-        kept = event.path if isinstance(event, Kept) else kept
+    for event in stream(request, keep=SaveOptions(tmp_path / "runs")):
+        kept = event.path if isinstance(event, RunSaved) else kept
         if isinstance(event, StageStarted) and event.stage == "decode":
             break
     assert not (tmp_path / "seen").exists()
-    again = list(go_on(RunFolder(Path(kept))))
+    again = list(resume_run(RunFolder(Path(kept))))
     assert any(isinstance(event, Repaired) for event in again)
     page = (tmp_path / "seen" / "report.html").read_text(encoding="utf-8")
     assert "vae.spatial_vae.module.decoder.conv_in" in page

@@ -20,10 +20,10 @@ import tiny
 import tiny_inpaint
 import tiny_step
 import tiny_svd
-from everyframe.core.events import Event, Frames, Kept, Step, VideoDone
-from everyframe.engine import resuming, run
+from everyframe.core.events import Event, FramesDecoded, RunSaved, Step, VideoDone
+from everyframe.engine import resume, run
 from everyframe.runs.folder import RunFolder, all_runs
-from everyframe.runs.keeper import EVERY_STEP, Keep
+from everyframe.runs.run_state import EVERY_STEP, SaveOptions
 
 STEPS = 3
 PICTURE = np.random.default_rng(0).integers(0, 255, (24, 24, 3), np.uint8)
@@ -79,13 +79,15 @@ def _scheduled(folder: Path, name: str) -> Path:
 
 
 def begun(root: Path, **options: Any) -> Iterator[Event]:
-    return run.stream(everyframe.Request(**options), keep=Keep(root, pace=EVERY_STEP))
+    return run.stream(everyframe.Request(**options), keep=SaveOptions(root, pace=EVERY_STEP))
 
 
 def videos(events: list[Event]) -> dict[int, np.ndarray[Any, Any]]:
-    seeds = {e.seed for e in events if isinstance(e, Frames)}
+    seeds = {e.seed for e in events if isinstance(e, FramesDecoded)}
     return {
-        seed: np.concatenate([e.frames for e in events if isinstance(e, Frames) and e.seed == seed])
+        seed: np.concatenate(
+            [e.frames for e in events if isinstance(e, FramesDecoded) and e.seed == seed]
+        )
         for seed in seeds
     }
 
@@ -104,7 +106,7 @@ def broken_off(events: Iterator[Event], number: int) -> RunFolder:
     """The folder of a run that ended before the event of that number."""
     name = None
     for event in itertools.islice(events, number):
-        name = event.path if isinstance(event, Kept) else name
+        name = event.path if isinstance(event, RunSaved) else name
     events.close()  # type: ignore[attr-defined]
     assert name is not None
     return RunFolder(Path(name))
@@ -120,11 +122,11 @@ def test_a_run_that_is_broken_off_anywhere_gives_the_same_bits(case: str, tmp_pa
     root = tmp_path / "runs"
     whole = list(begun(root, **options))
     assert not list(all_runs(root)), "a run that is done is removed"
-    first = next(place for place, e in enumerate(whole) if isinstance(e, Kept))
+    first = next(place for place, e in enumerate(whole) if isinstance(e, RunSaved))
     places = [p for p, e in enumerate(whole) if p > first and isinstance(e, Step)]
     for place in places[2 :: max(1, len(places) // 3)]:
         folder = broken_off(begun(root, **options), place + 1)
-        again = list(resuming.go_on(folder))
+        again = list(resume.resume_run(folder))
         same(whole, again)
         steps = [e for e in again if isinstance(e, Step) and e.stage == "denoise"]
         done = [e for e in whole[: place + 1] if isinstance(e, Step) and e.stage == "denoise"]

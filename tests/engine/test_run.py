@@ -15,18 +15,18 @@ import everyframe
 import tiny
 from everyframe.core.errors import InputError, MediaError
 from everyframe.core.events import (
-    Frames,
+    FramesDecoded,
     Planned,
-    Ready,
     StageDone,
     StageStarted,
     Step,
     VideoDone,
+    WeightsReady,
 )
-from everyframe.engine import given as given_frames
 from everyframe.engine import run
-from everyframe.engine.record import make_record
-from everyframe.families import job
+from everyframe.engine import run as given_frames
+from everyframe.engine.provenance import make_record
+from everyframe.runtime import stages
 from frames import frames_by_seed
 
 SIZES: dict[str, Any] = {"size": "16x16", "num_frames": 3, "num_inference_steps": 2}
@@ -46,9 +46,9 @@ def test_events_come_in_order_and_count_right(model: str) -> None:
     assert isinstance(events[0], Planned)
     done = [e for e in events if isinstance(e, VideoDone)]
     assert [(e.seed, e.num_frames) for e in done] == [(8, 3), (9, 3)]
-    ends = [e.seed for e in events if isinstance(e, Frames | VideoDone)]
+    ends = [e.seed for e in events if isinstance(e, FramesDecoded | VideoDone)]
     assert ends == [8, 8, 9, 9], "a video is told to be done before the next one's frames come"
-    (ready,) = [e for e in events if isinstance(e, Ready)]
+    (ready,) = [e for e in events if isinstance(e, WeightsReady)]
     assert ready.record["request"]["seed"] == 8
     assert events.index(ready) < next(
         place for place, e in enumerate(events) if isinstance(e, StageStarted)
@@ -87,7 +87,7 @@ def test_the_number_of_threads_is_the_plans_while_it_runs(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used = set()
-    load = job.load_component
+    load = stages.load_component
 
     def spy(*args: Any, **kwargs: Any) -> Any:
         used.add(torch.get_num_threads())
@@ -95,7 +95,7 @@ def test_the_number_of_threads_is_the_plans_while_it_runs(
         assert torch.backends.cudnn.conv.fp32_precision == "ieee"
         return load(*args, **kwargs)
 
-    monkeypatch.setattr(job, "load_component", spy)
+    monkeypatch.setattr(stages, "load_component", spy)
     before = torch.get_num_threads()
     for event in run.stream(request(model, seed=1), num_threads=before + 1):
         # Whoever reads the events runs in their own surroundings.
@@ -104,7 +104,7 @@ def test_the_number_of_threads_is_the_plans_while_it_runs(
         assert torch.is_grad_enabled()
         if isinstance(event, Planned):
             assert event.plan.num_threads == before + 1
-        if isinstance(event, Ready):
+        if isinstance(event, WeightsReady):
             assert event.record["plan"]["num_threads"] == before + 1
     assert used == {before + 1}
     assert torch.get_num_threads() == before
@@ -144,7 +144,7 @@ def test_given_pictures_are_read_before_anything_is_loaded(
     def never(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("loaded")
 
-    monkeypatch.setattr(job, "load_component", never)
+    monkeypatch.setattr(stages, "load_component", never)
     (tmp_path / "no.png").write_text("no picture")
     options = {"num_frames": 17, "image": str(tmp_path / "no.png")}
     with pytest.raises(MediaError, match=r"no\.png' is no picture"):

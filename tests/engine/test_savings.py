@@ -16,8 +16,8 @@ import everyframe
 import tiny
 import tiny_svd
 from everyframe.core.plan import Plan
-from everyframe.families.family import GivenFrames
-from everyframe.planning.resolve import Prepared, prepare
+from everyframe.planning.resolve import PreparedPlan, prepare
+from everyframe.runtime.interface import ConditioningFrames
 from planned import frames_of, saving, unchanged, with_components
 
 #: Two orders of the same float32 sums, over two steps and a decoder.
@@ -31,7 +31,9 @@ offloaded = with_components(offload=True)
 
 
 @pytest.fixture(scope="module", params=["opensora-1.2", "opensora-1.0"])
-def opensora(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+def opensora(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> PreparedPlan:
     make = tiny.opensora_1_2 if request.param == "opensora-1.2" else tiny.opensora_1_0
     model = make(tmp_path_factory.mktemp("models") / "tiny")
     size = {} if request.param == "opensora-1.0" else {"size": "32x32", "num_frames": 5}
@@ -44,7 +46,7 @@ def opensora(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.fixture(scope="module")
-def usual(opensora: Prepared) -> np.ndarray:
+def usual(opensora: PreparedPlan) -> np.ndarray:
     return frames_of(opensora, unchanged)
 
 
@@ -58,7 +60,7 @@ def usual(opensora: Prepared) -> np.ndarray:
     ids=["offload", "branches", "frames"],
 )
 def test_opensora_with_less_memory(
-    opensora: Prepared, usual: np.ndarray, change: Callable[[Plan], Plan], close: float
+    opensora: PreparedPlan, usual: np.ndarray, change: Callable[[Plan], Plan], close: float
 ) -> None:
     assert usual.std() > 0.01
     assert np.abs(frames_of(opensora, change) - usual).max() <= close
@@ -73,7 +75,7 @@ def test_svd_with_less_memory(tmp_path: Path) -> None:
             seed=1, device="cpu",
         )
     )  # fmt: skip
-    given = {"given": GivenFrames(first=picture[None])}
+    given = {"given": ConditioningFrames(first=picture[None])}
     usual = frames_of(prepared, unchanged, **given)
     assert usual.std() > 0.01
     assert np.array_equal(frames_of(prepared, offloaded, **given), usual)

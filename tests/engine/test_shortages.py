@@ -22,15 +22,14 @@ import tiny
 import tiny_families
 import tiny_pipelines
 import tiny_svd
-from everyframe.core.errors import DamagedError
+from everyframe.core.errors import CorruptRunError
 from everyframe.core.events import Event, Repaired, Step, VideoDone
 from everyframe.core.request import Request
-from everyframe.engine.resuming import go_on
+from everyframe.engine.resume import resume_run
 from everyframe.engine.run import stream
-from everyframe.runs import files
+from everyframe.runs import atomic_write
 from everyframe.runs.folder import all_runs
-from everyframe.runs.keeper import EVERY_STEP, Keep
-from everyframe.runs.shortages import KeptShortages
+from everyframe.runs.run_state import EVERY_STEP, FileOomLog, SaveOptions
 from frames import frames_by_seed
 from scarce import TOO_LITTLE, before_calls
 
@@ -90,7 +89,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def begun(model: Path, family: str, root: Path) -> Iterator[Event]:
     asked = {"num_inference_steps": 3, "seed": 1, "device": "cpu", "dtype": "fp32"}
     request = Request(model=str(model), **{**asked, **ASKED[family][1]})
-    return stream(request, keep=Keep(root, pace=EVERY_STEP))
+    return stream(request, keep=SaveOptions(root, pace=EVERY_STEP))
 
 
 def differ(one: dict[int, Any], other: dict[int, Any]) -> list[int]:
@@ -140,7 +139,7 @@ def test_what_was_done_in_less_memory_is_done_so_again(
     with little(kind, too_large, after, kill), pytest.raises(Killed):
         [*begun(model, family, root)]
     (run,) = all_runs(root)
-    again = [*go_on(run, pace=EVERY_STEP, skip=skip)]
+    again = [*resume_run(run, pace=EVERY_STEP, skip=skip)]
     found = frames_by_seed(again)
     assert differ(found, {seed: wanted[seed] for seed in wanted if seed not in skip}) == []
     assert told(again) == repairs
@@ -174,7 +173,7 @@ def test_a_step_further_on_it_is_done_without_a_word(
         assert any(isinstance(event, Step) and event.stage == "denoise" and event.step == 2
                    for event in coming)  # fmt: skip
     (run,) = all_runs(root)
-    again = [*go_on(run, pace=EVERY_STEP)]
+    again = [*resume_run(run, pace=EVERY_STEP)]
     assert differ(frames_by_seed(again), frames_by_seed(wanted)) == []
     assert told(again) == []
     done = [event.record["repairs"] for event in again if isinstance(event, VideoDone)]
@@ -193,12 +192,12 @@ def test_what_can_not_be_kept_is_told_and_what_can_not_be_read_is_refused(
     assert run.shortages() == [[0, 1, [1, 1, 0, ""]]]
     written = place.read_bytes()
     place.write_text("[")
-    with pytest.raises(DamagedError, match="made again from its beginning"):
-        [*go_on(run, pace=EVERY_STEP)]
+    with pytest.raises(CorruptRunError, match="made again from its beginning"):
+        [*resume_run(run, pace=EVERY_STEP)]
     place.write_bytes(written)
     said: list[str] = []
-    monkeypatch.setattr(files.os, "replace", _no_space)
-    kept = KeptShortages(run, 0, 1, said.append)
+    monkeypatch.setattr(atomic_write.os, "replace", _no_space)
+    kept = FileOomLog(run, 0, 1, said.append)
     kept.keep(kept.known()[0])
     assert said == ["No space left on device"]
 

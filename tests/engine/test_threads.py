@@ -23,10 +23,10 @@ from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kerne
 import everyframe
 import tiny
 import tiny_pipelines
-from everyframe.core.events import Event, Frames, Step
-from everyframe.families.pipeline.quiet import quiet_libraries
+from everyframe.core.events import Event, FramesDecoded, Step
+from everyframe.diffusers_pipelines.call import quiet_libraries
 from everyframe.hardware import switches
-from everyframe.hardware.threads import cpu_threads
+from everyframe.hardware.cpu import cpu_threads
 from tiny_pipelines import loaded
 
 OWN: dict[str, Any] = {
@@ -173,7 +173,7 @@ def test_streams_that_are_read_by_turns_in_one_thread(folders: dict[str, Path]) 
 
 
 def frames_of(events: list[Event]) -> Array:
-    return np.concatenate([each.frames for each in events if isinstance(each, Frames)])
+    return np.concatenate([each.frames for each in events if isinstance(each, FramesDecoded)])
 
 
 @WHICH

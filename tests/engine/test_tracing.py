@@ -19,12 +19,12 @@ import tiny
 import tiny_pipelines
 import traced
 from everyframe.core.errors import InputError, NumericsError
-from everyframe.core.events import Event, Frames
+from everyframe.core.events import Event, FramesDecoded
 from everyframe.core.request import Request
 from everyframe.engine import tracing
 from everyframe.engine.run import stream
-from everyframe.families.loading import shown_to
 from everyframe.numerics.trace import file
+from everyframe.runtime.loading import on_component_loaded
 
 CORE = "denoiser.spatial_blocks.1.attn.core"
 ASKED: dict[str, Any] = {
@@ -67,14 +67,14 @@ def planting(component: str, module: nn.Module) -> None:
 @pytest.fixture(scope="module")
 def wrong(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("traces") / "b.trace"
-    with shown_to(planting):
+    with on_component_loaded(planting):
         recorded(model, path, CORE)
     return path
 
 
 def test_recording_changes_no_frame(model: Path, right: Path) -> None:
     def frames(events: Iterable[Event]) -> np.ndarray[Any, Any]:
-        return np.concatenate([each.frames for each in events if isinstance(each, Frames)])
+        return np.concatenate([each.frames for each in events if isinstance(each, FramesDecoded)])
 
     plain = frames(stream(request(model)))
     assert np.array_equal(frames(EVENTS[right]), plain)
@@ -143,7 +143,7 @@ def test_a_run_that_breaks_leaves_its_trace(model: Path, right: Path, tmp_path: 
             assert isinstance(parameter, nn.Parameter)
             parameter.data[3] = torch.nan
 
-    with shown_to(broken), pytest.raises(NumericsError):
+    with on_component_loaded(broken), pytest.raises(NumericsError):
         recorded(model, tmp_path / "b.trace")
     assert "not finite" in file.read(tmp_path / "b.trace").ended
     verdict = tracing.diff(right, tmp_path / "b.trace")

@@ -18,17 +18,17 @@ import pytest
 import everyframe
 import tiny
 from everyframe.core.errors import InputError, WorkerDiedError
-from everyframe.core.events import Event, Frames, Step
+from everyframe.core.events import Event, FramesDecoded, Step
 from everyframe.core.facts import MachineFacts
-from everyframe.engine import obituary, resuming, run
-from everyframe.engine.launch import launched
-from everyframe.engine.process import Job
-from everyframe.engine.trail import Trail, Whereabouts, read_trail
-from everyframe.hardware.isolated import Ended
-from everyframe.hardware.machine import Asked
+from everyframe.engine import resume, run, worker_monitor
+from everyframe.engine.flight_recorder import FlightRecorder, LastPosition, read_last_position
+from everyframe.engine.launcher import run_in_workers
+from everyframe.engine.worker_process import WorkerJob
+from everyframe.hardware.facts import MachineQuery
+from everyframe.hardware.isolation import ProcessResult
 from everyframe.hardware.profiles import find_profile
 from everyframe.runs.folder import RunFolder, all_runs
-from everyframe.runs.keeper import EVERY_STEP
+from everyframe.runs.run_state import EVERY_STEP
 
 PLANTED = Path(__file__).parents[1] / "planted"
 OPTIONS: dict[str, Any] = {
@@ -41,14 +41,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tiny.opensora_1_2(tmp_path_factory.mktemp("models") / "tiny"))
 
 
-def job(model: str, root: Path, **options: Any) -> Job:
+def job(model: str, root: Path, **options: Any) -> WorkerJob:
     request = everyframe.Request(**{"model": model, **OPTIONS, **options})
     pace = (EVERY_STEP.pause, EVERY_STEP.share)
-    return Job(request, root=root, pace=pace)
+    return WorkerJob(request, root=root, pace=pace)
 
 
 def frames(events: list[Event]) -> np.ndarray[Any, Any]:
-    return np.concatenate([e.frames for e in events if isinstance(e, Frames)])
+    return np.concatenate([e.frames for e in events if isinstance(e, FramesDecoded)])
 
 
 def test_a_worker_that_dies_is_named_and_its_run_goes_on(
@@ -58,10 +58,10 @@ def test_a_worker_that_dies_is_named_and_its_run_goes_on(
     path = os.pathsep.join([str(PLANTED), os.environ["PYTHONPATH"]])
     monkeypatch.setenv("PYTHONPATH", path)
     monkeypatch.setenv("PLANTED", "SIGFPE:STDiT3:3")
-    asked = Asked(find_profile("h20-cublas12.1").machine(), Ended())
-    monkeypatch.setattr(obituary, "ask", lambda: asked)
+    asked = MachineQuery(find_profile("h20-cublas12.1").machine(), ProcessResult())
+    monkeypatch.setattr(worker_monitor, "ask", lambda: asked)
     with pytest.raises(WorkerDiedError) as died:
-        list(launched(job(model, tmp_path)))
+        list(run_in_workers(job(model, tmp_path)))
     text = str(died.value)
     (kept,) = all_runs(tmp_path)
     found = re.search(
@@ -75,7 +75,7 @@ def test_a_worker_that_dies_is_named_and_its_run_goes_on(
     assert "pip install nvidia-cublas-cu12==" in text
     assert f"everyframe resume {kept.name}" in text
     monkeypatch.delenv("PLANTED")
-    again = list(resuming.go_on(kept))
+    again = list(resume.resume_run(kept))
     whole = list(run.stream(everyframe.Request(model=model, **OPTIONS)))
     np.testing.assert_array_equal(frames(again), frames(whole))
     assert not list(all_runs(tmp_path))
@@ -85,13 +85,13 @@ def test_a_worker_that_dies_is_named_and_its_run_goes_on(
 
 def test_an_error_in_a_worker_is_the_error_here(model: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="height must be a multiple of"):
-        list(launched(job(model, tmp_path, size="17x17")))
+        list(run_in_workers(job(model, tmp_path, size="17x17")))
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
 def test_a_worker_gives_the_bits_of_this_process(model: str, tmp_path: Path) -> None:
-    theirs = list(launched(job(model, tmp_path)))
+    theirs = list(run_in_workers(job(model, tmp_path)))
     ours = list(run.stream(everyframe.Request(model=model, **OPTIONS)))
     np.testing.assert_array_equal(frames(theirs), frames(ours))
     kinds = [[e.type for e in each if e.type != "kept"] for each in (theirs, ours)]
@@ -103,10 +103,10 @@ def test_a_worker_gives_the_bits_of_this_process(model: str, tmp_path: Path) -> 
 def test_no_worker_outlives_who_started_it(model: str, tmp_path: Path) -> None:
     program = (
         "import everyframe, sys, os\n"
-        "from everyframe.engine.launch import launched\n"
-        "from everyframe.engine.process import Job\n"
+        "from everyframe.engine.launcher import run_in_workers\n"
+        "from everyframe.engine.worker_process import WorkerJob\n"
         f"request = everyframe.Request(model={model!r}, **{OPTIONS!r})\n"
-        "for event in launched(Job(request)):\n"
+        "for event in run_in_workers(WorkerJob(request)):\n"
         "    print(event.type, flush=True)\n"
         "    if event.type == 'step': os.kill(os.getpid(), 9)\n"
     )
@@ -122,11 +122,13 @@ def test_no_worker_outlives_who_started_it(model: str, tmp_path: Path) -> None:
 
 
 def test_a_worker_that_the_system_ended(tmp_path: Path) -> None:
-    Trail(tmp_path / "trail-1").at("decode", 2, 5)
+    FlightRecorder(tmp_path / "trail-1").at("decode", 2, 5)
     worker: Any = SimpleNamespace(
-        trail=tmp_path / "trail-1", job=Job(rank=1, weights=(1.0, 1.0)), printed=lambda: ""
+        trail=tmp_path / "trail-1", job=WorkerJob(rank=1, weights=(1.0, 1.0)), printed=lambda: ""
     )
-    text = str(obituary.obituary(worker, -signal.SIGKILL, RunFolder(tmp_path / "this-run")))
+    text = str(
+        worker_monitor.crash_error(worker, -signal.SIGKILL, RunFolder(tmp_path / "this-run"))
+    )
     assert text.startswith("the worker process of rank 1 died of SIGKILL in step 2 of 5 of decode;")
     assert "memory ran out" in text
     assert text.endswith("everyframe resume this-run")
@@ -136,10 +138,10 @@ _LIMITED = """
 import resource, sys
 from pathlib import Path
 from everyframe.core.errors import MediaError
-from everyframe.engine.trail import Trail
+from everyframe.engine.flight_recorder import FlightRecorder
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), int(sys.argv[1])))
 try:
-    trail = Trail(Path(sys.argv[2]))
+    trail = FlightRecorder(Path(sys.argv[2]))
     for number in range(1000):
         trail.learn(f"blocks.{number}")
 except MediaError as error:
@@ -159,28 +161,28 @@ def test_a_trail_that_can_not_be_written_is_named(limit: int, name: str, tmp_pat
 
 
 def test_what_the_trail_says(tmp_path: Path) -> None:
-    trail = Trail(tmp_path / "trail")
-    assert str(read_trail(tmp_path / "trail")) == "before its first stage"
+    trail = FlightRecorder(tmp_path / "trail")
+    assert str(read_last_position(tmp_path / "trail")) == "before its first stage"
     trail.at("denoise", 3, 30)
     linear, dtype = trail.learn("denoiser.blocks.0.attn.qkv (Linear)"), trail.learn("bfloat16")
-    assert read_trail(tmp_path / "trail").module == ""
+    assert read_last_position(tmp_path / "trail").module == ""
     trail.enter(linear, dtype, (2, 1024, 1152))
-    found = read_trail(tmp_path / "trail")
-    assert found == Whereabouts(
+    found = read_last_position(tmp_path / "trail")
+    assert found == LastPosition(
         "denoise", 3, 30, "denoiser.blocks.0.attn.qkv (Linear)", "2x1024x1152 bfloat16"
     )
     assert str(found) == (
         "in step 3 of 30 of denoise, in denoiser.blocks.0.attn.qkv (Linear) on 2x1024x1152 bfloat16"
     )
     trail.enter(linear, 0, range(9))
-    assert read_trail(tmp_path / "trail").operand == "0x1x2x3x4x5"
+    assert read_last_position(tmp_path / "trail").operand == "0x1x2x3x4x5"
 
 
 @pytest.mark.parametrize("damage", [b"", b"\xff" * 4096])
 def test_a_trail_that_is_damaged_says_nothing(damage: bytes, tmp_path: Path) -> None:
-    Trail(tmp_path / "trail")
+    FlightRecorder(tmp_path / "trail")
     (tmp_path / "trail").write_bytes(damage)
-    assert read_trail(tmp_path / "trail") == Whereabouts()
+    assert read_last_position(tmp_path / "trail") == LastPosition()
 
 
 @pytest.mark.parametrize(
@@ -194,7 +196,7 @@ def test_a_trail_that_is_damaged_says_nothing(damage: bytes, tmp_path: Path) -> 
 )
 def test_the_known_issue_of_a_death(profile: str, signal_name: str, is_known: bool) -> None:
     machine: MachineFacts = find_profile(profile).machine()
-    assert (obituary.matching(machine, signal_name, "") is not None) == is_known
+    assert (worker_monitor.matching(machine, signal_name, "") is not None) == is_known
 
 
 @pytest.mark.slow

@@ -21,8 +21,8 @@ import tiny
 from everyframe.core.plan import Precision
 from everyframe.families.opensora import components as opensora
 from everyframe.families.opensora import sharding as opensora_sharding
+from everyframe.families.opensora.components import build_model
 from everyframe.families.opensora.config import STDiT3Config, STDiTConfig
-from everyframe.families.opensora.model import build_model
 from everyframe.families.stepvideo import components as stepvideo
 from everyframe.families.stepvideo import sharding as stepvideo_sharding
 from everyframe.families.stepvideo.config import StepVideoConfig
@@ -30,18 +30,18 @@ from everyframe.families.stepvideo.model import StepVideoModel
 from everyframe.families.svd import components as svd
 from everyframe.families.svd import sharding as svd_sharding
 from everyframe.families.svd import unet
-from everyframe.parallel.heads import ATTENDING
-from everyframe.parallel.team import Alone, Team
-from everyframe.precision import edges
-from everyframe.samplers import euler_karras, flow_match, iddpm, noise, rflow
+from everyframe.parallel.communicator import Communicator, SingleRank
+from everyframe.parallel.head_partition import ATTENDING
+from everyframe.precision import cast_hooks
+from everyframe.samplers import euler_karras, flow_matching, iddpm, noise, rectified_flow
+from everyframe.samplers.base import Step
 from everyframe.samplers.guidance import guide
-from everyframe.samplers.step import Step
 from ranks import Group, group_of
 
 STEPS, SCALE, WIDTH = 4, 3.0, 12
 Denoise = Callable[..., Tensor]
 #: A model with what the ranks put on it, its ``denoise`` and its sampler from start latents.
-Sampled = tuple[nn.Module, Callable[[Team], Any], Callable[[Tensor], Iterator[Step]]]
+Sampled = tuple[nn.Module, Callable[[Communicator], Any], Callable[[Tensor], Iterator[Step]]]
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,9 @@ def ranks(request: pytest.FixtureRequest) -> Any:
 def narrow(model: nn.Module, islands: tuple[str, ...]) -> Any:
     """With weights of about their real size, in the precision of a plan."""
     model.load_state_dict(tiny.randomised(model, 0))
-    edges.apply(model.eval().requires_grad_(False), Precision("bfloat16", "bfloat16", islands))
+    cast_hooks.add_cast_hooks(
+        model.eval().requires_grad_(False), Precision("bfloat16", "bfloat16", islands)
+    )
     return model
 
 
@@ -90,7 +92,7 @@ def open_sora(version: str) -> Sampled:
     def sample(x: Tensor) -> Iterator[Step]:
         if version == "1.2":
             denoise = guided(lambda x, t: answer(x, t)[:, : x.shape[1]])
-            return rflow.sample(denoise, x, rflow.schedule(STEPS))
+            return rectified_flow.sample(denoise, x, rectified_flow.schedule(STEPS))
         plan = iddpm.schedule(STEPS)
         draw = lambda step: noise.step_noise(1, step, x.shape[1:])[None]  # noqa: E731
         return iddpm.sample(guided(answer, 3), x, plan, draw)
@@ -109,7 +111,7 @@ def step_video(way: str) -> Sampled:
     denoise = guided(lambda x, t: model(x, t, context))
 
     def sample(x: Tensor) -> Iterator[Step]:
-        return flow_match.sample(denoise, x, flow_match.schedule(STEPS, 3.0))
+        return flow_matching.sample(denoise, x, flow_matching.schedule(STEPS, 3.0))
 
     return model, lambda team: stepvideo_sharding.apply(model, team, way=way), sample
 
@@ -169,7 +171,7 @@ def moved(x: Tensor, seed: int) -> Tensor:
     return torch.where(up, bits + 1, bits - 1).view(torch.bfloat16).float()
 
 
-def latents(team: Team, name: str, x: Tensor, fault: Any = None) -> Tensor:
+def latents(team: Communicator, name: str, x: Tensor, fault: Any = None) -> Tensor:
     """What one rank has in the end."""
     model, apply, sample = MODELS[name][0]()
     put_on = apply(team)
@@ -200,8 +202,8 @@ def floor_of(name: str) -> tuple[Tensor, float]:
     if name not in FLOORS:
         with torch.no_grad():
             x = start_of(name)
-            right = latents(Alone(), name, x)
-            others = (latents(Alone(), name, moved(x, seed)) for seed in range(MOVES))
+            right = latents(SingleRank(), name, x)
+            others = (latents(SingleRank(), name, moved(x, seed)) for seed in range(MOVES))
             FLOORS[name] = (right, max(apart(other, right) for other in others))
     return FLOORS[name]
 
@@ -219,12 +221,12 @@ def test_ranks_are_as_near_as_one_unit_in_the_last_place(
     assert 0 < apart(found[0], right) < SPREAD * floor
 
 
-def other_noise(team: Team, model: nn.Module, x: Tensor) -> Tensor:
+def other_noise(team: Communicator, model: nn.Module, x: Tensor) -> Tensor:
     """The last rank has noise of its own."""
     return drawn(*x.shape, seed=7) if team.rank == team.size - 1 else x
 
 
-def slightly_wrong(team: Team, model: nn.Module, x: Tensor) -> Tensor:
+def slightly_wrong(team: Communicator, model: nn.Module, x: Tensor) -> Tensor:
     """The last rank's products are wrong by a thirtieth."""
 
     def more(layer: nn.Module, args: Any, out: Tensor) -> Tensor:

@@ -15,9 +15,9 @@ import tiny_step
 import tiny_svd
 from everyframe.core.errors import CheckpointError
 from everyframe.core.request import Request
-from everyframe.families.loading import check_contents
-from everyframe.families.staged import StagedModel
-from everyframe.planning.models import find_model
+from everyframe.planning.find_model import find_model
+from everyframe.runtime.loading import check_contents
+from everyframe.runtime.model_spec import NativeModelSpec
 
 #: The maker of a tiny checkpoint, and the files of its parts.
 PARTS: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
@@ -61,7 +61,7 @@ def test_a_misshapen_tensor_in_any_part_is_told_by_headers_alone(
     place = make(tmp_path / "model")
     options = {"control": "canny"} if family == "inpaint" else {}
     model, _ = find_model(Request(prompt="a", model=str(place), **options), may_fetch=False)
-    assert isinstance(model, StagedModel)
+    assert isinstance(model, NativeModelSpec)
     check_contents(model)  # nothing is wrong with it
     for file in files:
         path = tmp_path / "model" / file

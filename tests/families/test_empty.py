@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from everyframe.core.errors import DamagedError
-from everyframe.families.empty import Empty
+from everyframe.core.errors import CorruptRunError
+from everyframe.runtime.model_spec import ModuleBuilder
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +19,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @dataclass(frozen=True)
-class Layer(Empty):
+class Layer(ModuleBuilder):
     """One part, and how often it was built."""
 
     built: list[str] = field(default_factory=list, repr=False)
@@ -86,7 +86,7 @@ def test_a_planted_count_is_seen_as_soon_as_the_part_is_built(wrong: dict[str, i
     Layer()._count.write({"layer": wrong})
     layer = Layer()
     assert layer.num_elements == {"layer": wrong}
-    with pytest.raises(DamagedError, match="other sizes than those of this model's layer"):
+    with pytest.raises(CorruptRunError, match="other sizes than those of this model's layer"):
         layer.taken("layer")
     # It is gone with that.
     assert Layer().num_elements == {"layer": {"weight": 3}}

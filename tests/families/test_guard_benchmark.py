@@ -11,9 +11,9 @@ import pytest
 
 import everyframe
 from everyframe.core.events import Step
-from everyframe.families import denoising, guarding
-from everyframe.numerics import watch
-from everyframe.runs.keeper import Keep
+from everyframe.numerics import tensor_stats
+from everyframe.runs.run_state import SaveOptions
+from everyframe.runtime import guard, stages
 
 PLACE = Path(__file__).parents[2] / "benchmarks" / "guard.py"
 
@@ -34,11 +34,11 @@ def test_every_look_is_counted(benchmark: Any) -> None:
     request = everyframe.Request(
         prompt=benchmark.PROMPT, device="cpu", dtype="fp32", seed=1, num_inference_steps=3
     )
-    events = list(benchmark.engine.stream(request, keep=Keep(None)))
+    events = list(benchmark.engine.stream(request, keep=SaveOptions(None)))
     assert len([event for event in events if isinstance(event, Step)]) > 3
     owners = {owner for owner, name in benchmark.looks_of() if name == "range_of"}
-    assert owners >= {guarding, denoising}
-    count, looks = 0, {name: getattr(watch, name) for name in ("range_of", "blank_frames")}
+    assert owners >= {guard, stages}
+    count, looks = 0, {name: getattr(tensor_stats, name) for name in ("range_of", "blank_frames")}
     code = {function.__code__ for function in looks.values()} | {
         benchmark.engine._check_finite.__code__
     }

@@ -19,10 +19,10 @@ from torch.nn.attention.flex_attention import flex_attention
 from everyframe.core.errors import NumericsError
 from everyframe.core.events import Event, Note, Repaired
 from everyframe.core.facts import DeviceFacts
-from everyframe.families import guarding
-from everyframe.families.denoising import GuardedDenoiser
-from everyframe.families.guarding import Guard
-from everyframe.numerics.overflow import OverflowProbe
+from everyframe.numerics.overflow_probe import OverflowProbe
+from everyframe.runtime import guard as guard_module
+from everyframe.runtime.guard import Guard
+from everyframe.runtime.stages import GuardedDenoiser
 from guarded_nets import CLOSE, Net, halved, inputs, plan, repairs, scaled
 
 WITH_BF16 = DeviceFacts("another", "cpu", None, 10**12, 10**12, has_fast_bf16=True)
@@ -474,7 +474,7 @@ def test_only_the_first_call_in_float16_is_looked_into(monkeypatch: pytest.Monke
             super().__init__()
             made.append(self)
 
-    monkeypatch.setattr(guarding, "OverflowProbe", Counted)
+    monkeypatch.setattr(guard_module, "OverflowProbe", Counted)
     for dtype, expected in (("float32", 0), ("bfloat16", 0), ("float16", 1)):
         net = halved(nn.Linear(8, 8), dtype)
         guard = Guard(plan(), "denoise", {"net": net})
@@ -640,6 +640,6 @@ def test_an_autoencoder_that_overflows_is_repaired() -> None:
 
 
 def test_events_are_plain_data() -> None:
-    event = guarding.Repaired("denoise", 1, "unet", "conv", "conv2d", "range", "float16", "conv",
+    event = guard_module.Repaired("denoise", 1, "unet", "conv", "conv2d", "range", "float16", "conv",
                               "float32", "text")  # fmt: skip
     assert event.to_json()["type"] == "repaired"

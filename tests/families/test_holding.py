@@ -15,23 +15,28 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import tiny
-from everyframe.checkpoints.strict import KeyMap
-from everyframe.checkpoints.tensors import TensorFile
+from everyframe.checkpoints.strict_load import KeyMap
+from everyframe.checkpoints.tensor_file import TensorFile
 from everyframe.core.plan import ComponentPlan, Precision
-from everyframe.families import holding, offload
-from everyframe.families.holding import WEIGHTS, Holding, holders, kept_bytes
-from everyframe.families.loading import load_component
 from everyframe.families.opensora import sharding as of_opensora
+from everyframe.families.opensora.components import build_model
 from everyframe.families.opensora.config import STDiT3Config
-from everyframe.families.opensora.model import build_model
 from everyframe.families.stepvideo import sharding as of_stepvideo
 from everyframe.families.stepvideo.config import StepVideoConfig
 from everyframe.families.stepvideo.model import StepVideoModel
 from everyframe.families.svd import sharding as of_svd
 from everyframe.families.svd import unet
-from everyframe.parallel.team import Team
-from everyframe.precision.quantised import QuantisedLinear
-from everyframe.precision.raising import Raised
+from everyframe.parallel.communicator import Communicator
+from everyframe.precision.quantization import QuantisedLinear
+from everyframe.precision.upcast import Upcast
+from everyframe.runtime import offload, weight_sharding
+from everyframe.runtime.loading import load_component
+from everyframe.runtime.weight_sharding import (
+    WEIGHTS,
+    ShardedWeightsProvider,
+    assign_units,
+    sharded_bytes,
+)
 from ranks import Group, group_of, in_every_size, sizes_of, supply_of
 
 WIDE = Precision("float32", "float32")
@@ -78,16 +83,16 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Group]:
 
 def test_each_unit_has_one_holder_and_all_have_about_as_much() -> None:
     sizes = {"a": 3, "b": 10, "c": 4, "d": 4, "e": 2}
-    assert holders(sizes, [1]) == dict.fromkeys(sizes, 0)
-    found = holders(sizes, [1, 1])
-    assert found == holders(dict(sizes), [3, 3])
+    assert assign_units(sizes, [1]) == dict.fromkeys(sizes, 0)
+    found = assign_units(sizes, [1, 1])
+    assert found == assign_units(dict(sizes), [3, 3])
     kept = [sum(sizes[unit] for unit in sizes if found[unit] == rank) for rank in range(2)]
     assert sorted(kept) == [11, 12]
     # Of ranks with unequal room each has its part of it, and one without room none.
-    found = holders(dict.fromkeys("abcdefghijkl", 5), [3, 0, 1])
+    found = assign_units(dict.fromkeys("abcdefghijkl", 5), [3, 0, 1])
     assert [list(found.values()).count(rank) for rank in range(3)] == [9, 0, 3]
     # More ranks than units: some keep nothing, and none of them is missed.
-    assert sorted(holders(sizes, [1] * 7).values()) == [0, 1, 2, 3, 4]
+    assert sorted(assign_units(sizes, [1] * 7).values()) == [0, 1, 2, 3, 4]
 
 
 def stored(folder: Path) -> tuple[Model, Path]:
@@ -97,7 +102,9 @@ def stored(folder: Path) -> tuple[Model, Path]:
     return model, path
 
 
-def loaded(team: Team, path: str, dtype: str = "float32", kind: str = "") -> tuple[Any, list[str]]:
+def loaded(
+    team: Communicator, path: str, dtype: str = "float32", kind: str = ""
+) -> tuple[Any, list[str]]:
     """The model on this rank of those that keep it between them, and the tensors that it read."""
     read: list[str] = []
     kept = TensorFile.load
@@ -117,7 +124,7 @@ def loaded(team: Team, path: str, dtype: str = "float32", kind: str = "") -> tup
         TensorFile.load = kept  # type: ignore[method-assign]
 
 
-def held(team: Team, path: str, fault: Any = None) -> dict[str, Any]:
+def held(team: Communicator, path: str, fault: Any = None) -> dict[str, Any]:
     """One rank's answers, what it has of the weights, and what it read and sent for them."""
     undo = fault() if fault is not None else None
     try:
@@ -157,7 +164,7 @@ def test_the_same_bits_from_a_part_of_the_weights(ranks: Group, size: int, tmp_p
     check_kept(found, source)
 
 
-def held_by_room(team: Team, path: str, room: list[float]) -> dict[str, Any]:
+def held_by_room(team: Communicator, path: str, room: list[float]) -> dict[str, Any]:
     """As `held`, of ranks that have unequal room."""
     own, team.weights = team.weights, tuple(room)
     try:
@@ -178,9 +185,9 @@ def test_ranks_of_unequal_room_keep_unequal_parts(ranks: Group, tmp_path: Path) 
 
 
 def _first_keeps_all() -> Any:
-    kept = holding.holders
-    holding.holders = lambda sizes, room: dict.fromkeys(sizes, 0)
-    return lambda: setattr(holding, "holders", kept)
+    kept = weight_sharding.assign_units
+    weight_sharding.assign_units = lambda sizes, room: dict.fromkeys(sizes, 0)
+    return lambda: setattr(weight_sharding, "assign_units", kept)
 
 
 def test_a_rank_that_keeps_everything_is_seen(ranks: Group, tmp_path: Path) -> None:
@@ -190,7 +197,7 @@ def test_a_rank_that_keeps_everything_is_seen(ranks: Group, tmp_path: Path) -> N
         check_kept(found, source)
 
 
-def in_eight_bits(team: Team, path: str, kind: str) -> dict[str, Any]:
+def in_eight_bits(team: Communicator, path: str, kind: str) -> dict[str, Any]:
     """One rank's answer by weights in eight bits, and what it keeps of them."""
     model, _ = loaded(team, path, kind=kind)
     x = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH)
@@ -207,7 +214,7 @@ def test_weights_in_eight_bits_are_kept_by_ranks_too(
     source, path = stored(tmp_path)
     (whole,) = ranks.run(1, in_eight_bits, str(path), kind)
     found = ranks.run(3, in_eight_bits, str(path), kind)
-    told = kept_bytes(source, Precision("float32", "float32", weights=kind), [1] * 3)
+    told = sharded_bytes(source, Precision("float32", "float32", weights=kind), [1] * 3)
     for each, kept in zip(found, told, strict=True):
         assert each["kinds"] == {QuantisedLinear}
         assert all(torch.equal(a, b) for a, b in zip(each["out"], whole["out"], strict=True))
@@ -217,11 +224,11 @@ def test_weights_in_eight_bits_are_kept_by_ranks_too(
     assert not torch.equal(found[0]["out"][0], source(x))
 
 
-def sent(team: Team, path: str) -> dict[str, Any]:
+def sent(team: Communicator, path: str) -> dict[str, Any]:
     """What leaves this rank in a pass, and the most that came at once."""
     supply = supply_of(team)
     model = Model().requires_grad_(False)
-    carrier = Holding(model, supply, torch.device("cpu"))
+    carrier = ShardedWeightsProvider(model, supply, torch.device("cpu"))
     put_on = offload.apply(model, "cpu", carrier)
     x, counts = torch.zeros(1, WIDTH), []
     for _ in range(3):
@@ -238,7 +245,7 @@ def test_what_is_sent_is_what_is_told(ranks: Group, tmp_path: Path) -> None:
     unit = sum(p.nbytes for p in model.blocks[0].parameters())
     text = sum(p.nbytes for p in model.blocks[0].text.parameters())
     found = ranks.run(3, sent, "")
-    told = kept_bytes(model, WIDE, [1] * 3)
+    told = sharded_bytes(model, WIDE, [1] * 3)
     assert sum(told) == DEPTH * unit
     for each, kept in zip(found, told, strict=True):
         # What comes first is sent for by the end of the pass before, from the second one on.
@@ -246,14 +253,14 @@ def test_what_is_sent_is_what_is_told(ranks: Group, tmp_path: Path) -> None:
         assert unit <= each["most"] <= 2 * unit
 
 
-def raised(team: Team, path: str) -> list[Any]:
+def raised(team: Communicator, path: str) -> list[Any]:
     """Answers, and the precision that a block computes in: as it is, raised, as it was."""
     model, _ = loaded(team, path, "bfloat16")
     seen: list[torch.dtype] = []
     model.blocks[5].inner.register_forward_pre_hook(lambda part, _: seen.append(part.weight.dtype))
     x = torch.ones(1, WIDTH)
     out = [model(x)]
-    repair = Raised(model.blocks[5], torch.float32)
+    repair = Upcast(model.blocks[5], torch.float32)
     out.append(model(x))
     repair.undo()
     return [*out, model(x), seen]
@@ -334,7 +341,7 @@ def svd() -> tuple[Any, Callable[[Any], Tensor], Callable[..., Any]]:
 MODELS = {"opensora": opensora, "stepvideo": stepvideo, "svd": svd}
 
 
-def answers(team: Team, name: str) -> dict[str, Any]:
+def answers(team: Communicator, name: str) -> dict[str, Any]:
     """A denoiser on this rank with all of its weights, then with its part of them, twice."""
     model, answer, put = MODELS[name]()
     model.load_state_dict(tiny.randomised(model, 0))
@@ -343,7 +350,7 @@ def answers(team: Team, name: str) -> dict[str, Any]:
     put_on = put(model, team)
     before = answer(model)
     put_on.remove()
-    carrier = Holding(model, supply_of(team), torch.device("cpu"))
+    carrier = ShardedWeightsProvider(model, supply_of(team), torch.device("cpu"))
     for each in carrier.elsewhere:
         part, _, own = each.rpartition(".")
         layer = model.get_submodule(part)

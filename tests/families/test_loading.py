@@ -13,15 +13,15 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from everyframe.checkpoints.strict import KeyMap
+from everyframe.checkpoints.strict_load import KeyMap
 from everyframe.core.errors import CheckpointError
 from everyframe.core.plan import ComponentPlan, Precision
-from everyframe.families import loading
-from everyframe.families.loading import (
+from everyframe.runtime import loading
+from everyframe.runtime.loading import (
     build_on_meta,
     count_parameters,
-    let_go,
     load_component,
+    release_components,
 )
 
 
@@ -123,13 +123,13 @@ def test_what_is_part_of_a_cycle_is_let_go_as_well(
     monkeypatch.setattr(loading.gc, "collect", lambda: asked.append(collect()))
     gc.disable()
     try:
-        with let_go():
+        with release_components():
             module = load_component(part(), Small, weights, KeyMap())
             gone = weakref.ref(module)
             del module
         assert gone() is None
         assert not asked  # it looks at everything in the process
-        with let_go():
+        with release_components():
             module = load_component(part(), Small, weights, KeyMap())
             held = module.get_submodule(whose)
             held.itself = [held]  # type: ignore[assignment]
@@ -147,7 +147,7 @@ def test_what_somebody_else_holds_is_nobody_elses_affair(
     held = load_component(part(), Small, weights, KeyMap())
     asked: list[int] = []
     monkeypatch.setattr(loading.gc, "collect", lambda: asked.append(1))
-    with let_go():
+    with release_components():
         pass
     assert held is not None
     assert not asked

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 import small_models
 import tiny
-from everyframe.checkpoints.strict import KeyMap
+from everyframe.checkpoints.strict_load import KeyMap
 from everyframe.core.errors import CheckpointError
 from everyframe.core.plan import ComponentPlan, Precision
-from everyframe.families import offload
-from everyframe.families.ahead import Fetched
-from everyframe.families.loading import load_component
-from everyframe.precision import edges
-from everyframe.precision.raising import Raised
+from everyframe.precision import cast_hooks
+from everyframe.precision.upcast import Upcast
+from everyframe.runtime import offload
+from everyframe.runtime.loading import load_component
+from everyframe.runtime.prefetch import LocalWeightsProvider
 
 WIDE = Precision("float32", "float32")
 
@@ -111,7 +111,7 @@ def ready(model: Any, component: str, dtype: str) -> Any:
         for name, parameter in module.named_parameters():
             parameter.copy_(state[name])
     islands = () if dtype == "float32" else needs(model, component).islands
-    edges.apply(module, Precision(dtype, dtype, islands))
+    cast_hooks.add_cast_hooks(module, Precision(dtype, dtype, islands))
     return module
 
 
@@ -230,7 +230,7 @@ def test_what_is_raised_while_it_waits_comes_raised(tmp_path: Path) -> None:
         plan = plan_of(source, "bfloat16", streams=streams)
         model = load_component(plan, lambda: Model(12), path, KeyMap())
         model(x)
-        raised = Raised(model.blocks[0], torch.float32)
+        raised = Upcast(model.blocks[0], torch.float32)
         seen: list[Tensor] = []
         model.blocks[0].inner.register_forward_pre_hook(
             lambda part, _, seen=seen: seen.append(part.weight.clone())
@@ -252,7 +252,7 @@ def test_the_next_part_is_on_its_way_while_one_computes() -> None:
         came.append(name)
         return waiting.detach().clone()
 
-    offload.apply(model, "cpu", Fetched(noted, torch.device("cpu")))
+    offload.apply(model, "cpu", LocalWeightsProvider(noted, torch.device("cpu")))
     seen: list[bool] = []
 
     def look(*_: object) -> None:

@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from everyframe.checkpoints.strict import KeyMap
+from everyframe.checkpoints.strict_load import KeyMap
 from everyframe.core.plan import ComponentPlan, Precision
-from everyframe.families import offload
-from everyframe.families.loading import load_component
-from everyframe.families.turns import take_turns
+from everyframe.runtime import offload
+from everyframe.runtime.loading import load_component
+from everyframe.runtime.offload import take_turns
 
 pytestmark = [
     pytest.mark.gpu,

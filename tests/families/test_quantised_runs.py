@@ -23,7 +23,7 @@ import tiny_inpaint
 import tiny_svd
 from everyframe.core.plan import ComponentPlan
 from everyframe.planning.resolve import prepare
-from everyframe.precision.quantised import QuantisedLinear, quantise, rows
+from everyframe.precision.quantization import QuantisedLinear, quantise, rows
 
 PICTURE = np.random.default_rng(0).integers(0, 255, (32, 32, 3), np.uint8)
 

@@ -11,15 +11,15 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from everyframe.checkpoints.strict import KeyMap
-from everyframe.checkpoints.tensors import TensorFile
+from everyframe.checkpoints.strict_load import KeyMap
+from everyframe.checkpoints.tensor_file import TensorFile
 from everyframe.core.errors import CheckpointError
 from everyframe.core.plan import ComponentPlan, Precision
-from everyframe.families import offload
-from everyframe.families.loading import load_component
 from everyframe.precision.islands import weight_bytes
-from everyframe.precision.quantised import QuantisedLinear, layers, quantise, rows
-from everyframe.precision.raising import Raised
+from everyframe.precision.quantization import QuantisedLinear, layers, quantise, rows
+from everyframe.precision.upcast import Upcast
+from everyframe.runtime import offload
+from everyframe.runtime.loading import load_component
 
 KINDS = ("int8", "fp8")
 
@@ -112,12 +112,12 @@ def test_weights_that_wait_elsewhere_give_the_same_bits(
     for _ in range(3):
         assert torch.equal(model(X), expected)
     # Also where a part was raised meanwhile: what was sent for is not taken.
-    raised = Raised(model.blocks[4], torch.float32)
+    raised = Upcast(model.blocks[4], torch.float32)
     wide = model(X)
     raised.undo()
     assert not torch.equal(wide, expected)
     there = loaded(stored, kind, "bfloat16")
-    Raised(there.blocks[4], torch.float32)
+    Upcast(there.blocks[4], torch.float32)
     assert torch.equal(wide, there(X))
     assert torch.equal(model(X), expected)
 

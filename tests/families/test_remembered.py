@@ -7,24 +7,24 @@ from pathlib import Path
 
 import pytest
 
-from everyframe.checkpoints.places import cache_folder
+from everyframe.checkpoints.folder import cache_folder
 from everyframe.core.facts import DeviceFacts
-from everyframe.core.plan import PLAIN, Precision, Remedy
-from everyframe.families.remembered import (
-    forget,
-    key_of,
-    remedies_for,
-    remember,
-    remembered,
-)
+from everyframe.core.plan import PLAIN, Precision, Repair
 from everyframe.precision.islands import weight_bytes
+from everyframe.runtime.repair_cache import (
+    delete_repairs,
+    key_of,
+    load_repairs,
+    remedies_for,
+    save_repair,
+)
 
 CARD = DeviceFacts("a card", "cuda", 0, 10**10, 10**10, (8, 0))
 VERSIONS = {"python": "3.11", "torch": "2.13", "cudnn": "91900"}
-INNER = Remedy("unet", "blocks.1.to_q", "float32", "float16")
-OTHER = Remedy("unet", "blocks.10", "float32", "float16")
-OUTER = Remedy("unet", "blocks.1", "float32", "float16")
-WHOLE = Remedy("unet", "", "float32", "float16")
+INNER = Repair("unet", "blocks.1.to_q", "float32", "float16")
+OTHER = Repair("unet", "blocks.10", "float32", "float16")
+OUTER = Repair("unet", "blocks.1", "float32", "float16")
+WHOLE = Repair("unet", "", "float32", "float16")
 
 
 @pytest.fixture(autouse=True)
@@ -36,26 +36,26 @@ KEY = key_of("ab" * 32, CARD, VERSIONS)
 
 
 def test_nothing_is_remembered_at_first() -> None:
-    assert remembered(KEY) == ()
-    assert forget(KEY) == 0
+    assert load_repairs(KEY) == ()
+    assert delete_repairs(KEY) == 0
 
 
 def test_repairs_come_back_in_their_order_until_they_are_forgotten() -> None:
     for remedy in (INNER, OTHER, replace(OTHER, to=PLAIN)):
-        remember(KEY, remedy)
-    assert remembered(KEY) == (INNER, OTHER, replace(OTHER, to=PLAIN))
-    assert forget(KEY) == 3
-    assert remembered(KEY) == ()
+        save_repair(KEY, remedy)
+    assert load_repairs(KEY) == (INNER, OTHER, replace(OTHER, to=PLAIN))
+    assert delete_repairs(KEY) == 3
+    assert load_repairs(KEY) == ()
 
 
 def test_what_holds_another_takes_its_place() -> None:
     for remedy in (INNER, OTHER, INNER, OUTER):
-        remember(KEY, remedy)
-    assert remembered(KEY) == (OTHER, OUTER), "blocks.10 is not inside of blocks.1"
-    remember(KEY, replace(WHOLE, to="bfloat16"))
-    assert len(remembered(KEY)) == 3, "a narrower one holds nothing"
-    remember(KEY, WHOLE)
-    assert remembered(KEY) == (replace(WHOLE, to="bfloat16"), WHOLE)
+        save_repair(KEY, remedy)
+    assert load_repairs(KEY) == (OTHER, OUTER), "blocks.10 is not inside of blocks.1"
+    save_repair(KEY, replace(WHOLE, to="bfloat16"))
+    assert len(load_repairs(KEY)) == 3, "a narrower one holds nothing"
+    save_repair(KEY, WHOLE)
+    assert load_repairs(KEY) == (replace(WHOLE, to="bfloat16"), WHOLE)
 
 
 @pytest.mark.parametrize(
@@ -69,8 +69,8 @@ def test_what_holds_another_takes_its_place() -> None:
     ids=["weights", "card", "capability", "torch"],
 )
 def test_nothing_is_remembered_of_others(other: object) -> None:
-    remember(KEY, INNER)
-    assert remembered(other) == ()  # type: ignore[arg-type]
+    save_repair(KEY, INNER)
+    assert load_repairs(other) == ()  # type: ignore[arg-type]
     assert key_of("ab" * 32, replace(CARD, free_memory=1), {**VERSIONS, "python": "3.12"}) == KEY
 
 
@@ -79,12 +79,12 @@ def test_nothing_is_remembered_of_others(other: object) -> None:
     ["", "{", "[]", '{"schema": "x"}', '{"schema": "everyframe.repairs/1", "repairs": [{"a": 1}]}'],
 )
 def test_a_damaged_file_is_no_memory(text: str) -> None:
-    remember(KEY, INNER)
+    save_repair(KEY, INNER)
     (file,) = cache_folder().glob("repairs/*/*.json")
     file.write_text(text)
-    assert remembered(KEY) == ()
-    remember(KEY, OTHER)
-    assert remembered(KEY) == (OTHER,)
+    assert load_repairs(KEY) == ()
+    save_repair(KEY, OTHER)
+    assert load_repairs(KEY) == (OTHER,)
 
 
 def test_where_nothing_can_be_written_the_run_goes_on(
@@ -92,7 +92,7 @@ def test_where_nothing_can_be_written_the_run_goes_on(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path / "file"))
-    remember(KEY, INNER)
+    save_repair(KEY, INNER)
     assert "a repair is not remembered" in caplog.text
 
 

@@ -2,45 +2,45 @@
 
 from __future__ import annotations
 
-from everyframe.families.family import Take
-from everyframe.families.shortages import Moments, Shortage
+from everyframe.runtime.interface import VideoState
+from everyframe.runtime.oom_fallback import CallCounter, OomEvent
 
 
 class Kept:
     """Those of before, and those that come."""
 
-    def __init__(self, *before: Shortage) -> None:
+    def __init__(self, *before: OomEvent) -> None:
         self.before = before
-        self.new: list[Shortage] = []
+        self.new: list[OomEvent] = []
 
-    def known(self) -> tuple[Shortage, ...]:
+    def known(self) -> tuple[OomEvent, ...]:
         return self.before
 
-    def keep(self, shortage: Shortage) -> None:
+    def keep(self, shortage: OomEvent) -> None:
         self.new.append(shortage)
 
 
-def take(seed: int, kept: Kept, step: int = 0) -> Take:
-    return Take(seed, step=step, shortages=kept)
+def take(seed: int, kept: Kept, step: int = 0) -> VideoState:
+    return VideoState(seed, step=step, shortages=kept)
 
 
 def test_calls_count_from_the_first_of_their_video() -> None:
     """Where the first video is done already, the stage's own numbers are others."""
     kept = Kept()
-    whole, rest = Moments(), Moments()
+    whole, rest = CallCounter(), CallCounter()
     for seed, first in ((1, 1), (2, 4)):
         whole.of(take(seed, kept))
         for number in range(first, first + 3):
             moment = whole.now(number)
-            assert moment == Shortage(seed, 0, number - first)
+            assert moment == OomEvent(seed, 0, number - first)
     rest.of(take(2, kept))
-    assert rest.now(1) == Shortage(2, 0, 0)
+    assert rest.now(1) == OomEvent(2, 0, 0)
     assert rest.now(3) == moment
 
 
 def test_a_step_is_the_same_wherever_it_is_gone_on_from() -> None:
     kept = Kept()
-    whole, rest = Moments(), Moments()
+    whole, rest = CallCounter(), CallCounter()
     one = take(1, kept)
     whole.of(one)
     for number in (1, 2, 3):
@@ -48,12 +48,12 @@ def test_a_step_is_the_same_wherever_it_is_gone_on_from() -> None:
         whole.now(number)
     other = take(1, kept, step=2)
     rest.of(other)
-    assert rest.now(3) == whole.now(3) == Shortage(1, 2, 0)
+    assert rest.now(3) == whole.now(3) == OomEvent(1, 2, 0)
 
 
 def test_what_is_over_is_done_at_once_and_what_comes_in_its_call() -> None:
-    kept = Kept(Shortage(1, 0, 1), Shortage(2, 1), Shortage(2, 3), Shortage(2, 3), Shortage(2, 4))
-    moments, one = Moments(), take(2, kept, step=2)
+    kept = Kept(OomEvent(1, 0, 1), OomEvent(2, 1), OomEvent(2, 3), OomEvent(2, 3), OomEvent(2, 4))
+    moments, one = CallCounter(), take(2, kept, step=2)
     moments.of(one)
     # Another video's, which is done, and an earlier step's: silently; then nothing yet.
     assert [*moments.due(3)] == [False, False]
@@ -67,8 +67,8 @@ def test_what_is_over_is_done_at_once_and_what_comes_in_its_call() -> None:
 
 def test_videos_by_turns_are_told_apart() -> None:
     """Encoding goes through the lots of frames, and through all videos in each."""
-    kept = Kept(Shortage(2, 0, 0), Shortage(1, 0, 1))
-    moments, takes = Moments(), [take(1, kept), take(2, kept)]
+    kept = Kept(OomEvent(2, 0, 0), OomEvent(1, 0, 1))
+    moments, takes = CallCounter(), [take(1, kept), take(2, kept)]
     seen = []
     for number in (1, 2):
         for each in takes:
@@ -78,7 +78,7 @@ def test_videos_by_turns_are_told_apart() -> None:
 
 
 def test_without_a_place_nothing_is_kept() -> None:
-    moments = Moments()
-    moments.of(Take(1))
+    moments = CallCounter()
+    moments.of(VideoState(1))
     assert [*moments.due(1)] == []
     moments.keep(moments.now(1))

@@ -9,23 +9,23 @@ import pytest
 
 import small_models
 from everyframe.core.plan import Settings
-from everyframe.families import tiles
-from everyframe.families.family import Saving
-from everyframe.families.sparing import ways
+from everyframe.runtime import tiling
+from everyframe.runtime.interface import MemorySaving
+from everyframe.runtime.memory_fallbacks import memory_fallbacks
 
 
-def savings(component: str, settings: Settings) -> Iterator[Saving]:
+def savings(component: str, settings: Settings) -> Iterator[MemorySaving]:
     """Two exact ones and a lossy one that has them in it; the lossy one is offered first."""
     halved = settings.with_saving(f"{component}_at_once", 2)
     alone = settings.with_saving(f"{component}_at_once", 1)
-    yield Saving(alone.with_saving("tile", 8), "tiles", is_lossy=True)
-    yield Saving(halved, "halves")
-    yield Saving(alone, "one by one")
+    yield MemorySaving(alone.with_saving("tile", 8), "tiles", is_lossy=True)
+    yield MemorySaving(halved, "halves")
+    yield MemorySaving(alone, "one by one")
 
 
 def test_what_shows_comes_last_for_all_components() -> None:
     settings = small_models.settings()
-    done = list(ways(["unet", "net"], settings, savings, may_wait=True))
+    done = list(memory_fallbacks(["unet", "net"], settings, savings, may_wait=True))
     assert [(way.component, way.says[:5]) for way in done] == [
         ("unet", "halve"), ("unet", "one b"), ("net", "halve"), ("net", "one b"),
         ("unet", "its w"), ("net", "its w"), ("unet", "tiles"),
@@ -38,12 +38,12 @@ def test_what_shows_comes_last_for_all_components() -> None:
 
 def test_weights_wait_only_where_they_may_and_nothing_is_done_twice() -> None:
     settings = small_models.settings().with_saving("unet_at_once", 1)
-    done = list(ways(["unet"], settings, savings, may_wait=False))
+    done = list(memory_fallbacks(["unet"], settings, savings, may_wait=False))
     assert not any(way.offload for way in done)
     # The family offers what is done already as well, by whoever planned it.
     once = replace(settings, savings=(("unet_at_once", 1), ("tile", 8)))
     assert done[-1].settings == once
-    assert list(ways(["unet"], settings, None, may_wait=False)) == []
+    assert list(memory_fallbacks(["unet"], settings, None, may_wait=False)) == []
 
 
 def test_a_family_offers_nothing_less_than_what_is_done() -> None:
@@ -58,19 +58,19 @@ def test_a_family_offers_nothing_less_than_what_is_done() -> None:
     assert [each.settings.saving("vae_frames", 0) for each in found] == [1]
 
 
-def of_two_stages(component: str, settings: Settings) -> Iterator[Saving]:
+def of_two_stages(component: str, settings: Settings) -> Iterator[MemorySaving]:
     """One for both, and a lossy one for each of two."""
     fewer = settings.with_saving("frames", 1)
-    yield Saving(fewer, "fewer")
+    yield MemorySaving(fewer, "fewer")
     for stage in ("first", "second"):
-        yield Saving(settings.with_saving(stage, 8), f"tiles of {stage}", True, stage)
+        yield MemorySaving(settings.with_saving(stage, 8), f"tiles of {stage}", True, stage)
 
 
 def test_a_stage_has_what_helps_it_and_what_helps_all() -> None:
     settings = small_models.settings()
 
     def said(stage: str | None) -> list[tuple[str, dict[str, int]]]:
-        done = ways(["vae"], settings, of_two_stages, may_wait=False, stage=stage)
+        done = memory_fallbacks(["vae"], settings, of_two_stages, may_wait=False, stage=stage)
         return [(way.says, dict(way.settings.savings)) for way in done]
 
     assert said("second") == [
@@ -84,12 +84,12 @@ def test_a_stage_has_what_helps_it_and_what_helps_all() -> None:
 def test_every_family_that_encodes_has_tiles_for_it(name: str) -> None:
     model = small_models.all_models()[name]
     settings = small_models.settings(512, 512, 17, given_frames=("image",))
-    for stage, own in (("given frames", tiles.ENCODE), ("decode", tiles.DECODE)):
-        done = list(ways(["vae"], settings, model.savings, may_wait=False, stage=stage))
+    for stage, own in (("given frames", tiling.ENCODE), ("decode", tiling.DECODE)):
+        done = list(memory_fallbacks(["vae"], settings, model.savings, may_wait=False, stage=stage))
         is_lossy = [way.is_lossy for way in done]
         assert is_lossy == sorted(is_lossy), "exact ones come first"
         tiled = [way for way in done if way.settings.saving(own, 0)]
         assert [way.settings.saving(own, 0) for way in tiled] == [32, 16]
         assert all(way.is_lossy and way.stage == stage for way in tiled)
-        (other,) = {tiles.ENCODE, tiles.DECODE} - {own}
+        (other,) = {tiling.ENCODE, tiling.DECODE} - {own}
         assert not any(way.settings.saving(other, 0) for way in done)

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import small_models
-from everyframe.families import tiles
-from everyframe.families.tiles import (
+from everyframe.runtime import tiling
+from everyframe.runtime.tiling import (
     decode_in_tiles,
     encode_in_tiles,
     fewer_frames,
@@ -119,20 +119,20 @@ def test_savings_are_those_that_cut() -> None:
     settings = small_models.settings()
     assert not list(tile_savings(settings, 8, 16))
     found = list(tile_savings(settings, 40, 40))
-    assert [saving.settings.saving(tiles.DECODE, 0) for saving in found] == [32, 16]
+    assert [saving.settings.saving(tiling.DECODE, 0) for saving in found] == [32, 16]
     assert all(saving.is_lossy and "lossy" in saving.says for saving in found)
 
 
 def test_savings_of_encoding_are_for_its_stage_and_leave_decoding_alone() -> None:
     settings = small_models.settings()
-    found = list(tile_savings(settings, 40, 40, tiles.ENCODE))
-    assert [saving.settings.saving(tiles.ENCODE, 0) for saving in found] == [32, 16]
+    found = list(tile_savings(settings, 40, 40, tiling.ENCODE))
+    assert [saving.settings.saving(tiling.ENCODE, 0) for saving in found] == [32, 16]
     assert {saving.stage for saving in found} == {"given frames"}
-    assert not any(saving.settings.saving(tiles.DECODE, 0) for saving in found)
+    assert not any(saving.settings.saving(tiling.DECODE, 0) for saving in found)
     assert {saving.stage for saving in tile_savings(settings, 40, 40)} == {"decode"}
 
 
 def test_fewer_frames_come_by_halves_and_show_nowhere() -> None:
     found = list(fewer_frames(small_models.settings(), 5))
-    assert [saving.settings.saving(tiles.FRAMES, 0) for saving in found] == [3, 2, 1]
+    assert [saving.settings.saving(tiling.FRAMES, 0) for saving in found] == [3, 2, 1]
     assert not any(saving.is_lossy or saving.stage for saving in found)

@@ -26,11 +26,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from everyframe.checkpoints.strict import KeyMap, load_strictly
-from everyframe.checkpoints.tensors import open_checkpoint
+from everyframe.checkpoints.strict_load import KeyMap, load_strictly
+from everyframe.checkpoints.tensor_file import open_checkpoint
 from everyframe.core.errors import EveryframeError, InputError
-from everyframe.numerics.compare import Difference, largest_error
-from everyframe.samplers import iddpm, rflow
+from everyframe.numerics.tensor_stats import Difference, largest_error
+from everyframe.samplers import iddpm, rectified_flow
 from everyframe.samplers.guidance import guide
 
 
@@ -80,9 +80,9 @@ Outputs = Iterator[tuple[str, Tensor]]
 
 def opensora_stdit_v1_0(golden: Golden) -> Outputs:
     """One forward call of `STDiT`, with and without a text mask."""
+    from everyframe.families.opensora.checkpoint import STDIT_KEYS
     from everyframe.families.opensora.config import STDiTConfig
     from everyframe.families.opensora.stdit import STDiT
-    from everyframe.families.opensora.weights import STDIT_KEYS
 
     model = STDiT(STDiTConfig.from_json(golden.config))
     golden.load(model, STDIT_KEYS)
@@ -94,9 +94,9 @@ def opensora_stdit_v1_0(golden: Golden) -> Outputs:
 
 def opensora_stdit3_v1_2(golden: Golden) -> Outputs:
     """One forward call of `STDiT3`, with and without a frame mask."""
+    from everyframe.families.opensora.checkpoint import STDIT3_KEYS
     from everyframe.families.opensora.config import STDiT3Config
     from everyframe.families.opensora.stdit3 import STDiT3
-    from everyframe.families.opensora.weights import STDIT3_KEYS
 
     model = STDiT3(STDiT3Config.from_json(golden.config))
     golden.load(model, STDIT3_KEYS)
@@ -157,7 +157,7 @@ def opensora_rflow(golden: Golden) -> Outputs:
     if golden.setting("use_timestep_transform"):
         sizes["resolution"] = (golden["height"], golden["width"])
         sizes["num_frames"] = golden["num_frames"]
-    timesteps = rflow.schedule(
+    timesteps = rectified_flow.schedule(
         golden.setting("num_sampling_steps"), num_timesteps=num_timesteps, **sizes
     )
     scale = golden.setting("cfg_scale")
@@ -171,7 +171,7 @@ def opensora_rflow(golden: Golden) -> Outputs:
 
     z0 = golden["z0"]
     if "mask" in golden:
-        *_, last = rflow.sample_masked(
+        *_, last = rectified_flow.sample_masked(
             denoise,
             z0,
             timesteps,
@@ -180,7 +180,7 @@ def opensora_rflow(golden: Golden) -> Outputs:
             num_timesteps=num_timesteps,
         )
     else:
-        *_, last = rflow.sample(denoise, z0, timesteps, num_timesteps=num_timesteps)
+        *_, last = rectified_flow.sample(denoise, z0, timesteps, num_timesteps=num_timesteps)
     yield "sample", last.x
 
 
@@ -262,7 +262,7 @@ def stepvideo_llm(golden: Golden) -> Outputs:
 
 def stepvideo_rope(golden: Golden) -> Outputs:
     """Rotations along frames, rows and columns, and their tables."""
-    from everyframe.ops.rope_axes import axes_table, axis_angles, grid_positions, rotate_axes
+    from everyframe.ops.rope import axes_table, axis_angles, grid_positions, rotate_axes
 
     theta = _constructor(golden).get("freq", 10000.0)
     for case in golden.setting("cases"):
@@ -279,20 +279,20 @@ def stepvideo_rope(golden: Golden) -> Outputs:
 
 def stepvideo_scheduler(golden: Golden) -> Outputs:
     """Whole runs of Step-Video's sampler on the velocity of its README."""
-    from everyframe.samplers import flow_match
+    from everyframe.samplers import flow_matching
 
     start = golden["sample_start"]
     for case in golden.setting("cases"):
         tag = case["tag"]
         steps, shift = case["num_inference_steps"], case["time_shift"]
-        sigmas = flow_match.schedule(steps, shift, reverse=case.get("reverse", False))
+        sigmas = flow_matching.schedule(steps, shift, reverse=case.get("reverse", False))
         yield f"{tag}.sigmas", sigmas
         yield f"{tag}.timesteps", sigmas[:-1]
 
         def velocity(x: Tensor, t: Tensor) -> Tensor:
             return torch.sin(x) + 0.1 * t.view(-1, *[1] * (x.ndim - 1))
 
-        states = [step.x for step in flow_match.sample(velocity, start, sigmas)]
+        states = [step.x for step in flow_matching.sample(velocity, start, sigmas)]
         yield f"{tag}.trajectory", torch.stack([start, *states])
         yield f"{tag}.sample_final", states[-1]
 

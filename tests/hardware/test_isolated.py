@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import planted_faults
-from everyframe.hardware.isolated import run_isolated, signal_name
+from everyframe.hardware.isolation import run_isolated, signal_name
 from planted_modules import plant
 
 #: Starting the first process imports torch; a hang is cut off long after it could have ended.
@@ -132,7 +132,7 @@ def test_signals_have_names() -> None:
 def test_the_callers_own_script_is_not_run_again(tmp_path: Path) -> None:
     script = tmp_path / "film.py"
     script.write_text(
-        "from everyframe.hardware.isolated import run_isolated\n"
+        "from everyframe.hardware.isolation import run_isolated\n"
         "import math\n"
         "print('once')\n"
         "print(run_isolated(math.hypot, 3, 4, seconds=100).value)\n"
@@ -149,7 +149,7 @@ def test_no_module_of_the_current_folder_is_imported(tmp_path: Path, system: str
     trace = plant(tmp_path / "here")
     program = tmp_path / "program.py"
     program.write_text(
-        "from everyframe.hardware.isolated import run_isolated\n"
+        "from everyframe.hardware.isolation import run_isolated\n"
         f"import sys; sys.platform = {system!r}\n"
         "from math import sqrt\n"
         "ended = run_isolated(sqrt, 16.0, seconds=100)\n"

@@ -55,7 +55,7 @@ def test_all_75_are_there_and_each_once() -> None:
 def test_an_entry_is_whole(issue: known_issues.Issue) -> None:
     assert all("#" in source or source.startswith("https://") for source in issue.sources)
     # Facts must be able to say no: something is asked of the machine or of what is used on it.
-    assert issue.where != known_issues.Where() or issue.uses
+    assert issue.where != known_issues.Condition() or issue.uses
     assert all(":" in tag for tag in issue.uses)
     texts = (issue.symptom, issue.cause, issue.here)
     assert all(text.endswith((".", ")")) for text in texts), "whole sentences"

@@ -8,9 +8,14 @@ from pathlib import Path
 import pytest
 
 from everyframe.core.facts import SoftwareFacts
-from everyframe.hardware import loaded, software
-from everyframe.hardware.loaded import dotted, loaded_files, with_loaded
-from everyframe.hardware.software import software_facts, variables_that_matter
+from everyframe.hardware import software
+from everyframe.hardware.software import (
+    dotted,
+    loaded_files,
+    software_facts,
+    variables_that_matter,
+    with_loaded,
+)
 
 MAPS = """
 7f01-7f02 r-xp 00000000 08:01 11 /usr/local/cuda-12.1/lib64/libcublas.so.12.1.3.1
@@ -46,9 +51,9 @@ def test_numbers_as_versions(number: int, first: int, version: str) -> None:
 
 def test_the_loaded_copy_counts_and_both_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     told = {"libcublas.so.12.1.3.1": "12.1.3", "libcublas.so.12": "12.6.4"}
-    monkeypatch.setattr(loaded, "_maps", lambda: MAPS)
+    monkeypatch.setattr(software, "_maps", lambda: MAPS)
     monkeypatch.setattr(
-        loaded,
+        software,
         "_ASK",
         {"cublas": lambda path: told[Path(path).name], "cudnn": lambda path: "9.1.0"},
     )

@@ -8,7 +8,13 @@ import torch
 from dying_device import ADVICE
 from everyframe.core.errors import CannotRunError, DeviceLostError, InputError
 from everyframe.core.request import Request
-from everyframe.hardware.lost import is_lost, loss_behind, loss_in, loss_of, losses_told
+from everyframe.hardware.device_loss import (
+    is_device_loss,
+    loss_behind,
+    loss_in,
+    parse_device_loss,
+    translate_device_loss,
+)
 
 ACCELERATOR = torch.AcceleratorError
 
@@ -31,7 +37,7 @@ ACCELERATOR = torch.AcceleratorError
     ],
 )  # fmt: skip
 def test_a_lost_device_is_known_by_its_words(error: RuntimeError, mend: str) -> None:
-    loss = loss_of(type(error)(f"{error}{ADVICE}"))
+    loss = parse_device_loss(type(error)(f"{error}{ADVICE}"))
     assert loss is not None
     assert loss.said == str(error)
     assert mend in loss.mend
@@ -52,7 +58,7 @@ def test_a_lost_device_is_known_by_its_words(error: RuntimeError, mend: str) -> 
     ],
 )
 def test_what_is_not_about_a_lost_device(error: Exception) -> None:
-    assert not is_lost(type(error)(f"{error}{ADVICE}"))
+    assert not is_device_loss(type(error)(f"{error}{ADVICE}"))
 
 
 def test_the_first_of_several_errors_is_told() -> None:
@@ -67,7 +73,10 @@ def test_the_first_of_several_errors_is_told() -> None:
         except RuntimeError as error:
             raise KeyError("what cleaning up was to find") from error
 
-    with pytest.raises(DeviceLostError) as told, losses_told("cuda:1 (a card)", "in denoise"):
+    with (
+        pytest.raises(DeviceLostError) as told,
+        translate_device_loss("cuda:1 (a card)", "in denoise"),
+    ):
         fails()
     assert str(told.value).startswith(
         "cuda:1 (a card) was lost in denoise (CUDA error: uncorrectable ECC error encountered): "
@@ -77,7 +86,7 @@ def test_the_first_of_several_errors_is_told() -> None:
     assert loss is not None
     assert loss.what == "cuda:1 (a card) was lost in denoise"
     assert loss.said == "CUDA error: uncorrectable ECC error encountered"
-    assert is_lost(told.value)
+    assert is_device_loss(told.value)
     assert isinstance(again := told.value.reworded("in other words"), DeviceLostError)
     assert again.loss == loss
 
@@ -87,13 +96,13 @@ def test_the_caller_s_own_loss_is_not_ours() -> None:
     try:
         raise ACCELERATOR("CUDA error: unspecified launch failure")
     except RuntimeError:
-        with pytest.raises(InputError), losses_told("cpu"):
+        with pytest.raises(InputError), translate_device_loss("cpu"):
             Request(height=-8)
 
 
 def test_a_device_that_refuses_is_not_lost() -> None:
     with pytest.raises(CannotRunError, match=r"refused a call .*everyframe doctor"), \
-            losses_told("cuda:0"):  # fmt: skip
+            translate_device_loss("cuda:0"):  # fmt: skip
         raise ACCELERATOR("CUDA error: no kernel image is available for execution on the device")
 
 

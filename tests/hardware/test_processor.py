@@ -6,22 +6,22 @@ from pathlib import Path
 
 import pytest
 
-from everyframe.hardware import processor
+from everyframe.hardware import cpu as cpu_module
 
 MIB = 1 << 20
 pytestmark = pytest.mark.skipif(
-    processor.sys.platform != "linux", reason="control groups are Linux's"
+    cpu_module.sys.platform != "linux", reason="control groups are Linux's"
 )
 
 
 @pytest.fixture
 def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine of 4 cores with two threads each and 1000 MiB, 600 of them free."""
-    monkeypatch.setattr(processor, "_PROC", tmp_path / "proc")
-    monkeypatch.setattr(processor, "_CGROUP", tmp_path / "cgroup")
-    monkeypatch.setattr(processor, "_CPUS", tmp_path / "cpus")
-    monkeypatch.setattr(processor.os, "sched_getaffinity", lambda pid: set(range(8)))
-    monkeypatch.setattr(processor, "_system_memory", lambda: (1000 * MIB, 600 * MIB))
+    monkeypatch.setattr(cpu_module, "_PROC", tmp_path / "proc")
+    monkeypatch.setattr(cpu_module, "_CGROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(cpu_module, "_CPUS", tmp_path / "cpus")
+    monkeypatch.setattr(cpu_module.os, "sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setattr(cpu_module, "_system_memory", lambda: (1000 * MIB, 600 * MIB))
     write(tmp_path / "proc/cpuinfo", "model name\t: Chip 9000\nflags\t\t: sse amx_bf16 avx\n")
     for cpu in range(8):
         write(tmp_path / f"cpus/cpu{cpu}/topology/thread_siblings_list", f"{cpu % 4},{cpu % 4 + 4}")
@@ -34,17 +34,17 @@ def write(path: Path, text: str) -> None:
 
 
 def test_without_control_groups(system: Path) -> None:
-    assert processor.usable_memory() == (1000 * MIB, 600 * MIB)
-    assert processor.num_usable_cores() == 4
+    assert cpu_module.usable_memory() == (1000 * MIB, 600 * MIB)
+    assert cpu_module.num_usable_cores() == 4
 
 
 def test_name_and_instructions(system: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
-    facts = processor.processor_facts()
+    facts = cpu_module.processor_facts()
     assert facts.name == "Chip 9000"
     assert facts.has_fast_bf16
     write(system / "proc/cpuinfo", "model name\t: Chip 9000\nflags\t\t: sse avx512f\n")
-    assert not processor.processor_facts().has_fast_bf16
+    assert not cpu_module.processor_facts().has_fast_bf16
 
 
 def test_instructions_that_onednn_is_held_from_are_not_there(
@@ -61,15 +61,15 @@ def test_instructions_that_onednn_is_held_from_are_not_there(
         ("AVX2", "avx2"),
     ):
         monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
-        assert processor.processor_flags() == set(left.split())
-        facts = processor.processor_facts()
+        assert cpu_module.processor_flags() == set(left.split())
+        facts = cpu_module.processor_facts()
         assert facts.has_fast_bf16 == ("bf16" in left)
         assert facts.has_fast_fp16 == ("fp16" in left)
 
 
 def test_arm_spells_its_flags_otherwise(system: Path) -> None:
     write(system / "proc/cpuinfo", "Features\t: fp asimd svebf16 bf16\n")
-    assert processor.processor_facts().has_fast_bf16
+    assert cpu_module.processor_facts().has_fast_bf16
 
 
 def test_version_2_limits_of_the_group_and_of_the_one_around_it(system: Path) -> None:
@@ -80,8 +80,8 @@ def test_version_2_limits_of_the_group_and_of_the_one_around_it(system: Path) ->
     write(system / "cgroup/pod/memory.stat", f"anon 1\ninactive_file {50 * MIB}\n")
     write(system / "cgroup/pod/box/cpu.max", "250000 100000\n")
     write(system / "cgroup/pod/cpu.max", "max 100000\n")
-    assert processor.usable_memory() == (500 * MIB, 350 * MIB)
-    assert processor.num_usable_cores() == 2
+    assert cpu_module.usable_memory() == (500 * MIB, 350 * MIB)
+    assert cpu_module.num_usable_cores() == 2
 
 
 def test_version_1_limits(system: Path) -> None:
@@ -92,17 +92,17 @@ def test_version_1_limits(system: Path) -> None:
     write(system / "cgroup/memory/memory.limit_in_bytes", str((1 << 63) - 4096))
     write(system / "cgroup/cpu,cpuacct/box/cpu.cfs_quota_us", "50000")
     write(system / "cgroup/cpu,cpuacct/box/cpu.cfs_period_us", "100000")
-    assert processor.usable_memory() == (400 * MIB, 101 * MIB)
-    assert processor.num_usable_cores() == 1
+    assert cpu_module.usable_memory() == (400 * MIB, 101 * MIB)
+    assert cpu_module.num_usable_cores() == 1
 
 
 def test_a_container_whose_path_is_the_hosts(system: Path) -> None:
     write(system / "proc/self/cgroup", "0::/docker/0123abcd\n")
     write(system / "cgroup/memory.max", str(300 * MIB))
     write(system / "cgroup/memory.current", str(400 * MIB))
-    assert processor.usable_memory() == (300 * MIB, 0)
+    assert cpu_module.usable_memory() == (300 * MIB, 0)
 
 
 def test_affinity_counts(system: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processor.os, "sched_getaffinity", lambda pid: {1, 5, 2})
-    assert processor.num_usable_cores() == 2
+    monkeypatch.setattr(cpu_module.os, "sched_getaffinity", lambda pid: {1, 5, 2})
+    assert cpu_module.num_usable_cores() == 2

@@ -9,8 +9,8 @@ from math import prod
 
 import torch
 
-from everyframe.core.facts import DeviceFacts, Product, Rates
-from everyframe.hardware.rates import _convolution, measured_rates, with_fp16_tried
+from everyframe.core.facts import DeviceFacts, OpShape, Throughput
+from everyframe.hardware.throughput import _convolution, measured_rates, with_fp16_tried
 
 SHAPES = ((1, 2, 16, 8),) * 3
 
@@ -24,7 +24,7 @@ def test_attention_is_tried_by_its_kernel_and_with_its_mask() -> None:
         yield
 
     products = [
-        Product("attention", "float32", SHAPES, told)
+        OpShape("attention", "float32", SHAPES, told)
         for told in ((), ("masked",), ("masked", "math"))
     ]
     rates = measured_rates(products, "cpu", 1, kernels)
@@ -41,7 +41,7 @@ def test_fp16_on_a_cpu_is_tried_here_and_read_of_one_that_is_not() -> None:
     slowdown = with_fp16_tried(here).fp16_slowdown
     assert slowdown is not None
     assert slowdown > 0
-    made_up = Rates((("float32", 8e11), ("float16", 4e9)), memory=1e10, load=1e9, source="")
+    made_up = Throughput((("float32", 8e11), ("float16", 4e9)), memory=1e10, load=1e9, source="")
     assert with_fp16_tried(replace(here, rates=made_up)).fp16_slowdown == 200
     unknown = replace(here, rates=replace(made_up, products=(("float32", 8e11),)))
     assert with_fp16_tried(unknown) is unknown
@@ -57,7 +57,7 @@ def test_a_trial_is_short_however_large_the_convolution() -> None:
     most = 6e8
     for sides, kernel in (((3, 544, 992), (3, 3, 3)), ((544, 992), (3, 3))):
         told = (*((number,) * len(sides) for number in (1, 0, 1)), False, (0,) * len(sides), 1)
-        product = Product("convolution", "float32", ((2, 512, *sides), (512, 512, *kernel)), told)
+        product = OpShape("convolution", "float32", ((2, 512, *sides), (512, 512, *kernel)), told)
         run, operations = _convolution(product, "cpu", most)
         out = run()
         assert isinstance(out, torch.Tensor)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from everyframe.hardware import switches
-from everyframe.hardware.switches import Turn, alone, is_alone, stay_alone
+from everyframe.hardware.switches import Turn, exclusive, is_exclusive, stay_exclusive
 
 
 @pytest.fixture(autouse=True)
@@ -69,13 +69,13 @@ def test_who_wants_to_be_alone_is_not_kept_waiting_by_new_ones() -> None:
 
 
 def test_within_a_turn_of_its_own_a_run_may_be_alone() -> None:
-    with Turn(is_alone=True), alone(), alone(), Turn(is_alone=False):
-        assert is_alone()
+    with Turn(is_alone=True), exclusive(), exclusive(), Turn(is_alone=False):
+        assert is_exclusive()
     with Turn(is_alone=False) as turn:
-        with alone():
-            assert is_alone()
+        with exclusive():
+            assert is_exclusive()
             assert not tries(is_alone=False)
-        assert not is_alone()
+        assert not is_exclusive()
         assert turn.is_held
         assert ended(_WAITING.pop())
 
@@ -87,7 +87,7 @@ def test_two_that_are_beside_each_other_may_both_want_to_be_alone() -> None:
     def work() -> None:
         with Turn(is_alone=False):
             meet.wait()
-            with alone():
+            with exclusive():
                 order.append("in")
                 time.sleep(0.05)
                 order.append("out")
@@ -100,21 +100,21 @@ def test_two_that_are_beside_each_other_may_both_want_to_be_alone() -> None:
 def test_a_run_that_stays_alone_is_so_in_its_later_turns() -> None:
     turn = Turn(is_alone=False)
     with turn:
-        stay_alone()
+        stay_exclusive()
         assert not tries(is_alone=False)
         with turn.left():
             assert ended(_WAITING.pop())
-        assert is_alone()
+        assert is_exclusive()
     assert tries(is_alone=False)
-    stay_alone()  # nobody's turn: nothing
+    stay_exclusive()  # nobody's turn: nothing
 
 
 def test_a_thread_that_works_for_a_run_is_in_its_turn() -> None:
     seen = []
 
     def work() -> None:
-        with alone():
-            seen.append(is_alone())
+        with exclusive():
+            seen.append(is_exclusive())
 
     with Turn(is_alone=True):
         context = contextvars.copy_context()
@@ -126,7 +126,7 @@ def test_who_leaves_by_an_exception_does_not_wait() -> None:
     turn = Turn(is_alone=False)
     with pytest.raises(KeyError), turn, turn.left():
         raise KeyError
-    with pytest.raises(KeyError), turn, alone():
+    with pytest.raises(KeyError), turn, exclusive():
         raise KeyError
 
 
@@ -135,7 +135,7 @@ def test_a_run_within_what_is_read_of_another_leaves_that_ones_turn_as_it_was() 
     with turn:
         with turn.left(), Turn(is_alone=False):
             assert not turn.is_held
-        assert is_alone()
+        assert is_exclusive()
 
 
 def test_who_waits_can_be_interrupted() -> None:
@@ -147,7 +147,7 @@ def _wait_and_be_interrupted() -> None:
     is_in, end = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with alone():
+        with exclusive():
             is_in.set()
             end.wait(20)
 
@@ -157,7 +157,7 @@ def _wait_and_be_interrupted() -> None:
     timer.start()
     began = time.monotonic()
     try:
-        with alone():
+        with exclusive():
             raise AssertionError("not reached")
     finally:
         assert time.monotonic() - began < 10
@@ -167,7 +167,7 @@ def _wait_and_be_interrupted() -> None:
 
 def test_a_process_that_is_forked_has_no_turns_of_its_parent() -> None:
     read, write = os.pipe()
-    with alone():
+    with exclusive():
         child = os.fork()
         if not child:
             _turns_in_a_child(write)
@@ -181,7 +181,7 @@ def _turns_in_a_child(write: int) -> None:
     context = contextvars.Context()
 
     def work() -> None:
-        with alone():
+        with exclusive():
             os.write(write, b"+")
 
     signal.alarm(20)

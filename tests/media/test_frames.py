@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from everyframe.core.errors import InputError, MediaError
-from everyframe.media.frames import open_frames, picture_files, survey
+from everyframe.media.frame_source import open_frames, picture_files, survey
 from everyframe.media.read import read_video
 from everyframe.media.write import write
 

@@ -14,11 +14,11 @@ import pytest
 from PIL import Image
 
 from everyframe.core.errors import InputError, MediaError
-from everyframe.engine.record import record_in
+from everyframe.engine.provenance import record_in
 from everyframe.media import limits
-from everyframe.media.frames import open_frames
+from everyframe.media.frame_source import open_frames
+from everyframe.media.images import read_animation, read_folder
 from everyframe.media.mp4 import iter_frames, read_frames
-from everyframe.media.pictures import read_animation, read_folder
 from everyframe.media.read import read_image, read_video
 from everyframe.media.record import embedded_record, read_record
 from everyframe.media.write import write

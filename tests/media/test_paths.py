@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from everyframe.core.errors import InputError, MediaError
-from everyframe.media.paths import (
-    Kind,
+from everyframe.media.output_path import (
+    OutputFormat,
     check_output,
     default_output,
     exact_fps,
@@ -27,17 +27,17 @@ from everyframe.media.paths import (
 @pytest.mark.parametrize(
     ("path", "kind"),
     [
-        ("a/clip.mp4", Kind.MP4),
-        ("CLIP.MP4", Kind.MP4),
-        ("clip.gif", Kind.GIF),
-        ("clip.webp", Kind.WEBP),
-        ("clip.png", Kind.PNG),
-        ("clip", Kind.FRAMES),
-        ("clip/", Kind.FRAMES),
-        ("v1.2/", Kind.FRAMES),
+        ("a/clip.mp4", OutputFormat.MP4),
+        ("CLIP.MP4", OutputFormat.MP4),
+        ("clip.gif", OutputFormat.GIF),
+        ("clip.webp", OutputFormat.WEBP),
+        ("clip.png", OutputFormat.PNG),
+        ("clip", OutputFormat.FRAMES),
+        ("clip/", OutputFormat.FRAMES),
+        ("v1.2/", OutputFormat.FRAMES),
     ],
 )
-def test_the_ending_tells_the_kind(path: str, kind: Kind) -> None:
+def test_the_ending_tells_the_kind(path: str, kind: OutputFormat) -> None:
     assert kind_of(path) is kind
 
 
@@ -103,8 +103,8 @@ def test_no_permission(tmp_path: Path) -> None:
 
 
 def test_odd_sizes_are_fine_where_the_kind_allows_them(tmp_path: Path) -> None:
-    assert check_output(tmp_path / "clip.gif", 63, 65, num_frames=3, fps=24) is Kind.GIF
-    assert check_output(f"{tmp_path}/v1.2/", 63, 65) is Kind.FRAMES
+    assert check_output(tmp_path / "clip.gif", 63, 65, num_frames=3, fps=24) is OutputFormat.GIF
+    assert check_output(f"{tmp_path}/v1.2/", 63, 65) is OutputFormat.FRAMES
 
 
 def test_fps_is_exact() -> None:
@@ -152,7 +152,7 @@ def test_default_output_takes_the_next_free_name(tmp_path: Path) -> None:
 
 def test_checks_need_no_heavy_package() -> None:
     code = (
-        "import sys, everyframe.media.paths, everyframe.media.record\n"
+        "import sys, everyframe.media.output_path, everyframe.media.record\n"
         "print(sorted({'numpy', 'av', 'PIL', 'torch'} & set(sys.modules)))"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 
 from everyframe.core.errors import InputError, MediaError, NumericsError
-from everyframe.media.sound import Sound
+from everyframe.media.audio import Audio
 from everyframe.media.video import Video
 from everyframe.media.write import VideoWriter
 
 FRAMES = np.zeros((24, 16, 16, 3), np.uint8)
 
 
-def tone(rate: int, channels: int, pitch: float = 440.0, seconds: float = 1.0) -> Sound:
+def tone(rate: int, channels: int, pitch: float = 440.0, seconds: float = 1.0) -> Audio:
     time = np.arange(int(rate * seconds)) / rate
     wave = 0.5 * np.sin(2 * np.pi * pitch * time)
-    return Sound(np.stack([wave] * channels).astype(np.float32), rate)
+    return Audio(np.stack([wave] * channels).astype(np.float32), rate)
 
 
 def heard(path: Path) -> tuple[np.ndarray[Any, Any], int]:
@@ -68,10 +68,10 @@ def test_other_files_have_no_room_for_it(tmp_path: Path, name: str) -> None:
 
 def test_what_is_no_sound() -> None:
     with pytest.raises(InputError, match="one channel or two"):
-        Sound(np.zeros((6, 10), np.float32), 16000)
+        Audio(np.zeros((6, 10), np.float32), 16000)
     with pytest.raises(InputError, match="float32"):
-        Sound(np.zeros((2, 10), np.int16), 16000)
+        Audio(np.zeros((2, 10), np.int16), 16000)
     with pytest.raises(NumericsError, match="not finite"):
-        Sound(np.full((1, 10), np.nan, np.float32), 16000)
+        Audio(np.full((1, 10), np.nan, np.float32), 16000)
     with pytest.raises(InputError, match="rate"):
-        Sound(np.zeros((1, 10), np.float32), 0)
+        Audio(np.zeros((1, 10), np.float32), 0)

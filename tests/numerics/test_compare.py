@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from everyframe.numerics.compare import Difference, largest_error
+from everyframe.numerics.tensor_stats import Difference, largest_error
 
 NAN, INF = math.nan, math.inf
 

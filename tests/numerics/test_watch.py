@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from everyframe.numerics.watch import blank_frames, range_of, tensors_in
+from everyframe.numerics.tensor_stats import blank_frames, iter_tensors, value_range
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
@@ -19,11 +19,15 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 @pytest.mark.parametrize("place", [0, 500, 999])
 def test_one_bad_value_is_seen_anywhere(dtype: torch.dtype, bad: float, place: int) -> None:
     values = torch.linspace(-3, 4, 1000).to(dtype)
-    assert range_of(values).is_finite
-    assert (range_of(values).low, range_of(values).high, range_of(values).largest) == (-3, 4, 4)
+    assert value_range(values).is_finite
+    assert (value_range(values).low, value_range(values).high, value_range(values).largest) == (
+        -3,
+        4,
+        4,
+    )
     values[place] = bad
-    assert not range_of(values).is_finite
-    assert not range_of((torch.ones(2), {"x": values})).is_finite
+    assert not value_range(values).is_finite
+    assert not value_range((torch.ones(2), {"x": values})).is_finite
 
 
 @dataclass(frozen=True)
@@ -38,10 +42,10 @@ class Holder:
 def test_tensors_are_found_inside_of_anything() -> None:
     floats, mask = torch.ones(3), torch.ones(3, dtype=torch.bool)
     holder = Holder((floats, floats), mask)
-    found = list(tensors_in([holder, {"a": floats}, None, 3, "x", torch.zeros(0)]))
+    found = list(iter_tensors([holder, {"a": floats}, None, 3, "x", torch.zeros(0)]))
     assert len(found) == 3
-    assert range_of(mask) == range_of(())
-    assert range_of(()).is_finite
+    assert value_range(mask) == value_range(())
+    assert value_range(()).is_finite
 
 
 def test_blank_frames() -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from everyframe.numerics.locate import locate
+from everyframe.numerics.fault_locator import locate_fault
 from everyframe.ops.attention import (
     KERNELS,
     AttentionCore,
@@ -261,9 +261,9 @@ def test_a_call_that_ends_before_ours_was_entered_is_not_left() -> None:
         with pytest.raises(OSError, match="no space"):
             whole(q)
         with pytest.raises(OSError, match="no space"):
-            locate({"net": whole}, lambda: whole(q))
+            locate_fault({"net": whole}, lambda: whole(q))
         with pytest.raises(OSError, match="no space"):
-            locate({"net": inner}, lambda: inner(q))
+            locate_fault({"net": inner}, lambda: inner(q))
     finally:
         handle.remove()
     assert torch.backends.cuda.flash_sdp_enabled()
@@ -274,7 +274,7 @@ def test_the_search_for_a_fault_leaves_no_kernel_behind() -> None:
     whole.core = core
     attend_by(core, "math")
     bad = torch.full((1, 1, 4, 8), 3e38)
-    fault = locate({"net": whole}, lambda: core(bad, bad, bad)).fault
+    fault = locate_fault({"net": whole}, lambda: core(bad, bad, bad)).fault
     assert fault is not None
     assert fault.module == "core"
     assert torch.backends.cuda.flash_sdp_enabled()

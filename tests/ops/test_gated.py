@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from everyframe.ops import gated
+from everyframe.families.svd import layers
 
 
 @pytest.mark.parametrize(("shape", "num_calls"), [((2, 3, 8), 1), ((3, 700, 8), 2)])
 def test_it_is_its_formula(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], num_calls: int
 ) -> None:
-    monkeypatch.setattr(gated, "_MANY", 2**14)
+    monkeypatch.setattr(layers, "_MANY", 2**14)
     generator = torch.Generator().manual_seed(0)
     widen, narrow = nn.Linear(8, 64), nn.Linear(32, 8)
     for parameter in (*widen.parameters(), *narrow.parameters()):
@@ -27,7 +27,7 @@ def test_it_is_its_formula(
 
     x = torch.randn(shape, generator=generator)
     with torch.no_grad():
-        found = gated.gated_gelu(x, widened, narrow, 32)
+        found = layers.gated_gelu(x, widened, narrow, 32)
         value, gate = (widen.double()(x.double())).chunk(2, dim=-1)
         normal = 0.5 * (1 + torch.erf(gate / 2**0.5))
         exact = narrow.double()(value * gate * normal)

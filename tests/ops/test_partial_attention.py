@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from everyframe.ops import partial_attention as subject
-from everyframe.ops.partial_attention import Partial, merge, partial_attention
+from everyframe.parallel import ring_attention as subject
+from everyframe.parallel.ring_attention import Partial, merge, partial_attention
 
 
 def qkv(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,7 +8,7 @@ import torch
 from diffusers.models.embeddings import get_2d_sincos_pos_embed
 from safetensors.torch import load_file
 
-from everyframe.ops.positions import sincos_1d, sincos_2d
+from everyframe.ops.embeddings import sincos_1d, sincos_2d
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "opensora_stdit_v1_0" / "weights.safetensors"
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from diffusers.models.embeddings import get_timestep_embedding
 
-from everyframe.ops.timestep_embedding import TimestepEmbedding, timestep_embedding
+from everyframe.ops.embeddings import TimestepEmbedding, timestep_embedding
 
 TIMESTEPS = [0.0, 0.5, 24.0, 499.25, 988.49, 999.0, 1000.0]
 

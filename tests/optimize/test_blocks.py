@@ -14,15 +14,15 @@ from torch import nn
 import everyframe
 import tiny
 from everyframe.core.plan import Precision
-from everyframe.optimize import put_on
-from everyframe.optimize.blocks import blocks_of
-from everyframe.optimize.catalogue import CATALOGUE
-from everyframe.optimize.compiling import is_compiled
-from everyframe.optimize.measure import Outcome, hold, relative_error
-from everyframe.optimize.subject import Subject
-from everyframe.optimize.tools import why_not
-from everyframe.optimize.trials import block
-from everyframe.planning.certifying import Certificates
+from everyframe.fast_paths import apply
+from everyframe.fast_paths.benchmark import ComparisonResult, relative_error, run_comparisons
+from everyframe.fast_paths.compilation import is_compiled
+from everyframe.fast_paths.extract_blocks import blocks_of
+from everyframe.fast_paths.registry import CATALOGUE
+from everyframe.fast_paths.target import CertificationTarget
+from everyframe.fast_paths.toolchain import why_not
+from everyframe.fast_paths.trials import block
+from everyframe.planning.component_certificates import Certificates
 from everyframe.planning.resolve import prepare
 
 SIZES: dict[str, Any] = {"size": "32x16", "num_frames": 3, "num_inference_steps": 2, "seed": 5}
@@ -39,7 +39,7 @@ def _as_in_a_run() -> Iterator[None]:
         yield
 
 
-def subject(model: str, dtype: str = "fp32", **more: Any) -> Subject:
+def subject(model: str, dtype: str = "fp32", **more: Any) -> CertificationTarget:
     sizes = {**SIZES, **more}
     prepared = prepare(everyframe.Request(prompt="a", model=model, dtype=dtype, **sizes))
     part = prepared.plan.component("denoiser")
@@ -48,8 +48,8 @@ def subject(model: str, dtype: str = "fp32", **more: Any) -> Subject:
     return certificates.subject("denoiser", part.precision, runs)
 
 
-def tried(of: Subject) -> Outcome:
-    return hold(block(of, CATALOGUE["linear-gelu"]), "cpu", time.monotonic() + 100)
+def tried(of: CertificationTarget) -> ComparisonResult:
+    return run_comparisons(block(of, CATALOGUE["linear-gelu"]), "cpu", time.monotonic() + 100)
 
 
 def test_each_kind_of_block_is_there_once_with_what_it_is_given(model: str) -> None:
@@ -95,7 +95,7 @@ def test_a_swap_that_leaves_something_out_is_wrong(
             mlp = module.get_submodule(name).get_submodule("mlp")
             mlp.register_module("act", nn.Identity())
 
-    monkeypatch.setitem(put_on._SWAPS, "linear-gelu", careless)
+    monkeypatch.setitem(apply._SWAPS, "linear-gelu", careless)
     outcome = tried(subject(model))
     assert not outcome.is_right
     assert outcome.error > 1e-3
@@ -104,7 +104,9 @@ def test_a_swap_that_leaves_something_out_is_wrong(
 
 def test_a_component_without_blocks_has_nothing_to_be_tried_on(model: str) -> None:
     of = subject(model)
-    bare = Subject("denoiser", of.device, 1, Precision("float32", "float32"), "plan", "device")
+    bare = CertificationTarget(
+        "denoiser", of.device, 1, Precision("float32", "float32"), "plan", "device"
+    )
     with pytest.raises(ValueError, match="nothing that it could be tried on"):
         tried(bare)
 

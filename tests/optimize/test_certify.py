@@ -11,24 +11,24 @@ import torch
 from torch import Tensor
 
 import planted_paths
-from everyframe.core.facts import DeviceFacts, Product
+from everyframe.core.facts import DeviceFacts, OpShape
 from everyframe.core.plan import Precision
-from everyframe.optimize import store, trials
-from everyframe.optimize.catalogue import CATALOGUE
-from everyframe.optimize.certify import Made, certify
-from everyframe.optimize.measure import hold
-from everyframe.optimize.subject import Subject
+from everyframe.fast_paths import certificates, trials
+from everyframe.fast_paths.benchmark import run_comparisons
+from everyframe.fast_paths.certify import CertifyResult, certify
+from everyframe.fast_paths.registry import CATALOGUE
+from everyframe.fast_paths.target import CertificationTarget
 
 #: Trials take some hundredths of a second each; a busy machine may take a hundred times as long.
 PATIENCE = 120.0
 
 CPU = DeviceFacts("a processor", "cpu", None, 10**9, 10**9)
-SUBJECT = Subject("denoiser", CPU, 1, Precision("float32", "float32"), "plan", "device")
+SUBJECT = CertificationTarget("denoiser", CPU, 1, Precision("float32", "float32"), "plan", "device")
 NAMES = ("crashes", "wrong", "nearly", "slow", "not_finite", "another_shape", "raises", "right")
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+def made(tmp_path_factory: pytest.TempPathFactory) -> CertifyResult:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EVERYFRAME_CACHE", str(tmp_path_factory.mktemp("cache")))
         return certify(SUBJECT, [planted_paths.planted(name) for name in NAMES], PATIENCE)
@@ -47,7 +47,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
         ("crashes", "refused", "died of SIGFPE"),
     ],
 )
-def test_the_verdict_and_its_reason(made: Made, name: str, verdict: str, reason: str) -> None:
+def test_the_verdict_and_its_reason(
+    made: CertifyResult, name: str, verdict: str, reason: str
+) -> None:
     certificate = {each.what: each for each in made.certificates}[name]
     assert (certificate.verdict, certificate.reason) == (verdict, reason)
     assert (certificate.device, certificate.plan) == ("device", "plan")
@@ -70,7 +72,7 @@ def test_a_hang_is_cut_off_and_what_comes_after_it_is_tried(
     # The time is up with the first.
     assert made.untried == {"right": "there was no time to try it"}
     # It is kept, so that nobody waits for it again.
-    assert store.find("device", "plan")["hangs"].verdict == "refused"
+    assert certificates.find("device", "plan")["hangs"].verdict == "refused"
 
 
 def test_a_kernel_that_loses_the_device_alone_is_refused(
@@ -100,11 +102,13 @@ def test_attention_of_the_request_is_tried_with_keys_as_large_as_they_come(
     monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path))
     shapes = ((2, 4, 200, 64), (2, 4, 200, 64), (2, 4, 200, 64))
     products = (
-        (Product("attention", "bfloat16", shapes), 1e9),
-        (Product("attention", "bfloat16", shapes, ("masked",)), 1e9),
+        (OpShape("attention", "bfloat16", shapes), 1e9),
+        (OpShape("attention", "bfloat16", shapes, ("masked",)), 1e9),
     )
     precision = Precision("bfloat16", "bfloat16")
-    subject = Subject("denoiser", CPU, 1, precision, "plan", "device", products=products)
+    subject = CertificationTarget(
+        "denoiser", CPU, 1, precision, "plan", "device", products=products
+    )
     made = certify(subject, [CATALOGUE["attention-flash"]], PATIENCE)
     (certificate,) = made.certificates
     assert certificate.error is not None
@@ -113,18 +117,20 @@ def test_attention_of_the_request_is_tried_with_keys_as_large_as_they_come(
     assert 0 < certificate.error < certificate.limit < 0.05
 
 
-def convolving(dtype: str) -> Subject:
+def convolving(dtype: str) -> CertificationTarget:
     """A component that computes a 3D convolution in that dtype."""
     shapes = ((2, 8, 5, 40, 40), (16, 8, 3, 3, 3))
     told = ((1, 1, 1), (1, 1, 1), (1, 1, 1), False, (0, 0, 0), 1)
-    products = ((Product("convolution", dtype, shapes, told), 1e9),)
-    return Subject("vae", CPU, 1, Precision(dtype, dtype), "plan", "device", products=products)
+    products = ((OpShape("convolution", dtype, shapes, told), 1e9),)
+    return CertificationTarget(
+        "vae", CPU, 1, Precision(dtype, dtype), "plan", "device", products=products
+    )
 
 
 def test_a_precision_is_tried_by_its_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process, so that a kernel that is wrong in that dtype alone can be planted."""
     path, subject = CATALOGUE["bf16"], convolving("bfloat16")
-    outcome = hold(trials.precision(subject, path), "cpu", time.monotonic() + PATIENCE)
+    outcome = run_comparisons(trials.precision(subject, path), "cpu", time.monotonic() + PATIENCE)
     assert outcome.is_right
     assert 5e-4 < outcome.error < 6e-3
     assert outcome.worst == "convolution of 2x8x5x40x40 by 16x8x3x3x3 in bfloat16"
@@ -137,7 +143,7 @@ def test_a_precision_is_tried_by_its_convolutions(monkeypatch: pytest.MonkeyPatc
         return out
 
     monkeypatch.setattr(trials, "_convolved", wrong)
-    outcome = hold(trials.precision(subject, path), "cpu", time.monotonic() + PATIENCE)
+    outcome = run_comparisons(trials.precision(subject, path), "cpu", time.monotonic() + PATIENCE)
     assert not outcome.is_right
     assert outcome.error > 0.3
 
@@ -155,9 +161,11 @@ def test_a_precision_is_tried_by_its_products(
     tmp_path: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path))
-    products = ((Product("product", "bfloat16", ((96, 256), (256, 192))), 1e9),)
+    products = ((OpShape("product", "bfloat16", ((96, 256), (256, 192))), 1e9),)
     precision = Precision("bfloat16", "bfloat16")
-    subject = Subject("denoiser", CPU, 1, precision, "plan", "device", products=products)
+    subject = CertificationTarget(
+        "denoiser", CPU, 1, precision, "plan", "device", products=products
+    )
     (certificate,) = certify(subject, [CATALOGUE["bf16"]], PATIENCE).certificates
     assert certificate.error is not None
     # Three roundings to 8 bits, each about 2^-9 in the mean square.

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from everyframe.core.events import Repaired
 from everyframe.core.facts import DeviceFacts
-from everyframe.core.plan import PLAIN, ComponentPlan, Plan, Precision, Remedy, Settings
-from everyframe.families.family import Take
-from everyframe.families.guarding import Guard
+from everyframe.core.plan import PLAIN, ComponentPlan, Plan, Precision, Repair, Settings
+from everyframe.fast_paths import compilation
+from everyframe.fast_paths.apply import apply_fast_paths
+from everyframe.fast_paths.compilation import compile_blocks, is_compiled
+from everyframe.fast_paths.toolchain import why_not
 from everyframe.ops.attention import attend_by
-from everyframe.optimize import compiling
-from everyframe.optimize.compiling import compile_blocks, is_compiled
-from everyframe.optimize.put_on import after_weights
-from everyframe.optimize.tools import why_not
+from everyframe.runtime.guard import Guard
+from everyframe.runtime.interface import VideoState
 
 
 class Block(nn.Module):
@@ -161,7 +161,7 @@ def test_a_wrong_graph_is_left_for_the_block_as_it_is_written(number: int, by: f
     part = ComponentPlan("m", "m", "denoise", "", 0, "cpu", Precision("float32", "float32"), 0, 0)
     plan = Plan("m", "m", "m", settings(), device, 1, (part,))
     guard = Guard(plan, "denoise", {"m": model})
-    take = Take(3)
+    take = VideoState(3)
     guard.take(take)
     assert guard.call(1, lambda: model(x, 0.5)).equal(want)
     (told,) = guard.events()
@@ -172,7 +172,7 @@ def test_a_wrong_graph_is_left_for_the_block_as_it_is_written(number: int, by: f
     assert "as it is written, it is" in told.text
     # The other one stays, and what is remembered is that of this video.
     assert [is_compiled(block) for block in model.blocks] == [number == 1, number == 0]
-    assert take.remedies == (Remedy("m", wrong, PLAIN, "float32"),)
+    assert take.remedies == (Repair("m", wrong, PLAIN, "float32"),)
     assert guard.call(2, lambda: model(x, 0.5)).equal(want)
     assert not list(guard.events())
     guard.end()
@@ -183,10 +183,10 @@ def test_a_wrong_graph_is_left_for_the_block_as_it_is_written(number: int, by: f
 def test_what_is_remembered_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
     names: list[list[str]] = []
     monkeypatch.setattr(
-        compiling, "compile_blocks", lambda module, blocks: names.append(list(blocks))
+        compilation, "compile_blocks", lambda module, blocks: names.append(list(blocks))
     )
     for plain in ((), ("blocks.1",), ("blocks.1.linear",), ("blocks",), ("",)):
-        after_weights(Model(), ("compile",), plain=plain)
+        apply_fast_paths(Model(), ("compile",), plain=plain)
     assert names == [["blocks.0", "blocks.1"], ["blocks.0"], ["blocks.0", "blocks.1"], [], []]
 
 

@@ -13,12 +13,12 @@ from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import Precision
 from everyframe.families.opensora.config import STDiT3Config
 from everyframe.families.opensora.stdit3 import STDiT3
-from everyframe.optimize.catalogue import CATALOGUE
-from everyframe.optimize.kept import KeptEmbedding, embedders, forget, keep
-from everyframe.optimize.measure import hold
-from everyframe.optimize.put_on import before_weights, has_place
-from everyframe.optimize.subject import Call, Subject
-from everyframe.optimize.trials import embeddings
+from everyframe.fast_paths.apply import applies_to, swap_modules
+from everyframe.fast_paths.benchmark import run_comparisons
+from everyframe.fast_paths.fast_modules import CachedEmbedding, embedders, forget, keep
+from everyframe.fast_paths.registry import CATALOGUE
+from everyframe.fast_paths.target import CertificationTarget, TargetCall
+from everyframe.fast_paths.trials import embeddings
 
 CONFIG = STDiT3Config(
     hidden_size=32, depth=1, num_heads=2, caption_channels=16, model_max_length=8, in_channels=4
@@ -52,9 +52,9 @@ def answer(model: STDiT3, t: float, fps: float, device: str = "cpu") -> Tensor:
 
 def test_a_run_by_it_has_the_bits_of_one_without_and_computes_less() -> None:
     plain, fast = build(), build()
-    assert has_place(PATH, fast)
-    assert not has_place(PATH, nn.Linear(2, 2))
-    before_weights(fast, [PATH])
+    assert applies_to(PATH, fast)
+    assert not applies_to(PATH, nn.Linear(2, 2))
+    swap_modules(fast, [PATH])
     assert [*fast.state_dict()] == [*plain.state_dict()]
     computed: list[str] = []
     for name in embedders(fast):
@@ -70,7 +70,7 @@ def test_nothing_that_changed_is_served_as_it_was() -> None:
     module, number = nn.Sequential(build().t_embedder), torch.tensor([700.0, 700.0])
     keep(module, ["0"])
     part = module[0]
-    assert isinstance(part, KeptEmbedding)
+    assert isinstance(part, CachedEmbedding)
     seen: list[Tensor] = []
 
     def changed() -> None:
@@ -135,7 +135,7 @@ def test_what_is_not_finite_is_not_kept() -> None:
     assert module(number).isfinite().all()
 
 
-def subject(names: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> Subject:
+def subject(names: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> CertificationTarget:
     """Wide enough for an embedding to take longer than to look one up."""
     config = STDiT3Config(
         hidden_size=2304, depth=1, num_heads=16, caption_channels=16, model_max_length=8,
@@ -145,21 +145,21 @@ def subject(names: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> Subject:
     with torch.device("meta"):
         model = STDiT3(config)
     cpu = DeviceFacts("a processor", "cpu", None, 10**9, 10**9)
-    call = Call(lambda: model, lambda module, device: answer(module, 1.0, 24.0, device))
+    call = TargetCall(lambda: model, lambda module, device: answer(module, 1.0, 24.0, device))
     whole = Precision("float32", "float32")
-    return Subject("denoiser", cpu, 1, whole, "plan", "device", calls=(call,))
+    return CertificationTarget("denoiser", cpu, 1, whole, "plan", "device", calls=(call,))
 
 
 def test_whether_a_run_has_enough_of_them_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     path = CATALOGUE[PATH]
-    steady = hold(
+    steady = run_comparisons(
         embeddings(subject({"fps_embedder": False}, monkeypatch), path),
         "cpu", time.monotonic() + 120, is_exact=True,
     )  # fmt: skip
     # The very same numbers, and nineteen of twenty looked up.
     assert steady.error == 0
     assert steady.gain > 3
-    fresh = hold(
+    fresh = run_comparisons(
         embeddings(subject({"t_embedder": True}, monkeypatch), path), "cpu", time.monotonic() + 120
     )
     assert fresh.error == 0

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 import everyframe
-from everyframe.core.facts import Product
+from everyframe.core.facts import OpShape
 from everyframe.core.plan import Precision
 from everyframe.core.request import Request
+from everyframe.fast_paths.certify import certify
+from everyframe.fast_paths.registry import CATALOGUE
+from everyframe.fast_paths.target import CertificationTarget
 from everyframe.hardware.facts import machine_facts
-from everyframe.optimize.catalogue import CATALOGUE
-from everyframe.optimize.certify import certify
-from everyframe.optimize.subject import Subject
-from everyframe.planning.survey import survey
+from everyframe.planning.list_fast_paths import survey
 
 pytestmark = [
     pytest.mark.gpu,
@@ -42,9 +42,9 @@ def test_attention_of_many_tokens(
 ) -> None:
     """Half precision in blocks is right, and quicker than to hold all scores."""
     shape = (2, 16, 4096, 64)
-    products = ((Product("attention", dtype, (shape, shape, shape), told), 1e12),)
+    products = ((OpShape("attention", dtype, (shape, shape, shape), told), 1e12),)
     card = machine_facts().devices[0]
-    subject = Subject("denoiser", card, 1, Precision(dtype, dtype), "plan", "device",
+    subject = CertificationTarget("denoiser", card, 1, Precision(dtype, dtype), "plan", "device",
                       products=products)  # fmt: skip
     made = certify(subject, KERNELS, PATIENCE)
     assert not made.untried

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from everyframe.families.opensora.config import STDiT3Config
 from everyframe.families.opensora.stdit3 import STDiT3
+from everyframe.fast_paths.apply import applies_to, apply_fast_paths, block_names, swap_modules
+from everyframe.fast_paths.fast_modules import LinearGelu, pairs
 from everyframe.ops.attention import AttentionCore
-from everyframe.optimize.fused import LinearGelu, pairs
-from everyframe.optimize.put_on import after_weights, before_weights, block_names, has_place
 
 CONFIG = STDiT3Config(
     hidden_size=32, depth=2, num_heads=2, caption_channels=16, model_max_length=8, in_channels=4
@@ -40,13 +40,13 @@ def test_blocks_are_the_items_of_lists() -> None:
     assert block_names(build()) == (
         "spatial_blocks.0", "spatial_blocks.1", "temporal_blocks.0", "temporal_blocks.1",
     )  # fmt: skip
-    assert has_place("linear-gelu", build())
-    assert not has_place("linear-gelu", nn.ModuleList([nn.Linear(2, 2), nn.GELU()]))
+    assert applies_to("linear-gelu", build())
+    assert not applies_to("linear-gelu", nn.ModuleList([nn.Linear(2, 2), nn.GELU()]))
 
 
 def test_a_fused_layer_keeps_its_names_and_its_numbers() -> None:
     plain, fast = build(), build()
-    before_weights(fast, ("linear-gelu",))
+    swap_modules(fast, ("linear-gelu",))
     assert list(fast.state_dict()) == list(plain.state_dict())
     mlp = fast.spatial_blocks[0].get_submodule("mlp")
     assert isinstance(mlp.get_submodule("fc1"), LinearGelu)
@@ -77,7 +77,7 @@ def test_attention_is_plain_unless_a_path_says_otherwise(
     paths: tuple[str, ...], is_fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, seen = build(), []
-    after_weights(model, paths)
+    apply_fast_paths(model, paths)
 
     def forward(self: AttentionCore, *given: Tensor) -> Tensor:
         seen.append(torch.backends.cuda.flash_sdp_enabled())
@@ -91,6 +91,6 @@ def test_attention_is_plain_unless_a_path_says_otherwise(
 
 def test_where_nobody_chose_nothing_is_put_on() -> None:
     model = build()
-    before_weights(model, None)
-    after_weights(model, None)
+    swap_modules(model, None)
+    apply_fast_paths(model, None)
     assert not any(part._forward_pre_hooks for part in model.modules())

@@ -11,8 +11,8 @@ import pytest
 
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import Precision
-from everyframe.optimize import keys, store
-from everyframe.optimize.certificate import Certificate
+from everyframe.fast_paths import certificates
+from everyframe.fast_paths.certificates import Certificate
 
 CARD = DeviceFacts("a card", "cuda", 0, 10**9, 10**9, (9, 0), True, True)
 CPU = DeviceFacts("a processor", "cpu", None, 10**9, 10**9)
@@ -28,22 +28,22 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_kept_is_found_and_replaced() -> None:
-    assert store.find("device", "plan") == {}
+    assert certificates.find("device", "plan") == {}
     refused = replace(MADE, what="compile", verdict="refused", error=None, gain=None)
-    store.keep([MADE, refused])
-    store.keep([replace(MADE, gain=2.0)])
-    found = store.find("device", "plan")
+    certificates.keep([MADE, refused])
+    certificates.keep([replace(MADE, gain=2.0)])
+    found = certificates.find("device", "plan")
     assert found == {"attention-flash": replace(MADE, gain=2.0), "compile": refused}
-    assert [file.suffix for file in (store.folder() / "device").iterdir()] == [".json"]
+    assert [file.suffix for file in (certificates.folder() / "device").iterdir()] == [".json"]
 
 
 def test_another_drivers_certificate_is_not_used(tmp_path: Path) -> None:
-    store.keep([MADE])
-    assert store.find("other-device", "plan") == {}
-    assert store.find("device", "other-plan") == {}
+    certificates.keep([MADE])
+    assert certificates.find("other-device", "plan") == {}
+    assert certificates.find("device", "other-plan") == {}
     # Not even where somebody copies the file to where it would be looked for.
-    shutil.copytree(store.folder() / "device", store.folder() / "other-device")
-    assert store.find("other-device", "plan") == {}
+    shutil.copytree(certificates.folder() / "device", certificates.folder() / "other-device")
+    assert certificates.find("other-device", "plan") == {}
 
 
 @pytest.mark.parametrize(
@@ -55,21 +55,21 @@ def test_another_drivers_certificate_is_not_used(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_a_damaged_file_is_as_none(damage: bytes) -> None:
-    store.keep([MADE])
-    (file,) = (store.folder() / "device").iterdir()
+    certificates.keep([MADE])
+    (file,) = (certificates.folder() / "device").iterdir()
     file.write_bytes(damage)
-    assert store.find("device", "plan") == {}
-    store.keep([MADE])
-    assert store.find("device", "plan") == {"attention-flash": MADE}
+    assert certificates.find("device", "plan") == {}
+    certificates.keep([MADE])
+    assert certificates.find("device", "plan") == {"attention-flash": MADE}
 
 
 def test_one_wrong_entry_does_not_hide_the_others() -> None:
-    store.keep([MADE])
-    (file,) = (store.folder() / "device").iterdir()
+    certificates.keep([MADE])
+    (file,) = (certificates.folder() / "device").iterdir()
     whole = json.loads(file.read_text())
     whole["certificates"].append({**MADE.to_json(), "what": "compile", "verdict": "splendid"})
     file.write_text(json.dumps(whole))
-    assert list(store.find("device", "plan")) == ["attention-flash"]
+    assert list(certificates.find("device", "plan")) == ["attention-flash"]
 
 
 def test_where_nothing_can_be_written_they_last_as_long_as_the_process(
@@ -78,8 +78,8 @@ def test_where_nothing_can_be_written_they_last_as_long_as_the_process(
     in_the_way = tmp_path / "file"
     in_the_way.write_text("")
     monkeypatch.setenv("EVERYFRAME_CACHE", str(in_the_way / "below"))
-    store.keep([MADE])
-    assert store.find("device", "plan") == {"attention-flash": MADE}
+    certificates.keep([MADE])
+    assert certificates.find("device", "plan") == {"attention-flash": MADE}
 
 
 def test_the_device_key_changes_with_whatever_matters(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,13 +87,13 @@ def test_the_device_key_changes_with_whatever_matters(monkeypatch: pytest.Monkey
         "driver": "570.1", "libraries": {"cublas": "12.8", "cudnn": "9.8"}, "torch": "2.13",
         "packages": {"diffusers": "0.42.0"}, "flags": {"avx2"}, "capability": "AVX2",
     }  # fmt: skip
-    monkeypatch.setattr(keys, "_driver", lambda: facts["driver"])
-    monkeypatch.setattr(keys, "_libraries", lambda: facts["libraries"])
-    monkeypatch.setattr(keys, "_torch_version", lambda: facts["torch"])
-    monkeypatch.setattr(keys, "package_versions", lambda: facts["packages"])
-    monkeypatch.setattr(keys, "processor_flags", lambda: facts["flags"])
-    monkeypatch.setattr(keys, "_torch_capability", lambda: facts["capability"])
-    seen = {keys.device_key(CARD, 4)}
+    monkeypatch.setattr(certificates, "_driver", lambda: facts["driver"])
+    monkeypatch.setattr(certificates, "_libraries", lambda: facts["libraries"])
+    monkeypatch.setattr(certificates, "_torch_version", lambda: facts["torch"])
+    monkeypatch.setattr(certificates, "package_versions", lambda: facts["packages"])
+    monkeypatch.setattr(certificates, "processor_flags", lambda: facts["flags"])
+    monkeypatch.setattr(certificates, "_torch_capability", lambda: facts["capability"])
+    seen = {certificates.device_key(CARD, 4)}
     for name, value in (
         ("driver", "571.2"),
         ("libraries", {"cublas": "12.9", "cudnn": "9.8"}),
@@ -104,27 +104,27 @@ def test_the_device_key_changes_with_whatever_matters(monkeypatch: pytest.Monkey
     ):
         with monkeypatch.context() as patch:
             patch.setitem(facts, name, value)
-            seen.add(keys.device_key(CARD, 4))
+            seen.add(certificates.device_key(CARD, 4))
     for name, value in (("flags", {"avx2", "avx512_bf16"}), ("capability", "DEFAULT")):
         with monkeypatch.context() as patch:
             patch.setitem(facts, name, value)
-            seen.add(keys.device_key(CPU, 1))
-    seen.add(keys.device_key(replace(CARD, name="another card"), 4))
-    seen.add(keys.device_key(replace(CARD, capability=(8, 0)), 4))
-    seen |= {keys.device_key(CPU, threads) for threads in (1, 2)}
+            seen.add(certificates.device_key(CPU, 1))
+    seen.add(certificates.device_key(replace(CARD, name="another card"), 4))
+    seen.add(certificates.device_key(replace(CARD, capability=(8, 0)), 4))
+    seen |= {certificates.device_key(CPU, threads) for threads in (1, 2)}
     assert len(seen) == 13
     # Threads of the host are nothing to a card, nor is what is free there now.
-    assert keys.device_key(replace(CARD, free_memory=5), 1) in seen
+    assert certificates.device_key(replace(CARD, free_memory=5), 1) in seen
 
 
 def test_the_plan_key_changes_with_model_and_precision() -> None:
     wide, narrow = Precision("float32", "float32"), Precision("bfloat16", "bfloat16", ("a",))
     seen = {
-        keys.plan_key("denoiser", wide, [("hidden 32", 16)]),
-        keys.plan_key("denoiser", wide, [("hidden 64", 16)]),
-        keys.plan_key("denoiser", wide, [("hidden 32", 32)]),
-        keys.plan_key("denoiser", narrow, [("hidden 32", 16)]),
-        keys.plan_key("denoiser", replace(narrow, islands=()), [("hidden 32", 16)]),
-        keys.plan_key("vae", wide, [("hidden 32", 16)]),
+        certificates.plan_key("denoiser", wide, [("hidden 32", 16)]),
+        certificates.plan_key("denoiser", wide, [("hidden 64", 16)]),
+        certificates.plan_key("denoiser", wide, [("hidden 32", 32)]),
+        certificates.plan_key("denoiser", narrow, [("hidden 32", 16)]),
+        certificates.plan_key("denoiser", replace(narrow, islands=()), [("hidden 32", 16)]),
+        certificates.plan_key("vae", wide, [("hidden 32", 16)]),
     }
     assert len(seen) == 6

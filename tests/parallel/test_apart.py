@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from everyframe.parallel.apart import Apart
-from everyframe.parallel.groups import Groups
-from everyframe.parallel.team import Imagined, Team
+from everyframe.diffusers_pipelines.cfg_parallel import CfgExchange
+from everyframe.parallel.cfg_groups import CfgGroups
+from everyframe.parallel.communicator import Communicator, FakeCommunicator
 from ranks import Group, in_every_size, ranks
 
 __all__ = ["ranks"]
@@ -21,10 +21,10 @@ def parts(lengths: tuple[int, ...]) -> list[torch.Tensor]:
     return [torch.arange(n, dtype=torch.float32) + 100 * g for g, n in enumerate(lengths)]
 
 
-def exchanged(team: Team, lengths: tuple[int, ...], others: bool = False) -> dict[str, Any]:
+def exchanged(team: Communicator, lengths: tuple[int, ...], others: bool = False) -> dict[str, Any]:
     """What one rank gets, and the bytes that left it; with `others` it hands on another's part."""
-    groups = Groups.of(team.weights, 2, 2)
-    apart = Apart(team, groups)
+    groups = CfgGroups.of(team.weights, 2, 2)
+    apart = CfgExchange(team, groups)
     mine = parts(lengths)[apart.mine]
     if others and team.rank == team.size - 1:
         mine = mine + 1
@@ -46,7 +46,7 @@ def exchanged(team: Team, lengths: tuple[int, ...], others: bool = False) -> dic
 def test_which_ranks_have_which_branches(
     weights: tuple[float, ...], branches: int, groups: int, ranks: Any, loads: Any
 ) -> None:
-    found = Groups.of(weights, branches, groups)
+    found = CfgGroups.of(weights, branches, groups)
     assert [list(group) for group in found.ranks] == ranks
     assert found.loads == loads
     every = [each for number in range(len(ranks)) for each in found.branches(number)]
@@ -62,8 +62,8 @@ def test_every_rank_has_every_part(ranks: Group, size: int) -> None:
         found = ranks.run(size, exchanged, lengths)
         for rank, each in enumerate(found):
             assert all(map(torch.equal, each["got"], parts(lengths)))
-            assert each["sent"] == exchanged(Imagined(rank, (1.0,) * size), lengths)["sent"]
-        groups = Groups.of((1.0,) * size, 2, 2)
+            assert each["sent"] == exchanged(FakeCommunicator(rank, (1.0,) * size), lengths)["sent"]
+        groups = CfgGroups.of((1.0,) * size, 2, 2)
         # Nobody is sent what it has: a part goes to the ranks of the other group alone.
         wanted = [n * (size - len(group)) for n, group in zip(lengths, groups.ranks, strict=True)]
         assert sum(each["sent"] for each in found) == 4 * sum(wanted)

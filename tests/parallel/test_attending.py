@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from everyframe.ops.attention import attention
-from everyframe.parallel import ring
-from everyframe.parallel.grid import Deal, Grid
-from everyframe.parallel.heads import ATTENDING, HeadDeal, sent_vectors
-from everyframe.parallel.shared import attending
-from everyframe.parallel.team import Imagined, Team
+from everyframe.parallel import ring_attention
+from everyframe.parallel.communicator import Communicator, FakeCommunicator
+from everyframe.parallel.head_partition import ATTENDING, HeadPartition, sent_vectors
+from everyframe.parallel.sharded_modules import attending
+from everyframe.parallel.token_partition import TokenGrid, TokenPartition
 from ranks import FAST, SLOW, Group, in_every_size, ranks
 
 __all__ = ["ranks"]
@@ -60,7 +60,7 @@ def given(case: str) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
 
 
 def attended(
-    team: Team,
+    team: Communicator,
     way: str,
     case: str,
     groups: int = 1,
@@ -73,7 +73,9 @@ def attended(
     q, k, v, mask = given(case)
     q, k, v = (x.to(dtype) for x in (q, k, v))
     (samples, heads, tokens), _ = CASES[case]
-    deal = Deal(Grid(samples, heads, tokens), team.weights, min(groups, team.size, samples))
+    deal = TokenPartition(
+        TokenGrid(samples, heads, tokens), team.weights, min(groups, team.size, samples)
+    )
     parts = deal.segments(team.rank)
     mine = deal.samples(team.rank)
 
@@ -186,7 +188,7 @@ def test_bytes_are_those_of_the_formula(ranks: Group, size: int) -> None:
         del CASES[case]
 
 
-def _counted(team: Team, way: str, size: int) -> dict[str, Any]:
+def _counted(team: Communicator, way: str, size: int) -> dict[str, Any]:
     CASES["counted"] = ((1, size, 4 * size), "")
     return attended(team, way, "counted")
 
@@ -194,9 +196,9 @@ def _counted(team: Team, way: str, size: int) -> dict[str, Any]:
 @pytest.mark.parametrize("case", CASES)
 def test_the_plan_s_bytes_are_those_that_are_sent(ranks: Group, case: str) -> None:
     (samples, heads, tokens), _ = CASES[case]
-    deal = Deal(Grid(samples, heads, tokens), (1.0,) * 5)
+    deal = TokenPartition(TokenGrid(samples, heads, tokens), (1.0,) * 5)
     told = {
-        "ulysses": [HeadDeal(deal).moved(rank) for rank in range(5)],
+        "ulysses": [HeadPartition(deal).moved(rank) for rank in range(5)],
         "ring": [sent_vectors(deal, rank) for rank in range(5)],
     }
     for way in ATTENDING:
@@ -208,7 +210,7 @@ def test_the_plan_s_bytes_are_those_that_are_sent(ranks: Group, case: str) -> No
 def test_an_imagined_rank_sends_what_a_real_one_does(ranks: Group, way: str) -> None:
     case = "two branches, padding of each"
     for rank, real in enumerate(ranks.run(5, attended, way, case)):
-        imagined = attended(Imagined(rank, (1.0,) * 5), way, case)
+        imagined = attended(FakeCommunicator(rank, (1.0,) * 5), way, case)
         assert imagined["counted"] == real["counted"]
         shapes = [[out.shape for *_, out in each["found"]] for each in (imagined, real)]
         assert shapes[0] == shapes[1]
@@ -218,7 +220,7 @@ def test_an_imagined_rank_sends_what_a_real_one_does(ranks: Group, way: str) -> 
 @pytest.mark.parametrize(("samples", "heads"), [(2, 48), (1, 48), (2, 12), (1, 3), (1, 1)])
 def test_every_rank_has_its_share_of_heads(samples: int, heads: int, size: int) -> None:
     """A tenth more at most, whatever the heads; and they are whole where that does it."""
-    deal = HeadDeal(Deal(Grid(samples, heads, 1000), (1.0,) * size))
+    deal = HeadPartition(TokenPartition(TokenGrid(samples, heads, 1000), (1.0,) * size))
     shares = [deal.share(rank) for rank in range(size)]
     assert sum(shares) == pytest.approx(1)
     assert max(shares) <= 1.1 / size
@@ -231,7 +233,7 @@ def test_every_rank_has_its_share_of_heads(samples: int, heads: int, size: int) 
 Faulty = tuple[Callable[..., Tensor], "Tensor | None", "Callable[[], None] | None"]
 
 
-def padding(team: Team, mask: Tensor | None) -> Faulty:
+def padding(team: Communicator, mask: Tensor | None) -> Faulty:
     """The last rank looks at a key of zeros behind its own, as where tokens are padded."""
 
     def core(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -240,7 +242,7 @@ def padding(team: Team, mask: Tensor | None) -> Faulty:
             mask = F.pad(mask, (0, 1), value=True)
         return attention(q, k, v, mask)
 
-    inner = ring.partial_attention
+    inner = ring_attention.partial_attention
     if team.rank != team.size - 1:
         return attention, mask, None
 
@@ -248,32 +250,32 @@ def padding(team: Team, mask: Tensor | None) -> Faulty:
         k, v = (torch.cat([x, torch.zeros_like(x[:, :, :1])], dim=2) for x in (k, v))
         return inner(q, k, v, None if mask is None else F.pad(mask, (0, 1), value=True))
 
-    ring.partial_attention = partial  # type: ignore[attr-defined]
-    return core, mask, lambda: setattr(ring, "partial_attention", inner)
+    ring_attention.partial_attention = partial  # type: ignore[attr-defined]
+    return core, mask, lambda: setattr(ring_attention, "partial_attention", inner)
 
 
-def dropped_mask(team: Team, mask: Tensor | None) -> Faulty:
+def dropped_mask(team: Communicator, mask: Tensor | None) -> Faulty:
     """The first rank looks at padding."""
     return attention, None if team.rank == 0 else mask, None
 
 
-def shifted_mask(team: Team, mask: Tensor | None) -> Faulty:
+def shifted_mask(team: Communicator, mask: Tensor | None) -> Faulty:
     """The last rank takes the mask by its own places instead of the whole's."""
     assert mask is not None
     return attention, mask.roll(1, dims=-1) if team.rank == team.size - 1 else mask, None
 
 
-def without_lse(team: Team, mask: Tensor | None) -> Faulty:
+def without_lse(team: Communicator, mask: Tensor | None) -> Faulty:
     """The first rank takes the mean of the parts."""
-    inner = ring.merge
+    inner = ring_attention.merge
     if team.rank:
         return attention, mask, None
 
     def mean(one: Any, other: Any) -> Any:
         return one._replace(out=(one.out + other.out) / 2)
 
-    ring.merge = mean  # type: ignore[attr-defined]
-    return attention, mask, lambda: setattr(ring, "merge", inner)
+    ring_attention.merge = mean  # type: ignore[attr-defined]
+    return attention, mask, lambda: setattr(ring_attention, "merge", inner)
 
 
 @pytest.mark.parametrize("size", [2, 3])

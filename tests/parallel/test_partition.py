@@ -11,13 +11,13 @@ from itertools import combinations, pairwise
 import pytest
 
 from everyframe.core.errors import InputError
-from everyframe.parallel.partition import shares, spans, teams
+from everyframe.parallel.uneven_split import group_ranks, uneven_ranges, uneven_sizes
 
 
 @pytest.mark.parametrize("parts", range(1, 9))
 @pytest.mark.parametrize("length", [0, 1, 2, 15, 16, 17, 1024])
 def test_equal_shares_differ_by_one_at_most(length: int, parts: int) -> None:
-    found = shares(length, [1.0] * parts)
+    found = uneven_sizes(length, [1.0] * parts)
     assert sum(found) == length
     assert max(found) - min(found) <= 1
     assert list(found) == sorted(found, reverse=True)  # ties go to whoever comes first
@@ -26,7 +26,7 @@ def test_equal_shares_differ_by_one_at_most(length: int, parts: int) -> None:
 @pytest.mark.parametrize("weights", [(24, 8), (1, 0, 1), (0.1, 0.2, 0.3), (3, 1, 1, 1, 1)])
 @pytest.mark.parametrize("length", [1, 7, 100, 1023])
 def test_shares_follow_weights(length: int, weights: tuple[float, ...]) -> None:
-    found = shares(length, weights)
+    found = uneven_sizes(length, weights)
     assert sum(found) == length
     for part, weight in zip(found, weights, strict=True):
         ideal = length * Fraction(weight) / sum(map(Fraction, weights))
@@ -37,11 +37,11 @@ def test_shares_follow_weights(length: int, weights: tuple[float, ...]) -> None:
 @pytest.mark.parametrize("weights", [(), (0, 0), (1, -1), (float("nan"), 1), (float("inf"),)])
 def test_weights_that_say_nothing_are_refused(weights: tuple[float, ...]) -> None:
     with pytest.raises(InputError, match="shares must be numbers"):
-        shares(5, weights)
+        uneven_sizes(5, weights)
 
 
 def test_spans_lie_one_behind_the_other() -> None:
-    assert spans(7, [1, 1, 1], start=10) == (range(10, 13), range(13, 15), range(15, 17))
+    assert uneven_ranges(7, [1, 1, 1], start=10) == (range(10, 13), range(13, 15), range(15, 17))
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_spans_lie_one_behind_the_other() -> None:
 def test_teams_end_together(
     weights: tuple[float, ...], loads: tuple[float, ...], expected: tuple[range, ...]
 ) -> None:
-    assert teams(len(weights), loads, weights) == expected
+    assert group_ranks(len(weights), loads, weights) == expected
 
 
 def _times(loads: Sequence[int], weights: Sequence[int], cuts: Sequence[int]) -> list[Fraction]:
@@ -78,14 +78,14 @@ def test_teams_are_the_best_of_all_that_there_are() -> None:
 
         every = combinations(range(1, num_ranks), len(loads) - 1)
         best = min(every, key=partial(_times, loads, weights))
-        assert [team.stop for team in teams(num_ranks, loads, weights)] == [*best, num_ranks]
+        assert [team.stop for team in group_ranks(num_ranks, loads, weights)] == [*best, num_ranks]
 
 
 def test_many_ranks_are_parted_at_once() -> None:
     """There are 300 million ways to cut these: what looks at each of them does not come back."""
-    assert [len(team) for team in teams(32, [1.0] * 16, [1.0] * 32)] == [2] * 16
+    assert [len(team) for team in group_ranks(32, [1.0] * 16, [1.0] * 32)] == [2] * 16
 
 
 def test_fewer_ranks_than_loads_are_refused() -> None:
     with pytest.raises(InputError, match="1 ranks can't be parted into 2"):
-        teams(1, [1, 1], [1])
+        group_ranks(1, [1, 1], [1])

@@ -13,34 +13,34 @@ import pytest
 import torch
 from torch import Tensor
 
-from everyframe.parallel.grid import Deal, Grid
-from everyframe.parallel.switch import Switch
-from everyframe.parallel.team import Imagined, Team
+from everyframe.parallel.communicator import Communicator, FakeCommunicator
+from everyframe.parallel.redistribute import Redistribute
+from everyframe.parallel.token_partition import TokenGrid, TokenPartition
 from ranks import Group, in_every_size, ranks
 
 __all__ = ["ranks"]
 
 GRIDS = [
-    Grid(1, 16, 12),
-    Grid(2, 15, 12),
-    Grid(2, 3, 7),
-    Grid(3, 2, 5),
-    Grid(2, 1, 4),  # a picture: fewer rows than ranks
-    Grid(1, 2, 1),  # one token a frame
+    TokenGrid(1, 16, 12),
+    TokenGrid(2, 15, 12),
+    TokenGrid(2, 3, 7),
+    TokenGrid(3, 2, 5),
+    TokenGrid(2, 1, 4),  # a picture: fewer rows than ranks
+    TokenGrid(1, 2, 1),  # one token a frame
 ]
 
 
-def whole(grid: Grid, channels: int = 3) -> Tensor:
+def whole(grid: TokenGrid, channels: int = 3) -> Tensor:
     numbers = torch.arange(grid.num_tokens * channels, dtype=torch.float64)
     return numbers.view(grid.samples, grid.frames, grid.places, channels)
 
 
-def moved(team: Team, grid: Grid, groups: int, dtype: torch.dtype) -> dict[str, Any]:
+def moved(team: Communicator, grid: TokenGrid, groups: int, dtype: torch.dtype) -> dict[str, Any]:
     """One rank's way to rows, back and to the whole, and bytes that it sent."""
     import torch.distributed as dist
 
     x = whole(grid).to(dtype)
-    switch = Switch(Deal(grid, team.weights, groups), team)
+    switch = Redistribute(TokenPartition(grid, team.weights, groups), team)
     mine = switch.take(x[switch.samples])
     sent, before = 0, dist.all_to_all_single
 
@@ -70,10 +70,10 @@ def moved(team: Team, grid: Grid, groups: int, dtype: torch.dtype) -> dict[str, 
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_what_is_moved_is_what_indexing_gives(
-    ranks: Group, size: int, grid: Grid, groups: int
+    ranks: Group, size: int, grid: TokenGrid, groups: int
 ) -> None:
     groups = min(groups, size, grid.samples)
-    deal, x = Deal(grid, (1.0,) * size, groups), whole(grid)
+    deal, x = TokenPartition(grid, (1.0,) * size, groups), whole(grid)
     rows = x.flatten(0, 1)
     columns = x.transpose(1, 2).flatten(0, 1)  # (B S, T, C)
     num_columns = num_rows = 0
@@ -93,7 +93,7 @@ def test_what_is_moved_is_what_indexing_gives(
 
 @pytest.mark.parametrize("weights", [(3.0, 1.0), (1.0, 0.0, 2.0), (5.0, 1.0, 1.0, 1.0, 1.0)])
 def test_shares_of_any_weight(ranks: Group, weights: tuple[float, ...]) -> None:
-    grid = Grid(2, 5, 9)
+    grid = TokenGrid(2, 5, 9)
     found = ranks.run(len(weights), moved, grid, 1, torch.float64, weights=weights)
     for rank, each in enumerate(found):
         ideal = Fraction(18) * Fraction(weights[rank]) / sum(map(Fraction, weights))
@@ -104,7 +104,7 @@ def test_shares_of_any_weight(ranks: Group, weights: tuple[float, ...]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int64])
 def test_any_dtype_arrives_bit_for_bit(ranks: Group, dtype: torch.dtype) -> None:
-    grid = Grid(2, 4, 7)
+    grid = TokenGrid(2, 4, 7)
     for each in ranks.run(3, moved, grid, 1, dtype):
         assert each["whole"].dtype == each["rows"].dtype == dtype
         assert torch.equal(each["back"], each["columns"])
@@ -114,7 +114,7 @@ def test_any_dtype_arrives_bit_for_bit(ranks: Group, dtype: torch.dtype) -> None
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_bytes_are_those_of_the_formula(ranks: Group, size: int) -> None:
     """2 units: one to rows, one back. Sizes that divide, so that the formula is whole."""
-    grid = Grid(1, 30, 30)
+    grid = TokenGrid(1, 30, 30)
     unit = Fraction(grid.num_tokens * 3 * 8 * (size - 1), size**2)
     for found in ranks.run(size, moved, grid, 1, torch.float64):
         assert found["sent"] == 2 * unit
@@ -124,7 +124,7 @@ def test_bytes_are_those_of_the_formula(ranks: Group, size: int) -> None:
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_two_samples_never_send_more(ranks: Group, size: int) -> None:
     """Each rank in as few samples as can be: nothing at all where there is a rank a sample."""
-    grid = Grid(2, 30, 30)
+    grid = TokenGrid(2, 30, 30)
     unit = Fraction(grid.num_tokens * 3 * 8 * (size - 1), size**2)
     sent = [found["sent"] for found in ranks.run(size, moved, grid, 1, torch.float64)]
     assert max(sent) <= 2 * unit
@@ -133,16 +133,16 @@ def test_two_samples_never_send_more(ranks: Group, size: int) -> None:
 
 
 def test_an_imagined_rank_has_the_shapes_and_bytes_of_a_real_one(ranks: Group) -> None:
-    grid = Grid(2, 5, 7)
+    grid = TokenGrid(2, 5, 7)
     for rank, real in enumerate(ranks.run(3, moved, grid, 1, torch.float64)):
-        imagined = Imagined(rank, (1.0,) * 3)
+        imagined = FakeCommunicator(rank, (1.0,) * 3)
         found = moved(imagined, grid, 1, torch.float64)
         for name in ("columns", "rows", "back", "whole"):
             assert found[name].shape == real[name].shape
         assert found["all sent"] == real["all sent"] > 0
 
 
-def statistics(team: Team) -> dict[str, Any]:
+def statistics(team: Communicator) -> dict[str, Any]:
     x = torch.tensor([0.1, 0.7]) * (team.rank + 1)
     told = team.share([x, x.to(torch.bfloat16)] if team.rank == 1 else None, 1, "sharing")
     return {

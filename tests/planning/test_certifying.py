@@ -10,11 +10,11 @@ import pytest
 import planted_paths
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import Precision
-from everyframe.optimize import certify as certifies
-from everyframe.optimize import store
-from everyframe.optimize.certify import Made, certify
-from everyframe.optimize.subject import Subject
-from everyframe.planning.certifying import AT_ONCE, IN_ALL, Missing, make
+from everyframe.fast_paths import certificates as certificate_store
+from everyframe.fast_paths import certify as certifies
+from everyframe.fast_paths.certify import CertifyResult, certify
+from everyframe.fast_paths.target import CertificationTarget
+from everyframe.planning.component_certificates import AT_ONCE, IN_ALL, MissingCertificates, make
 
 WHOLE = Precision("float32", "float32")
 CPU = DeviceFacts("a processor", "cpu", None, 10**9, 10**9)
@@ -23,30 +23,33 @@ CPU = DeviceFacts("a processor", "cpu", None, 10**9, 10**9)
 class Certificates:
     """Of parts that have nothing but a name."""
 
-    def subject(self, component: str, precision: Precision, runs: Any) -> Subject:
-        return Subject(component, CPU, 1, precision, component, "device")
+    def subject(self, component: str, precision: Precision, runs: Any) -> CertificationTarget:
+        return CertificationTarget(component, CPU, 1, precision, component, "device")
 
 
 def test_a_first_run_spends_no_more_than_its_seconds_on_all_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path))
-    made: list[Made] = []
+    made: list[CertifyResult] = []
 
-    def certified(*given: Any) -> Made:
+    def certified(*given: Any) -> CertifyResult:
         made.append(certify(*given))
         return made[-1]
 
     monkeypatch.setattr(certifies, "certify", certified)
     right, long = (planted_paths.planted(name) for name in ("right", "long"))
-    missing = [Missing("a", WHOLE, (right, long)), Missing("b", WHOLE, (right,))]
+    missing = [
+        MissingCertificates("a", WHOLE, (right, long)),
+        MissingCertificates("b", WHOLE, (right,)),
+    ]
     certificates: Any = Certificates()
     untried = make(certificates, missing, (), 1.0)
     # A trial looks at the clock between two rounds, of twenty milliseconds here.
     assert 1.0 <= sum(each.tried_seconds for each in made) < 2.0
     # What was done is kept, the rest has its turn the next time.
-    assert [*store.find("device", "a")] == ["right"]
+    assert [*certificate_store.find("device", "a")] == ["right"]
     assert untried["a long"] == "there was no time to try it"
-    assert store.find("device", "b") == {}
+    assert certificate_store.find("device", "b") == {}
     assert AT_ONCE <= 3
     assert IN_ALL <= 30

@@ -14,12 +14,12 @@ import tiny
 from everyframe.core.errors import InputError
 from everyframe.core.facts import DeviceFacts, MachineFacts
 from everyframe.core.plan import Plan
-from everyframe.optimize import store
-from everyframe.optimize.certificate import Certificate
-from everyframe.planning import certifying
+from everyframe.fast_paths import certificates as certificate_store
+from everyframe.fast_paths.certificates import Certificate
+from everyframe.planning import component_certificates
 from everyframe.planning import resolve as resolver
-from everyframe.planning.certifying import Certificates, Missing
-from everyframe.planning.resolve import Prepared, prepare
+from everyframe.planning.component_certificates import Certificates, MissingCertificates
+from everyframe.planning.resolve import PreparedPlan, prepare
 from planned import certificates_of
 
 SIZES: dict[str, Any] = {"size": "16x16", "num_frames": 3, "num_inference_steps": 2, "seed": 5}
@@ -36,7 +36,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("EVERYFRAME_WITHOUT", raising=False)
 
 
-def prepared(model: str, *, will_run: bool = False, **options: Any) -> Prepared:
+def prepared(model: str, *, will_run: bool = False, **options: Any) -> PreparedPlan:
     request = everyframe.Request(prompt="a", model=model, **{**SIZES, **options})
     return prepare(request, will_run=will_run)
 
@@ -56,9 +56,9 @@ def test_what_nobody_tried_is_expected_in_a_plan_and_not_used_in_a_run(model: st
 
 def test_what_is_certified_is_used_and_what_is_refused_is_not(model: str) -> None:
     found = prepared(model)
-    store.keep(certificates_of(found, "certified"))
+    certificate_store.keep(certificates_of(found, "certified"))
     assert prepared(model, will_run=True).plan.component("denoiser").paths == ("attention-flash",)
-    store.keep(certificates_of(found, "refused"))
+    certificate_store.keep(certificates_of(found, "refused"))
     refused = prepared(model, will_run=True).plan
     assert refused.component("denoiser").paths == ()
     # In one line each, and in what the record holds.
@@ -71,17 +71,17 @@ def test_what_is_certified_is_used_and_what_is_refused_is_not(model: str) -> Non
 def test_a_certificate_of_another_driver_is_not_used(model: str) -> None:
     found = prepared(model)
     others = [replace(each, device="other") for each in certificates_of(found, "certified")]
-    store.keep(others)
+    certificate_store.keep(others)
     assert prepared(model, will_run=True).plan.component("denoiser").paths == ()
 
 
 def test_one_of_other_sizes_is_not_used(model: str) -> None:
-    store.keep(certificates_of(prepared(model), "certified"))
+    certificate_store.keep(certificates_of(prepared(model), "certified"))
     assert prepared(model, will_run=True, size="32x16").plan.component("denoiser").paths == ()
 
 
 def test_paths_are_turned_off_by_name(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    store.keep(certificates_of(prepared(model), "certified"))
+    certificate_store.keep(certificates_of(prepared(model), "certified"))
     without = prepared(model, will_run=True, without=["attention-flash"]).plan
     assert without.component("denoiser").paths == ()
     assert verdict(without, "attention-flash") == "off"
@@ -99,7 +99,7 @@ def test_a_kernel_is_pinned_by_name(model: str) -> None:
     assert prepared(model, will_run=True, attention="flash").plan.component("denoiser").paths == (
         "attention-flash",
     )
-    store.keep(certificates_of(prepared(model), "certified"))
+    certificate_store.keep(certificates_of(prepared(model), "certified"))
     assert prepared(model, will_run=True, attention="math").plan.component("denoiser").paths == ()
     with pytest.raises(InputError, match=r"one of flash, math on .*, got 'flahs'.*mean 'flash'"):
         prepared(model, attention="flahs")
@@ -115,16 +115,16 @@ def test_paths_of_a_record_are_used_where_they_are_certified(
         tried.extend(path.name for path in paths)
         return SimpleNamespace(untried={}, tried_seconds=0.0)
 
-    monkeypatch.setattr("everyframe.optimize.certify.certify", certify)
+    monkeypatch.setattr("everyframe.fast_paths.certify.certify", certify)
     paths = {"denoiser": ("attention-flash", "compile", "linear-gelu", "nope")}
     untried = prepared(model, will_run=True, paths=paths).plan
     assert untried.component("denoiser").paths == ()
     assert tried == ["attention-flash"], "a compiler is not set to work by a record"
-    store.keep(certificates_of(prepared(model), "certified"))
+    certificate_store.keep(certificates_of(prepared(model), "certified"))
     again = prepared(model, will_run=True, paths=paths).plan
     assert again.component("denoiser").paths == ("attention-flash",)
     assert again.component("text_encoder").paths == (), "the record does without"
-    store.keep(certificates_of(prepared(model), "refused"))
+    certificate_store.keep(certificates_of(prepared(model), "refused"))
     refused = prepared(model, will_run=True, paths=paths).plan
     assert refused.component("denoiser").paths == ()
 
@@ -142,15 +142,17 @@ def test_half_precision_is_used_where_it_is_certified(
     cpu = DeviceFacts("a processor", "cpu", None, 10**10, 10**10)
     facts = MachineFacts((card, cpu), 2, {})
     monkeypatch.setattr(resolver, "machine_facts", lambda device="auto": facts)
-    tried: list[Missing] = []
+    tried: list[MissingCertificates] = []
 
-    def make(certificates: Certificates, missing: list[Missing], *_: Any) -> dict[str, str]:
+    def make(
+        certificates: Certificates, missing: list[MissingCertificates], *_: Any
+    ) -> dict[str, str]:
         tried.extend(missing)
         for each in missing:
             runs = [run for run in planned.fitted.runs if run.rehearsal.component == each.component]
             subject = certificates.subject(each.component, each.precision, runs)
             good = each.component == "denoiser"
-            store.keep(
+            certificate_store.keep(
                 Certificate(
                     path.name, each.component, subject.device_key, subject.plan_key,
                     "certified" if good else "refused", "planted", 2e-3, 2e-2, 3.0, "2026-11-22",
@@ -159,7 +161,7 @@ def test_half_precision_is_used_where_it_is_certified(
             )  # fmt: skip
         return {}
 
-    monkeypatch.setattr(certifying, "make", make)
+    monkeypatch.setattr(component_certificates, "make", make)
     planned = prepared(model)
     assert [part.precision.compute for part in planned.plan.components] == [
         "bfloat16", "bfloat16", "float32",

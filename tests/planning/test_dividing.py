@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from everyframe.core.division import Division, parse_shares, parse_ways
 from everyframe.core.errors import InputError
 from everyframe.core.facts import DeviceFacts, MachineFacts
+from everyframe.core.parallel_plan import ParallelPlan, parse_shares, parse_ways
 from everyframe.core.plan import Plan, Settings
 from everyframe.core.request import Request
-from everyframe.families.dealing import dealt_part
-from everyframe.families.family import Crew, RankPart
-from everyframe.parallel.grid import Deal, Grid
-from everyframe.planning.dividing import Effort, asked_devices, divide, idle_notes
+from everyframe.parallel.token_partition import TokenGrid, TokenPartition
+from everyframe.planning.parallelism import StepCost, asked_devices, idle_notes, make_parallel_plan
 from everyframe.planning.resolve import prepare
+from everyframe.runtime.interface import RankShare, VideoGroup
+from everyframe.runtime.rank_shares import grid_share
 
 PROMPT = "a red circle moves to the right"
 
@@ -36,9 +36,13 @@ class TwoBranches:
     def num_branches(self, settings: Settings) -> int:
         return 1 if settings.guidance_scale == 1 else 2
 
-    def rank_part(self, settings: Settings, crew: Crew, rank: int, element_bytes: int) -> RankPart:
-        deal = Deal(Grid(self.num_branches(settings), 5, 16), crew.weights, crew.groups)
-        return dealt_part(deal, rank, deal.moved(rank) * element_bytes * 100)
+    def rank_part(
+        self, settings: Settings, crew: VideoGroup, rank: int, element_bytes: int
+    ) -> RankShare:
+        deal = TokenPartition(
+            TokenGrid(self.num_branches(settings), 5, 16), crew.weights, crew.groups
+        )
+        return grid_share(deal, rank, deal.moved(rank) * element_bytes * 100)
 
 
 class Whole:
@@ -47,15 +51,15 @@ class Whole:
     title = "another model"
 
 
-def maybe_divided(model: Any = None, guidance: float = 7.0, **options: Any) -> Division | None:
+def maybe_divided(model: Any = None, guidance: float = 7.0, **options: Any) -> ParallelPlan | None:
     request = Request(prompt=PROMPT, device="cpu", **options)
     settings = Settings(PROMPT, None, 64, 64, 17, 12.0, 30, guidance, 1, request.num_videos)
     devices = asked_devices(request, MACHINE)
     model = TwoBranches() if model is None else model
-    return divide(request, model, settings, devices, lambda _: Effort(1e9, 4), 1)
+    return make_parallel_plan(request, model, settings, devices, lambda _: StepCost(1e9, 4), 1)
 
 
-def divided(**options: Any) -> Division:
+def divided(**options: Any) -> ParallelPlan:
     division = maybe_divided(**options)
     assert division is not None
     return division
@@ -132,7 +136,9 @@ class TwoWays(TwoBranches):
     def __init__(self, more: float) -> None:
         self._more = more
 
-    def rank_part(self, settings: Settings, crew: Crew, rank: int, element_bytes: int) -> RankPart:
+    def rank_part(
+        self, settings: Settings, crew: VideoGroup, rank: int, element_bytes: int
+    ) -> RankShare:
         part = super().rank_part(settings, crew, rank, element_bytes)
         more = self._more if crew.way == "ring" else 1
         return replace(part, sent_bytes=int(part.sent_bytes * more))
@@ -204,12 +210,14 @@ class ApartOrNot(TwoBranches):
     def __init__(self, apart: int, together: int, ways: tuple[str, ...] = ("ring",)) -> None:
         self._sent, self.ways = {1: together, 2: apart}, ways
 
-    def rank_part(self, settings: Settings, crew: Crew, rank: int, element_bytes: int) -> RankPart:
+    def rank_part(
+        self, settings: Settings, crew: VideoGroup, rank: int, element_bytes: int
+    ) -> RankShare:
         share = crew.weights[rank] / sum(crew.weights)
         if not self.ways and rank >= crew.groups:
-            return RankPart(0.0, 0.0, 0, "nothing is left", works=False)
+            return RankShare(0.0, 0.0, 0, "nothing is left", works=False)
         share = share if self.ways else 1 / crew.groups
-        return RankPart(share, share, self._sent[crew.groups])
+        return RankShare(share, share, self._sent[crew.groups])
 
 
 @pytest.mark.parametrize(

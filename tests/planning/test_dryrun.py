@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 import small_models
-from everyframe.core.facts import DeviceFacts, Product, Rates
+from everyframe.core.facts import DeviceFacts, OpShape, Throughput
 from everyframe.core.plan import Precision, Settings
-from everyframe.families.family import Rehearsing
+from everyframe.dry_run.result import Work
 from everyframe.hardware.profiles import find_profile, profile_names
-from everyframe.planning import dryrun
-from everyframe.planning.dryrun import DryRun, call_seconds, dry_run, heaviest
-from everyframe.precision.dry_run_result import Work
+from everyframe.planning import dry_runs
+from everyframe.planning.dry_runs import DryRun, call_seconds, dry_run, heaviest
 from everyframe.precision.policy import choose
+from everyframe.runtime.interface import DryRunSpec
 
 MODELS = small_models.all_models()
 SETTINGS = {
@@ -162,9 +162,9 @@ def test_a_forced_upcast_that_is_undone_is_found() -> None:
     """diffusers casts SVD's autoencoder back to fp16 before decoding: float32 latents meet it."""
     rehearsal = MODELS["svd"].rehearsals(SETTINGS["svd"])[3]
     module = rehearsal.module().half()
-    from everyframe.precision.rehearse import rehearse
+    from everyframe.dry_run.executor import dry_run_module
 
-    found = rehearse(module, None, rehearsal.call, device("cuda-sm70"))
+    found = dry_run_module(module, None, rehearsal.call, device("cuda-sm70"))
     last = found.findings[-1]
     assert (last.module, last.operation, last.fatal) == ("decoder.conv_in", "conv2d", True)
     assert "should be the same" in last.problem
@@ -183,11 +183,11 @@ def test_given_frames_and_guidance_off_are_run_dry_too() -> None:
 
 
 def test_every_family_can_be_run_dry() -> None:
-    assert all(isinstance(model, Rehearsing) for model in MODELS.values())
+    assert all(isinstance(model, DryRunSpec) for model in MODELS.values())
 
 
 def test_a_run_is_done_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dryrun, "_DONE", {})
+    monkeypatch.setattr(dry_runs, "_DONE", {})
     rehearsal = MODELS["svd"].rehearsals(SETTINGS["svd"])[0]
     precision = Precision("float32", "float32")
     card = device("cuda-sm80")
@@ -197,9 +197,9 @@ def test_a_run_is_done_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dry_run(rehearsal, precision, device("mps")).found is not one.found
 
 
-MM = Product("product", "float32", ((64, 64), (64, 64)))
+MM = OpShape("product", "float32", ((64, 64), (64, 64)))
 OTHER = replace(MM, shapes=((8, 8), (8, 8)))
-ATTENTION = Product("attention", "bfloat16", ((1, 1, 8, 8),) * 3)
+ATTENTION = OpShape("attention", "bfloat16", ((1, 1, 8, 8),) * 3)
 
 
 MODELS_RUN = dry_run(
@@ -210,7 +210,7 @@ MODELS_RUN = dry_run(
 
 
 def test_seconds_are_work_over_rates() -> None:
-    rates = Rates((("float32", 1e9), ("bfloat16", 4e9)), 1e10, 1e9, "made up", launch=1e-6)
+    rates = Throughput((("float32", 1e9), ("bfloat16", 4e9)), 1e10, 1e9, "made up", launch=1e-6)
     work = Work(((MM, 3e9), (ATTENTION, 8e9)), moved_bytes=5 * 10**9, num_kernels=1000)
     assert call_seconds(work, rates) == pytest.approx(3 + 2 + 0.5 + 0.001)
     # What was tried counts, and stands for others of its kind.
@@ -226,7 +226,7 @@ def test_seconds_are_work_over_rates() -> None:
 
 def test_attention_takes_the_time_of_the_kernel_that_is_used() -> None:
     plain = replace(ATTENTION, told=("math",))
-    rates = Rates((("bfloat16", 4e9),), 1e10, 1e9, "made up", measured=((plain, 1e9),))
+    rates = Throughput((("bfloat16", 4e9),), 1e10, 1e9, "made up", measured=((plain, 1e9),))
     work = Work(((ATTENTION, 8e9),))
     assert call_seconds(work, rates, paths=()) == pytest.approx(8)
     # The other kernel was not tried: the plain one stands for it, as one of its kind.

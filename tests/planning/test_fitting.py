@@ -8,24 +8,24 @@ from typing import Any
 import pytest
 
 import small_models
-from everyframe.core.amounts import parse_bytes
+from everyframe.core.bytes import parse_bytes
 from everyframe.core.errors import InputError
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import ComponentPlan, Precision, peak_of
-from everyframe.families import tiles
-from everyframe.families.family import Rehearsal
-from everyframe.families.opensora.components import Sizes
+from everyframe.families.opensora.components import OpenSoraBuilder
 from everyframe.families.opensora.config import STDiT3Config
 from everyframe.families.opensora.family import _T5_XXL
 from everyframe.families.opensora.vae_config import VideoVAEConfig
-from everyframe.families.svd.components import Sizes as SVDSizes
+from everyframe.families.svd.components import SVDBuilder as SVDSizes
 from everyframe.families.svd.config import RELEASED, SVDConfig
 from everyframe.families.svd.options import SVDOptions
 from everyframe.hardware.profiles import find_profile
-from everyframe.planning import precisions
-from everyframe.planning.components import Parts
-from everyframe.planning.dryrun import DryRun, dry_run
-from everyframe.planning.fitting import Fitted, Fitting, within
+from everyframe.planning import component_precision
+from everyframe.planning.component_memory import ComponentPlanner
+from everyframe.planning.dry_runs import DryRun, dry_run
+from everyframe.planning.memory_fit import FitResult, MemoryFit, within
+from everyframe.runtime import tiling
+from everyframe.runtime.interface import DryRunCall
 
 GB = 10**9
 CARD = find_profile("cuda-sm86").machine().devices[0]
@@ -36,11 +36,11 @@ def card(memory: int, profile: str = "cuda-sm86") -> DeviceFacts:
     return replace(device, memory=memory, free_memory=memory)
 
 
-def fitting(model: Any, device: DeviceFacts, host_memory: int = 32 * GB) -> Fitting:
-    return Fitting(Parts(model, device, "auto", False, host_memory))
+def fitting(model: Any, device: DeviceFacts, host_memory: int = 32 * GB) -> MemoryFit:
+    return MemoryFit(ComponentPlanner(model, device, "auto", False, host_memory))
 
 
-def part(fitted: Fitted, name: str) -> Any:
+def part(fitted: FitResult, name: str) -> Any:
     return next(each for each in fitted.components if each.name == name)
 
 
@@ -124,12 +124,12 @@ def test_a_picture_is_encoded_in_tiles_only_where_encoding_is_too_large() -> Non
     assert encoding < decoding
     between = fitting(model, card(int((encoding + decoding) / 2 / 0.92))).fit(settings)
     assert between.fits
-    assert between.settings.saving(tiles.DECODE, 0) == 32
-    assert not between.settings.saving(tiles.ENCODE, 0)
+    assert between.settings.saving(tiling.DECODE, 0) == 32
+    assert not between.settings.saving(tiling.ENCODE, 0)
     assert part(between, "vae").peak_bytes >= encoding, "its picture is still encoded as a whole"
     less = fitting(model, card(int(encoding * 0.8 / 0.92))).fit(settings)
     assert less.fits
-    assert less.settings.saving(tiles.ENCODE, 0) == 32
+    assert less.settings.saving(tiling.ENCODE, 0) == 32
     (line,) = [line for line in less.says if "given frames are encoded" in line]
     assert "in 9 tiles" in line
     assert "lossy" in line
@@ -192,11 +192,11 @@ def test_what_is_far_too_large_is_told_after_few_dry_runs(
     tight = fitting(model, card(10**8))
     tried: set[object] = set()
 
-    def counted(rehearsal: Rehearsal, *others: Any) -> DryRun:
+    def counted(rehearsal: DryRunCall, *others: Any) -> DryRun:
         tried.add((rehearsal.key, rehearsal.component))
         return dry_run(rehearsal, *others)
 
-    monkeypatch.setattr(precisions, "dry_run", counted)
+    monkeypatch.setattr(component_precision, "dry_run", counted)
     assert not tight.fit(settings).fits
     largest = tight.largest(settings)
     assert largest is not None
@@ -214,11 +214,11 @@ def test_weights_that_are_too_much_are_refused_without_a_search(
     """On a CPU nothing helps there, so each stage is run dry once, and no smaller video."""
     tried: list[str] = []
 
-    def counted(rehearsal: Rehearsal, *others: Any) -> DryRun:
+    def counted(rehearsal: DryRunCall, *others: Any) -> DryRun:
         tried.append(rehearsal.stage)
         return dry_run(rehearsal, *others)
 
-    monkeypatch.setattr(precisions, "dry_run", counted)
+    monkeypatch.setattr(component_precision, "dry_run", counted)
     model, settings = small_models.svd(), small_models.settings(128, 128, 8)
     host = find_profile("cpu-fp32").machine().cpu
     tight = fitting(model, replace(host, free_memory=10**5))
@@ -257,7 +257,7 @@ def released_svd() -> Any:
 def released_opensora() -> Any:
     model = small_models.opensora("1.2")
     vae = VideoVAEConfig()
-    sizes = Sizes(STDiT3Config(), vae, _T5_XXL)
+    sizes = OpenSoraBuilder(STDiT3Config(), vae, _T5_XXL)
     return replace(model, sizes=sizes, facts=replace(model.facts, vae=vae))
 
 

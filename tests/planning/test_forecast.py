@@ -13,18 +13,13 @@ import pytest
 import torch
 
 import small_models
+from everyframe.core.bytes import PROCESS_BYTES, fits, format_bytes, without_processes
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import Precision
+from everyframe.dry_run import executor as rehearsing
+from everyframe.dry_run import meta_device
 from everyframe.hardware.profiles import find_profile
-from everyframe.planning.dryrun import dry_run
-from everyframe.planning.forecast import (
-    PROCESS_BYTES,
-    describe_bytes,
-    fits,
-    without_processes,
-)
-from everyframe.precision import rehearse as rehearsing
-from everyframe.precision import stand_in
+from everyframe.planning.dry_runs import dry_run
 
 CARD = find_profile("cuda-sm90").machine().devices[0]
 WIDE = Precision("float32", "float32")
@@ -37,12 +32,12 @@ def counted(model: Any, settings: Any, stage: str, monkeypatch: pytest.MonkeyPat
     with torch.no_grad():
         for each in (*module.parameters(), *module.buffers()):
             each.zero_()
-    for module_of_ours in (rehearsing, stand_in):
+    for module_of_ours in (rehearsing, meta_device):
         monkeypatch.setattr(module_of_ours, "STAND_IN", "cpu")
-    monkeypatch.setattr(stand_in, "stands_in", lambda tensor: tensor.device.type == "cpu")
+    monkeypatch.setattr(meta_device, "stands_in", lambda tensor: tensor.device.type == "cpu")
     # Not what was remembered of sizes: every operation with its numbers.
-    monkeypatch.setattr(stand_in, "_makes_new", lambda func: False)
-    found = rehearsing.rehearse(module, WIDE, rehearsal.call, CARD)
+    monkeypatch.setattr(meta_device, "_makes_new", lambda func: False)
+    found = rehearsing.dry_run_module(module, WIDE, rehearsal.call, CARD)
     monkeypatch.undo()
     module.to("meta")
     return found.working_bytes
@@ -94,7 +89,7 @@ def test_what_fits_leaves_a_margin() -> None:
     ("size", "text"), [(18_400_000_000, "18.4 GB"), (52_000_000, "52 MB"), (1500, "2 kB")]
 )
 def test_amounts(size: int, text: str) -> None:
-    assert describe_bytes(size) == text
+    assert format_bytes(size) == text
 
 
 def test_ranks_on_a_cpu_take_memory_for_themselves() -> None:

@@ -12,7 +12,7 @@ from PIL import Image
 import everyframe
 from everyframe.core.errors import MediaError
 from everyframe.core.request import Request
-from everyframe.planning.given import check_given
+from everyframe.media.frame_source import check_given
 
 
 @pytest.fixture

@@ -12,12 +12,12 @@ from torch import nn
 
 import everyframe
 import tiny
-from everyframe.core.facts import DeviceFacts, MachineFacts, Product, SoftwareFacts
+from everyframe.core.facts import DeviceFacts, MachineFacts, OpShape, SoftwareFacts
 from everyframe.core.plan import Precision
-from everyframe.optimize.catalogue import CATALOGUE
-from everyframe.optimize.put_on import has_place
-from everyframe.planning.choosing import Chooser, Pins, told
-from everyframe.planning.issues import Against, Known, known, tags_of
+from everyframe.fast_paths.apply import applies_to
+from everyframe.fast_paths.registry import CATALOGUE
+from everyframe.planning.blocked_paths import BlockedPaths, BlockReason, known, tags_of
+from everyframe.planning.choose_fast_paths import FastPathChooser, FastPathOptions, fast_path_notes
 
 CARD = DeviceFacts("a card", "cuda", 0, 10**10, 10**10, (9, 0), True, True)
 CPU = DeviceFacts("a processor", "cpu", None, 10**10, 10**10)
@@ -35,12 +35,12 @@ class Run:
     """As much of a dry run as is asked for: the products of a component."""
 
     def __init__(self, component: str, *shapes: tuple[int, ...], kind: str = "convolution") -> None:
-        product = Product(kind, "bfloat16", shapes)
+        product = OpShape(kind, "bfloat16", shapes)
         self.found = type("", (), {"work": type("", (), {"products": ((product, 1.0),)})})
         self.rehearsal = type("", (), {"component": component, "key": component, "num_calls": 1})
 
     def has_place(self, path: str, *, is_quantised: bool) -> bool:
-        return has_place(path, nn.Identity(), is_quantised=is_quantised)
+        return applies_to(path, nn.Identity(), is_quantised=is_quantised)
 
 
 VAE: Any = Run("vae", (1, 8, 4, 16, 16), (8, 8, 3, 3, 3))
@@ -76,7 +76,7 @@ def test_what_is_about_an_operation_is_avoided_where_that_is_computed() -> None:
     sick = machine(CARD, packages={"torch": "2.8.0"}, libraries={"cudnn": "9.10.2"})
     assert tags_of("vae", [VAE, DENOISER]) == {"component:vae", "op:conv3d"}
     assert tags_of("denoiser", [VAE, DENOISER]) == {"component:denoiser"}
-    chooser = Chooser(CARD, known=known(sick, CARD))
+    chooser = FastPathChooser(CARD, known=known(sick, CARD))
     bf16 = Precision("bfloat16", "bfloat16")
 
     def chosen(run: Any) -> tuple[str, str]:
@@ -87,7 +87,7 @@ def test_what_is_about_an_operation_is_avoided_where_that_is_computed() -> None:
     assert chosen(VAE) == ("float32", "avoided")
     assert chosen(DENOISER) == ("bfloat16", "expected")
     well = machine(CARD, packages={"torch": "2.8.0"}, libraries={"cudnn": "9.15.0"})
-    chooser = Chooser(CARD, known=known(well, CARD))
+    chooser = FastPathChooser(CARD, known=known(well, CARD))
     assert chosen(VAE) == ("bfloat16", "expected")
 
 
@@ -128,7 +128,7 @@ def test_what_is_asked_for_by_name_is_done_and_the_issue_told(model: str) -> Non
 
 def test_a_loaded_components_dtype_is_kept_and_the_issue_told() -> None:
     sick = machine(CARD, packages={"torch": "2.8.0"}, libraries={"cudnn": "9.10.2"})
-    chooser = Chooser(CARD, known=known(sick, CARD))
+    chooser = FastPathChooser(CARD, known=known(sick, CARD))
     bf16 = Precision("bfloat16", "bfloat16")
     for run, is_told in ((VAE, True), (DENOISER, False)):
         name = run.rehearsal.component
@@ -136,21 +136,23 @@ def test_a_loaded_components_dtype_is_kept_and_the_issue_told() -> None:
         dtype, choices = chooser.dtype(part, bf16, [run])
         assert dtype == "bfloat16"
         assert bool(choices) == is_told
-        for note in told("Its vae", choices, bf16):
+        for note in fast_path_notes("Its vae", choices, bf16):
             assert note.startswith("Its vae: bfloat16, as it was loaded, in spite of known issue")
 
 
 def test_a_kernel_asked_for_by_name_is_used_and_the_issue_told() -> None:
-    sick = Known({"attention-flash": (Against("known issue planted: it lies (leave it)"),)})
+    sick = BlockedPaths(
+        {"attention-flash": (BlockReason("known issue planted: it lies (leave it)"),)}
+    )
     attention: Any = Run("denoiser", *((1, 2, 8, 8),) * 3, kind="attention")
     half = Precision("float16", "float16")
     for kernel, verdict in ((None, "avoided"), ("flash", "pinned")):
-        choices = Chooser(CARD, Pins(kernel=kernel), known=sick).choices(
+        choices = FastPathChooser(CARD, FastPathOptions(kernel=kernel), known=sick).choices(
             "denoiser", half, [attention]
         )
         found = {choice.path: choice for choice in choices}
         assert found["attention-flash"].verdict == verdict
-        (note,) = told("Denoiser", choices, half)
+        (note,) = fast_path_notes("Denoiser", choices, half)
         assert "planted" in note
         assert note.startswith("Denoiser: attention-flash, by --attention flash, in spite of") == (
             kernel is not None
@@ -160,16 +162,22 @@ def test_a_kernel_asked_for_by_name_is_used_and_the_issue_told() -> None:
 def test_what_can_not_be_tried_is_still_avoided_and_turned_off() -> None:
     """A pipeline that no dry run follows: nothing to certify on, but what is known counts."""
     bf16, part = Precision("bfloat16", "bfloat16"), SimpleNamespace(name="x", has_precision=None)
-    sick = Known({"bf16": (Against("known issue planted: it lies (leave it)"),)})
+    sick = BlockedPaths({"bf16": (BlockReason("known issue planted: it lies (leave it)"),)})
 
-    def chosen(chooser: Chooser) -> tuple[str, list[str]]:
+    def chosen(chooser: FastPathChooser) -> tuple[str, list[str]]:
         dtype, choices = chooser.dtype(part, bf16, (), may_try=False)  # type: ignore[arg-type]
         return dtype, [choice.verdict for choice in choices]
 
-    assert chosen(Chooser(CARD)) == ("bfloat16", [])
-    assert chosen(Chooser(CARD, known=sick)) == ("float32", ["avoided"])
-    assert chosen(Chooser(CARD, Pins(off=frozenset({"bf16"})))) == ("float32", ["off"])
-    assert chosen(Chooser(CARD, Pins(dtype="bfloat16"), known=sick)) == ("bfloat16", ["pinned"])
+    assert chosen(FastPathChooser(CARD)) == ("bfloat16", [])
+    assert chosen(FastPathChooser(CARD, known=sick)) == ("float32", ["avoided"])
+    assert chosen(FastPathChooser(CARD, FastPathOptions(off=frozenset({"bf16"})))) == (
+        "float32",
+        ["off"],
+    )
+    assert chosen(FastPathChooser(CARD, FastPathOptions(dtype="bfloat16"), known=sick)) == (
+        "bfloat16",
+        ["pinned"],
+    )
 
 
 def test_what_no_path_avoids_is_told_with_what_mends_it() -> None:

@@ -9,8 +9,8 @@ import pytest
 from everyframe.core.errors import InputError
 from everyframe.core.facts import DeviceFacts, MachineFacts
 from everyframe.core.request import Request
-from everyframe.planning import models
-from everyframe.planning.models import find_model
+from everyframe.planning import find_model as model_finder
+from everyframe.planning.find_model import find_model
 from everyframe.planning.resolve import resolve
 
 CPU = DeviceFacts("made-up processor", "cpu", None, 64 * 10**9, 64 * 10**9)
@@ -22,12 +22,12 @@ def free(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def machine(monkeypatch: pytest.MonkeyPatch, device: DeviceFacts) -> None:
-    monkeypatch.setattr(models, "machine_facts", lambda: MachineFacts((device,), 2, {}))
+    monkeypatch.setattr(model_finder, "machine_facts", lambda: MachineFacts((device,), 2, {}))
 
 
 @pytest.mark.usefixtures("free")
 def test_every_known_model_is_listed() -> None:
-    rows = {row.name: row for row in models.list_models()}
+    rows = {row.name: row for row in model_finder.list_models()}
     assert list(rows) == [
         "shapes", "opensora-1.2", "opensora-1.0-16x256x256", "opensora-1.0-16x512x512",
         "svd", "svd-xt", "svd-xt-1.1", "svd-image-decoder", "svd-xt-image-decoder",
@@ -44,14 +44,14 @@ def test_every_known_model_is_listed() -> None:
 
 def test_fast_bf16_halves_the_need(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, replace(CPU, has_fast_bf16=True, free_memory=10 * 10**9))
-    rows = {row.name: row for row in models.list_models()}
+    rows = {row.name: row for row in model_finder.list_models()}
     assert rows["opensora-1.2"].needs_bytes == 4_762_310_656 * 2
     assert not rows["opensora-1.2"].fits
 
 
 @pytest.mark.usefixtures("free")
 def test_what_the_embedded_model_draws() -> None:
-    models.refuse_if_not_drawable(
+    model_finder.refuse_if_not_drawable(
         Request(prompt="a red circle moves to the right on a blue background")
     )
 
@@ -60,7 +60,7 @@ def test_what_the_embedded_model_draws() -> None:
 @pytest.mark.parametrize("prompt", ["a cat on a sofa", "a red hexagon on a blue background"])
 def test_what_it_does_not_draw_is_refused_with_what_would(prompt: str) -> None:
     with pytest.raises(InputError) as error:
-        models.refuse_if_not_drawable(Request(prompt=prompt))
+        model_finder.refuse_if_not_drawable(Request(prompt=prompt))
     text = str(error.value)
     assert "can't draw this" in text
     assert "circle, square, triangle, star" in text
@@ -71,7 +71,7 @@ def test_what_it_does_not_draw_is_refused_with_what_would(prompt: str) -> None:
 def test_models_that_do_not_fit_are_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, replace(CPU, free_memory=10**9))
     with pytest.raises(InputError, match="fit this machine: none of the known ones"):
-        models.refuse_if_not_drawable(Request(prompt="a cat"))
+        model_finder.refuse_if_not_drawable(Request(prompt="a cat"))
 
 
 def test_no_prompt_at_all() -> None:

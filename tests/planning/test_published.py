@@ -11,16 +11,20 @@ from typing import Any
 import pytest
 
 import small_models
-from everyframe.core.facts import Rates
+from everyframe.core.facts import Throughput
 from everyframe.core.plan import Precision, Settings
-from everyframe.families.stepvideo.components import DENOISER_ISLANDS, HUNYUAN_CLIP, Sizes
+from everyframe.dry_run.result import Work
+from everyframe.families.stepvideo.components import (
+    DENOISER_ISLANDS,
+    HUNYUAN_CLIP,
+    StepVideoBuilder,
+)
 from everyframe.families.stepvideo.config import StepLLMConfig, StepVideoConfig
-from everyframe.families.stepvideo.rehearsals import rehearsals
-from everyframe.families.stepvideo.settle import Facts
+from everyframe.families.stepvideo.dry_run import dry_run_calls
+from everyframe.families.stepvideo.settings import StepVideoFacts
 from everyframe.families.stepvideo.vae_config import StepVAEConfig
 from everyframe.hardware.profiles import find_profile
-from everyframe.planning.dryrun import call_seconds, dry_run
-from everyframe.precision.dry_run_result import Work
+from everyframe.planning.dry_runs import call_seconds, dry_run
 
 CARDS = find_profile("4gpu-stepvideo").machine().devices[:4]
 #: 50 steps on four cards with flash attention: (height, width, frames), seconds.
@@ -28,19 +32,19 @@ PUBLISHED = {(768, 768, 204): 860, (544, 992, 204): 743, (544, 992, 136): 408}
 
 
 def work(height: int, width: int, frames: int, layers: int) -> Work:
-    sizes = Sizes(
+    sizes = StepVideoBuilder(
         StepVideoConfig(num_layers=layers), StepLLMConfig(), HUNYUAN_CLIP, StepVAEConfig()
     )
     settings: Settings = replace(
         small_models.settings(height, width, frames, guidance=9.0), num_inference_steps=50
     )
-    facts = Facts("released", False, sizes.vae, 1)
-    calls = {each.component: each for each in rehearsals(sizes, facts, settings)}
+    facts = StepVideoFacts("released", False, sizes.vae, 1)
+    calls = {each.component: each for each in dry_run_calls(sizes, facts, settings)}
     precision = Precision("bfloat16", "bfloat16", DENOISER_ISLANDS)
     return dry_run(calls["denoiser"], precision, CARDS[0]).found.work
 
 
-def seconds_of_a_step(size: tuple[int, int, int], rates: Rates) -> float:
+def seconds_of_a_step(size: tuple[int, int, int], rates: Throughput) -> float:
     """Of the released model: its 48 blocks are alike, so two of them tell of all."""
     one, two = (call_seconds(work(*size, layers), rates) for layers in (1, 2))
     return one + 47 * (two - one)

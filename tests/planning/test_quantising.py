@@ -9,15 +9,15 @@ import pytest
 
 import small_models
 from everyframe.core.errors import InputError
-from everyframe.core.facts import DeviceFacts, Rates
+from everyframe.core.facts import DeviceFacts, Throughput
 from everyframe.core.plan import ComponentPlan
 from everyframe.core.request import Request
-from everyframe.families.family import Model
 from everyframe.hardware.profiles import find_profile, profile_names
-from everyframe.planning.components import Parts
-from everyframe.planning.dryrun import stage_plan
-from everyframe.planning.fitting import Fitted, Fitting
-from everyframe.planning.quantising import Quantising, check_effect, quantising_of
+from everyframe.planning.component_memory import ComponentPlanner
+from everyframe.planning.component_precision import QuantizationChoice, check_effect, quantising_of
+from everyframe.planning.dry_runs import stage_plan
+from everyframe.planning.memory_fit import FitResult, MemoryFit
+from everyframe.runtime.interface import ModelSpec
 
 GB = 10**9
 SETTINGS = small_models.settings(32, 32, 1, guidance=1.0)
@@ -29,28 +29,30 @@ def device(profile: str, memory: int = 10 * GB) -> DeviceFacts:
 
 
 @pytest.fixture(scope="module")
-def model() -> Model:
+def model() -> ModelSpec:
     """One whose denoiser is nearly all of it, and in it linear layers."""
-    found: Model = small_models.stepvideo(num_attention_heads=24, num_layers=4)
+    found: ModelSpec = small_models.stepvideo(num_attention_heads=24, num_layers=4)
     return found
 
 
-def fitted(model: Model, where: DeviceFacts, *, host: int = 32 * GB, **told: Any) -> Fitted:
-    wanted = Quantising(**{"asked": "auto", **told})
-    return Fitting(Parts(model, where, "auto", False, host, quantising=wanted)).fit(SETTINGS)
+def fitted(model: ModelSpec, where: DeviceFacts, *, host: int = 32 * GB, **told: Any) -> FitResult:
+    wanted = QuantizationChoice(**{"asked": "auto", **told})
+    return MemoryFit(ComponentPlanner(model, where, "auto", False, host, quantising=wanted)).fit(
+        SETTINGS
+    )
 
 
-def denoiser(found: Fitted) -> ComponentPlan:
+def denoiser(found: FitResult) -> ComponentPlan:
     return next(each for each in found.components if each.name == "denoiser")
 
 
-def test_where_there_is_room_weights_are_whole(model: Model) -> None:
+def test_where_there_is_room_weights_are_whole(model: ModelSpec) -> None:
     found = fitted(model, device("cpu-fp32"))
     assert all(not part.precision.weights for part in found.components)
     assert not any("lossy" in note for note in found.notes)
 
 
-def test_a_processor_that_holds_them_no_other_way_has_them_in_int8(model: Model) -> None:
+def test_a_processor_that_holds_them_no_other_way_has_them_in_int8(model: ModelSpec) -> None:
     whole = denoiser(fitted(model, device("cpu-fp32")))
     short = device("cpu-fp32", int(whole.peak_bytes * 0.6))
     found = fitted(model, short)
@@ -66,7 +68,7 @@ def test_a_processor_that_holds_them_no_other_way_has_them_in_int8(model: Model)
     assert not fitted(model, short, asked="none").fits
 
 
-def test_what_is_exact_comes_first(model: Model) -> None:
+def test_what_is_exact_comes_first(model: ModelSpec) -> None:
     """A card's weights wait on the host, or in their files, before any of them is rounded."""
     part = denoiser(fitted(model, device("cuda-sm86")))
     short = device("cuda-sm86", int(part.peak_bytes * 0.85))
@@ -89,8 +91,13 @@ ALL = [(profile, kind) for profile in profile_names() for kind in ("int8", "fp8"
 )
 def test_they_run_dry_in_every_profile(profile: str, kind: str) -> None:
     """No arithmetic in eight bits is asked of a device: it is the wide dtype that multiplies."""
-    parts = Parts(
-        small_models.stepvideo(), device(profile), "auto", False, GB, quantising=Quantising(kind)
+    parts = ComponentPlanner(
+        small_models.stepvideo(),
+        device(profile),
+        "auto",
+        False,
+        GB,
+        quantising=QuantizationChoice(kind),
     )
     for name in ("denoiser", "step_llm"):
         part = parts.named(name, SETTINGS)
@@ -100,8 +107,8 @@ def test_they_run_dry_in_every_profile(profile: str, kind: str) -> None:
     assert not parts.named("vae", SETTINGS).plan.precision.weights  # made for float32
 
 
-def test_loading_them_takes_the_time_of_what_is_in_the_files(model: Model) -> None:
-    rates = Rates((("float32", 1e11),), memory=1e10, load=1e6, source="made up")
+def test_loading_them_takes_the_time_of_what_is_in_the_files(model: ModelSpec) -> None:
+    rates = Throughput((("float32", 1e11),), memory=1e10, load=1e6, source="made up")
     times = {}
     for kind in ("none", "int8"):
         found = fitted(model, device("cpu-fp32"), asked=kind)
@@ -112,7 +119,7 @@ def test_loading_them_takes_the_time_of_what_is_in_the_files(model: Model) -> No
     assert times["int8"] >= times["none"] * 0.99
 
 
-def test_what_a_record_says_is_taken_exactly(model: Model) -> None:
+def test_what_a_record_says_is_taken_exactly(model: ModelSpec) -> None:
     found = fitted(model, device("cpu-fp32"), exact={"denoiser": "fp8"})
     kinds = {part.name: part.precision.weights for part in found.components}
     assert kinds == {"step_llm": "", "clip": "", "denoiser": "fp8", "vae": ""}
@@ -127,8 +134,8 @@ def test_what_can_t_be_had_is_said() -> None:
     assert quantising_of(Request(prompt="a", quantize="int8"), mps).asked == "int8"
     with pytest.raises(InputError, match="int8 or fp8, and not in 'int7'"):
         quantising_of(Request(prompt="a", quantized={"denoiser": "int7"}), mps)
-    parts = Parts(small_models.stepvideo(), mps, "auto", False, GB)
+    parts = ComponentPlanner(small_models.stepvideo(), mps, "auto", False, GB)
     whole = [parts.named("clip", SETTINGS).plan]
     with pytest.raises(InputError, match="quantize has no effect on Some Model"):
-        check_effect(Quantising("int8"), "Some Model", whole)
-    check_effect(Quantising("auto"), "Some Model", whole)
+        check_effect(QuantizationChoice("int8"), "Some Model", whole)
+    check_effect(QuantizationChoice("auto"), "Some Model", whole)

@@ -14,16 +14,16 @@ from safetensors.torch import save_file
 
 import everyframe
 import tiny
-from everyframe.checkpoints import tensors
+from everyframe.checkpoints import tensor_file
 from everyframe.core.errors import CannotRunError, CheckpointError, ExitCode, InputError
-from everyframe.core.facts import DeviceFacts, MachineFacts, Rates
-from everyframe.hardware import rates
+from everyframe.core.facts import DeviceFacts, MachineFacts, Throughput
+from everyframe.hardware import throughput
 from everyframe.ops.modulation import GatedAdd
-from everyframe.planning import dryrun
+from everyframe.planning import dry_runs
 from everyframe.planning import resolve as resolver
 
 SIZES: dict[str, Any] = {"size": "16x16", "num_frames": 3, "num_inference_steps": 2, "seed": 5}
-RATES = Rates((("float32", 1e11),), memory=1e10, load=1e9, source="made up")
+RATES = Throughput((("float32", 1e11),), memory=1e10, load=1e9, source="made up")
 CPU = DeviceFacts("made-up processor", "cpu", None, 64 * 10**9, 64 * 10**9, rates=RATES)
 CARD = DeviceFacts(
     "made-up card", "cuda", 0, 80 * 10**9, 80 * 10**9, (9, 0), True, True, rates=RATES
@@ -52,7 +52,7 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("a tensor was read")
 
-    monkeypatch.setattr(tensors, "read_entry", never)
+    monkeypatch.setattr(tensor_file, "read_entry", never)
 
 
 @pytest.mark.usefixtures("nothing_is_loaded")
@@ -187,7 +187,7 @@ def test_a_clash_is_an_obstacle_that_names_the_place(
 
     monkeypatch.setattr(GatedAdd, "forward", forward)
     # What was done before was done with other code, and what is done now is for nobody else.
-    monkeypatch.setattr(dryrun, "_DONE", {})
+    monkeypatch.setattr(dry_runs, "_DONE", {})
     monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path))
     card = everyframe.plan("a", model=model, profile="cuda-sm90", **SIZES)
     assert card.clashes[0].startswith("denoiser: spatial_blocks.0.add_attn: lerp: operands in")
@@ -221,7 +221,7 @@ def test_fp16_on_a_cpu_is_refused_unless_forced(machine: Callable[..., None], mo
 def test_fp16_on_the_cpu_that_is_here_is_tried(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
     """What is said of it is what was measured, whatever its flags are."""
     speeds = {"float32": 1e9, "float16": 1e9}
-    monkeypatch.setattr(rates, "_rate", lambda product, *rest: (speeds[product.dtype],))
+    monkeypatch.setattr(throughput, "_rate", lambda product, *rest: (speeds[product.dtype],))
     asked = {"model": model, "dtype": "fp16", "device": "cpu", **SIZES}
     notes = everyframe.plan("a", **asked).notes
     assert not any("as long as float32" in note for note in notes)

@@ -12,12 +12,12 @@ import torch
 import small_models
 from everyframe.checkpoints.cache_file import CacheFile
 from everyframe.core.plan import Precision
-from everyframe.families.family import Rehearsal
+from everyframe.dry_run import executor
+from everyframe.dry_run.result import DryRunResult, result_from_json, result_to_json
 from everyframe.hardware.profiles import find_profile
-from everyframe.planning import dryrun
-from everyframe.planning.dryrun import DryRun, dry_run
-from everyframe.precision import rehearse
-from everyframe.precision.dry_run_result import Rehearsed, result_from_json, result_to_json
+from everyframe.planning import dry_runs
+from everyframe.planning.dry_runs import DryRun, dry_run
+from everyframe.runtime.interface import DryRunCall
 
 MODELS = small_models.all_models()
 SETTINGS = {
@@ -32,25 +32,25 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path))
 
 
-def rehearsals(name: str = "opensora-1.2") -> list[Rehearsal]:
+def rehearsals(name: str = "opensora-1.2") -> list[DryRunCall]:
     return list(MODELS[name].rehearsals(SETTINGS[name]))
 
 
-def another_process(monkeypatch: pytest.MonkeyPatch) -> list[Rehearsed]:
+def another_process(monkeypatch: pytest.MonkeyPatch) -> list[DryRunResult]:
     """Forget what this one did; every run that is made from now on is in the list."""
-    monkeypatch.setattr(dryrun, "_DONE", {})
-    made: list[Rehearsed] = []
-    real = rehearse.rehearse
+    monkeypatch.setattr(dry_runs, "_DONE", {})
+    made: list[DryRunResult] = []
+    real = executor.dry_run_module
 
-    def seen(*args: Any) -> Rehearsed:
+    def seen(*args: Any) -> DryRunResult:
         made.append(real(*args))
         return made[-1]
 
-    monkeypatch.setattr(rehearse, "rehearse", seen)
+    monkeypatch.setattr(executor, "dry_run_module", seen)
     return made
 
 
-def run(each: Rehearsal, profile: str = "cuda-sm75", precision: Precision = PRECISION) -> DryRun:
+def run(each: DryRunCall, profile: str = "cuda-sm75", precision: Precision = PRECISION) -> DryRun:
     return dry_run(each, precision, find_profile(profile).machine().devices[0])
 
 
@@ -83,7 +83,7 @@ def test_whether_a_path_has_a_place_is_saved(monkeypatch: pytest.MonkeyPatch) ->
     step = run(rehearsals()[1])
     found = step.has_place("attention-flash", is_quantised=False)
     another_process(monkeypatch)
-    monkeypatch.setattr(Rehearsal, "part", lambda self: pytest.fail("it is asked again"))
+    monkeypatch.setattr(DryRunCall, "part", lambda self: pytest.fail("it is asked again"))
     assert run(rehearsals()[1]).has_place("attention-flash", is_quantised=False) is found
 
 
@@ -135,7 +135,7 @@ def test_what_is_no_dry_run_is_refused_and_run_again(monkeypatch: pytest.MonkeyP
 def test_a_default_dtype_of_the_caller_is_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_default_dtype(torch.float64)
     try:
-        monkeypatch.setattr(dryrun, "_DONE", {})
+        monkeypatch.setattr(dry_runs, "_DONE", {})
         run(rehearsals()[0])
     finally:
         torch.set_default_dtype(torch.float32)

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from everyframe.checkpoints.cache_file import CacheFile
-from everyframe.core.facts import DeviceFacts, Product, Rates
-from everyframe.hardware import rates
-from everyframe.hardware.processor import processor_facts
-from everyframe.planning import saved_rates
-from everyframe.planning.saved_rates import rates_here
+from everyframe.core.facts import DeviceFacts, OpShape, Throughput
+from everyframe.hardware import throughput
+from everyframe.hardware.cpu import processor_facts
+from everyframe.planning import throughput_cache
+from everyframe.planning.throughput_cache import rates_here
 
-MM = Product("product", "float32", ((64, 64), (64, 64)))
+MM = OpShape("product", "float32", ((64, 64), (64, 64)))
 CPU = processor_facts()
 
 
@@ -34,7 +34,7 @@ class Clock:
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path))
-    monkeypatch.setattr(rates, "_waited_seconds", Clock(0.0))
+    monkeypatch.setattr(throughput, "_waited_seconds", Clock(0.0))
 
 
 @pytest.fixture
@@ -42,17 +42,17 @@ def trials(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """What trials of products give, the first one next; each is taken out."""
     left: list[float] = []
 
-    def tried(product: Product, kernels: Any, device: str, num_threads: int) -> tuple[float]:
+    def tried(product: OpShape, kernels: Any, device: str, num_threads: int) -> tuple[float]:
         return (left.pop(0),)
 
-    monkeypatch.setattr(rates, "_rate", tried)
+    monkeypatch.setattr(throughput, "_rate", tried)
     return left
 
 
 def in_a_new_process(
     monkeypatch: pytest.MonkeyPatch, device: DeviceFacts = CPU, threads: int = 1
-) -> Rates:
-    monkeypatch.setattr(rates, "_TRIED", {})
+) -> Throughput:
+    monkeypatch.setattr(throughput, "_TRIED", {})
     return rates_here([MM], device, threads)
 
 
@@ -70,7 +70,7 @@ def test_a_quiet_trial_is_made_once_a_boot(
     monkeypatch.setenv("OMP_PROC_BIND", "true")
     in_a_new_process(monkeypatch)
     (tmp_path / "boot").write_text("another\n")
-    monkeypatch.setattr(saved_rates, "_BOOT_ID", tmp_path / "boot")
+    monkeypatch.setattr(throughput_cache, "_BOOT_ID", tmp_path / "boot")
     in_a_new_process(monkeypatch)
     assert trials == []
 
@@ -78,9 +78,9 @@ def test_a_quiet_trial_is_made_once_a_boot(
 def test_without_a_boot_id_the_time_of_the_boot_stands_for_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(saved_rates, "_BOOT_ID", tmp_path / "none")
-    monkeypatch.setattr(saved_rates.psutil, "boot_time", lambda: 1234.6)
-    assert saved_rates._boot() == "1235"
+    monkeypatch.setattr(throughput_cache, "_BOOT_ID", tmp_path / "none")
+    monkeypatch.setattr(throughput_cache.psutil, "boot_time", lambda: 1234.6)
+    assert throughput_cache._boot() == "1235"
 
 
 @pytest.mark.parametrize("waits", [3.0, None])
@@ -89,7 +89,7 @@ def test_the_fastest_of_three_that_waited_counts(
 ) -> None:
     """And of such where the system does not tell how long it waited."""
     clock = (lambda: None) if waits is None else Clock(waits)
-    monkeypatch.setattr(rates, "_waited_seconds", clock)
+    monkeypatch.setattr(throughput, "_waited_seconds", clock)
     trials += [2e9, 4e9, 3e9, 9e9]
     found = [in_a_new_process(monkeypatch).measured[0][1] for _ in range(4)]
     assert found == [2e9, 4e9, 4e9, 4e9]
@@ -98,7 +98,7 @@ def test_the_fastest_of_three_that_waited_counts(
 
 def test_a_quiet_one_ends_the_trying(trials: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(3.0)
-    monkeypatch.setattr(rates, "_waited_seconds", clock)
+    monkeypatch.setattr(throughput, "_waited_seconds", clock)
     trials += [2e9, 4e9, 3e9]
     in_a_new_process(monkeypatch)
     clock.step = 0.0
@@ -118,7 +118,7 @@ def test_a_quiet_one_ends_the_trying(trials: list[float], monkeypatch: pytest.Mo
 def test_what_is_no_trial_is_tried_again(
     wrong: Any, trials: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    CacheFile("rates", saved_rates._key(CPU, 1)).write(wrong)
+    CacheFile("rates", throughput_cache._key(CPU, 1)).write(wrong)
     trials += [5e9]
     found = in_a_new_process(monkeypatch)
     assert found.measured == ((MM, 5e9),)
@@ -126,34 +126,34 @@ def test_what_is_no_trial_is_tried_again(
 
 
 def test_the_newest_trials_are_saved(trials: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saved_rates, "_MAX_TRIALS", 4)
+    monkeypatch.setattr(throughput_cache, "_MAX_TRIALS", 4)
     sizes = [replace(MM, shapes=((n, 64), (64, 64))) for n in range(1, 7)]
     trials += [float(n) for n in range(1, 7)]
     for each in sizes:
-        monkeypatch.setattr(rates, "_TRIED", {})
+        monkeypatch.setattr(throughput, "_TRIED", {})
         rates_here([each], CPU, 1)
-    saved = CacheFile("rates", saved_rates._key(CPU, 1)).read()
+    saved = CacheFile("rates", throughput_cache._key(CPU, 1)).read()
     assert len(saved) == 4
-    assert rates._name(sizes[-1]) in saved
-    assert rates._name(sizes[0]) not in saved
+    assert throughput._name(sizes[-1]) in saved
+    assert throughput._name(sizes[0]) not in saved
 
 
 def test_a_card_is_tried_by_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
     card = replace(CPU, kind="cuda", index=0)
     asked = []
 
-    def tried(*args: Any) -> Rates:
+    def tried(*args: Any) -> Throughput:
         asked.append(args)
-        return Rates((("float32", 1.0),), 1.0, 1.0, "made up")
+        return Throughput((("float32", 1.0),), 1.0, 1.0, "made up")
 
-    monkeypatch.setattr(saved_rates, "measured_rates", tried)
+    monkeypatch.setattr(throughput_cache, "measured_rates", tried)
     rates_here([MM], card, 1)
     rates_here([MM], card, 1)
     assert [each[1] for each in asked] == ["cuda:0", "cuda:0"]
 
 
 def test_how_long_this_process_waited_grows() -> None:
-    waited = [rates._waited_seconds() for _ in range(3)]
+    waited = [throughput._waited_seconds() for _ in range(3)]
     if waited[0] is None:
         pytest.skip("this system does not tell how long a thread waited for a core")
     assert waited == sorted(waited, key=float)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from everyframe.planning.searching import first_that_fits, first_that_holds
+from everyframe.planning.monotone_search import first_that_fits, first_that_holds
 
 
 def test_the_first_that_holds_is_found_by_halving() -> None:

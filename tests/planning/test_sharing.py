@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 
 from everyframe.core.errors import CannotRunError, InputError
-from everyframe.core.facts import DeviceFacts, Rates
+from everyframe.core.facts import DeviceFacts, Throughput
 from everyframe.core.plan import Plan
 from everyframe.core.request import Request
-from everyframe.planning import dividing, sharing
+from everyframe.planning import load_balancing, parallelism
+from everyframe.planning.load_balancing import common_facts, weights_by_speed
 from everyframe.planning.resolve import check_feasible, prepare
-from everyframe.planning.sharing import in_common, weights_by_speed
 
 PROMPT = "a red circle moves to the right"
 
 
 def card(index: int, name: str = "fast", speed: float = 3e12, free: int = 24 << 30) -> DeviceFacts:
-    rates = Rates((("float32", speed),), memory=5e11, load=1e9, source="made up")
+    rates = Throughput((("float32", speed),), memory=5e11, load=1e9, source="made up")
     return DeviceFacts(
         name, "cuda", index, free, free, (8, 0), has_fast_bf16=True, has_fast_fp16=True, rates=rates
     )
@@ -38,7 +38,7 @@ def weights(found: Plan) -> list[float]:
 def test_devices_that_are_alike_do_alike() -> None:
     devices = [card(0), card(1, free=20 << 30)]
     assert weights_by_speed([card(0), card(1, speed=1e12)], "float32", 1) == (1.0, 1.0)
-    assert in_common([devices[0], replace(devices[1], memory=24 << 30)]).free_memory == 20 << 30
+    assert common_facts([devices[0], replace(devices[1], memory=24 << 30)]).free_memory == 20 << 30
 
 
 def test_shares_follow_speed() -> None:
@@ -53,11 +53,11 @@ def test_shares_follow_speed() -> None:
 def test_who_has_no_rates_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
 
-    def rates(products: Any, name: str, num_threads: int) -> Rates:
+    def rates(products: Any, name: str, num_threads: int) -> Throughput:
         tried.append((name, products[0].dtype, num_threads))
-        return Rates((("float32", 6e12 if name == "cuda:0" else 3e12),), 1e11, 1e9, "made up")
+        return Throughput((("float32", 6e12 if name == "cuda:0" else 3e12),), 1e11, 1e9, "made up")
 
-    monkeypatch.setattr(sharing, "measured_rates", rates)
+    monkeypatch.setattr(load_balancing, "measured_rates", rates)
     devices = [replace(card(0), rates=None), replace(card(1, "slow"), rates=None)]
     assert weights_by_speed(devices, "float32", 2) == (1.0, 0.5)
     assert tried == [("cuda:0", "float32", 2), ("cuda:1", "float32", 2)]
@@ -70,7 +70,7 @@ def test_all_compute_in_what_each_of_them_has() -> None:
     old = replace(
         card(1, "old"), capability=(7, 0), has_fast_bf16=False, dtypes=("float32", "float16")
     )
-    common = in_common([card(0), old])
+    common = common_facts([card(0), old])
     assert (common.name, common.capability) == ("fast", (7, 0))
     assert not common.has_fast_bf16
     assert common.has_fast_fp16
@@ -118,7 +118,7 @@ def test_weights_that_nothing_makes_smaller_are_an_obstacle() -> None:
 def test_what_is_sent_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     three = (card(0), card(1), card(2))
     fast = plan(*three)
-    monkeypatch.setitem(dividing._BYTES, "cuda", 1e6)
+    monkeypatch.setitem(parallelism._BYTES, "cuda", 1e6)
     slow = plan(*three, parallel="sequence=3")
     assert fast.division is not None
     assert slow.division == fast.division

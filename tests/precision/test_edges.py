@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from everyframe.core.errors import InputError
 from everyframe.core.plan import Precision
 from everyframe.ops.norm import widen_norms
-from everyframe.precision.edges import apply
+from everyframe.precision.cast_hooks import add_cast_hooks
 
 FP32 = Precision("float32", "float32")
 BF16 = Precision("bfloat16", "bfloat16")
@@ -47,7 +47,7 @@ def test_a_planted_clash_fails_without_and_passes_with() -> None:
     planted = nn.Sequential(nn.Linear(8, 8).half(), nn.Linear(8, 8).half())
     with pytest.raises(RuntimeError, match="same dtype"):
         planted(torch.ones(2, 8))
-    apply(planted, FP16)
+    add_cast_hooks(planted, FP16)
     assert planted(torch.ones(2, 8)).dtype == torch.float32
 
 
@@ -55,14 +55,14 @@ def test_the_stream_stays_float32_and_branches_are_narrow() -> None:
     model = Residual()
     narrow = []
     model.branch.register_forward_hook(lambda m, a, out: narrow.append(out.dtype))
-    apply(model, BF16, outputs=())
+    add_cast_hooks(model, BF16, outputs=())
     assert model(torch.ones(2, 8)).dtype == torch.float32
     assert narrow == [torch.bfloat16]  # given as a keyword, too
 
 
 def test_islands_and_buffers_stay_float32() -> None:
     model = Residual()
-    apply(model, Precision("float16", "float16", islands=("norm", "table")))
+    add_cast_hooks(model, Precision("float16", "float16", islands=("norm", "table")))
     dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
     assert dtypes["norm.weight"] == dtypes["table"] == dtypes["positions"] == torch.float32
     assert dtypes["branch.weight"] == dtypes["first.bias"] == torch.float16
@@ -74,7 +74,7 @@ def test_islands_and_buffers_stay_float32() -> None:
 
 def test_float32_costs_nothing() -> None:
     model = Residual().half()
-    edges = apply(model, FP32)
+    edges = add_cast_hooks(model, FP32)
     assert edges.num_hooks == 0
     assert not any(part._forward_pre_hooks for part in model.modules())
     assert {p.dtype for p in model.parameters()} == {torch.float32}
@@ -83,14 +83,14 @@ def test_float32_costs_nothing() -> None:
 
 def test_float64_models_work() -> None:
     model = Residual()
-    apply(model, Precision("float64", "float64", islands=("norm",)))
+    add_cast_hooks(model, Precision("float64", "float64", islands=("norm",)))
     assert {p.dtype for p in model.parameters()} == {torch.float64}
     assert model(torch.ones(2, 8).double()).dtype == torch.float64
 
 
 def test_hooks_are_removed() -> None:
     model = Residual()
-    edges = apply(model, BF16)
+    edges = add_cast_hooks(model, BF16)
     assert edges.num_hooks == 4  # first, norm, branch, and the module's own output
     edges.remove()
     edges.remove()
@@ -102,9 +102,9 @@ def test_hooks_are_removed() -> None:
 
 def test_twice_is_an_error() -> None:
     model = nn.Sequential(Residual())
-    apply(model[0], BF16)
+    add_cast_hooks(model[0], BF16)
     with pytest.raises(InputError, match="already"):
-        apply(model, BF16)
+        add_cast_hooks(model, BF16)
 
 
 @pytest.mark.parametrize(
@@ -118,13 +118,13 @@ def test_twice_is_an_error() -> None:
 )
 def test_what_is_refused(precision: Precision, outputs: tuple[str, ...], said: str) -> None:
     with pytest.raises(InputError, match=said):
-        apply(Residual(), precision, outputs)
+        add_cast_hooks(Residual(), precision, outputs)
 
 
 def test_tied_parameters_follow_their_island() -> None:
     model = nn.ModuleDict({"a": nn.Embedding(4, 8), "b": nn.Embedding(4, 8)})
     model["b"].weight = model["a"].weight
-    apply(model, Precision("float16", "float16", islands=("b",)))
+    add_cast_hooks(model, Precision("float16", "float16", islands=("b",)))
     assert model["a"].weight is model["b"].weight
     assert model["a"].weight.dtype == torch.float32
 
@@ -154,7 +154,7 @@ def test_results_are_widened_where_they_are(
             return wrap(self.linear(x_BC))
 
     model = Wraps()
-    apply(model, BF16)
+    add_cast_hooks(model, BF16)
     result = model(torch.ones(2, 8))
     assert type(result) is type(wrap(torch.ones(1)))
     assert unwrap(result).dtype == torch.float32
@@ -173,7 +173,7 @@ def test_results_are_widened_where_they_are(
     ids=lambda value: type(value).__name__,
 )
 def test_every_kind_of_layer(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-    apply(nn.Sequential(layer), BF16, outputs=())
+    add_cast_hooks(nn.Sequential(layer), BF16, outputs=())
     result = layer(*inputs)
     first = result if isinstance(result, Tensor) else result[0]
     assert first.dtype == torch.bfloat16
@@ -182,7 +182,7 @@ def test_every_kind_of_layer(layer: nn.Module, inputs: tuple[Tensor, ...]) -> No
 
 def test_batch_norms_stay_with_their_statistics() -> None:
     layer = nn.BatchNorm2d(4).eval()
-    apply(nn.Sequential(layer), BF16, outputs=())
+    add_cast_hooks(nn.Sequential(layer), BF16, outputs=())
     assert layer(torch.ones(1, 4, 4, 4, dtype=torch.bfloat16)).dtype == torch.float32
 
 
@@ -207,7 +207,7 @@ def test_t5_as_it_comes() -> None:
     mask[1, 6:] = 0
     true = model(input_ids=ids, attention_mask=mask).last_hidden_state
     islands = ("*.wo", "shared", "*layer_norm")
-    apply(model, Precision("bfloat16", "bfloat16", islands=islands))
+    add_cast_hooks(model, Precision("bfloat16", "bfloat16", islands=islands))
     result = model(input_ids=ids, attention_mask=mask)
     assert result.last_hidden_state.dtype == torch.float32
     # Weights alone are off by 2**-9 of themselves (0.17 % rms); a few layers of that, uncorrelated.
@@ -233,7 +233,9 @@ def test_autoencoder_as_it_comes(islands: tuple[str, ...]) -> None:
     latents = torch.randn(1, 4, 16, 16)
     true_mode = model.encode(image).latent_dist.mode()
     true_frame = model.decode(latents).sample
-    apply(model, Precision("bfloat16", "bfloat16", islands), outputs=("quant_conv", "decoder"))
+    add_cast_hooks(
+        model, Precision("bfloat16", "bfloat16", islands), outputs=("quant_conv", "decoder")
+    )
     mode = model.encode(image).latent_dist.mode()
     frame = model.decode(latents).sample
     assert mode.dtype == frame.dtype == torch.float32
@@ -246,7 +248,7 @@ def test_wide_norms_are_not_given_another_dtype_at_their_edges() -> None:
     """Their parameters are float32, and what comes in stays as narrow as it is."""
     module = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
     widen_norms(module)
-    put_on = apply(module, Precision("bfloat16", "bfloat16", ("1",)))
+    put_on = add_cast_hooks(module, Precision("bfloat16", "bfloat16", ("1",)))
     seen: list[torch.dtype] = []
     module[1].register_forward_hook(
         lambda _, given, answer: seen.extend((given[0].dtype, answer.dtype))

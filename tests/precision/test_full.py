@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from everyframe.precision.full import full_float32
+from everyframe.precision.strict_float32 import strict_float32
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def test_full_within_and_as_it_was_afterwards(elsewhere: str) -> None:
     torch.set_float32_matmul_precision(elsewhere)
     before = precisions()
     assert before[0] == "tf32", "PyTorch's default, which makes this needed"
-    with full_float32():
+    with strict_float32():
         assert precisions() == ["ieee"] * 4
     assert precisions() == before
     assert torch.get_float32_matmul_precision() == elsewhere
@@ -42,7 +42,7 @@ def test_whoever_asks_for_the_old_switches_gets_an_answer(elsewhere: str) -> Non
     torch.set_float32_matmul_precision(elsewhere)
     products, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     before = products.allow_tf32, cudnn.allow_tf32
-    with full_float32():
+    with strict_float32():
         assert (products.allow_tf32, cudnn.allow_tf32) == (False, False)
         assert torch.get_float32_matmul_precision() == "highest"
         with cudnn.flags(enabled=False):
@@ -57,7 +57,7 @@ def test_what_somebody_mixed_stays_as_it_was() -> None:
     try:
         with pytest.raises(RuntimeError):
             _ = cudnn.allow_tf32
-        with full_float32():
+        with strict_float32():
             assert not cudnn.allow_tf32
         assert (cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision) == ("ieee", "tf32")
     finally:
@@ -67,7 +67,7 @@ def test_what_somebody_mixed_stays_as_it_was() -> None:
 def test_sums_of_half_precision_products_are_wide_within() -> None:
     products = torch.backends.cuda.matmul
     assert products.allow_fp16_reduced_precision_reduction, "PyTorch's default"
-    with full_float32():
+    with strict_float32():
         assert not products.allow_fp16_reduced_precision_reduction
         assert not products.allow_bf16_reduced_precision_reduction
         assert not products.allow_fp16_accumulation
@@ -82,7 +82,7 @@ def test_a_convolution_on_a_card_has_float32s_digits() -> None:
     x = torch.randn(1, 256, 32, 32, generator=generator)
     weight = torch.randn(256, 256, 3, 3, generator=generator)
     exact = torch.nn.functional.conv2d(x.double(), weight.double())
-    with full_float32():
+    with strict_float32():
         got = torch.nn.functional.conv2d(x.cuda(), weight.cuda()).cpu().double()
     # TF32 keeps 10 bits and is off by about 3e-4 of the largest value here, float32 by 1e-6.
     assert (got - exact).abs().max() / exact.abs().max() < 2e-5

@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from everyframe.core.facts import DeviceFacts
+from everyframe.dry_run.sdpa_backend import SdpaCall, is_fused
 from everyframe.hardware.accelerators import accelerator_facts
 from everyframe.hardware.profiles import find_profile
 from everyframe.ops.attention import PLAIN, by_kernel
-from everyframe.precision.fused import Asked, is_fused
 
 
-def cases(device: str) -> list[Asked]:
+def cases(device: str) -> list[SdpaCall]:
     """Attention of every kind that models ask for, and of kinds that no kernel takes."""
 
     def x(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -24,29 +24,29 @@ def cases(device: str) -> list[Asked]:
 
     q, kv = (1, 2, 5), (1, 2, 7)
     found = [
-        Asked(x(*q, d, dtype=dtype), x(*kv, d, dtype=dtype), x(*kv, d, dtype=dtype))
+        SdpaCall(x(*q, d, dtype=dtype), x(*kv, d, dtype=dtype), x(*kv, d, dtype=dtype))
         for d, dtype in product(
             (1, 6, 8, 72, 320), (torch.float32, torch.bfloat16, torch.float16, torch.float64)
         )
     ]
     three = x(*q, 8), x(*kv, 8), x(*kv, 8)
     masks = [(5, 7), (1, 7), (1, 1, 5, 7), (1, 2, 5, 7), (1, 1, 1, 7), (1, 5, 7)]
-    found += [Asked(*three, x(*mask).bool()) for mask in masks]
-    found += [Asked(*three, x(*mask)) for mask in masks]
+    found += [SdpaCall(*three, x(*mask).bool()) for mask in masks]
+    found += [SdpaCall(*three, x(*mask)) for mask in masks]
     return [
         *found,
-        Asked(three[0], three[1], x(*kv, 16)),  # other heads for values
-        Asked(x(2, 5, 8), x(2, 7, 8), x(2, 7, 8)),  # no heads
-        Asked(x(1, 4, 5, 8), *three[1:], enable_gqa=True),
-        Asked(x(2, 2, 5, 8), *three[1:]),  # two samples, and keys of one
-        Asked(x(1, 2, 8, 5).transpose(2, 3), *three[1:]),  # numbers that are not side by side
-        Asked(x(1, 2, 0, 8), *three[1:]),
-        Asked(*three, is_causal=True),
-        Asked(*three, dropout_p=0.1),
+        SdpaCall(three[0], three[1], x(*kv, 16)),  # other heads for values
+        SdpaCall(x(2, 5, 8), x(2, 7, 8), x(2, 7, 8)),  # no heads
+        SdpaCall(x(1, 4, 5, 8), *three[1:], enable_gqa=True),
+        SdpaCall(x(2, 2, 5, 8), *three[1:]),  # two samples, and keys of one
+        SdpaCall(x(1, 2, 8, 5).transpose(2, 3), *three[1:]),  # numbers that are not side by side
+        SdpaCall(x(1, 2, 0, 8), *three[1:]),
+        SdpaCall(*three, is_causal=True),
+        SdpaCall(*three, dropout_p=0.1),
     ]
 
 
-def agrees(asked: Asked, device: DeviceFacts) -> bool:
+def agrees(asked: SdpaCall, device: DeviceFacts) -> bool:
     chosen = torch._fused_sdp_choice(
         *asked.operands,
         asked.attn_mask,
@@ -92,4 +92,4 @@ def test_a_cards_rules_by_its_age(
     profile: str, dtype: torch.dtype, head: int, expected: bool
 ) -> None:
     q = torch.zeros(1, 2, 5, head, dtype=dtype)
-    assert is_fused(Asked(q, q, q), find_profile(profile).machine().devices[0]) is expected
+    assert is_fused(SdpaCall(q, q, q), find_profile(profile).machine().devices[0]) is expected

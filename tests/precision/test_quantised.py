@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from everyframe.core.plan import Precision
-from everyframe.numerics.locate import bad_weights, locate
-from everyframe.planning.quantising import ERRORS
-from everyframe.precision import edges, quantised
-from everyframe.precision.quantised import (
+from everyframe.numerics.fault_locator import bad_weights, locate_fault
+from everyframe.planning.component_precision import ERRORS
+from everyframe.precision import cast_hooks, quantization
+from everyframe.precision.quantization import (
     QuantisedLinear,
     as_quantised,
     layers,
@@ -25,7 +25,7 @@ from everyframe.precision.quantised import (
     quantise_layers,
     rows,
 )
-from everyframe.precision.raising import Raised
+from everyframe.precision.upcast import Upcast
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "eight_bits_torchao" / "io.safetensors"
 CPU = torch.device("cpu")
@@ -65,9 +65,9 @@ def test_rows_are_rounded_by_themselves(kind: str, monkeypatch: pytest.MonkeyPat
     weight[3] *= 1000
     weight[5] = 0
     whole = quantise(weight, kind, CPU)
-    monkeypatch.setattr(quantised, "_AT_ONCE", 300)  # two rows
+    monkeypatch.setattr(quantization, "_AT_ONCE", 300)  # two rows
     assert all(map(torch.equal, quantise(weight, kind, CPU), whole))
-    monkeypatch.setattr(quantised, "_AT_ONCE", 1)  # less than a row
+    monkeypatch.setattr(quantization, "_AT_ONCE", 1)  # less than a row
     assert all(map(torch.equal, quantise(weight, kind, CPU), whole))
     layer = QuantisedLinear(kind, *whole, None)
     assert torch.equal(layer.wide()[5], torch.zeros(128))
@@ -118,11 +118,11 @@ def test_a_fault_in_it_is_found_and_mended_as_in_any_layer(kind: str) -> None:
     plain.weight.fill_(30.0)
     net = nn.Sequential(of(plain, kind)).to(torch.float16)
     x = torch.full((1, 64), 60.0, dtype=torch.float16)
-    fault = locate({"net": net}, lambda: net(x)).fault
+    fault = locate_fault({"net": net}, lambda: net(x)).fault
     assert fault is not None
     assert (fault.place, fault.cause, fault.dtype) == ("net.0", "range", torch.float16)
-    raised = Raised(net[0], torch.float32)
-    assert locate({"net": net}, lambda: net(x)).fault is None
+    raised = Upcast(net[0], torch.float32)
+    assert locate_fault({"net": net}, lambda: net(x)).fault is None
     torch.testing.assert_close(net(x), torch.full((1, 8), 64 * 30.0 * 60), rtol=1e-2, atol=0)
     raised.undo()
     assert bad_weights({"net": net}) == []
@@ -182,14 +182,14 @@ def test_precision_is_put_on_and_raised_as_on_any_layer(kind: str) -> None:
     expected = net(x)
     precision = Precision("bfloat16", "bfloat16", ("last",), kind)
     quantise_layers(net, precision)
-    edges.apply(net, precision)
+    cast_hooks.add_cast_hooks(net, precision)
     part = net.get_submodule("blocks.0.0")
     assert part.weight.dtype == torch.int8
     assert part.weight_scale.dtype == part.bias.dtype == torch.bfloat16
     assert part(x).dtype == torch.bfloat16
     narrow = (net(x) - expected).abs().max()
     assert 0 < narrow < 0.1
-    raised = Raised(net.blocks, torch.float32)
+    raised = Upcast(net.blocks, torch.float32)
     assert part(x).dtype == torch.float32
     assert part.weight.dtype == torch.int8
     raised.undo()

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import Precision
-from everyframe.precision import edges
-from everyframe.precision.raising import Raised, as_raised, held_in, narrowest, next_rung
+from everyframe.precision import cast_hooks
+from everyframe.precision.upcast import Upcast, as_raised, held_in, narrowest, next_rung
 
 PLAIN = DeviceFacts("plain", "cpu", None, 1, 1)
 FAST = DeviceFacts("fast", "cuda", 0, 1, 1, has_fast_bf16=True)
@@ -34,12 +34,12 @@ def test_the_ladder(dtype: torch.dtype, device: DeviceFacts, rung: torch.dtype |
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_one_module_is_raised_and_lowered_without_a_trace(dtype: str) -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)).requires_grad_(False)
-    edges.apply(net, Precision(dtype, dtype))
+    cast_hooks.add_cast_hooks(net, Precision(dtype, dtype))
     x = torch.randn(2, 4)
     before, weights = net(x), {k: v.clone() for k, v in net.state_dict().items()}
     seen: list[torch.dtype] = []
     handle = net[1].register_forward_hook(lambda _, args, out: seen.append(out.dtype))
-    raised = Raised(net[1], torch.float32)
+    raised = Upcast(net[1], torch.float32)
     assert narrowest(net[1]) == torch.float32
     assert narrowest(net) == getattr(torch, dtype)
     net(x)
@@ -54,7 +54,7 @@ def test_digits_that_a_wider_range_lacks_come_back() -> None:
     """bfloat16 has 8 digits of float16's 11."""
     net = nn.Linear(4, 4).half().requires_grad_(False)
     before = net.weight.clone()
-    raised = Raised(net, torch.bfloat16)
+    raised = Upcast(net, torch.bfloat16)
     assert not torch.equal(net.weight.half(), before)
     raised.undo()
     assert torch.equal(net.weight, before)
@@ -63,9 +63,9 @@ def test_digits_that_a_wider_range_lacks_come_back() -> None:
 def test_what_was_raised_is_known_to_be_as_exact_as_before() -> None:
     net = nn.Linear(4, 4).half().requires_grad_(False)
     assert held_in(net.weight) == torch.float16
-    first = Raised(net, torch.bfloat16)
+    first = Upcast(net, torch.bfloat16)
     assert held_in(net.weight) == torch.bfloat16, "coarser than float16"
-    second = Raised(net, torch.float32)
+    second = Upcast(net, torch.float32)
     assert net.weight.dtype == torch.float32
     assert held_in(net.weight) == torch.bfloat16
     fresh = torch.randn(4, 4)
@@ -83,6 +83,6 @@ def test_a_module_without_parameters_is_raised_by_what_it_is_given() -> None:
 
     product, big = Product(), torch.full((2,), 300.0, dtype=torch.float16)
     assert not bool(product(big, b=big).isfinite().all())
-    Raised(product, torch.float32)
+    Upcast(product, torch.float32)
     assert product(big, b=big).tolist() == [9e4, 9e4]
     assert product(big.double(), b=big).dtype == torch.float64, "nothing is narrowed"

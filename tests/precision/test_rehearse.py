@@ -18,12 +18,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import Precision
+from everyframe.dry_run.executor import dry_run_module
+from everyframe.dry_run.result import DryRunResult
+from everyframe.families.svd import layers
 from everyframe.hardware.profiles import find_profile, profile_names
-from everyframe.ops import gated
-from everyframe.ops.timestep_embedding import timestep_embedding
-from everyframe.precision.dry_run_result import Rehearsed
+from everyframe.ops.embeddings import timestep_embedding
 from everyframe.precision.policy import ComponentNeeds, choose
-from everyframe.precision.rehearse import rehearse
 
 LARGE = 10**9  # parameters, so that no policy keeps a model wide for being small
 
@@ -34,11 +34,11 @@ def device(name: str) -> DeviceFacts:
 
 def dry(
     module: nn.Module, name: str, *inputs: tuple[int, ...], dtype: str = "auto", **needs: Any
-) -> Rehearsed:
+) -> DryRunResult:
     """`module` called with zeros of these shapes, in the policy of that profile."""
     facts = device(name)
     precision, _ = choose(facts, dtype, ComponentNeeds("model", LARGE, **needs), force=True)
-    return rehearse(
+    return dry_run_module(
         module,
         precision,
         lambda m, where: m(*(torch.zeros(s, device=where) for s in inputs)),
@@ -64,7 +64,7 @@ def test_imaginairys_time_embed_is_found(name: str) -> None:
         return module(torch.zeros(2, device=where))
 
     # As it was: cast as a whole, nothing at the edges.
-    found = rehearse(TimeEmbed().half(), None, call, device(name))
+    found = dry_run_module(TimeEmbed().half(), None, call, device(name))
     clash = next(each for each in found.findings if each.kind == "clash")
     assert (clash.module, clash.operation) == ("time_embed.0", "addmm")
     assert "float16 and float32" in clash.problem
@@ -261,7 +261,7 @@ def test_live_bytes_and_work() -> None:
             return out
 
     wide = Precision("float32", "float32")
-    found = rehearse(
+    found = dry_run_module(
         Two(), wide, lambda m, where: m(torch.zeros(8, 16, device=where)), device("cuda-sm90")
     )
     # The input is held by the caller, through the frame of the first call.
@@ -272,7 +272,7 @@ def test_live_bytes_and_work() -> None:
 
 def test_a_feed_forward_in_pieces_is_run_dry_as_it_runs() -> None:
     """On a CPU, what is widened is a piece at a time; the work is that of all of them."""
-    length, size, width = 3 * gated._ROWS + 100, 8, 2048
+    length, size, width = 3 * layers._ROWS + 100, 8, 2048
 
     class Gated(nn.Module):
         def __init__(self) -> None:
@@ -280,14 +280,14 @@ def test_a_feed_forward_in_pieces_is_run_dry_as_it_runs() -> None:
             self.wide, self.narrow = nn.Linear(size, 2 * width), nn.Linear(width, size)
 
         def forward(self, x: Tensor) -> Tensor:
-            return gated.gated_gelu(x, self.wide, self.narrow, width)
+            return layers.gated_gelu(x, self.wide, self.narrow, width)
 
     card, host = (
         dry(Gated(), name, (1, length, size), dtype="float32") for name in ("cuda-sm90", "cpu-fp32")
     )
     widened = 2 * width * 4
     assert card.working_bytes > length * widened
-    assert host.working_bytes < 2 * gated._ROWS * widened
+    assert host.working_bytes < 2 * layers._ROWS * widened
     assert host.work.operations == pytest.approx(card.work.operations, rel=1e-6)
     assert host.work.operations > 2 * length * size * 3 * width - 1
 

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from everyframe.core.facts import DeviceFacts
+from everyframe.dry_run import rules
 from everyframe.hardware.profiles import find_profile
-from everyframe.precision import rules
 
 aten: Any = torch.ops.aten
 WIDE, NARROW = torch.float32, torch.bfloat16

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from everyframe.precision.stand_in import STAND_IN, Computed, computed, tensors_of
+from everyframe.dry_run.meta_device import STAND_IN, MetaKernelCache, computed, tensors_of
 
 aten = torch.ops.aten
 
@@ -33,7 +33,7 @@ def test_anything_else_is_torch_s_own() -> None:
 
 def test_what_is_remembered_is_what_torch_would_give_again() -> None:
     """Of new storage each time, and another answer for other sizes, strides, dtypes or numbers."""
-    dry = Computed()
+    dry = MetaKernelCache()
     x = torch.empty(4, 6, device=STAND_IN)
     half, wide = x.to(torch.bfloat16), torch.empty(2, 3, 6, 8, device=STAND_IN)
     calls: list[tuple[Any, tuple[Any, ...]]] = [
@@ -61,7 +61,7 @@ def test_what_is_remembered_is_what_torch_would_give_again() -> None:
 
 
 def test_views_and_what_is_changed_in_place_are_not_remembered() -> None:
-    dry, x = Computed(), torch.empty(4, 6, device=STAND_IN)
+    dry, x = MetaKernelCache(), torch.empty(4, 6, device=STAND_IN)
     for _ in range(2):
         assert dry(aten.t.default, (x,), {}).untyped_storage() is x.untyped_storage()
         assert dry(aten.add_.Tensor, (x, 1), {}) is x

@@ -8,7 +8,7 @@ import torch
 from recipes.shapes import denoiser, latents, text, world
 from recipes.shapes.world import FORMATS, LARGE, SMALL, Format
 
-from everyframe.samplers import rflow
+from everyframe.samplers import rectified_flow
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=str)
@@ -17,7 +17,7 @@ def test_noise_is_mostly_high_and_higher_where_there_is_more_to_a_video(form: Fo
     assert 0 < levels.min() < 0.2
     assert levels.max() < 1
     # Half of four fifths are above the mean of the logits; the rest is even.
-    ratio = float(rflow.size_ratio(form.side, form.side, form.num_frames))
+    ratio = float(rectified_flow.size_ratio(form.side, form.side, form.num_frames))
     middle = ratio * np.exp(denoiser.NOISE_MEAN) / (1 + ratio * np.exp(denoiser.NOISE_MEAN))
     above = float((levels > middle).float().mean())
     assert abs(above - (0.4 + 0.2 * (1 - middle))) < 0.03

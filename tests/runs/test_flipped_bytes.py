@@ -15,13 +15,13 @@ import torch
 
 import tiny
 from engine.test_resuming import OPEN_SORA, PICTURE, begun, broken_off, same
-from everyframe.core.errors import DamagedError, ExitCode
+from everyframe.core.errors import CorruptRunError, ExitCode
 from everyframe.core.events import Event, Note, Step
-from everyframe.engine import resuming
-from everyframe.runs.answers import KeptAnswers
-from everyframe.runs.files import read_json
+from everyframe.engine import resume
+from everyframe.runs.atomic_write import read_json
 from everyframe.runs.folder import RunFolder
-from everyframe.runs.store import Store
+from everyframe.runs.replay_log import FileReplayLog
+from everyframe.runs.tensor_store import TensorStore
 
 #: Regions of a file of tensors in which a byte is changed.
 _REGIONS = 24
@@ -58,7 +58,7 @@ def is_refused(path: Path) -> bool:
     """Whether JSON with a changed byte is seen to have one."""
     try:
         read_json(path)
-    except DamagedError:
+    except CorruptRunError:
         return True
     return False
 
@@ -75,17 +75,17 @@ def test_every_byte_of_what_is_json_is_seen(unbroken: tuple[RunFolder, list[Even
 
 def test_every_region_of_every_tensor_is_seen(unbroken: tuple[RunFolder, list[Event]]) -> None:
     folder, _ = unbroken
-    stores = [Store(folder.tensors), Store(folder.given)]
+    stores = [TensorStore(folder.tensors), TensorStore(folder.given)]
     paths = [(store, path) for store in stores for path in store.folder.iterdir()]
     assert len(paths) >= 3
     for store, path in paths:
         for _ in flips(path, _REGIONS):
-            with pytest.raises(DamagedError):
+            with pytest.raises(CorruptRunError):
                 store.fetch({"as": "tensor", "hash": path.stem})
 
 
 def test_every_region_of_every_answer_is_seen(tmp_path: Path) -> None:
-    answers = KeptAnswers(tmp_path / "3", pytest.fail)
+    answers = FileReplayLog(tmp_path / "3", pytest.fail)
     for number in range(2):
         assert answers.next(str(number)) is None
         answers.keep((torch.randn(3, 5),), ())
@@ -93,7 +93,7 @@ def test_every_region_of_every_answer_is_seen(tmp_path: Path) -> None:
     saved = second.read_bytes()
     for _ in flips(second, _REGIONS):
         said: list[str] = []
-        again = KeptAnswers(tmp_path / "3", said.append)
+        again = FileReplayLog(tmp_path / "3", said.append)
         assert again.remedies() == ()
         assert again.next("0") is not None
         assert again.next("1") is None
@@ -125,11 +125,11 @@ def test_a_run_with_a_changed_byte_begins_again_or_is_refused(
         data[(2 * number + 1) * len(data) // 6] ^= 4
         path.write_bytes(data)
         if name in ("state.json", "tensors"):
-            again = list(resuming.go_on(copy))
+            again = list(resume.resume_run(copy))
             same(whole, again)
             assert any(isinstance(e, Note) and path.name in e.text for e in again)
             continue
-        with pytest.raises(DamagedError, match="made again from its beginning") as caught:
-            list(resuming.go_on(copy))
+        with pytest.raises(CorruptRunError, match="made again from its beginning") as caught:
+            list(resume.resume_run(copy))
         assert str(path) in str(caught.value)
         assert caught.value.exit_code == ExitCode.WRONG_INPUT

@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 
 from engine.test_resuming import OPEN_SORA, begun, same
-from everyframe.core.errors import BusyError, InputError
+from everyframe.core.errors import InputError, RunLockedError
 from everyframe.core.events import Event, Note
-from everyframe.engine import resuming
-from everyframe.runs.folder import RunFolder, all_runs, find_run, new_run
-from everyframe.runs.listing import list_runs
+from everyframe.engine import resume
+from everyframe.runs.folder import RunFolder, all_runs, find_run, list_runs, new_run
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +52,7 @@ def test_a_run_that_lies_where_no_file_can_be_locked_says_what_to_do(
     monkeypatch.setattr(fcntl, "flock", no_locks)
     assert not folder.is_busy()
     with pytest.raises(InputError, match=r"Function not implemented\); copy its folder"):
-        list(resuming.go_on(folder))
+        list(resume.resume_run(folder))
 
 
 def test_asking_whether_a_run_is_busy_writes_nothing_and_is_in_nobodys_way(tmp_path: Path) -> None:
@@ -63,7 +62,7 @@ def test_asking_whether_a_run_is_busy_writes_nothing_and_is_in_nobodys_way(tmp_p
     assert not (folder.path / "lock").exists()
     lock = folder.locked()
     assert folder.is_busy()
-    with pytest.raises(BusyError):
+    with pytest.raises(RunLockedError):
         folder.locked()
     # Whoever asks has it for a moment.
     timer = threading.Timer(0.05, lock.release)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from everyframe.core.errors import InputError
-from everyframe.samplers import rflow
+from everyframe.samplers import rectified_flow
 from everyframe.samplers.guidance import guide
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -43,15 +43,15 @@ def test_matches_upstream(name: str) -> None:
             "resolution": (golden["height"], golden["width"]),
             "num_frames": golden["num_frames"],
         }
-    timesteps = rflow.schedule(config["num_sampling_steps"], **sizes)
+    timesteps = rectified_flow.schedule(config["num_sampling_steps"], **sizes)
     denoise = guided(config["cfg_scale"])
     if "mask" in golden:
         noise = golden["noise"]
-        steps = rflow.sample_masked(
+        steps = rectified_flow.sample_masked(
             denoise, golden["z0"], timesteps, golden["mask"], lambda i: noise[i]
         )
     else:
-        steps = rflow.sample(denoise, golden["z0"], timesteps)
+        steps = rectified_flow.sample(denoise, golden["z0"], timesteps)
     *_, last = steps
     # float32 sums over 30 steps of values up to 4.5: 4e-6 measured. Values given stay bit for bit.
     assert (last.x - golden["sample"]).abs().max() < 5e-5
@@ -68,8 +68,8 @@ def test_is_diffusers_flow_matching() -> None:
         # diffusers' velocity points from data to noise, upstream's from noise to data.
         v = -velocity(expected, t.expand(2), 1.0)
         expected = other.step(v, t, expected, return_dict=False)[0]
-    schedule = rflow.schedule(9, shift=2.5)
-    *_, last = rflow.sample(lambda x, t: velocity(x, t, 1.0), x, schedule)
+    schedule = rectified_flow.schedule(9, shift=2.5)
+    *_, last = rectified_flow.sample(lambda x, t: velocity(x, t, 1.0), x, schedule)
     torch.testing.assert_close(last.x, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -79,12 +79,14 @@ def test_is_diffusers_flow_matching() -> None:
     [(240, 426, 51, 2.42), (480, 854, 102, 6.85), (720, 1280, 51, 7.26), (720, 1280, 408, 20.54)],
 )
 def test_size_ratio(height: int, width: int, frames: int, ratio: float) -> None:
-    assert rflow.size_ratio(height, width, frames).item() == pytest.approx(ratio, abs=0.006)
+    assert rectified_flow.size_ratio(height, width, frames).item() == pytest.approx(
+        ratio, abs=0.006
+    )
 
 
 def test_schedule_ends_are_exact_for_any_size() -> None:
     for height in range(64, 1100, 37):
-        timesteps = rflow.schedule(30, resolution=(height, 96), num_frames=51)
+        timesteps = rectified_flow.schedule(30, resolution=(height, 96), num_frames=51)
         assert timesteps.dtype == torch.float64
         assert timesteps.shape == (31, 1)
         assert timesteps[0] == 1000
@@ -94,16 +96,17 @@ def test_schedule_ends_are_exact_for_any_size() -> None:
 
 def test_short_clips_have_a_schedule() -> None:
     # Upstream's 5 // 17 * 5 = 0 latent frames make every timestep 0 or NaN.
-    assert rflow.size_ratio(512, 512, 5).item() == 1.0
-    assert rflow.size_ratio(512, 512, 1).item() == 1.0
+    assert rectified_flow.size_ratio(512, 512, 5).item() == 1.0
+    assert rectified_flow.size_ratio(512, 512, 1).item() == 1.0
 
 
 def test_sizes_per_sample_equal_each_alone() -> None:
-    both = rflow.schedule(
+    both = rectified_flow.schedule(
         7, resolution=(torch.tensor([240.0, 720.0]), torch.tensor([426.0, 1280.0])), num_frames=51
     )
     alone = [
-        rflow.schedule(7, resolution=size, num_frames=51) for size in ((240, 426), (720, 1280))
+        rectified_flow.schedule(7, resolution=size, num_frames=51)
+        for size in ((240, 426), (720, 1280))
     ]
     assert torch.equal(both, torch.cat(alone, dim=1))
 
@@ -122,7 +125,7 @@ def test_frames_become_active_at_their_level() -> None:
         seen.append((round(t.item(), 9), x_mask[0].tolist()))
         return torch.zeros_like(x)
 
-    *_, last = rflow.sample_masked(denoise, x0, rflow.schedule(10), mask, noise)
+    *_, last = rectified_flow.sample_masked(denoise, x0, rectified_flow.schedule(10), mask, noise)
     # 0.7 of 1000 is 700: active from that very timestep on, noised once, at that level.
     assert [active for _, active in seen] == [[False, True, t <= 700] for t, _ in seen]
     assert asked == [3]
@@ -132,14 +135,16 @@ def test_frames_become_active_at_their_level() -> None:
 @pytest.mark.parametrize("start", [1, 4, 7])
 def test_resumed_equals_unbroken(start: int) -> None:
     golden = load_file(GOLDEN / "opensora_rflow_30_mask" / "io.safetensors")
-    timesteps = rflow.schedule(8)
+    timesteps = rectified_flow.schedule(8)
     arguments = (timesteps, golden["mask"], lambda i: golden["noise"][i])
-    steps = list(rflow.sample_masked(guided(4.0), golden["z0"], *arguments))
-    again = list(rflow.sample_masked(guided(4.0), steps[start - 1].x, *arguments, start=start))
+    steps = list(rectified_flow.sample_masked(guided(4.0), golden["z0"], *arguments))
+    again = list(
+        rectified_flow.sample_masked(guided(4.0), steps[start - 1].x, *arguments, start=start)
+    )
     assert [step.index for step in again] == list(range(start, 8))
     assert torch.equal(again[-1].x, steps[-1].x)
-    plain = list(rflow.sample(guided(4.0), golden["z0"], timesteps))
-    resumed = list(rflow.sample(guided(4.0), plain[start - 1].x, timesteps, start=start))
+    plain = list(rectified_flow.sample(guided(4.0), golden["z0"], timesteps))
+    resumed = list(rectified_flow.sample(guided(4.0), plain[start - 1].x, timesteps, start=start))
     assert torch.equal(resumed[-1].x, plain[-1].x)
 
 
@@ -156,7 +161,7 @@ def test_state_is_float32_at_least() -> None:
             times.append(t)
             return torch.zeros_like(x, dtype=torch.bfloat16)
 
-        *_, last = rflow.sample(denoise, x.to(given), rflow.schedule(3))
+        *_, last = rectified_flow.sample(denoise, x.to(given), rectified_flow.schedule(3))
         assert last.x.dtype == kept
         # bfloat16 would make 666.7 into 668.
         assert math.isclose(times[1].item(), 2000 / 3, rel_tol=1e-6)
@@ -165,13 +170,17 @@ def test_state_is_float32_at_least() -> None:
 def test_refusals() -> None:
     x = torch.zeros(1, 1, 2, 1, 1)
     with pytest.raises(InputError, match="1 step or more, got 0"):
-        rflow.schedule(0)
+        rectified_flow.schedule(0)
     with pytest.raises(InputError, match="both resolution and num_frames"):
-        rflow.schedule(3, num_frames=17)
+        rectified_flow.schedule(3, num_frames=17)
     with pytest.raises(InputError, match="shift of the timesteps must be above 0, got 0"):
-        rflow.schedule(3, shift=0)
+        rectified_flow.schedule(3, shift=0)
     mask = torch.ones(1, 3)
     with pytest.raises(InputError, match=r"= \(1, 2\), got \(1, 3\)"):
-        next(rflow.sample_masked(guided(1.0), x, rflow.schedule(3), mask, lambda i: x))
+        next(
+            rectified_flow.sample_masked(
+                guided(1.0), x, rectified_flow.schedule(3), mask, lambda i: x
+            )
+        )
     with pytest.raises(InputError, match="start must be 0 to 3"):
-        next(rflow.sample(guided(1.0), x, rflow.schedule(3), start=4))
+        next(rectified_flow.sample(guided(1.0), x, rectified_flow.schedule(3), start=4))

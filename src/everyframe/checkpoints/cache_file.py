@@ -21,7 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from everyframe.checkpoints.places import cache_folder, package_folder, write_beside
+from everyframe.checkpoints.folder import cache_folder, package_folder, write_beside
 
 _log = logging.getLogger(__name__)
 _SCHEMA = "everyframe.cache/1"

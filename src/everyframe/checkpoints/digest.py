@@ -15,7 +15,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from everyframe.checkpoints.places import cache_folder, write_beside
+from everyframe.checkpoints.folder import cache_folder, write_beside
 from everyframe.core.errors import CheckpointError
 
 _log = logging.getLogger(__name__)

@@ -6,13 +6,54 @@ Read next: `find`, `tensors`.
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
 from everyframe.checkpoints.config_errors import check_counts
-from everyframe.checkpoints.places import hub_cache_folder
 from everyframe.core.errors import CheckpointError
+from everyframe.core.paths import expand_path, home_folder
+
+
+def cache_folder() -> Path:
+    """``EVERYFRAME_CACHE``, else ``XDG_CACHE_HOME/everyframe``, else in ``~/.cache``."""
+    own = os.environ.get("EVERYFRAME_CACHE")
+    if own:
+        return expand_path(own, "EVERYFRAME_CACHE")
+    shared = os.environ.get("XDG_CACHE_HOME")
+    base = expand_path(shared, "XDG_CACHE_HOME") if shared else home_folder() / ".cache"
+    return base / "everyframe"
+
+
+def hub_cache_folder() -> Path:
+    """The Hugging Face hub's cache, as ``huggingface_hub`` itself resolves it (``HF_HOME`` …)."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE)
+
+
+def package_folder(relative: str) -> Path:
+    """A folder that ships inside this package, such as ``checkpoints/shapes``."""
+    return Path(__file__).resolve().parent.parent / relative
+
+
+def write_beside(path: Path, text: str) -> None:
+    """Put `text` in the place of `path`: written beside it and renamed, so nobody reads half of it.
+
+    Several may do so at once; the last one's stays. Raises `OSError`.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
 
 PICKLE_SUFFIXES = (".pth", ".pt", ".bin", ".ckpt")
 #: Bytes of a config or an index; the index of a large model has some megabytes.

@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from everyframe.cli.options import command, flag, run_flag
-from everyframe.cli.text import json_line, printable
+from everyframe.cli.tables import json_line, printable
 from everyframe.core.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def doctor(
 ) -> int:
     """Print the report; the exit code."""
     from everyframe.doctor.diagnose import diagnose
-    from everyframe.doctor.share import shareable
+    from everyframe.doctor.report import shareable
 
     quiet = json or share
     told = None if quiet else _teller(sys.stdout, everything=everything)
@@ -122,7 +122,7 @@ def _console(file: IO[str]) -> Console:
 
 def _as_markdown(report: Report) -> str:
     """The report as text to paste: no path of a home, no name of host or user."""
-    from everyframe.doctor.share import shareable
+    from everyframe.doctor.report import shareable
 
     lines = [f"everyframe {report.everyframe} doctor: {report.says}", ""]
     for check in report.checks:

@@ -2,7 +2,7 @@
 
 The order: check what was asked, check where it goes, plan, then let events flow to the screen and
 frames into the file. The last line on standard output is the bare path of the file.
-Read next: `sink.py`, `progress.py`, `everyframe.engine.run`.
+Read next: `output_files.py`, `progress.py`, `everyframe.engine.run`.
 """
 
 from __future__ import annotations
@@ -15,29 +15,33 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from everyframe.cli import plan as plan_command
-from everyframe.cli.asking import Asked, asked, check_given, check_written
-from everyframe.cli.last_words import Terminated
-from everyframe.cli.options import RUN_FLAGS, composed
+from everyframe.cli.options import RUN_FLAGS, make_command
+from everyframe.cli.parse_request import (
+    ParsedRequest,
+    check_input_files,
+    check_output_option,
+    parse_request,
+)
 from everyframe.cli.progress import Reporter, reporter
-from everyframe.cli.text import one_line
+from everyframe.cli.tables import one_line
 from everyframe.core.errors import CannotRunError, ExitCode, InputError, PeerLostError
 from everyframe.core.events import (
+    AudioDecoded,
     Event,
     Events,
-    Frames,
-    Kept,
+    FramesDecoded,
     Note,
     Planned,
-    Sound,
+    RunSaved,
     VideoDone,
-    Written,
+    VideoWritten,
 )
-from everyframe.engine.torchrun import under_torchrun
-from everyframe.media.paths import check_here
+from everyframe.engine.torchrun import Terminated, under_torchrun
+from everyframe.media.output_path import check_here
 from everyframe.runs.folder import RunFolder, root_of
 
 if TYPE_CHECKING:
-    from everyframe.cli.sink import Sink
+    from everyframe.cli.output_files import OutputFiles
 
 _HELP = """Make a video of a prompt.
 
@@ -56,8 +60,8 @@ def generate(
     **given: Any,
 ) -> int:
     """Make the video; the exit code. `given` holds the options of the request by name."""
-    wanted = asked(given, from_record)
-    check_written(wanted.request, output)
+    wanted = parse_request(given, from_record)
+    check_output_option(wanted.request, output)
     if dry_run and is_silent():
         return int(ExitCode.DONE)
     if dry_run:
@@ -66,32 +70,32 @@ def generate(
         raise InputError(
             f"--as {as_profile} plans for another machine and can make nothing here; give --dry-run"
         )
-    check_given(wanted.request)
+    check_input_files(wanted.request)
     if output is None:
         check_here()
     return make(_events(wanted, output, run_dir), output, json=json)
 
 
-def _events(wanted: Asked, output: str | None, run_dir: str | None) -> Callable[[], Events]:
+def _events(wanted: ParsedRequest, output: str | None, run_dir: str | None) -> Callable[[], Events]:
     """What starts the engine, in a worker process where that can be."""
     place = None if output is None else absolute(output)
 
     def started() -> Events:
         # Not on top: these bring NumPy, or torch, and a wrong option should be told at once.
         from everyframe.engine.comparison import compare_with
-        from everyframe.engine.launch import is_possible, launched
-        from everyframe.engine.process import Job
+        from everyframe.engine.launcher import is_possible, run_in_workers
+        from everyframe.engine.worker_process import WorkerJob
 
         root = root_of(run_dir)
         if is_possible():
-            job = Job(wanted.request, num_threads=wanted.num_threads, root=root, output=place,
+            job = WorkerJob(wanted.request, num_threads=wanted.num_threads, root=root, output=place,
                       as_uint8=True)  # fmt: skip
-            events = launched(job.of_ranks(wanted.request.num_ranks, under_torchrun()))
+            events = run_in_workers(job.of_ranks(wanted.request.num_ranks, under_torchrun()))
             return compare_with(wanted.record, events)
         from everyframe.engine.run import stream
-        from everyframe.runs.keeper import Keep
+        from everyframe.runs.run_state import SaveOptions
 
-        keep = Keep(root, place, as_uint8=True)
+        keep = SaveOptions(root, place, as_uint8=True)
         events = stream(wanted.request, num_threads=wanted.num_threads, keep=keep)
         return compare_with(wanted.record, events)
 
@@ -147,8 +151,8 @@ def _make(
     with shown.starting():
         events = start()
         # Not on top: it brings FFmpeg. The worker, where there is one, is starting meanwhile.
-        from everyframe.cli.sink import Sink as OpenFiles
-        from everyframe.cli.sink import paths_for
+        from everyframe.cli.output_files import OutputFiles as OpenFiles
+        from everyframe.cli.output_files import paths_for
 
         planned = next(events)
     assert isinstance(planned, Planned), "the plan comes first"
@@ -162,7 +166,7 @@ def _make(
     try:
         with closing(events), OpenFiles(paths, planned.plan.settings.fps) as sink:
             for event in events:
-                if isinstance(event, Kept):
+                if isinstance(event, RunSaved):
                     run = RunFolder(Path(event.path))
                 _take(event, sink, shown)
                 if isinstance(event, VideoDone):
@@ -180,28 +184,28 @@ def _make(
         raise
 
 
-def _take(event: Event, sink: Sink, shown: Reporter) -> None:
-    if isinstance(event, Frames):
+def _take(event: Event, sink: OutputFiles, shown: Reporter) -> None:
+    if isinstance(event, FramesDecoded):
         sink.add(event)
-    if isinstance(event, Sound):
+    if isinstance(event, AudioDecoded):
         _keep_sound(sink, event, shown)
     shown.show(event)
 
 
-def _finish(event: VideoDone, sink: Sink, shown: Reporter, run: RunFolder | None) -> str:
+def _finish(event: VideoDone, sink: OutputFiles, shown: Reporter, run: RunFolder | None) -> str:
     """Put a video in its place; its path."""
     path = sink.finish(event)
     if run is not None and run.path.is_dir():
         run.mark_done(event.seed)
-    shown.show(Written(path, event.seed))
+    shown.show(VideoWritten(path, event.seed))
     return path
 
 
-def _keep_sound(sink: Sink, event: Sound, shown: Reporter) -> None:
+def _keep_sound(sink: OutputFiles, event: AudioDecoded, shown: Reporter) -> None:
     """Put the sound beside the frames, or say why it can't be."""
     why_not = sink.add_sound(event)
     if why_not is not None:
         shown.show(Note(why_not))
 
 
-COMMAND = composed(generate, tuple(RUN_FLAGS), _HELP)
+COMMAND = make_command(generate, tuple(RUN_FLAGS), _HELP)

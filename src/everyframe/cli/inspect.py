@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 from everyframe.cli.options import command, positional, run_flag
-from everyframe.cli.text import json_line
+from everyframe.cli.tables import json_line
 from everyframe.core.errors import ExitCode
 
 

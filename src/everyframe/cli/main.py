@@ -7,6 +7,7 @@ Read next: `generate.py`; `everyframe.core.errors` for the table of exit codes.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -15,21 +16,55 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from everyframe import __version__
-from everyframe.cli.last_words import Terminated, after_others
 from everyframe.cli.streams import is_of_output, mute_output, prepare_streams, tell
-from everyframe.cli.text import error_line, printable
-from everyframe.core.errors import EveryframeError, ExitCode
-from everyframe.engine.torchrun import under_torchrun
+from everyframe.cli.tables import error_line, printable
+from everyframe.core.errors import EveryframeError, ExitCode, InputError, did_you_mean
+from everyframe.engine.torchrun import Terminated, after_others, under_torchrun
 
 if TYPE_CHECKING:
     from cyclopts import App
+
+LEVELS = ("debug", "info", "warning", "error")
+VARIABLE = "EVERYFRAME_LOG"
+
+
+class _ToStandardError(logging.Handler):
+    """Writes to whatever standard error is at the time: a progress bar puts itself in its place."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        tell(printable(self.format(record)))
+
+
+def set_up(asked: str | None) -> None:
+    """Set the level asked for, else the environment's, else warnings. Raises `InputError`."""
+    source = "--log-level" if asked is not None else VARIABLE
+    level = (asked if asked is not None else os.environ.get(VARIABLE) or "warning").lower()
+    if level not in LEVELS:
+        raise InputError(
+            f"{source} must be one of {', '.join(LEVELS)}, got {level!r}"
+            f"{did_you_mean(level, LEVELS)}"
+        )
+    root = logging.getLogger()
+    for handler in [handler for handler in root.handlers if isinstance(handler, _ToStandardError)]:
+        root.removeHandler(handler)
+    handler = _ToStandardError()
+    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+    root.addHandler(handler)
+    logging.getLogger("everyframe").setLevel(level.upper())
+    logging.captureWarnings(True)
+
+
+def is_debug() -> bool:
+    """Whether tracebacks are wanted."""
+    return logging.getLogger("everyframe").isEnabledFor(logging.DEBUG)
+
 
 #: Command -> (where it is, its line in the list of commands). Imported only when it is called.
 COMMANDS = {
     "generate": ("everyframe.cli.generate:COMMAND", "Make a video of a prompt."),
     "resume": ("everyframe.cli.resume:COMMAND", "Go on with a run that was broken off."),
     "plan": ("everyframe.cli.plan:COMMAND", "Say what would run; nothing is loaded or fetched."),
-    "paths": ("everyframe.cli.paths:COMMAND", "List fast paths, and what came of each here."),
+    "paths": ("everyframe.cli.fast_paths:COMMAND", "List fast paths, and what came of each here."),
     "doctor": ("everyframe.cli.doctor:COMMAND", "Check this machine, and say what mends it."),
     "inspect": ("everyframe.cli.inspect:COMMAND", "Say what made a video."),
     "models": ("everyframe.cli.models:COMMAND", "List known models and what they need."),
@@ -93,9 +128,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(words: list[str]) -> int:
     from cyclopts import CycloptsError
 
-    from everyframe.cli import log, usage
+    from everyframe.cli import help_format
 
-    log.set_up(None)
+    set_up(None)
     app = _app()
     try:
         command, bound, *_ = app.parse_args(
@@ -104,10 +139,10 @@ def _run(words: list[str]) -> int:
             exit_on_error=False,
         )
     except CycloptsError as error:
-        usage.complain(error, words, tuple(COMMANDS))
+        help_format.raise_usage_error(error, words, tuple(COMMANDS))
     values = {key: "-" if value == _DASH else value for key, value in bound.arguments.items()}
     if "log_level" in values:
-        log.set_up(values.pop("log_level"))
+        set_up(values.pop("log_level"))
     if _is_own(command):
         return int(command(**values))
     command(*bound.args, **bound.kwargs)  # help or version
@@ -117,7 +152,7 @@ def _run(words: list[str]) -> int:
 def _app() -> App:
     from cyclopts import App
 
-    from everyframe.cli.columns import formatter
+    from everyframe.cli.help_format import formatter
 
     app = App(
         name="everyframe",
@@ -180,7 +215,7 @@ def _say(error: BaseException, text: str, code: int, as_json: bool) -> int:
     prefix = "" if code == ExitCode.INTERRUPTED else "error: "
     tell(f"{prefix}{line}")
     if as_json:
-        from everyframe.cli.text import json_line
+        from everyframe.cli.tables import json_line
 
         try:
             print(json_line({"type": "error", "code": code, "message": line}), flush=True)
@@ -195,9 +230,9 @@ def _of_the_system(error: OSError) -> str:
 
 
 def _debug_traceback() -> None:
-    from everyframe.cli import log
+    pass
 
-    if log.is_debug():
+    if is_debug():
         _print_traceback()
 
 

@@ -1,6 +1,6 @@
 """``everyframe models``: what is known, what is on this disk, what it needs.
 
-Read next: `everyframe.planning.models`.
+Read next: `everyframe.planning.find_model`.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ import sys
 from dataclasses import asdict
 
 from everyframe.cli.options import command, run_flag
-from everyframe.cli.text import json_line
+from everyframe.cli.tables import json_line
 from everyframe.core.errors import ExitCode
 
 
 def models(*, json: bool = False) -> int:
     """Print one row a model, in JSON one line a model; the exit code."""
-    from everyframe.planning.models import list_models
+    from everyframe.planning.find_model import list_models
 
     rows = list_models()
     if json:

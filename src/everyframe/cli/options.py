@@ -2,7 +2,7 @@
 
 Flags of the command line alone (``--output``, ``--json``, …) stand here too, once. Values go
 through as text and are converted and checked by the fields, so that Python and command line say the
-same of a bad one. Read next: `asking.py`, `everyframe.core.options`.
+same of a bad one. Read next: `parse_request.py`, `everyframe.core.options`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ RUN_FLAGS: Mapping[str, tuple[str, type, str]] = {
 _RUN = Group("Output and run", sort_key=len(GROUPS) + 100)
 
 
-def composed(
+def make_command(
     function: Callable[..., int],
     flags: Sequence[str],
     help_text: str,

@@ -8,15 +8,15 @@ from __future__ import annotations
 import sys
 from typing import IO, Any
 
-from everyframe.cli.asking import asked, check_written
-from everyframe.cli.options import RUN_FLAGS, composed
-from everyframe.cli.text import json_line
-from everyframe.core.collector import collector_paused
+from everyframe.cli.options import RUN_FLAGS, make_command
+from everyframe.cli.parse_request import check_output_option, parse_request
+from everyframe.cli.tables import json_line
 from everyframe.core.errors import CannotRunError, ExitCode
 from everyframe.core.events import Planned
+from everyframe.core.garbage_collection import collector_paused
 from everyframe.core.plan import Plan
 from everyframe.core.request import Request
-from everyframe.media.paths import check_output
+from everyframe.media.output_path import check_output
 
 _HELP = """Say what would run, in which precision, with how much memory, and about how long.
 
@@ -33,8 +33,8 @@ def plan(
     **given: Any,
 ) -> int:
     """Print the plan of these options; the exit code."""
-    wanted = asked(given, from_record)
-    check_written(wanted.request, output)
+    wanted = parse_request(given, from_record)
+    check_output_option(wanted.request, output)
     return show(wanted.request, output, as_json=json, profile=as_profile)
 
 
@@ -73,6 +73,6 @@ def print_it(settled: Plan, file: IO[str], *, as_json: bool) -> None:
     print_plan(settled, file)
 
 
-COMMAND = composed(
+COMMAND = make_command(
     plan, tuple(name for name in RUN_FLAGS if name not in ("dry_run", "run_dir")), _HELP
 )

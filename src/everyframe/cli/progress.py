@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from everyframe.cli.streams import tell
-from everyframe.cli.tables import headline
-from everyframe.cli.text import clock, duration, json_line, one_line
+from everyframe.cli.tables import clock, duration, headline, json_line, one_line
 from everyframe.core.events import (
+    ComponentLoaded,
     Event,
-    Loaded,
     Note,
     Planned,
     Repaired,
@@ -171,7 +170,7 @@ class Bar(Reporter):
             self._stage = _Stage.started(event)
             self._row = self._progress.add_task(self._stage.label, total=None, tail="loading")
             self._row_of[event.stage] = self._row
-        elif isinstance(event, Loaded) and self._row is not None:
+        elif isinstance(event, ComponentLoaded) and self._row is not None:
             self._progress.update(self._row, total=self._stage.num_steps or None, tail="")
         elif isinstance(event, Step):
             self._step(event)

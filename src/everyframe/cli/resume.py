@@ -1,6 +1,6 @@
 """``everyframe resume``: go on with a run that was broken off, list such runs, forget them.
 
-The video goes where it was to go. Read next: `generate.py`, `everyframe.engine.resuming`.
+The video goes where it was to go. Read next: `generate.py`, `everyframe.engine.resume`.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from typing import IO, Any
 
 from everyframe.cli.generate import is_silent, make
 from everyframe.cli.options import command, flag, optional, request_flag, run_flag
-from everyframe.cli.text import json_line, shortened
-from everyframe.core.errors import BusyError, ExitCode, InputError
+from everyframe.cli.tables import json_line, shortened
+from everyframe.core.errors import ExitCode, InputError, RunLockedError
 from everyframe.core.events import Events
 from everyframe.core.request import Request
 from everyframe.engine.torchrun import under_torchrun
-from everyframe.media.paths import check_here, check_output
-from everyframe.runs.folder import RunFolder, find_run, root_of
-from everyframe.runs.listing import Listed, list_runs
+from everyframe.media.output_path import check_here, check_output
+from everyframe.runs.folder import RunFolder, RunSummary, find_run, list_runs, root_of
 from everyframe.runs.retention import MOST_BYTES, days_of_runs
 
 _HELP = """Go on with a run that was broken off: the video is that of an unbroken run, bit for bit.
@@ -57,7 +56,7 @@ def resume(
             raise InputError(f"say which run is to be forgotten: everyframe resume {found.name} "
                              "--forget")  # fmt: skip
         if found.is_busy():
-            raise BusyError(f"the run {found.name} is being worked on; end that process first")
+            raise RunLockedError(f"the run {found.name} is being worked on; end that process first")
         found.remove()
         return int(ExitCode.DONE)
     # Checked as the options of a run, which they replace.
@@ -76,18 +75,18 @@ def resume(
 
 
 def _events(found: RunFolder, where: Path, devices: Mapping[str, str], *, trusts: bool) -> Events:
-    from everyframe.engine.launch import is_possible, launched, ranks_of
-    from everyframe.engine.process import Job
+    from everyframe.engine.launcher import is_possible, ranks_of, run_in_workers
+    from everyframe.engine.worker_process import WorkerJob
 
     ranks, here = _other_ranks(found, devices, ranks_of(found)), under_torchrun()
     if is_possible():
         number = ranks_of(found) if ranks is None else Request(**ranks).num_ranks
-        job = Job(run=found.path, skip=found.done(), as_uint8=True, ranks=ranks,
+        job = WorkerJob(run=found.path, skip=found.done(), as_uint8=True, ranks=ranks,
                   trust_remote_code=trusts)  # fmt: skip
-        return launched(job.of_ranks(number, here), where if where.is_dir() else None)
-    from everyframe.engine.resuming import go_on
+        return run_in_workers(job.of_ranks(number, here), where if where.is_dir() else None)
+    from everyframe.engine.resume import resume_run
 
-    return go_on(found, skip=found.done(), ranks=ranks, trust_remote_code=trusts)
+    return resume_run(found, skip=found.done(), ranks=ranks, trust_remote_code=trusts)
 
 
 def _other_ranks(
@@ -123,10 +122,10 @@ def _age(seconds: float) -> str:
     return "now"
 
 
-def print_runs(rows: Sequence[Listed], file: IO[str]) -> None:
+def print_runs(rows: Sequence[RunSummary], file: IO[str]) -> None:
     """One row a run that can be gone on with, and what it is to show."""
     from everyframe.cli.tables import console, table
-    from everyframe.planning.forecast import describe_bytes
+    from everyframe.core.bytes import format_bytes
 
     out = console(file)
     if not rows:
@@ -136,13 +135,13 @@ def print_runs(rows: Sequence[Listed], file: IO[str]) -> None:
     for row in rows:
         far = f"{row.progress}; at work" if row.is_busy else row.progress
         age = _age(time.time() - row.written)
-        shown.add_row(row.run, row.model, far, age, describe_bytes(row.num_bytes))
+        shown.add_row(row.run, row.model, far, age, format_bytes(row.num_bytes))
     out.print(shown)
     total, days = sum(row.num_bytes for row in rows), days_of_runs()
     if days:
         out.print(
-            f"{describe_bytes(total)} in all; a run goes when nothing of it was written for "
-            f"{days:g} days, the oldest when all take more than {describe_bytes(MOST_BYTES)}",
+            f"{format_bytes(total)} in all; a run goes when nothing of it was written for "
+            f"{days:g} days, the oldest when all take more than {format_bytes(MOST_BYTES)}",
             style="dim",
         )
     for row in rows:

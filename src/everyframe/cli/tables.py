@@ -5,20 +5,80 @@ Read next: `plan.py`, `inspect.py`, `models.py`, which print them.
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
-from everyframe.cli.text import counted, printable
-from everyframe.core.division import Division
+from everyframe.core.bytes import format_bytes
+from everyframe.core.parallel_plan import ParallelPlan
 from everyframe.core.plan import ComponentPlan, Plan
-from everyframe.planning.dryrun import says
-from everyframe.planning.forecast import describe_bytes
+from everyframe.planning.dry_runs import describe_findings
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from everyframe.planning.models import ModelRow
+    from everyframe.planning.find_model import ModelRow
+
+#: What steers a terminal: control characters but for tab and newline (an escape begins with one),
+#: letters that turn the direction of those around them, other ends of a line, invisible tags.
+_STEERS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff\U000e0000-\U000e007f]"
+)
+
+#: The longest word of a message that is shown whole.
+_LONGEST = 1000
+
+
+def printable(text: str) -> str:
+    """The text as it may be shown: what would steer a terminal is written out, ``\\x1b``.
+
+    Prompts, names and messages come from files that anybody may have made.
+    """
+    return _STEERS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def one_line(text: str) -> str:
+    """The same in one line, so that none of it looks like a message of ours."""
+    return printable(text.replace("\n", "\\n"))
+
+
+def error_line(text: str) -> str:
+    """A message as one line; of a word longer than a path may be, the beginning is shown."""
+    words = (word if len(word) <= _LONGEST else f"{word[:80]}..." for word in text.split())
+    return one_line(" ".join(words))
+
+
+def json_line(value: Mapping[str, Any]) -> str:
+    """One line of ASCII JSON."""
+    line = json.dumps(value, allow_nan=False, separators=(", ", ": "))
+    return line.replace("\x7f", "\\u007f")
+
+
+def clock(seconds: float) -> str:
+    """``"0:07"``, ``"12:30"``, ``"1:02:03"``."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def duration(seconds: float) -> str:
+    """``"0.3 s"``, ``"42 s"``, ``"12:30"``."""
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    return clock(seconds)
+
+
+def shortened(text: str, length: int) -> str:
+    """The text in one line, cut where it is longer than that."""
+    line = " ".join(text.split())
+    return line if len(line) <= length else line[: length - 1] + "…"
+
+
+def counted(number: int, thing: str) -> str:
+    """``"1 frame"``, ``"17 frames"``."""
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
 def console(file: IO[str]) -> Console:
@@ -39,7 +99,7 @@ def headline(plan: Plan) -> tuple[str, str]:
     parts = dict(_settings_rows(plan.to_json()["settings"]))
     parts.pop("prompt", None)
     dtypes = "/".join(dict.fromkeys(str(part.precision) for part in plan.components))
-    memory = f"{describe_bytes(plan.peak_bytes)} of {describe_bytes(plan.device.free_memory)} free"
+    memory = f"{format_bytes(plan.peak_bytes)} of {format_bytes(plan.device.free_memory)} free"
     return (
         f"{plan.model}: {parts['video']}; {parts['sampling']}",
         f"{plan.device.torch_name}, {dtypes}, {counted(plan.num_threads, 'thread')}; "
@@ -75,17 +135,17 @@ def print_plan(plan: Plan, file: IO[str]) -> None:
     for clash in plan.clashes:
         out.print(f"clash: {clash}", style="red")
     if plan.stages and not plan.clashes:
-        out.print(f"Dry run: {says(plan)}.", style="green")
+        out.print(f"Dry run: {describe_findings(plan)}.", style="green")
     if plan.obstacle is None:
         largest = max(plan.components, key=lambda part: part.peak_bytes)
         needs = f"the {largest.stage} stage needs the most memory, about"
-        have = f"of {describe_bytes(plan.device.free_memory)} free"
-        out.print(f"Fits: {needs} {describe_bytes(plan.peak_bytes)} {have}.", style="green")
+        have = f"of {format_bytes(plan.device.free_memory)} free"
+        out.print(f"Fits: {needs} {format_bytes(plan.peak_bytes)} {have}.", style="green")
     else:
         out.print("Can't be done here.", style="red")
 
 
-def _ranks(division: Division) -> Table:
+def _ranks(division: ParallelPlan) -> Table:
     """Each rank's part of one video's denoising, and what it sends."""
     keeps = any(rank.weight_bytes for rank in division.ranks)
     shown = table(
@@ -111,7 +171,7 @@ def _ranks(division: Division) -> Table:
 
 
 def _sent(num_bytes: int) -> str:
-    return describe_bytes(num_bytes) if num_bytes else "nothing"
+    return format_bytes(num_bytes) if num_bytes else "nothing"
 
 
 def print_record(record: Mapping[str, Any], file: IO[str]) -> None:
@@ -137,7 +197,7 @@ def print_models(rows: Sequence[ModelRow], file: IO[str]) -> None:
 
     out = console(file)
     heads = ("model", "on disk", "memory", "here")
-    lines = [(row.name, _on_disk(row), describe_bytes(row.needs_bytes), _here(row)) for row in rows]
+    lines = [(row.name, _on_disk(row), format_bytes(row.needs_bytes), _here(row)) for row in rows]
     widths = [max(map(len, column)) for column in zip(heads, *lines, strict=True)]
 
     def laid_out(cells: Sequence[str]) -> str:
@@ -154,7 +214,7 @@ def print_models(rows: Sequence[ModelRow], file: IO[str]) -> None:
 def _on_disk(row: ModelRow) -> str:
     if row.on_disk:
         return "yes"
-    return "no" if not row.download_bytes else f"{describe_bytes(row.download_bytes)} to fetch"
+    return "no" if not row.download_bytes else f"{format_bytes(row.download_bytes)} to fetch"
 
 
 def _here(row: ModelRow) -> str:
@@ -206,7 +266,7 @@ def _device(plan: Mapping[str, Any]) -> str:
         return ""
     words = [str(device.get("name", "?"))]
     if "free_memory" in device and "memory" in device:
-        free, whole = describe_bytes(device["free_memory"]), describe_bytes(device["memory"])
+        free, whole = format_bytes(device["free_memory"]), format_bytes(device["memory"])
         words += [f"{free} of {whole} free"]
     if isinstance(plan.get("num_threads"), int):
         words += [counted(plan["num_threads"], "thread")]
@@ -266,14 +326,14 @@ def _components(parts: Sequence[ComponentPlan]) -> Table:
             part.device,
             part.precision.compute,
             _weights(part),
-            describe_bytes(part.working_bytes),
-            describe_bytes(part.peak_bytes),
+            format_bytes(part.working_bytes),
+            format_bytes(part.peak_bytes),
         )
     return shown
 
 
 def _weights(part: ComponentPlan) -> str:
-    size = describe_bytes(part.weight_bytes)
+    size = format_bytes(part.weight_bytes)
     return f"{size} {part.precision.weights}" if part.precision.weights else size
 
 

@@ -11,16 +11,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from everyframe.cli.asking import asked, check_given
-from everyframe.cli.options import command, composed, flag, positional, run_flag
+from everyframe.cli.options import command, flag, make_command, positional, run_flag
+from everyframe.cli.parse_request import check_input_files, parse_request
 from everyframe.cli.progress import reporter
-from everyframe.cli.text import json_line, one_line
+from everyframe.cli.tables import json_line, one_line
 from everyframe.core.errors import ExitCode, InputError
 from everyframe.core.paths import check_path
-from everyframe.numerics.trace.place import check_place
+from everyframe.numerics.trace.output_check import check_place
 
 if TYPE_CHECKING:
-    from everyframe.engine.tracing import Verdict
+    from everyframe.engine.tracing import TraceVerdict
 
 _RECORD_HELP = """Run a request, and keep of every module and call what it computed.
 
@@ -41,11 +41,11 @@ def record(
     **given: Any,
 ) -> int:
     """Record the trace of a run; the exit code."""
-    wanted = asked(given, from_record)
+    wanted = parse_request(given, from_record)
     if output is None:
         raise InputError("name the trace to write, such as -o a.trace")
     check_place(output)
-    check_given(wanted.request)
+    check_input_files(wanted.request)
     with reporter(json) as shown:
         # Not on top: these bring torch, and a wrong option should be told at once.
         with shown.starting():
@@ -85,7 +85,7 @@ def diff(
     return int(ExitCode.DONE if verdict.is_explained else ExitCode.TROUBLE)
 
 
-def _print(verdict: Verdict, first: str, second: str, output: str | None) -> None:
+def _print(verdict: TraceVerdict, first: str, second: str, output: str | None) -> None:
     from everyframe.cli.tables import console
 
     out = console(sys.stdout)
@@ -119,7 +119,7 @@ def _check_picture(output: str) -> None:
         raise InputError(f"{output!r} can't be written: no such folder, or it is one")
 
 
-RECORD = composed(
+RECORD = make_command(
     record,
     ("from_record", "json", "log_level"),
     _RECORD_HELP,

@@ -69,7 +69,7 @@ class CannotRunError(EveryframeError):
 
 
 @dataclass(frozen=True)
-class Scarcity:
+class OutOfMemoryInfo:
     """That memory ran out on `rank`, in step `step` of `stage`, in one of those `components`.
 
     `where` is the step as a person reads it, `said` what the allocator said.
@@ -83,19 +83,19 @@ class Scarcity:
     rank: int = 0
 
 
-class ScarceError(CannotRunError):
+class DistributedOutOfMemoryError(CannotRunError):
     """Memory ran out in the middle of what several ranks compute together.
 
     None of them can do with less by itself; whoever started them can start all of them again.
     """
 
-    def __init__(self, text: str, scarcity: Scarcity) -> None:
+    def __init__(self, text: str, scarcity: OutOfMemoryInfo) -> None:
         super().__init__(text)
         self.scarcity = scarcity
 
-    def reworded(self, text: str) -> ScarceError:
+    def reworded(self, text: str) -> DistributedOutOfMemoryError:
         """The same error in other words."""
-        return ScarceError(text, self.scarcity)
+        return DistributedOutOfMemoryError(text, self.scarcity)
 
 
 class NumericsError(EveryframeError):
@@ -111,7 +111,7 @@ class WorkerDiedError(EveryframeError):
 
 
 @dataclass(frozen=True)
-class Loss:
+class DeviceLoss:
     """A device that was lost: `what` was lost when, what was `said` of it, in one line each.
 
     Besides what is `likely` and how to `mend` it. `is_of_the_card` where no kernel is to blame: the
@@ -134,7 +134,7 @@ class DeviceLostError(WorkerDiedError):
     `loss` has the parts of it where the process that lost it tells.
     """
 
-    def __init__(self, text: str, loss: Loss | None = None) -> None:
+    def __init__(self, text: str, loss: DeviceLoss | None = None) -> None:
         super().__init__(text)
         self.loss = loss
 
@@ -143,15 +143,15 @@ class DeviceLostError(WorkerDiedError):
         return DeviceLostError(text, self.loss)
 
 
-class BusyError(EveryframeError):
+class RunLockedError(EveryframeError):
     """A run that another process is working on."""
 
 
-class NotPlainError(EveryframeError):
+class NotSerializableError(EveryframeError):
     """A value that can't be kept: an object of somebody else's."""
 
 
-class DamagedError(EveryframeError):
+class CorruptRunError(EveryframeError):
     """What was kept is not there as it was written."""
 
     exit_code = ExitCode.WRONG_INPUT
@@ -161,7 +161,7 @@ class PeerLostError(WorkerDiedError):
     """Another rank went away or does not answer; which one, and why, others may know better."""
 
 
-def nearest(given: str, allowed: Iterable[str], count: int = 1) -> list[str]:
+def closest_names(given: str, allowed: Iterable[str], count: int = 1) -> list[str]:
     """The names in `allowed` that `given` was most likely meant to be, best first, maybe none."""
     by_folded: dict[str, str] = {name.casefold(): name for name in allowed}
     close = difflib.get_close_matches(given.casefold(), list(by_folded), n=count, cutoff=0.5)
@@ -170,5 +170,5 @@ def nearest(given: str, allowed: Iterable[str], count: int = 1) -> list[str]:
 
 def did_you_mean(given: str, allowed: Iterable[str]) -> str:
     """A clause to append to an error, such as ``"; did you mean 'shapes'?"``, or nothing."""
-    close = nearest(given, allowed)
+    close = closest_names(given, allowed)
     return f"; did you mean {close[0]!r}?" if close else ""

@@ -40,7 +40,7 @@ class Planned(Event):
 
 
 @dataclass(frozen=True)
-class Ready(Event):
+class WeightsReady(Event):
     """All files are on this disk and known by their hash: `record` is what makes it again."""
 
     type: ClassVar[str] = "ready"
@@ -48,7 +48,7 @@ class Ready(Event):
 
 
 @dataclass(frozen=True)
-class Kept(Event):
+class RunSaved(Event):
     """How far the run comes is kept in the folder `path`: ``everyframe resume RUN`` goes on."""
 
     type: ClassVar[str] = "kept"
@@ -68,7 +68,7 @@ class StageStarted(Event):
 
 
 @dataclass(frozen=True)
-class Loaded(Event):
+class ComponentLoaded(Event):
     """A component's weights are in memory, `seconds` after the stage asked for them."""
 
     type: ClassVar[str] = "loaded"
@@ -145,7 +145,7 @@ def event_of(data: Mapping[str, Any]) -> Event:
 
 
 @dataclass(frozen=True)
-class Frames(Event):
+class FramesDecoded(Event):
     """Finished frames of the video with this seed, float32 in 0..1, (T, H, W, 3), in order.
 
     `index` says which it is where one call of a pipeline makes several with one seed.
@@ -159,7 +159,7 @@ class Frames(Event):
 
 
 @dataclass(frozen=True)
-class Sound(Event):
+class AudioDecoded(Event):
     """The sound of the video with this seed, float32 in -1..1, (channels, n), `rate` a second.
 
     Comes before the frames that it belongs to.
@@ -197,7 +197,7 @@ class VideoDone(Event):
 
 
 @dataclass(frozen=True)
-class Written(Event):
+class VideoWritten(Event):
     """A file or folder is on disk, whole."""
 
     type: ClassVar[str] = "written"

@@ -10,7 +10,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Product:
+class OpShape:
     """A matrix product, convolution or attention of certain sizes: what a device is fast at or not.
 
     `kind` is ``product``, ``convolution`` or ``attention``; `shapes` are those of its operands,
@@ -25,7 +25,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Rates:
+class Throughput:
     """How fast a device is: `products` in operations a second by dtype, the rest in bytes a second.
 
     `memory` is what passing over tensors takes, `load` the way from a file into place, `mapping`
@@ -39,7 +39,7 @@ class Rates:
     load: float
     source: str
     launch: float = 1e-5
-    measured: tuple[tuple[Product, float], ...] = ()
+    measured: tuple[tuple[OpShape, float], ...] = ()
     mapping: float | None = None
 
     def product(self, dtype: str) -> float:
@@ -75,7 +75,7 @@ class DeviceFacts:
     has_fast_fp16: bool = False
     dtypes: tuple[str, ...] = ALL_DTYPES
     max_array_bytes: int | None = None
-    rates: Rates | None = None
+    rates: Throughput | None = None
     fp16_slowdown: float | None = None
 
     @property

@@ -37,7 +37,7 @@ def check_path(given: Any, what: str = "a path") -> str:
     return text
 
 
-def path_of(given: Any, what: str = "a path") -> Path:
+def expand_path(given: Any, what: str = "a path") -> Path:
     """The path, ``~`` replaced by the home folder.
 
     Raises:

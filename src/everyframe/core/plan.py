@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from everyframe.core.division import Division
 from everyframe.core.facts import DeviceFacts
+from everyframe.core.parallel_plan import ParallelPlan
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ PLAIN = "plain kernels"
 
 
 @dataclass(frozen=True)
-class Remedy:
+class Repair:
     """A repair: `module` of `component`, by its dotted name, runs in `to` where `dtype` is wanted.
 
     The whole component where the name is empty. Dtypes by torch's names; `to` may also be
@@ -113,7 +113,7 @@ class Remedy:
 
 
 @dataclass(frozen=True)
-class Choice:
+class FastPathChoice:
     """A fast path that was weighed for a component, and what came of it.
 
     `verdict` is ``certified`` or ``refused`` by its certificate, ``untried`` without one,
@@ -139,7 +139,7 @@ class ComponentPlan:
     of everything else while it runs. With `offload` the parameters lie in the host's memory, or in
     their files if it `streams`; with `holders` above 1 so many ranks keep them between them. Then
     `resident_bytes` of them at most are on the device at any time. `remedies` are repairs that it
-    has from the start. `paths` are the fast paths that it runs by (`everyframe.optimize`), None
+    has from the start. `paths` are the fast paths that it runs by (`everyframe.fast_paths`), None
     where nobody chose and torch does as it likes; `choices` say why, of these and of those that it
     does not run by.
     """
@@ -156,9 +156,9 @@ class ComponentPlan:
     offload: bool = False
     streams: bool = False
     resident_bytes: int | None = None
-    remedies: tuple[Remedy, ...] = ()
+    remedies: tuple[Repair, ...] = ()
     paths: tuple[str, ...] | None = None
-    choices: tuple[Choice, ...] = ()
+    choices: tuple[FastPathChoice, ...] = ()
     by_turns: bool = False
     holders: int = 1
 
@@ -250,7 +250,7 @@ class Plan:
     host_bytes: int = 0
     rates: str = ""
     profile: str | None = None
-    division: Division | None = None
+    division: ParallelPlan | None = None
     switches: Switches | None = None
 
     @property

@@ -12,12 +12,12 @@ from typing import Any
 
 from pydantic import ValidationInfo, field_validator, model_validator
 
-from everyframe.core.amounts import parse_bytes
-from everyframe.core.division import parse_ways
+from everyframe.core.bytes import parse_bytes
 from everyframe.core.errors import InputError, did_you_mean
+from everyframe.core.option_values import SPELLED, option_text
 from everyframe.core.options import Options, option
-from everyframe.core.plan import Remedy
-from everyframe.core.spelling import SPELLED, spelled
+from everyframe.core.parallel_plan import parse_ways
+from everyframe.core.plan import Repair
 
 #: Spellings of each precision. `auto` leaves the choice to the plan.
 DTYPES = {
@@ -231,7 +231,7 @@ class Request(Options):
         python_only=True,
         person_only=True,
     )
-    remedies: tuple[Remedy, ...] | None = option(
+    remedies: tuple[Repair, ...] | None = option(
         "The repairs to begin with, exactly; a record has them.",
         group="Machine",
         python_only=True,
@@ -250,7 +250,7 @@ class Request(Options):
     @classmethod
     def _spelled(cls, given: Any, info: ValidationInfo) -> Any:
         """What Python has a value of its own for, as the text that stands for it."""
-        return spelled(str(info.field_name), given)
+        return option_text(str(info.field_name), given)
 
     @field_validator("without", mode="before")
     @classmethod

@@ -2,7 +2,7 @@
 
 ``-m`` and ``-c`` put that folder before the standard library, so that a ``queue.py`` in it would
 run in place of Python's own. Every process of ours is started with these; read next:
-`everyframe.engine.process`, `everyframe.hardware.isolated`.
+`everyframe.engine.worker_process`, `everyframe.hardware.isolation`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Checks that look at facts and run nothing: devices, versions, libraries, issues, variables.
 
-Each takes a `Patient` and gives a `Check`; so each answers for made-up machines too.
+Each takes a `DoctorInput` and gives a `Check`; so each answers for made-up machines too.
 Read next: `probing` (those that try), `diagnose` (who calls them all).
 """
 
@@ -11,16 +11,16 @@ from dataclasses import dataclass, field
 
 from packaging.version import InvalidVersion, Version
 
+from everyframe.core.bytes import format_bytes
 from everyframe.core.facts import DeviceFacts, MachineFacts, SoftwareFacts
-from everyframe.doctor import tested, variables
+from everyframe.doctor import reference_tables
 from everyframe.doctor.report import Check, Finding
-from everyframe.hardware.isolated import Ended
-from everyframe.hardware.known_issues import Match, Mend, find
-from everyframe.planning.forecast import describe_bytes
+from everyframe.hardware.isolation import ProcessResult
+from everyframe.hardware.known_issues import Fix, Match, find
 
 
 @dataclass(frozen=True)
-class Patient:
+class DoctorInput:
     """Who is judged: facts, whether they are of a `profile`, what is `used`, and what probes found.
 
     `probed` maps a probe's name to whether all devices passed it; it is empty before they ran and
@@ -31,7 +31,7 @@ class Patient:
     profile: str | None = None
     used: frozenset[str] = frozenset()
     probed: dict[str, bool] = field(default_factory=dict)
-    failed: Ended | None = None
+    failed: ProcessResult | None = None
 
     @property
     def software(self) -> SoftwareFacts:
@@ -44,7 +44,7 @@ class Patient:
         return self.profile is None
 
 
-def devices(patient: Patient) -> Check:
+def devices(patient: DoctorInput) -> Check:
     """What can compute, and cards that torch does not see."""
     said = "; ".join(_counted(patient.machine))
     found = []
@@ -56,20 +56,20 @@ def devices(patient: Patient) -> Check:
     return Check.of("devices", said, found)
 
 
-def _not_told(failed: Ended) -> Finding:
+def _not_told(failed: ProcessResult) -> Finding:
     """Why torch can't say what devices there are: a card that is broken, or torch itself."""
     if (loss := failed.loss) is not None:
         return Finding(
             mark="trouble",
             says=f"when torch was asked for its devices, {loss.what} ({loss.said})",
             cause=loss.likely,
-            mend=(Mend(do=loss.mend),),
+            mend=(Fix(do=loss.mend),),
         )
     return Finding(
         mark="trouble",
         says=f"asking torch for its devices {failed}",
         cause="torch, or a library that it loads, does not work here.",
-        mend=(Mend(do="install torch anew", command="pip install --force-reinstall torch"),),
+        mend=(Fix(do="install torch anew", command="pip install --force-reinstall torch"),),
     )
 
 
@@ -83,8 +83,8 @@ def _counted(machine: MachineFacts) -> Iterator[str]:
         first = group[0]
         number = ".".join(map(str, first.capability)) if first.capability else ""
         capability = f"capability {number}, " if number else ""
-        free = describe_bytes(min(device.free_memory for device in group))
-        yield f"{times}{name} ({capability}{free} of {describe_bytes(memory)} free)"
+        free = format_bytes(min(device.free_memory for device in group))
+        yield f"{times}{name} ({capability}{free} of {format_bytes(memory)} free)"
 
 
 def _unseen_card(software: SoftwareFacts) -> Finding:
@@ -99,7 +99,7 @@ def _unseen_card(software: SoftwareFacts) -> Finding:
             else "The driver may be too old for this torch, or the cards are hidden."
         ),
         mend=(
-            Mend(
+            Fix(
                 do="install torch for CUDA, from the page that pytorch.org shows for your system",
                 command="pip install --force-reinstall torch",
             ),
@@ -107,7 +107,7 @@ def _unseen_card(software: SoftwareFacts) -> Finding:
     )
 
 
-def versions(patient: Patient) -> Check:
+def versions(patient: DoctorInput) -> Check:
     """What is installed against the oldest that can work."""
     software = patient.software
     there = {"python": software.python, **software.packages}
@@ -117,9 +117,9 @@ def versions(patient: Patient) -> Check:
         Finding(
             mark="trouble",
             says=f"{name} {have} is older than {need}, the oldest that Everyframe works with",
-            mend=(Mend(do="update it", command=_update(name, need)),),
+            mend=(Fix(do="update it", command=_update(name, need)),),
         )
-        for name, (have, need) in tested.too_old(software).items()
+        for name, (have, need) in reference_tables.too_old(software).items()
     ]
     found += _without_kernels(patient)
     details = (f"{name} {version}" for name, version in software.packages.items())
@@ -132,7 +132,7 @@ def _update(name: str, need: str) -> str:
     return f'pip install -U "{name}>={need}"'
 
 
-def _without_kernels(patient: Patient) -> Iterator[Finding]:
+def _without_kernels(patient: DoctorInput) -> Iterator[Finding]:
     """Cards that this build of torch has no code for, by torch's own list."""
     built = [name for name in patient.software.architectures if name.startswith(("sm_", "compute"))]
     seen = set()
@@ -146,7 +146,7 @@ def _without_kernels(patient: Patient) -> Iterator[Finding]:
                 says=f"this torch has no kernels for {device.name}",
                 cause=f"It was built for {', '.join(built)}.",
                 mend=(
-                    Mend(
+                    Fix(
                         do="install a build for this card, from the page that pytorch.org shows",
                         command="pip install --force-reinstall torch",
                     ),
@@ -164,7 +164,7 @@ def _runs_on(architecture: str, capability: tuple[int, int]) -> bool:
     return built[0] == capability[0] and built[1] <= capability[1]
 
 
-def libraries(patient: Patient) -> Check:
+def libraries(patient: DoctorInput) -> Check:
     """What is really loaded against what pip lists, and libraries that are there twice."""
     software = patient.software
     driver = [f"driver {software.driver}"] if software.driver else []
@@ -184,7 +184,7 @@ def _other_than_listed(software: SoftwareFacts) -> Iterator[Finding]:
             mark="note",
             says=f"{name} {version} is loaded, and pip lists {software.packages[package]}",
             cause="Another copy comes first in LD_LIBRARY_PATH, or in what torch was built with.",
-            mend=(Mend(do="let torch find its own", command="unset LD_LIBRARY_PATH"),),
+            mend=(Fix(do="let torch find its own", command="unset LD_LIBRARY_PATH"),),
         )
 
 
@@ -203,11 +203,11 @@ def _twice(software: SoftwareFacts) -> Iterator[Finding]:
             mark="note",
             says=f"{len(paths)} copies of {name} are loaded",
             cause=f"They are {', '.join(paths)}; which one is called is chance.",
-            mend=(Mend(do="keep one", command="unset LD_LIBRARY_PATH LD_PRELOAD"),),
+            mend=(Fix(do="keep one", command="unset LD_LIBRARY_PATH LD_PRELOAD"),),
         )
 
 
-def known_issues(patient: Patient) -> Check:
+def known_issues(patient: DoctorInput) -> Check:
     """The known issues that this machine has, but for those that can't happen here."""
     matches = find(_known(patient), patient.used)
     found = [finding for match in matches if (finding := _issue(match, patient)) is not None]
@@ -226,12 +226,12 @@ def _in_short(match: Match) -> str:
     return f"{match.issue.id}: {way}. {match.issue.here}"
 
 
-def _known(patient: Patient) -> MachineFacts:
+def _known(patient: DoctorInput) -> MachineFacts:
     machine = patient.machine
     return MachineFacts(machine.devices, machine.num_cores, machine.versions, patient.software)
 
 
-def _issue(match: Match, patient: Patient) -> Finding | None:
+def _issue(match: Match, patient: DoctorInput) -> Finding | None:
     """What is said of a known issue; None where it can't happen, or a probe saw that it doesn't."""
     issue = match.issue
     if issue.avoided or match.unused or match.needs == "plan":
@@ -251,19 +251,25 @@ def _issue(match: Match, patient: Patient) -> Finding | None:
     )
 
 
-def environment(patient: Patient) -> Check:
+def environment(patient: DoctorInput) -> Check:
     """Variables that are set and change what comes out, with what stands for them here."""
-    found = tuple(variables.findings(patient.software.environment, patient.machine.num_cores))
+    found = tuple(
+        reference_tables.findings(patient.software.environment, patient.machine.num_cores)
+    )
     environment = patient.software.environment
     said = "variables that change results" if found else "nothing set that changes results"
     details = (f"{name}={value}" for name, value in environment.items())
     return Check.of("environment", said, found, details)
 
 
-def tested_versions(patient: Patient) -> Check:
+def tested_versions(patient: DoctorInput) -> Check:
     """Whether this combination was tested; if not, the row that would say so."""
-    told = tested.look_up(_known(patient), patient.machine.devices[0], tested.table().rows)
-    least = ", ".join(f"{name} {version}" for name, version in tested.table().minimum.items())
+    told = reference_tables.look_up(
+        _known(patient), patient.machine.devices[0], reference_tables.table().rows
+    )
+    least = ", ".join(
+        f"{name} {version}" for name, version in reference_tables.table().minimum.items()
+    )
     found = []
     if told.answer == "known bad":
         assert told.row is not None
@@ -281,14 +287,16 @@ def tested_versions(patient: Patient) -> Check:
             Finding(
                 mark="note",
                 says=f"nobody told us yet that this combination works{others}",
-                mend=(Mend(do=row, command=tested.as_line(told.own)),) if patient.is_real else (),
+                mend=(Fix(do=row, command=reference_tables.as_line(told.own)),)
+                if patient.is_real
+                else (),
                 sources=(told.row.source,) if told.row and told.row.source else (),
             )
         )
     return Check.of("tested", f"{told.answer}; at least {least}", found)
 
 
-Look = Callable[[Patient], Check]
+Look = Callable[[DoctorInput], Check]
 
 #: Checks on facts by name, in the order in which they are told.
 LOOKS: dict[str, Look] = {

@@ -19,12 +19,12 @@ from everyframe.core.errors import InputError, did_you_mean
 from everyframe.core.facts import MachineFacts
 from everyframe.core.options import explain
 from everyframe.core.paths import check_path
-from everyframe.doctor.checks import LOOKS, Patient
+from everyframe.doctor.checks import LOOKS, DoctorInput
 from everyframe.doctor.probes import PROBES, Probe
-from everyframe.doctor.probing import devices_to_probe, probe
+from everyframe.doctor.reference_tables import look_up, table
 from everyframe.doctor.report import Check, Finding, Report, verdict_line, worst
-from everyframe.doctor.tested import look_up, table
-from everyframe.hardware.machine import ask
+from everyframe.doctor.run_probes import devices_to_probe, probe
+from everyframe.hardware.facts import query_machine
 from everyframe.hardware.profiles import find_profile
 
 #: What every family of ours uses, by the tags of known issues.
@@ -89,16 +89,18 @@ def _wanted(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(names) or known
 
 
-def _patient(profile: str | Path | None, model: str | None) -> Patient:
+def _patient(profile: str | Path | None, model: str | None) -> DoctorInput:
     if profile is not None:
         machine, failed = _made_up(profile), None
     else:
-        asked = ask()
+        asked = query_machine()
         machine, failed = asked.machine, None if asked.ended.is_well else asked.ended
     used = {*_ALWAYS_USED, *(f"dtype:{dtype}" for dtype in _dtypes(machine))}
     if model is not None:
         used.add(f"model:{model}")
-    return Patient(machine, None if profile is None else str(profile), frozenset(used), {}, failed)
+    return DoctorInput(
+        machine, None if profile is None else str(profile), frozenset(used), {}, failed
+    )
 
 
 def _made_up(profile: str | Path) -> MachineFacts:
@@ -127,7 +129,7 @@ def _dtypes(machine: MachineFacts) -> set[str]:
 
 
 def _run(
-    patient: Patient,
+    patient: DoctorInput,
     wanted: Sequence[str],
     probes: Sequence[Probe],
     model: str | None,
@@ -154,7 +156,7 @@ def _run(
             yield _safely(name, LOOKS[name], patient)
 
 
-def _safely(name: str, look: Callable[[Patient], Check], patient: Patient) -> Check:
+def _safely(name: str, look: Callable[[DoctorInput], Check], patient: DoctorInput) -> Check:
     """The check, or that it broke: our own fault, and no reason to stop."""
     try:
         return look(patient)
@@ -163,21 +165,21 @@ def _safely(name: str, look: Callable[[Patient], Check], patient: Patient) -> Ch
         return Check.of(name, text[:300], [Finding(mark="broke", says=text[:300])])
 
 
-def _plan(patient: Patient, model: str) -> Check:
+def _plan(patient: DoctorInput, model: str) -> Check:
     """Whether this machine can run the model as it comes, by its plan."""
-    from everyframe.doctor.models import plan_of
+    from everyframe.doctor.model_check import plan_of
 
     return plan_of(patient, model)
 
 
-def _smoke(patient: Patient) -> Check:
+def _smoke(patient: DoctorInput) -> Check:
     """The embedded model in every precision of this device."""
-    from everyframe.doctor.smoke import smoke
+    from everyframe.doctor.smoke_test import smoke
 
     return smoke(patient)
 
 
-def _tested(patient: Patient) -> dict[str, Any]:
+def _tested(patient: DoctorInput) -> dict[str, Any]:
     machine = replace(patient.machine, software=patient.software)
     told = look_up(machine, machine.devices[0], table().rows)
     return {"answer": told.answer, "minimum": table().minimum, "row": told.own}

@@ -2,7 +2,7 @@
 
 It is checked whole before any of it is used. What a person has to say in this call (code that may
 run, devices, folders, what costs a lot) is never taken from it, and models only where they are
-listed. Read next: `record.py`, which makes records and requests of them.
+listed. Read next: `provenance.py`, which makes records and requests of them.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from everyframe.checkpoints.find import is_listed
 from everyframe.checkpoints.folder import is_plain_name
+from everyframe.checkpoints.locate import is_listed
 from everyframe.core.errors import InputError
 from everyframe.core.options import Options, explain, facts_of, shown
 from everyframe.core.request import Request
@@ -125,7 +125,7 @@ def check_record(record: Mapping[str, Any]) -> Record:
         raise InputError(f"the record is nothing that JSON can hold: {error}") from None
 
 
-def taken(asked: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
+def accepted_options(asked: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
     """What counts of the request in a record, beside the options `given` in this call.
 
     Raises:
@@ -144,7 +144,7 @@ def taken(asked: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
     return found
 
 
-def left_out(asked: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, ...]:
+def rejected_options(asked: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, ...]:
     """What the request in a record asks that does not count, unless it is in the other one, too."""
     return tuple(
         f"its {name}={shown(value)} is not taken from a record; give it again: {_flag(name)}"

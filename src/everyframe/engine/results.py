@@ -12,11 +12,11 @@ from typing import Any, Literal
 import numpy as np
 
 from everyframe.core.errors import EveryframeWarning
-from everyframe.core.events import Event, Events, Frames, Note, Planned, Repaired, VideoDone
-from everyframe.core.events import Sound as SoundMade
-from everyframe.media.paths import exact_fps
+from everyframe.core.events import AudioDecoded as SoundMade
+from everyframe.core.events import Event, Events, FramesDecoded, Note, Planned, Repaired, VideoDone
+from everyframe.media.audio import Audio
+from everyframe.media.output_path import exact_fps
 from everyframe.media.pixels import to_uint8
-from everyframe.media.sound import Sound
 from everyframe.media.video import Video
 
 Output = Literal["uint8", "float"]
@@ -72,7 +72,7 @@ def _is_ours(module: str) -> bool:
 def collect_videos(events: Events, output: Output, told: EventTeller) -> list[Video]:
     """The videos in the order of their seeds, whichever of several devices was done first."""
     frames: dict[tuple[int, int | None], list[np.ndarray[Any, Any]]] = {}
-    sounds: dict[tuple[int, int | None], Sound] = {}
+    sounds: dict[tuple[int, int | None], Audio] = {}
     videos: dict[tuple[int, int], Video] = {}
     fps = Fraction(0)
     for event in told.rest(events):
@@ -80,8 +80,8 @@ def collect_videos(events: Events, output: Output, told: EventTeller) -> list[Vi
             # Before hours of work: not every number is a frame rate that can be had.
             fps = exact_fps(event.plan.settings.fps)
         elif isinstance(event, SoundMade):
-            sounds[event.seed, event.index] = Sound(event.samples, event.rate)
-        elif isinstance(event, Frames):
+            sounds[event.seed, event.index] = Audio(event.samples, event.rate)
+        elif isinstance(event, FramesDecoded):
             pieces = frames.setdefault((event.seed, event.index), [])
             first = sum(len(piece) for piece in pieces)
             # Checked for non-finite values before any rounding, whichever form is wanted.

@@ -3,60 +3,147 @@
 Stages are the family's; here is their order, what they share, and how given frames come in. Memory
 peaks at the largest stage: a component lives as long as its stage's generator. Several videos of
 one request go through each stage together, each with its own seed, one after the other, so each is
-bit for bit what that seed alone gives. Read next: `families/family.py`, `record.py`.
+bit for bit what that seed alone gives. Read next: `runtime/interface.py`, `provenance.py`.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from everyframe.core.errors import CannotRunError, NumericsError
+from everyframe.core.errors import CannotRunError, InputError, NumericsError
 from everyframe.core.events import (
     Event,
     Events,
-    Frames,
-    Kept,
+    FramesDecoded,
     Note,
     Output,
     Planned,
-    Ready,
     Repaired,
+    RunSaved,
     StageDone,
     StageStarted,
     Step,
     VideoDone,
+    WeightsReady,
 )
-from everyframe.core.plan import Plan, Remedy
+from everyframe.core.plan import Plan, Repair, Settings
 from everyframe.core.request import Request
-from everyframe.engine.gathering import gathered
-from everyframe.engine.given import read_given, start_noise
-from everyframe.engine.keeping import begin, keeper_of, kept
-from everyframe.engine.owner import as_owned, other_threads, threads_for
-from everyframe.engine.ranks import Here, Join, joined, met
-from everyframe.engine.record import for_seed, make_record
-from everyframe.engine.reporting import loaded_in, reported
-from everyframe.families.family import Model, Stage, Take
-from everyframe.families.loading import check_contents, let_go
-from everyframe.families.remembered import Key, forget, key_of, remember
-from everyframe.hardware.lost import losses_told
-from everyframe.hardware.peak import give_back, is_out_of_memory
+from everyframe.engine.distributed import RankContext, Rendezvous, gathered, join_plan, meet_peers
+from everyframe.engine.owner_switches import thread_count_notes, threads_for, with_owner_switches
+from everyframe.engine.persistence import create_run, saved_run, writer_for_rank
+from everyframe.engine.provenance import for_seed, make_record
+from everyframe.engine.repair_report import loaded_in, with_repair_report
+from everyframe.hardware.cpu import cpu_threads
+from everyframe.hardware.device_loss import translate_device_loss
+from everyframe.hardware.memory import empty_cache, is_out_of_memory
 from everyframe.hardware.switches import Turn
-from everyframe.hardware.thread_state import without_casts
-from everyframe.hardware.threads import cpu_threads
-from everyframe.media.paths import check_folder
+from everyframe.hardware.thread_state import autocast_disabled
+from everyframe.media.output_path import check_folder, exact_fps, sidecar_of
+from everyframe.media.pixels import check_range, fit_image, to_uint8
+from everyframe.media.read import picture_as_given, read_image, read_video
+from everyframe.media.video import Video
 from everyframe.ops.attention import kernels_kept
-from everyframe.planning.resolve import GivenModel, check_feasible, prepare
-from everyframe.precision.full import full_float32
+from everyframe.planning.resolve import LoadedModel, check_feasible, prepare
+from everyframe.precision.strict_float32 import strict_float32
 from everyframe.runs.folder import runs_folder
-from everyframe.runs.keeper import Keep, Keeper, Progress
+from everyframe.runs.run_state import RunState, RunStateWriter, SaveOptions
+from everyframe.runtime.interface import ConditioningFrames, ModelSpec, Stage, VideoState
+from everyframe.runtime.loading import check_contents, release_components
+from everyframe.runtime.repair_cache import RepairCacheKey, delete_repairs, key_of, save_repair
+
+#: A video to go on from is kept whole in the result; this bounds what is read of it.
+_MAX_SOURCE_FRAMES = 20_000
+
+
+def read_given(request: Request, settings: Settings) -> ConditioningFrames:
+    """The pictures and videos of a request, read and, unless the family does it, fitted.
+
+    Those that a foreign pipeline is to have as they are, are opened and no more. Raises
+    `MediaError` for a file that is none.
+    """
+    as_given = {name: picture_as_given(getattr(request, name)) for name, _ in settings.given_forms}
+
+    def picture(source: Any) -> np.ndarray[Any, Any]:
+        read = read_image(source)
+        if settings.fit is None:
+            return read[None]
+        return fit_image(read, settings.height, settings.width, settings.fit)[None]
+
+    fitted = {
+        name: picture(given)
+        for name in ("image", "last_image")
+        if name not in as_given and (given := getattr(request, name)) is not None
+    }
+    source: np.ndarray[Any, Any] | None = None
+    notes: tuple[str, ...] = ()
+    if request.extend is not None:
+        source, notes = _source(request.extend, settings)
+    return ConditioningFrames(
+        notes=notes,
+        first=fitted.get("image"),
+        last=fitted.get("last_image"),
+        source=source,
+        as_given=as_given,
+    )
+
+
+def _source(extend: Any, settings: Settings) -> tuple[np.ndarray[Any, Any], tuple[str, ...]]:
+    """The video to go on from, fitted, and what is to be said of its frame rate."""
+    fps = rate = exact_fps(settings.fps)
+    if isinstance(extend, Video):
+        check_range(extend.frames, "extend")
+        frames, rate = to_uint8(extend.frames), extend.fps
+    elif isinstance(extend, np.ndarray):
+        if extend.ndim != 4 or extend.shape[-1] != 3 or not len(extend):
+            raise InputError(f"extend must be frames (T, H, W, 3), got {extend.shape}")
+        check_range(extend, "extend")
+        frames = to_uint8(extend)
+    elif not isinstance(extend, (str, os.PathLike)):
+        raise InputError(
+            "extend must be a path, an array of frames (T, H, W, 3) or a Video, "
+            f"got {type(extend).__name__}"
+        )
+    else:
+        # Pictures in a folder have no rate of their own; they are taken to have the result's.
+        bare = Path(extend).is_dir() and not sidecar_of(f"{extend}/").is_file()
+        size = (settings.height, settings.width)
+        frames, rate = read_video(extend, fps=fps if bare else None, size=size)
+    if len(frames) > _MAX_SOURCE_FRAMES:
+        raise InputError(
+            f"the video to go on from has {len(frames)} frames, "
+            f"at most {_MAX_SOURCE_FRAMES} are read"
+        )
+    notes: tuple[str, ...] = ()
+    if rate != fps:
+        notes = (
+            f"the given video has {float(rate):g} frames a second and the result {float(fps):g}, "
+            f"so it will not play at its own speed; --fps {float(rate):g} keeps that",
+        )
+    return fit_image(frames, settings.height, settings.width), notes
+
+
+def start_noise(request: Request) -> torch.Tensor | None:
+    """What sampling begins with in place of the seed's noise, float32 on the CPU, if it was given.
+
+    Raises `InputError` if it is not finite.
+    """
+    if request.latents is None:
+        return None
+    noise = torch.as_tensor(request.latents).to("cpu", torch.float32)
+    if not torch.isfinite(noise).all():
+        raise InputError("latents hold values that are not finite")
+    return noise
+
 
 _log = logging.getLogger(__name__)
 _Which = tuple[int, "int | None"]
@@ -67,9 +154,9 @@ def stream(
     request: Request,
     *,
     num_threads: int | None = None,
-    given_model: GivenModel | None = None,
-    keep: Keep | None = None,
-    join: Join | None = None,
+    given_model: LoadedModel | None = None,
+    keep: SaveOptions | None = None,
+    join: Rendezvous | None = None,
 ) -> Events:
     """What happens, as it happens: `Planned` first, `VideoDone` last for each video.
 
@@ -80,10 +167,10 @@ def stream(
     `given_model` is one in memory, in place of one that the request names; torch's switches are its
     owner's then, and none is set. How far the run comes is
     kept as `keep` says (None: in `runs_folder`). `join` meets the other ranks of a plan that has
-    several; see `Division.speaks` for whose events count.
+    several; see `ParallelPlan.speaks` for whose events count.
     """
     place = None if request.report is None else check_folder(request.report)
-    peers = met(request, join, num_threads)
+    peers = meet_peers(request, join, num_threads)
     if peers is not None:
         request = Request(**{**request.given(), "seed": peers.seed})
     prepared = prepare(
@@ -94,56 +181,62 @@ def stream(
         given=given_model,
         will_run=peers is None or peers.rank == 0,
     )
-    plan, model = as_owned(prepared.plan, given_model), prepared.model
+    plan, model = with_owner_switches(prepared.plan, given_model), prepared.model
     if plan.obstacle is not None:
         yield Planned(plan)  # so that it can be seen what is in the way
     check_feasible(plan)
-    takes = takes_of(request, plan)
+    takes = initial_videos(request, plan)
     _log.debug("plan: %s", plan)
     yield Planned(plan)
     given = takes[0].given
-    notes = (*plan.notes, *other_threads(plan, num_threads), *given.notes)
+    notes = (*plan.notes, *thread_count_notes(plan, num_threads), *given.notes)
     for note in (*notes, *(f"fetching {part}" for part in plan.to_fetch)):
         yield Note(note)
     model = model.fetch()
     check_contents(model)
     record = make_record(plan, request, model.weight_files())
     key = _repairs_key(record, plan)
-    if request.forget_repairs and key is not None and forget(key):
+    if request.forget_repairs and key is not None and delete_repairs(key):
         yield Note("what was remembered of repairs for this model on this device is forgotten")
-    yield Ready(record)
-    here = joined(plan, model, record, peers)
-    how = Keep(runs_folder()) if keep is None else keep
-    keeper = keeper_of(here, how, begin(how, request, plan, record, given_model))
-    events = work(here, model, record, keeper, Progress(takes=here.mine(takes)))
+    yield WeightsReady(record)
+    here = join_plan(plan, model, record, peers)
+    how = SaveOptions(runs_folder()) if keep is None else keep
+    keeper = writer_for_rank(here, how, create_run(how, request, plan, record, given_model))
+    events = run_stages(here, model, record, keeper, RunState(takes=here.mine(takes)))
     if place is None or (peers is not None and peers.rank):
         yield from events
     else:
-        yield from reported(events, plan, record, place, loaded_in(model))
+        yield from with_repair_report(events, plan, record, place, loaded_in(model))
 
 
-def takes_of(request: Request, plan: Plan) -> list[Take]:
+def initial_videos(request: Request, plan: Plan) -> list[VideoState]:
     """The videos of a request, none of them begun; what was given is read."""
     given, noise = read_given(request, plan.settings), start_noise(request)
     first = plan.settings.seed
-    return [Take(seed, given, noise) for seed in range(first, first + plan.settings.num_videos)]
+    return [
+        VideoState(seed, given, noise) for seed in range(first, first + plan.settings.num_videos)
+    ]
 
 
-def work(
-    here: Here, model: Model, record: dict[str, Any], keeper: Keeper, progress: Progress
+def run_stages(
+    here: RankContext,
+    model: ModelSpec,
+    record: dict[str, Any],
+    keeper: RunStateWriter,
+    progress: RunState,
 ) -> Events:
     """Run the plan from there on, and let go of what is kept when nothing is left to be done."""
     if not progress.takes:
         return
-    with kept(keeper, progress.takes):
+    with saved_run(keeper, progress.takes):
         yield from keeper.notes()
         if keeper.folder is not None and keeper.folder.part == 0:
-            yield Kept(keeper.folder.name, str(keeper.folder.path))
+            yield RunSaved(keeper.folder.name, str(keeper.folder.path))
         events = _as_planned(_run(here, model, record, keeper, progress), here)
         yield from gathered(events, here) if here.sources else events
 
 
-def _as_planned(events: Events, here: Here) -> Events:
+def _as_planned(events: Events, here: RankContext) -> Events:
     """The same events, made with the plan's threads, in full float32 and without gradients.
 
     All are entered for each event anew: whoever reads the stream runs between two events, and
@@ -175,19 +268,19 @@ def _switched(plan: Plan, turn: Turn) -> Iterator[None]:
         cpu_threads(plan.num_threads),
         # An interrupt inside of a module would leave its kernels of attention to what comes.
         kernels_kept(),
-        full_float32(),
-        without_casts(),
+        strict_float32(),
+        autocast_disabled(),
         torch.inference_mode(),
     ):
         yield
 
 
-def _next(events: Iterator[Event], here: Here, where: str) -> Event | None:
+def _next(events: Iterator[Event], here: RankContext, where: str) -> Event | None:
     """The next event; what torch says of memory and of a lost device is told as what it is."""
     device = here.plan.device.torch_name
     if here.teams.world.size > 1:
         device += f" of rank {here.teams.world.rank}"
-    with losses_told(f"{device} ({here.plan.device.name})", where):
+    with translate_device_loss(f"{device} ({here.plan.device.name})", where):
         try:
             return next(events, None)
         except RuntimeError as error:
@@ -201,7 +294,11 @@ def _next(events: Iterator[Event], here: Here, where: str) -> Event | None:
 
 
 def _run(
-    here: Here, model: Model, record: dict[str, Any], keeper: Keeper, progress: Progress
+    here: RankContext,
+    model: ModelSpec,
+    record: dict[str, Any],
+    keeper: RunStateWriter,
+    progress: RunState,
 ) -> Generator[Event, None, None]:
     plan, takes, num_clips = here.plan, progress.takes, here.plan.settings.chain
     key = _repairs_key(record, plan) if here.teams.team.is_lead else None
@@ -223,7 +320,7 @@ def _run(
                 progress.notes.append((event.seed, event.text))
             if isinstance(event, Step) and stage.goes_on:
                 keeper.write(progress)
-            if isinstance(event, Frames):
+            if isinstance(event, FramesDecoded):
                 _check_finite(event, stage)
                 which = (event.seed, event.index)
                 num_frames[which] += event.num_frames
@@ -243,20 +340,20 @@ def _run(
     yield from _done(unfinished, num_frames, record, progress)
 
 
-def _repairs_key(record: Mapping[str, Any], plan: Plan) -> Key | None:
+def _repairs_key(record: Mapping[str, Any], plan: Plan) -> RepairCacheKey | None:
     """Where repairs are remembered; None for weights that somebody had in memory."""
     sha256 = record.get("model", {}).get("sha256")
     return None if sha256 is None else key_of(sha256, plan.device, record["versions"])
 
 
-def _remember(key: Key | None, plan: Plan, event: Repaired) -> None:
+def _remember(key: RepairCacheKey | None, plan: Plan, event: Repaired) -> None:
     """Have the next plan begin with this repair; how much memory is free is of this moment."""
     if key is not None and event.cause != "memory":
         dtype = plan.component(event.component).precision.parameters
-        remember(key, Remedy(event.component, event.raised, event.to, dtype))
+        save_repair(key, Repair(event.component, event.raised, event.to, dtype))
 
 
-def _stages(here: Here, model: Model, progress: Progress) -> Iterator[tuple[int, Stage]]:
+def _stages(here: RankContext, model: ModelSpec, progress: RunState) -> Iterator[tuple[int, Stage]]:
     """Each stage that is left with its clip; `progress` says which it is."""
     for clip in range(progress.clip, here.plan.settings.chain):
         first = progress.stage if clip == progress.clip else 0
@@ -266,7 +363,7 @@ def _stages(here: Here, model: Model, progress: Progress) -> Iterator[tuple[int,
                 yield clip, stage
 
 
-def _check_finite(event: Frames, stage: Stage) -> None:
+def _check_finite(event: FramesDecoded, stage: Stage) -> None:
     """The last gate: frames that are not finite go to nobody, whatever was watched before."""
     frames = np.asarray(event.frames)
     # Both carry NaN through, and need no copy as large as the frames.
@@ -282,7 +379,7 @@ def _done(
     videos: Sequence[_Which],
     num_frames: Mapping[_Which, int],
     record: dict[str, Any],
-    progress: Progress,
+    progress: RunState,
 ) -> Iterator[Event]:
     for seed, index in videos:
         notes = [text for of, text in progress.notes if of in (None, seed)]
@@ -293,13 +390,15 @@ def _done(
         yield VideoDone(seed, num_frames[seed, index], mine, index)
 
 
-def _run_stage(stage: Stage, takes: Sequence[Take], clip: int, num_clips: int) -> Iterator[Event]:
+def _run_stage(
+    stage: Stage, takes: Sequence[VideoState], clip: int, num_clips: int
+) -> Iterator[Event]:
     began = time.perf_counter()
     yield StageStarted(stage.name, stage.num_steps(len(takes)), clip, num_clips)
-    with let_go():
+    with release_components():
         # When the generator is over, so is the component that it held.
         yield from stage.run(takes)
-    give_back()
+    empty_cache()
     seconds = time.perf_counter() - began
     _log.info("clip %d of %d: %s took %.2f s", clip + 1, num_clips, stage.name, seconds)
     yield StageDone(stage.name, seconds)

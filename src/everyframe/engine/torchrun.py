@@ -2,24 +2,25 @@
 
 Each rank that torchrun starts is a process that stays alive whatever happens: it starts one worker,
 as it would without torchrun, and the workers meet by what is in the environment. Rank 0 shows and
-writes, the others say nothing unless they fail. No torch here. Read next: `launch.py`, and
-`everyframe.cli.last_words` for who of them speaks when a run fails.
+writes, the others say nothing unless they fail. No torch here. Read next: `launcher.py`, and
+`everyframe.engine.torchrun` for who of them speaks when a run fails.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from everyframe.core.errors import InputError
+from everyframe.core.errors import InputError, PeerLostError, WorkerDiedError
 
 
 @dataclass(frozen=True)
-class Torchrun:
+class TorchrunRank:
     """This process as a rank: `rank` of `size`, on this machine `local_rank` of `local_size`."""
 
     rank: int
@@ -55,14 +56,14 @@ class Torchrun:
             )
 
 
-def under_torchrun(environment: Mapping[str, str] | None = None) -> Torchrun | None:
+def under_torchrun(environment: Mapping[str, str] | None = None) -> TorchrunRank | None:
     """This process's place among the ranks that torchrun started; None if it didn't start it."""
     told = os.environ if environment is None else environment
     if "TORCHELASTIC_RUN_ID" not in told or "RANK" not in told:
         return None
     rank, size = int(told["RANK"]), int(told["WORLD_SIZE"])
     local = int(told.get("LOCAL_RANK", rank)), int(told.get("LOCAL_WORLD_SIZE", size))
-    return Torchrun(rank, size, *local)
+    return TorchrunRank(rank, size, *local)
 
 
 def leave_word(text: str) -> None:
@@ -76,3 +77,33 @@ def leave_word(text: str) -> None:
         said = {"py_callstack": text, "timestamp": str(int(time.time()))}
         with open(place, "w", encoding="utf-8") as file:
             json.dump({"message": {"message": text, "extraInfo": said}}, file)
+
+
+#: Seconds that are left to others; to find out what a worker died of takes some.
+_LOST_A_PEER, _ON_ALL_ALIKE = 20.0, 4.0
+
+
+class Terminated(BaseException):
+    """SIGTERM or SIGHUP came; raised so that unfinished files are removed on the way out."""
+
+
+def patience(error: BaseException, rank: int) -> float:
+    """Seconds that a rank waits for another one's word before it says what it knows."""
+    if isinstance(error, PeerLostError):
+        return _LOST_A_PEER + (_ON_ALL_ALIKE if rank else 0)
+    if rank == 0 or isinstance(error, WorkerDiedError):
+        return 0.0
+    return _ON_ALL_ALIKE
+
+
+def after_others(ranks: TorchrunRank, error: BaseException, text: str) -> str:
+    """What this rank is to say, when nobody else has said anything until now.
+
+    Does not return where torchrun ends this process meanwhile.
+    """
+    # Nothing is left to be done here that would have to be undone.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    time.sleep(patience(error, ranks.rank))
+    said = text if not ranks.rank or f"rank {ranks.rank}" in text else f"rank {ranks.rank}: {text}"
+    leave_word(said)
+    return said

@@ -19,24 +19,24 @@ import torch
 from torch import nn
 
 from everyframe.core.errors import InputError, NumericsError, did_you_mean
-from everyframe.core.events import Event, Planned, Ready
+from everyframe.core.events import Event, Planned, WeightsReady
 from everyframe.core.plan import Plan
 from everyframe.core.request import Request
-from everyframe.engine.record import record_in, request_from
+from everyframe.engine.provenance import record_in, request_from
 from everyframe.engine.run import stream
-from everyframe.families.family import Take
-from everyframe.families.loading import shown_to
-from everyframe.hardware.lost import losses_told
+from everyframe.hardware.device_loss import translate_device_loss
+from everyframe.numerics.heat_map import picture
 from everyframe.numerics.trace import file
-from everyframe.numerics.trace.diff import Comparison, Place, compare
-from everyframe.numerics.trace.draw import picture
-from everyframe.numerics.trace.place import check_place
-from everyframe.numerics.trace.recording import Recorder
+from everyframe.numerics.trace.diff import Comparison, TracePlace, compare
+from everyframe.numerics.trace.output_check import check_place
+from everyframe.numerics.trace.recorder import Recorder
 from everyframe.numerics.trace.replay import Replayed, is_kept, replay
 from everyframe.planning.resolve import prepare
-from everyframe.precision.full import full_float32
-from everyframe.precision.raising import held_in
-from everyframe.runs.keeper import Keep
+from everyframe.precision.strict_float32 import strict_float32
+from everyframe.precision.upcast import held_in
+from everyframe.runs.run_state import SaveOptions
+from everyframe.runtime.interface import VideoState
+from everyframe.runtime.loading import on_component_loaded
 
 AnyPath = str | PathLike[str]
 
@@ -54,14 +54,14 @@ def record(
     place = check_place(path)
     recorder = Recorder(full, held_in)
     # Nothing is kept to go on from: a run that was resumed would have no trace of its beginning.
-    events = stream(request, num_threads=num_threads, keep=Keep(None))
+    events = stream(request, num_threads=num_threads, keep=SaveOptions(None))
     same: Mapping[str, str] = {}
     about: Mapping[str, str] = {}
     ended: NumericsError | None = None
     try:
         while True:
             # For each event anew: whoever reads between two may load models of their own.
-            with shown_to(recorder.watch):
+            with on_component_loaded(recorder.watch):
                 try:
                     event = next(events, None)
                 except NumericsError as error:
@@ -70,7 +70,7 @@ def record(
                 break
             if isinstance(event, Planned):
                 _check_components(full, event.plan)
-            if isinstance(event, Ready):
+            if isinstance(event, WeightsReady):
                 same, about = _of_a_run(event.record)
             yield event
     finally:
@@ -140,7 +140,7 @@ Find = Callable[[str], nn.Module]
 
 
 @dataclass(frozen=True)
-class Verdict:
+class TraceVerdict:
     """What came of a comparison: the `place` of the source, None if all is explained.
 
     `replayed` are the places that were computed again in float32, and `notes` what else a person
@@ -148,7 +148,7 @@ class Verdict:
     """
 
     compared: Comparison
-    place: Place | None
+    place: TracePlace | None
     replayed: tuple[Replayed, ...]
     notes: tuple[str, ...]
 
@@ -187,7 +187,9 @@ class Verdict:
         }
 
 
-def diff(a: AnyPath, b: AnyPath, find: Find | None = None, *, model: str | None = None) -> Verdict:
+def diff(
+    a: AnyPath, b: AnyPath, find: Find | None = None, *, model: str | None = None
+) -> TraceVerdict:
     """Compare two traces; see `everyframe.numerics.trace.diff`.
 
     Where both hold whole tensors of a place that precision does not explain, it is replayed with
@@ -207,19 +209,19 @@ def diff(a: AnyPath, b: AnyPath, find: Find | None = None, *, model: str | None 
         if place.is_between:
             call = compared.a.calls[call].parent
         if compared.a.seen[place.seen].kind == "weight" or call < 0 or not is_kept(compared, call):
-            return Verdict(compared, place, tuple(replayed), tuple(notes))
+            return TraceVerdict(compared, place, tuple(replayed), tuple(notes))
         part = compared.a.parts[compared.a.calls[call].part]
         try:
             module = finder(part.component).get_submodule(part.module)
-            with full_float32():
+            with strict_float32():
                 found = replay(compared, call, module)
         except InputError as error:
             notes.append(str(error))
-            return Verdict(compared, place, tuple(replayed), tuple(notes))
+            return TraceVerdict(compared, place, tuple(replayed), tuple(notes))
         replayed.append(found)
         if found.wrong:
-            return Verdict(compared, place, tuple(replayed), tuple(notes))
-    return Verdict(compared, None, tuple(replayed), tuple(notes))
+            return TraceVerdict(compared, place, tuple(replayed), tuple(notes))
+    return TraceVerdict(compared, None, tuple(replayed), tuple(notes))
 
 
 def model_of(about: Mapping[str, str], model: str | None = None) -> Find:
@@ -238,7 +240,9 @@ def model_of(about: Mapping[str, str], model: str | None = None) -> Find:
         request = request_from(_record_of(about), {"dtype": "fp32", **more})
         prepared = prepare(request, may_fetch=False)
         device = prepared.plan.device
-        with losses_told(f"{device.torch_name} ({device.name})", f"while {component} was loaded"):
+        with translate_device_loss(
+            f"{device.torch_name} ({device.name})", f"while {component} was loaded"
+        ):
             return _component(prepared.plan, prepared.model, component)
 
     return find
@@ -258,8 +262,8 @@ def _component(plan: Plan, model: Any, name: str) -> nn.Module:
     for stage in model.stages(plan, 0):
         if plan.component(stage.component).stage != plan.component(name).stage:
             continue
-        events = stage.run([Take(plan.settings.seed)])
-        with shown_to(found.__setitem__), torch.inference_mode():
+        events = stage.run([VideoState(plan.settings.seed)])
+        with on_component_loaded(found.__setitem__), torch.inference_mode():
             while name not in found and next(events, None) is not None:
                 pass
         events.close()

@@ -1,7 +1,8 @@
 """The process that computes: it gets a job, sends what happens, and leaves a trail.
 
 It ends when the process that started it does, however that ended; Ctrl-C is that one's affair.
-What libraries print goes into a file, log records go to the other process. Read next: `launch.py`.
+What libraries print goes into a file, log records go to the other process. Read next:
+`launcher.py`.
 """
 
 from __future__ import annotations
@@ -19,12 +20,19 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from everyframe.checkpoints.reading import watch_reads
-from everyframe.core.errors import EveryframeError, ScarceError
-from everyframe.core.events import Event, Frames, Loaded, Planned, Ready, StageStarted, Step
-from everyframe.engine.process import Job
-from everyframe.engine.trail import Trail
-from everyframe.engine.wire import receive, send
+from everyframe.checkpoints.read_progress import watch_reads
+from everyframe.core.errors import DistributedOutOfMemoryError, EveryframeError
+from everyframe.core.events import (
+    ComponentLoaded,
+    Event,
+    FramesDecoded,
+    Planned,
+    StageStarted,
+    Step,
+    WeightsReady,
+)
+from everyframe.engine.flight_recorder import FlightRecorder
+from everyframe.engine.worker_process import WorkerJob, receive, send
 
 
 def serve(descriptor: int) -> None:
@@ -39,16 +47,16 @@ def serve(descriptor: int) -> None:
     os.dup2(2, 1)  # standard output is the other process's
     _log_to(connection, job.log_level)
     try:
-        trail = Trail(job.folder / f"trail-{job.rank}")
+        trail = FlightRecorder(job.folder / f"trail-{job.rank}")
         speaks = job.rank == 0
         for event in _watched(_events(job, trail), trail):
-            if isinstance(event, (Ready, StageStarted)):
+            if isinstance(event, (WeightsReady, StageStarted)):
                 gc.enable()
             if speaks:
                 send(connection, "event", _light(event, job.as_uint8))
             if isinstance(event, Planned):
                 division = event.plan.division
-            if isinstance(event, Ready):
+            if isinstance(event, WeightsReady):
                 # Until then bars of what is fetched may be shown.
                 _print_into(job.folder / f"printed-{job.rank}")
                 # What was asked is the same for all ranks; what is made, only for those of a group.
@@ -90,39 +98,39 @@ def _log_to(connection: Connection, level: str) -> None:
     logging.captureWarnings(True)
 
 
-def _events(job: Job, trail: Trail) -> Iterator[Event]:
+def _events(job: WorkerJob, trail: FlightRecorder) -> Iterator[Event]:
     # Not on top: this brings torch, and the job should be there when it comes.
-    from everyframe.engine.ranks import Join
-    from everyframe.engine.resuming import go_on
+    from everyframe.engine.distributed import Rendezvous
+    from everyframe.engine.resume import resume_run
     from everyframe.engine.run import stream
-    from everyframe.parallel.meeting import meet
-    from everyframe.parallel.team import Team
+    from everyframe.parallel.communicator import Communicator
+    from everyframe.parallel.rendezvous import join_ranks
     from everyframe.runs.folder import RunFolder
-    from everyframe.runs.keeper import Keep, Pace
+    from everyframe.runs.run_state import SaveInterval, SaveOptions
 
-    pace = Pace(*job.pace) if job.pace is not None else Pace()
+    pace = SaveInterval(*job.pace) if job.pace is not None else SaveInterval()
 
-    def together(kind: str) -> Team:
+    def together(kind: str) -> Communicator:
         trail.wait("ranks meet")
         is_local = job.local is None or job.local[1] == len(job.weights)
-        team = meet(job.rank, job.weights, job.meeting, kind=kind, is_local=is_local)
+        team = join_ranks(job.rank, job.weights, job.meeting, kind=kind, is_local=is_local)
         team.waits = trail.wait
         return team
 
-    join = Join(job.rank, together, job.local) if len(job.weights) > 1 else None
+    join = Rendezvous(job.rank, together, job.local) if len(job.weights) > 1 else None
     if job.run is not None:
         run = RunFolder(job.run)
-        return go_on(
+        return resume_run(
             run, skip=job.skip, cleans=False, pace=pace, join=join, ranks=job.ranks,
             scarcity=job.scarcity, trust_remote_code=job.trust_remote_code,
         )  # fmt: skip
     keeps = job.root if job.rank == 0 else None
-    keep = Keep(keeps, job.output, job.as_uint8, cleans=False, pace=pace)
+    keep = SaveOptions(keeps, job.output, job.as_uint8, cleans=False, pace=pace)
     assert job.request is not None
     return stream(job.request, num_threads=job.num_threads, keep=keep, join=join)
 
 
-def _watched(events: Iterator[Event], trail: Trail) -> Iterator[Event]:
+def _watched(events: Iterator[Event], trail: FlightRecorder) -> Iterator[Event]:
     """The same events; the trail says what goes on between them."""
     watch = _Watch(trail)
     stage, num_steps = "", 0
@@ -131,7 +139,7 @@ def _watched(events: Iterator[Event], trail: Trail) -> Iterator[Event]:
             stage, num_steps = event.stage, event.num_steps
             trail.at(stage, 1, num_steps)
             watch.begin()
-        elif isinstance(event, Loaded):
+        elif isinstance(event, ComponentLoaded):
             watch.loaded(event.component)
         elif isinstance(event, Step):
             trail.at(stage, event.step + 1, num_steps)
@@ -144,7 +152,7 @@ class _Watch:
     Modules are known by their place in memory and not held: holding one would keep its weights.
     """
 
-    def __init__(self, trail: Trail) -> None:
+    def __init__(self, trail: FlightRecorder) -> None:
         import torch
         from torch.nn.modules.module import register_module_forward_pre_hook
 
@@ -197,17 +205,17 @@ class _Watch:
 
 def _light(event: Event, as_uint8: bool) -> Event:
     """The event with frames as they are wanted on the other side."""
-    if not (isinstance(event, Frames) and as_uint8):
+    if not (isinstance(event, FramesDecoded) and as_uint8):
         return event
     from everyframe.media.pixels import to_uint8
 
-    return Frames(event.seed, event.num_frames, to_uint8(event.frames))
+    return FramesDecoded(event.seed, event.num_frames, to_uint8(event.frames))
 
 
 def _told(error: Exception) -> dict[str, Any]:
     """What the other process needs to raise it again."""
     told: dict[str, Any] = {"class": type(error).__name__, "text": str(error)}
-    if isinstance(error, ScarceError):
+    if isinstance(error, DistributedOutOfMemoryError):
         told["scarcity"] = error.scarcity
     if isinstance(error, OSError):
         told |= {"errno": error.errno, "strerror": error.strerror, "file": _text(error.filename)}

@@ -1,6 +1,6 @@
 """The families there are. Importing this imports none of them, nor torch.
 
-Read next: `family.py` for what a family is.
+Read next: `runtime/interface.py` for what a family is.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from importlib import import_module
 from everyframe.core.errors import InputError, did_you_mean
 from everyframe.core.options import FamilyOptions
 from everyframe.core.request import Request
-from everyframe.families.family import Family
+from everyframe.runtime.interface import Family
 
 #: Family name -> (module and class of its options, module and name of the family object).
 _FAMILIES = {
@@ -32,8 +32,8 @@ _FAMILIES = {
     ),
     # Last: it takes every diffusers folder that makes videos and that no other family took.
     "pipeline": (
-        ("everyframe.families.pipeline.options", "PipelineOptions"),
-        ("everyframe.families.pipeline.family", "PIPELINE"),
+        ("everyframe.diffusers_pipelines.options", "PipelineOptions"),
+        ("everyframe.diffusers_pipelines.family", "PIPELINE"),
     ),
 }
 

@@ -11,7 +11,7 @@ import platform
 import subprocess
 
 from everyframe.core.facts import DeviceFacts
-from everyframe.hardware.lost import losses_told
+from everyframe.hardware.device_loss import translate_device_loss
 
 #: The first CUDA capability with bf16 matrix instructions. `torch.cuda.is_bf16_supported()` is not
 #: asked: by default it says yes to older cards too, which emulate it.
@@ -55,7 +55,7 @@ def accelerator_facts() -> tuple[DeviceFacts, ...]:
     if torch.cuda.is_available():
         free_by_uuid = _free_by_uuid() if torch.version.hip is None else {}
         for index in range(torch.cuda.device_count()):
-            with losses_told(f"cuda:{index}", "before it was used"):
+            with translate_device_loss(f"cuda:{index}", "before it was used"):
                 devices.append(_cuda_card(index, free_by_uuid))
     if torch.backends.mps.is_available():
         devices.append(_mps())

@@ -10,13 +10,18 @@ from __future__ import annotations
 import platform
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import metadata
+from typing import Any
 
 from everyframe.core.errors import InputError
 from everyframe.core.facts import DeviceFacts, MachineFacts
+from everyframe.core.serialization import from_jsonable, to_jsonable
 from everyframe.hardware.accelerators import accelerator_facts, accelerator_versions, may_have_any
-from everyframe.hardware.processor import num_usable_cores, processor_facts
+from everyframe.hardware.cpu import num_usable_cores, processor_facts
+from everyframe.hardware.isolation import ProcessResult, run_isolated
+from everyframe.hardware.software import software_facts, with_loaded
 
 #: Packages whose version changes what comes out, in the order in which they are printed.
 _PACKAGES = ("torch", "diffusers", "transformers")
@@ -97,3 +102,39 @@ def _system() -> str:
     if sys.platform == "darwin":
         return f"macOS {platform.mac_ver()[0]} {platform.machine()}"
     return f"{platform.system()} {platform.machine()}"
+
+
+#: Importing torch from a cold disk takes long; beyond this it hangs.
+_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class MachineQuery:
+    """The facts, and how the process that was asked for them `ended`.
+
+    Where it ended badly these are the facts that are left without torch.
+    """
+
+    machine: MachineFacts
+    ended: ProcessResult
+
+
+def query_machine() -> MachineQuery:
+    """Every fact of this machine; whatever torch does when it is asked, this returns."""
+    ended = run_isolated(_as_plain, seconds=_SECONDS)
+    return MachineQuery(from_jsonable(ended.value) if ended.is_well else without_torch(), ended)
+
+
+def whole_machine() -> MachineFacts:
+    """Every fact of this machine, with what torch loaded. Imports torch; may touch the cards."""
+    machine = machine_facts()
+    return replace(machine, software=with_loaded(software_facts()))
+
+
+def without_torch() -> MachineFacts:
+    """The facts that are left where torch can't be asked: the processor and the software."""
+    return replace(machine_facts("cpu"), software=software_facts())
+
+
+def _as_plain() -> Any:
+    return to_jsonable(whole_machine())

@@ -39,7 +39,7 @@ SEVERE = ("crash", "hang", "wrong", "error")
 Vendor = Literal["nvidia", "amd", "apple", "intel", "ascend", "cpu"]
 
 
-class Where(Options):
+class Condition(Options):
     """Conditions on a machine; all that are given must hold. Versions are PEP 440 specifiers.
 
     `vendor`, `capability`, `name` (a regular expression) and `arch` (patterns of ROCm's names) are
@@ -65,7 +65,7 @@ class Where(Options):
     set: dict[str, str] = Field(default_factory=dict)
     unless_set: dict[str, str] = Field(default_factory=dict)
     cpu_lacks: tuple[str, ...] = ()
-    any: tuple[Where, ...] = ()
+    any: tuple[Condition, ...] = ()
 
     @field_validator("capability", "devices", "cuda", "cublas", "cudnn", "driver", "macos")
     @classmethod
@@ -85,7 +85,7 @@ class Where(Options):
         return value
 
 
-class Mend(Options):
+class Fix(Options):
     """One way out: what to `do`, and the `command` or setting that does it."""
 
     do: str
@@ -105,13 +105,13 @@ class Issue(Options):
     title: str
     kind: Kind
     severity: Severity
-    where: Where = Where()
+    where: Condition = Condition()
     uses: tuple[str, ...] = ()
     decided_by: Literal["facts", "probe", "plan"] = "facts"
     symptom: str
     messages: tuple[str, ...] = ()
     cause: str
-    mend: tuple[Mend, ...] = Field(min_length=1)
+    mend: tuple[Fix, ...] = Field(min_length=1)
     set: dict[str, str] = Field(default_factory=dict)
     here: str
     avoided: bool = False
@@ -199,7 +199,7 @@ class _Place:
     device: DeviceFacts | None
 
 
-def _where(where: Where, machine: MachineFacts, software: SoftwareFacts) -> _Place | None:
+def _where(where: Condition, machine: MachineFacts, software: SoftwareFacts) -> _Place | None:
     """Where the conditions hold; None if they don't, or if a fact that they ask for is unknown."""
     place = _Place(None)
     if where.vendor or where.capability or where.name or where.arch or where.cpu_lacks:
@@ -216,7 +216,7 @@ def _where(where: Where, machine: MachineFacts, software: SoftwareFacts) -> _Pla
     return place
 
 
-def _is_device(where: Where, device: DeviceFacts, software: SoftwareFacts) -> bool:
+def _is_device(where: Condition, device: DeviceFacts, software: SoftwareFacts) -> bool:
     if where.vendor is not None and vendor_of(device, software) != where.vendor:
         return False
     if where.capability is not None:
@@ -233,7 +233,7 @@ def _is_device(where: Where, device: DeviceFacts, software: SoftwareFacts) -> bo
 
 
 def _machine_conditions(
-    where: Where, machine: MachineFacts, software: SoftwareFacts
+    where: Condition, machine: MachineFacts, software: SoftwareFacts
 ) -> Iterator[bool]:
     num_devices = sum(device.kind != "cpu" for device in machine.devices)
     for package, versions in where.packages.items():

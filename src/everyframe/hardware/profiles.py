@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import Field
 
 from everyframe.core.errors import InputError, did_you_mean
-from everyframe.core.facts import ALL_DTYPES, DeviceFacts, MachineFacts, Rates, SoftwareFacts
+from everyframe.core.facts import ALL_DTYPES, DeviceFacts, MachineFacts, SoftwareFacts, Throughput
 from everyframe.core.options import Options
 from everyframe.core.paths import check_path
 
@@ -103,7 +103,7 @@ class Profile(Options):
             has_fast_fp16=self.has_fast_fp16,
             dtypes=self.dtypes,
             max_array_bytes=self.max_array_bytes,
-            rates=Rates(
+            rates=Throughput(
                 products=tuple((name, rate * rates.share) for name, rate in rates.products.items()),
                 memory=rates.memory,
                 load=rates.load,

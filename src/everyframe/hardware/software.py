@@ -6,19 +6,22 @@ loaded is added by `loaded`, in a process that has imported it. Read next: `ever
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 from everyframe.core.facts import SoftwareFacts
-from everyframe.hardware.processor import processor_flags
+from everyframe.hardware.cpu import processor_flags
 
 #: Packages that change what comes out, or that known issues are about. What begins with ``nvidia-``
 #: counts too.
@@ -102,3 +105,130 @@ def _driver_by_smi() -> str | None:
         return None
     found = re.match(r"\d+(\.\d+)+", done.stdout.strip())
     return found[0] if done.returncode == 0 and found else None
+
+
+#: Library -> how its file is called. The engines beside cuDNN's main library carry its version too.
+_FILES = {
+    "cublas": r"libcublas\.so[.\d]*|cublas64_\d+\.dll",
+    "cublaslt": r"libcublasLt\.so[.\d]*|cublasLt64_\d+\.dll",
+    "cudnn": r"libcudnn\.so[.\d]*|cudnn64_\d+\.dll",
+    "nccl": r"libnccl\.so[.\d]*",
+    "hipblas": r"libhipblas\.so[.\d]*",
+    "miopen": r"libMIOpen\.so[.\d]*",
+}
+
+
+def with_loaded(software: SoftwareFacts) -> SoftwareFacts:
+    """These facts with what torch was built for and what it has loaded. Imports torch."""
+    import torch
+
+    paths = loaded_files(_maps())
+    # Python's stubs know these as attributes that may be None.
+    cuda, rocm = torch.version.cuda, torch.version.hip
+    return replace(
+        software,
+        libraries=loaded_versions(),
+        copies={name: tuple(found) for name, found in paths.items() if len(found) > 1},
+        cuda=cuda,
+        rocm=rocm,
+        architectures=tuple(torch.cuda.get_arch_list()) if cuda or rocm else (),
+    )
+
+
+def loaded_versions() -> dict[str, str]:
+    """Library -> its version, of those that are in this process."""
+    paths = loaded_files(_maps())
+    versions = {name: _version(name, found[0]) for name, found in paths.items()}
+    return {name: version for name, version in versions.items() if version}
+
+
+def loaded_files(maps: str) -> dict[str, list[str]]:
+    """Library -> the files of it in a ``/proc/self/maps``, in the order of their addresses."""
+    found: dict[str, list[str]] = {}
+    for line in maps.splitlines():
+        path = line.split(maxsplit=5)[5:]
+        if not path:
+            continue
+        for name, pattern in _FILES.items():
+            files = found.setdefault(name, [])
+            if re.fullmatch(pattern, os.path.basename(path[0])) and path[0] not in files:
+                files.append(path[0])
+    return {name: files for name, files in found.items() if files}
+
+
+def _maps() -> str:
+    """The kernel's list of what is in this process; empty where there is no such thing."""
+    if not sys.platform.startswith("linux"):
+        return ""
+    return Path("/proc/self/maps").read_text(errors="replace")
+
+
+def _version(name: str, path: str) -> str | None:
+    """What the library says, made whole by pip's word where that is the same version.
+
+    cuBLAS tells three numbers of four, and known issues are about the fourth too.
+    """
+    ask = _ASK.get(name)
+    told = ask(path) if ask else None
+    if told is None:
+        return None
+    for listed in _listed_around(path):
+        if Version(listed).release[:3] == Version(told).release[:3]:
+            return listed
+    return told
+
+
+def _cublas_version(path: str) -> str | None:
+    library, number = ctypes.CDLL(path), ctypes.c_int()
+    numbers = []
+    for which in range(3):
+        if library.cublasGetProperty(which, ctypes.byref(number)) != 0:
+            return None
+        numbers.append(str(number.value))
+    return ".".join(numbers)
+
+
+def _cublaslt_version(path: str) -> str:
+    library = ctypes.CDLL(path)
+    library.cublasLtGetVersion.restype = ctypes.c_size_t
+    return dotted(int(library.cublasLtGetVersion()), 10000)
+
+
+def _cudnn_version(path: str) -> str:
+    library = ctypes.CDLL(path)
+    library.cudnnGetVersion.restype = ctypes.c_size_t
+    number = int(library.cudnnGetVersion())
+    # 8907 is 8.9.7 and 91002 is 9.10.2: the first number moved up in version 9.
+    return dotted(number, 10000 if number >= 90000 else 1000)
+
+
+def _nccl_version(path: str) -> str | None:
+    library, number = ctypes.CDLL(path), ctypes.c_int()
+    if library.ncclGetVersion(ctypes.byref(number)) != 0:
+        return None
+    return dotted(number.value, 10000)
+
+
+_ASK: dict[str, Callable[[str], str | None]] = {
+    "cublas": _cublas_version,
+    "cublaslt": _cublaslt_version,
+    "cudnn": _cudnn_version,
+    "nccl": _nccl_version,
+}
+
+
+def dotted(number: int, first: int) -> str:
+    """``9.10.2`` of 91002, where the first part counts `first` and the second 100."""
+    return f"{number // first}.{number % first // 100}.{number % 100}"
+
+
+def _listed_around(path: str) -> Iterator[str]:
+    """Versions of the ``nvidia`` packages whose own folder this file lies in."""
+    parts = Path(path).parts
+    if "nvidia" not in parts:
+        return
+    folder = parts[parts.index("nvidia") + 1]
+    for distribution in metadata.distributions():
+        name = distribution.metadata["Name"] or ""
+        if re.fullmatch(rf"nvidia-{re.escape(folder)}(-cu\d+)?", name):
+            yield distribution.version

@@ -4,9 +4,10 @@ Kernels of attention, TF32, the width of sums: of each torch keeps one value for
 that needs its own values sets them while it computes an event, alone; it puts them back before
 anybody else computes. Runs that set nothing (a pipeline in memory) compute side by side. Whoever
 waits is served in the order of coming, and holds nothing meanwhile, so nobody waits in a circle.
-Not here: the switches themselves (`everyframe.ops.attention`, `everyframe.precision.full`); what
-torch keeps for each thread (`thread_state.py`). Threads that are not ours are not asked: their
-attention may run on another kernel while an event of ours is computed.
+Not here: the switches themselves (`everyframe.ops.attention`,
+`everyframe.precision.strict_float32`); what torch keeps for each thread (`thread_state.py`).
+Threads that are not ours are not asked: their attention may run on another kernel while an event of
+ours is computed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _PATIENCE = 0.2
 class Turn:
     """A run's turns at computing: entered for each event, left while the event is read.
 
-    With `is_alone` nobody else's turn overlaps. Entered again by the same run, also in a thread
+    With `is_exclusive` nobody else's turn overlaps. Entered again by the same run, also in a thread
     that was started within with a copy of its context, it does nothing. Entered within another
     run's turn (from a hook of that run) it takes that one's place for the time.
     """
@@ -133,14 +134,14 @@ _TURN: ContextVar[Turn | None] = ContextVar("turn", default=None)
 os.register_at_fork(after_in_child=_PROCESS.__init__)  # type: ignore[misc]
 
 
-def is_alone() -> bool:
+def is_exclusive() -> bool:
     """Whether it is the turn of a run that computes alone, here or in the thread that waits."""
     turn = _TURN.get()
     return turn is not None and turn.is_alone and turn.is_held
 
 
 @contextmanager
-def alone() -> Iterator[None]:
+def exclusive() -> Iterator[None]:
     """Within, this thread alone may set switches that hold for the process, if it puts them back.
 
     In the turn of a run that is alone it does nothing.
@@ -149,7 +150,7 @@ def alone() -> Iterator[None]:
         yield
 
 
-def stay_alone() -> None:
+def stay_exclusive() -> None:
     """From here on to its end the run whose turn it is computes alone; without one nothing."""
     turn = _TURN.get()
     if turn is not None and turn.is_held and not turn.is_alone:

@@ -18,7 +18,7 @@ import torch.overrides
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
 
-from everyframe.hardware.threads import cpu_threads
+from everyframe.hardware.cpu import cpu_threads
 
 _MODES: Any = torch.overrides
 
@@ -95,13 +95,13 @@ class ThreadState:
             yield
 
 
-def without_casts() -> AbstractContextManager[Any]:
+def autocast_disabled() -> AbstractContextManager[Any]:
     """Within, somebody's autocast does nothing in this thread."""
     context: AbstractContextManager[Any] = torch._C._DisableAutocast()
     return context
 
 
-def has_casts() -> bool:
+def is_autocast_enabled() -> bool:
     """Whether autocast is on in this thread, for any device."""
     return torch._C._is_any_autocast_enabled()
 

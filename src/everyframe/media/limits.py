@@ -1,7 +1,7 @@
 """How large pictures and videos may be that somebody gives us, asked before their pixels are read.
 
 A file of some kilobytes can hold a picture of a gigapixel, or one frame that is shown for hours.
-Read next: `read.py`, `pictures.py`, `mp4.py`.
+Read next: `read.py`, `images.py`, `mp4.py`.
 """
 
 from __future__ import annotations

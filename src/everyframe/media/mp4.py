@@ -1,6 +1,6 @@
 """H.264 in mp4: the encoder, the check of what was written, and the reader of any video.
 
-Pictures (gif, webp, png) are `everyframe.media.pictures`; who decides which and where is
+Pictures (gif, webp, png) are `everyframe.media.images`; who decides which and where is
 `everyframe.media.write`. Colours: BT.709 matrix, limited range, and tagged so. FFmpeg's own default
 is the BT.601 matrix without a tag, which players then guess from the size, and colours shift.
 """
@@ -19,9 +19,9 @@ import numpy as np
 from av.video.reformatter import ColorRange, Colorspace
 
 from everyframe.core.errors import MediaError
+from everyframe.media.audio import Audio, add_stream, decoded_sound, packets
 from everyframe.media.limits import check_frames, check_picture, open_video
 from everyframe.media.pixels import Frames, fit_image
-from everyframe.media.sound import Sound, add_stream, decoded_sound, packets
 
 _BT709 = 1  # the number of BT.709 in each of H.264's three colour fields (ITU-T H.273)
 # A fixed number of threads, whatever the machine: x264 gives the same bytes for the same number.
@@ -71,7 +71,7 @@ class Mp4Encoder:
         self._container.mux(self._stream.encode(picture))
         self.num_frames += 1
 
-    def finish(self, comment: str, sound: Sound | None = None) -> None:
+    def finish(self, comment: str, sound: Audio | None = None) -> None:
         """Write the last packets, then `path` with `comment` and sound; check it by reading it."""
         self._container.mux(self._stream.encode())
         self._container.close()
@@ -86,7 +86,7 @@ class Mp4Encoder:
             self._container.close()
 
 
-def _copy_with_comment(source: Path, target: Path, comment: str, sound: Sound | None) -> None:
+def _copy_with_comment(source: Path, target: Path, comment: str, sound: Audio | None) -> None:
     flags = {"movflags": "faststart"}
     with (
         av.open(str(source)) as old,
@@ -142,7 +142,7 @@ def frame_rate(path: Path) -> Fraction:
     return rate
 
 
-def read_sound(path: Path, seconds: float) -> Sound | None:
+def read_sound(path: Path, seconds: float) -> Audio | None:
     """What is heard in the first seconds of a video file; None if it has no sound.
 
     Counted from its first frame; silence where its sound begins later or ends sooner. More than two
@@ -165,7 +165,7 @@ def read_sound(path: Path, seconds: float) -> Sound | None:
     at = round((first - shown) * rate)
     heard = samples[:, max(-at, 0) :][:, : max(whole.shape[1] - max(at, 0), 0)]
     whole[:, max(at, 0) : max(at, 0) + heard.shape[1]] = heard
-    return Sound(whole, rate) if heard.size else None
+    return Audio(whole, rate) if heard.size else None
 
 
 def iter_frames(path: Path) -> Iterator[Frames]:

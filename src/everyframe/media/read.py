@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from everyframe.core.errors import InputError, MediaError
-from everyframe.media.given import check_image, check_video
+from everyframe.media.input_checks import check_image, check_video
 from everyframe.media.limits import check_picture, open_picture
-from everyframe.media.paths import PathLike, exact_fps
+from everyframe.media.output_path import PathLike, exact_fps
 from everyframe.media.pixels import Frames, check_range, fit_image, to_uint8
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ def read_video(
     rate = None if fps is None else exact_fps(fps)
     # Loaded here: pictures need no FFmpeg, and videos no Pillow.
     if place.is_dir() or place.suffix.lower() in _ANIMATED:
-        from everyframe.media.pictures import read_animation, read_folder
+        from everyframe.media.images import read_animation, read_folder
 
         frames, found = (read_folder if place.is_dir() else read_animation)(place, rate)
         return frames if size is None else fit_image(frames, *size), found

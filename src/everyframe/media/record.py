@@ -26,7 +26,7 @@ from everyframe.media.limits import (
     open_picture,
     open_video,
 )
-from everyframe.media.paths import FOLDER_RECORD, RECORD_SCHEMA, PathLike
+from everyframe.media.output_path import FOLDER_RECORD, RECORD_SCHEMA, PathLike
 
 PNG_KEY = "everyframe"
 

@@ -15,12 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from everyframe.core.errors import InputError
-from everyframe.media.paths import Kind, PathLike, exact_fps, kind_of
+from everyframe.media.output_path import OutputFormat, PathLike, exact_fps, kind_of
 from everyframe.media.pixels import Frames, to_uint8
 from everyframe.media.record import read_record
 
 if TYPE_CHECKING:
-    from everyframe.media.sound import Sound
+    from everyframe.media.audio import Audio
 
 # Frames turned to 8 bits and encoded at a time, so that a long float video is not held twice.
 _PIECE = 16
@@ -40,7 +40,7 @@ class Video:
     frames: npt.NDArray[Any]
     fps: Fraction
     record: Mapping[str, Any] = field(default_factory=dict)
-    sound: Sound | None = None
+    sound: Audio | None = None
 
     def __post_init__(self) -> None:
         frames = self.frames
@@ -78,7 +78,7 @@ class Video:
         """Write the video, the kind told by the ending; see `everyframe.media.write.write`."""
         from everyframe.media.write import write
 
-        sound = self.sound if kind_of(path) is Kind.MP4 else None
+        sound = self.sound if kind_of(path) is OutputFormat.MP4 else None
         return write(
             path, self.pieces(), self.fps, self.record or None, sidecar=sidecar, sound=sound
         )

@@ -3,7 +3,7 @@
 Everything is written into a hidden folder beside the target and renamed when it is complete and
 was read back. On any error, Ctrl-C included, the hidden folder is removed and an older file of the
 same name stays as it was. (A killed process leaves ``.everyframe-….partial``; it can be deleted.)
-The encoders are `everyframe.media.mp4` and `everyframe.media.pictures`. Read next: `mp4`.
+The encoders are `everyframe.media.mp4` and `everyframe.media.images`. Read next: `mp4`.
 """
 
 from __future__ import annotations
@@ -12,22 +12,29 @@ import errno
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 import av
 import numpy as np
 import numpy.typing as npt
 
 from everyframe.core.errors import InputError, MediaError
+from everyframe.media.audio import Audio
+from everyframe.media.images import AnimationWriter, PngWriter
 from everyframe.media.mp4 import Mp4Encoder
-from everyframe.media.paths import Kind, PathLike, check_output, exact_fps, is_of_frames, sidecar_of
-from everyframe.media.pictures import AnimationWriter, PngWriter
+from everyframe.media.output_path import (
+    OutputFormat,
+    PathLike,
+    check_output,
+    exact_fps,
+    is_of_frames,
+    sidecar_of,
+)
 from everyframe.media.pixels import Frames
 from everyframe.media.record import compact, complete, readable
-from everyframe.media.sound import Sound
 
 Record = Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None
 
@@ -67,18 +74,18 @@ class VideoWriter:
         self._record = record
         if not callable(record):
             compact(record or {})  # what JSON can't hold should fail now and not after the run
-        self._sidecar = sidecar and record is not None and self._kind is not Kind.FRAMES
+        self._sidecar = sidecar and record is not None and self._kind is not OutputFormat.FRAMES
         self._work: Path | None = None
         self._encoder: _Encoder | None = None
         self._shape: tuple[int, ...] = ()
-        self._sound: Sound | None = None
+        self._sound: Audio | None = None
 
     @property
     def holds_sound(self) -> bool:
         """Whether this kind of file can hold sound."""
-        return self._kind is Kind.MP4
+        return self._kind is OutputFormat.MP4
 
-    def add_sound(self, sound: Sound) -> None:
+    def add_sound(self, sound: Audio) -> None:
         """Give the video its sound, at any time before the end. Raises `MediaError` if the kind of
         file has no room for it."""
         if not self.holds_sound:
@@ -138,9 +145,9 @@ class VideoWriter:
             tempfile.mkdtemp(prefix=".everyframe-", suffix=".partial", dir=target.parent)
         )
         place = self._work / self._name
-        if self._kind is Kind.MP4:
+        if self._kind is OutputFormat.MP4:
             return Mp4Encoder(place, width, height, self._fps)
-        if self._kind in (Kind.PNG, Kind.FRAMES):
+        if self._kind in (OutputFormat.PNG, OutputFormat.FRAMES):
             return PngWriter(place, self._kind)
         return AnimationWriter(place, self._kind, self._fps)
 
@@ -158,7 +165,7 @@ class VideoWriter:
                 self._encoder.finish(compact(record))
             place = self._work / self._name
             sidecar = sidecar_of(self._given).name
-            if self._kind is Kind.FRAMES:
+            if self._kind is OutputFormat.FRAMES:
                 (place / sidecar).write_bytes(readable(record))
             elif self._sidecar:
                 (self._work / sidecar).write_bytes(readable(record))
@@ -182,7 +189,7 @@ def write(
     record: Record = None,
     *,
     sidecar: bool = True,
-    sound: Sound | None = None,
+    sound: Audio | None = None,
 ) -> Path:
     """Write `pieces`, uint8 arrays (t, H, W, 3), to `path` as they come; see `VideoWriter`.
 
@@ -241,3 +248,41 @@ def _explained(error: Exception, path: Path) -> MediaError:
         )
     reason = getattr(error, "strerror", None) or error
     return MediaError(f"can't write {str(path)!r}: {reason}; the unfinished file was removed")
+
+
+class FrameSpool:
+    """Pieces of several videos, uint8 (t, H, W, 3), kept in one file beside where they will go."""
+
+    def __init__(self, beside: PathLike) -> None:
+        self._folder = Path(os.path.abspath(beside)).parent
+        self._file: IO[bytes] | None = None
+        self._pieces: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
+
+    def put(self, key: int, piece: Frames) -> None:
+        """Append a piece to the video of that key. Raises `MediaError` if the disk is full."""
+        try:
+            if self._file is None:
+                self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 - see close
+            start = self._file.seek(0, os.SEEK_END)
+            self._file.write(np.ascontiguousarray(piece).data)
+            self._file.flush()
+        except OSError as error:
+            raise MediaError(
+                f"frames that wait for their turn can't be kept in {str(self._folder)!r}: "
+                f"{error.strerror or error}; free some space, or ask for fewer videos at once"
+            ) from error
+        self._pieces.setdefault(key, []).append((start, piece.shape))
+
+    def take(self, key: int) -> Iterator[Frames]:
+        """The pieces of that key in order, each once."""
+        for start, shape in self._pieces.pop(key, ()):
+            assert self._file is not None
+            self._file.seek(start)
+            data = self._file.read(int(np.prod(shape)))
+            yield np.frombuffer(data, np.uint8).reshape(shape)
+
+    def close(self) -> None:
+        """Forget everything."""
+        if self._file is not None:
+            self._file.close()
+        self._file, self._pieces = None, {}

@@ -3,7 +3,7 @@
 Pillow alone draws it, into the bytes of a png. Numbers are shown by their order of magnitude, from
 pale to dark; what is not finite has a colour of its own, and what is not there is white. Modules
 beyond what a page holds are drawn together, by the name of what is around them.
-Used by `everyframe.numerics.trace` and by the guard's report. Read next: `watch.py`.
+Used by `everyframe.numerics.trace` and by the guard's report. Read next: `tensor_stats.py`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 
 from everyframe.core.errors import InputError
+from everyframe.numerics.trace.diff import Comparison
 
 _Cell = tuple[int, int]
 _Colour = tuple[int, int, int]
@@ -183,3 +184,29 @@ class _Page:
 def _cut(name: str) -> str:
     """The end of a long name says more than its beginning."""
     return name if len(name) <= _WIDEST_NAME else f"...{name[-_WIDEST_NAME + 3 :]}"
+
+
+def picture(compared: Comparison, title: str) -> bytes:
+    """The png of the relative differences of what modules gave, the first place in a frame."""
+    trace = compared.a
+    called = dict.fromkeys(call.part for call in trace.calls)
+    rows = {part: row for row, part in enumerate(called)}
+    columns = max((call.number for call in trace.calls), default=1)
+    table = np.full((len(rows), columns), np.nan)
+    for apart, seen in zip(compared.apart, trace.seen, strict=True):
+        if seen.kind == "output" and not math.isnan(apart):
+            call = trace.calls[seen.call]
+            cell = rows[call.part], call.number - 1
+            table[cell] = np.fmax(table[cell], apart)
+    marked = set()
+    for place in compared.places[:1]:
+        call = trace.calls[trace.seen[place.seen].call]
+        marked.add((rows[call.part], call.number - 1))
+    return heat_map(
+        table,
+        [trace.parts[part].name for part in rows],
+        [str(column + 1) for column in range(columns)],
+        title=title,
+        unit="relative difference, by module and call",
+        marked=marked,
+    )

@@ -2,7 +2,7 @@
 
 PyTorch's `scaled_dot_product_attention` has several kernels and never needs anything compiled or
 installed. `attend_by` puts a module, ours or a foreign one, on one of them. Which one a run takes
-is not decided here (`everyframe.optimize`); splitting a row over devices and projecting tokens to
+is not decided here (`everyframe.fast_paths`); splitting a row over devices and projecting tokens to
 queries, keys and values are not done here, see the models in `everyframe.families`.
 """
 
@@ -22,7 +22,7 @@ from torch.nn.attention import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from everyframe.hardware.switches import alone, stay_alone
+from everyframe.hardware.switches import exclusive, stay_exclusive
 from everyframe.ops.device import kind_of
 
 #: The plain kernel: two products and a softmax in float32, on every device. It holds all scores.
@@ -168,7 +168,7 @@ def kernels_kept() -> Iterator[None]:
     Torch calls no hook for what is not an `Exception` (an interrupt, the end of a search for a
     fault), so a module of `attend_by` is not left then. No other run of ours computes meanwhile.
     """
-    with alone():
+    with exclusive():
         before = Kernels.now()
         try:
             yield
@@ -247,5 +247,5 @@ def attend_by(
     module that is the one which is put `inside`, whichever came first. The choice is the process',
     so the run that does this computes alone from here on.
     """
-    stay_alone()
+    stay_exclusive()
     return AttendBy([module.get_submodule(part) for part in parts], kernels, inside=inside)

@@ -3,7 +3,7 @@
 There it is on meta, which stands for a device that need not be here; what is computed in one way on
 a CPU and in another elsewhere asks here, so that a dry run sees what a run does. What is done many
 times alike is done once there, and told to count as often. Not here: what is done about it.
-Read next: `everyframe.precision.rehearse`, `gated.py`.
+Read next: `everyframe.dry_run.executor`, `families/svd/layers.py`.
 """
 
 from __future__ import annotations

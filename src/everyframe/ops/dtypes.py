@@ -15,6 +15,6 @@ def float32_or_wider(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def at_least_float32(x: Tensor) -> Tensor:
+def upcast_to_float32(x: Tensor) -> Tensor:
     """`x` in float32, or as it is when it is float32 or float64 already (no copy then)."""
     return x.to(float32_or_wider(x.dtype))

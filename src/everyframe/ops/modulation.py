@@ -13,12 +13,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from everyframe.ops.dtypes import at_least_float32
+from everyframe.ops.dtypes import upcast_to_float32
 
 
 def modulation_tables(table_KC: Tensor, t_BFKC: Tensor) -> tuple[Tensor, ...]:
     """The K tables ``table + t``, each (B, F, 1, C), or (B, 1, C), and float32 at least."""
-    tables = at_least_float32(table_KC) + at_least_float32(t_BFKC)
+    tables = upcast_to_float32(table_KC) + upcast_to_float32(t_BFKC)
     return tuple(table.unsqueeze(-2) for table in tables.unbind(-2))
 
 
@@ -65,7 +65,7 @@ class Add(nn.Module):
         return x_BTSC + branch_BTSC
 
 
-class PickFrames(nn.Module):
+class SelectByFrame(nn.Module):
     """`pick_frames` as a module."""
 
     def forward(self, x_BTSC: Tensor, other_BTSC: Tensor, mask_BT11: Tensor) -> Tensor:

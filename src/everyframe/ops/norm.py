@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from everyframe.ops.device import kind_of
-from everyframe.ops.dtypes import at_least_float32
+from everyframe.ops.dtypes import upcast_to_float32
 
 
 def layer_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
@@ -28,7 +28,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], weight.to(x.dtype), eps)
     # Elsewhere PyTorch's is this formula in twice as many passes over memory. The norm is taken
     # over float32 numbers whatever `x` holds, so squares of large float16 numbers don't overflow.
-    wide = at_least_float32(x)
+    wide = upcast_to_float32(x)
     norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     inverse = torch.rsqrt(norm.square() / x.shape[-1] + eps)
     return (wide * inverse).mul_(weight).to(x.dtype)
@@ -89,7 +89,7 @@ class WideGroupNorm(nn.GroupNorm):
         inverse = torch.rsqrt(variance + self.eps).repeat_interleave(size, dim=1)
         scale = inverse * self.weight.view(per_channel)
         shift = self.bias.view(per_channel) - mean.repeat_interleave(size, dim=1) * scale
-        wide = at_least_float32(x)
+        wide = upcast_to_float32(x)
         return torch.addcmul(shift.to(wide.dtype), wide, scale.to(wide.dtype)).to(x.dtype)
 
 

@@ -2,12 +2,13 @@
 
 Angles are large numbers whose last digits matter, so tables are made in float64 and kept in
 float32 at least, the rotation is done in that precision, and the result is cast at the end.
-Source: Su et al., "RoFormer" (arXiv 2104.09864). Read next: `everyframe.ops.positions` for
+Source: Su et al., "RoFormer" (arXiv 2104.09864). Read next: `everyframe.ops.embeddings` for
 positions that are added instead.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -80,3 +81,90 @@ class Rotate(nn.Module):
 
     def forward(self, x: Tensor, table: RotaryTable) -> Tensor:
         return rotate(x, table)
+
+
+class AxesTable(NamedTuple):
+    """Cosines and sines of every token's angles, (N, D/2) each, the axes one after the other.
+
+    ``widths`` are the axes' channels. A part of the tokens is a part of the rows.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    widths: tuple[int, ...]
+
+    def rows(self, start: int, stop: int) -> AxesTable:
+        """The table of tokens ``start:stop``; nothing is copied."""
+        return self._replace(cos=self.cos[start:stop], sin=self.sin[start:stop])
+
+
+def grid_positions(sizes: Sequence[int]) -> Tensor:
+    """(N, axes) integer positions of a grid's tokens, the last axis fastest."""
+    axes = [torch.arange(size, device="cpu") for size in sizes]
+    return torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).flatten(0, -2)
+
+
+def axis_angles(positions_N: Tensor, width: int, theta: float = 10000.0) -> Tensor:
+    """(N, width / 2) angles, float64 on the CPU: ``p theta^(-2k / width)``."""
+    exponents = torch.arange(0, width, 2, dtype=torch.float64, device="cpu") / width
+    return torch.outer(positions_N.to("cpu", torch.float64), theta**-exponents)
+
+
+def axes_table(
+    sizes: Sequence[int],
+    widths: Sequence[int],
+    *,
+    theta: float = 10000.0,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+) -> AxesTable:
+    """The table of a whole grid; `dtype` below float32 is widened to it."""
+    dtype = float32_or_wider(dtype)
+    cosines: list[Tensor] = []
+    sines: list[Tensor] = []
+    for axis, (size, width) in enumerate(zip(sizes, widths, strict=True)):
+        # Few angles are different ones: the grid repeats them.
+        angles = axis_angles(torch.arange(size, device="cpu"), width, theta)
+        shape = [1] * len(sizes) + [width // 2]
+        shape[axis] = size
+        for parts, values in ((cosines, angles.cos()), (sines, angles.sin())):
+            # Cast first: a device without float64 can't be handed any.
+            axis_values = values.to(dtype).to(device).reshape(shape)
+            parts.append(axis_values.expand(*sizes, -1).flatten(0, -2))
+    return AxesTable(torch.cat(cosines, -1), torch.cat(sines, -1), tuple(widths))
+
+
+def rotate_axes(x: Tensor, table: AxesTable) -> Tensor:
+    """Turn `x` (..., N, D) by the table's angles; computed in its precision, in `x`'s dtype."""
+    wide = torch.promote_types(x.dtype, table.cos.dtype)
+    halves = [width // 2 for width in table.widths]
+    turned = []
+    # An axis at a time, as what is widened is the largest tensor around.
+    for part, cos, sin in zip(
+        torch.split(x, list(table.widths), -1),
+        torch.split(table.cos, halves, -1),
+        torch.split(table.sin, halves, -1),
+        strict=True,
+    ):
+        first, second = part.to(wide).chunk(2, dim=-1)
+        turned.append((first * cos).addcmul_(second, sin, value=-1).to(x.dtype))
+        turned.append((second * cos).addcmul_(first, sin).to(x.dtype))
+    return torch.cat(turned, dim=-1)
+
+
+class RotaryAxes(nn.Module):
+    """Makes the table that a forward pass shares between its blocks. No parameters."""
+
+    def __init__(self, widths: Sequence[int], theta: float = 10000.0) -> None:
+        super().__init__()
+        self.widths, self.theta = tuple(widths), theta
+
+    def forward(self, sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> AxesTable:
+        return axes_table(sizes, self.widths, theta=self.theta, dtype=dtype, device=device)
+
+
+class RotateAxes(nn.Module):
+    """`rotate_axes` as a child module of an attention."""
+
+    def forward(self, x: Tensor, table: AxesTable) -> Tensor:
+        return rotate_axes(x, table)

@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from everyframe.parallel.grid import Deal
-from everyframe.parallel.heads import Brick, HeadDeal, Keys, overlap, within
-from everyframe.parallel.team import Team
+from everyframe.parallel.communicator import Communicator
+from everyframe.parallel.head_partition import HeadBlock, HeadPartition, KeyBlock, overlap, within
+from everyframe.parallel.token_partition import TokenPartition
 
 Core = Callable[..., Tensor]
 """``core(q, k, v, mask)``: attention of queries (B, heads, Q, D) to keys (B, heads, L, D)."""
@@ -30,10 +30,10 @@ Core = Callable[..., Tensor]
 class Ulysses:
     """Attention of one grid (samples, heads, tokens) for one rank."""
 
-    def __init__(self, deal: Deal, team: Team) -> None:
+    def __init__(self, deal: TokenPartition, team: Communicator) -> None:
         assert deal.num_ranks == team.size
         self.deal, self.team = deal, team
-        self._heads = HeadDeal(deal)
+        self._heads = HeadPartition(deal)
         self._held = deal.held
         ranks = range(team.size)
         self._back = [[self._heads.queries_sent(q, p) for q in ranks] for p in ranks]
@@ -73,7 +73,7 @@ class Ulysses:
         return self._own(back, v_bHnD)
 
     @property
-    def _bricks(self) -> Sequence[Brick]:
+    def _bricks(self) -> Sequence[HeadBlock]:
         return self._heads.bricks[self.team.rank]
 
     def _alone(self, core: Core, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -101,7 +101,7 @@ class Ulysses:
                 for each in (k, v):
                     yield each[held.row, _slice(keys.heads), held.here]
 
-    def _arranged(self, came: Tensor) -> tuple[list[Tensor], dict[int, tuple[Keys, Tensor]]]:
+    def _arranged(self, came: Tensor) -> tuple[list[Tensor], dict[int, tuple[KeyBlock, Tensor]]]:
         """Queries of each brick (H, Q, D), and keys and values (2, H, N, D) by sample."""
         tokens, width = self.deal.grid.places, came.shape[-1]
         mine = self._heads.keys[self.team.rank]
@@ -124,7 +124,7 @@ class Ulysses:
         return queries, seen
 
     def _told(
-        self, brick: Brick, query_HQD: Tensor, seen: dict[int, tuple[Keys, Tensor]]
+        self, brick: HeadBlock, query_HQD: Tensor, seen: dict[int, tuple[KeyBlock, Tensor]]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values (1, heads, ., D) of one brick."""
         keys, both = seen[brick.sample]
@@ -182,7 +182,7 @@ def _slice(numbers: range) -> slice:
     return slice(numbers.start, numbers.stop)
 
 
-def _of(mask: Tensor | None, brick: Brick) -> Tensor | None:
+def _of(mask: Tensor | None, brick: HeadBlock) -> Tensor | None:
     """What of a mask concerns a brick; a length of one is that of all."""
     if mask is None:
         return None

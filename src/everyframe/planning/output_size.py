@@ -1,17 +1,17 @@
 """The video that is really made, where a dry run shows another than what was asked for.
 
 A foreign pipeline may round a length, or make its video in whole pieces, and says so nowhere.
-Read next: `dryrun.py`, `resolve.py`.
+Read next: `dry_runs.py`, `resolve.py`.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from everyframe.planning.fitting import Fitted
+from everyframe.planning.memory_fit import FitResult
 
 
-def with_output_size(fitted: Fitted) -> Fitted:
+def with_output_size(fitted: FitResult) -> FitResult:
     """The same with the length and size that come out, and a note where they are others.
 
     What the model is told stays what it was.

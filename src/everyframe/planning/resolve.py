@@ -14,79 +14,78 @@ from functools import partial
 from pathlib import Path
 
 from everyframe.checkpoints.config_errors import config_errors
-from everyframe.core.amounts import parse_bytes
-from everyframe.core.division import Division
+from everyframe.core.bytes import parse_bytes, without_processes
 from everyframe.core.errors import CannotRunError
-from everyframe.core.facts import DeviceFacts, MachineFacts, Rates
-from everyframe.core.plan import Plan, Remedy, Settings, StagePlan
+from everyframe.core.facts import DeviceFacts, MachineFacts, Throughput
+from everyframe.core.parallel_plan import ParallelPlan
+from everyframe.core.plan import Plan, Repair, Settings, StagePlan
 from everyframe.core.request import DTYPES, Request, random_seed
-from everyframe.families.family import Model, Reading
 from everyframe.families.registry import (
     check_option_names,
     family_options,
 )
-from everyframe.families.remembered import known_key, remembered, said_of
 from everyframe.hardware.facts import machine_facts
 from everyframe.hardware.profiles import find_profile
-from everyframe.planning import certifying
-from everyframe.planning.choosing import Chooser, pins_of
-from everyframe.planning.components import Parts
-from everyframe.planning.dividing import (
-    AVOIDED,
-    asked_devices,
-    can_share,
-    check_division,
-    divide,
-    idle_notes,
-    sending_seconds,
-    shares_asked,
-    weights_seconds,
-)
-from everyframe.planning.dryrun import clashes_of, heaviest, stage_plan
-from everyframe.planning.fitting import Fitted, Fitting, within
-from everyframe.planning.forecast import without_processes
-from everyframe.planning.given import check_given
-from everyframe.planning.issues import known
-from everyframe.planning.models import find_model, refuse_if_not_drawable
-from everyframe.planning.obstacle import obstacle_of
-from everyframe.planning.output_size import with_output_size
-from everyframe.planning.quantising import check_effect, quantising_of
-from everyframe.planning.saved_rates import rates_here
-from everyframe.planning.sharing import (
-    Shares,
+from everyframe.media.frame_source import check_given
+from everyframe.planning import component_certificates
+from everyframe.planning.blocked_paths import known
+from everyframe.planning.choose_fast_paths import FastPathChooser, pins_of
+from everyframe.planning.component_memory import ComponentPlanner
+from everyframe.planning.component_precision import check_effect, quantising_of
+from everyframe.planning.dry_runs import clashes_of, heaviest, stage_plan
+from everyframe.planning.find_model import find_model, refuse_if_not_drawable
+from everyframe.planning.infeasible import infeasible_reason
+from everyframe.planning.load_balancing import (
+    BalancedPlan,
     are_alike,
-    in_common,
-    shared_out,
+    balance,
+    common_facts,
     speed_dtype,
     weights_by_speed,
     with_weights,
 )
+from everyframe.planning.memory_fit import FitResult, MemoryFit, within
+from everyframe.planning.output_size import with_output_size
+from everyframe.planning.parallelism import (
+    AVOIDED,
+    asked_devices,
+    can_share,
+    check_division,
+    idle_notes,
+    make_parallel_plan,
+    sending_seconds,
+    shares_asked,
+    weights_seconds,
+)
+from everyframe.planning.throughput_cache import rates_here
 from everyframe.precision.policy import check_asked
+from everyframe.runtime.interface import ModelSpec, PromptReadingSpec
+from everyframe.runtime.repair_cache import cached_key, load_repairs, repair_notes
 
 #: How many of a plan's products are tried on a real device for its forecast of time.
 _NUM_TRIALS = 6
 
 
 @dataclass(frozen=True)
-class GivenModel:
+class LoadedModel:
     """A model in memory and the name of its family.
 
     `digests` says what the model is by component, so that a run of it resumes with no other.
     """
 
     family: str
-    model: Model
+    model: ModelSpec
     digests: Callable[[], Mapping[str, str]] = dict
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedPlan:
     """A plan and the model that it is for, with what chose its fast paths and memory."""
 
     plan: Plan
-    model: Model
-    fitted: Fitted
-    chooser: Chooser
+    model: ModelSpec
+    fitted: FitResult
+    chooser: FastPathChooser
 
 
 def resolve(request: Request, profile: str | Path | None = None) -> Plan:
@@ -105,11 +104,11 @@ def prepare(
     may_fetch: bool = False,
     num_threads: int | None = None,
     devices: Sequence[DeviceFacts] | None = None,
-    given: GivenModel | None = None,
+    given: LoadedModel | None = None,
     profile: str | Path | None = None,
     with_seconds: bool = False,
     will_run: bool = False,
-) -> Prepared:
+) -> PreparedPlan:
     """The plan with its model; with `may_fetch` a hub model's configs may be fetched for it.
 
     `num_threads` (of the CPU) is the number of usable cores unless a record asks for another;
@@ -133,12 +132,12 @@ def _prepared(
     may_fetch: bool,
     num_threads: int | None,
     devices: Sequence[DeviceFacts] | None,
-    given: GivenModel | None,
+    given: LoadedModel | None,
     profile: str | Path | None,
     *,
     with_seconds: bool,
     will_run: bool,
-) -> Prepared:
+) -> PreparedPlan:
     model, family_name = _model(request, given, may_fetch=may_fetch)
     # Before the machine is looked at, which takes torch: what can't be asked is told at once.
     settings, notes = model.settle(request, random_seed() if request.seed is None else request.seed)
@@ -147,7 +146,7 @@ def _prepared(
     # Ranks that have met have begun, and what they take is no longer free.
     devices = _usable(devices or _before_ranks(asked_devices(request, facts)), request)
     check_division(request, model, settings, len(devices))
-    device = in_common(devices)
+    device = common_facts(devices)
     num_threads = num_threads or default_threads(facts, len(devices), is_here=profile is None)
     chooser = _chooser(request, facts, devices, num_threads, is_here=profile is None)
     # Repairs are of this machine, and a model that somebody has in memory may hold any weights.
@@ -157,7 +156,7 @@ def _prepared(
     shares, fitting, fitted = _fitted(shared, request, settings, chooser, will_run=will_run)
     fitted = with_output_size(fitted)
     rates = _rates(fitted, devices[shares.rank], num_threads) if with_seconds else None
-    if with_seconds and isinstance(model, Reading):
+    if with_seconds and isinstance(model, PromptReadingSpec):
         notes = (*notes, *model.unread(settings))
     says = (*shares.says, *_of_repairs(fitted), *idle_notes(shares.division))
     plan = Plan(
@@ -178,11 +177,13 @@ def _prepared(
         division=shares.division,
     )
     # What somebody has in memory is there already: what is free says nothing against it.
-    obstacle = None if given is not None else obstacle_of(plan, fitting, fitted, facts)
-    return Prepared(replace(plan, obstacle=obstacle), model, fitted, chooser)
+    obstacle = None if given is not None else infeasible_reason(plan, fitting, fitted, facts)
+    return PreparedPlan(replace(plan, obstacle=obstacle), model, fitted, chooser)
 
 
-def _model(request: Request, given: GivenModel | None, *, may_fetch: bool) -> tuple[Model, str]:
+def _model(
+    request: Request, given: LoadedModel | None, *, may_fetch: bool
+) -> tuple[ModelSpec, str]:
     """The model that is asked for, and its family's name."""
     check_option_names(request)
     if given is None:
@@ -191,7 +192,7 @@ def _model(request: Request, given: GivenModel | None, *, may_fetch: bool) -> tu
     return given.model, given.family
 
 
-def _check_contents(request: Request, settings: Settings, given: GivenModel | None) -> None:
+def _check_contents(request: Request, settings: Settings, given: LoadedModel | None) -> None:
     """Raise `InputError` for pictures that are none, and what the embedded model can't draw."""
     if not settings.given_forms:  # those were looked at when the request was settled
         check_given(request)
@@ -213,7 +214,7 @@ def _usable(devices: Sequence[DeviceFacts], request: Request) -> tuple[DeviceFac
 
 
 def _stages(
-    fitted: Fitted, rates: Rates | None, division: Division | None
+    fitted: FitResult, rates: Throughput | None, division: ParallelPlan | None
 ) -> tuple[StagePlan, ...]:
     """The stages; what ranks send at each step takes its time too.
 
@@ -235,15 +236,15 @@ def _stages(
 
 def _shares(
     request: Request,
-    model: Model,
+    model: ModelSpec,
     settings: Settings,
     devices: Sequence[DeviceFacts],
     num_threads: int,
-    fitting: Fitting,
+    fitting: MemoryFit,
     *,
     shards: bool,
     together: bool = False,
-) -> Shares:
+) -> BalancedPlan:
     """How the work is divided among devices that may not be alike.
 
     With `shards` so that each video has several, which can keep weights between them; `together` so
@@ -252,8 +253,8 @@ def _shares(
     asked = shares_asked(request, len(devices))
     dtype = speed_dtype(DTYPES[request.dtype])
 
-    def divided(weights: Sequence[float]) -> Division | None:
-        return divide(
+    def divided(weights: Sequence[float]) -> ParallelPlan | None:
+        return make_parallel_plan(
             request,
             model,
             settings,
@@ -266,7 +267,7 @@ def _shares(
         )
 
     weights = asked or weights_by_speed(devices, dtype, num_threads)
-    return shared_out(fitting, devices, settings, weights, divided, is_asked=asked is not None)
+    return balance(fitting, devices, settings, weights, divided, is_asked=asked is not None)
 
 
 def _chooser(
@@ -276,27 +277,27 @@ def _chooser(
     num_threads: int,
     *,
     is_here: bool,
-) -> Chooser:
+) -> FastPathChooser:
     """What chooses fast paths: what was asked for, what is certified, and what is known here."""
-    device, alike = in_common(devices), are_alike(devices)
-    return Chooser(
+    device, alike = common_facts(devices), are_alike(devices)
+    return FastPathChooser(
         device,
         pins_of(request, device),
         # What is certified on one of them says nothing of the others.
-        certifying.Certificates(device, num_threads) if is_here and alike else None,
+        component_certificates.Certificates(device, num_threads) if is_here and alike else None,
         known(facts, device, is_here=is_here).and_these(AVOIDED if len(devices) > 1 else {}),
         expects=alike,
     )
 
 
 def _fitted(
-    shared: Callable[..., Shares],
+    shared: Callable[..., BalancedPlan],
     request: Request,
     settings: Settings,
-    chooser: Chooser,
+    chooser: FastPathChooser,
     *,
     will_run: bool,
-) -> tuple[Shares, Fitting, Fitted]:
+) -> tuple[BalancedPlan, MemoryFit, FitResult]:
     """What fits; before a run what it needs at once is tried, and only certified paths are left.
 
     Where it doesn't fit on a device a video, several share each.
@@ -318,7 +319,9 @@ def _fitted(
     check_effect(fitting.parts.quantising, fitting.model.title, fitted.components)
     # What is too large for this device whatever is chosen is not tried.
     if will_run and fitted.fits:
-        tried = certifying.make_at_once(chooser.certificates, fitted.components, fitted.runs)
+        tried = component_certificates.make_at_once(
+            chooser.certificates, fitted.components, fitted.runs
+        )
         if tried:
             fitting = fitting.certified_alone()
             fitted = fitting.fit(settings)
@@ -327,20 +330,20 @@ def _fitted(
 
 
 def _fitting(
-    model: Model,
+    model: ModelSpec,
     facts: MachineFacts,
     device: DeviceFacts,
     request: Request,
-    chooser: Chooser,
+    chooser: FastPathChooser,
     *,
     is_own: bool,
-) -> Fitting:
+) -> MemoryFit:
     remedies = _remedies(request, model, device, facts) if is_own else ()
     host = within(facts.cpu, _asked_bytes(request, "max_host_memory"))
     if device.kind == "cpu":  # both limits are of the same memory
         device = within(device, host.free_memory)
-    return Fitting(
-        Parts(
+    return MemoryFit(
+        ComponentPlanner(
             model=model,
             device=device,
             asked=DTYPES[request.dtype],
@@ -355,19 +358,19 @@ def _fitting(
 
 
 def _remedies(
-    request: Request, model: Model, device: DeviceFacts, facts: MachineFacts
-) -> tuple[Remedy, ...]:
+    request: Request, model: ModelSpec, device: DeviceFacts, facts: MachineFacts
+) -> tuple[Repair, ...]:
     """The repairs to begin with: a record's own, else those that earlier runs needed here."""
     if request.remedies is not None:
         return tuple(request.remedies)
     if request.forget_repairs:
         return ()
-    key = known_key(model, device, facts.versions)
-    return () if key is None else remembered(key)
+    key = cached_key(model, device, facts.versions)
+    return () if key is None else load_repairs(key)
 
 
-def _of_repairs(fitted: Fitted) -> Iterator[str]:
-    return (line for part in fitted.components for line in said_of(part))
+def _of_repairs(fitted: FitResult) -> Iterator[str]:
+    return (line for part in fitted.components for line in repair_notes(part))
 
 
 def _asked_bytes(request: Request, name: str) -> int | None:
@@ -375,7 +378,7 @@ def _asked_bytes(request: Request, name: str) -> int | None:
     return None if written is None else parse_bytes(written, name)
 
 
-def _rates(fitted: Fitted, device: DeviceFacts, num_threads: int) -> Rates | None:
+def _rates(fitted: FitResult, device: DeviceFacts, num_threads: int) -> Throughput | None:
     """A made-up device's own rates; a real one is tried with what the plan spends most on."""
     if device.rates is not None or not fitted.runs:
         return device.rates

@@ -29,7 +29,7 @@ def num_bytes(dtype: str) -> int:
     return NUM_BYTES[dtype]
 
 
-def at_least_float32(dtype: str) -> str:
+def island_dtype(dtype: str) -> str:
     """float64 as it is, float32 for everything narrower: the dtype of an island."""
     return dtype if num_bytes(dtype) > 4 else "float32"
 

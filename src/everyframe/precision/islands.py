@@ -3,7 +3,8 @@
 A pattern is a name with shell wildcards. It matches a module or a parameter by the full dotted
 name, and everything inside of what it matches: ``t_embedder`` holds ``t_embedder.mlp.0.weight``,
 ``*.wo`` holds ``encoder.block.3.layer.1.DenseReluDense.wo.weight``. Works on names alone, so that a
-plan can tell the bytes of weights that nobody has read. Read next: `everyframe.precision.edges`.
+plan can tell the bytes of weights that nobody has read. Read next:
+`everyframe.precision.cast_hooks`.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from functools import lru_cache
 from itertools import accumulate
 
 from everyframe.core.errors import InputError
-from everyframe.core.plan import PLAIN, Precision, Remedy
-from everyframe.precision.dtypes import at_least_float32, num_bytes
+from everyframe.core.plan import PLAIN, Precision, Repair
+from everyframe.precision.dtypes import island_dtype, num_bytes
 
 
 def in_island(name: str, islands: Iterable[str]) -> bool:
@@ -45,14 +46,14 @@ def _matcher(islands: tuple[str, ...]) -> Callable[[str], re.Match[str] | None]:
 def parameter_dtype(name: str, precision: Precision) -> str:
     """The dtype that the parameter of that dotted name has in that precision."""
     if in_island(name, precision.islands):
-        return at_least_float32(precision.parameters)
+        return island_dtype(precision.parameters)
     return precision.parameters
 
 
 def weight_bytes(
     num_elements: Mapping[str, int],
     precision: Precision,
-    remedies: Iterable[Remedy] = (),
+    remedies: Iterable[Repair] = (),
     rows: Mapping[str, int] | None = None,
 ) -> int:
     """Bytes of all parameters, from the number of elements of each by name.

@@ -2,7 +2,7 @@
 
 It decides by facts alone, so it answers for made-up devices too, and never imports torch.
 Measured numbers behind the rules stand beside them. Not here: how a choice is put on a module
-(`edges`), and whether a fast path may be used (`everyframe.optimize`).
+(`edges`), and whether a fast path may be used (`everyframe.fast_paths`).
 Read next: `everyframe.precision.islands`.
 """
 

@@ -4,7 +4,7 @@ A run's folder is called by the time at which it began. In it: ``run.json``, wri
 asked, the plan, the record, with arrays that were given in ``given/``), ``state.json`` (how far it
 came, with ``tensors/`` that it names; ``state-1.json`` and so on for other groups of ranks, which
 make other videos of the same run), ``shortages.json`` (when memory ran out), ``answers/``, and
-``lock``, which is the running process's for as long as it lives. Read next: `keeper.py`.
+``lock``, which is the running process's for as long as it lives. Read next: `run_state.py`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
-from everyframe.core.errors import BusyError, DamagedError, InputError, did_you_mean
-from everyframe.core.paths import check_path, home_folder, path_of
-from everyframe.runs.files import read_json, write_json
+from everyframe.core.errors import CorruptRunError, InputError, RunLockedError, did_you_mean
+from everyframe.core.paths import check_path, expand_path, home_folder
+from everyframe.runs.atomic_write import UNREADABLE, read_json, write_json
 
 #: What a run folder says that it is; another number is another version's.
 SCHEMA = "everyframe.run/2"
@@ -36,9 +36,9 @@ def runs_folder() -> Path | None:
     ``XDG_STATE_HOME``, else ``~/.local/state``."""
     own = os.environ.get("EVERYFRAME_RUNS")
     if own:
-        return None if own == OFF else path_of(own, "EVERYFRAME_RUNS")
+        return None if own == OFF else expand_path(own, "EVERYFRAME_RUNS")
     shared = os.environ.get("XDG_STATE_HOME")
-    base = path_of(shared, "XDG_STATE_HOME") if shared else home_folder() / ".local" / "state"
+    base = expand_path(shared, "XDG_STATE_HOME") if shared else home_folder() / ".local" / "state"
     return base / "everyframe" / "runs"
 
 
@@ -46,7 +46,7 @@ def root_of(given: str | Path | None) -> Path | None:
     """The folder of runs that was given, else that of `runs_folder`; None for ``off``."""
     if given is None:
         return runs_folder()
-    return None if str(given) == OFF else path_of(given, "run_dir").absolute()
+    return None if str(given) == OFF else expand_path(given, "run_dir").absolute()
 
 
 @dataclass(frozen=True)
@@ -105,23 +105,23 @@ class RunFolder:
         write_json(self._shortages, {"shortages": values})
 
     def shortages(self) -> list[Any]:
-        """What `write_shortages` wrote last. Raises `DamagedError`."""
+        """What `write_shortages` wrote last. Raises `CorruptRunError`."""
         values = read_json(self._shortages) or {}
         return list(values.get("shortages", ()))
 
     def run(self) -> dict[str, Any]:
-        """What `write_run` wrote. Raises `DamagedError` for no run, or another version's."""
+        """What `write_run` wrote. Raises `CorruptRunError` for no run, or another version's."""
         values = read_json(self.path / _RUN)
         if values is None or values.get("schema") != SCHEMA:
             found = "nothing" if values is None else repr(values.get("schema"))
-            raise DamagedError(f"{self.path} holds no run of {SCHEMA!r}, but {found}")
+            raise CorruptRunError(f"{self.path} holds no run of {SCHEMA!r}, but {found}")
         return values
 
     def is_readable(self) -> bool:
         """Whether it is as it was written, as far as what does not change goes."""
         try:
             self.run()
-        except DamagedError:
+        except CorruptRunError:
             return False
         return True
 
@@ -132,7 +132,7 @@ class RunFolder:
         """
         try:
             return float(self.run()["began"])
-        except (DamagedError, KeyError, TypeError, ValueError):
+        except (CorruptRunError, KeyError, TypeError, ValueError):
             return self.path.stat().st_mtime
 
     def state(self) -> dict[str, Any] | None:
@@ -205,7 +205,7 @@ class Lock:
                 raise OSError(
                     error.errno, f"no file can be locked there: {error.strerror}"
                 ) from error
-            raise BusyError(
+            raise RunLockedError(
                 f"the run {path.parent.name} is being worked on by another process; wait for it, "
                 "or end it first"
             ) from error
@@ -301,3 +301,63 @@ def find_run(name: str | Path | None = None, root: Path | None = None) -> RunFol
             return run
     near = did_you_mean(str(name), [run.name for run in found])
     raise InputError(f"there is no run {str(name)!r}{near}; everyframe resume --list shows all")
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """One run: `progress` is how far it came, in words.
+
+    `began` and `written`, when anything of it was written last, are in seconds since 1970.
+    """
+
+    run: str
+    path: str
+    began: float
+    model: str
+    prompt: str
+    seed: int
+    progress: str
+    num_bytes: int
+    is_busy: bool
+    written: float
+
+
+def list_runs(root: str | Path | None = None) -> list[RunSummary]:
+    """The runs in a folder (None: where they lie by default), oldest first."""
+    return [_listed(folder) for folder in all_runs(None if root is None else Path(root))]
+
+
+def _listed(folder: RunFolder) -> RunSummary:
+    try:
+        written = folder.run()
+        settings: Mapping[str, Any] = written["record"]["settings"]
+        model, prompt = str(written["record"]["model"]["name"]), str(settings["prompt"])
+        seed = int(settings["seed"])
+        progress = _progress(folder, settings)
+    except (CorruptRunError, *UNREADABLE) as error:
+        model, prompt, seed = "?", "", 0
+        progress = f"can't be read: {error}"
+    return RunSummary(
+        run=folder.name,
+        path=str(folder.path),
+        began=folder.began(),
+        model=model,
+        prompt=prompt,
+        seed=seed,
+        progress=progress,
+        num_bytes=folder.num_bytes(),
+        is_busy=folder.is_busy(),
+        written=folder.last_written(),
+    )
+
+
+def _progress(folder: RunFolder, settings: Mapping[str, Any]) -> str:
+    num_answers = folder.num_answers()
+    if num_answers:
+        return f"{num_answers} calls of its models"
+    state = folder.state()
+    if state is None:
+        return "at its beginning"
+    clip = f"clip {state['clip'] + 1} of {settings['chain']}, " if settings["chain"] > 1 else ""
+    steps = sum(take["step"] for take in state["takes"])
+    return f"{clip}stage {state['stage'] + 1}" + (f", {steps} steps of it" if steps else "")

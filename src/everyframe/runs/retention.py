@@ -2,7 +2,7 @@
 
 A run is there to be gone on with, so it goes only when nothing of it was written for a month, or
 when all of them together take too much, the oldest first and none of the last day. What goes is
-told. No torch here. Read next: `folder.py`; `everyframe.engine.keeping`, where a new run asks.
+told. No torch here. Read next: `folder.py`; `everyframe.engine.persistence`, where a new run asks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FRESH_DAYS = 1.0
 
 
 @dataclass(frozen=True)
-class Removed:
+class RemovedRun:
     """A run that was removed, what it took, and why it went."""
 
     run: str
@@ -48,7 +48,7 @@ def days_of_runs() -> float:
     return days
 
 
-def remove_old_runs(root: Path, now: float | None = None) -> Iterator[Removed]:
+def remove_old_runs(root: Path, now: float | None = None) -> Iterator[RemovedRun]:
     """Remove what is too old or too much in a folder of runs, but nothing that is worked on.
 
     Raises:
@@ -71,10 +71,10 @@ def remove_old_runs(root: Path, now: float | None = None) -> Iterator[Removed]:
             continue
         run.remove()
         left -= size
-        yield Removed(run.name, size, why)
+        yield RemovedRun(run.name, size, why)
 
 
-def describe(removed: Removed) -> str:
+def describe(removed: RemovedRun) -> str:
     """What is said of a run that was removed."""
     return (
         f"the run {removed.run}, which was broken off, is removed ({removed.why}; it took "

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from everyframe.core.errors import InputError
-from everyframe.samplers.step import Denoise, Step, as_state, check_start
+from everyframe.samplers.base import Denoise, Step, as_state, check_start
 
 #: Karras' exponent: how much of the steps goes to low noise.
 RHO = 7.0

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from everyframe.core.errors import InputError
-from everyframe.samplers.step import Denoise, Noise, Step, as_state, check_start
+from everyframe.samplers.base import Denoise, Noise, Step, as_state, check_start
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import small_models
-from everyframe.families.inpaint.denoiser import Conditions, Denoiser, Steering
-from everyframe.families.inpaint.rehearsals import residual_shapes
+from everyframe.families.inpaint.denoiser import ControlNetInputs, ControlNetScale, Denoiser
+from everyframe.families.inpaint.dry_run import residual_shapes
 
 
 def net(x: Tensor, t: Tensor, **given: Any) -> tuple[list[Tensor], Tensor]:
@@ -32,14 +32,14 @@ def unet(x: Tensor, t: Tensor, **given: Any) -> tuple[Tensor]:
 
 def answer(branches: int, guess: bool, at_once: int, step: int = 0) -> Tensor:
     draw = torch.Generator().manual_seed(0)
-    conditions = Conditions(
+    conditions = ControlNetInputs(
         text=torch.randn(branches, 5, 6, generator=draw),
         controls=(torch.randn(2, 3, 8, 8, generator=draw), torch.rand(2, 3, 8, 8, generator=draw)),
         mask=torch.ones(2, 1, 4, 4),
         masked=torch.randn(2, 4, 4, 4, generator=draw),
     )
     denoise = Denoiser(
-        unet, [net, net], conditions, [Steering(0.5, 0.0, 0.5), Steering(2.0, 0.5, 1.0)],
+        unet, [net, net], conditions, [ControlNetScale(0.5, 0.0, 0.5), ControlNetScale(2.0, 0.5, 1.0)],
         guidance_scale=3.0, guess_mode=guess, num_steps=2, branches_at_once=at_once,
     )  # fmt: skip
     denoise.step = step
@@ -56,7 +56,7 @@ def test_branches_one_after_the_other_give_the_same(branches: int, guess: bool, 
 
 
 def test_a_controlnet_steers_between_its_shares_of_the_steps() -> None:
-    steering = Steering(0.8, 0.25, 0.75)
+    steering = ControlNetScale(0.8, 0.25, 0.75)
     assert [steering.scale_at(step, 4) for step in range(4)] == [0.0, 0.8, 0.8, 0.0]
     assert not torch.allclose(answer(2, False, 2, step=0), answer(2, False, 2, step=1))
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import everyframe
 import tiny_inpaint
-from everyframe.checkpoints.find import locate
+from everyframe.checkpoints.locate import locate
 from everyframe.core.errors import CheckpointError, InputError
 from everyframe.families.inpaint.config import InpaintConfig, released
 from everyframe.families.inpaint.options import InpaintOptions

@@ -15,15 +15,15 @@ import torch
 import everyframe
 import tiny_inpaint
 from everyframe.core.errors import InputError
-from everyframe.core.events import Event, Frames, Loaded, Step, VideoDone
+from everyframe.core.events import ComponentLoaded, Event, FramesDecoded, Step, VideoDone
 from everyframe.core.request import Request
-from everyframe.engine.ranks import Join
-from everyframe.engine.resuming import go_on
+from everyframe.engine.distributed import Rendezvous
+from everyframe.engine.resume import resume_run
 from everyframe.engine.run import stream
 from everyframe.families.inpaint.denoiser import Denoiser
-from everyframe.parallel.team import Team
+from everyframe.parallel.communicator import Communicator
 from everyframe.runs.folder import all_runs
-from everyframe.runs.keeper import EVERY_STEP, Keep
+from everyframe.runs.run_state import EVERY_STEP, SaveOptions
 from everyframe.samplers import noise
 from ranks import Group, group_of
 
@@ -56,7 +56,7 @@ def request(model: str, **options: Any) -> Request:
 
 
 def run(
-    team: Team | None,
+    team: Communicator | None,
     model: str,
     options: dict[str, Any],
     fault: Any = None,
@@ -79,9 +79,9 @@ def run(
             asked, join = request(model, **options), None
         else:
             asked = request(model, **{"num_devices": team.size, **options})
-            join = Join(team.rank, lambda _: team)
+            join = Rendezvous(team.rank, lambda _: team)
         leads = team is None or team.is_lead
-        keep = Keep(Path(root) if root and leads else None, cleans=False, pace=EVERY_STEP)
+        keep = SaveOptions(Path(root) if root and leads else None, cleans=False, pace=EVERY_STEP)
         events: list[Event] = []
         for event in stream(asked, keep=keep, num_threads=1, join=join):
             events.append(event)
@@ -95,13 +95,13 @@ def run(
         Denoiser.__call__ = answered  # type: ignore[method-assign]
         if undo is not None:
             undo()
-    made = [event.frames for event in events if isinstance(event, Frames)]
+    made = [event.frames for event in events if isinstance(event, FramesDecoded)]
     steps = [event.step for event in events if isinstance(event, Step) and event.stage == "denoise"]
     return {
         "frames": np.concatenate(made) if made else None,
         "calls": calls,
         "steps": steps,
-        "loaded": [event.component for event in events if isinstance(event, Loaded)],
+        "loaded": [event.component for event in events if isinstance(event, ComponentLoaded)],
         "done": [event.seed for event in events if isinstance(event, VideoDone)],
     }
 
@@ -153,14 +153,14 @@ def test_a_run_that_is_broken_off_goes_on_on_one_device(
     found = ranks.run(2, run, model, options, root=str(tmp_path), until=until)
     assert found[0]["steps"][-1] == until
     (kept,) = all_runs(tmp_path)
-    events = list(go_on(kept, ranks={"num_devices": 1}))
-    made = np.concatenate([event.frames for event in events if isinstance(event, Frames)])
+    events = list(resume_run(kept, ranks={"num_devices": 1}))
+    made = np.concatenate([event.frames for event in events if isinstance(event, FramesDecoded)])
     assert np.array_equal(made, wanted["frames"])
     steps = [event.step for event in events if isinstance(event, Step) and event.stage == "denoise"]
     assert steps[0] > 1, "what was done is not done again"
 
 
-def _other_noise(team: Team | None) -> Any:
+def _other_noise(team: Communicator | None) -> Any:
     kept = noise.start_noise
     if team is not None and team.rank == 1:
         noise.start_noise = lambda seed, shape: kept(seed + 1, shape)
@@ -172,7 +172,7 @@ def test_other_noise_on_one_rank_is_seen(ranks: Group, model: str) -> None:
     assert not np.array_equal(found[0]["frames"], run(None, model, {})["frames"])
 
 
-def _overflow(team: Team | None) -> Any:
+def _overflow(team: Communicator | None) -> Any:
     """What rank 1 computes in bfloat16 has an infinity in it."""
     kept = torch.nn.SiLU.forward
 
@@ -193,14 +193,14 @@ def test_what_one_rank_repairs_is_told_by_the_first(ranks: Group, model: str) ->
     assert all(stage in ("denoise", "given frames", "decode") for stage, _ in found[0])
 
 
-def told(team: Team, model: str, options: dict[str, Any]) -> list[tuple[str, str]]:
+def told(team: Communicator, model: str, options: dict[str, Any]) -> list[tuple[str, str]]:
     from everyframe.core.events import Repaired
 
     undo = _overflow(team)
     try:
-        join = Join(team.rank, lambda _: team)
+        join = Rendezvous(team.rank, lambda _: team)
         asked = request(model, **options)
-        events = list(stream(asked, keep=Keep(None), num_threads=1, join=join))
+        events = list(stream(asked, keep=SaveOptions(None), num_threads=1, join=join))
     finally:
         undo()
     return [(event.stage, event.module) for event in events if isinstance(event, Repaired)]

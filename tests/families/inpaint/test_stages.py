@@ -18,12 +18,12 @@ from PIL import Image
 import everyframe
 import tiny_inpaint
 from everyframe.core.errors import InputError
-from everyframe.core.events import Frames as FramesMade
-from everyframe.core.events import Loaded, Note, StageDone, Step
-from everyframe.core.events import Sound as SoundMade
+from everyframe.core.events import AudioDecoded as SoundMade
+from everyframe.core.events import ComponentLoaded, Note, StageDone, Step
+from everyframe.core.events import FramesDecoded as FramesMade
 from everyframe.core.request import Request
 from everyframe.families.inpaint.canny import canny
-from everyframe.media.sound import Sound
+from everyframe.media.audio import Audio
 from everyframe.samplers import noise
 from rounding import moved_by_rounding
 
@@ -348,7 +348,7 @@ def test_frames_with_an_empty_mask_are_the_source_and_are_not_denoised(
 def test_the_sound_of_a_video_comes_along(folders: dict[int, Path], tmp_path: Path) -> None:
     frames = np.stack([picture(32, 48)] * 4)
     tone = np.sin(2 * np.pi * 440 * np.arange(16000) / 16000, dtype=np.float32)[None] / 2
-    video = everyframe.Video(frames, Fraction(8), {}, Sound(tone, 16000))
+    video = everyframe.Video(frames, Fraction(8), {}, Audio(tone, 16000))
     video.save(tmp_path / "source.mp4")
     given: dict[str, Any] = {
         "prompt": PROMPT, "model": str(folders[9]), "mask": "4,4,24,24", "control": "canny",
@@ -374,7 +374,7 @@ def test_stages_and_steps_are_events(folders: dict[int, Path]) -> None:
         frames_at_once=2,
     )  # fmt: skip
     seen = list(everyframe.stream(request))
-    loaded = [event.component for event in seen if isinstance(event, Loaded)]
+    loaded = [event.component for event in seen if isinstance(event, ComponentLoaded)]
     assert loaded == ["text_encoder", "vae", "controlnet", "controlnet_1", "unet", "vae"]
     stages = [event.stage for event in seen if isinstance(event, StageDone)]
     assert stages == ["text", "given frames", "denoise", "decode"]

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 
 import everyframe
 import tiny
-from everyframe.checkpoints import fetch
-from everyframe.checkpoints.find import locate
+from everyframe.checkpoints import download
+from everyframe.checkpoints.locate import locate
 from everyframe.core.errors import CheckpointError, InputError
 from everyframe.families.opensora.checkpoint import find_files
 from everyframe.families.opensora.options import OpenSoraOptions
@@ -165,7 +165,7 @@ def test_a_missing_part_is_the_hubs(copy: Path) -> None:
 def test_a_repository_without_what_a_part_needs(
     copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fetch, "_fetch", lambda *_: None)
+    monkeypatch.setattr(download, "_fetch", lambda *_: None)
     with pytest.raises(CheckpointError, match=r"some/thing holds no config.json.*not the vae"):
         frames(copy, vae="some/thing")
 

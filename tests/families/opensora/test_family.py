@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 
 import everyframe
 import tiny
-from everyframe.checkpoints import fetch
-from everyframe.checkpoints.find import locate
+from everyframe.checkpoints import download
+from everyframe.checkpoints.locate import locate
 from everyframe.core.errors import InputError
 from everyframe.families.opensora.family import OPEN_SORA
 from everyframe.families.opensora.options import OpenSoraOptions
@@ -41,7 +41,7 @@ def test_a_plan_of_full_size_needs_no_weights(name: str, monkeypatch: pytest.Mon
     def never(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("the network was asked")
 
-    monkeypatch.setattr(fetch, "fetch", never)
+    monkeypatch.setattr(download, "fetch", never)
     monkeypatch.setattr("socket.socket.connect", never)
     before = psutil.Process().memory_info().rss
     plan = everyframe.plan("a cat", model=name)

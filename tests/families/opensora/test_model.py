@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from everyframe.core.errors import InputError
 from everyframe.core.plan import Precision
+from everyframe.families.opensora.components import STDiT, STDiT3, build_model
 from everyframe.families.opensora.config import STDiT3Config, STDiTConfig
-from everyframe.families.opensora.model import STDiT, STDiT3, build_model
-from everyframe.precision import edges
+from everyframe.precision import cast_hooks
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 COMPUTED = {"pos_embed", "pos_embed_temporal", "rope.freqs"}  # in upstream's files, not in ours
@@ -292,7 +292,7 @@ def test_given_frames_do_not_look_at_the_timestep_themselves() -> None:
 @pytest.mark.parametrize("name", ["opensora_stdit_v1_0", "opensora_stdit3_v1_2"])
 def test_half_precision_keeps_its_stream_and_timesteps_in_float32(name: str, dtype: str) -> None:
     model, io = golden(name)
-    edges.apply(model, Precision(parameters=dtype, compute=dtype))
+    cast_hooks.add_cast_hooks(model, Precision(parameters=dtype, compute=dtype))
     streams: list[torch.dtype] = []
     sinusoids: list[torch.dtype] = []
     for part, module in model.named_modules():
@@ -310,7 +310,7 @@ def test_half_precision_keeps_its_stream_and_timesteps_in_float32(name: str, dty
 
 def test_a_timestep_is_not_rounded_to_the_parameters_dtype() -> None:
     model, _ = golden("opensora_stdit3_v1_2")
-    edges.apply(model, Precision(parameters="bfloat16", compute="bfloat16"))
+    cast_hooks.add_cast_hooks(model, Precision(parameters="bfloat16", compute="bfloat16"))
     embed = model.t_embedder
     assert not embed(torch.tensor([999.4])).equal(embed(torch.tensor([1000.0])))
 

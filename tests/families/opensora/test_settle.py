@@ -12,15 +12,21 @@ import torch
 from everyframe.core.errors import InputError
 from everyframe.core.plan import Settings
 from everyframe.core.request import Request
-from everyframe.families.opensora.denoise import timesteps_of
+from everyframe.families.opensora.denoiser import timesteps_of
 from everyframe.families.opensora.options import OpenSoraOptions
-from everyframe.families.opensora.settle import Facts, known_frames, settle, smaller
-from everyframe.families.opensora.sizes import ASPECTS, SIZES
+from everyframe.families.opensora.settings import (
+    ASPECTS,
+    SIZES,
+    OpenSoraFacts,
+    known_frames,
+    resolve_settings,
+    smaller_settings,
+)
 from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConfig
-from everyframe.samplers import rflow
+from everyframe.samplers import rectified_flow
 
-V1_2 = Facts("1.2", "Open-Sora 1.2", VideoVAEConfig(), (1, 2, 2), {}, has_scores=True)
-V1_0 = Facts("1.0", "Open-Sora 1.0", ImageVAEConfig(), (1, 2, 2), {}, False, square=256)
+V1_2 = OpenSoraFacts("1.2", "Open-Sora 1.2", VideoVAEConfig(), (1, 2, 2), {}, has_scores=True)
+V1_0 = OpenSoraFacts("1.0", "Open-Sora 1.0", ImageVAEConfig(), (1, 2, 2), {}, False, square=256)
 EMBEDDED = replace(
     V1_2, defaults={"height": 64, "width": 64, "num_frames": 17, "fps": 12}, has_scores=False
 )
@@ -28,13 +34,13 @@ OWN = set(OpenSoraOptions.model_fields)
 PICTURE = np.zeros((8, 8, 3), np.uint8)
 
 
-def settled(facts: Facts = V1_2, **options: Any) -> tuple[Settings, tuple[str, ...]]:
+def settled(facts: OpenSoraFacts = V1_2, **options: Any) -> tuple[Settings, tuple[str, ...]]:
     own = {name: options.pop(name) for name in list(options) if name in OWN}
     request = Request(**{"prompt": "a cat", **options})
-    return settle(facts, request, OpenSoraOptions(**own), seed=4)
+    return resolve_settings(facts, request, OpenSoraOptions(**own), seed=4)
 
 
-def settings(facts: Facts = V1_2, **options: Any) -> Settings:
+def settings(facts: OpenSoraFacts = V1_2, **options: Any) -> Settings:
     return settled(facts, **options)[0]
 
 
@@ -60,9 +66,9 @@ def test_a_checkpoints_own_defaults_come_first_and_the_rest_is_upstreams() -> No
 def test_timesteps_are_moved_by_the_size_and_by_the_checkpoints_own_shift() -> None:
     """To the size that the model is told, and only where a checkpoint asks for that or is one of
     upstream's; a shift of its own is on top."""
-    upstream = rflow.schedule(30, resolution=(240, 426), num_frames=51)
+    upstream = rectified_flow.schedule(30, resolution=(240, 426), num_frames=51)
     assert torch.equal(timesteps_of(settings(), V1_2), upstream)
-    assert torch.equal(timesteps_of(settings(EMBEDDED), EMBEDDED), rflow.schedule(30))
+    assert torch.equal(timesteps_of(settings(EMBEDDED), EMBEDDED), rectified_flow.schedule(30))
     for own, expected in (
         ({"timestep_shift": 4.0}, {"shift": 4.0}),
         (
@@ -71,7 +77,9 @@ def test_timesteps_are_moved_by_the_size_and_by_the_checkpoints_own_shift() -> N
         ),
     ):
         facts = replace(EMBEDDED, defaults={**EMBEDDED.defaults, **own})
-        assert torch.equal(timesteps_of(settings(facts), facts), rflow.schedule(30, **expected))
+        assert torch.equal(
+            timesteps_of(settings(facts), facts), rectified_flow.schedule(30, **expected)
+        )
 
 
 @pytest.mark.parametrize(
@@ -189,7 +197,7 @@ def test_going_on_needs_a_piece_or_a_picture() -> None:
 def test_smaller_settings_are_valid_requests_and_grow_smaller() -> None:
     first = settings(resolution="720p", num_frames=102)
     pixels = first.height * first.width * first.num_frames
-    found = list(smaller(V1_2, first))
+    found = list(smaller_settings(V1_2, first))
     assert len(found) > 5
     for each in found:
         size = each.height * each.width * each.num_frames

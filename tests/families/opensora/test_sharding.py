@@ -17,13 +17,12 @@ from torch import Tensor, nn
 
 from everyframe.core.plan import Precision
 from everyframe.families.opensora import sharding
-from everyframe.families.opensora.components import sent_bytes
+from everyframe.families.opensora.components import build_model, sent_bytes
 from everyframe.families.opensora.config import STDiT3Config, STDiTConfig
-from everyframe.families.opensora.model import build_model
 from everyframe.families.opensora.sharding import Sharding
-from everyframe.parallel.grid import Deal, Grid
-from everyframe.parallel.team import Alone, Imagined, Team
-from everyframe.precision import edges
+from everyframe.parallel.communicator import Communicator, FakeCommunicator, SingleRank
+from everyframe.parallel.token_partition import TokenGrid, TokenPartition
+from everyframe.precision import cast_hooks
 from on_ranks import RELATIVE, answered, worst
 from ranks import Group, in_every_size, ranks
 
@@ -90,7 +89,7 @@ def answer(model: Any, inputs: dict[str, Any]) -> Tensor:
 
 
 def sharded(
-    team: Team,
+    team: Communicator,
     version: str,
     case: str,
     groups: int = 1,
@@ -147,13 +146,13 @@ def test_unequal_shares(ranks: Group, version: str, weights: tuple[float, ...]) 
 def test_bytes_are_two_units_a_pair(size: int) -> None:
     """A unit is tokens * width * bytes * (P - 1) / P^2; counted by ranks that `sharded` imagines.
 
-    That real ones send the same is tested with `Imagined` itself. Sizes that divide by all.
+    That real ones send the same is tested with `FakeCommunicator` itself. Sizes that divide by all.
     """
-    grid, pairs = Grid(1, 12, 36), DEPTH
+    grid, pairs = TokenGrid(1, 12, 36), DEPTH
     CASES["counted"] = ((1, 12, 12, 12), (6,), ())
     unit = Fraction(grid.num_tokens * HIDDEN * 8 * (size - 1), size**2)
     for version in KINDS:
-        sent = sharded(Imagined(0, (1.0,) * size), version, "counted")["sent"]
+        sent = sharded(FakeCommunicator(0, (1.0,) * size), version, "counted")["sent"]
         last = sent.pop("the last projection is gathered")
         assert sum(sent.values()) == 2 * pairs * unit
         # 8 channels of a 1x2x2 patch, once, of this rank's tokens, to each other one.
@@ -165,7 +164,7 @@ def test_bytes_are_two_units_a_pair(size: int) -> None:
 def test_real_ranks_send_what_imagined_ones_do(ranks: Group, size: int) -> None:
     case = "15 frames, odd sides, ragged texts"
     for rank, found in enumerate(ranks.run(size, sharded, "1.2", case, count=True)):
-        imagined = sharded(Imagined(rank, (1.0,) * size), "1.2", case, count=True)
+        imagined = sharded(FakeCommunicator(rank, (1.0,) * size), "1.2", case, count=True)
         assert imagined["sent"] == found["sent"]
         assert imagined["operations"] == found["operations"]
 
@@ -177,8 +176,10 @@ def test_half_precision_sends_half_precision() -> None:
         model = build_model(
             STDiT3Config(hidden_size=HIDDEN, depth=1, num_heads=2, caption_channels=CAPTION)
         ).eval()
-        edges.apply(model, Precision(dtype, dtype, ("final_layer",) if dtype != "float32" else ()))
-        team = Imagined(0, (1.0, 1.0))
+        cast_hooks.add_cast_hooks(
+            model, Precision(dtype, dtype, ("final_layer",) if dtype != "float32" else ())
+        )
+        team = FakeCommunicator(0, (1.0, 1.0))
         sharding.apply(model, team)
         context = model.context(torch.zeros(1, 3, CAPTION))
         with torch.inference_mode():
@@ -190,8 +191,8 @@ def test_half_precision_sends_half_precision() -> None:
 def share(size: int, rank: int, case: str) -> float:
     """What a rank has to do: its columns, or its rows where that is more."""
     (batch, frames, height, width), _, _ = CASES[case]
-    grid = Grid(batch, frames, -(-height // 2) * -(-width // 2))
-    deal = Deal(grid, (1.0,) * size)
+    grid = TokenGrid(batch, frames, -(-height // 2) * -(-width // 2))
+    deal = TokenPartition(grid, (1.0,) * size)
     columns = len(deal.columns[rank]) / (grid.samples * grid.places)
     return max(columns, len(deal.rows[rank]) / (grid.samples * grid.frames))
 
@@ -202,22 +203,24 @@ def share(size: int, rank: int, case: str) -> float:
 @pytest.mark.parametrize("version", KINDS)
 def test_every_rank_does_its_share(size: int, version: str) -> None:
     case = "16 frames"
-    whole = sharded(Alone(), version, case, count=True)["operations"]
+    whole = sharded(SingleRank(), version, case, count=True)["operations"]
     for rank in range(size):
-        mine = sharded(Imagined(rank, (1.0,) * size), version, case, count=True)["operations"]
+        mine = sharded(FakeCommunicator(rank, (1.0,) * size), version, case, count=True)[
+            "operations"
+        ]
         assert mine <= 1.1 * share(size, rank, case) * whole
 
 
 # ---------------------------------------------------------------- planted faults
 
 
-def other_noise(model: Any, put_on: Sharding, inputs: dict[str, Any], team: Team) -> None:
+def other_noise(model: Any, put_on: Sharding, inputs: dict[str, Any], team: Communicator) -> None:
     """The last rank begins with other noise, in one number."""
     if team.rank == team.size - 1:
         inputs["x"][-1, 0, 0, -1, -1] += 1e-6
 
 
-def padding(model: Any, put_on: Sharding, inputs: dict[str, Any], team: Team) -> Any:
+def padding(model: Any, put_on: Sharding, inputs: dict[str, Any], team: Communicator) -> Any:
     """Frames get a place of zeros behind their own, so that they divide; attention sees it."""
 
     def pad(module: nn.Module, args: tuple[Any, ...]) -> Any:
@@ -238,19 +241,21 @@ def padding(model: Any, put_on: Sharding, inputs: dict[str, Any], team: Team) ->
     return undo
 
 
-def dropped_mask(model: Any, put_on: Sharding, inputs: dict[str, Any], team: Team) -> None:
+def dropped_mask(model: Any, put_on: Sharding, inputs: dict[str, Any], team: Communicator) -> None:
     """The first rank looks at all text tokens."""
     if team.rank == 0:
         inputs["mask"][:] = True
 
 
-def dropped_frames_mask(model: Any, put_on: Sharding, inputs: dict[str, Any], team: Team) -> None:
+def dropped_frames_mask(
+    model: Any, put_on: Sharding, inputs: dict[str, Any], team: Communicator
+) -> None:
     """The first rank does not know which frames are given."""
     if team.rank == 0:
         inputs["x_mask"][:] = True
 
 
-def wrong_samples(model: Any, put_on: Sharding, inputs: dict[str, Any], team: Team) -> None:
+def wrong_samples(model: Any, put_on: Sharding, inputs: dict[str, Any], team: Communicator) -> None:
     """The last rank takes the texts of the samples for each other's."""
     if team.rank == team.size - 1:
         inputs["text"], inputs["mask"] = inputs["text"].flip(0), inputs["mask"].flip(0)
@@ -271,15 +276,15 @@ def test_a_planted_fault_is_seen(ranks: Group, size: int, version: str, fault: A
     assert worst(found, bare(version, case)) > 100 * RELATIVE
 
 
-def everything(model: Any, put_on: Sharding, inputs: dict[str, Any], team: Team) -> None:
+def everything(model: Any, put_on: Sharding, inputs: dict[str, Any], team: Communicator) -> None:
     """A rank computes it all by itself: the answer is right."""
-    put_on.team = Alone()
+    put_on.team = SingleRank()
 
 
 def test_a_rank_that_computes_everything_is_seen() -> None:
     size, case = 3, "16 frames"
-    whole = sharded(Alone(), "1.2", case, count=True)["operations"]
-    found = sharded(Imagined(1, (1.0,) * size), "1.2", case, fault=everything, count=True)
+    whole = sharded(SingleRank(), "1.2", case, count=True)["operations"]
+    found = sharded(FakeCommunicator(1, (1.0,) * size), "1.2", case, fault=everything, count=True)
     assert worst([found], bare("1.2", case)) < RELATIVE
     assert found["operations"] > 1.1 * share(size, 1, case) * whole
     assert not found["sent"]
@@ -294,9 +299,9 @@ def test_the_plans_bytes_are_those_that_are_counted(
     version: str, weights: tuple[float, ...], groups: int
 ) -> None:
     case = "15 frames, odd sides, ragged texts"
-    deal = Deal(Grid(2, 15, 3 * 4), weights, groups)
+    deal = TokenPartition(TokenGrid(2, 15, 3 * 4), weights, groups)
     for rank in range(len(weights)):
-        counted = sharded(Imagined(rank, weights), version, case, groups)["sent"]
+        counted = sharded(FakeCommunicator(rank, weights), version, case, groups)["sent"]
         # float64 here, float32 in a run; a rank alone gathers nothing.
         last = counted.pop("the last projection is gathered", 0) // 2
         told = sent_bytes(model_of(version).config, deal, rank, element_bytes=8)

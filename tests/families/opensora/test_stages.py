@@ -26,14 +26,14 @@ from transformers import AutoTokenizer, T5EncoderModel
 import everyframe
 import tiny
 from everyframe.core.errors import InputError
-from everyframe.core.events import Loaded, Note, StageDone
-from everyframe.families import job
-from everyframe.families.opensora import decoding
+from everyframe.core.events import ComponentLoaded, Note, StageDone
+from everyframe.families.opensora import stages as stages_module
+from everyframe.families.opensora.components import STDiT3, build_model
 from everyframe.families.opensora.config import STDiT3Config, STDiTConfig
-from everyframe.families.opensora.model import STDiT3, build_model
 from everyframe.families.opensora.vae import ImageVAE, VideoVAE
 from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConfig
 from everyframe.ops.attention import by_kernel
+from everyframe.runtime import stages
 from everyframe.samplers import noise
 
 PROMPT = "a red circle moves to the right"
@@ -306,7 +306,7 @@ def test_each_part_is_gone_before_the_next_one_is_loaded(
     model_1_2: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded: list[weakref.ref[nn.Module]] = []
-    load = job.load_component
+    load = stages.load_component
 
     def spy(*args: Any, **kwargs: Any) -> nn.Module:
         alive = [ref for ref in loaded if ref() is not None]
@@ -315,7 +315,7 @@ def test_each_part_is_gone_before_the_next_one_is_loaded(
         loaded.append(weakref.ref(module))
         return module
 
-    monkeypatch.setattr(job, "load_component", spy)
+    monkeypatch.setattr(stages, "load_component", spy)
     image = np.zeros((24, 40, 3), dtype=np.uint8)
     request = everyframe.Request(
         prompt=PROMPT, model=str(model_1_2), seed=1, chain=2, image=image, **SIZES
@@ -325,7 +325,7 @@ def test_each_part_is_gone_before_the_next_one_is_loaded(
         events = list(everyframe.stream(request))
     finally:
         gc.enable()
-    parts = [event.component for event in events if isinstance(event, Loaded)]
+    parts = [event.component for event in events if isinstance(event, ComponentLoaded)]
     once = ["vae", "denoiser", "vae"]
     assert parts == ["text_encoder", *once, *once]
     assert len([event for event in events if isinstance(event, StageDone)]) == len(parts)
@@ -335,13 +335,13 @@ def test_each_part_is_gone_before_the_next_one_is_loaded(
 def test_a_finished_video_keeps_no_frames(model_1_2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Seen after each clip of each of two videos: the end of a clip is held for the next one only.
     held: list[list[bool]] = []
-    decode = decoding.DecodeStage.run
+    decode = stages_module.DecodeStage.run
 
-    def spy(self: decoding.DecodeStage, takes: Any) -> Any:
+    def spy(self: stages_module.DecodeStage, takes: Any) -> Any:
         yield from decode(self, takes)
         held.append([take.tail is not None for take in takes])
 
-    monkeypatch.setattr(decoding.DecodeStage, "run", spy)
+    monkeypatch.setattr(stages_module.DecodeStage, "run", spy)
     request = everyframe.Request(
         prompt=PROMPT, model=str(model_1_2), seed=1, chain=2, num_videos=2, **SIZES
     )
@@ -355,7 +355,7 @@ def test_a_prompt_that_is_too_long_is_told_before_anything_is_loaded(
     def never(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("loaded")
 
-    monkeypatch.setattr(job, "load_component", never)
+    monkeypatch.setattr(stages, "load_component", never)
     with pytest.raises(InputError, match=r"has 46 tokens, this model reads 24;.*cuts: 'left"):
         run(model_1_2, "a red circle " * 7 + "a " + "left " * 16)
 

@@ -13,10 +13,10 @@ import torch
 from transformers import AutoTokenizer, T5EncoderModel
 
 import tiny
-from everyframe.checkpoints.places import package_folder
+from everyframe.checkpoints.folder import package_folder
 from everyframe.core.errors import CheckpointError, InputError
+from everyframe.families.opensora.prompt_tokens import FileTokenizer, _is_whole, load_tokenizer
 from everyframe.families.opensora.text import build_encoder, embed, tokenize
-from everyframe.families.opensora.tokens import FileTokenizer, _is_whole, load_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn.attention import _cur_sdpa_kernel_backends
 
 from everyframe.core.events import Event, Note
-from everyframe.families.pipeline.alternating import Beside, InThread, alternating
-from everyframe.hardware.switches import alone, is_alone
-from everyframe.hardware.threads import cpu_threads
+from everyframe.diffusers_pipelines.call_thread import Beside, InThread, run_in_thread
+from everyframe.hardware.cpu import cpu_threads
+from everyframe.hardware.switches import exclusive, is_exclusive
 from everyframe.ops.attention import KERNELS, PLAIN, attend_by, kernels_kept
 
 Emit = Callable[[Event], None]
@@ -39,7 +39,7 @@ def test_events_come_in_order_and_then_the_result() -> None:
             emit(Note(str(number)))
         return 7
 
-    assert drained(alternating(call, one_thread)) == (["0", "1", "2"], 7)
+    assert drained(run_in_thread(call, one_thread)) == (["0", "1", "2"], 7)
 
 
 def test_what_was_set_before_holds_in_the_call() -> None:
@@ -47,7 +47,7 @@ def test_what_was_set_before_holds_in_the_call() -> None:
     config: Any = torch._dynamo.config
     before = config.skip_nnmodule_hook_guards
     with config.patch(skip_nnmodule_hook_guards=not before):
-        events = alternating(lambda emit: config.skip_nnmodule_hook_guards, one_thread)
+        events = run_in_thread(lambda emit: config.skip_nnmodule_hook_guards, one_thread)
         assert drained(events) == ([], not before)
 
 
@@ -59,7 +59,7 @@ def test_nothing_runs_while_an_event_is_read() -> None:
             done.append(number)
             emit(Note(""))
 
-    events = alternating(call, one_thread)
+    events = run_in_thread(call, one_thread)
     assert done == [], "nothing before the first event is asked for"
     for number in range(3):
         next(events)
@@ -72,7 +72,7 @@ def test_what_the_call_raises_is_raised_to_the_reader() -> None:
         emit(Note(""))
         raise KeyError("inside")
 
-    events = alternating(call, one_thread)
+    events = run_in_thread(call, one_thread)
     next(events)
     with pytest.raises(KeyError, match="inside"):
         next(events)
@@ -92,7 +92,7 @@ def test_a_reader_who_leaves_ends_the_call_at_its_next_module() -> None:
         raise AssertionError("not reached")
 
     before = set(threading.enumerate())
-    events = alternating(call, one_thread)
+    events = run_in_thread(call, one_thread)
     next(events)
     events.close()
     assert count == [1]
@@ -105,7 +105,7 @@ def test_the_call_has_no_gradients_and_its_own_number_of_threads() -> None:
         return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_num_threads()
 
     with torch.inference_mode():
-        _, seen = drained(alternating(call, partial(cpu_threads, 2)))
+        _, seen = drained(run_in_thread(call, partial(cpu_threads, 2)))
     assert seen == (False, False, 2)
 
 
@@ -118,7 +118,7 @@ def test_attention_is_chosen_as_before_when_a_reader_leaves_inside_of_a_module()
 
     layer, before = Attends(), _cur_sdpa_kernel_backends(with_priority=True)
     attend_by(layer, PLAIN)
-    events = alternating(layer, one_thread)
+    events = run_in_thread(layer, one_thread)
     with kernels_kept():  # as the engine does for each event
         next(events)
         assert _cur_sdpa_kernel_backends(with_priority=True) != before
@@ -144,11 +144,11 @@ def test_a_repair_by_the_plain_kernel_is_alone_and_is_put_back_for_whoever_reads
     def call(emit: Emit) -> None:
         attend_by(layer, PLAIN)
         layer(emit)
-        assert is_alone()
+        assert is_exclusive()
 
     def read(_: Event) -> None:
-        assert not is_alone()
-        with alone():  # nobody computes while it is read
+        assert not is_exclusive()
+        with exclusive():  # nobody computes while it is read
             read_by.append(kernels())
 
     layer, before = Attends(), kernels()
@@ -162,4 +162,4 @@ def test_a_repair_by_the_plain_kernel_is_alone_and_is_put_back_for_whoever_reads
     assert read_by == [before]
     assert seen == [[KERNELS[PLAIN]]] * 2
     assert kernels() == before
-    assert not is_alone()
+    assert not is_exclusive()

@@ -19,13 +19,13 @@ import everyframe
 from broken_off import begun, copied, gone_on, told, videos
 from everyframe.core.events import Repaired
 from everyframe.core.request import Request
-from everyframe.engine.ranks import Join
-from everyframe.engine.resuming import go_on
+from everyframe.engine.distributed import Rendezvous
+from everyframe.engine.resume import resume_run
 from everyframe.engine.run import stream
-from everyframe.parallel.heads import ATTENDING
-from everyframe.parallel.team import Team
+from everyframe.parallel.communicator import Communicator
+from everyframe.parallel.head_partition import ATTENDING
 from everyframe.runs.folder import RunFolder, all_runs
-from everyframe.runs.keeper import Keep
+from everyframe.runs.run_state import SaveOptions
 from ranks import Group, group_of
 
 NAMES = ("wan", "ltx", "cogvideox", "hunyuan")
@@ -62,18 +62,18 @@ def alone(asked: dict[str, Any]) -> dict[int, Any]:
     """Frames of each video by its seed, made by one process without ranks."""
     key = repr(asked)
     if key not in ALONE:
-        events = stream(Request(**asked), keep=Keep(None), num_threads=1)
+        events = stream(Request(**asked), keep=SaveOptions(None), num_threads=1)
         ALONE[key] = told(list(events), speaks=True)["frames"]
     return ALONE[key]
 
 
-def run(team: Team, asked: dict[str, Any], fault: Any = None) -> dict[str, Any]:
+def run(team: Communicator, asked: dict[str, Any], fault: Any = None) -> dict[str, Any]:
     """One rank's run."""
     undo = fault(team) if fault is not None else None
     try:
         request = Request(**{"num_devices": team.size, **asked})
-        join = Join(team.rank, lambda _: team)
-        events = list(stream(request, keep=Keep(None), num_threads=1, join=join))
+        join = Rendezvous(team.rank, lambda _: team)
+        events = list(stream(request, keep=SaveOptions(None), num_threads=1, join=join))
     finally:
         if undo is not None:
             undo()
@@ -116,12 +116,12 @@ def test_one_video_on_several_ranks(
     assert all(rank.sent_bytes for rank in division.ranks)
 
 
-def encoded(team: Team, asked: dict[str, Any], *, once: bool) -> dict[str, Any]:
+def encoded(team: Communicator, asked: dict[str, Any], *, once: bool) -> dict[str, Any]:
     """One rank's run, with how often an encoder's first layer looked words up in it."""
-    from everyframe.families.pipeline import encoding
+    from everyframe.diffusers_pipelines import module_calls
 
-    calls, own, names = [], torch.nn.Embedding.forward, encoding._NAMES
-    encoding._NAMES = names if once else ()
+    calls, own, names = [], torch.nn.Embedding.forward, module_calls._NAMES
+    module_calls._NAMES = names if once else ()
 
     def looked_up(self: Any, ids: Any) -> Any:
         if not self.weight.is_meta:  # a dry run
@@ -133,7 +133,7 @@ def encoded(team: Team, asked: dict[str, Any], *, once: bool) -> dict[str, Any]:
         return {**run(team, asked), "calls": len(calls)}
     finally:
         torch.nn.Embedding.forward = own  # type: ignore[method-assign]
-        encoding._NAMES = names
+        module_calls._NAMES = names
 
 
 @pytest.mark.slow
@@ -173,7 +173,7 @@ def test_a_run_that_is_broken_off_goes_on(
     (kept,) = all_runs(tmp_path / "broken")
     path = copied(kept.path, tmp_path)
     if devices == {"num_devices": 1}:
-        found = [told(list(go_on(RunFolder(path), ranks=devices, cleans=False)), speaks=True)]
+        found = [told(list(resume_run(RunFolder(path), ranks=devices, cleans=False)), speaks=True)]
     else:
         found = ranks.run(3 if devices is None else 2, gone_on, path, devices)
     check_close(videos(found), alone(asked[name]))
@@ -182,8 +182,8 @@ def test_a_run_that_is_broken_off_goes_on(
         np.testing.assert_array_equal(videos(found)[3], videos(whole)[3])
 
 
-def _other_noise(team: Team) -> Any:
-    from everyframe.families.pipeline import arguments
+def _other_noise(team: Communicator) -> Any:
+    from everyframe.diffusers_pipelines import call_arguments
 
     kept = torch.Generator.manual_seed
 
@@ -191,9 +191,9 @@ def _other_noise(team: Team) -> Any:
         def manual_seed(self, seed: int) -> Any:
             return kept(self, seed + team.rank)
 
-    own = arguments.torch.Generator
-    arguments.torch.Generator = Other  # type: ignore[misc]
-    return lambda: setattr(arguments.torch, "Generator", own)
+    own = call_arguments.torch.Generator
+    call_arguments.torch.Generator = Other  # type: ignore[misc]
+    return lambda: setattr(call_arguments.torch, "Generator", own)
 
 
 @pytest.mark.slow
@@ -203,7 +203,7 @@ def test_other_noise_on_one_rank_is_seen(ranks: Group, asked: dict[str, dict[str
         check_close(videos(found), alone(asked["wan"]))
 
 
-def _overflow(team: Team) -> Any:
+def _overflow(team: Communicator) -> Any:
     """The first feed-forward's products have an infinity, wherever they are in bfloat16."""
     kept = torch.nn.GELU.forward, torch.nn.functional.gelu
 
@@ -358,7 +358,7 @@ def test_a_run_of_branches_apart_goes_on(
     whole = ranks.run(2, run, given)
     np.testing.assert_array_equal(videos(found)[3], videos(whole)[3])
     folder = RunFolder(copied(kept.path, tmp_path / "one"))
-    events = list(go_on(folder, ranks={"num_devices": 1}, cleans=False))
+    events = list(resume_run(folder, ranks={"num_devices": 1}, cleans=False))
     check_close(videos([told(events, speaks=True)]), alone(guided[name]))
 
 
@@ -375,16 +375,16 @@ def test_a_fault_in_one_ranks_branch_is_repaired_on_all(
     assert np.isfinite(videos(found)[3]).all()
 
 
-def _overflow_of_the_second(team: Team) -> Any:
+def _overflow_of_the_second(team: Communicator) -> Any:
     """As `_overflow`, and in what the second rank alone computes; alone, both find it."""
     undo = _overflow(team)
     if team.rank:
         return undo
     faulty = torch.nn.functional.gelu
     undo()
-    from everyframe.families.pipeline.rounds_guarded import AroundCalls
+    from everyframe.diffusers_pipelines.guarded_calls import GuardedCallHooks
 
-    kept = AroundCalls.checked
+    kept = GuardedCallHooks.checked
 
     def checked(self: Any, call: Any, answer: Any) -> Any:
         own, torch.nn.functional.gelu = torch.nn.functional.gelu, faulty
@@ -393,5 +393,5 @@ def _overflow_of_the_second(team: Team) -> Any:
         finally:
             torch.nn.functional.gelu = own
 
-    AroundCalls.checked = checked  # type: ignore[method-assign]
-    return lambda: setattr(AroundCalls, "checked", kept)
+    GuardedCallHooks.checked = checked  # type: ignore[method-assign]
+    return lambda: setattr(GuardedCallHooks, "checked", kept)

@@ -15,9 +15,14 @@ from torch.utils import _pytree as pytree
 
 import tiny_pipelines
 from everyframe.core.request import Request
-from everyframe.families.pipeline.awaited import Awaited
-from everyframe.families.pipeline.branching import Branches, Seen, found, seen_in
-from everyframe.planning.models import find_model
+from everyframe.diffusers_pipelines.cfg_detection import (
+    CfgBranches,
+    ObservedCalls,
+    find_cfg_branches,
+    observe_calls,
+)
+from everyframe.diffusers_pipelines.lazy_tensor import LazyTensor
+from everyframe.planning.find_model import find_model
 
 
 class Denoiser(nn.Module):
@@ -46,14 +51,14 @@ Call = Callable[[nn.Module, nn.Module, bool], object]
 TEXT = torch.zeros(1, dtype=torch.long)
 
 
-def asks(call: Call, *, is_guided: bool = True) -> Branches:
+def asks(call: Call, *, is_guided: bool = True) -> CfgBranches:
     """What is found of a pipeline of which that is a step."""
 
-    def see(guided: bool) -> Seen:
+    def see(guided: bool) -> ObservedCalls:
         modules = {"transformer": Denoiser(), "text_encoder": Encoder()}
-        return seen_in(modules, lambda: call(*modules.values(), guided))
+        return observe_calls(modules, lambda: call(*modules.values(), guided))
 
-    return found(see, is_guided=is_guided, num_steps=1)
+    return find_cfg_branches(see, is_guided=is_guided, num_steps=1)
 
 
 def noise(batch: int = 1) -> Tensor:
@@ -167,7 +172,7 @@ def test_whatever_is_done_with_an_awaited_answer_has_it_brought_first(look: Any)
         times.append(1)
         return known
 
-    awaited = Awaited.of(bring)
+    awaited = LazyTensor.of(bring)
     assert isinstance(awaited, Tensor)
     assert not times, "who holds it alone does not look"
     made, right = look(awaited), look(known)
@@ -178,13 +183,13 @@ def test_whatever_is_done_with_an_awaited_answer_has_it_brought_first(look: Any)
 
 def test_past_that_it_is_no_number() -> None:
     """A wrong answer in silence would be worse than none."""
-    awaited = Awaited.of(lambda: torch.zeros(3))
+    awaited = LazyTensor.of(lambda: torch.zeros(3))
     with torch._C.DisableTorchFunction():
         assert torch.isnan(awaited).all()
 
 
 @cache
-def of_pipeline(folder: Path, name: str, scale: float | None) -> Branches:
+def of_pipeline(folder: Path, name: str, scale: float | None) -> CfgBranches:
     tiny_pipelines.TINY[name](folder / name)
     asked = Request(
         prompt="a fox", model=str(folder / name), device="cpu", num_inference_steps=3,
@@ -194,7 +199,7 @@ def of_pipeline(folder: Path, name: str, scale: float | None) -> Branches:
     settings, _ = model.settle(asked, 1)
     if scale is not None:
         settings = replace(settings, guidance_scale=scale)
-    found_here: Branches = model._dry.branches(settings)
+    found_here: CfgBranches = model._dry.branches(settings)
     return found_here
 
 

@@ -20,7 +20,7 @@ from torch import nn
 import everyframe
 from everyframe.cli.main import main
 from everyframe.core.errors import InputError
-from everyframe.core.events import Kept, Note, Step, VideoDone
+from everyframe.core.events import Note, RunSaved, Step, VideoDone
 from families.pipeline.test_pipelines import state_of
 from scarce import TOO_LITTLE, before_calls
 from tiny_pipelines import CALLS, SHORT, TINY, loaded, ltx_parts, wan
@@ -193,7 +193,7 @@ def test_a_generator_that_is_fresh_is_known_by_its_seed(pipe: Any) -> None:
     video = run(pipe, **PROMPT, generator=generator, on_event=events.append)
     assert np.array_equal(video.frames, wanted[0])
     assert not torch.equal(generator.get_state(), seeded().get_state()), "it was not drawn from"
-    assert any(isinstance(event, Kept) for event in events)
+    assert any(isinstance(event, RunSaved) for event in events)
     request = video.record["request"]
     assert (request["seed"], request["option"]) == (7, {"output_type": "np"})
     again = everyframe.run(pipe, from_record=json.loads(json.dumps(video.record)))
@@ -214,7 +214,7 @@ def test_a_run_with_generators_and_prompts_is_resumed(pipe: Any) -> None:
     request = everyframe.Request(**ASKED, option=option)
     with closing(everyframe.stream(request, pipe=pipe)) as events:  # type: ignore[type-var]
         for event in events:
-            if isinstance(event, Kept):
+            if isinstance(event, RunSaved):
                 name = event.run
             if isinstance(event, Step):
                 break

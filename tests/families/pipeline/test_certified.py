@@ -13,13 +13,13 @@ import torch
 
 import everyframe
 import tiny_pipelines
-from everyframe.families.family import JointRehearsal
+from everyframe.fast_paths import certificates
+from everyframe.fast_paths.certificates import digest
+from everyframe.fast_paths.extract_blocks import blocks_of
 from everyframe.ops.attention import by_kernel
-from everyframe.optimize import store
-from everyframe.optimize.blocks import blocks_of
-from everyframe.optimize.keys import digest
-from everyframe.planning.resolve import Prepared, prepare
-from everyframe.planning.survey import survey
+from everyframe.planning.list_fast_paths import survey
+from everyframe.planning.resolve import PreparedPlan, prepare
+from everyframe.runtime.interface import JointDryRunCall
 from planned import certificates_of, frames_of, unchanged
 
 FLASH = "attention-flash"
@@ -41,12 +41,12 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path))
 
 
-def prepared(folder: Path, *, will_run: bool = False, **more: Any) -> Prepared:
+def prepared(folder: Path, *, will_run: bool = False, **more: Any) -> PreparedPlan:
     request = everyframe.Request(model=str(folder), **{**SMALL, **more})
     return prepare(request, will_run=will_run)
 
 
-def paths_of(found: Prepared) -> dict[str, Any]:
+def paths_of(found: PreparedPlan) -> dict[str, Any]:
     return {part.name: part.paths for part in found.plan.components}
 
 
@@ -75,7 +75,7 @@ def test_attention_is_plain_until_a_kernel_is_certified(folder: Path) -> None:
     plain = prepared(folder, will_run=True)
     assert set(paths_of(plain).values()) == {()}
     assert np.array_equal(frames_of(plain, unchanged), theirs(folder, "math"))
-    store.keep(certificates_of(shown, "certified"))
+    certificates.keep(certificates_of(shown, "certified"))
     fast = prepared(folder, will_run=True)
     assert paths_of(fast)["transformer"] == (FLASH,)
     frames = frames_of(fast, unchanged)
@@ -112,7 +112,7 @@ def test_what_is_tried_is_the_pipelines_own_call(folder: Path) -> None:
     """In another process as well, which is sent the call and builds the rest."""
     found = prepared(folder)
     (run,) = [run for run in found.fitted.runs if run.rehearsal.component == "transformer"]
-    assert isinstance(run.rehearsal, JointRehearsal)
+    assert isinstance(run.rehearsal, JointDryRunCall)
     certificates = found.chooser.certificates
     assert certificates is not None
     precision = found.plan.component("transformer").precision

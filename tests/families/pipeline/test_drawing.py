@@ -15,8 +15,8 @@ from torch import Tensor
 
 import everyframe
 import tiny_families
-from everyframe.families.pipeline import stages
-from everyframe.families.pipeline.drawing import in_float32
+from everyframe.diffusers_pipelines import stage
+from everyframe.diffusers_pipelines.call import float32_noise
 
 HALVES = [torch.bfloat16, torch.float16]
 #: The last of 17 are drawn again by torch, in the dtype that is asked for.
@@ -33,7 +33,7 @@ def drawn(dtype: torch.dtype, **more: Any) -> Tensor:
 def test_noise_of_half_precision_is_float32s_rounded(dtype: torch.dtype) -> None:
     wanted = drawn(torch.float32).to(dtype)
     assert not torch.equal(drawn(dtype), wanted), "torch does so itself: this module may go"
-    with in_float32():
+    with float32_noise():
         assert torch.equal(drawn(dtype), wanted)
         assert torch.equal(drawn(dtype, device=torch.device("cpu")), wanted)
         assert drawn(torch.float64).dtype == torch.float64
@@ -43,8 +43,8 @@ def test_others_draw_as_ever() -> None:
     """What runs beside a call of ours, and whatever comes after it."""
     before, usual = torch_utils.randn_tensor, drawn(torch.bfloat16)
     beside: list[Tensor] = []
-    with in_float32():
-        with in_float32():
+    with float32_noise():
+        with float32_noise():
             pass
         thread = threading.Thread(target=lambda: beside.append(drawn(torch.bfloat16)))
         thread.start()
@@ -74,5 +74,5 @@ def test_a_run_in_half_precision_begins_with_float32s_noise(
 
     monkeypatch.setattr(torch, "randn", other)
     assert (frames() == usual).all()
-    monkeypatch.setattr(stages, "in_float32", nullcontext)
+    monkeypatch.setattr(stage, "in_float32", nullcontext)
     assert not (frames() == usual).all(), "the fault was not planted"

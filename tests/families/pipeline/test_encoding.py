@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 import tiny_pipelines
 from everyframe.core.errors import CannotRunError
-from everyframe.families.pipeline.checkpoint import Part
-from everyframe.families.pipeline.encoding import EncodedOnce, encoders, without_weights
-from everyframe.parallel.team import Imagined
+from everyframe.diffusers_pipelines.checkpoint import ComponentFolder
+from everyframe.diffusers_pipelines.module_calls import EncodeOnLeadRank, encoders, without_weights
+from everyframe.parallel.communicator import FakeCommunicator
 
 
-class Taped(Imagined):
+class Taped(FakeCommunicator):
     """Rank 0 writes what it tells on the tape, another reads it."""
 
     def __init__(self, rank: int, tape: list[Any]) -> None:
@@ -45,17 +45,17 @@ class Taped(Imagined):
 def both(module: nn.Module, *args: Any, other: nn.Module | None = None, **kwargs: Any) -> list[Any]:
     """What the first rank's module answers, and what another rank gets."""
     tape: list[Any] = []
-    with torch.no_grad(), EncodedOnce({"text_encoder": module}, Taped(0, tape), "cpu"):
+    with torch.no_grad(), EncodeOnLeadRank({"text_encoder": module}, Taped(0, tape), "cpu"):
         mine = module(*args, **kwargs)
     theirs = copy.deepcopy(module) if other is None else other
-    with EncodedOnce({"text_encoder": theirs}, Taped(1, tape), "cpu"):
+    with EncodeOnLeadRank({"text_encoder": theirs}, Taped(1, tape), "cpu"):
         return [mine, theirs(*args, **kwargs)]
 
 
 def test_an_encoder_without_weights_answers_as_the_first_ranks(tmp_path: Path) -> None:
     encoder = tiny_pipelines.t5()
     encoder.save_pretrained(tmp_path)
-    part = Part("text_encoder", "transformers", type(encoder).__name__, tmp_path)
+    part = ComponentFolder("text_encoder", "transformers", type(encoder).__name__, tmp_path)
     empty = without_weights(part, torch.bfloat16)
     assert all(each.is_meta for each in empty.parameters())
     assert empty.dtype == torch.bfloat16

@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 import everyframe
-from everyframe.families.pipeline.interface import NAMES, VIDEO_RESULT, of_pipeline
+from everyframe.diffusers_pipelines.signature import NAMES, VIDEO_RESULT, of_pipeline
 from everyframe.media.pixels import fit_image
 from tiny_videos import CASES
 from tiny_videos.cases import PROMPT, SEED, STEPS, Case, as_python

@@ -17,8 +17,8 @@ import torch
 
 import everyframe
 import tiny_videos
-from everyframe.core.events import Event, Frames, Planned, Sound, Step
-from everyframe.families.pipeline.interface import NAMES, VIDEO_RESULT, of_class, of_pipeline
+from everyframe.core.events import AudioDecoded, Event, FramesDecoded, Planned, Step
+from everyframe.diffusers_pipelines.signature import NAMES, VIDEO_RESULT, of_class, of_pipeline
 from everyframe.ops.attention import PLAIN, by_kernel
 from tiny_pipelines import loaded
 from tiny_videos import CASES, table
@@ -74,7 +74,9 @@ def theirs(pipe: Any, asked: dict[str, Any]) -> np.ndarray[Any, Any]:
 def collected(request: everyframe.Request) -> tuple[list[Event], np.ndarray[Any, Any]]:
     """All events, and the frames among them."""
     seen = list(everyframe.stream(request))
-    return seen, np.concatenate([event.frames for event in seen if isinstance(event, Frames)])
+    return seen, np.concatenate(
+        [event.frames for event in seen if isinstance(event, FramesDecoded)]
+    )
 
 
 @pytest.mark.slow
@@ -99,7 +101,7 @@ def test_it_runs_as_it_does_in_diffusers(name: str, tmp_path: Path) -> None:
     assert frames.std() > 0.05, "a flat picture would compare equal to anything flat"
     steps = [event for event in seen if isinstance(event, Step)]
     assert case.made is None or len(steps) == case.made
-    assert any(isinstance(event, Sound) for event in seen) == case.sound
+    assert any(isinstance(event, AudioDecoded) for event in seen) == case.sound
     assert case.made is None or not steps or steps[-1].step == steps[-1].num_steps
     settings = next(event.plan.settings for event in seen if isinstance(event, Planned))
     assert frames.shape[:3] == (settings.num_frames, settings.height, settings.width)

@@ -16,16 +16,16 @@ from safetensors.torch import load_file, save_file
 
 import everyframe
 import tiny_pipelines
-from everyframe.checkpoints.headers import SafetensorsHeader, read_header
+from everyframe.checkpoints.safetensors_header import SafetensorsHeader, read_header
 from everyframe.cli.main import main
 from everyframe.core.errors import CheckpointError, EveryframeError, InputError
 from everyframe.core.events import Step
-from everyframe.families.pipeline import components
-from everyframe.families.pipeline.given import given_pipeline
-from everyframe.families.pipeline.options import PipelineOptions
+from everyframe.diffusers_pipelines import components
+from everyframe.diffusers_pipelines.loaded_pipeline import given_pipeline
+from everyframe.diffusers_pipelines.options import PipelineOptions
 from everyframe.families.registry import family_names
 from everyframe.ops.attention import PLAIN, by_kernel
-from everyframe.planning.resolve import GivenModel, prepare
+from everyframe.planning.resolve import LoadedModel, prepare
 from pickles import pickle_weights
 
 SMALL: dict[str, Any] = {
@@ -368,7 +368,7 @@ def test_a_reader_who_leaves_leaves_a_given_pipeline_as_it_was(pipe: Any) -> Non
 def test_a_loaded_pipeline_is_not_refused_for_memory_that_it_has(folder: Path, pipe: Any) -> None:
     asked = {**SMALL, "size": "8192x8192", "num_frames": 17}
     assert everyframe.plan(model=str(folder), **asked).obstacle is not None
-    given = GivenModel("pipeline", given_pipeline(pipe, PipelineOptions(option=SMALL["option"])))
+    given = LoadedModel("pipeline", given_pipeline(pipe, PipelineOptions(option=SMALL["option"])))
     assert prepare(everyframe.Request(**asked), given=given).plan.obstacle is None
     with pytest.raises(InputError, match="max_memory can't be chosen"):
         everyframe.run(pipe, max_memory="8GB", **SMALL)

@@ -16,8 +16,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 import everyframe
-from everyframe.core.events import Kept, Note, Step
-from everyframe.families.pipeline.global_generators import GlobalGenerators, is_same
+from everyframe.core.events import Note, RunSaved, Step
+from everyframe.diffusers_pipelines.global_generators import GlobalGenerators, is_same
 from tiny_pipelines import SHORT, ltx_parts, made
 from tiny_videos import ltx as tiny_ltx
 
@@ -183,7 +183,7 @@ def begun(pipe: Any) -> str:
     request = everyframe.Request(**with_own(ASKED), seed=7)
     with closing(everyframe.stream(request, pipe=pipe)) as events:  # type: ignore[type-var]
         for event in events:
-            if isinstance(event, Kept):
+            if isinstance(event, RunSaved):
                 name = event.run
             if isinstance(event, Step):
                 return name

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from everyframe.core.errors import EveryframeError
-from everyframe.families.pipeline.outputs import beyond_range, frames_of, size_of, sound_of
+from everyframe.diffusers_pipelines.media import beyond_range, frames_of, size_of, sound_of
 
 FRAMES = np.random.default_rng(0).random((4, 5, 6, 3)).astype(np.float32)
 TCHW = torch.from_numpy(FRAMES).permute(0, 3, 1, 2)

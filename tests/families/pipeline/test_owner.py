@@ -23,13 +23,13 @@ from torch.utils.flop_counter import FlopCounterMode
 import everyframe
 import tiny_pipelines
 from everyframe.core.errors import EveryframeError, InputError
-from everyframe.core.events import Event, Frames, Note, Planned, Step
+from everyframe.core.events import Event, FramesDecoded, Note, Planned, Step
 from everyframe.core.plan import Switches
-from everyframe.engine.resuming import go_on
-from everyframe.families.pipeline.given import given_pipeline
+from everyframe.diffusers_pipelines.loaded_pipeline import given_pipeline
+from everyframe.engine.resume import resume_run
 from everyframe.families.registry import family_options
-from everyframe.hardware.threads import cpu_threads
-from everyframe.planning.resolve import GivenModel
+from everyframe.hardware.cpu import cpu_threads
+from everyframe.planning.resolve import LoadedModel
 from everyframe.runs.folder import find_run
 from tiny_pipelines import loaded
 
@@ -82,7 +82,7 @@ def ours(pipe: Any, name: str, **more: Any) -> Array:
 
 def streamed(pipe: Any, name: str) -> Array:
     events = everyframe.stream(everyframe.Request(**asked_of(name)), pipe=pipe)
-    return np.concatenate([each.frames for each in events if isinstance(each, Frames)])
+    return np.concatenate([each.frames for each in events if isinstance(each, FramesDecoded)])
 
 
 MAKERS = pytest.mark.parametrize("make", [ours, streamed])
@@ -278,8 +278,8 @@ def test_a_run_that_is_gone_on_with_is_as_its_owner_has_set_torch_now(
         assert np.array_equal(video.frames, theirs(wan, "wan"))
         broken_off()
     model = given_pipeline(wan, family_options("pipeline", _request()))
-    given = GivenModel("pipeline", model, model.digests)
-    events = list(go_on(find_run(None), given_model=given))
+    given = LoadedModel("pipeline", model, model.digests)
+    events = list(resume_run(find_run(None), given_model=given))
     notes = [each.text for each in events if isinstance(each, Note)]
     assert any("torch's casts was [['cpu', 'bfloat16']], is []" in text for text in notes)
 
@@ -373,7 +373,7 @@ def test_a_part_may_be_called_in_the_middle(wan: Any, make: Any) -> None:
     for event in events:
         if isinstance(event, Step):
             preview()
-        elif isinstance(event, Frames):
+        elif isinstance(event, FramesDecoded):
             got.append(event.frames)
     assert np.array_equal(np.concatenate(got), wanted)
 
@@ -383,7 +383,7 @@ def test_a_second_run_of_one_pipeline_is_refused(wan: Any) -> None:
     read_until_step(events)
     with pytest.raises(InputError, match="is in the middle of another run"):
         ours(wan, "wan")
-    frames = [each.frames for each in events if isinstance(each, Frames)]
+    frames = [each.frames for each in events if isinstance(each, FramesDecoded)]
     assert np.array_equal(np.concatenate(frames), theirs(wan, "wan"))
     assert np.array_equal(ours(wan, "wan"), theirs(wan, "wan")), "afterwards it may"
 

@@ -4,30 +4,32 @@ from __future__ import annotations
 
 import pytest
 
-from everyframe.families.family import Crew, RankPart
-from everyframe.families.pipeline.branching import Branches
-from everyframe.families.pipeline.parts import rank_part
+from everyframe.diffusers_pipelines.cfg_detection import CfgBranches
+from everyframe.diffusers_pipelines.token_splits import rank_share
+from everyframe.runtime.interface import RankShare, VideoGroup
 
-TOGETHER = Branches(2, is_together=True, answer=((2, 10),), num_calls=1)
-IN_TURN = Branches(2, answer=((1, 10),), num_calls=2)
-ONE = Branches(why="it asks its denoiser about one branch", answer=((1, 10),))
+TOGETHER = CfgBranches(2, is_together=True, answer=((2, 10),), num_calls=1)
+IN_TURN = CfgBranches(2, answer=((1, 10),), num_calls=2)
+ONE = CfgBranches(why="it asks its denoiser about one branch", answer=((1, 10),))
 
 
-def tokens(crew: Crew, rank: int, batch: int) -> RankPart:
+def tokens(crew: VideoGroup, rank: int, batch: int) -> RankShare:
     """By the speeds of the crew; 100 bytes a sample leave each that is not alone."""
     share = crew.weights[rank] / sum(crew.weights)
-    return RankPart(share, share, 100 * batch * (len(crew.weights) > 1))
+    return RankShare(share, share, 100 * batch * (len(crew.weights) > 1))
 
 
-def parts(branches: Branches, size: int, groups: int, *, cuts: bool = True) -> list[RankPart]:
-    crew = Crew((1.0,) * size, groups)
-    return [rank_part(branches, tokens if cuts else None, crew, rank, "it") for rank in range(size)]
+def parts(branches: CfgBranches, size: int, groups: int, *, cuts: bool = True) -> list[RankShare]:
+    crew = VideoGroup((1.0,) * size, groups)
+    return [
+        rank_share(branches, tokens if cuts else None, crew, rank, "it") for rank in range(size)
+    ]
 
 
 @pytest.mark.parametrize("branches", [TOGETHER, IN_TURN])
 @pytest.mark.parametrize("size", [2, 3, 5])
 @pytest.mark.parametrize("groups", [1, 2])
-def test_shares_are_of_the_whole(branches: Branches, size: int, groups: int) -> None:
+def test_shares_are_of_the_whole(branches: CfgBranches, size: int, groups: int) -> None:
     found = parts(branches, size, groups)
     assert sum(part.tokens for part in found) == pytest.approx(1)
     assert all(part.works and part.sent_bytes for part in found)

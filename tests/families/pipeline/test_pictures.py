@@ -13,8 +13,14 @@ import torch
 
 from everyframe.core.errors import InputError, MediaError
 from everyframe.core.plan import Settings
-from everyframe.families.pipeline.interface import Interface, declared
-from everyframe.families.pipeline.pictures import check, named, names_files, opened, size_in
+from everyframe.diffusers_pipelines.media import (
+    check,
+    media_parameter_names,
+    names_files,
+    opened,
+    size_in,
+)
+from everyframe.diffusers_pipelines.signature import CallSignature, declared
 from tiny_videos.cases import Clip, Still, picture, written
 
 SETTINGS = Settings(
@@ -45,10 +51,10 @@ ANNOTATED: dict[str, Any] = {
 }
 
 
-def interface(class_name: str = "Some") -> Interface:
+def interface(class_name: str = "Some") -> CallSignature:
     """One with these parameters."""
     known = {name: declared(name, None, False, each) for name, each in ANNOTATED.items()}
-    return Interface(class_name, known, makes_video=True)
+    return CallSignature(class_name, known, makes_video=True)
 
 
 @pytest.fixture
@@ -144,7 +150,7 @@ def test_what_is_no_file_is_told_before_anything_is_loaded(tmp_path: Path, still
 def test_length_and_size_are_those_of_the_video(clip: str) -> None:
     assert size_in(interface(), {"mode": "a", "video": clip}) == (3, 32, 32)
     assert size_in(interface(), {"mode": "a"}) is None
-    assert named({"video": clip, "conditions": [{"frames": clip, "index": 1}]}) == {
+    assert media_parameter_names({"video": clip, "conditions": [{"frames": clip, "index": 1}]}) == {
         "video": "clip3",
         "conditions": [{"frames": "clip3", "index": 1}],
     }

@@ -22,9 +22,9 @@ from torch import nn
 import everyframe
 import tiny_pipelines
 from everyframe.cli.main import main
-from everyframe.core.events import Event, Frames, Loaded, Sound, Step
-from everyframe.families.pipeline.interface import NAMES, of_pipeline
-from everyframe.families.pipeline.sizes import denoisers
+from everyframe.core.events import AudioDecoded, ComponentLoaded, Event, FramesDecoded, Step
+from everyframe.diffusers_pipelines.defaults import denoisers
+from everyframe.diffusers_pipelines.signature import NAMES, of_pipeline
 from everyframe.ops.attention import PLAIN, by_kernel
 from tiny_pipelines import loaded
 
@@ -94,7 +94,7 @@ def tiny_one(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 def collected(events: Iterator[Event]) -> tuple[list[Event], np.ndarray[Any, Any]]:
     seen = list(events)
-    frames = [event.frames for event in seen if isinstance(event, Frames)]
+    frames = [event.frames for event in seen if isinstance(event, FramesDecoded)]
     return seen, np.concatenate(frames)
 
 
@@ -111,7 +111,7 @@ def test_frames_and_sound_are_those_of_diffusers(
     assert frames.dtype == np.float32
     assert np.array_equal(frames, wanted)
     assert frames.std() > 0.05, "a flat picture would compare equal to anything flat"
-    sound = [event.samples for event in seen if isinstance(event, Sound)]
+    sound = [event.samples for event in seen if isinstance(event, AudioDecoded)]
     assert len(sound) == (tiny_one.name in WITH_SOUND)
     if sound:
         assert np.array_equal(sound[0], wanted_sound[0].float().numpy())
@@ -119,7 +119,7 @@ def test_frames_and_sound_are_those_of_diffusers(
     steps = [(event.step, event.num_steps) for event in seen if isinstance(event, Step)]
     count = tiny_one.num_steps
     assert steps == [(step, count) for step in range(1, count + 1)]
-    loaded = [event.component for event in seen if isinstance(event, Loaded)]
+    loaded = [event.component for event in seen if isinstance(event, ComponentLoaded)]
     modules = [name for name, part in tiny_one.pipe.components.items() if is_module(part)]
     assert sorted(loaded) == sorted(modules)
     assert capfd.readouterr() == ("", ""), "a library prints nothing"

@@ -22,7 +22,7 @@ import everyframe
 import tiny_pipelines
 from everyframe.core.errors import NumericsError
 from everyframe.core.events import Event, Note, Repaired
-from everyframe.families.guarding import Guard
+from everyframe.runtime.guard import Guard
 from guarded_pipes import hooked, planted, state_of
 
 T5 = "text_encoder.encoder.block.0.layer.1.DenseReluDense.wo"

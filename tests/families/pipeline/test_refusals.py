@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 import everyframe
 from everyframe.core.errors import CannotRunError, EveryframeError, InputError
-from everyframe.families.pipeline import rehearsals
-from everyframe.families.pipeline.components import islands_of
-from everyframe.families.pipeline.refusing import called
-from everyframe.families.pipeline.untouched import attributes_kept
+from everyframe.diffusers_pipelines import dry_run
+from everyframe.diffusers_pipelines.call import attributes_kept
+from everyframe.diffusers_pipelines.components import islands_of
+from everyframe.diffusers_pipelines.dry_run import call_checked
+from everyframe.dry_run.executor import DryRunModule, dry_run_modules
 from everyframe.hardware.profiles import find_profile
-from everyframe.precision.rehearse import Part, rehearse_together
 from tiny_pipelines import cogvideox_parts
 from tiny_videos.cases import Clip, written
 
@@ -103,7 +103,7 @@ def its_own_check(pipe: Pipe) -> None:
 )
 def test_what_no_numbers_could_change_is_an_answer(act: Any, error: type, text: str) -> None:
     with pytest.raises(error, match=text) as caught:
-        called(Pipe(nn.Linear(4, 4, device="meta"), act), {})
+        call_checked(Pipe(nn.Linear(4, 4, device="meta"), act), {})
     assert isinstance(caught.value, EveryframeError) == issubclass(error, EveryframeError)
 
 
@@ -112,7 +112,7 @@ def test_a_package_that_diffusers_would_import_is_missing() -> None:
 
     source = compile("lambda pipe: transforms.resize()", attention_dispatch.__file__, "eval")
     with pytest.raises(CannotRunError, match="name 'transforms' is not defined"):
-        called(Pipe(nn.Linear(4, 4, device="meta"), eval(source)), {})
+        call_checked(Pipe(nn.Linear(4, 4, device="meta"), eval(source)), {})
 
 
 class Asks(nn.Module):
@@ -133,12 +133,12 @@ def test_lists_keep_their_numbers_and_modules_nothing_of_a_dry_run() -> None:
     part, shapes = Asks(), []
 
     def call(device: str) -> None:
-        with rehearsals._on_no_device(), attributes_kept(part.modules()):
+        with dry_run._on_no_device(), attributes_kept(part.modules()):
             shapes.append(part(torch.empty(2, 8, device=device)).shape)
             generator = torch.Generator(device=device)
             assert isinstance(generator, torch.Generator)
 
-    found = rehearse_together({"part": Part(part, None)}, call, MPS)
+    found = dry_run_modules({"part": DryRunModule(part, None)}, call, MPS)
     assert found.stopped == ""
     assert shapes == [(2, 3)]
     assert not hasattr(part, "noted")

@@ -19,15 +19,15 @@ import everyframe
 import tiny_pipelines
 from everyframe.core.errors import CheckpointError
 from everyframe.core.plan import Plan, Precision
-from everyframe.families.family import JointRehearsal
-from everyframe.families.pipeline import rehearsals
+from everyframe.diffusers_pipelines import dry_run
+from everyframe.dry_run import executor as rehearsing
+from everyframe.dry_run.counters import MemoryTracker
 from everyframe.hardware.profiles import find_profile
-from everyframe.planning import dryrun
-from everyframe.planning.certifying import Certificates
-from everyframe.planning.resolve import Prepared, prepare
-from everyframe.precision import edges
-from everyframe.precision import rehearse as rehearsing
-from everyframe.precision.live import LiveBytes
+from everyframe.planning import dry_runs
+from everyframe.planning.component_certificates import Certificates
+from everyframe.planning.resolve import PreparedPlan, prepare
+from everyframe.precision import cast_hooks
+from everyframe.runtime.interface import JointDryRunCall
 from planned import frames_of, unchanged, with_components
 
 SMALL: dict[str, Any] = {
@@ -46,13 +46,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def prepared(folder: Path) -> Prepared:
+def prepared(folder: Path) -> PreparedPlan:
     return prepare(everyframe.Request(model=str(folder), **SMALL))
 
 
-def joint(prepared: Prepared) -> JointRehearsal:
+def joint(prepared: PreparedPlan) -> JointDryRunCall:
     model: Any = prepared.model
-    made: JointRehearsal = model.rehearsals(prepared.plan.settings)[0]
+    made: JointDryRunCall = model.rehearsals(prepared.plan.settings)[0]
     return made
 
 
@@ -69,7 +69,7 @@ class Counted(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.live = LiveBytes()
+        self.live = MemoryTracker()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.live.known(each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor))
@@ -127,7 +127,7 @@ def test_the_precisions_of_its_parts_are_tried_or_avoided(folder: Path) -> None:
     assert [type(call).__name__ for call in subject.calls] == ["JointCall"]
 
 
-def test_parts_of_two_precisions_meet_and_are_cast(prepared: Prepared) -> None:
+def test_parts_of_two_precisions_meet_and_are_cast(prepared: PreparedPlan) -> None:
     usual = frames_of(prepared, unchanged)
     mixed = frames_of(prepared, decodes_wide)
     assert usual.std() > 0.05
@@ -136,24 +136,22 @@ def test_parts_of_two_precisions_meet_and_are_cast(prepared: Prepared) -> None:
 
 
 def test_without_the_casts_between_parts_the_dry_run_finds_the_clash(
-    prepared: Prepared, monkeypatch: pytest.MonkeyPatch
+    prepared: PreparedPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(edges, "join", lambda module: edges.Edges([]))
+    monkeypatch.setattr(cast_hooks, "add_input_casts", lambda module: cast_hooks.CastHooks([]))
     rehearsal, modules = joint(prepared), joint(prepared).module()
     parts = {
-        name: rehearsing.Part(module, WIDE if name == "vae" else NARROW)
+        name: rehearsing.DryRunModule(module, WIDE if name == "vae" else NARROW)
         for name, module in modules.items()
     }
-    found = rehearsing.rehearse_together(
-        parts, lambda device: rehearsal.call(modules, device), CARD
-    )
+    found = rehearsing.dry_run_modules(parts, lambda device: rehearsal.call(modules, device), CARD)
     assert found.at == "vae"
     (clash,) = [each for each in found.found["vae"].findings if each.fatal]
     assert (clash.kind, clash.module) == ("clash", "decoder.conv_in.conv")
 
 
 @pytest.mark.parametrize("how", ["by_turns", "offload"])
-def test_with_less_memory_it_gives_the_same_frames(prepared: Prepared, how: str) -> None:
+def test_with_less_memory_it_gives_the_same_frames(prepared: PreparedPlan, how: str) -> None:
     usual = frames_of(prepared, unchanged)
     assert np.array_equal(frames_of(prepared, with_components(**{how: True})), usual)
 
@@ -187,9 +185,9 @@ def test_tiles_and_then_blocks_where_one_part_alone_is_too_large(folder: Path) -
 
 
 def test_what_no_dry_run_can_follow_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    call = rehearsals.Dry._call
+    call = dry_run.PipelineDryRun._call
 
-    def asks_for_numbers(self: rehearsals.Dry, settings: Any) -> object:
+    def asks_for_numbers(self: dry_run.PipelineDryRun, settings: Any) -> object:
         def step(*args: Any, **kwargs: Any) -> None:
             raise ValueError("sigma 0.0 is not in the table")
 
@@ -197,8 +195,8 @@ def test_what_no_dry_run_can_follow_is_told(folder: Path, monkeypatch: pytest.Mo
             patched.setattr(diffusers.CogVideoXDDIMScheduler, "step", step)
             return call(self, settings)
 
-    monkeypatch.setattr(rehearsals.Dry, "_call", asks_for_numbers)
-    monkeypatch.setattr(dryrun, "_DONE", {})
+    monkeypatch.setattr(dry_run.PipelineDryRun, "_call", asks_for_numbers)
+    monkeypatch.setattr(dry_runs, "_DONE", {})
     plan = everyframe.plan(model=str(folder), **SMALL)
     assert [stage.component for stage in plan.stages] == ["text_encoder"]
     (note,) = [note for note in plan.notes if note.startswith("transformer: ")]
@@ -243,10 +241,10 @@ def test_flexible_attention_that_nobody_compiled_holds_its_scores() -> None:
             return out
 
     def call(core: Any, where: str) -> Tensor:
-        with rehearsals._on_no_device():
+        with dry_run._on_no_device():
             out: Tensor = core(torch.zeros(1, 2, 64, 8, device=where))
             return out
 
-    found = rehearsing.rehearse(Core(), NARROW, call, CARD)
+    found = rehearsing.dry_run_module(Core(), NARROW, call, CARD)
     assert not found.findings
     assert 2 <= found.working_bytes / (2 * 64 * 64 * 4) < 3.3

@@ -22,12 +22,11 @@ from everyframe.core.errors import CannotRunError
 from everyframe.core.events import Event, Repaired, Step, VideoDone
 from everyframe.core.plan import ComponentPlan, Precision, Settings
 from everyframe.core.request import Request
+from everyframe.diffusers_pipelines.oom_fallback import PipelineMemoryFallbacks, chunk_savings
+from everyframe.diffusers_pipelines.signature import CallSignature, of_class
 from everyframe.engine.run import stream
-from everyframe.families.family import Saving
-from everyframe.families.pipeline.chunks import chunk_savings
-from everyframe.families.pipeline.interface import Interface, of_class
-from everyframe.families.pipeline.reliefs import PipelineReliefs
-from everyframe.runs.keeper import Keep
+from everyframe.runs.run_state import SaveOptions
+from everyframe.runtime.interface import MemorySaving
 from frames import frames_of
 from guarded_nets import Net, inputs, plan
 from scarce import TOO_LITTLE, before_calls
@@ -63,7 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def events_of(folder: Path, root: Path | None, **more: Any) -> list[Event]:
     request = Request(model=str(folder), device="cpu", dtype="fp32", **{**ASKED, **more})
-    return list(stream(request, keep=Keep(root)))
+    return list(stream(request, keep=SaveOptions(root)))
 
 
 def test_decoding_goes_on_in_tiles_and_no_step_is_done_twice(
@@ -139,7 +138,9 @@ def test_how_many_frames_at_once_is_the_pipelines_own_parameter() -> None:
     settings = plan().settings
     chunked = of_class(diffusers.AnimateDiffPipeline)
 
-    def offered(interface: Interface, given: tuple[str, ...], vae: str) -> list[tuple[int, bool]]:
+    def offered(
+        interface: CallSignature, given: tuple[str, ...], vae: str
+    ) -> list[tuple[int, bool]]:
         found = chunk_savings(interface, given, replace(settings, num_frames=9), vae)
         return [(each.settings.saving("decode_chunk_size", 0), each.is_lossy) for each in found]
 
@@ -194,12 +195,12 @@ def test_on_a_card_parts_take_turns_and_then_come_by_blocks() -> None:
     tiled: list[bool] = []
     pipe = SimpleNamespace(vae=SimpleNamespace(enable_tiling=lambda: tiled.append(True)))
 
-    def savings(component: str, settings: Settings) -> Iterator[Saving]:
+    def savings(component: str, settings: Settings) -> Iterator[MemorySaving]:
         if component == "vae" and not settings.options:
             tiles = replace(settings, options=(("vae_tiling", True),))
-            yield Saving(tiles, "in tiles", is_lossy=True)
+            yield MemorySaving(tiles, "in tiles", is_lossy=True)
 
-    reliefs = PipelineReliefs(on_card, pipe, nets, savings)
+    reliefs = PipelineMemoryFallbacks(on_card, pipe, nets, savings)
     said = []
     for at in ("", "net", "net", "vae", "vae", "vae"):
         relief = reliefs.next(at)

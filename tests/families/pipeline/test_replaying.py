@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from everyframe.families.family import Take
-from everyframe.families.pipeline.replaying import Replaying, answered_by
-from everyframe.families.pipeline.watching import StepWatch
+from everyframe.diffusers_pipelines.module_calls import DenoiserReplay, override_call
+from everyframe.diffusers_pipelines.step_tracking import StepTracker
+from everyframe.runtime.interface import VideoState
 
 
 class Denoiser(nn.Module):
@@ -37,12 +37,12 @@ class Kept:
         return ()
 
 
-def served(device: str) -> tuple[list[Tensor], Kept, StepWatch]:
+def served(device: str) -> tuple[list[Tensor], Kept, StepTracker]:
     kept, denoiser = Kept(), Denoiser()
-    watch = StepWatch({"denoiser": denoiser}, (), None, 2, lambda *_: None)
-    take: Take = SimpleNamespace(answers=kept, remedies=())  # type: ignore[assignment]
+    watch = StepTracker({"denoiser": denoiser}, (), None, 2, lambda *_: None)
+    take: VideoState = SimpleNamespace(answers=kept, remedies=())  # type: ignore[assignment]
     x = torch.ones(2, device=device)
-    with watch, Replaying({"denoiser": denoiser}, watch, take):
+    with watch, DenoiserReplay({"denoiser": denoiser}, watch, take):
         answers = [denoiser(x, timestep=torch.tensor(float(step)))[0] for step in (1, 0)]
     return answers, kept, watch
 
@@ -65,7 +65,7 @@ def test_what_lay_in_a_file_comes_to_where_the_inputs_are() -> None:
 def test_modules_are_as_they_were() -> None:
     denoiser = Denoiser()
     kind = type(denoiser)
-    with answered_by(denoiser, lambda base, own, args, kwargs: "served"):
+    with override_call(denoiser, lambda base, own, args, kwargs: "served"):
         assert denoiser(torch.ones(1), torch.ones(1)) == "served"
         assert isinstance(denoiser, kind)
     assert type(denoiser) is kind

@@ -18,14 +18,19 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from everyframe.core.errors import CannotRunError
-from everyframe.families.pipeline import rounds, sharding
-from everyframe.families.pipeline.awaited import Awaited
-from everyframe.families.pipeline.branching import Branches
-from everyframe.families.pipeline.rounds import Call, Rounds
+from everyframe.diffusers_pipelines import cfg_parallel, sequence_parallel
+from everyframe.diffusers_pipelines.cfg_detection import CfgBranches
+from everyframe.diffusers_pipelines.cfg_parallel import CfgParallel, DenoiserCall
+from everyframe.diffusers_pipelines.lazy_tensor import LazyTensor
 from everyframe.ops.attention import PLAIN, by_kernel
-from everyframe.parallel.groups import Groups
-from everyframe.parallel.meeting import again
-from everyframe.parallel.team import Alone, Imagined, Team, Teams
+from everyframe.parallel.cfg_groups import CfgGroups
+from everyframe.parallel.communicator import (
+    Communicator,
+    FakeCommunicator,
+    ParallelContext,
+    SingleRank,
+)
+from everyframe.parallel.rendezvous import new_group
 from on_ranks import RELATIVE, worst
 from ranks import Group, group_of
 from tiny_transformers import LONG, model_of, of_ltx, of_wan, randn
@@ -62,11 +67,11 @@ def in_turn(denoise: Any, num_steps: int = STEPS, looks: bool = False) -> Tensor
 
 _ONE = pytree.tree_flatten((0,))[1]
 #: The model, its steps, and what is known of its branches.
-WAYS: dict[str, tuple[str, Steps, Branches]] = {
+WAYS: dict[str, tuple[str, Steps, CfgBranches]] = {
     "together": (
         "ltx",
         batched,
-        Branches(
+        CfgBranches(
             2, is_together=True, answer=((2, 45, 4),), form=_ONE,
             rows={
                 f"['{name}']": 1
@@ -75,7 +80,7 @@ WAYS: dict[str, tuple[str, Steps, Branches]] = {
             },
         ),
     ),
-    "in turn": ("wan", in_turn, Branches(2, answer=((1, 4, 3, 6, 10),), form=_ONE, num_calls=2)),
+    "in turn": ("wan", in_turn, CfgBranches(2, answer=((1, 4, 3, 6, 10),), form=_ONE, num_calls=2)),
 }  # fmt: skip
 WAYS["looked between"] = ("wan", partial(in_turn, looks=True), WAYS["in turn"][2])
 
@@ -87,20 +92,20 @@ def one_device(way: str) -> Tensor:
         return steps(model_of(name))
 
 
-def teams_of(team: Team, how: str = "ulysses") -> Teams:
+def teams_of(team: Communicator, how: str = "ulysses") -> ParallelContext:
     """Two groups of these ranks."""
-    groups = Groups.of(team.weights, 2, 2)
+    groups = CfgGroups.of(team.weights, 2, 2)
     mine = groups.ranks[groups.number_of(team.rank)]
-    inside: Team = Alone()
-    if isinstance(team, Imagined):
-        inside = Imagined(mine.index(team.rank), team.weights[mine.start : mine.stop])
+    inside: Communicator = SingleRank()
+    if isinstance(team, FakeCommunicator):
+        inside = FakeCommunicator(mine.index(team.rank), team.weights[mine.start : mine.stop])
     elif team.size > 1:
-        inside = again(team, [list(group) for group in groups.ranks])
-    return Teams(team, team, 2, how, inside=inside)
+        inside = new_group(team, [list(group) for group in groups.ranks])
+    return ParallelContext(team, team, 2, how, inside=inside)
 
 
 def run(
-    team: Team, way: str, how: str = "ulysses", fault: Any = None, count: bool = False
+    team: Communicator, way: str, how: str = "ulysses", fault: Any = None, count: bool = False
 ) -> dict[str, Any]:
     """One rank's steps: what came of them, how often it computed, what left it."""
     name, steps, branches = WAYS[way]
@@ -109,11 +114,11 @@ def run(
     with ExitStack() as stack:
         if fault is not None:
             stack.callback(fault(team))
-        for each in sharding.of_all({"transformer": model}, teams).values():
+        for each in sequence_parallel.apply_to_all({"transformer": model}, teams).values():
             stack.callback(each.remove)
         hook = model.register_forward_pre_hook(lambda *_: calls.append(1))
         stack.callback(hook.remove)
-        stack.enter_context(Rounds({"transformer": model}, branches, teams))
+        stack.enter_context(CfgParallel({"transformer": model}, branches, teams))
         if count:
             stack.enter_context(by_kernel(PLAIN))
             stack.enter_context(counter)
@@ -168,10 +173,10 @@ def test_unequal_ranks(ranks: Group, way: str, weights: tuple[float, ...]) -> No
 @pytest.mark.parametrize("way", ["together", "in turn"])
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_every_rank_does_its_share(way: str, size: int) -> None:
-    whole = run(Alone(), way, count=True)["operations"]
-    teams = [teams_of(Imagined(rank, (1.0,) * size)) for rank in range(size)]
+    whole = run(SingleRank(), way, count=True)["operations"]
+    teams = [teams_of(FakeCommunicator(rank, (1.0,) * size)) for rank in range(size)]
     for rank in range(size):
-        mine = run(Imagined(rank, (1.0,) * size), way, count=True)["operations"]
+        mine = run(FakeCommunicator(rank, (1.0,) * size), way, count=True)["operations"]
         # Of five calls the first group has three.
         calls = 1 / 2 if way == "together" else (3 if rank == 0 else 2) / 5
         assert mine <= 1.1 * whole * calls / teams[rank].sharing.size
@@ -181,7 +186,7 @@ def test_every_rank_does_its_share(way: str, size: int) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_real_ranks_send_and_compute_what_imagined_ones_do(ranks: Group, way: str) -> None:
     for rank, found in enumerate(ranks.run(3, run, way, count=True)):
-        imagined = run(Imagined(rank, (1.0,) * 3), way, count=True)
+        imagined = run(FakeCommunicator(rank, (1.0,) * 3), way, count=True)
         assert imagined["calls"] == found["calls"]
         assert imagined["operations"] == found["operations"]
         if way == "together":
@@ -191,20 +196,20 @@ def test_real_ranks_send_and_compute_what_imagined_ones_do(ranks: Group, way: st
 # ---------------------------------------------------------------- planted faults
 
 
-def everything(team: Team) -> Callable[[], None]:
+def everything(team: Communicator) -> Callable[[], None]:
     """A rank computes what is not its own, and hands nothing on that is wrong for it."""
-    kept = Rounds._called
+    kept = CfgParallel._called
 
     def called(self: Any, name: str, base: Any, own: Any, args: Any, kwargs: Any) -> Any:
-        return Call(name, own, base, args, kwargs).made()
+        return DenoiserCall(name, own, base, args, kwargs).made()
 
-    Rounds._called = called  # type: ignore[method-assign]
-    return lambda: setattr(Rounds, "_called", kept)
+    CfgParallel._called = called  # type: ignore[method-assign]
+    return lambda: setattr(CfgParallel, "_called", kept)
 
 
-def other_branch(team: Team) -> Callable[[], None]:
+def other_branch(team: Communicator) -> Callable[[], None]:
     """The last rank takes the first branch of a batch, and has the first answer for its own."""
-    kept = rounds._of_branches, rounds.Rounds._exchanged
+    kept = cfg_parallel._of_branches, cfg_parallel.CfgParallel._exchanged
 
     def of_branches(leaf: Tensor, one: int, count: int, mine: range, path: str) -> Tensor:
         return kept[0](leaf, one, count, range(len(mine)), path)
@@ -214,31 +219,31 @@ def other_branch(team: Team) -> Callable[[], None]:
         return [parts[0]] * len(parts) if all(facts) else parts
 
     if team.rank == team.size - 1:
-        rounds._of_branches = of_branches
-        Rounds._exchanged = exchanged  # type: ignore[method-assign]
+        cfg_parallel._of_branches = of_branches
+        CfgParallel._exchanged = exchanged  # type: ignore[method-assign]
 
     def undo() -> None:
-        rounds._of_branches, Rounds._exchanged = kept  # type: ignore[method-assign]
+        cfg_parallel._of_branches, CfgParallel._exchanged = kept  # type: ignore[method-assign]
 
     return undo
 
 
-def nothing_is_brought(team: Team) -> Callable[[], None]:
+def nothing_is_brought(team: Communicator) -> Callable[[], None]:
     """An answer is looked at before it came."""
-    kept = Awaited.of
+    kept = LazyTensor.of
 
     def of(known: Any) -> Any:
         return kept(lambda: torch.full((1, 4, 3, 6, 10), torch.nan, dtype=torch.float64))
 
-    Awaited.of = of  # type: ignore[method-assign]
-    return lambda: setattr(Awaited, "of", staticmethod(kept))
+    LazyTensor.of = of  # type: ignore[method-assign]
+    return lambda: setattr(LazyTensor, "of", staticmethod(kept))
 
 
 @pytest.mark.parametrize("way", ["together", "in turn"])
 def test_a_rank_that_computes_everything_is_seen(way: str) -> None:
-    whole = run(Alone(), way, count=True)["operations"]
-    found = run(Imagined(0, (1.0,) * 2), way, fault=everything, count=True)
-    assert torch.equal(found["out"], run(Alone(), way, count=True)["out"])
+    whole = run(SingleRank(), way, count=True)["operations"]
+    found = run(FakeCommunicator(0, (1.0,) * 2), way, fault=everything, count=True)
+    assert torch.equal(found["out"], run(SingleRank(), way, count=True)["out"])
     assert found["operations"] > 1.1 * 0.6 * whole
     assert not found["sent"]
 
@@ -262,9 +267,9 @@ def test_a_planted_fault_is_seen(ranks: Group, way: str, fault: Any) -> None:
 def part_of(**given: Any) -> Any:
     """The second rank's part of a call."""
     _, _, branches = WAYS["together"]
-    teams = teams_of(Imagined(1, (1.0, 1.0)))
-    call = Call("transformer", model_of("ltx"), type(model_of("ltx")), (), given)
-    return Rounds({}, branches, teams)._part(call, range(1, 2))
+    teams = teams_of(FakeCommunicator(1, (1.0, 1.0)))
+    call = DenoiserCall("transformer", model_of("ltx"), type(model_of("ltx")), (), given)
+    return CfgParallel({}, branches, teams)._part(call, range(1, 2))
 
 
 def test_a_rank_is_given_its_own_rows_and_all_that_is_of_no_branch() -> None:
@@ -292,7 +297,7 @@ def test_rows_that_nobody_can_tell_apart_are_refused() -> None:
     """Three of each branch, one behind the other: not where the branches take turns."""
     texts = torch.tensor([[0.0], [1.0]])
     right = texts.repeat_interleave(3, 0)
-    found = rounds._of_branches(right, 3, 2, range(1, 2), "text")
+    found = cfg_parallel._of_branches(right, 3, 2, range(1, 2), "text")
     assert torch.equal(found, texts[1:].expand(3, 1))
     with pytest.raises(CannotRunError, match="of its denoiser's text nobody can tell"):
-        rounds._of_branches(texts.repeat(3, 1), 3, 2, range(1, 2), "text")
+        cfg_parallel._of_branches(texts.repeat(3, 1), 3, 2, range(1, 2), "text")

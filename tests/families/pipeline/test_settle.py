@@ -11,11 +11,11 @@ import pytest
 from everyframe.core.errors import CheckpointError, InputError
 from everyframe.core.plan import Settings
 from everyframe.core.request import Request
-from everyframe.families.pipeline.classes import checked
-from everyframe.families.pipeline.interface import of_class
-from everyframe.families.pipeline.options import PipelineOptions
-from everyframe.families.pipeline.settle import settle, smaller
-from everyframe.families.pipeline.sizes import Sizes
+from everyframe.diffusers_pipelines.component_classes import checked
+from everyframe.diffusers_pipelines.defaults import PipelineDefaults
+from everyframe.diffusers_pipelines.options import PipelineOptions
+from everyframe.diffusers_pipelines.settings import resolve_settings, smaller_settings
+from everyframe.diffusers_pipelines.signature import of_class
 
 WAN_VAE = {"scale_factor_spatial": 8, "scale_factor_temporal": 4}
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -56,14 +56,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def sizes(name: str) -> Sizes:
-    return Sizes(of_class(getattr(diffusers, name)), CONFIGS[name])
+def sizes(name: str) -> PipelineDefaults:
+    return PipelineDefaults(of_class(getattr(diffusers, name)), CONFIGS[name])
 
 
 def settled(name: str, **given: Any) -> tuple[Settings, tuple[str, ...]]:
     own = {key: given.pop(key) for key in ("option", "fit") if key in given}
     request = Request(**{"prompt": "a fox", **given})
-    return settle(sizes(name), "it", request, PipelineOptions(**own), 5)
+    return resolve_settings(sizes(name), "it", request, PipelineOptions(**own), 5)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_what_nobody_gave_is_the_pipelines_to_choose_where_its_default_is_none()
     assert settled("CogVideoXPipeline")[0].own_choices == ("height", "width", "num_frames")
     assert settled("CogVideoXPipeline", size="64x64")[0].own_choices == ("num_frames",)
     assert settled("WanPipeline")[0].own_choices == ()
-    for each in smaller(sizes("CogVideoXPipeline"), settled("CogVideoXPipeline")[0]):
+    for each in smaller_settings(sizes("CogVideoXPipeline"), settled("CogVideoXPipeline")[0]):
         assert each.own_choices == ()
 
 
@@ -179,8 +179,12 @@ def test_notes_say_what_it_can_not_do() -> None:
     assert notes == (
         "only denoising steps are counted; text, pictures and decoding give no events",
     )
-    _, notes = settle(
-        Sizes(of_class(Plain), {}), "it", Request(prompt="a", size="64x64"), PipelineOptions(), 0
+    _, notes = resolve_settings(
+        PipelineDefaults(of_class(Plain), {}),
+        "it",
+        Request(prompt="a", size="64x64"),
+        PipelineOptions(),
+        0,
     )
     assert [note.split(":")[0] for note in notes] == [
         "it has no denoiser by a known name, so its steps give no events",
@@ -213,7 +217,7 @@ def test_other_pipelines_are_refused_by_name(name: str, text: str) -> None:
 
 def test_smaller_ones_are_valid_and_smaller() -> None:
     settings, _ = settled("WanPipeline")
-    choices = list(smaller(sizes("WanPipeline"), settings))
+    choices = list(smaller_settings(sizes("WanPipeline"), settings))
     volumes = [each.height * each.width * each.num_frames for each in choices]
     assert volumes == sorted(volumes, reverse=True)
     assert volumes[0] < settings.height * settings.width * settings.num_frames

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from everyframe.core.errors import CannotRunError
-from everyframe.families.pipeline import sharding
-from everyframe.families.pipeline.cuts import CUTS
-from everyframe.families.pipeline.sharding import Sharding
-from everyframe.parallel import ring
-from everyframe.parallel.heads import ATTENDING
-from everyframe.parallel.team import Alone, Imagined, Team
+from everyframe.diffusers_pipelines import sequence_parallel
+from everyframe.diffusers_pipelines.sequence_parallel import SequenceParallelTransformer
+from everyframe.diffusers_pipelines.token_splits import CUTS
+from everyframe.parallel import ring_attention
+from everyframe.parallel.communicator import Communicator, FakeCommunicator, SingleRank
+from everyframe.parallel.head_partition import ATTENDING
 from on_ranks import RELATIVE, answered, worst
 from ranks import Group, group_of
 from tiny_transformers import model_of, of_cogvideox, of_hunyuan, of_ltx, of_wan, randn
@@ -76,7 +76,7 @@ def ranks(request: pytest.FixtureRequest) -> Any:
 
 
 def sharded(
-    team: Team,
+    team: Communicator,
     way: str,
     case: str,
     fault: Callable[..., Any] | None = None,
@@ -85,7 +85,7 @@ def sharded(
     """One rank's answer, the bytes that left it and, with `count`, its operations."""
     name, given = CASES[case]
     model, inputs = model_of(name), given()
-    put_on = sharding.apply(model, team, way)
+    put_on = sequence_parallel.apply(model, team, way)
     undo = fault(put_on, model, inputs, team) if fault is not None else None
     return answered(team, put_on, undo, lambda: model(**inputs, return_dict=False)[0], count=count)
 
@@ -161,7 +161,7 @@ def test_real_ranks_send_and_compute_what_imagined_ones_do(
     ranks: Group, way: str, case: str
 ) -> None:
     for rank, found in enumerate(ranks.run(3, sharded, way, case, count=True)):
-        imagined = sharded(Imagined(rank, (1.0,) * 3), way, case, count=True)
+        imagined = sharded(FakeCommunicator(rank, (1.0,) * 3), way, case, count=True)
         assert imagined["sent"] == found["sent"]
         assert imagined["operations"] == found["operations"]
 
@@ -187,9 +187,11 @@ def test_every_rank_does_its_share(name: str, way: str, size: int) -> None:
     """Of what belongs to tokens; the text and the timestep all have for themselves."""
     CASES["large"] = LARGE[name]
     try:
-        whole = sharded(Alone(), way, "large", count=True)["operations"]
+        whole = sharded(SingleRank(), way, "large", count=True)["operations"]
         for rank in {0, size - 1}:
-            mine = sharded(Imagined(rank, (1.0,) * size), way, "large", count=True)["operations"]
+            mine = sharded(FakeCommunicator(rank, (1.0,) * size), way, "large", count=True)[
+                "operations"
+            ]
             assert mine <= 1.1 * whole / size
     finally:
         del CASES["large"]
@@ -198,19 +200,25 @@ def test_every_rank_does_its_share(name: str, way: str, size: int) -> None:
 # ---------------------------------------------------------------- planted faults
 
 
-def other_noise(put_on: Sharding, model: Any, inputs: dict[str, Any], team: Team) -> None:
+def other_noise(
+    put_on: SequenceParallelTransformer, model: Any, inputs: dict[str, Any], team: Communicator
+) -> None:
     """The last rank begins with other noise, in one number."""
     if team.rank == team.size - 1:
         inputs["hidden_states"].view(-1)[-1] += 1e-6
 
 
-def dropped_mask(put_on: Sharding, model: Any, inputs: dict[str, Any], team: Team) -> None:
+def dropped_mask(
+    put_on: SequenceParallelTransformer, model: Any, inputs: dict[str, Any], team: Communicator
+) -> None:
     """The first rank looks at all text tokens."""
     if team.rank == 0 and "encoder_attention_mask" in inputs:
         inputs["encoder_attention_mask"][:] = 1
 
 
-def own_positions(put_on: Sharding, model: Any, inputs: dict[str, Any], team: Team) -> Any:
+def own_positions(
+    put_on: SequenceParallelTransformer, model: Any, inputs: dict[str, Any], team: Communicator
+) -> Any:
     """The last rank counts positions from its own first token."""
     if team.rank < team.size - 1 or not hasattr(model, "rope"):
         return None
@@ -221,7 +229,9 @@ def own_positions(put_on: Sharding, model: Any, inputs: dict[str, Any], team: Te
     return model.rope.register_forward_hook(first, prepend=True).remove
 
 
-def padding(put_on: Sharding, model: Any, inputs: dict[str, Any], team: Team) -> Any:
+def padding(
+    put_on: SequenceParallelTransformer, model: Any, inputs: dict[str, Any], team: Communicator
+) -> Any:
     """The first rank's attention sees a key of zeros behind the others."""
     if team.rank:
         return None
@@ -229,7 +239,7 @@ def padding(put_on: Sharding, model: Any, inputs: dict[str, Any], team: Team) ->
     def padded(x: Tensor) -> Tensor:
         return torch.cat([x, torch.zeros_like(x[:, :, :1])], dim=2)
 
-    inner, kept = ring.partial_attention, sharding.attending
+    inner, kept = ring_attention.partial_attention, sequence_parallel.attending
 
     def partial(q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> Any:
         return inner(q, padded(k), padded(v), mask)
@@ -244,10 +254,10 @@ def padding(put_on: Sharding, model: Any, inputs: dict[str, Any], team: Team) ->
 
             return self._inner.attend(look, *given)
 
-    ring.partial_attention, sharding.attending = partial, Padded  # type: ignore[attr-defined]
+    ring_attention.partial_attention, sequence_parallel.attending = partial, Padded  # type: ignore[attr-defined]
 
     def undo() -> None:
-        ring.partial_attention, sharding.attending = inner, kept  # type: ignore[attr-defined]
+        ring_attention.partial_attention, sequence_parallel.attending = inner, kept  # type: ignore[attr-defined]
 
     return undo
 
@@ -273,15 +283,17 @@ def test_a_planted_fault_is_seen(ranks: Group, way: str, fault: Any, case: str) 
     assert worst(found, bare(case)) > 100 * RELATIVE
 
 
-def everything(put_on: Sharding, model: Any, inputs: dict[str, Any], team: Team) -> None:
+def everything(
+    put_on: SequenceParallelTransformer, model: Any, inputs: dict[str, Any], team: Communicator
+) -> None:
     """A rank computes it all by itself: the answer is right."""
-    put_on.team = Alone()
+    put_on.team = SingleRank()
 
 
 @pytest.mark.parametrize("case", ["wan", *(slowly(case, unless=False) for case in FAST[1:])])
 def test_a_rank_that_computes_everything_is_seen(case: str) -> None:
-    whole = sharded(Alone(), "ulysses", case, count=True)["operations"]
-    found = sharded(Imagined(1, (1.0,) * 3), "ulysses", case, fault=everything, count=True)
+    whole = sharded(SingleRank(), "ulysses", case, count=True)["operations"]
+    found = sharded(FakeCommunicator(1, (1.0,) * 3), "ulysses", case, fault=everything, count=True)
     assert worst([found], bare(case)) < RELATIVE
     assert found["operations"] > 1.1 * whole / 3
     assert not found["sent"]
@@ -298,8 +310,8 @@ def test_a_rank_that_computes_everything_is_seen(case: str) -> None:
 def test_apart_a_rank_computes_alone_what_one_device_does(case: str, way: str) -> None:
     """Where a fault is looked for: nothing is sent, and the bits are those of the bare model."""
     name, given = CASES[case]
-    team = Imagined(2, (1.0,) * 3)
-    put_on = sharding.apply(model_of(name), team, way)
+    team = FakeCommunicator(2, (1.0,) * 3)
+    put_on = sequence_parallel.apply(model_of(name), team, way)
     try:
         with torch.no_grad(), put_on.apart():
             out = model_of(name)(**given(), return_dict=False)[0]
@@ -310,7 +322,9 @@ def test_apart_a_rank_computes_alone_what_one_device_does(case: str, way: str) -
 
 
 def test_an_attention_that_is_not_torchs_is_refused() -> None:
-    def another(put_on: Sharding, model: Any, inputs: dict[str, Any], team: Team) -> Any:
+    def another(
+        put_on: SequenceParallelTransformer, model: Any, inputs: dict[str, Any], team: Communicator
+    ) -> Any:
         """Torch's plain parts in place of its function."""
         attention = model.blocks[0].attn1
         own = attention.processor
@@ -322,14 +336,14 @@ def test_an_attention_that_is_not_torchs_is_refused() -> None:
         return lambda: setattr(attention, "processor", own)
 
     with pytest.raises(CannotRunError, match=r"blocks\.0\.attn1 computes .* than torch's"):
-        sharded(Imagined(0, (1.0, 1.0)), "ulysses", "wan", fault=another)
-    assert torch.equal(sharded(Alone(), "ulysses", "wan")["out"], bare("wan"))
+        sharded(FakeCommunicator(0, (1.0, 1.0)), "ulysses", "wan", fault=another)
+    assert torch.equal(sharded(SingleRank(), "ulysses", "wan")["out"], bare("wan"))
 
 
 @pytest.mark.parametrize("case", FAST)
 def test_it_is_taken_off_again(case: str) -> None:
     model = model_of(CASES[case][0])
-    put_on = sharding.apply(model, Alone())
+    put_on = sequence_parallel.apply(model, SingleRank())
     assert any(part._forward_hooks for part in model.modules())
     put_on.remove()
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())

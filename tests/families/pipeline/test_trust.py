@@ -18,13 +18,13 @@ import tiny_pipelines
 from everyframe.core.errors import CheckpointError, EveryframeError, InputError
 from everyframe.core.events import Step
 from everyframe.core.request import Request
-from everyframe.engine.launch import launched
-from everyframe.engine.process import Job
+from everyframe.diffusers_pipelines.checkpoint import is_library
+from everyframe.engine.launcher import run_in_workers
 from everyframe.engine.run import stream
-from everyframe.families.pipeline.checkpoint import is_library
-from everyframe.runs.files import read_json, write_json
+from everyframe.engine.worker_process import WorkerJob
+from everyframe.runs.atomic_write import read_json, write_json
 from everyframe.runs.folder import all_runs
-from everyframe.runs.keeper import EVERY_STEP, Keep
+from everyframe.runs.run_state import EVERY_STEP, SaveOptions
 
 SMALL: dict[str, Any] = {
     "prompt": "a fox", "num_inference_steps": 1, "seed": 1,
@@ -205,7 +205,7 @@ def test_a_runs_folder_does_not_allow_code(copy: Path, tmp_path: Path) -> None:
     (copy / "my_code.py").write_text(code, encoding="utf-8")
     edit(copy / "model_index.json", _class_name=["my_code", "Mine"])
     request = Request(model=str(copy), trust_remote_code=True, **SMALL)
-    with closing(stream(request, keep=Keep(tmp_path / "runs", pace=EVERY_STEP))) as events:
+    with closing(stream(request, keep=SaveOptions(tmp_path / "runs", pace=EVERY_STEP))) as events:
         for event in events:
             if isinstance(event, Step):
                 break
@@ -213,14 +213,14 @@ def test_a_runs_folder_does_not_allow_code(copy: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="say so again: --trust-remote-code"):
         everyframe.resume(run.path)
     with pytest.raises(InputError, match="say so again: --trust-remote-code"):
-        list(launched(Job(run=run.path)))
+        list(run_in_workers(WorkerJob(run=run.path)))
     video = everyframe.resume(run.path, trust_remote_code=True)
     assert isinstance(video, everyframe.Video)
 
 
 def test_a_runs_folder_fetches_no_model(folder: Path, tmp_path: Path) -> None:
     request = Request(model=str(folder), **SMALL)
-    with closing(stream(request, keep=Keep(tmp_path / "runs", pace=EVERY_STEP))) as events:
+    with closing(stream(request, keep=SaveOptions(tmp_path / "runs", pace=EVERY_STEP))) as events:
         for event in events:
             if isinstance(event, Step):
                 break

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from everyframe.families.pipeline.watching import StepWatch, called_parts
-from everyframe.optimize.put_on import after_weights
+from everyframe.diffusers_pipelines.step_tracking import StepTracker, called_parts
+from everyframe.fast_paths.apply import apply_fast_paths
 
 
 class Denoiser(nn.Module):
@@ -40,7 +40,7 @@ class Bench:
     def __init__(self, scheduler: Any, expected: int = 99) -> None:
         self.high, self.low, self.coder = Denoiser(), Denoiser(), Coder()
         self.seen: list[tuple[int, int]] = []
-        self.watch = StepWatch(
+        self.watch = StepTracker(
             {"transformer": self.high, "transformer_2": self.low},
             [self.coder],
             scheduler,
@@ -149,6 +149,6 @@ def test_a_kernel_holds_however_a_component_is_called(paths: tuple[str, ...]) ->
     """MiniMax-H3 calls ``text_encoder.model``; ``text_encoder`` itself was all that was put on."""
     whole = Coder()
     whole.decoder = Attends()
-    after_weights(whole, paths, called_parts(whole))
+    apply_fast_paths(whole, paths, called_parts(whole))
     assert whole.decode() is bool(paths)
     assert torch.backends.cuda.flash_sdp_enabled()

@@ -15,18 +15,18 @@ import numpy as np
 import pytest
 import torch
 
-from everyframe.core.events import Event, Frames, Loaded
+from everyframe.core.events import ComponentLoaded, Event, FramesDecoded
 from everyframe.core.plan import Plan
 from everyframe.core.request import Request
-from everyframe.engine.ranks import Join
+from everyframe.engine.distributed import Rendezvous
 from everyframe.engine.run import stream
-from everyframe.families.family import Shared, Take
 from everyframe.families.stepvideo import stages
-from everyframe.parallel.heads import ATTENDING
-from everyframe.parallel.team import Alone, Team, Teams
-from everyframe.planning.models import find_model
+from everyframe.parallel.communicator import Communicator, ParallelContext, SingleRank
+from everyframe.parallel.head_partition import ATTENDING
+from everyframe.planning.find_model import find_model
 from everyframe.planning.resolve import prepare
-from everyframe.runs.keeper import Keep
+from everyframe.runs.run_state import SaveOptions
+from everyframe.runtime.interface import ShardableSpec, VideoState
 from ranks import Group, group_of
 
 #: Three pieces; 14 tokens of each branch, and three heads.
@@ -61,12 +61,14 @@ def asked(model: str, **options: Any) -> Request:
     return Request(prompt=PROMPT, model=model, seed=5, device="cpu", **{**SIZES, **options})
 
 
-def staged(team: Team, plan: Plan, model: str, way: str = "", groups: int = 1) -> dict[str, Any]:
+def staged(
+    team: Communicator, plan: Plan, model: str, way: str = "", groups: int = 1
+) -> dict[str, Any]:
     """One rank's latents and frames by the stages of a plan, what it loaded, and what it sent."""
     found, _ = find_model(asked(model), False)
-    assert isinstance(found, Shared)
-    take, events, latents = Take(5), [], []
-    for stage in found.shared_stages(plan, 0, Teams(team, team, groups, way)):
+    assert isinstance(found, ShardableSpec)
+    take, events, latents = VideoState(5), [], []
+    for stage in found.shared_stages(plan, 0, ParallelContext(team, team, groups, way)):
         take.begin_stage()
         events += list(stage.run([take]))
         if stage.name == "denoise":
@@ -74,12 +76,12 @@ def staged(team: Team, plan: Plan, model: str, way: str = "", groups: int = 1) -
     return told(events, latents[0], team)
 
 
-def told(events: Sequence[Event], latents: torch.Tensor, team: Team) -> dict[str, Any]:
-    frames = [each.frames for each in events if isinstance(each, Frames)]
+def told(events: Sequence[Event], latents: torch.Tensor, team: Communicator) -> dict[str, Any]:
+    frames = [each.frames for each in events if isinstance(each, FramesDecoded)]
     return {
         "latents": latents,
         "frames": np.concatenate(frames) if frames else None,
-        "loaded": [each.component for each in events if isinstance(each, Loaded)],
+        "loaded": [each.component for each in events if isinstance(each, ComponentLoaded)],
         "sent": dict(team.sent),
     }
 
@@ -103,7 +105,7 @@ def test_one_video_on_several_ranks(
     ranks: Group, plan: Plan, model: str, size: int, way: str
 ) -> None:
     found = ranks.run(size, staged, plan, model, way)
-    check_close(found, staged(Alone(), plan, model))
+    check_close(found, staged(SingleRank(), plan, model))
     assert found[0]["loaded"] == ["step_llm", "clip", "denoiser", "vae"]
     assert all(each["loaded"] == ["denoiser", "vae"] for each in found[1:])
     if size > 2:  # with two, each has a branch
@@ -118,7 +120,7 @@ def test_one_video_on_several_ranks(
 def test_one_video_with_weights_in_eight_bits(ranks: Group, model: str, kind: str) -> None:
     """All ranks round alike, so nothing but the order of sums is left here too."""
     rounded = prepare(asked(model, quantize=kind)).plan
-    alone = staged(Alone(), rounded, model)
+    alone = staged(SingleRank(), rounded, model)
     check_close(ranks.run(3, staged, rounded, model, "ulysses"), alone)
     assert rounded.component("denoiser").precision.weights == kind
 
@@ -127,7 +129,7 @@ def test_one_video_with_weights_in_eight_bits(ranks: Group, model: str, kind: st
 @pytest.mark.parametrize("size", [2, 3])
 def test_branches_apart(ranks: Group, plan: Plan, model: str, size: int) -> None:
     found = ranks.run(size, staged, plan, model, "ulysses", groups=2)
-    check_close(found, staged(Alone(), plan, model))
+    check_close(found, staged(SingleRank(), plan, model))
 
 
 @pytest.mark.slow
@@ -144,19 +146,19 @@ def test_weights_that_come_block_by_block(ranks: Group, plan: Plan, model: str, 
 # ---------------------------------------------------------------- by the path of --num-devices
 
 
-def run(team: Team, model: str, options: dict[str, Any]) -> dict[str, Any]:
+def run(team: Communicator, model: str, options: dict[str, Any]) -> dict[str, Any]:
     """One rank of a whole run, planned by itself and compared with the others."""
     denoise, latents = stages.DenoiseStage.run, []
 
-    def watched(self: Any, takes: Sequence[Take]) -> Iterator[Event]:
+    def watched(self: Any, takes: Sequence[VideoState]) -> Iterator[Event]:
         yield from denoise(self, takes)
         latents.append(takes[0].latents.clone())
 
     stages.DenoiseStage.run = watched  # type: ignore[method-assign]
     try:
         request = asked(model, num_devices=team.size, **options)
-        join = Join(team.rank, lambda _: team)
-        events = list(stream(request, keep=Keep(None), num_threads=1, join=join))
+        join = Rendezvous(team.rank, lambda _: team)
+        events = list(stream(request, keep=SaveOptions(None), num_threads=1, join=join))
     finally:
         stages.DenoiseStage.run = denoise  # type: ignore[method-assign]
     return told(events, latents[0], team)
@@ -166,7 +168,7 @@ def run(team: Team, model: str, options: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("parallel", ["auto", "ring=3", "cfg=2"])
 def test_a_whole_run(ranks: Group, plan: Plan, model: str, parallel: str) -> None:
     found = ranks.run(3, run, model, {"parallel": parallel})
-    check_close(found, staged(Alone(), plan, model))
+    check_close(found, staged(SingleRank(), plan, model))
     round_trips = sum(each["sent"].get("keys and values go round", 0) for each in found)
     assert bool(round_trips) == (parallel == "ring=3")
 

@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 
 import everyframe
 import tiny_step
-from everyframe.checkpoints.find import locate
+from everyframe.checkpoints.locate import locate
 from everyframe.core.errors import CheckpointError, EveryframeError, InputError
 from everyframe.core.request import Request
-from everyframe.families.stepvideo.family import STEP_VIDEO, StepVideo
+from everyframe.families.stepvideo.family import STEP_VIDEO, StepVideoSpec
 from everyframe.families.stepvideo.options import StepVideoOptions
 
 GIVEN = {"size": "32x16", "num_frames": 1, "num_inference_steps": 1, "seed": 0}
@@ -33,9 +33,9 @@ def copy(sound: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(sound, tmp_path / "tiny-step"))
 
 
-def found(name: str | Path, **options: str) -> StepVideo:
+def found(name: str | Path, **options: str) -> StepVideoSpec:
     model = STEP_VIDEO.recognise(locate(str(name)), StepVideoOptions(**options))
-    assert isinstance(model, StepVideo)
+    assert isinstance(model, StepVideoSpec)
     return model
 
 
@@ -70,7 +70,7 @@ def test_released_models_are_planned_before_they_are_fetched() -> None:
     assert sum(c.needs.num_parameters for c in base.components(settings(base))) == 49_771_884_355
 
 
-def settings(model: StepVideo) -> object:
+def settings(model: StepVideoSpec) -> object:
     return model.settle(Request(prompt="a"), 0)[0]
 
 

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from everyframe.core.errors import CheckpointError, InputError
 from everyframe.core.plan import Precision
-from everyframe.families.loading import build_on_meta, count_parameters
-from everyframe.families.stepvideo import blocks
+from everyframe.families.stepvideo import layers
 from everyframe.families.stepvideo.components import DENOISER_ISLANDS
 from everyframe.families.stepvideo.config import StepLLMConfig, StepVideoConfig
 from everyframe.families.stepvideo.llm import StepLLM
 from everyframe.families.stepvideo.model import StepVideoModel
-from everyframe.ops.rope_axes import axes_table, rotate_axes
-from everyframe.precision import edges
+from everyframe.ops.rope import axes_table, rotate_axes
+from everyframe.precision import cast_hooks
+from everyframe.runtime.loading import build_on_meta, count_parameters
 
 TINY = StepVideoConfig(
     num_attention_heads=3,
@@ -154,14 +154,14 @@ def test_a_feed_forward_in_pieces_is_the_whole(monkeypatch: pytest.MonkeyPatch) 
     context = model.context(llm, clip, prefix([12], 12))
     x, t = torch.randn(1, 4, 2, 3, 2, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
     whole = model(x, t, context)
-    monkeypatch.setattr(blocks, "_TOKENS_AT_ONCE", 5)
+    monkeypatch.setattr(layers, "_TOKENS_AT_ONCE", 5)
     torch.testing.assert_close(model(x, t, context), whole, rtol=0, atol=1e-12)
 
 
 def test_bfloat16_keeps_stream_angles_and_modulation_wide() -> None:
     model, wide = tiny(), tiny()
     precision = Precision("bfloat16", "bfloat16", DENOISER_ISLANDS)
-    edges.apply(model, precision)
+    cast_hooks.add_cast_hooks(model, precision)
     assert model.transformer_blocks[0].attn1.wqkv.weight.dtype == torch.bfloat16
     seen: dict[str, torch.dtype] = {}
 

@@ -24,7 +24,7 @@ from everyframe.families.stepvideo.components import DENOISER_ISLANDS, LLM_ISLAN
 from everyframe.families.stepvideo.config import StepLLMConfig, StepVideoConfig
 from everyframe.families.stepvideo.llm import StepLLM
 from everyframe.families.stepvideo.model import StepVideoModel
-from everyframe.precision.quantised import QuantisedLinear, layers, quantise
+from everyframe.precision.quantization import QuantisedLinear, layers, quantise
 
 GIVEN: dict[str, Any] = {
     "size": "32x16", "num_frames": 1, "num_inference_steps": 3, "seed": 5, "device": "cpu",

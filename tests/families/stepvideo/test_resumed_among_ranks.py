@@ -12,10 +12,10 @@ import pytest
 from broken_off import begun, check_close, copied, gone_on, told, videos
 from everyframe.core.events import Step
 from everyframe.core.request import Request
-from everyframe.engine.resuming import go_on, read_run
+from everyframe.engine.resume import load_run, resume_run
 from everyframe.engine.run import stream
 from everyframe.runs.folder import RunFolder, all_runs
-from everyframe.runs.keeper import EVERY_STEP, Keep
+from everyframe.runs.run_state import EVERY_STEP, SaveOptions
 from ranks import Group, group_of
 
 #: Three pieces to decode; 14 tokens of each branch, and three heads.
@@ -75,7 +75,7 @@ def test_on_other_ranks_only_rounding_differs(
     found = ranks.run(size, gone_on, place, {"num_devices": size, "parallel": parallel})
     check_close(videos(found), whole)
     assert [each["steps"] for each in found] == [[(5, 3)]] * size
-    division = read_run(RunFolder(place)).plan.division
+    division = load_run(RunFolder(place)).plan.division
     assert division is not None
     assert len(division.ranks) == size
     assert (division.way == "ring") == parallel.startswith("ring")
@@ -83,7 +83,7 @@ def test_on_other_ranks_only_rounding_differs(
 
 def test_on_one_device(kept: tuple[Path, dict[int, Any]], tmp_path: Path) -> None:
     path, whole = kept
-    events = go_on(RunFolder(copied(path, tmp_path)), ranks={"num_devices": 1}, cleans=False)
+    events = resume_run(RunFolder(copied(path, tmp_path)), ranks={"num_devices": 1}, cleans=False)
     check_close(told(list(events), speaks=True)["frames"], whole)
 
 
@@ -96,7 +96,7 @@ def test_begun_on_one_device_and_broken_off_in_any_stage(
     stage: str,
 ) -> None:
     """After the first step of that stage: what is done of it, or of those before it, is kept."""
-    events = stream(Request(**asked), keep=Keep(tmp_path, pace=EVERY_STEP), num_threads=1)
+    events = stream(Request(**asked), keep=SaveOptions(tmp_path, pace=EVERY_STEP), num_threads=1)
     for event in events:
         if isinstance(event, Step) and event.stage == stage:
             break

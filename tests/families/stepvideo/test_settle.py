@@ -13,31 +13,31 @@ from everyframe.core.errors import InputError
 from everyframe.core.plan import Settings
 from everyframe.core.request import Request
 from everyframe.families.stepvideo.options import StepVideoOptions
-from everyframe.families.stepvideo.settle import (
+from everyframe.families.stepvideo.settings import (
     NEG_MAGIC,
     POS_MAGIC,
-    Facts,
+    StepVideoFacts,
     latent_shape,
-    settle,
-    smaller,
+    resolve_settings,
+    smaller_settings,
 )
 from everyframe.families.stepvideo.vae_config import StepVAEConfig
 
-BASE = Facts("this model", False, StepVAEConfig(), 1)
-TURBO = Facts("this model", True, StepVAEConfig(), 1)
+BASE = StepVideoFacts("this model", False, StepVAEConfig(), 1)
+TURBO = StepVideoFacts("this model", True, StepVAEConfig(), 1)
 
 
-def settled(facts: Facts = BASE, **given: Any) -> tuple[Settings, tuple[str, ...]]:
+def settled(facts: StepVideoFacts = BASE, **given: Any) -> tuple[Settings, tuple[str, ...]]:
     own = {name: given.pop(name) for name in list(given) if name in StepVideoOptions.model_fields}
     given.setdefault("prompt", " a red circle ")
-    return settle(facts, Request(**given), StepVideoOptions(**own), 5)
+    return resolve_settings(facts, Request(**given), StepVideoOptions(**own), 5)
 
 
 @pytest.mark.parametrize(
     ("facts", "steps", "guidance", "shift"), [(BASE, 50, 9.0, 13.0), (TURBO, 15, 5.0, 17.0)]
 )
 def test_defaults_are_what_upstream_recommends(
-    facts: Facts, steps: int, guidance: float, shift: float
+    facts: StepVideoFacts, steps: int, guidance: float, shift: float
 ) -> None:
     settings, notes = settled(facts)
     assert (settings.height, settings.width) == (544, 992)
@@ -100,7 +100,7 @@ def test_seconds_become_the_nearest_length() -> None:
 
 def test_smaller_videos_can_all_be_made() -> None:
     settings, _ = settled()
-    found = list(smaller(BASE, settings))
+    found = list(smaller_settings(BASE, settings))
     pixels = [math.prod((s.height, s.width, s.num_frames)) for s in found]
     assert all(a >= b for a, b in pairwise(pixels))
     for each in found:

@@ -18,16 +18,16 @@ from torch import Tensor
 
 from everyframe.core.plan import Precision
 from everyframe.families.stepvideo import sharding
-from everyframe.families.stepvideo.components import DENOISER_ISLANDS, rank_part
+from everyframe.families.stepvideo.components import DENOISER_ISLANDS, rank_share
 from everyframe.families.stepvideo.config import StepVideoConfig
 from everyframe.families.stepvideo.model import StepVideoModel
 from everyframe.families.stepvideo.sharding import Sharding
 from everyframe.ops.attention import attention
-from everyframe.parallel import ring
-from everyframe.parallel.grid import Deal, Grid
-from everyframe.parallel.heads import ATTENDING
-from everyframe.parallel.team import Alone, Imagined, Team
-from everyframe.precision import edges
+from everyframe.parallel import ring_attention
+from everyframe.parallel.communicator import Communicator, FakeCommunicator, SingleRank
+from everyframe.parallel.head_partition import ATTENDING
+from everyframe.parallel.token_partition import TokenGrid, TokenPartition
+from everyframe.precision import cast_hooks
 from on_ranks import RELATIVE, answered, worst
 from ranks import Group, in_every_size, ranks
 
@@ -88,7 +88,7 @@ def answer(model: StepVideoModel, inputs: dict[str, Tensor]) -> Tensor:
 
 
 def sharded(
-    team: Team,
+    team: Communicator,
     way: str,
     case: str,
     groups: int = 1,
@@ -148,7 +148,7 @@ def test_unequal_shares(ranks: Group, way: str, weights: tuple[float, ...]) -> N
 def test_real_ranks_send_and_compute_what_imagined_ones_do(ranks: Group, way: str) -> None:
     case = "two branches, ragged texts"
     for rank, found in enumerate(ranks.run(3, sharded, way, case, count=True)):
-        imagined = sharded(Imagined(rank, (1.0,) * 3), way, case, count=True)
+        imagined = sharded(FakeCommunicator(rank, (1.0,) * 3), way, case, count=True)
         assert imagined["sent"] == found["sent"]
         assert imagined["operations"] == found["operations"]
 
@@ -161,7 +161,7 @@ def test_bytes_are_those_of_the_formula(way: str, size: int) -> None:
     unit = Fraction(tokens * CONFIG.hidden_size * 8 * (size - 1), size**2)
     wanted = {"ulysses": 4 * unit, "ring": 2 * unit * size}
     try:
-        sent = sharded(Imagined(0, (1.0,) * size), way, "counted")["sent"]
+        sent = sharded(FakeCommunicator(0, (1.0,) * size), way, "counted")["sent"]
         last = sent.pop("the last projection is gathered")
         assert sum(sent.values()) == CONFIG.num_layers * wanted[way]
         assert last == tokens // size * 4 * 8 * (size - 1)
@@ -176,13 +176,13 @@ def test_the_plans_bytes_are_those_that_are_counted(
     way: str, weights: tuple[float, ...], groups: int
 ) -> None:
     groups = min(groups, len(weights))
-    deal = Deal(Grid(2, CONFIG.num_attention_heads, 3 * 3 * 5), weights, groups)
+    deal = TokenPartition(TokenGrid(2, CONFIG.num_attention_heads, 3 * 3 * 5), weights, groups)
     for rank in {0, len(weights) - 1}:
-        team = Imagined(rank, weights)
+        team = FakeCommunicator(rank, weights)
         counted = sharded(team, way, "two branches, ragged texts", groups)["sent"]
         # float64 here, float32 in a run; a rank alone gathers nothing.
         last = counted.pop("the last projection is gathered", 0) // 2
-        part = rank_part(CONFIG, deal, way, rank, 8)
+        part = rank_share(CONFIG, deal, way, rank, 8)
         assert part.sent_bytes == sum(counted.values()) + last
 
 
@@ -190,9 +190,11 @@ def test_half_precision_sends_half_precision() -> None:
     sent: dict[str, Any] = {}
     for dtype in ("float32", "bfloat16"):
         model = StepVideoModel(CONFIG).eval()
-        edges.apply(model, Precision(dtype, dtype, DENOISER_ISLANDS if dtype != "float32" else ()))
+        cast_hooks.add_cast_hooks(
+            model, Precision(dtype, dtype, DENOISER_ISLANDS if dtype != "float32" else ())
+        )
         for way in ATTENDING:
-            team = Imagined(0, (1.0, 1.0))
+            team = FakeCommunicator(0, (1.0, 1.0))
             put_on = sharding.apply(model, team, way=way)
             context = model.context(
                 torch.zeros(1, LLM, 12), torch.zeros(1, CLIP, 10), torch.ones(1, LLM + CLIP)
@@ -215,9 +217,9 @@ def test_every_rank_does_its_share(size: int, way: str) -> None:
     """Of what belongs to tokens, and the timestep's embedding, which all have."""
     CASES["large"] = ((2, 5, 4, 8), (9, 4))
     try:
-        whole = sharded(Alone(), way, "large", count=True)["operations"]
+        whole = sharded(SingleRank(), way, "large", count=True)["operations"]
         for rank in {0, size - 1}:
-            team = Imagined(rank, (1.0,) * size)
+            team = FakeCommunicator(rank, (1.0,) * size)
             mine = sharded(team, way, "large", count=True)["operations"]
             assert mine <= 1.1 * whole / size
     finally:
@@ -227,26 +229,26 @@ def test_every_rank_does_its_share(size: int, way: str) -> None:
 # ---------------------------------------------------------------- planted faults
 
 
-def other_noise(put_on: Sharding, inputs: dict[str, Tensor], team: Team) -> None:
+def other_noise(put_on: Sharding, inputs: dict[str, Tensor], team: Communicator) -> None:
     """The last rank begins with other noise, in one number."""
     if team.rank == team.size - 1:
         inputs["x"][-1, 0, -1, -1, -1] += 1e-6
 
 
-def dropped_mask(put_on: Sharding, inputs: dict[str, Tensor], team: Team) -> None:
+def dropped_mask(put_on: Sharding, inputs: dict[str, Tensor], team: Communicator) -> None:
     """The first rank looks at all text tokens."""
     if team.rank == 0:
         inputs["mask"][:] = 1
 
 
-def wrong_samples(put_on: Sharding, inputs: dict[str, Tensor], team: Team) -> None:
+def wrong_samples(put_on: Sharding, inputs: dict[str, Tensor], team: Communicator) -> None:
     """The last rank takes the texts of the samples for each other's."""
     if team.rank == team.size - 1:
         for name in ("llm", "clip", "mask"):
             inputs[name] = inputs[name].flip(0)
 
 
-def own_positions(put_on: Sharding, inputs: dict[str, Tensor], team: Team) -> Any:
+def own_positions(put_on: Sharding, inputs: dict[str, Tensor], team: Communicator) -> Any:
     """The last rank counts positions from its own first token."""
     handle = model_of().rope.register_forward_hook(
         lambda rope, args, table: table._replace(
@@ -256,11 +258,11 @@ def own_positions(put_on: Sharding, inputs: dict[str, Tensor], team: Team) -> An
     return handle.remove
 
 
-def padding(put_on: Sharding, inputs: dict[str, Tensor], team: Team) -> Any:
+def padding(put_on: Sharding, inputs: dict[str, Tensor], team: Communicator) -> Any:
     """The first rank's attention sees a key of zeros behind the others."""
     if team.rank:
         return None
-    inner = ring.partial_attention
+    inner = ring_attention.partial_attention
 
     def padded(x: Tensor) -> Tensor:
         return torch.cat([x, torch.zeros_like(x[:, :, :1])], dim=2)
@@ -268,7 +270,7 @@ def padding(put_on: Sharding, inputs: dict[str, Tensor], team: Team) -> Any:
     def partial(q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> Any:
         return inner(q, padded(k), padded(v), mask)
 
-    ring.partial_attention = partial  # type: ignore[attr-defined]
+    ring_attention.partial_attention = partial  # type: ignore[attr-defined]
     core = model_of().transformer_blocks[0].attn1.core.inner  # type: ignore[union-attr]
     kept = type(core).forward
 
@@ -278,7 +280,7 @@ def padding(put_on: Sharding, inputs: dict[str, Tensor], team: Team) -> Any:
     type(core).forward = forward  # type: ignore[method-assign]
 
     def undo() -> None:
-        ring.partial_attention = inner  # type: ignore[attr-defined]
+        ring_attention.partial_attention = inner  # type: ignore[attr-defined]
         type(core).forward = kept  # type: ignore[method-assign]
 
     return undo
@@ -295,15 +297,15 @@ def test_a_planted_fault_is_seen(ranks: Group, size: int, way: str, fault: Any) 
     assert worst(found, bare(case)) > 100 * RELATIVE
 
 
-def everything(put_on: Sharding, inputs: dict[str, Tensor], team: Team) -> None:
+def everything(put_on: Sharding, inputs: dict[str, Tensor], team: Communicator) -> None:
     """A rank computes it all by itself: the answer is right."""
-    put_on.team = Alone()
+    put_on.team = SingleRank()
 
 
 def test_a_rank_that_computes_everything_is_seen() -> None:
     case = "two branches, ragged texts"
-    whole = sharded(Alone(), "ulysses", case, count=True)["operations"]
-    found = sharded(Imagined(1, (1.0,) * 3), "ulysses", case, fault=everything, count=True)
+    whole = sharded(SingleRank(), "ulysses", case, count=True)["operations"]
+    found = sharded(FakeCommunicator(1, (1.0,) * 3), "ulysses", case, fault=everything, count=True)
     assert worst([found], bare(case)) < RELATIVE
     assert found["operations"] > 1.1 * whole / 3
     assert not found["sent"]
@@ -312,7 +314,7 @@ def test_a_rank_that_computes_everything_is_seen() -> None:
 @pytest.mark.parametrize("way", ATTENDING)
 def test_apart_a_rank_computes_alone_what_one_device_does(way: str) -> None:
     """Where a fault is looked for: nothing is sent, and the bits are those of the bare model."""
-    case, team = "two branches, ragged texts", Imagined(2, (1.0,) * 3)
+    case, team = "two branches, ragged texts", FakeCommunicator(2, (1.0,) * 3)
     put_on = sharding.apply(model_of(), team, way=way)
     try:
         with torch.inference_mode(), put_on.apart():
@@ -326,7 +328,7 @@ def test_apart_a_rank_computes_alone_what_one_device_does(way: str) -> None:
 def test_it_is_taken_off_again() -> None:
     model = model_of()
     before = {name: type(part) for name, part in model.named_modules()}
-    put_on = sharding.apply(model, Alone())
+    put_on = sharding.apply(model, SingleRank())
     assert {name: type(part) for name, part in model.named_modules()} != before
     assert [name for name, _ in model.named_parameters()] == [
         name for name, _ in StepVideoModel(CONFIG).named_parameters()

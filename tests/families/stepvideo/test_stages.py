@@ -25,16 +25,16 @@ import everyframe
 import tiny_step
 from everyframe.cli.main import main
 from everyframe.core.errors import InputError
-from everyframe.core.events import Frames, Loaded, Note, StageDone, VideoDone
+from everyframe.core.events import ComponentLoaded, FramesDecoded, Note, StageDone, VideoDone
 from everyframe.core.plan import Plan
 from everyframe.core.request import Request
-from everyframe.families.family import Take
 from everyframe.families.stepvideo.config import StepLLMConfig, StepVideoConfig
 from everyframe.families.stepvideo.llm import StepLLM
 from everyframe.families.stepvideo.model import StepVideoModel
-from everyframe.families.stepvideo.settle import NEG_MAGIC, POS_MAGIC
+from everyframe.families.stepvideo.settings import NEG_MAGIC, POS_MAGIC
 from everyframe.families.stepvideo.vae import StepVAE
 from everyframe.planning.resolve import prepare
+from everyframe.runtime.interface import VideoState
 from everyframe.samplers import noise
 
 PROMPT = "a red circle moves 红色的气球"
@@ -151,8 +151,8 @@ def test_without_guidance_there_is_one_branch(folder: Path) -> None:
 def test_stages_free_what_they_loaded(folder: Path) -> None:
     request = Request(prompt=PROMPT, model=str(folder), seed=1, num_videos=2, **SHORT)
     events = list(everyframe.stream(request))
-    order = [event.component if isinstance(event, Loaded) else "done"
-             for event in events if isinstance(event, (Loaded, StageDone))]  # fmt: skip
+    order = [event.component if isinstance(event, ComponentLoaded) else "done"
+             for event in events if isinstance(event, (ComponentLoaded, StageDone))]  # fmt: skip
     assert order == ["step_llm", "done", "clip", "done", "denoiser", "done", "vae", "done"]
 
 
@@ -170,11 +170,13 @@ def test_weights_that_come_block_by_block_give_the_same_frames(folder: Path, str
     parts = prepared.plan.components
 
     def frames(plan: Plan) -> np.ndarray[Any, Any]:
-        take, made = Take(5), []
+        take, made = VideoState(5), []
         with torch.inference_mode():
             for stage in prepared.model.stages(plan, 0):
                 take.begin_stage()
-                made += [each.frames for each in stage.run([take]) if isinstance(each, Frames)]
+                made += [
+                    each.frames for each in stage.run([take]) if isinstance(each, FramesDecoded)
+                ]
         return np.concatenate(made)
 
     offloaded = tuple(replace(part, offload=True, streams=streams) for part in parts)

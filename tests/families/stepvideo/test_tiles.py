@@ -12,9 +12,9 @@ from torch import nn
 
 import everyframe
 import tiny_step
-from everyframe.core.events import Event, Frames, Repaired
-from everyframe.families.stepvideo import rehearsals
-from everyframe.planning.resolve import Prepared, prepare
+from everyframe.core.events import Event, FramesDecoded, Repaired
+from everyframe.families.stepvideo import dry_run
+from everyframe.planning.resolve import PreparedPlan, prepare
 from planned import frames_of as planned_frames
 from planned import saving, unchanged
 from scarce import TOO_LITTLE, before_calls
@@ -32,10 +32,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rehearsals, "SIDES", (2,))
+    monkeypatch.setattr(dry_run, "SIDES", (2,))
 
 
-def planned(model: str, **more: Any) -> Prepared:
+def planned(model: str, **more: Any) -> PreparedPlan:
     return prepare(everyframe.Request(model=model, **ASKED, **more))
 
 
@@ -72,7 +72,7 @@ def test_a_run_that_is_out_of_memory_goes_on_in_tiles(model: str) -> None:
         events: list[Event] = list(everyframe.stream(everyframe.Request(model=model, **ASKED)))
     (repair,) = [event for event in events if isinstance(event, Repaired)]
     assert (repair.stage, repair.component, repair.cause) == ("decode", "vae", "memory")
-    found = np.concatenate([event.frames for event in events if isinstance(event, Frames)])
+    found = np.concatenate([event.frames for event in events if isinstance(event, FramesDecoded)])
     prepared = prepare(everyframe.Request(model=model, **ASKED), will_run=True)
     assert np.array_equal(found, planned_frames(prepared, saving("decode_tile", 2)))
     assert not np.array_equal(found, planned_frames(prepared, unchanged))

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from everyframe.core.errors import CheckpointError, InputError
-from everyframe.families.loading import build_on_meta, count_parameters
-from everyframe.families.stepvideo.vae import Decoder, Encoder, Seams, StepVAE
+from everyframe.families.stepvideo.vae import Decoder, Encoder, SeamBlender, StepVAE
 from everyframe.families.stepvideo.vae_config import StepVAEConfig
+from everyframe.runtime.loading import build_on_meta, count_parameters
 
 TINY = StepVAEConfig(
     z_channels=2,
@@ -95,11 +95,11 @@ def test_seams_while_streaming_are_those_of_the_whole() -> None:
     for border in (17, 34, 51):
         whole[:, :, border] = 0.6 * whole[:, :, border] + 0.4 * whole[:, :, border - 1]
         whole[:, :, border - 1] = 0.6 * whole[:, :, border - 1] + 0.4 * whole[:, :, border]
-    seams = Seams(dim=2)
+    seams = SeamBlender(dim=2)
     parts = [seams.add(piece, is_last=piece is pieces[-1]) for piece in pieces]
     assert [part.shape[2] for part in parts] == [16, 17, 17, 2]
     torch.testing.assert_close(torch.cat(parts, dim=2), whole, rtol=0, atol=1e-15)
-    assert torch.equal(Seams(dim=2).add(pieces[0], is_last=True), pieces[0])
+    assert torch.equal(SeamBlender(dim=2).add(pieces[0], is_last=True), pieces[0])
 
 
 def test_a_piece_knows_nothing_of_others() -> None:

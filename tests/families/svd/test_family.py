@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import everyframe
 import tiny_svd
-from everyframe.checkpoints.find import locate
+from everyframe.checkpoints.locate import locate
 from everyframe.core.errors import CheckpointError
 from everyframe.families.registry import family
 from everyframe.families.svd.config import RELEASED, SVDConfig

@@ -6,7 +6,7 @@ import pytest
 import torch
 from diffusers.pipelines.stable_video_diffusion import pipeline_stable_video_diffusion
 
-from everyframe.families.svd.pictures import shrink
+from everyframe.families.svd.denoiser import shrink
 
 
 @pytest.mark.parametrize("size", [(224, 224), (576, 1024), (50, 1000), (300, 9), (2, 2)])

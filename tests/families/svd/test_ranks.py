@@ -16,11 +16,11 @@ import everyframe
 import tiny_svd
 from everyframe.core.events import Repaired, StageStarted
 from everyframe.core.request import Request
-from everyframe.engine.ranks import Join
+from everyframe.engine.distributed import Rendezvous
 from everyframe.engine.run import stream
 from everyframe.families.svd import denoiser, stages
-from everyframe.parallel.team import Team
-from everyframe.runs.keeper import Keep
+from everyframe.parallel.communicator import Communicator
+from everyframe.runs.run_state import SaveOptions
 from frames import frames_by_seed
 from ranks import Group, group_of
 
@@ -47,7 +47,7 @@ def request(model: str, **options: Any) -> Request:
 
 
 def run(
-    team: Team | None, model: str, options: dict[str, Any], fault: Any = None
+    team: Communicator | None, model: str, options: dict[str, Any], fault: Any = None
 ) -> dict[str, Any]:
     """One rank's run, or that of one process without ranks: frames, latents, what it did."""
     latents: dict[int, torch.Tensor] = {}
@@ -64,8 +64,8 @@ def run(
             asked, join = request(model, **options), None
         else:
             asked = request(model, **{"num_devices": team.size, **options})
-            join = Join(team.rank, lambda _: team)
-        events = list(stream(asked, keep=Keep(None), num_threads=1, join=join))
+            join = Rendezvous(team.rank, lambda _: team)
+        events = list(stream(asked, keep=SaveOptions(None), num_threads=1, join=join))
     finally:
         stages.DenoiseStage.run = inner  # type: ignore[method-assign]
         if undo is not None:

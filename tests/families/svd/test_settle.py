@@ -16,7 +16,7 @@ from everyframe.core.plan import Settings
 from everyframe.core.request import Request
 from everyframe.families.svd.config import RELEASED, SVDConfig
 from everyframe.families.svd.options import SVDOptions
-from everyframe.families.svd.settle import settle, smaller
+from everyframe.families.svd.settings import resolve_settings, smaller_settings
 
 CONFIG = SVDConfig.from_json("released", RELEASED)
 WIDE = np.zeros((288, 512, 3), np.uint8)
@@ -24,7 +24,9 @@ WIDE = np.zeros((288, 512, 3), np.uint8)
 
 def settled(image: Any = WIDE, **given: Any) -> tuple[Settings, tuple[str, ...]]:
     own = {name: given.pop(name) for name in list(given) if name in SVDOptions.model_fields}
-    return settle(CONFIG, "this model", Request(image=image, **given), SVDOptions(**own), 5)
+    return resolve_settings(
+        CONFIG, "this model", Request(image=image, **given), SVDOptions(**own), 5
+    )
 
 
 def test_defaults_are_those_of_diffusers() -> None:
@@ -90,7 +92,7 @@ def test_latents_of_the_right_shape_will_do() -> None:
 
 def test_smaller_ones_are_valid_and_smaller() -> None:
     settings, _ = settled()
-    choices = list(smaller(CONFIG, settings))
+    choices = list(smaller_settings(CONFIG, settings))
     assert choices
     sizes = [each.height * each.width * each.num_frames for each in choices]
     assert sizes == sorted(sizes, reverse=True)

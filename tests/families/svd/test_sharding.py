@@ -19,14 +19,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tiny
 from everyframe.core.plan import Precision
-from everyframe.families.loading import build_on_meta
 from everyframe.families.svd import sharding, unet
 from everyframe.families.svd.components import level_sizes, sent_bytes
-from everyframe.families.svd.sharding import Dealt, Sharding
-from everyframe.parallel import moments
-from everyframe.parallel.grid import Deal, Grid
-from everyframe.parallel.team import Alone, Imagined, Team
-from everyframe.precision import edges
+from everyframe.families.svd.sharding import ShardedFrames, Sharding
+from everyframe.parallel import distributed_moments
+from everyframe.parallel.communicator import Communicator, FakeCommunicator, SingleRank
+from everyframe.parallel.token_partition import TokenGrid, TokenPartition
+from everyframe.precision import cast_hooks
+from everyframe.runtime.loading import build_on_meta
 from on_ranks import RELATIVE, answered, worst
 from ranks import Group, in_every_size, ranks
 
@@ -104,7 +104,7 @@ def answer(inputs: list[Tensor]) -> Tensor:
 
 
 def sharded(
-    team: Team,
+    team: Communicator,
     case: str,
     groups: int = 1,
     fault: Callable[..., Any] | None = None,
@@ -170,7 +170,7 @@ def test_bytes_are_two_units_a_temporal_block(size: int) -> None:
     ones send the same is tested below.
     """
     CASES["counted"] = (1, 4, 8, 8)
-    sent = sharded(Imagined(0, (1.0,) * size), "counted")["sent"]
+    sent = sharded(FakeCommunicator(0, (1.0,) * size), "counted")["sent"]
     del CASES["counted"]
     # Numbers a pixel that are dealt with in time: resnets, then layers of attention, by level. Two
     # resnets on the way up for each one on the way down; two more in the middle with one attention.
@@ -187,7 +187,7 @@ def test_bytes_are_two_units_a_temporal_block(size: int) -> None:
 def test_real_ranks_send_what_imagined_ones_do(ranks: Group, size: int) -> None:
     case = "guided, odd sides"
     for rank, found in enumerate(ranks.run(size, sharded, case, count=True)):
-        imagined = sharded(Imagined(rank, (1.0,) * size), case, count=True)
+        imagined = sharded(FakeCommunicator(rank, (1.0,) * size), case, count=True)
         assert imagined["sent"] == found["sent"]
         assert imagined["operations"] == found["operations"]
 
@@ -196,14 +196,14 @@ def share(size: int, rank: int, shape: tuple[int, int, int, int]) -> float:
     """What a rank has to do: its frames, or its places at some level where that is more."""
     branches, frames, height, width = shape
     deals = [
-        Deal(Grid(branches, frames, h * w), (1.0,) * size)
+        TokenPartition(TokenGrid(branches, frames, h * w), (1.0,) * size)
         for h, w in level_sizes(height, width, LEVELS)
     ]
     places = [len(deal.columns[rank]) / (branches * deal.grid.places) for deal in deals]
     return max(*places, len(deals[0].rows[rank]) / (branches * frames))
 
 
-def operations(team: Team, shape: tuple[int, int, int, int]) -> int:
+def operations(team: Communicator, shape: tuple[int, int, int, int]) -> int:
     """Those of one rank, counted on tensors without numbers."""
     batch, frames, height, width = shape
     made = build_on_meta(lambda: unet.build(SIZES)).eval().requires_grad_(False).to("meta")
@@ -220,9 +220,9 @@ def operations(team: Team, shape: tuple[int, int, int, int]) -> int:
 )
 def test_every_rank_does_its_share(size: int) -> None:
     shape = (2, 12, 8, 12)
-    whole = operations(Alone(), shape)
+    whole = operations(SingleRank(), shape)
     for rank in {0, size - 1}:
-        mine = operations(Imagined(rank, (1.0,) * size), shape)
+        mine = operations(FakeCommunicator(rank, (1.0,) * size), shape)
         assert mine <= 1.1 * share(size, rank, shape) * whole
 
 
@@ -233,8 +233,10 @@ def test_half_precision_sends_half_precision() -> None:
         made = unet.build(SIZES)
         made.load_state_dict(tiny.randomised(made, 0))
         islands = ("conv_in", "conv_out", "*norm*") if dtype != "float32" else ()
-        edges.apply(made.eval().requires_grad_(False), Precision(dtype, dtype, islands))
-        team = Imagined(0, (1.0, 1.0))
+        cast_hooks.add_cast_hooks(
+            made.eval().requires_grad_(False), Precision(dtype, dtype, islands)
+        )
+        team = FakeCommunicator(0, (1.0, 1.0))
         sharding.apply(made, team)
         x, t, picture, told = (each.float() for each in given("one sample"))
         with torch.no_grad():
@@ -252,9 +254,9 @@ def test_the_plans_bytes_are_those_that_are_counted(
 ) -> None:
     case = "guided, odd sides"
     branches, frames, height, width = CASES[case]
-    deal = Deal(Grid(branches, frames, height * width), weights, groups)
+    deal = TokenPartition(TokenGrid(branches, frames, height * width), weights, groups)
     for rank in range(len(weights)):
-        counted = sharded(Imagined(rank, weights), case, groups)["sent"]
+        counted = sharded(FakeCommunicator(rank, weights), case, groups)["sent"]
         # float64 here, float32 in a run; a rank alone gathers nothing.
         last = counted.pop("the answer is gathered", 0) // 2
         told = sent_bytes(model(), (height, width), deal, rank, element_bytes=8)
@@ -270,25 +272,25 @@ def _undo(owner: Any, name: str, value: Any) -> Callable[[], None]:
     return lambda: setattr(owner, name, kept)
 
 
-def other_noise(put_on: Sharding, inputs: list[Tensor], team: Team) -> None:
+def other_noise(put_on: Sharding, inputs: list[Tensor], team: Communicator) -> None:
     """The last rank begins with other noise, in one number."""
     if team.rank == team.size - 1:
         inputs[0][-1, -1, 0, -1, -1] += 1e-6
 
 
-def norm_of_its_own_frames(put_on: Sharding, inputs: list[Tensor], team: Team) -> Any:
+def norm_of_its_own_frames(put_on: Sharding, inputs: list[Tensor], team: Communicator) -> Any:
     """Each rank takes the statistics of its own part for those of the whole."""
 
     def of_its_own(self: Any, x: Tensor, dim: int, groups: int) -> Any:
         parts = x.split(list(self.parts), dim) if self.parts else ()
-        own = [moments._moments(part, groups) for part in parts]
+        own = [distributed_moments._moments(part, groups) for part in parts]
         found = torch.stack(own) if own else x.new_empty(0, 2, groups)
         return None if self.is_whole else tuple(found.unbind(1))
 
-    return _undo(moments.Moments, "merged", of_its_own)
+    return _undo(distributed_moments.DistributedMoments, "merged", of_its_own)
 
 
-def positions_from_nought(put_on: Sharding, inputs: list[Tensor], team: Team) -> Any:
+def positions_from_nought(put_on: Sharding, inputs: list[Tensor], team: Communicator) -> Any:
     """The last rank counts frames from another one on."""
     kept = unet._attention_context
 
@@ -300,13 +302,13 @@ def positions_from_nought(put_on: Sharding, inputs: list[Tensor], team: Team) ->
     return _undo(unet, "_attention_context", rolled)
 
 
-def wrong_samples(put_on: Sharding, inputs: list[Tensor], team: Team) -> None:
+def wrong_samples(put_on: Sharding, inputs: list[Tensor], team: Communicator) -> None:
     """The last rank takes the pictures of the samples for each other's."""
     if team.rank == team.size - 1:
         inputs[2] = inputs[2].flip(0)
 
 
-def padding(put_on: Sharding, inputs: list[Tensor], team: Team) -> Any:
+def padding(put_on: Sharding, inputs: list[Tensor], team: Communicator) -> Any:
     """Frames get a pixel of zeros behind their own, so that they divide; attention sees it."""
     kept = unet.attention
 
@@ -329,22 +331,22 @@ def test_a_planted_fault_is_seen(ranks: Group, size: int, fault: Any) -> None:
     assert worst(found, wanted(case)) > 100 * RELATIVE
 
 
-def everything(put_on: Sharding, inputs: list[Tensor], team: Team) -> None:
+def everything(put_on: Sharding, inputs: list[Tensor], team: Communicator) -> None:
     """A rank computes it all by itself: the answer is right."""
-    put_on.team = Alone()
+    put_on.team = SingleRank()
 
 
 def test_a_rank_that_computes_everything_is_seen() -> None:
     size, case = 3, "guided, odd sides"
-    whole = sharded(Alone(), case, count=True)["operations"]
-    found = sharded(Imagined(1, (1.0,) * size), case, fault=everything, count=True)
+    whole = sharded(SingleRank(), case, count=True)["operations"]
+    found = sharded(FakeCommunicator(1, (1.0,) * size), case, fault=everything, count=True)
     assert worst([found], wanted(case)) < RELATIVE
     assert found["operations"] > 1.1 * share(size, 1, CASES[case]) * whole
     assert not found["sent"]
 
 
 def test_it_is_taken_off_again_and_leaves_nothing() -> None:
-    put_on = sharding.apply(model(), Imagined(0, (1.0, 1.0)))
+    put_on = sharding.apply(model(), FakeCommunicator(0, (1.0, 1.0)))
     with put_on.apart():
         assert torch.equal(answer(given("one frame")), _bare("one frame"))
     put_on.remove()
@@ -361,6 +363,6 @@ def _bare(case: str) -> Tensor:
 
 
 def test_ranks_beyond_the_frames_have_pixels_only() -> None:
-    dealt = Dealt((1, 2), [12, 6], Imagined(3, (1.0,) * 5), 1)
+    dealt = ShardedFrames((1, 2), [12, 6], FakeCommunicator(3, (1.0,) * 5), 1)
     assert dealt.take(torch.zeros(1, 2, 8, 3, 4)).shape == (1, 0, 8, 3, 4)
     assert dealt.over_time(torch.zeros(1, 0, 12, 4)).shape == (1, 2, 2, 4)

@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 import everyframe
 import tiny_svd
 import tiny_svd_single
-from everyframe.checkpoints.find import locate
+from everyframe.checkpoints.locate import locate
 from everyframe.core.errors import CheckpointError
 from everyframe.families.registry import family
 from everyframe.families.svd.options import SVDOptions
-from everyframe.families.svd.single import frames_by_name
+from everyframe.families.svd.single_file import frames_by_name
 from forked import forked
 
 PICTURE = np.random.default_rng(0).integers(0, 256, (32, 48, 3), np.uint8)

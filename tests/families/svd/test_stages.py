@@ -13,7 +13,7 @@ from PIL import Image
 
 import everyframe
 import tiny_svd
-from everyframe.core.events import Loaded, StageDone, Step
+from everyframe.core.events import ComponentLoaded, StageDone, Step
 from everyframe.core.request import Request
 from everyframe.media.pixels import fit_image
 
@@ -139,7 +139,7 @@ def test_stages_and_steps_are_events(folder: Path) -> None:
     image = picture(SIZES["height"], SIZES["width"])
     request = Request(model=str(folder), image=image, seed=1, decode_chunk_size=2, **SIZES)
     seen = list(everyframe.stream(request))
-    loaded = [event.component for event in seen if isinstance(event, Loaded)]
+    loaded = [event.component for event in seen if isinstance(event, ComponentLoaded)]
     assert loaded == ["image_encoder", "vae", "unet", "vae"]
     stages = [event.stage for event in seen if isinstance(event, StageDone)]
     assert stages == ["image", "given frames", "denoise", "decode"]

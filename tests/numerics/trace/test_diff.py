@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 import traced
 from everyframe.core.errors import InputError
+from everyframe.numerics.heat_map import picture
 from everyframe.numerics.trace import diff
-from everyframe.numerics.trace.diff import Comparison, Place, compare
-from everyframe.numerics.trace.draw import picture
-from everyframe.numerics.trace.recording import Recorder
+from everyframe.numerics.trace.diff import Comparison, TracePlace, compare
+from everyframe.numerics.trace.recorder import Recorder
 from everyframe.numerics.trace.trace import Trace
 
 
@@ -34,7 +34,7 @@ def right() -> Trace:
     return recorded(traced.net())
 
 
-def first(compared: Comparison) -> tuple[str, Place]:
+def first(compared: Comparison) -> tuple[str, TracePlace]:
     """Where the first place is, in words, and the place."""
     place = compared.places[0]
     return compared.a.place(compared.a.seen[place.seen].call), place

@@ -15,7 +15,7 @@ from safetensors.torch import load, save
 import traced
 from everyframe.core.errors import InputError
 from everyframe.numerics.trace import file
-from everyframe.numerics.trace.recording import Recorder
+from everyframe.numerics.trace.recorder import Recorder
 from everyframe.numerics.trace.trace import Trace
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import traced
 from everyframe.core.errors import InputError
 from everyframe.numerics.trace.fingerprint import fingerprint
-from everyframe.numerics.trace.recording import Recorder
+from everyframe.numerics.trace.recorder import Recorder
 from everyframe.numerics.trace.trace import Trace
 
 

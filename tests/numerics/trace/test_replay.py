@@ -13,9 +13,9 @@ import traced
 from dying_device import dying_device
 from everyframe.core.errors import DeviceLostError, InputError
 from everyframe.numerics.trace.diff import Comparison, compare
-from everyframe.numerics.trace.recording import Recorder
+from everyframe.numerics.trace.recorder import Recorder
 from everyframe.numerics.trace.replay import Replayed, is_kept, replay
-from everyframe.precision.raising import Raised, held_in
+from everyframe.precision.upcast import Upcast, held_in
 
 CORE = "net.blocks.1.attn"
 
@@ -46,7 +46,7 @@ def test_rounded_weights_are_no_fault_of_a_module_that_was_raised() -> None:
     """Weights that were float16 when they were widened are not float32's; nor is that wrong."""
     net = traced.net()
     narrow = copy.deepcopy(net).half()
-    Raised(narrow, torch.float32)
+    Upcast(narrow, torch.float32)
     name = "net.blocks.1.mlp.1"
     compared = compare(recorded(narrow, name), recorded(net, name))  # type: ignore[arg-type]
     assert compared.places == ()

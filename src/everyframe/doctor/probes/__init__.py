@@ -4,7 +4,7 @@ A probe is a function of a device's name (``cuda:0``) that gives an `outcome`, a
 process of its own with a time limit, because the worst that it can find ends the process. It may
 say that something is wrong or worth knowing; that it died or hung is seen from outside.
 Read next: `arithmetic`, `layers`, `speed`, `collectives`, `extensions`, and
-`everyframe.hardware.isolated`, which runs them.
+`everyframe.hardware.isolation`, which runs them.
 """
 
 from __future__ import annotations

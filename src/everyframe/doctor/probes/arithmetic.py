@@ -15,10 +15,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from everyframe.doctor.probes import outcome
 from everyframe.hardware.accelerators import accelerator_facts, has_fast_bf16
-from everyframe.numerics.compare import largest_error
+from everyframe.numerics.tensor_stats import largest_error
 from everyframe.ops.attention import attention
-from everyframe.ops.timestep_embedding import timestep_embedding
-from everyframe.precision.full import full_float32
+from everyframe.ops.embeddings import timestep_embedding
+from everyframe.precision.strict_float32 import strict_float32
 
 #: How far a sum of about a thousand products may be off, by the largest value of the result: some
 #: ten roundings of the result's dtype. TF32 gives 5e-4 and so fails as float32.
@@ -61,7 +61,7 @@ def products(device: str) -> dict[str, Any]:
     a = torch.randn(192, 1024, generator=generator)
     b = torch.randn(1024, 192, generator=generator)
     wrong, errors = [], {}
-    with full_float32():
+    with strict_float32():
         for dtype in dtypes_of(device):
             x, y = a.to(dtype), b.to(dtype)
             error = _relative(x.to(device) @ y.to(device), x.double() @ y.double())
@@ -88,7 +88,7 @@ def _sums_widely(device: str, dtype: torch.dtype) -> bool:
 def linear(device: str) -> dict[str, Any]:
     """Layers of the sizes of `_SHAPES`, whose exact result is known without computing it."""
     wrong = []
-    with full_float32():
+    with strict_float32():
         for dtype, rows, wide, out in _SHAPES:
             if dtype not in dtypes_of(device):
                 continue
@@ -139,7 +139,7 @@ def strides(device: str) -> dict[str, Any]:
         want = _attend(q.double(), k.double(), v.double(), masked)
         there = masked.to(device) if masked is not None else None
         for name, kernel in _kernels(device).items():
-            with full_float32():
+            with strict_float32():
                 got = _by_kernel(kernel, q.to(device), k.to(device), v.to(device), there)
             if got is None:
                 continue  # this kernel doesn't take such inputs, which torch knows

@@ -1,7 +1,7 @@
 """Probe of what several devices say to each other: a sum over all, and pieces of uneven size.
 
 Each rank is a process of its own, a child of the probe's, so that all end with it. A hang is found
-by the probe's time limit. Read next: `everyframe.hardware.isolated`.
+by the probe's time limit. Read next: `everyframe.hardware.isolation`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from everyframe.doctor.probes import outcome
-from everyframe.hardware.isolated import safe_start, signal_name
+from everyframe.hardware.isolation import safe_start, signal_name
 
 #: Ranks give up after this; the probe's own limit is longer, so that they can say so.
 _PATIENCE = timedelta(seconds=30)

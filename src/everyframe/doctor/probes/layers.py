@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from everyframe.doctor.probes import outcome
 from everyframe.doctor.probes.arithmetic import LIMITS, dtypes_of, name_of
-from everyframe.numerics.compare import largest_error
-from everyframe.precision.full import full_float32
+from everyframe.numerics.tensor_stats import largest_error
+from everyframe.precision.strict_float32 import strict_float32
 
 #: More memory than this many outputs is a detour, such as columns written out.
 _MAX_OUTPUTS = 12
@@ -72,7 +72,7 @@ def convolution(device: str) -> dict[str, Any]:
     torch.manual_seed(0)
     conv, x = nn.Conv3d(channels, channels, 3), torch.randn(1, channels, *shape)
     wrong, notes, measured = [], [], {}
-    with torch.no_grad(), full_float32():
+    with torch.no_grad(), strict_float32():
         for dtype in dtypes_of(device):
             module, given = conv.to(dtype), x.to(dtype)
             corner = given[..., :16, :16].double()

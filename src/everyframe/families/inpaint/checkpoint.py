@@ -9,22 +9,24 @@ Read next: `config.py`, `family.py`.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from everyframe.checkpoints.find import Location, PartLocation, find_part
 from everyframe.checkpoints.folder import describe_missing, listing, read_json
-from everyframe.checkpoints.known import CONTROLNETS, controlnet_part
-from everyframe.checkpoints.part import Part
-from everyframe.checkpoints.pickled import refuse_pickled
+from everyframe.checkpoints.hub_part import HubPart
+from everyframe.checkpoints.key_map import OLD_VAE_ATTENTION
+from everyframe.checkpoints.locate import Location, PartLocation, find_part
+from everyframe.checkpoints.model_zoo import CONTROLNETS, controlnet_part
+from everyframe.checkpoints.refuse_pickles import refuse_pickled
+from everyframe.checkpoints.strict_load import KeyMap
 from everyframe.core.errors import CheckpointError, InputError, did_you_mean
-from everyframe.core.paths import path_of
-from everyframe.families import sources
+from everyframe.core.paths import expand_path
 from everyframe.families.inpaint.components import controlnet_name
 from everyframe.families.inpaint.config import INPAINTING_CHANNELS, PLAIN_CHANNELS, released
-from everyframe.families.sources import Source
+from everyframe.runtime import model_spec
+from everyframe.runtime.model_spec import ComponentSource
 
 #: Pipelines whose parts are those of ControlNet inpainting, with or without the ControlNet.
 PIPELINES = (
@@ -46,12 +48,12 @@ _RELEASED_CHANNELS = {"sd-1.5": PLAIN_CHANNELS, "sd-1.5-inpaint": INPAINTING_CHA
 
 
 @dataclass(frozen=True)
-class Files:
+class InpaintFiles:
     """The parts of one model: those of the base in the order of their roles, the ControlNets."""
 
     where: str
-    base: tuple[Source, ...]
-    controlnets: tuple[Source, ...]
+    base: tuple[ComponentSource, ...]
+    controlnets: tuple[ComponentSource, ...]
     known: str | None = None
     pipeline: str = PIPELINES[0]
     has_safety_checker: bool = False
@@ -59,17 +61,17 @@ class Files:
     @property
     def folder(self) -> Path | None:
         """The base model's folder; None until it is fetched."""
-        complete = not sources.missing(self.base)
+        complete = not model_spec.missing(self.base)
         return self.base[0].path if complete else None
 
     def missing(self) -> tuple[str, ...]:
         """What must be fetched, a line each."""
-        return sources.missing((*self.base, *self.controlnets))
+        return model_spec.missing((*self.base, *self.controlnets))
 
-    def fetched(self) -> Files:
+    def fetched(self) -> InpaintFiles:
         """The same with all files on this disk."""
         places = dict(enumerate((*self.base, *self.controlnets)))
-        found, number = tuple(sources.fetched(places, _of_part).values()), len(self.base)
+        found, number = tuple(model_spec.downloaded(places, _of_part).values()), len(self.base)
         return replace(self, base=found[:number], controlnets=found[number:])
 
     def configs(self) -> Mapping[str, Mapping[str, Any]]:
@@ -102,7 +104,7 @@ class Files:
         return folder
 
 
-def find_files(location: Location, controlnet: Any) -> Files | None:
+def find_files(location: Location, controlnet: Any) -> InpaintFiles | None:
     """The files of an inpainting model at that place; None if it is something else.
 
     `controlnet` is the option of that name; it takes the place of the model's own. Raises
@@ -115,14 +117,14 @@ def find_files(location: Location, controlnet: Any) -> Files | None:
     return replace(found, controlnets=tuple(_controlnet(each) for each in _split(asked)))
 
 
-def _base(location: Location) -> Files | None:
+def _base(location: Location) -> InpaintFiles | None:
     if location.known is not None:
         if location.known.family != "inpaint":
             return None
         places = {place.part.role: _source(place) for place in location.parts}
         controlnet = places.pop("controlnet")
         base = tuple(places.values())
-        return Files(base[0].where, base, (controlnet,), location.known.name)
+        return InpaintFiles(base[0].where, base, (controlnet,), location.known.name)
     if location.path is not None:
         return _in_folder(location.path.name or location.asked, location.path)
     place = location.parts[0]
@@ -131,7 +133,7 @@ def _base(location: Location) -> Files | None:
     return _in_folder(location.asked, place.folder)
 
 
-def _in_folder(where: str, folder: Path) -> Files | None:
+def _in_folder(where: str, folder: Path) -> InpaintFiles | None:
     file = folder / "model_index.json"
     index = read_json(file) if file.is_file() else {}
     if index.get("_class_name") not in PIPELINES:
@@ -139,15 +141,15 @@ def _in_folder(where: str, folder: Path) -> Files | None:
     # Several ControlNets of one pipeline are saved side by side, with numbers.
     names = ["controlnet", *(f"controlnet_{number}" for number in range(1, 100))]
     present = [name for name in names if (folder / name / "config.json").is_file()]
-    nets = tuple(Source(f"{where}/{name}", folder / name) for name in present)
+    nets = tuple(ComponentSource(f"{where}/{name}", folder / name) for name in present)
     checker = index.get("safety_checker")
     judged = isinstance(checker, list) and any(part is not None for part in checker)
     pipeline = str(index["_class_name"])
     _check_parts(folder, pipeline)
     for name in (*_WEIGHTS, *present):
         refuse_pickled(str(folder), name, folder / name)
-    base = (Source(where, folder),)
-    return Files(where, base, nets, pipeline=pipeline, has_safety_checker=judged)
+    base = (ComponentSource(where, folder),)
+    return InpaintFiles(where, base, nets, pipeline=pipeline, has_safety_checker=judged)
 
 
 def _check_parts(folder: Path, pipeline: str) -> None:
@@ -182,9 +184,9 @@ def _split(asked: Sequence[Any]) -> list[str]:
     return [name.strip() for name in names]
 
 
-def _controlnet(name: str) -> Source:
+def _controlnet(name: str) -> ComponentSource:
     """A ControlNet by its short name, folder or hub id."""
-    path = path_of(name)
+    path = expand_path(name)
     repo_id = CONTROLNETS.get(name.casefold())
     if repo_id is None and path.exists():
         if not (path / "config.json").is_file():
@@ -193,7 +195,7 @@ def _controlnet(name: str) -> Source:
                 f"{describe_missing(path, ['config.json'])}"
             )
         refuse_pickled(name, "ControlNet", path, "ControlNetModel")
-        return Source(path.resolve().name, path)
+        return ComponentSource(path.resolve().name, path)
     if repo_id is None and name.count("/") != 1:
         raise InputError(
             f"controlnet must be a folder, a hub id OWNER/NAME, or one of "
@@ -202,10 +204,32 @@ def _controlnet(name: str) -> Source:
     return _of_part(controlnet_part(repo_id or name))
 
 
-def _of_part(part: Part) -> Source:
+def _of_part(part: HubPart) -> ComponentSource:
     return _source(find_part(part))
 
 
-def _source(place: PartLocation) -> Source:
+def _source(place: PartLocation) -> ComponentSource:
     """A folder of the hub, as far as it is on this disk."""
-    return Source(place.part.repo_id, place.folder if place.complete else None, place)
+    return ComponentSource(place.part.repo_id, place.folder if place.complete else None, place)
+
+
+VAE_KEYS = KeyMap(rename=OLD_VAE_ATTENTION)
+
+#: transformers stored the table of positions, 0, 1, 2 …, before 4.31.
+_POSITIONS = (r"(text_model\.)?embeddings\.position_ids",)
+
+
+def keys_of(component: str, text_names: Iterable[str]) -> KeyMap:
+    """How the names in that component's files become the module's.
+
+    `text_names` are those of the text encoder as it is built here.
+    """
+    if component == "text_encoder":
+        return text_keys(any(name.startswith("text_model.") for name in text_names))
+    return VAE_KEYS if component == "vae" else KeyMap()
+
+
+def text_keys(has_prefix: bool) -> KeyMap:
+    """CLIP's text model: transformers 5 leaves out the prefix that files from before have."""
+    rename = (r"^(?!text_model\.)", "text_model.") if has_prefix else (r"^text_model\.", "")
+    return KeyMap(rename=(rename,), ignore=_POSITIONS)

@@ -1,7 +1,7 @@
 """The parts of ControlNet inpainting: how they are built, and what they need.
 
 The modules are diffusers' and transformers' own. Read next: `stages.py`, which runs the parts, and
-`rehearsals.py`, by which their memory and time are forecast.
+`dry_run.py`, by which their memory and time are forecast.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from everyframe.checkpoints.folder import without_notes
 from everyframe.core.errors import CheckpointError
-from everyframe.families.empty import Empty
-from everyframe.families.family import Component
 from everyframe.families.inpaint.config import InpaintConfig
 from everyframe.precision.policy import ComponentNeeds
+from everyframe.runtime.interface import Component
+from everyframe.runtime.model_spec import ModuleBuilder
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,7 +35,7 @@ _WIDE = re.compile(
 
 
 @dataclass(frozen=True)
-class Sizes(Empty):
+class InpaintBuilder(ModuleBuilder):
     """Makes the empty modules from their configs."""
 
     config: InpaintConfig
@@ -117,7 +117,7 @@ def _made(kind: Any, config: Mapping[str, Any]) -> nn.Module:
     return model
 
 
-def components(sizes: Sizes, places: Mapping[str, str]) -> tuple[Component, ...]:
+def components(sizes: InpaintBuilder, places: Mapping[str, str]) -> tuple[Component, ...]:
     """Text encoder, autoencoder, ControlNets, denoiser; `places` says where each lies."""
     config, count = sizes.config, sizes.num_elements
     total = {name: sum(elements.values()) for name, elements in count.items()}

@@ -12,7 +12,7 @@ from typing import Any
 
 from everyframe.checkpoints.config_errors import check_positive
 from everyframe.core.errors import CheckpointError
-from everyframe.families.latents import AutoencoderSizes
+from everyframe.runtime.request_checks import AutoencoderSizes
 
 #: Channels that a UNet takes: the latents alone, or with them the mask and the masked source.
 PLAIN_CHANNELS, INPAINTING_CHANNELS = 4, 9

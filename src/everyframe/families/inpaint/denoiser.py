@@ -2,7 +2,7 @@
 
 The order of operations is that of diffusers' `StableDiffusionControlNetInpaintPipeline`. What need
 not be done isn't: a ControlNet that does not steer a step is not run in it.
-Read next: `stages.py`, which loads the parts; `everyframe.samplers.scheduled`.
+Read next: `stages.py`, which loads the parts; `everyframe.samplers.diffusers_scheduler`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Steering:
+class ControlNetScale:
     """How one ControlNet steers: its scale, and between which shares of the steps."""
 
     scale: float
@@ -30,7 +30,7 @@ class Steering:
 
 
 @dataclass(frozen=True, eq=False)
-class Conditions:
+class ControlNetInputs:
     """What the networks see beside the latents, for F frames at once.
 
     text: (1 or 2, L, D), with guidance the negative prompt first.
@@ -54,8 +54,8 @@ class Denoiser:
         self,
         unet: Any,
         controlnets: Sequence[Any],
-        conditions: Conditions,
-        steering: Sequence[Steering],
+        conditions: ControlNetInputs,
+        steering: Sequence[ControlNetScale],
         *,
         guidance_scale: float,
         guess_mode: bool,

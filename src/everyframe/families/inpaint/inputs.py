@@ -3,7 +3,7 @@
 Frames are read one after the other whenever a stage asks for them, and none is kept. Sizes: a
 source is fitted to the size that was asked for, if one was, and then padded to whole latents; what
 is made of it is cut back. Masks are 8-bit grey, 255 where the picture is repainted.
-Read next: `settle.py`, which checks them, `stages.py`, which reads them.
+Read next: `settings.py`, which checks them, `stages.py`, which reads them.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ import numpy.typing as npt
 
 from everyframe.core.errors import InputError
 from everyframe.families.inpaint.canny import HIGH, LOW, canny
-from everyframe.families.inpaint.named import is_box, is_built_in, several
-from everyframe.families.inpaint.options import InpaintOptions
-from everyframe.media.frames import FrameSource, open_frames, survey
+from everyframe.families.inpaint.options import InpaintOptions, is_box, is_built_in, several
+from everyframe.media.frame_source import FrameSource, open_frames, survey
 from everyframe.media.pixels import Frames, fit_image
 
 if TYPE_CHECKING:
-    from everyframe.media.sound import Sound
+    from everyframe.media.audio import Audio
 
 Grey = npt.NDArray[np.uint8]
 
@@ -106,7 +105,7 @@ class Inputs:
         masks = _repeated(self.mask, num_frames)
         return sum(bool(geometry.mask(mask).any()) for mask in masks)
 
-    def sound(self, num_frames: int) -> Sound | None:
+    def sound(self, num_frames: int) -> Audio | None:
         """The sound of the source's first frames; None if it has none."""
         if self.source.fps is None:
             return None

@@ -5,12 +5,12 @@ Frames are denoised `frames_at_once` together, with the same start noise for eve
 which nothing is repainted are left out. What is
 computed is diffusers' `StableDiffusionControlNetInpaintPipeline` frame by frame; what differs is
 that, in the end, the source itself is put back outside of the mask.
-Read next: `pictures.py` (the other stages), `denoiser.py`.
+Read next: `vae_stages.py` (the other stages), `denoiser.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -21,30 +21,75 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from everyframe.core.events import Event
+from everyframe.core.events import Event, event_of
 from everyframe.core.plan import Settings
-from everyframe.families import coding
-from everyframe.families.dealing import workers
-from everyframe.families.denoising import GuardedDenoiser
-from everyframe.families.family import Take
-from everyframe.families.guarding import Guard
 from everyframe.families.inpaint.components import controlnet_name
-from everyframe.families.inpaint.dealing import in_round
-from everyframe.families.inpaint.denoiser import Conditions, Denoiser, Steering
-from everyframe.families.inpaint.job import Job, batched
+from everyframe.families.inpaint.denoiser import ControlNetInputs, ControlNetScale, Denoiser
+from everyframe.families.inpaint.stage_context import InpaintContext, batched
 from everyframe.families.inpaint.text import embed, load_tokenizer, prompts_of, tokens_of
-from everyframe.families.sparing import branches_at_once
-from everyframe.families.stepping import Lot, denoised
-from everyframe.families.telling import prompt_was_cut
-from everyframe.samplers import noise, scheduled
-from everyframe.samplers.step import Step as SamplerStep
+from everyframe.parallel.communicator import Communicator
+from everyframe.runtime import stages
+from everyframe.runtime.guard import Guard
+from everyframe.runtime.interface import VideoState
+from everyframe.runtime.memory_fallbacks import cfg_batch_size
+from everyframe.runtime.rank_shares import active_ranks
+from everyframe.runtime.repairs import prompt_truncated_note
+from everyframe.runtime.stages import GuardedDenoiser, SamplerBatch, run_denoising
+from everyframe.samplers import diffusers_scheduler, noise
+from everyframe.samplers.base import Step
+from everyframe.samplers.base import Step as SamplerStep
+
+_HANDED = "batches of frames are handed on"
+
+
+def share(team: Communicator, mine: Sequence[Tensor] | None, rank: int) -> list[Tensor]:
+    """What that rank made of a batch, on every rank; `mine` on itself."""
+    return team.share(mine, rank, _HANDED)
+
+
+def hear(team: Communicator, guard: Guard, events: Iterable[Event]) -> None:
+    """Have the first rank's guard tell what happened on the others as well."""
+    if team.size == 1:
+        return
+    told = team.tell_all([] if team.is_lead else [each.to_json() for each in events], _HANDED)
+    if team.is_lead:
+        guard.hear(event_of(each) for one in told for each in one)
+
+
+def in_round(
+    team: Communicator,
+    guard: Guard,
+    steps: Iterator[Step],
+    ranks: Sequence[int],
+    num_steps: int,
+) -> Iterator[Step]:
+    """The steps of this rank's batch; the state after the last one is that of the whole round.
+
+    `ranks` have a batch in it, in their order. One that has none (its `steps` are none) makes a
+    step of what the others made.
+    """
+    if team.size == 1:
+        yield from steps
+        return
+    events: list[Event] = []
+    last: Step | None = None
+    for step in steps:
+        events += () if team.is_lead else guard.events()
+        if step.index + 1 == num_steps:
+            last = step
+        else:
+            yield step
+    made = [share(team, [last.x] if last and rank == team.rank else None, rank) for rank in ranks]
+    hear(team, guard, events)
+    whole = torch.cat([one[0] for one in made])
+    yield Step(num_steps - 1, num_steps, last.t if last else torch.zeros(1), whole)
 
 
 @dataclass(frozen=True)
-class TextStage:
+class TextEncodeStage:
     """Prompt and negative prompt through CLIP, once for all takes."""
 
-    job: Job
+    job: InpaintContext
     name: str = "text"
     component: str = "text_encoder"
     goes_on: bool = False
@@ -53,20 +98,20 @@ class TextStage:
         """One a prompt."""
         return len(prompts_of(self.job.settings))
 
-    def run(self, takes: Sequence[Take]) -> Iterator[Event]:
+    def run(self, takes: Sequence[VideoState]) -> Iterator[Event]:
         """Fill each take's `text`: one rank encodes, the others are told."""
         world = self.job.teams.world
-        told = yield from coding.from_lead(world, self._encoded(takes), "the text is handed on")
+        told = yield from stages.on_lead_rank(world, self._encoded(takes), "the text is handed on")
         text = torch.cat(told)
         for take in takes:
             take.text = text
 
-    def _encoded(self, takes: Sequence[Take]) -> Generator[Event, None, list[Tensor]]:
+    def _encoded(self, takes: Sequence[VideoState]) -> Generator[Event, None, list[Tensor]]:
         job = self.job
         tokenizer = load_tokenizer(job.model.files.part("tokenizer"))
         # Tokens first: a prompt that is too long is told before gigabytes are read.
         tokens = tokens_of(tokenizer, job.settings, job.config.num_tokens)
-        yield from (prompt_was_cut(cut) for *_, cut in tokens if cut)
+        yield from (prompt_truncated_note(cut) for *_, cut in tokens if cut)
         encoder = yield from job.loaded(self.component)
         guard = job.guard(self.name, {self.component: encoder})
         device = job.device(self.component)
@@ -75,14 +120,14 @@ class TextStage:
             partial(embed, encoder, ids, mask, device=device, uses_mask=uses_mask)
             for ids, mask, _ in tokens
         ]
-        return (yield from coding.encoded_once(self.name, guard, takes, calls))
+        return (yield from stages.encode_once(self.name, guard, takes, calls))
 
 
 @dataclass(frozen=True)
 class DenoiseStage:
     """Noise becomes latents (T, 4, h, w): the scheduler, guidance, ControlNets and UNet."""
 
-    job: Job
+    job: InpaintContext
     name: str = "denoise"
     component: str = "unet"
     goes_on: bool = True
@@ -91,7 +136,7 @@ class DenoiseStage:
         """The scheduler's steps for each batch of frames of each take."""
         return num_takes * self.job.num_batches * self.job.num_timesteps
 
-    def run(self, takes: Sequence[Take]) -> Iterator[Event]:
+    def run(self, takes: Sequence[VideoState]) -> Iterator[Event]:
         """Fill each take's `latents`."""
         job = self.job
         nets: dict[str, nn.Module] = {}
@@ -101,16 +146,16 @@ class DenoiseStage:
         guard = job.guard(self.name, {**nets, self.component: unet})
         lots = partial(self._lots, unet, [*nets.values()], guard)
         steps = job.num_batches * job.num_timesteps
-        yield from denoised(self.name, takes, steps, guard, lots)
+        yield from run_denoising(self.name, takes, steps, guard, lots)
         for take in takes:
             take.known = None
 
     def _lots(
-        self, unet: nn.Module, nets: Sequence[nn.Module], guard: Guard, take: Take
-    ) -> Iterator[Lot]:
+        self, unet: nn.Module, nets: Sequence[nn.Module], guard: Guard, take: VideoState
+    ) -> Iterator[SamplerBatch]:
         """The batches of frames that are not done, a round of all ranks after the other."""
         job, team = self.job, self.job.teams.team
-        steps, ranks = job.num_timesteps, workers(team.weights)
+        steps, ranks = job.num_timesteps, active_ranks(team.weights)
         num_done, start = divmod(take.step, steps)
         left = islice(enumerate(batched(job.controls(take), job.together)), num_done, None)
         for batches in batched(left, len(ranks)):
@@ -124,14 +169,14 @@ class DenoiseStage:
             )
             last, count = batches[-1][0], len(batches)
             whole = in_round(team, guard, sampled, ranks[:count], steps)
-            yield Lot(whole, (last + 1) * steps, count)
+            yield SamplerBatch(whole, (last + 1) * steps, count)
 
     def _sampled(
         self,
         unet: nn.Module,
         nets: Sequence[nn.Module],
         guard: Guard,
-        take: Take,
+        take: VideoState,
         numbered: tuple[int, Sequence[Any]],
         start: int,
     ) -> Iterator[SamplerStep]:
@@ -148,7 +193,7 @@ class DenoiseStage:
         if start:
             x = take.latents.to(device)
         takes_mask = job.config.takes_mask
-        conditions = Conditions(
+        conditions = ControlNetInputs(
             text=take.text.to(device),
             controls=tuple(control.to(device) for control in _controls(batch)),
             mask=mask if takes_mask else None,
@@ -165,13 +210,13 @@ class DenoiseStage:
         put_back = None
         if not takes_mask:
             assert source is not None, "encoded for a UNet that takes no mask"
-            put_back = scheduled.KnownLatents(source, mask, noised)
+            put_back = diffusers_scheduler.KnownLatents(source, mask, noised)
 
         def generators(step: int) -> list[torch.Generator]:
             return [noise.generator(take.seed, "step", step) for _ in range(len(mask))]
 
         watched = GuardedDenoiser(guard, make, start)
-        for step in scheduled.sample(
+        for step in diffusers_scheduler.sample(
             watched,
             x,
             scheduler,
@@ -185,7 +230,7 @@ class DenoiseStage:
             yield step
 
     def _begin(
-        self, take: Take, scheduler: Any, timesteps: Tensor, source: Tensor | None, count: int
+        self, take: VideoState, scheduler: Any, timesteps: Tensor, source: Tensor | None, count: int
     ) -> tuple[Tensor, Tensor]:
         """What sampling begins with, and its noise, (F, 4, h, w) each; the same for every frame."""
         job = self.job
@@ -208,7 +253,7 @@ def _controls(batch: Sequence[Any]) -> Iterator[Tensor]:
 def _denoiser(
     unet: nn.Module,
     nets: Sequence[nn.Module],
-    conditions: Conditions,
+    conditions: ControlNetInputs,
     settings: Settings,
     num_steps: int,
 ) -> Denoiser:
@@ -220,13 +265,13 @@ def _denoiser(
         guidance_scale=settings.guidance_scale,
         guess_mode=bool(settings.option("guess_mode")),
         num_steps=num_steps,
-        branches_at_once=branches_at_once(settings, 2),
+        branches_at_once=cfg_batch_size(settings, 2),
     )
 
 
-def _steering(settings: Settings) -> list[Steering]:
+def _steering(settings: Settings) -> list[ControlNetScale]:
     """How each ControlNet steers; for one the settings hold numbers, for several tuples."""
     names = ("controlnet_conditioning_scale", "control_guidance_start", "control_guidance_end")
     values = [settings.option(name) for name in names]
     each = [value if isinstance(value, (tuple, list)) else (value,) for value in values]
-    return [Steering(*numbers) for numbers in zip(*each, strict=True)]
+    return [ControlNetScale(*numbers) for numbers in zip(*each, strict=True)]

@@ -8,20 +8,65 @@ Read next: `family.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from everyframe.checkpoints.find import Location, find_part
 from everyframe.checkpoints.folder import WEIGHT_SUFFIXES
-from everyframe.checkpoints.known import KNOWN, SUPPORTED_VERSIONS, T5_XXL
-from everyframe.checkpoints.part import Part
+from everyframe.checkpoints.hub_part import HubPart
+from everyframe.checkpoints.key_map import OLD_VAE_ATTENTION
+from everyframe.checkpoints.locate import Location, find_part
+from everyframe.checkpoints.model_zoo import KNOWN, SUPPORTED_VERSIONS, T5_XXL
+from everyframe.checkpoints.strict_load import KeyMap
 from everyframe.core.errors import CheckpointError, InputError
-from everyframe.core.paths import path_of
-from everyframe.families import sources
+from everyframe.core.paths import expand_path
 from everyframe.families.opensora.options import OpenSoraOptions
-from everyframe.families.sources import Source
+from everyframe.runtime import model_spec
+from everyframe.runtime.model_spec import ComponentSource
+
+#: Position tables that upstream stores beside the weights and that are computed here in float32.
+STDIT_KEYS = KeyMap(ignore=(r"pos_embed", r"pos_embed_temporal"))
+STDIT3_KEYS = KeyMap(ignore=(r"rope\.freqs",))
+
+#: sd-vae-ft-ema is from before diffusers renamed the attention of its autoencoders.
+VIDEO_VAE_KEYS = KeyMap(rename=OLD_VAE_ATTENTION)
+#: A plain diffusers folder: its `AutoencoderKL` stands one level lower here.
+IMAGE_VAE_KEYS = KeyMap(rename=(*OLD_VAE_ATTENTION, (r"^", "module.")))
+
+#: Of a whole T5 only the encoder is wanted; its embedding may be stored under either name.
+T5_KEYS = KeyMap(
+    ignore=(r"decoder\..*", r"lm_head\..*"),
+    tied=(("shared.weight", "encoder.embed_tokens.weight"),),
+)
+
+
+def keys_of(component: str, version: str) -> KeyMap:
+    """How the names in that component's files become the module's."""
+    if component == "text_encoder":
+        return T5_KEYS
+    if component == "denoiser":
+        return STDIT_KEYS if version == "1.0" else STDIT3_KEYS
+    return IMAGE_VAE_KEYS if version == "1.0" else VIDEO_VAE_KEYS
+
+
+_VERSION_MARKS = (
+    ("2.0", ("double_blocks.", "single_blocks.")),
+    ("1.1", ("t_block_temp.", "csize_embedder.")),
+    ("1.3", ("x_embedder_cond.", "x_embedder_cond_mask.")),
+    ("1.2", ("spatial_blocks.",)),
+    ("1.0", ("blocks.0.attn_temp.",)),
+)
+
+
+def version_of(names: Iterable[str]) -> str | None:
+    """The Open-Sora version whose denoiser has tensors of these names, or None."""
+    names = tuple(names)
+    for version, marks in _VERSION_MARKS:
+        if any(name.startswith(mark) for mark in marks for name in names):
+            return version
+    return None
+
 
 #: By `model_type` and `architectures` (the class), or by `type` as upstream's own configs write it.
 _VERSION_OF_CLASS = {
@@ -38,17 +83,17 @@ _KEYS_OF_1_3 = ("use_spatial_rope", "kernel_size", "force_pad_h_for_sp_size")
 
 
 @dataclass(frozen=True)
-class Files:
+class OpenSoraFiles:
     """The sources of one model, its version, and what its own everyframe.json says."""
 
     version: str
-    denoiser: Source
-    vae: Source
-    text_encoder: Source
-    tokenizer: Source
+    denoiser: ComponentSource
+    vae: ComponentSource
+    text_encoder: ComponentSource
+    tokenizer: ComponentSource
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
-    def sources(self) -> Mapping[str, Source]:
+    def sources(self) -> Mapping[str, ComponentSource]:
         """Those with weights, by component."""
         return {"text_encoder": self.text_encoder, "denoiser": self.denoiser, "vae": self.vae}
 
@@ -60,28 +105,28 @@ class Files:
 
     def missing(self) -> tuple[str, ...]:
         """What must be fetched first, a line each."""
-        return sources.missing(self.sources().values())
+        return model_spec.missing(self.sources().values())
 
-    def fetched(self) -> Files:
+    def fetched(self) -> OpenSoraFiles:
         """The same parts with all files on this disk."""
         parts = {**self.sources(), "tokenizer": self.tokenizer}
-        found: dict[str, Any] = sources.fetched(parts, of_part)
+        found: dict[str, Any] = model_spec.downloaded(parts, of_part)
         return replace(self, **found)
 
 
-def of_part(part: Part) -> Source:
+def of_part(part: HubPart) -> ComponentSource:
     """The source of a hub part, as far as it is on this disk."""
     found = find_part(part)
     if not found.complete:
-        return Source(part.repo_id, None, found)
+        return ComponentSource(part.repo_id, None, found)
     assert found.folder is not None
     weights = [file for file in found.files if file.suffix in WEIGHT_SUFFIXES]
     # A repository such as 1.0's holds several models; the part's pattern picks one file.
     alone = part.role == "denoiser" and len(weights) == 1
-    return Source(part.repo_id, weights[0] if alone else found.folder, found)
+    return ComponentSource(part.repo_id, weights[0] if alone else found.folder, found)
 
 
-def find_files(location: Location, options: OpenSoraOptions) -> Files | None:
+def find_files(location: Location, options: OpenSoraOptions) -> OpenSoraFiles | None:
     """The parts of an Open-Sora model at that place; None if it is another family's.
 
     Raises:
@@ -99,7 +144,7 @@ def find_files(location: Location, options: OpenSoraOptions) -> Files | None:
     return _from_disk(location.asked, location.path, options)
 
 
-def _from_hub_id(location: Location, options: OpenSoraOptions) -> Files | None:
+def _from_hub_id(location: Location, options: OpenSoraOptions) -> OpenSoraFiles | None:
     place = location.parts[0]
     if place.folder is None or not place.complete:
         return None
@@ -109,10 +154,10 @@ def _from_hub_id(location: Location, options: OpenSoraOptions) -> Files | None:
     return replace(found, denoiser=replace(found.denoiser, where=location.asked))
 
 
-def _from_disk(asked: str, path: Path, options: OpenSoraOptions) -> Files | None:
+def _from_disk(asked: str, path: Path, options: OpenSoraOptions) -> OpenSoraFiles | None:
     if (path / "model_index.json").is_file():
         return None  # a diffusers pipeline; what else lies beside that is none of ours
-    source = Source(path.name or asked, _weights_at(path))
+    source = ComponentSource(path.name or asked, _weights_at(path))
     version = _version(asked, source)
     if version is None:
         return None
@@ -120,7 +165,7 @@ def _from_disk(asked: str, path: Path, options: OpenSoraOptions) -> Files | None
         raise InputError(f"{asked}: this is Open-Sora {version}; supported: {SUPPORTED_VERSIONS}")
     folder = path if path.is_dir() else path.parent
     beside = {
-        role: Source(f"{folder.name}/{role}", folder / role)
+        role: ComponentSource(f"{folder.name}/{role}", folder / role)
         for role in ("vae", "text_encoder", "tokenizer")
         if (folder / role).is_dir()
     }
@@ -129,36 +174,43 @@ def _from_disk(asked: str, path: Path, options: OpenSoraOptions) -> Files | None
 
 
 def _completed(
-    version: str, denoiser: Source, options: OpenSoraOptions, known: Mapping[str, Source]
-) -> Files:
+    version: str,
+    denoiser: ComponentSource,
+    options: OpenSoraOptions,
+    known: Mapping[str, ComponentSource],
+) -> OpenSoraFiles:
     """Every part: as the options say, else as it was found, else as upstream uses it."""
     standard = next(model for model in KNOWN if _VERSION_OF_KNOWN.get(model.name) == version)
     standard_vae = next(part for part in standard.parts if part.role == "vae")
     vae = _asked(options.vae, "vae") or known.get("vae") or of_part(standard_vae)
     text = _asked(options.text_encoder, "text_encoder") or known.get("text_encoder")
     text = text or of_part(T5_XXL)
-    return Files(version, denoiser, vae, text, _tokenizer(text, options, known))
+    return OpenSoraFiles(version, denoiser, vae, text, _tokenizer(text, options, known))
 
 
-def _tokenizer(text: Source, options: OpenSoraOptions, known: Mapping[str, Source]) -> Source:
+def _tokenizer(
+    text: ComponentSource, options: OpenSoraOptions, known: Mapping[str, ComponentSource]
+) -> ComponentSource:
     """In T5's own folder (as upstream has it), or in a folder of its own beside it."""
     if options.text_encoder is None and "tokenizer" in known:
         return known["tokenizer"]
     return text
 
 
-def _asked(name: str | None, role: str) -> Source | None:
+def _asked(name: str | None, role: str) -> ComponentSource | None:
     """A part that an option names: a folder, a file or a hub id."""
     if name is None:
         return None
-    path = path_of(name, role)
+    path = expand_path(name, role)
     if path.exists():
-        return Source(path.name, path)
+        return ComponentSource(path.name, path)
     if name.count("/") != 1:
         raise InputError(f"{role} must be a folder, a file or a hub id OWNER/NAME, got {name!r}")
     weights = tuple(f"*{suffix}" for suffix in WEIGHT_SUFFIXES)
     extras = ("*.json", "spiece.model")
-    return of_part(Part(role=role, repo_id=name, needs=(("config.json",), weights), extras=extras))
+    return of_part(
+        HubPart(role=role, repo_id=name, needs=(("config.json",), weights), extras=extras)
+    )
 
 
 def _weights_at(path: Path) -> Path:
@@ -172,7 +224,7 @@ def _weights_at(path: Path) -> Path:
     return files[0] if files else path
 
 
-def _version(asked: str, denoiser: Source) -> str | None:
+def _version(asked: str, denoiser: ComponentSource) -> str | None:
     config = denoiser.config()
     if config is None:
         if denoiser.path is None or not denoiser.path.is_file():
@@ -192,7 +244,8 @@ def _version(asked: str, denoiser: Source) -> str | None:
 
 def _version_of_file(path: Path) -> str | None:
     # Imports torch, which a pickle's names can't be read without.
-    from everyframe.checkpoints.tensors import open_checkpoint
-    from everyframe.families.opensora.weights import version_of
+    from everyframe.checkpoints.tensor_file import open_checkpoint
+
+    pass
 
     return version_of(open_checkpoint(path).names())

@@ -1,6 +1,6 @@
 """The three parts of an Open-Sora model as components: how they are built, and what they need.
 
-Read next: `stages.py`, which runs the parts, and `rehearsals.py`, by which their memory and time
+Read next: `stages.py`, which runs the parts, and `dry_run.py`, by which their memory and time
 are forecast.
 """
 
@@ -12,18 +12,29 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from everyframe.core.plan import Settings
-from everyframe.families.empty import Empty
-from everyframe.families.family import Component
 from everyframe.families.opensora.config import STDiT3Config, STDiTConfig
+from everyframe.families.opensora.stdit import STDiT
+from everyframe.families.opensora.stdit3 import STDiT3
 from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConfig
+from everyframe.ops.text_context import TextContext
 from everyframe.precision.policy import ComponentNeeds
+from everyframe.runtime.interface import Component
+from everyframe.runtime.model_spec import ModuleBuilder
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from everyframe.families.opensora.model import STDiT, STDiT3
+    pass
     from everyframe.families.opensora.vae import ImageVAE, VideoVAE
-    from everyframe.parallel.grid import Deal
+    from everyframe.parallel.token_partition import TokenPartition
+
+__all__ = ["STDiT", "STDiT3", "TextContext", "build_model"]
+
+
+def build_model(config: STDiTConfig | STDiT3Config) -> STDiT | STDiT3:
+    """The module of these sizes; make it under ``torch.device("meta")`` if weights are to come."""
+    return STDiT3(config) if isinstance(config, STDiT3Config) else STDiT(config)
+
 
 #: What steers every block or sums over all of them stays in float32 (research on precision:
 #: timestep embedding, modulation, norms, the layer that the residual stream starts and ends in).
@@ -37,7 +48,7 @@ T5_RANGE_ISLANDS = ("*.wo",)
 
 
 @dataclass(frozen=True)
-class Sizes(Empty):
+class OpenSoraBuilder(ModuleBuilder):
     """The configs of the three parts."""
 
     denoiser: STDiTConfig | STDiT3Config
@@ -68,7 +79,7 @@ class Sizes(Empty):
 
     def build_denoiser(self) -> STDiT | STDiT3:
         """An empty denoiser."""
-        from everyframe.families.opensora.model import build_model
+        pass
 
         return build_model(self.denoiser)
 
@@ -85,7 +96,9 @@ class Sizes(Empty):
         return build_encoder(self.text)
 
 
-def components(sizes: Sizes, sources: Mapping[str, str], prefers: str) -> tuple[Component, ...]:
+def components(
+    sizes: OpenSoraBuilder, sources: Mapping[str, str], prefers: str
+) -> tuple[Component, ...]:
     """Text encoder, denoiser and autoencoder, in the order in which they run."""
     count = sizes.num_elements
 
@@ -108,7 +121,7 @@ def components(sizes: Sizes, sources: Mapping[str, str], prefers: str) -> tuple[
     )
 
 
-def token_sizes(sizes: Sizes, settings: Settings) -> tuple[int, int]:
+def token_sizes(sizes: OpenSoraBuilder, settings: Settings) -> tuple[int, int]:
     """Frames and places of a video's tokens, in patches that cover its latents."""
     latents = sizes.vae.latent_size(settings.num_frames, settings.height, settings.width)
     patches = [-(-n // patch) for n, patch in zip(latents, sizes.denoiser.patch_size, strict=True)]
@@ -116,7 +129,7 @@ def token_sizes(sizes: Sizes, settings: Settings) -> tuple[int, int]:
 
 
 def sent_bytes(
-    config: STDiTConfig | STDiT3Config, deal: Deal, rank: int, element_bytes: int
+    config: STDiTConfig | STDiT3Config, deal: TokenPartition, rank: int, element_bytes: int
 ) -> int:
     """Bytes that leave a rank at each step of a denoiser that is dealt out so.
 

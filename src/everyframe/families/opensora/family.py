@@ -1,7 +1,7 @@
 """The Open-Sora family: versions 1.0 (`STDiT`, IDDPM) and 1.2 (`STDiT3`, rectified flow).
 
 Upstream: hpcaitech/Open-Sora, tags v1.0.0 and v1.2.0. 1.1, 1.3 and 2.0 are recognised and refused
-by name. Read next: `checkpoint.py` (what lies where), `settle.py` (request to settings),
+by name. Read next: `checkpoint.py` (what lies where), `settings.py` (request to settings),
 `components.py` (parts and memory), `stages.py` (the run).
 """
 
@@ -13,36 +13,40 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from everyframe.checkpoints.find import Location
+from everyframe.checkpoints.locate import Location
 from everyframe.core.errors import CheckpointError
 from everyframe.core.options import FamilyOptions
 from everyframe.core.plan import Plan, Settings
 from everyframe.core.request import Request
-from everyframe.families.dealing import dealt_part
-from everyframe.families.family import (
-    Component,
-    Crew,
-    RankPart,
-    Rehearsal,
-    Saving,
-    Stage,
+from everyframe.families.opensora import settings as request_settings
+from everyframe.families.opensora.checkpoint import OpenSoraFiles, find_files
+from everyframe.families.opensora.components import (
+    OpenSoraBuilder,
+    components,
+    sent_bytes,
+    token_sizes,
 )
-from everyframe.families.opensora import settle
-from everyframe.families.opensora.checkpoint import Files, find_files
-from everyframe.families.opensora.components import Sizes, components, sent_bytes, token_sizes
 from everyframe.families.opensora.config import STDiT3Config, STDiTConfig
+from everyframe.families.opensora.dry_run import dry_run_calls, memory_savings
 from everyframe.families.opensora.options import OpenSoraOptions
-from everyframe.families.opensora.rehearsals import rehearsals, savings
 from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConfig
-from everyframe.families.sources import Source
-from everyframe.families.staged import StagedModel
-from everyframe.parallel.grid import Deal, Grid
+from everyframe.parallel.token_partition import TokenGrid, TokenPartition
+from everyframe.runtime.interface import (
+    Component,
+    DryRunCall,
+    MemorySaving,
+    RankShare,
+    Stage,
+    VideoGroup,
+)
+from everyframe.runtime.model_spec import ComponentSource, NativeModelSpec
+from everyframe.runtime.rank_shares import grid_share
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from everyframe.checkpoints.strict import KeyMap
-    from everyframe.parallel.team import Teams
+    from everyframe.checkpoints.strict_load import KeyMap
+    from everyframe.parallel.communicator import ParallelContext
 
 #: T5 v1.1 XXL's encoder, for plans made before it is fetched.
 _T5_XXL: Mapping[str, Any] = {
@@ -55,10 +59,10 @@ _RELEASED_1_0 = {256: ((16, 32, 32), 0.5), 512: ((16, 64, 64), 1.0)}
 
 
 @dataclass(frozen=True)
-class OpenSoraModel(StagedModel[OpenSoraOptions, Files, Sizes]):
+class OpenSoraSpec(NativeModelSpec[OpenSoraOptions, OpenSoraFiles, OpenSoraBuilder]):
     """One checkpoint of this family, its configs read and its weights not."""
 
-    facts: settle.Facts
+    facts: request_settings.OpenSoraFacts
     led = ("text_encoder",)
     ways = ("",)
     in_step = True
@@ -71,26 +75,26 @@ class OpenSoraModel(StagedModel[OpenSoraOptions, Files, Sizes]):
 
     def settle(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
         """Every value of the request settled, and notes."""
-        return settle.settle(self.facts, request, self.options, seed)
+        return request_settings.resolve_settings(self.facts, request, self.options, seed)
 
     def unread(self, settings: Settings) -> tuple[str, ...]:
         """What T5 has no room for."""
         place = self.files.tokenizer.path
         if place is None:
             return ()
-        from everyframe.families.opensora.tokens import load_tokenizer, read_prompts
+        from everyframe.families.opensora.prompt_tokens import load_tokenizer, read_prompts
 
         most = self.sizes.denoiser.model_max_length
         cuts = [cut for _, cut in read_prompts(load_tokenizer(place), settings, most) if cut]
         if not cuts:
             return ()
-        from everyframe.families.telling import prompt_was_cut
+        from everyframe.runtime.repairs import prompt_truncated_note
 
-        return tuple(prompt_was_cut(cut).text for cut in cuts)
+        return tuple(prompt_truncated_note(cut).text for cut in cuts)
 
     def smaller(self, settings: Settings) -> Iterator[Settings]:
         """Settings like these that need less memory."""
-        return settle.smaller(self.facts, settings)
+        return request_settings.smaller_settings(self.facts, settings)
 
     def components(self, settings: Settings) -> tuple[Component, ...]:
         """Text encoder, denoiser, autoencoder."""
@@ -98,66 +102,70 @@ class OpenSoraModel(StagedModel[OpenSoraOptions, Files, Sizes]):
         prefers = str(self.facts.defaults.get("dtype", "bfloat16"))
         return components(self.sizes, sources, prefers)
 
-    def rehearsals(self, settings: Settings) -> tuple[Rehearsal, ...]:
+    def rehearsals(self, settings: Settings) -> tuple[DryRunCall, ...]:
         """A call of every stage."""
-        return rehearsals(self.sizes, self.facts, settings)
+        return dry_run_calls(self.sizes, self.facts, settings)
 
     def num_branches(self, settings: Settings) -> int:
         """With guidance two, the text and none of it."""
         return 1 if settings.guidance_scale == 1 else 2
 
-    def rank_part(self, settings: Settings, crew: Crew, rank: int, element_bytes: int) -> RankPart:
+    def rank_part(
+        self, settings: Settings, crew: VideoGroup, rank: int, element_bytes: int
+    ) -> RankShare:
         """Columns and, for attention in space, rows; what is sent for that and at the end."""
-        grid = Grid(self.num_branches(settings), *token_sizes(self.sizes, settings))
-        deal = Deal(grid, crew.weights, crew.groups)
-        return dealt_part(deal, rank, sent_bytes(self.sizes.denoiser, deal, rank, element_bytes))
+        grid = TokenGrid(self.num_branches(settings), *token_sizes(self.sizes, settings))
+        deal = TokenPartition(grid, crew.weights, crew.groups)
+        return grid_share(deal, rank, sent_bytes(self.sizes.denoiser, deal, rank, element_bytes))
 
-    def shared_rehearsals(self, settings: Settings, teams: Teams) -> tuple[Rehearsal, ...]:
+    def shared_rehearsals(
+        self, settings: Settings, teams: ParallelContext
+    ) -> tuple[DryRunCall, ...]:
         """A call of every stage as one of several ranks makes it."""
-        return rehearsals(self.sizes, self.facts, settings, teams.team, teams.groups)
+        return dry_run_calls(self.sizes, self.facts, settings, teams.team, teams.groups)
 
-    def savings(self, component: str, settings: Settings) -> Iterator[Saving]:
+    def savings(self, component: str, settings: Settings) -> Iterator[MemorySaving]:
         """Ways to run a component in less memory."""
-        return savings(self.sizes, component, settings)
+        return memory_savings(self.sizes, component, settings)
 
-    def fetched(self) -> OpenSoraModel:
+    def fetched(self) -> OpenSoraSpec:
         """The same model with all of its files on this disk."""
         return _model(self.name, self.files.fetched(), self.options, self.title)
 
     def weights(self, component: str) -> tuple[Path, KeyMap]:
         """Where a component's weights are, and how their names become the module's."""
-        from everyframe.families.opensora.weights import keys_of
+        from everyframe.families.opensora.checkpoint import keys_of
 
         return self.files.weights(component), keys_of(component, self.files.version)
 
-    def shared_stages(self, plan: Plan, clip: int, teams: Teams) -> Sequence[Stage]:
+    def shared_stages(self, plan: Plan, clip: int, teams: ParallelContext) -> Sequence[Stage]:
         """Text once, then for each clip: given frames if there are any, denoise, decode."""
-        from everyframe.families.opensora.decoding import DecodeStage
         from everyframe.families.opensora.stages import (
+            ConditioningStage,
+            DecodeStage,
             DenoiseStage,
-            GivenStage,
-            Job,
-            TextStage,
+            OpenSoraContext,
+            TextEncodeStage,
         )
 
-        job = Job(plan, self, teams, clip)
-        stages: list[Stage] = [TextStage(job)] if clip == 0 else []
+        job = OpenSoraContext(plan, self, teams, clip)
+        stages: list[Stage] = [TextEncodeStage(job)] if clip == 0 else []
         given = plan.settings.given_frames
         if job.goes_on() or "image" in given or (
             "last_image" in given and clip == plan.settings.chain - 1
         ):  # fmt: skip
-            stages.append(GivenStage(job))
+            stages.append(ConditioningStage(job))
         return [*stages, DenoiseStage(job), DecodeStage(job)]
 
 
-class OpenSora:
+class OpenSoraFamily:
     """The family object of the registry."""
 
     name = "opensora"
     title = "Open-Sora 1.0 and 1.2"
     options: type[FamilyOptions] = OpenSoraOptions
 
-    def recognise(self, location: Location, options: FamilyOptions) -> OpenSoraModel | None:
+    def recognise(self, location: Location, options: FamilyOptions) -> OpenSoraSpec | None:
         """The model at that place if it is an Open-Sora, by names and configs alone."""
         assert isinstance(options, OpenSoraOptions)
         files = find_files(location, options)
@@ -168,13 +176,13 @@ class OpenSora:
 
 
 def _model(
-    name: str, files: Files, options: OpenSoraOptions, title: str | None = None
-) -> OpenSoraModel:
+    name: str, files: OpenSoraFiles, options: OpenSoraOptions, title: str | None = None
+) -> OpenSoraSpec:
     denoiser, side = _denoiser_config(files, name)
     vae = _vae_config(files)
-    sizes = Sizes(denoiser, vae, files.text_encoder.config() or _T5_XXL)
+    sizes = OpenSoraBuilder(denoiser, vae, files.text_encoder.config() or _T5_XXL)
     _check_fit(sizes)
-    facts = settle.Facts(
+    facts = request_settings.OpenSoraFacts(
         version=files.version,
         title=title or f"Open-Sora {files.version} ({PurePath(name).name})",
         vae=vae,
@@ -184,10 +192,12 @@ def _model(
         and bool(files.defaults.get("has_scores", not files.defaults)),
         square=side,
     )
-    return OpenSoraModel(name, options, files, sizes, facts)
+    return OpenSoraSpec(name, options, files, sizes, facts)
 
 
-def _denoiser_config(files: Files, name: str) -> tuple[STDiTConfig | STDiT3Config, int | None]:
+def _denoiser_config(
+    files: OpenSoraFiles, name: str
+) -> tuple[STDiTConfig | STDiT3Config, int | None]:
     config = files.denoiser.config()
     if files.version == "1.2":
         return (STDiT3Config.from_json(config) if config else STDiT3Config()), None
@@ -199,13 +209,13 @@ def _denoiser_config(files: Files, name: str) -> tuple[STDiTConfig | STDiT3Confi
     return STDiTConfig(input_size=input_size, space_scale=space_scale), side
 
 
-def _side(denoiser: Source, name: str) -> int:
+def _side(denoiser: ComponentSource, name: str) -> int:
     """1.0's square by the length of the position table in the file, else by its name.
 
     A folder's name does not count: it may hold both.
     """
     if denoiser.path is not None:
-        from everyframe.checkpoints.tensors import open_checkpoint
+        from everyframe.checkpoints.tensor_file import open_checkpoint
 
         tensors = open_checkpoint(denoiser.path)
         if "pos_embed" in tensors:
@@ -221,14 +231,14 @@ def _side(denoiser: Source, name: str) -> int:
     )
 
 
-def _vae_config(files: Files) -> ImageVAEConfig | VideoVAEConfig:
+def _vae_config(files: OpenSoraFiles) -> ImageVAEConfig | VideoVAEConfig:
     config = files.vae.config()
     if files.version == "1.0":
         return ImageVAEConfig.from_json(config) if config else ImageVAEConfig()
     return VideoVAEConfig.from_json(config) if config else VideoVAEConfig()
 
 
-def _check_fit(sizes: Sizes) -> None:
+def _check_fit(sizes: OpenSoraBuilder) -> None:
     """Parts of different models, put together by options, are told before anything is loaded."""
     pairs = (
         ("latent channels", "autoencoder", sizes.vae.latent_channels, sizes.denoiser.in_channels),
@@ -242,4 +252,4 @@ def _check_fit(sizes: Sizes) -> None:
             )
 
 
-OPEN_SORA = OpenSora()
+OPEN_SORA = OpenSoraFamily()

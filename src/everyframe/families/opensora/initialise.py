@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from everyframe.families.opensora.blocks import (
+from everyframe.families.opensora.layers import (
     CaptionEmbedder,
     CrossAttention,
     FinalLayer,

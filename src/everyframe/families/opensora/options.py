@@ -6,7 +6,7 @@ Read next: `family.py`, which says which version takes which.
 from __future__ import annotations
 
 from everyframe.core.options import FamilyOptions, option
-from everyframe.families.shared_options import truncate_prompt_option
+from everyframe.runtime.shared_options import truncate_prompt_option
 
 
 class OpenSoraOptions(FamilyOptions):

@@ -8,7 +8,8 @@ branches of guidance come apart by themselves where there is a rank for each.
 
 What is exchanged is in the precision that the next product would cast it to anyhow. Nothing is
 padded and no sum is parted, so in exact arithmetic the result is that of one device.
-Read next: `everyframe.parallel.grid`, `everyframe.parallel.switch`, `everyframe.parallel.shared`.
+Read next: `everyframe.parallel.token_partition`, `everyframe.parallel.redistribute`,
+`everyframe.parallel.sharded_modules`.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from everyframe.families.opensora.blocks import Axis, CrossAttention, SelfAttention, token_grid
-from everyframe.families.opensora.model import STDiT, STDiT3
-from everyframe.families.sharded import Sharded
-from everyframe.ops.modulation import GatedAdd, Modulate, PickFrames
-from everyframe.parallel.grid import Grid
-from everyframe.parallel.shared import CorePerSegment
-from everyframe.parallel.team import Team
-from everyframe.precision.raising import narrowest
+from everyframe.families.opensora.components import STDiT, STDiT3
+from everyframe.families.opensora.layers import Axis, CrossAttention, SelfAttention, token_grid
+from everyframe.ops.modulation import GatedAdd, Modulate, SelectByFrame
+from everyframe.parallel.communicator import Communicator
+from everyframe.parallel.sharded_modules import CrossAttentionPerSample
+from everyframe.parallel.token_partition import TokenGrid
+from everyframe.precision.upcast import narrowest
+from everyframe.runtime.model_sharding import ShardedDenoiser
 
 #: Modules without parameters that take the stream (so many times) and then tables of each sample.
-_STREAMS: dict[type[nn.Module], int] = {Modulate: 1, GatedAdd: 2, PickFrames: 2}
+_STREAMS: dict[type[nn.Module], int] = {Modulate: 1, GatedAdd: 2, SelectByFrame: 2}
 
 
-def apply(model: STDiT | STDiT3, team: Team, groups: int = 1) -> Sharding:
+def apply(model: STDiT | STDiT3, team: Communicator, groups: int = 1) -> Sharding:
     """Put `model` on the ranks of `team`; each must call it in the same order with the same input.
 
     With `groups` above 1 the batch is parted into so many first, each with ranks of its own.
@@ -38,12 +39,12 @@ def apply(model: STDiT | STDiT3, team: Team, groups: int = 1) -> Sharding:
     return Sharding(model, team, groups)
 
 
-class Sharding(Sharded):
+class Sharding(ShardedDenoiser):
     """What `apply` has put on a denoiser; `remove` takes it off."""
 
     stream_dim = 2
 
-    def __init__(self, model: STDiT | STDiT3, team: Team, groups: int) -> None:
+    def __init__(self, model: STDiT | STDiT3, team: Communicator, groups: int) -> None:
         super().__init__(model, team, groups)
         self._patch_size = model.config.patch_size
         self._handles += [
@@ -57,13 +58,13 @@ class Sharding(Sharded):
                 self._handles.append(part.register_forward_hook(self._to_columns))
             self._swap_streams(part, _STREAMS)
             if isinstance(part, CrossAttention):
-                core = CorePerSegment(part.core, self._segments, self._frames)
+                core = CrossAttentionPerSample(part.core, self._segments, self._frames)
                 self._swap(part, "core", core)
 
-    def _grid_of(self, x_BCTHW: Tensor) -> Grid:
+    def _grid_of(self, x_BCTHW: Tensor) -> TokenGrid:
         batch, _, *size = x_BCTHW.shape
         frames, rows, columns = token_grid((size[0], size[1], size[2]), self._patch_size)
-        return Grid(batch, frames, rows * columns)
+        return TokenGrid(batch, frames, rows * columns)
 
     def _frames(self) -> int:
         return self.switch.deal.grid.frames

@@ -1,4 +1,4 @@
-"""The stages of an Open-Sora run: text, given frames, denoising; `decoding.py` has the last.
+"""The stages of an Open-Sora run: text, given frames, denoising; `stages.py` has the last.
 
 Each loads one component, works on every take with it and lets go of it when its generator ends, so
 that memory peaks at the largest stage and not at the sum. Upstream's loop is `scripts/inference.py`
@@ -15,29 +15,27 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from everyframe.core.events import Event
-from everyframe.families import coding, job
-from everyframe.families.denoising import GuardedDenoiser
-from everyframe.families.family import Take
-from everyframe.families.guarding import Guard
+from everyframe.core.events import Event, FramesDecoded
 from everyframe.families.opensora import sharding
-from everyframe.families.opensora.coding import encoded
-from everyframe.families.opensora.denoise import Denoiser, Text, timesteps_of
-from everyframe.families.opensora.family import OpenSoraModel
-from everyframe.families.opensora.model import STDiT, STDiT3
-from everyframe.families.opensora.settle import PIECE, known_frames
+from everyframe.families.opensora.components import STDiT, STDiT3
+from everyframe.families.opensora.denoiser import Denoiser, PromptEmbeds, timesteps_of
+from everyframe.families.opensora.family import OpenSoraSpec
+from everyframe.families.opensora.prompt_tokens import load_tokenizer
+from everyframe.families.opensora.settings import PIECE, known_frames
 from everyframe.families.opensora.text import TextEmbedding, embed, tokens_of
-from everyframe.families.opensora.tokens import load_tokenizer
-from everyframe.families.opensora.vae import ImageVAE, VideoVAE
+from everyframe.families.opensora.vae import FrameChunk, ImageVAE, VideoVAE, decode_frames, encoded
 from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConfig
-from everyframe.families.stepping import denoised_in_step
-from everyframe.families.telling import prompt_was_cut
-from everyframe.samplers import iddpm, noise, rflow
-from everyframe.samplers.step import Step as SamplerStep
+from everyframe.runtime import stages
+from everyframe.runtime.guard import Guard
+from everyframe.runtime.interface import VideoState
+from everyframe.runtime.repairs import prompt_truncated_note
+from everyframe.runtime.stages import DecodePieces, GuardedDenoiser, run_sharded_denoising
+from everyframe.samplers import iddpm, noise, rectified_flow
+from everyframe.samplers.base import Step as SamplerStep
 
 
 @dataclass(frozen=True)
-class Job(job.Job[OpenSoraModel]):
+class OpenSoraContext(stages.StageContext[OpenSoraSpec]):
     """What all stages of one clip share: the plan, the model, the ranks, and which clip."""
 
     clip: int = 0
@@ -51,7 +49,7 @@ class Job(job.Job[OpenSoraModel]):
         """Whether this clip begins with frames of the clip before it or of a given video."""
         return self.clip > 0 or "extend" in self.settings.given_frames
 
-    def before(self, take: Take) -> Tensor | None:
+    def before(self, take: VideoState) -> Tensor | None:
         """The frames (T, H, W, 3) in 0..1 that this clip goes on from, if it goes on from any.
 
         One frame where there are fewer than `known_frames` wants: a given video may be short.
@@ -61,7 +59,7 @@ class Job(job.Job[OpenSoraModel]):
         frames = take.tail
         if self.clip == 0:
             assert take.given.source is not None
-            frames = coding.as_floats(take.given.source[-PIECE:])
+            frames = stages.as_floats(take.given.source[-PIECE:])
         wanted = known_frames(self.model.facts, self.settings)[0]
         tail: Tensor = frames[-wanted:] if len(frames) >= wanted else frames[-1:]
         return tail
@@ -74,10 +72,10 @@ class Job(job.Job[OpenSoraModel]):
 
 
 @dataclass(frozen=True)
-class TextStage:
+class TextEncodeStage:
     """Prompt and negative prompt through T5, once for all takes."""
 
-    job: Job
+    job: OpenSoraContext
     name: str = "text"
     component: str = "text_encoder"
     goes_on: bool = False
@@ -86,33 +84,33 @@ class TextStage:
         """One a prompt."""
         return 1 + (self.job.settings.negative_prompt is not None)
 
-    def run(self, takes: Sequence[Take]) -> Iterator[Event]:
+    def run(self, takes: Sequence[VideoState]) -> Iterator[Event]:
         """Fill each take's `text`: one rank encodes, the others are told."""
         world = self.job.teams.world
-        told = yield from coding.from_lead(world, self._encoded(takes), "the text is handed on")
+        told = yield from stages.on_lead_rank(world, self._encoded(takes), "the text is handed on")
         texts = [TextEmbedding(*each) for each in zip(told[::2], told[1::2], strict=True)]
-        text = Text(texts[0], texts[1] if len(texts) > 1 else None)
+        text = PromptEmbeds(texts[0], texts[1] if len(texts) > 1 else None)
         for take in takes:
             take.text = text
 
-    def _encoded(self, takes: Sequence[Take]) -> Generator[Event, None, list[Tensor]]:
+    def _encoded(self, takes: Sequence[VideoState]) -> Generator[Event, None, list[Tensor]]:
         job, model = self.job, self.job.model
         place = model.files.tokenizer.path
         assert place is not None, "asked before it was fetched"
         # Tokens first: a prompt that is too long is told before gigabytes are read.
         tokenizer, length = load_tokenizer(place), model.sizes.denoiser.model_max_length
         tokens = tokens_of(tokenizer, job.settings, length)
-        yield from (prompt_was_cut(cut) for *_, cut in tokens if cut)
+        yield from (prompt_truncated_note(cut) for *_, cut in tokens if cut)
         encoder = yield from job.loaded(self.component)
         guard = job.guard(self.name, {self.component: encoder})
         device = job.device(self.component)
         calls = [partial(embed, encoder, ids, mask, device) for ids, mask, _ in tokens]
-        texts = yield from coding.encoded_once(self.name, guard, takes, calls)
+        texts = yield from stages.encode_once(self.name, guard, takes, calls)
         return [tensor for each in texts for tensor in (each.hidden, each.mask)]
 
 
 @dataclass(frozen=True)
-class Known:
+class ConditioningLatents:
     """Given frames as latents (1, C, T, h, w), and mask (1, T): 1 make, 0 keep, between edit."""
 
     latents: Tensor
@@ -120,10 +118,10 @@ class Known:
 
 
 @dataclass(frozen=True)
-class GivenStage:
+class ConditioningStage:
     """Given pictures, and the end of the clip before, through the autoencoder's encoder."""
 
-    job: Job
+    job: OpenSoraContext
     name: str = "given frames"
     component: str = "vae"
     goes_on: bool = False
@@ -132,21 +130,25 @@ class GivenStage:
         """One a take."""
         return num_takes
 
-    def run(self, takes: Sequence[Take]) -> Iterator[Event]:
+    def run(self, takes: Sequence[VideoState]) -> Iterator[Event]:
         """Fill each take's `known`: one rank encodes, those that share its videos are told."""
         team = self.job.teams.team
-        told = yield from coding.from_lead(team, self._encoded(takes), "given frames are handed on")
+        told = yield from stages.on_lead_rank(
+            team, self._encoded(takes), "given frames are handed on"
+        )
         for take, *known in zip(takes, told[::2], told[1::2], strict=True):
-            take.known = Known(*known)
+            take.known = ConditioningLatents(*known)
 
-    def _encoded(self, takes: Sequence[Take]) -> Generator[Event, None, list[Tensor]]:
+    def _encoded(self, takes: Sequence[VideoState]) -> Generator[Event, None, list[Tensor]]:
         vae = yield from self.job.loaded(self.component)
         guard = self.job.guard(self.name, {self.component: vae})
         encode = partial(self._known, vae, guard)
-        known = yield from coding.encoded_each(self.name, guard, takes, encode)
+        known = yield from stages.encode_per_video(self.name, guard, takes, encode)
         return [tensor for each in known for tensor in (each.latents, each.mask)]
 
-    def _known(self, vae: ImageVAE | VideoVAE, guard: Guard, take: Take) -> Known:
+    def _known(
+        self, vae: ImageVAE | VideoVAE, guard: Guard, take: VideoState
+    ) -> ConditioningLatents:
         job = self.job
         encode = partial(self._encode, vae, guard)
         shape = job.latent_shape()
@@ -158,17 +160,17 @@ class GivenStage:
             latents[:, :, : encoded.shape[2]] = encoded
             mask[:, : encoded.shape[2]] = job.settings.edit_strength
         elif take.given.first is not None:
-            latents[:, :, :1] = encode(coding.as_floats(take.given.first))
+            latents[:, :, :1] = encode(stages.as_floats(take.given.first))
             mask[:, :1] = job.settings.edit_strength
         if take.given.last is not None and job.clip == job.settings.chain - 1:
             # The last latent frame holds the last four frames of a piece and what came before
             # them. Upstream snaps a lone picture to the beginning of a piece, where it is not the
             # last frame; a piece that stands still ends in one that is.
             last_piece = job.vae.pieces(job.settings.num_frames)[-1].num_frames
-            still = encode(coding.as_floats(take.given.last), last_piece)
+            still = encode(stages.as_floats(take.given.last), last_piece)
             latents[:, :, -1:] = still[:, :, -1:]
             mask[:, -1:] = job.settings.edit_strength
-        return Known(latents, mask)
+        return ConditioningLatents(latents, mask)
 
     def _encode(
         self,
@@ -190,7 +192,7 @@ class GivenStage:
 class DenoiseStage:
     """Noise becomes latents: the sampler, guidance and the denoiser."""
 
-    job: Job
+    job: OpenSoraContext
     name: str = "denoise"
     component: str = "denoiser"
     goes_on: bool = True
@@ -199,15 +201,17 @@ class DenoiseStage:
         """The sampler's steps for each take."""
         return num_takes * self.job.settings.num_inference_steps
 
-    def run(self, takes: Sequence[Take]) -> Iterator[Event]:
+    def run(self, takes: Sequence[VideoState]) -> Iterator[Event]:
         """Fill each take's `latents`."""
         job, teams = self.job, self.job.teams
         model = yield from job.loaded(self.component)
         put_on = sharding.apply(model, teams.team, teams.groups)
         sample = partial(self._sample, model)
-        yield from denoised_in_step(self, job, model, put_on, takes, sample)
+        yield from run_sharded_denoising(self, job, model, put_on, takes, sample)
 
-    def _sample(self, model: STDiT | STDiT3, guard: Guard, take: Take) -> Iterator[SamplerStep]:
+    def _sample(
+        self, model: STDiT | STDiT3, guard: Guard, take: VideoState
+    ) -> Iterator[SamplerStep]:
         job, settings, facts = self.job, self.job.settings, self.job.model.facts
         device = job.device(self.component)
         shape = job.latent_shape()
@@ -232,9 +236,84 @@ class DenoiseStage:
             return
         timesteps = timesteps_of(settings, facts)
         if take.known is None:
-            yield from rflow.sample(denoise, x, timesteps, start=start)
+            yield from rectified_flow.sample(denoise, x, timesteps, start=start)
             return
         mask = take.known.mask.to(device)
         if not start:
             x = torch.where(mask[:, None, :, None, None] == 1, x, take.known.latents.to(device))
-        yield from rflow.sample_masked(denoise, x, timesteps, mask, fresh, start=start)
+        yield from rectified_flow.sample_masked(denoise, x, timesteps, mask, fresh, start=start)
+
+
+@dataclass(frozen=True)
+class DecodeStage:
+    """Latents become frames, in the pieces that the autoencoder was trained on."""
+
+    job: OpenSoraContext
+    name: str = "decode"
+    component: str = "vae"
+    goes_on: bool = False
+
+    def num_steps(self, num_takes: int) -> int:
+        """One a piece."""
+        return num_takes * len(self.job.vae.pieces(self.job.settings.num_frames))
+
+    def run(self, takes: Sequence[VideoState]) -> Iterator[Event]:
+        """Yield the frames of each take that are new, and keep the end for the clip after.
+
+        Several ranks deal out the pieces; all frames come to their first one.
+        """
+        job, team = self.job, self.job.teams.team
+        vae = yield from job.loaded(self.component)
+        guard = job.guard(self.name, {self.component: vae})
+        for place, take in enumerate(takes):
+            if job.clip == 0 and take.given.source is not None:
+                # Piece by piece: a long source as floats would be larger than any stage.
+                for start in range(0, len(take.given.source), PIECE):
+                    source = stages.as_floats(take.given.source[start : start + PIECE])
+                    yield FramesDecoded(take.seed, len(source), source.numpy())
+            before = job.before(take) if team.is_lead else None
+            new = _New(0 if before is None else len(before))
+            pieces = self._pieces(vae, guard, take, new)
+            yield from stages.decode_pieces(self.name, takes, place, guard, team, pieces)
+            # Only where a clip follows: these are floats, one lot for each of many videos.
+            follows = job.clip + 1 < job.settings.chain
+            take.tail = torch.cat(new.tail)[-PIECE:] if follows and new.tail else None
+
+    def _pieces(
+        self, vae: ImageVAE | VideoVAE, guard: Guard, take: VideoState, new: _New
+    ) -> DecodePieces:
+        latents = take.latents.to(self.job.device(self.component))
+        given = (take.given.first, take.given.last, take.given.source)
+        is_asked = any(each is not None and each.min() == each.max() for each in given)
+        pieces = vae.pieces(self.job.settings.num_frames)
+
+        def decode(number: int, step: int) -> Tensor:
+            call = partial(_decoded, vae, guard, latents, pieces[number])
+            return stages.as_frames(guard.decoded(step, call, latents, is_asked=is_asked))
+
+        return DecodePieces(len(pieces), decode, new.of)
+
+
+class _New:
+    """The frames of a clip without the first `skip`, which are the clip's before; and its `tail`.
+
+    That is the last two pieces, in which the frames lie that a clip after it goes on from.
+    """
+
+    def __init__(self, skip: int) -> None:
+        self._skip = skip
+        self.tail: list[Tensor] = []
+
+    def of(self, _: int, piece_THWC: Tensor) -> Tensor:
+        """Those of the next piece."""
+        self.tail = [*self.tail, piece_THWC][-2:]
+        new = piece_THWC[min(self._skip, len(piece_THWC)) :]
+        self._skip -= len(piece_THWC) - len(new)
+        return new
+
+
+def _decoded(vae: ImageVAE | VideoVAE, guard: Guard, latents: Tensor, piece: FrameChunk) -> Tensor:
+    """The pixels (T, C, H, W) of one piece."""
+    # As it was planned, or in less where memory ran out.
+    pixels = decode_frames(vae, latents, piece, guard.settings)
+    return rearrange(pixels[0], "c t h w -> t c h w")

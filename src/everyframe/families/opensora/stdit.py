@@ -13,7 +13,9 @@ from typing import ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from everyframe.families.opensora.blocks import (
+from everyframe.families.opensora.config import STDiTConfig
+from everyframe.families.opensora.initialise import initialise_stdit
+from everyframe.families.opensora.layers import (
     MLP,
     Axis,
     CaptionEmbedder,
@@ -25,15 +27,17 @@ from everyframe.families.opensora.blocks import (
     token_grid,
     unpatchify,
 )
-from everyframe.families.opensora.config import STDiTConfig
-from everyframe.families.opensora.context import build_context, cut_to_longest
-from everyframe.families.opensora.initialise import initialise_stdit
-from everyframe.families.opensora.inputs import check_latents, per_sample
-from everyframe.families.text_context import KeysValues, TextContext
-from everyframe.ops.dtypes import at_least_float32
+from everyframe.families.opensora.model_inputs import (
+    build_context,
+    check_latents,
+    cut_to_longest,
+    per_sample,
+)
+from everyframe.ops.dtypes import upcast_to_float32
+from everyframe.ops.embeddings import sincos_1d, sincos_2d
 from everyframe.ops.modulation import Add, GatedAdd, Modulate, ModulationTables
 from everyframe.ops.norm import LayerNorm
-from everyframe.ops.positions import sincos_1d, sincos_2d
+from everyframe.ops.text_context import KeysValues, TextContext
 
 
 class STDiTBlock(nn.Module):
@@ -133,7 +137,7 @@ class STDiT(nn.Module):
         """
         latent_size = check_latents(x, self.config.in_channels, context)
         grid = token_grid(latent_size, self.config.patch_size)
-        x_BTSC = at_least_float32(self.x_embedder(x))
+        x_BTSC = upcast_to_float32(self.x_embedder(x))
         dtype, device = x_BTSC.dtype, x.device
         x_BTSC = self.add_positions(x_BTSC, self._space_positions(grid, dtype, device))
 
@@ -146,7 +150,7 @@ class STDiT(nn.Module):
             told = time_positions if i == 0 else None
             x_BTSC = block(x_BTSC, t_B16C, text, context.mask, told)
         out = self.final_layer(x_BTSC, t_BC)
-        return at_least_float32(unpatchify(out, grid, self.config.patch_size, latent_size))
+        return upcast_to_float32(unpatchify(out, grid, self.config.patch_size, latent_size))
 
     def _space_positions(
         self, grid: tuple[int, int, int], dtype: torch.dtype, device: torch.device

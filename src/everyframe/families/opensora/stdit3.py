@@ -14,7 +14,9 @@ from typing import ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from everyframe.families.opensora.blocks import (
+from everyframe.families.opensora.config import STDiT3Config
+from everyframe.families.opensora.initialise import initialise_stdit3
+from everyframe.families.opensora.layers import (
     MLP,
     Axis,
     CaptionEmbedder,
@@ -26,16 +28,20 @@ from everyframe.families.opensora.blocks import (
     token_grid,
     unpatchify,
 )
-from everyframe.families.opensora.config import STDiT3Config
-from everyframe.families.opensora.context import build_context, cut_to_longest
-from everyframe.families.opensora.initialise import initialise_stdit3
-from everyframe.families.opensora.inputs import check_latents, frames_mask, numbers, per_sample
-from everyframe.families.text_context import KeysValues, TextContext
-from everyframe.ops.dtypes import at_least_float32
+from everyframe.families.opensora.model_inputs import (
+    build_context,
+    check_latents,
+    cut_to_longest,
+    frames_mask,
+    numbers,
+    per_sample,
+)
+from everyframe.ops.dtypes import upcast_to_float32
+from everyframe.ops.embeddings import sincos_2d
 from everyframe.ops.modulation import Add, GatedAdd, Modulate, ModulationTables
 from everyframe.ops.norm import LayerNorm
-from everyframe.ops.positions import sincos_2d
 from everyframe.ops.rope import RotaryEmbedding, RotaryTable
+from everyframe.ops.text_context import KeysValues, TextContext
 
 
 class STDiT3Block(nn.Module):
@@ -156,7 +162,7 @@ class STDiT3(nn.Module):
         latent_size = check_latents(x, self.config.in_channels, context)
         grid = token_grid(latent_size, self.config.patch_size)
         x_mask = frames_mask(x_mask, grid[0], x)
-        x_BTSC = at_least_float32(self.x_embedder(x))
+        x_BTSC = upcast_to_float32(self.x_embedder(x))
         dtype, device = x_BTSC.dtype, x.device
         pixels = numbers(height, "height", x), numbers(width, "width", x)
         positions = self._positions(grid, list(zip(*pixels, strict=True)), dtype, device)
@@ -176,7 +182,7 @@ class STDiT3(nn.Module):
             in_time = i % 2 == 1
             x_BTSC = block(x_BTSC, t_BF6C, text, context.mask, table if in_time else None)
         out = self.final_layer(x_BTSC, t_BC, t0_BC, x_mask)
-        return at_least_float32(unpatchify(out, grid, self.config.patch_size, latent_size))
+        return upcast_to_float32(unpatchify(out, grid, self.config.patch_size, latent_size))
 
     def _positions(
         self,

@@ -1,8 +1,8 @@
 """T5: the tokens of a prompt become hidden states and a mask.
 
 Upstream: `opensora/models/text_encoder/t5.py` (`DeepFloyd/t5-v1_1-xxl`, padded to the model's
-length, attention mask given). The classes come from transformers. Read next: `tokens.py` for how a
-prompt becomes tokens, `stages.py` for who calls this.
+length, attention mask given). The classes come from transformers. Read next: `prompt_tokens.py` for
+how a prompt becomes tokens, `stages.py` for who calls this.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from everyframe.core.errors import CheckpointError
 from everyframe.core.plan import Settings
-from everyframe.families.opensora.tokens import read_prompt, read_prompts
+from everyframe.families.opensora.prompt_tokens import read_prompt, read_prompts
 
 
 @dataclass(frozen=True)

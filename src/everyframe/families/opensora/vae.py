@@ -24,19 +24,21 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from everyframe.core.errors import CheckpointError, InputError, did_you_mean
-from everyframe.families.latents import LatentSize, Piece
+from everyframe.core.plan import Settings
+from everyframe.families.opensora.temporal_vae import TemporalVAE
 from everyframe.families.opensora.vae_config import (
     ImageVAEConfig,
     TemporalVAEConfig,
     VideoVAEConfig,
 )
-from everyframe.families.opensora.vae_temporal import TemporalVAE
+from everyframe.runtime import tiling
+from everyframe.runtime.request_checks import FrameChunk, LatentSize
 
 __all__ = [
+    "FrameChunk",
     "ImageVAE",
     "ImageVAEConfig",
     "LatentSize",
-    "Piece",
     "TemporalVAE",
     "TemporalVAEConfig",
     "VideoVAE",
@@ -56,7 +58,7 @@ class ImageVAE(nn.Module):
         """Latent frames, rows and columns of a video in pixels."""
         return self.config.latent_size(num_frames, height, width)
 
-    def pieces(self, num_frames: int) -> tuple[Piece, ...]:
+    def pieces(self, num_frames: int) -> tuple[FrameChunk, ...]:
         """The pieces that `decode_pieces` gives."""
         return self.config.pieces(num_frames)
 
@@ -96,7 +98,7 @@ class ImageVAE(nn.Module):
         return (self.decode_piece(latents_BCTHW, piece) for piece in self.pieces(num_frames))
 
     def decode_piece(
-        self, latents_BCTHW: Tensor, piece: Piece, at_once: int | None = None
+        self, latents_BCTHW: Tensor, piece: FrameChunk, at_once: int | None = None
     ) -> Tensor:
         """The pixels of one piece of a video whose latents these are; see `decode_frames`."""
         latents = latents_BCTHW[:, :, piece.latent_start : piece.latent_stop]
@@ -134,7 +136,7 @@ class VideoVAE(nn.Module):
         """Latent frames, rows and columns of a video in pixels."""
         return self.config.latent_size(num_frames, height, width)
 
-    def pieces(self, num_frames: int) -> tuple[Piece, ...]:
+    def pieces(self, num_frames: int) -> tuple[FrameChunk, ...]:
         """The pieces that `decode_pieces` gives."""
         return self.config.pieces(num_frames)
 
@@ -182,7 +184,7 @@ class VideoVAE(nn.Module):
         return (self.decode_piece(latents_BCTHW, piece) for piece in self.pieces(num_frames))
 
     def decode_piece(
-        self, latents_BCTHW: Tensor, piece: Piece, at_once: int | None = None
+        self, latents_BCTHW: Tensor, piece: FrameChunk, at_once: int | None = None
     ) -> Tensor:
         """The pixels of one piece of a video whose latents these are, `at_once` frames a call."""
         latents = latents_BCTHW[:, :, piece.latent_start : piece.latent_stop]
@@ -212,3 +214,45 @@ def _check_frames(
         raise InputError(
             f"a video of {num_frames} frames has {expected} latent frames, but {given} were given"
         )
+
+
+def encoded(
+    vae: ImageVAE | VideoVAE,
+    video_BCTHW: Tensor,
+    settings: Settings,
+    *,
+    still: int | None = None,
+    most_tiles: int | None = None,
+) -> Tensor:
+    """Latents (B, C, T, h, w) of a video in -1..1, float32 on the CPU.
+
+    With `still`, of one frame as if it stood still for so many.
+    """
+    at_once = settings.saving(tiling.FRAMES, 0) or None
+
+    def encode(part: Tensor) -> Tensor:
+        if still is not None:
+            return vae.encode_still(part, still)
+        return vae.encode(part, at_once=at_once)
+
+    factor, side = vae.config.spatial_factor, settings.saving(tiling.ENCODE, 0)
+    latents = tiling.encode_in_tiles(encode, video_BCTHW, factor, side, most=most_tiles)
+    return latents.to("cpu", torch.float32)
+
+
+def decode_frames(
+    vae: ImageVAE | VideoVAE,
+    latents_BCTHW: Tensor,
+    piece: FrameChunk,
+    settings: Settings,
+    *,
+    most_tiles: int | None = None,
+) -> Tensor:
+    """The pixels (B, 3, T, H, W) around -1..1 of one piece of a video whose latents these are."""
+    at_once = settings.saving(tiling.FRAMES, 0) or None
+
+    def decode(part: Tensor) -> Tensor:
+        return vae.decode_piece(part, piece, at_once)
+
+    side = settings.saving(tiling.DECODE, 0)
+    return tiling.decode_in_tiles(decode, latents_BCTHW, side, most=most_tiles)

@@ -17,7 +17,7 @@ from typing import Any
 
 from everyframe.checkpoints.folder import without_notes
 from everyframe.core.errors import CheckpointError, InputError, did_you_mean
-from everyframe.families.latents import LatentSize, Piece
+from everyframe.runtime.request_checks import FrameChunk, LatentSize
 
 SDXL_VAE_SIZES: Mapping[str, Any] = {
     "in_channels": 3,
@@ -135,10 +135,10 @@ class ImageVAEConfig:
         """Latent frames, rows and columns of a video in pixels; sizes are rounded down."""
         return _latent_size(self, num_frames, height, width)
 
-    def pieces(self, num_frames: int) -> tuple[Piece, ...]:
+    def pieces(self, num_frames: int) -> tuple[FrameChunk, ...]:
         """The pieces that a video of `num_frames` is decoded in, in order."""
         return tuple(
-            Piece(start, stop, start, stop)
+            FrameChunk(start, stop, start, stop)
             for start, stop in _runs(num_frames, self.micro_batch_size)
         )
 
@@ -200,7 +200,7 @@ class VideoVAEConfig:
         """Latent frames, rows and columns of a video in pixels; sizes are rounded down."""
         return _latent_size(self, num_frames, height, width)
 
-    def pieces(self, num_frames: int) -> tuple[Piece, ...]:
+    def pieces(self, num_frames: int) -> tuple[FrameChunk, ...]:
         """The pieces that a video of `num_frames` is coded in, in order; the last may be shorter.
 
         Latent frames alone do not say how many frames a last piece has (6 to 8 of them give the
@@ -209,7 +209,7 @@ class VideoVAEConfig:
         pieces, latent = [], 0
         for start, stop in _runs(num_frames, self.micro_frame_size or num_frames):
             end = latent + self.temporal.latent_frames(stop - start)
-            pieces.append(Piece(start, stop, latent, end))
+            pieces.append(FrameChunk(start, stop, latent, end))
             latent = end
         return tuple(pieces)
 

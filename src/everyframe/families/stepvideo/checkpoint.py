@@ -11,14 +11,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 
-from everyframe.checkpoints.find import Location, find_part
 from everyframe.checkpoints.folder import read_json
-from everyframe.checkpoints.known import STEP_VIDEO_PARTS
-from everyframe.checkpoints.part import Part
+from everyframe.checkpoints.hub_part import HubPart
+from everyframe.checkpoints.locate import Location, find_part
+from everyframe.checkpoints.model_zoo import STEP_VIDEO_PARTS
+from everyframe.checkpoints.strict_load import KeyMap
 from everyframe.core.errors import CheckpointError, InputError
-from everyframe.core.paths import path_of
-from everyframe.families import sources
-from everyframe.families.sources import Source
+from everyframe.core.paths import expand_path
+from everyframe.runtime import model_spec
+from everyframe.runtime.model_spec import ComponentSource
 
 PIPELINE, DENOISER = "StepVideoPipeline", "StepVideoModel"
 #: Where each component lies in upstream's folder.
@@ -33,10 +34,10 @@ CLIP_ENCODER, CLIP_TOKENIZER = "clip_text_encoder", "tokenizer"
 
 
 @dataclass(frozen=True)
-class Files:
+class StepVideoFiles:
     """The sources of one model by component, and whether it is the turbo variant."""
 
-    sources: Mapping[str, Source]
+    sources: Mapping[str, ComponentSource]
     is_turbo: bool
 
     def folder(self, component: str) -> Path:
@@ -54,14 +55,14 @@ class Files:
 
     def missing(self) -> tuple[str, ...]:
         """What must be fetched first, a line each."""
-        return sources.missing(self.sources.values())
+        return model_spec.missing(self.sources.values())
 
-    def fetched(self) -> Files:
+    def fetched(self) -> StepVideoFiles:
         """The same parts with all files on this disk."""
-        return replace(self, sources=sources.fetched(self.sources, _of_part))
+        return replace(self, sources=model_spec.downloaded(self.sources, _of_part))
 
 
-def find_files(location: Location, base: str | None) -> Files | None:
+def find_files(location: Location, base: str | None) -> StepVideoFiles | None:
     """The parts of a Step-Video at that place; None if it is another family's.
 
     `base` is where the parts lie that are not beside the denoiser.
@@ -84,14 +85,16 @@ def find_files(location: Location, base: str | None) -> Files | None:
     return _completed(_beside(folder), location.asked, base)
 
 
-def _completed(sources: Mapping[str, Source], name: str, base: str | None) -> Files:
+def _completed(
+    sources: Mapping[str, ComponentSource], name: str, base: str | None
+) -> StepVideoFiles:
     """Every part: beside the denoiser, where `base` says, else the base model's on the hub."""
     others = _of_base(base)
     whole = {part: sources.get(part) or others[part] for part in _FOLDERS}
     if base is not None:
         whole |= {part: source for part, source in others.items() if part != "denoiser"}
     # Both variants are of one class, and no config tells them apart.
-    return Files(whole, "turbo" in PurePath(name).name.casefold())
+    return StepVideoFiles(whole, "turbo" in PurePath(name).name.casefold())
 
 
 def _is_ours(folder: Path) -> bool:
@@ -102,14 +105,14 @@ def _is_ours(folder: Path) -> bool:
     return False
 
 
-def _beside(folder: Path) -> dict[str, Source]:
+def _beside(folder: Path) -> dict[str, ComponentSource]:
     if not (folder / "transformer").is_dir():
         raise CheckpointError(
             f"{folder} is a Step-Video without its denoiser: it lacks transformer/"
         )
     _check_scheduler(folder)
     return {
-        part: Source(f"{folder.name}/{sub}", folder / sub)
+        part: ComponentSource(f"{folder.name}/{sub}", folder / sub)
         for part, sub in _FOLDERS.items()
         if (folder / sub).is_dir()
     }
@@ -129,27 +132,59 @@ def _check_scheduler(folder: Path) -> None:
             )
 
 
-def _of_base(base: str | None) -> dict[str, Source]:
+def _of_base(base: str | None) -> dict[str, ComponentSource]:
     if base is None:
         return {part.role: _of_part(part) for part in STEP_VIDEO_PARTS}
-    path = path_of(base)
+    path = expand_path(base)
     if path.is_dir():
         lacking = [sub for part, sub in _FOLDERS.items()
                    if part != "denoiser" and not (path / sub).is_dir()]  # fmt: skip
         if lacking:
             raise InputError(f"base: {path} lacks {', '.join(lacking)}")
-        return {part: Source(f"{path.name}/{sub}", path / sub) for part, sub in _FOLDERS.items()}
+        return {
+            part: ComponentSource(f"{path.name}/{sub}", path / sub)
+            for part, sub in _FOLDERS.items()
+        }
     if base.count("/") != 1 or path.exists():
         raise InputError(f"base must be a folder or a hub id OWNER/NAME, got {base!r}")
     return {part.role: _of_part(replace(part, repo_id=base)) for part in STEP_VIDEO_PARTS}
 
 
-def _of_part(part: Part) -> Source:
+def _of_part(part: HubPart) -> ComponentSource:
     """The source of a hub part, as far as it is on this disk."""
     found = find_part(part)
     sub = _FOLDERS[part.role]
     if not found.complete:
-        return Source(f"{part.repo_id}/{sub}", None, found)
+        return ComponentSource(f"{part.repo_id}/{sub}", None, found)
     assert found.folder is not None
     _check_scheduler(found.folder)
-    return Source(f"{part.repo_id}/{sub}", found.folder / sub, found)
+    return ComponentSource(f"{part.repo_id}/{sub}", found.folder / sub, found)
+
+
+DENOISER_KEYS = KeyMap()
+LLM_KEYS = KeyMap()
+#: A plain convolution in the file, a causal one (a level lower) in upstream's own module.
+VAE_KEYS = KeyMap(rename=((r"^decoder\.conv_out\.(weight|bias)$", r"decoder.conv_out.conv.\1"),))
+#: The file holds the picture half of CLIP as well, heads that nothing reads, and the table of
+#: positions that transformers stored before 4.31; BERT's norms were once called gamma and beta.
+CLIP_KEYS = KeyMap(
+    rename=(
+        (r"^(bert|text_model|text_encoder)\.", ""),
+        (r"\.LayerNorm\.gamma$", ".LayerNorm.weight"),
+        (r"\.LayerNorm\.beta$", ".LayerNorm.bias"),
+    ),
+    ignore=(
+        r"visual\..*",
+        r"logit_scale",
+        r"(bert\.)?pooler\..*",
+        r"(bert\.)?embeddings\.position_ids",
+        r"(text_|visual_)?projection(\.weight)?",
+        r"cls\..*",
+    ),
+)
+KEYS = {
+    "step_llm": LLM_KEYS,
+    "clip": CLIP_KEYS,
+    "denoiser": DENOISER_KEYS,
+    "vae": VAE_KEYS,
+}

@@ -1,6 +1,6 @@
 """The four parts of a Step-Video as components: how they are built, and what they need.
 
-Read next: `stages.py`, which runs the parts, and `rehearsals.py`, by which their memory and time
+Read next: `stages.py`, which runs the parts, and `dry_run.py`, by which their memory and time
 are forecast.
 """
 
@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from everyframe.families.empty import Empty
-from everyframe.families.family import Component, RankPart
 from everyframe.families.stepvideo.config import StepLLMConfig, StepVideoConfig
 from everyframe.families.stepvideo.vae_config import StepVAEConfig
-from everyframe.parallel.grid import Deal, Grid
-from everyframe.parallel.heads import HeadDeal, sent_vectors
+from everyframe.parallel.head_partition import HeadPartition, sent_vectors
+from everyframe.parallel.token_partition import TokenGrid, TokenPartition
 from everyframe.precision.policy import ComponentNeeds
+from everyframe.runtime.interface import Component, RankShare
+from everyframe.runtime.model_spec import ModuleBuilder
 
 if TYPE_CHECKING:
     from torch import nn
@@ -45,7 +45,7 @@ PARTS = (
 
 
 @dataclass(frozen=True)
-class Sizes(Empty):
+class StepVideoBuilder(ModuleBuilder):
     """The configs of the parts, and which bias Step-LLM is given (`llm.Bias`)."""
 
     denoiser: StepVideoConfig
@@ -84,15 +84,17 @@ class Sizes(Empty):
         return ("decoder",) if component == "vae" else ("",)
 
 
-def token_grid(sizes: Sizes, latents: tuple[int, ...], branches: int) -> Grid:
+def token_grid(sizes: StepVideoBuilder, latents: tuple[int, ...], branches: int) -> TokenGrid:
     """Branches, heads and tokens of a video's attention; `latents` are (C, T, h, w)."""
     _, frames, height, width = latents
     patch = sizes.denoiser.patch_size
     tokens = frames * (height // patch) * (width // patch)
-    return Grid(branches, sizes.denoiser.num_attention_heads, tokens)
+    return TokenGrid(branches, sizes.denoiser.num_attention_heads, tokens)
 
 
-def rank_part(config: StepVideoConfig, deal: Deal, way: str, rank: int, width: int) -> RankPart:
+def rank_share(
+    config: StepVideoConfig, deal: TokenPartition, way: str, rank: int, width: int
+) -> RankShare:
     """What a rank does of a denoiser's step that is dealt out so, in numbers of `width` bytes.
 
     See `sharding`: each block exchanges vectors of one head's channels, and the last projection is
@@ -100,7 +102,7 @@ def rank_part(config: StepVideoConfig, deal: Deal, way: str, rank: int, width: i
     """
     tokens = len(deal.columns[rank])
     held = tokens / (deal.grid.samples * deal.grid.places)
-    heads = HeadDeal(deal)
+    heads = HeadPartition(deal)
     looks = held if way == "ring" else heads.share(rank)
     vectors = sent_vectors(deal, rank) if way == "ring" else heads.moved(rank)
     channels = config.patch_size**2 * config.made_channels
@@ -109,10 +111,10 @@ def rank_part(config: StepVideoConfig, deal: Deal, way: str, rank: int, width: i
     idle = "" if tokens else "there are fewer tokens than devices; it decodes only"
     if looks and not tokens:
         idle = "there are fewer tokens than devices: it works in attention and decoding alone"
-    return RankPart(held, looks, sent, idle)
+    return RankShare(held, looks, sent, idle)
 
 
-def components(sizes: Sizes, sources: Mapping[str, str]) -> tuple[Component, ...]:
+def components(sizes: StepVideoBuilder, sources: Mapping[str, str]) -> tuple[Component, ...]:
     """Both text encoders, denoiser and autoencoder, in the order in which they run."""
     count = sizes.num_elements
     total = {name: sum(elements.values()) for name, elements in count.items()}

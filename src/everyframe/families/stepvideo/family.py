@@ -1,7 +1,7 @@
 """The Step-Video family: text to video with Step-Video-T2V and its turbo variant.
 
 Upstream: stepfun-ai/Step-Video-T2V. Image to video (Step-Video-TI2V) is another model and not here.
-Read next: `checkpoint.py` (what lies where), `settle.py` (request to settings), `components.py`
+Read next: `checkpoint.py` (what lies where), `settings.py` (request to settings), `components.py`
 (parts and memory), `stages.py` (the run).
 """
 
@@ -12,50 +12,50 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from everyframe.checkpoints.find import Location
 from everyframe.checkpoints.folder import read_json
+from everyframe.checkpoints.locate import Location
 from everyframe.core.errors import CheckpointError
 from everyframe.core.options import FamilyOptions
 from everyframe.core.plan import Plan, Settings
 from everyframe.core.request import Request
-from everyframe.families.family import (
-    Component,
-    Crew,
-    RankPart,
-    Rehearsal,
-    Saving,
-    Stage,
-)
-from everyframe.families.staged import StagedModel
-from everyframe.families.stepvideo import settle
-from everyframe.families.stepvideo.checkpoint import CLIP_ENCODER, Files, find_files
+from everyframe.families.stepvideo import settings as request_settings
+from everyframe.families.stepvideo.checkpoint import CLIP_ENCODER, StepVideoFiles, find_files
 from everyframe.families.stepvideo.components import (
     HUNYUAN_CLIP,
     PARTS,
-    Sizes,
+    StepVideoBuilder,
     components,
-    rank_part,
+    rank_share,
     token_grid,
 )
 from everyframe.families.stepvideo.config import StepLLMConfig, StepVideoConfig
+from everyframe.families.stepvideo.dry_run import dry_run_calls, memory_savings
 from everyframe.families.stepvideo.options import StepVideoOptions
-from everyframe.families.stepvideo.rehearsals import rehearsals, savings
 from everyframe.families.stepvideo.vae_config import StepVAEConfig
-from everyframe.parallel.grid import Deal
-from everyframe.parallel.heads import ATTENDING
+from everyframe.parallel.head_partition import ATTENDING
+from everyframe.parallel.token_partition import TokenPartition
+from everyframe.runtime.interface import (
+    Component,
+    DryRunCall,
+    MemorySaving,
+    RankShare,
+    Stage,
+    VideoGroup,
+)
+from everyframe.runtime.model_spec import NativeModelSpec
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from everyframe.checkpoints.strict import KeyMap
-    from everyframe.parallel.team import Teams
+    from everyframe.checkpoints.strict_load import KeyMap
+    from everyframe.parallel.communicator import ParallelContext
 
 
 @dataclass(frozen=True)
-class StepVideo(StagedModel[StepVideoOptions, Files, Sizes]):
+class StepVideoSpec(NativeModelSpec[StepVideoOptions, StepVideoFiles, StepVideoBuilder]):
     """One checkpoint of this family, its configs read and its weights not."""
 
-    facts: settle.Facts
+    facts: request_settings.StepVideoFacts
     led = ("step_llm", "clip")
     ways = ATTENDING
     in_step = True
@@ -68,72 +68,76 @@ class StepVideo(StagedModel[StepVideoOptions, Files, Sizes]):
 
     def settle(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
         """Every value of the request settled, and notes."""
-        return settle.settle(self.facts, request, self.options, seed)
+        return request_settings.resolve_settings(self.facts, request, self.options, seed)
 
     def unread(self, settings: Settings) -> tuple[str, ...]:
         """What Step-LLM or CLIP has no room for."""
         if any(self.files.sources[name].path is None for name in self.led):
             return ()
-        from everyframe.families.stepvideo import reading
+        from everyframe.families.stepvideo import prompt_tokens
 
-        llm = reading.llm_tokenizer(self.files, self.sizes)
-        clip = reading.clip_tokenizer(self.files, self.sizes)
-        return tuple(reading.tokens_of(settings, llm, clip)[1])
+        llm = prompt_tokens.llm_tokenizer(self.files, self.sizes)
+        clip = prompt_tokens.clip_tokenizer(self.files, self.sizes)
+        return tuple(prompt_tokens.tokens_of(settings, llm, clip)[1])
 
     def smaller(self, settings: Settings) -> Iterator[Settings]:
         """Settings like these that need less memory."""
-        return settle.smaller(self.facts, settings)
+        return request_settings.smaller_settings(self.facts, settings)
 
     def components(self, settings: Settings) -> tuple[Component, ...]:
         """Both text encoders, denoiser, autoencoder."""
         return components(self.sizes, {name: self.files.sources[name].where for name, *_ in PARTS})
 
-    def rehearsals(self, settings: Settings) -> tuple[Rehearsal, ...]:
+    def rehearsals(self, settings: Settings) -> tuple[DryRunCall, ...]:
         """A call of every stage."""
-        return rehearsals(self.sizes, self.facts, settings)
+        return dry_run_calls(self.sizes, self.facts, settings)
 
     def num_branches(self, settings: Settings) -> int:
         """With guidance two, the prompt and what is not wanted."""
         return 1 if settings.guidance_scale == 1 else 2
 
-    def rank_part(self, settings: Settings, crew: Crew, rank: int, element_bytes: int) -> RankPart:
+    def rank_part(
+        self, settings: Settings, crew: VideoGroup, rank: int, element_bytes: int
+    ) -> RankShare:
         """Tokens, and heads or what stands for them; what is sent in each block and at the end."""
-        latents = settle.latent_shape(self.facts, settings)
+        latents = request_settings.latent_shape(self.facts, settings)
         grid = token_grid(self.sizes, latents, self.num_branches(settings))
-        deal = Deal(grid, crew.weights, crew.groups)
-        return rank_part(self.sizes.denoiser, deal, crew.way, rank, element_bytes)
+        deal = TokenPartition(grid, crew.weights, crew.groups)
+        return rank_share(self.sizes.denoiser, deal, crew.way, rank, element_bytes)
 
-    def shared_rehearsals(self, settings: Settings, teams: Teams) -> tuple[Rehearsal, ...]:
+    def shared_rehearsals(
+        self, settings: Settings, teams: ParallelContext
+    ) -> tuple[DryRunCall, ...]:
         """A call of every stage as one of several ranks makes it."""
-        return rehearsals(self.sizes, self.facts, settings, teams)
+        return dry_run_calls(self.sizes, self.facts, settings, teams)
 
-    def savings(self, component: str, settings: Settings) -> Iterator[Saving]:
+    def savings(self, component: str, settings: Settings) -> Iterator[MemorySaving]:
         """Ways to run a component in less memory."""
-        return savings(self.facts, component, settings)
+        return memory_savings(self.facts, component, settings)
 
-    def fetched(self) -> StepVideo:
+    def fetched(self) -> StepVideoSpec:
         """The same model with all of its files on this disk."""
         return _model(self.name, self.title, self.files.fetched(), self.options)
 
     def weights(self, component: str) -> tuple[Path, KeyMap]:
         """Where a component's weights are, and how their names become the module's."""
-        from everyframe.families.stepvideo.weights import KEYS
+        from everyframe.families.stepvideo.checkpoint import KEYS
 
         return self.files.weights(component), KEYS[component]
 
-    def shared_stages(self, plan: Plan, clip: int, teams: Teams) -> Sequence[Stage]:
+    def shared_stages(self, plan: Plan, clip: int, teams: ParallelContext) -> Sequence[Stage]:
         """Both texts, denoise, decode."""
-        from everyframe.families.job import Job
         from everyframe.families.stepvideo.stages import (
-            ClipStage,
+            CLIPEncodeStage,
             DecodeStage,
             DenoiseStage,
-            LLMStage,
+            LLMEncodeStage,
         )
+        from everyframe.runtime.stages import StageContext
 
         assert clip == 0, "a chain is refused when the request is settled"
-        job = Job(plan, self, teams)
-        return (LLMStage(job), ClipStage(job), DenoiseStage(job), DecodeStage(job))
+        job = StageContext(plan, self, teams)
+        return (LLMEncodeStage(job), CLIPEncodeStage(job), DenoiseStage(job), DecodeStage(job))
 
 
 class StepVideoFamily:
@@ -143,7 +147,7 @@ class StepVideoFamily:
     title = "Step-Video-T2V"
     options: type[FamilyOptions] = StepVideoOptions
 
-    def recognise(self, location: Location, options: FamilyOptions) -> StepVideo | None:
+    def recognise(self, location: Location, options: FamilyOptions) -> StepVideoSpec | None:
         """The model at that place if it is a Step-Video, by its configs alone."""
         assert isinstance(options, StepVideoOptions)
         files = find_files(location, options.base)
@@ -155,10 +159,12 @@ class StepVideoFamily:
         return _model(location.name, title, files, options)
 
 
-def _model(name: str, title: str, files: Files, options: StepVideoOptions) -> StepVideo:
+def _model(
+    name: str, title: str, files: StepVideoFiles, options: StepVideoOptions
+) -> StepVideoSpec:
     denoiser = _config(files, "denoiser")
     llm = _config(files, "step_llm")
-    sizes = Sizes(
+    sizes = StepVideoBuilder(
         denoiser=StepVideoConfig.from_json(denoiser) if denoiser else StepVideoConfig(),
         llm=StepLLMConfig.from_json(llm) if llm else StepLLMConfig(),
         clip=_config(files, "clip") or HUNYUAN_CLIP,
@@ -166,11 +172,13 @@ def _model(name: str, title: str, files: Files, options: StepVideoOptions) -> St
         llm_bias=options.llm_bias,
     )
     _check_fit(sizes, files)
-    facts = settle.Facts(title, files.is_turbo, sizes.vae, sizes.denoiser.patch_size)
-    return StepVideo(name, options, files, sizes, facts)
+    facts = request_settings.StepVideoFacts(
+        title, files.is_turbo, sizes.vae, sizes.denoiser.patch_size
+    )
+    return StepVideoSpec(name, options, files, sizes, facts)
 
 
-def _config(files: Files, component: str) -> Mapping[str, Any] | None:
+def _config(files: StepVideoFiles, component: str) -> Mapping[str, Any] | None:
     """A component's config.json, which must be there once the component is; None before."""
     path = files.sources[component].path
     if path is None:
@@ -178,10 +186,10 @@ def _config(files: Files, component: str) -> Mapping[str, Any] | None:
     return read_json((path / CLIP_ENCODER if component == "clip" else path) / "config.json")
 
 
-def _vae_config(files: Files) -> StepVAEConfig:
+def _vae_config(files: StepVideoFiles) -> StepVAEConfig:
     if files.sources["vae"].path is None:
         return StepVAEConfig()
-    from everyframe.checkpoints.tensors import open_checkpoint
+    from everyframe.checkpoints.tensor_file import open_checkpoint
 
     tensors = open_checkpoint(files.weights("vae"))
     try:
@@ -190,7 +198,7 @@ def _vae_config(files: Files) -> StepVAEConfig:
         raise CheckpointError(f"{tensors.source}: {error}") from None
 
 
-def _check_fit(sizes: Sizes, files: Files) -> None:
+def _check_fit(sizes: StepVideoBuilder, files: StepVideoFiles) -> None:
     """Parts of different models, put together by hand, are told before anything is loaded."""
     channels = sizes.denoiser.caption_channels
     if len(channels) != 2:

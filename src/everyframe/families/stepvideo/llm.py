@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from everyframe.families.stepvideo.config import StepLLMConfig
 from everyframe.ops.attention import AttentionCore, merge_heads, split_heads
-from everyframe.ops.dtypes import at_least_float32
+from everyframe.ops.dtypes import upcast_to_float32
 from everyframe.ops.norm import RMSNorm
 
 
@@ -86,7 +86,7 @@ class BiasedAttention(nn.Module):
         k, v = split_heads(qkv[..., size:], self.num_groups).chunk(2, dim=-1)
         shared = self.num_heads // self.num_groups
         k, v = (each.repeat_interleave(shared, dim=1) for each in (k, v))
-        q, k, v = (at_least_float32(each) for each in (q, k, v))
+        q, k, v = (upcast_to_float32(each) for each in (q, k, v))
         out: Tensor = self.wo(merge_heads(self.core(q, k, v, bias_HLL.to(v.dtype))))
         return out
 
@@ -156,7 +156,7 @@ class StepLLM(nn.Module):
         self.transformer = Layers(config)
 
     def forward(self, ids_BL: Tensor) -> Tensor:
-        x_BLC = at_least_float32(self.tok_embeddings(ids_BL))
+        x_BLC = upcast_to_float32(self.tok_embeddings(ids_BL))
         heads, length = self.config.num_attention_heads, ids_BL.shape[1]
         bias = causal_bias(heads, length, self.bias, ids_BL.device)
-        return at_least_float32(self.transformer(x_BLC, bias))
+        return upcast_to_float32(self.transformer(x_BLC, bias))

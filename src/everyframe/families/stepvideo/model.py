@@ -16,19 +16,19 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from everyframe.core.errors import InputError
-from everyframe.families.stepvideo.blocks import (
+from everyframe.families.stepvideo.config import StepVideoConfig
+from everyframe.families.stepvideo.layers import (
     AdaLayerNormSingle,
     CaptionProjection,
     PatchEmbed,
     StepVideoBlock,
 )
-from everyframe.families.stepvideo.config import StepVideoConfig
-from everyframe.families.text_context import TextContext, context_of
 from everyframe.ops.attention import keys_with_a_place_to_look
-from everyframe.ops.dtypes import at_least_float32
+from everyframe.ops.dtypes import upcast_to_float32
 from everyframe.ops.modulation import Modulate, ModulationTables
 from everyframe.ops.norm import LayerNorm
-from everyframe.ops.rope_axes import RotaryAxes
+from everyframe.ops.rope import RotaryAxes
+from everyframe.ops.text_context import TextContext, context_of
 
 
 class StepVideoModel(nn.Module):
@@ -118,7 +118,7 @@ class StepVideoModel(nn.Module):
             (B, out_channels, T, H, W) in float32 at least.
         """
         grid = self._grid(x, t, context)
-        x_BNC = at_least_float32(self.pos_embed(x))
+        x_BNC = upcast_to_float32(self.pos_embed(x))
         t_BKC, t_BC = self.adaln_single(t.to(x_BNC.dtype))
         table = self.rope(grid, x_BNC.dtype, x.device)
         for block, text in zip(self.blocks_in_order(), context.blocks, strict=True):
@@ -128,7 +128,7 @@ class StepVideoModel(nn.Module):
         pattern = "b (t h w) (ph pw c) -> b c t (h ph) (w pw)"
         p = self.config.patch_size
         sizes = {"t": grid[0], "h": grid[1], "w": grid[2], "ph": p, "pw": p}
-        return at_least_float32(rearrange(out, pattern, **sizes))
+        return upcast_to_float32(rearrange(out, pattern, **sizes))
 
     def _grid(self, x: Tensor, t: Tensor, context: TextContext) -> tuple[int, int, int]:
         """Frames, rows and columns of patches."""

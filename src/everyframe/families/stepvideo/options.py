@@ -1,12 +1,12 @@
 """Options that only Step-Video models know. No torch here.
 
-Read next: `settle.py`, which fills in what each variant recommends.
+Read next: `settings.py`, which fills in what each variant recommends.
 """
 
 from __future__ import annotations
 
 from everyframe.core.options import FamilyOptions, option
-from everyframe.families.shared_options import truncate_prompt_option
+from everyframe.runtime.shared_options import truncate_prompt_option
 
 
 class StepVideoOptions(FamilyOptions):

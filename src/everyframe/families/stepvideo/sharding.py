@@ -3,11 +3,11 @@
 Each rank holds some tokens of the branches of guidance from the first layer to the last, in uneven
 parts; rotations are those of their places in the whole video. Attention to the text, modulation and
 feed-forward are computed where the tokens are. Only in attention of all tokens to all do ranks
-meet: by heads (`everyframe.parallel.ulysses`) or in a ring (`everyframe.parallel.ring`). Of the
-result the last projection alone, a few channels, is gathered.
+meet: by heads (`everyframe.parallel.ulysses`) or in a ring (`everyframe.parallel.ring_attention`).
+Of the result the last projection alone, a few channels, is gathered.
 
 What is exchanged is in the precision in which attention multiplies it anyhow. Nothing is padded.
-Read next: `everyframe.families.sharded`, `everyframe.parallel.heads`.
+Read next: `everyframe.runtime.model_sharding`, `everyframe.parallel.head_partition`.
 """
 
 from __future__ import annotations
@@ -16,46 +16,48 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from everyframe.families.sharded import Sharded
-from everyframe.families.stepvideo.blocks import CrossAttention, SelfAttention
+from everyframe.families.stepvideo.layers import CrossAttention, SelfAttention
 from everyframe.families.stepvideo.model import StepVideoModel
 from everyframe.ops.modulation import GatedAdd, Modulate
-from everyframe.ops.rope_axes import AxesTable
-from everyframe.parallel.grid import Deal, Grid
-from everyframe.parallel.shared import (
-    Attending,
-    CorePerSegment,
-    SharedCore,
+from everyframe.ops.rope import AxesTable
+from everyframe.parallel.communicator import Communicator
+from everyframe.parallel.redistribute import Redistribute
+from everyframe.parallel.sharded_modules import (
+    CrossAttentionPerSample,
+    SequenceParallelAttention,
+    ShardedAttentionCore,
     attending,
     beside,
 )
-from everyframe.parallel.switch import Switch
-from everyframe.parallel.team import Team
+from everyframe.parallel.token_partition import TokenGrid, TokenPartition
+from everyframe.runtime.model_sharding import ShardedDenoiser
 
 #: Modules without parameters that take the stream (so many times) and then tables of each sample.
 _STREAMS: dict[type[nn.Module], int] = {Modulate: 1, GatedAdd: 2}
 
 
-def apply(model: StepVideoModel, team: Team, groups: int = 1, way: str = "ulysses") -> Sharding:
+def apply(
+    model: StepVideoModel, team: Communicator, groups: int = 1, way: str = "ulysses"
+) -> Sharding:
     """Put `model` on the ranks of `team`; each must call it in the same order with the same input.
 
     With `groups` above 1 the batch is parted into so many first, each with ranks of its own. `way`
-    is one of `everyframe.parallel.heads.ATTENDING`.
+    is one of `everyframe.parallel.head_partition.ATTENDING`.
     """
     return Sharding(model, team, groups, way)
 
 
-class Sharding(Sharded):
+class Sharding(ShardedDenoiser):
     """What `apply` has put on a denoiser; `remove` takes it off."""
 
     stream_dim = 1
 
-    def __init__(self, model: StepVideoModel, team: Team, groups: int, way: str) -> None:
+    def __init__(self, model: StepVideoModel, team: Communicator, groups: int, way: str) -> None:
         super().__init__(model, team, groups)
         self._way = way
         self._num_heads = model.config.num_attention_heads
         self._patch_size = model.config.patch_size
-        self._attending: dict[Switch, Attending] = {}
+        self._attending: dict[Redistribute, SequenceParallelAttention] = {}
         self._handles += [
             model.pos_embed.proj.register_forward_pre_hook(self._take_patches),
             model.rope.register_forward_hook(self._take_rotations),
@@ -64,22 +66,26 @@ class Sharding(Sharded):
         for part in list(model.modules()):
             self._swap_streams(part, _STREAMS)
             if isinstance(part, SelfAttention):
-                self._swap(part, "core", SharedCore(part.core, self._attention))
+                self._swap(part, "core", ShardedAttentionCore(part.core, self._attention))
             if isinstance(part, CrossAttention):
-                self._swap(part, "core", CorePerSegment(part.core, self._segments, lambda: 1))
+                self._swap(
+                    part, "core", CrossAttentionPerSample(part.core, self._segments, lambda: 1)
+                )
 
-    def _grid_of(self, x_BCTHW: Tensor) -> Grid:
+    def _grid_of(self, x_BCTHW: Tensor) -> TokenGrid:
         """All tokens of a sample are one row."""
         batch, _, frames, height, width = x_BCTHW.shape
-        return Grid(batch, 1, frames * (height // self._patch_size) * (width // self._patch_size))
+        return TokenGrid(
+            batch, 1, frames * (height // self._patch_size) * (width // self._patch_size)
+        )
 
-    def _attention(self) -> Attending:
+    def _attention(self) -> SequenceParallelAttention:
         """That of the grid which is computed now."""
         switch = self.switch
         if switch not in self._attending:
             rows = switch.deal
-            grid = Grid(rows.grid.samples, self._num_heads, rows.grid.places)
-            deal = Deal(grid, rows.weights, rows.groups)
+            grid = TokenGrid(rows.grid.samples, self._num_heads, rows.grid.places)
+            deal = TokenPartition(grid, rows.weights, rows.groups)
             self._attending[switch] = attending(self._way, deal, switch.team)
         return self._attending[switch]
 

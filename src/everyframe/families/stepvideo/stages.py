@@ -3,7 +3,7 @@
 Each loads one component, works on every take with it and lets go of it when its generator ends, so
 that memory peaks at the largest stage and not at the sum. What differs from upstream on purpose:
 the seed reaches the noise, pixels are not cropped, and no filter is put on the video. Read next:
-`components.py`, `denoise.py`, `text.py`.
+`components.py`, `denoiser.py`, `text.py`.
 """
 
 from __future__ import annotations
@@ -16,37 +16,38 @@ import torch
 from torch import Tensor
 
 from everyframe.core.events import Event, Note
-from everyframe.families import coding
-from everyframe.families.coding import Pieces
-from everyframe.families.denoising import GuardedDenoiser
-from everyframe.families.family import Take
-from everyframe.families.guarding import Guard
-from everyframe.families.job import Job
-from everyframe.families.latents import Piece
-from everyframe.families.stepping import denoised_in_step
 from everyframe.families.stepvideo import sharding
-from everyframe.families.stepvideo.coding import decoded
-from everyframe.families.stepvideo.denoise import Denoiser, Text
-from everyframe.families.stepvideo.family import StepVideo
+from everyframe.families.stepvideo.denoiser import Denoiser, PromptEmbeds
+from everyframe.families.stepvideo.family import StepVideoSpec
 from everyframe.families.stepvideo.model import StepVideoModel
-from everyframe.families.stepvideo.reading import (
+from everyframe.families.stepvideo.prompt_tokens import (
     clip_tokenizer,
     llm_tokenizer,
     texts_of,
     tokens_of,
 )
-from everyframe.families.stepvideo.settle import latent_shape
+from everyframe.families.stepvideo.settings import latent_shape
 from everyframe.families.stepvideo.text import TextStates, clip_states, llm_states
-from everyframe.families.stepvideo.vae import Seams, StepVAE
-from everyframe.samplers import flow_match, noise
-from everyframe.samplers.step import Step as SamplerStep
+from everyframe.families.stepvideo.vae import SeamBlender, StepVAE, decode_frames
+from everyframe.runtime import stages
+from everyframe.runtime.guard import Guard
+from everyframe.runtime.interface import VideoState
+from everyframe.runtime.request_checks import FrameChunk
+from everyframe.runtime.stages import (
+    DecodePieces,
+    GuardedDenoiser,
+    StageContext,
+    run_sharded_denoising,
+)
+from everyframe.samplers import flow_matching, noise
+from everyframe.samplers.base import Step as SamplerStep
 
 
 @dataclass(frozen=True)
-class LLMStage:
+class LLMEncodeStage:
     """Prompt and negative prompt through Step-LLM, once for all takes."""
 
-    job: Job[StepVideo]
+    job: StageContext[StepVideoSpec]
     name: str = "text"
     component: str = "step_llm"
     goes_on: bool = False
@@ -55,15 +56,15 @@ class LLMStage:
         """One a text."""
         return len(texts_of(self.job.settings))
 
-    def run(self, takes: Sequence[Take]) -> Iterator[Event]:
+    def run(self, takes: Sequence[VideoState]) -> Iterator[Event]:
         """Begin each take's `text`: one rank encodes, the others are told."""
         world = self.job.teams.world
-        told = yield from coding.from_lead(world, self._encoded(takes), "the text is handed on")
+        told = yield from stages.on_lead_rank(world, self._encoded(takes), "the text is handed on")
         states = [TextStates(*each) for each in zip(told[::2], told[1::2], strict=True)]
         for take in takes:
             take.text = _text(states)
 
-    def _encoded(self, takes: Sequence[Take]) -> Generator[Event, None, list[Tensor]]:
+    def _encoded(self, takes: Sequence[VideoState]) -> Generator[Event, None, list[Tensor]]:
         job, files, sizes = self.job, self.job.model.files, self.job.model.sizes
         # Tokens of both encoders first: what is too long is told before gigabytes are read.
         llm, clip = llm_tokenizer(files, sizes), clip_tokenizer(files, sizes)
@@ -72,16 +73,16 @@ class LLMStage:
         model = yield from job.loaded(self.component)
         guard = job.guard(self.name, {self.component: model})
         calls = [partial(llm_states, model, each, job.device(self.component)) for each in tokens]
-        states = yield from coding.encoded_once(self.name, guard, takes, calls)
+        states = yield from stages.encode_once(self.name, guard, takes, calls)
         masks = (each.mask for each in tokens)
         return [tensor for pair in zip(states, masks, strict=True) for tensor in pair]
 
 
 @dataclass(frozen=True)
-class ClipStage:
+class CLIPEncodeStage:
     """The same texts through CLIP."""
 
-    job: Job[StepVideo]
+    job: StageContext[StepVideoSpec]
     name: str = "clip text"
     component: str = "clip"
     goes_on: bool = False
@@ -90,18 +91,18 @@ class ClipStage:
         """One a text."""
         return len(texts_of(self.job.settings))
 
-    def run(self, takes: Sequence[Take]) -> Iterator[Event]:
+    def run(self, takes: Sequence[VideoState]) -> Iterator[Event]:
         """Complete each take's `text`: one rank encodes, the others are told."""
         world = self.job.teams.world
-        told = yield from coding.from_lead(world, self._encoded(takes), "the text is handed on")
-        begun: Text = takes[0].text
+        told = yield from stages.on_lead_rank(world, self._encoded(takes), "the text is handed on")
+        begun: PromptEmbeds = takes[0].text
         whole = [
             replace(states, clip=clip) for states, clip in zip(begun.branches, told, strict=True)
         ]
         for take in takes:
             take.text = _text(whole)
 
-    def _encoded(self, takes: Sequence[Take]) -> Generator[Event, None, list[Tensor]]:
+    def _encoded(self, takes: Sequence[VideoState]) -> Generator[Event, None, list[Tensor]]:
         job = self.job
         tokenizer = clip_tokenizer(job.model.files, job.model.sizes)
         model = yield from job.loaded(self.component)
@@ -110,19 +111,19 @@ class ClipStage:
             partial(clip_states, model, tokenizer.tokens(text), job.device(self.component))
             for text in texts_of(job.settings)
         ]
-        return (yield from coding.encoded_once(self.name, guard, takes, calls))
+        return (yield from stages.encode_once(self.name, guard, takes, calls))
 
 
-def _text(states: Sequence[TextStates]) -> Text:
+def _text(states: Sequence[TextStates]) -> PromptEmbeds:
     """The prompt's and, where there is guidance, those of what is not wanted."""
-    return Text(states[0], states[1] if len(states) > 1 else None)
+    return PromptEmbeds(states[0], states[1] if len(states) > 1 else None)
 
 
 @dataclass(frozen=True)
 class DenoiseStage:
     """Noise becomes latents (1, C, T, h, w): the sampler, guidance and the denoiser."""
 
-    job: Job[StepVideo]
+    job: StageContext[StepVideoSpec]
     name: str = "denoise"
     component: str = "denoiser"
     goes_on: bool = True
@@ -131,15 +132,17 @@ class DenoiseStage:
         """The sampler's steps for each take."""
         return num_takes * self.job.settings.num_inference_steps
 
-    def run(self, takes: Sequence[Take]) -> Iterator[Event]:
+    def run(self, takes: Sequence[VideoState]) -> Iterator[Event]:
         """Fill each take's `latents`."""
         job, teams = self.job, self.job.teams
         model = yield from job.loaded(self.component)
         put_on = sharding.apply(model, teams.team, teams.groups, teams.way)
         sample = partial(self._sample, model)
-        yield from denoised_in_step(self, job, model, put_on, takes, sample)
+        yield from run_sharded_denoising(self, job, model, put_on, takes, sample)
 
-    def _sample(self, model: StepVideoModel, guard: Guard, take: Take) -> Iterator[SamplerStep]:
+    def _sample(
+        self, model: StepVideoModel, guard: Guard, take: VideoState
+    ) -> Iterator[SamplerStep]:
         settings, device = self.job.settings, self.job.device(self.component)
         x, start = take.latents, take.step
         if not start:
@@ -149,16 +152,16 @@ class DenoiseStage:
         def make() -> Denoiser:
             return Denoiser(model, take.text, guard.settings, device)
 
-        sigmas = flow_match.schedule(settings.num_inference_steps, settings.option("time_shift"))
+        sigmas = flow_matching.schedule(settings.num_inference_steps, settings.option("time_shift"))
         denoise = GuardedDenoiser(guard, make, start)
-        yield from flow_match.sample(denoise, x.to(device), sigmas, start=start)
+        yield from flow_matching.sample(denoise, x.to(device), sigmas, start=start)
 
 
 @dataclass(frozen=True)
 class DecodeStage:
     """Latents become frames, in the pieces that the autoencoder was trained on."""
 
-    job: Job[StepVideo]
+    job: StageContext[StepVideoSpec]
     name: str = "decode"
     component: str = "vae"
     goes_on: bool = False
@@ -168,10 +171,10 @@ class DecodeStage:
         return num_takes * len(self._pieces)
 
     @property
-    def _pieces(self) -> tuple[Piece, ...]:
+    def _pieces(self) -> tuple[FrameChunk, ...]:
         return self.job.model.facts.vae.pieces(self.job.settings.num_frames)
 
-    def run(self, takes: Sequence[Take]) -> Iterator[Event]:
+    def run(self, takes: Sequence[VideoState]) -> Iterator[Event]:
         """Yield the frames of each take as they are finished; one waits at each seam.
 
         Several ranks deal out the pieces; all come to their first one, which blends the seams.
@@ -181,20 +184,24 @@ class DecodeStage:
         guard = job.guard(self.name, {self.component: vae})
         for place, take in enumerate(takes):
             decode = partial(self._decode, vae, guard, take)
-            pieces = Pieces(len(self._pieces), decode, partial(self._ready, Seams(dim=0)))
-            yield from coding.decoded(self.name, takes, place, guard, team, pieces)
+            pieces = DecodePieces(
+                len(self._pieces), decode, partial(self._ready, SeamBlender(dim=0))
+            )
+            yield from stages.decode_pieces(self.name, takes, place, guard, team, pieces)
 
-    def _decode(self, vae: StepVAE, guard: Guard, take: Take, number: int, step: int) -> Tensor:
+    def _decode(
+        self, vae: StepVAE, guard: Guard, take: VideoState, number: int, step: int
+    ) -> Tensor:
         """One piece's pixels (T, C, H, W) on the host."""
         latents = take.latents.to(self.job.device(self.component))
 
         def decode() -> Tensor:
             # As it was planned, or in less where memory ran out.
-            return decoded(vae, latents, self._pieces[number], guard.settings)
+            return decode_frames(vae, latents, self._pieces[number], guard.settings)
 
         return guard.decoded(step, decode, latents).to("cpu", torch.float32)
 
-    def _ready(self, seams: Seams, number: int, pixels_TCHW: Tensor) -> Tensor:
+    def _ready(self, seams: SeamBlender, number: int, pixels_TCHW: Tensor) -> Tensor:
         """The frames that are finished once that piece is there."""
         is_last = number + 1 == len(self._pieces)
-        return coding.as_frames(seams.add(pixels_TCHW, is_last=is_last))
+        return stages.as_frames(seams.add(pixels_TCHW, is_last=is_last))

@@ -10,29 +10,33 @@ Shapes: B batch, C channels, T frames, H and W rows and columns. Pixels are arou
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 from everyframe.core.errors import InputError
-from everyframe.families.latents import LatentSize, Piece
+from everyframe.core.plan import Settings
 from everyframe.families.stepvideo.vae_config import StepVAEConfig
 from everyframe.families.stepvideo.vae_layers import (
     CausalConv3d,
-    DoubleAll,
-    DoubleSpace,
     FrameNorm,
-    HalveAll,
-    HalveSpace,
     Memory,
-    Middle,
+    MidBlock,
+    NamedWrapper,
     ResBlock,
-    Wrapped,
+    SpatialDownsample,
+    SpatialUpsample,
+    SpatiotemporalDownsample,
+    SpatiotemporalUpsample,
     channels_to_space,
     mean_of_channels,
     repeated_channels,
     space_to_channels,
 )
+from everyframe.runtime import tiling
+from everyframe.runtime.request_checks import FrameChunk, LatentSize
 
 #: How much of a frame beside a seam stays its own.
 _OWN = 0.6
@@ -77,15 +81,15 @@ class Encoder(nn.Module):
             blocks = _res_blocks(channels, width, config.encoder_blocks, groups)
             halve: nn.Module | None = None
             if level in config.down_sampling_layer:
-                halve = HalveAll(width)
+                halve = SpatiotemporalDownsample(width)
             elif level < last:
-                halve = HalveSpace(width)
+                halve = SpatialDownsample(width)
             self.down.append(Level(blocks, "downsample", halve))
             channels = width
-        self.mid = Middle(channels, groups)
+        self.mid = MidBlock(channels, groups)
         self.norm_out = FrameNorm(channels, groups)
         self.activation = nn.SiLU()
-        self.conv_patchify = Wrapped(channels, wide // 8)
+        self.conv_patchify = NamedWrapper(channels, wide // 8)
         self.conv_out = CausalConv3d(wide, 2 * config.z_channels)
 
     def forward(self, x_BCTHW: Tensor) -> Tensor:
@@ -108,17 +112,17 @@ class Decoder(nn.Module):
         groups, wide = config.num_groups, config.wide_channels
         channels = config.decoder_widths[-1]
         self.conv_in = CausalConv3d(config.z_channels, wide)
-        self.conv_unpatchify = Wrapped(wide, 8 * channels)
-        self.mid = Middle(channels, groups)
+        self.conv_unpatchify = NamedWrapper(wide, 8 * channels)
+        self.mid = MidBlock(channels, groups)
         levels: list[nn.Module] = []
         for level in reversed(range(len(config.decoder_widths))):
             width = config.decoder_widths[level]
             blocks = _res_blocks(channels, width, config.decoder_blocks + 1, groups)
             double: nn.Module | None = None
             if level in config.temporal_up_layers:
-                double = DoubleAll(width, groups)
+                double = SpatiotemporalUpsample(width, groups)
             elif level > 0:
-                double = DoubleSpace(width)
+                double = SpatialUpsample(width)
             levels.insert(0, Level(blocks, "upsample", double))
             channels = width
         self.up = nn.ModuleList(levels)
@@ -162,7 +166,7 @@ class StepVAE(nn.Module):
         """Latent frames, rows and columns of a video in pixels."""
         return self.config.latent_size(num_frames, height, width)
 
-    def pieces(self, num_frames: int) -> tuple[Piece, ...]:
+    def pieces(self, num_frames: int) -> tuple[FrameChunk, ...]:
         """The pieces that a video of `num_frames` is decoded in."""
         return self.config.pieces(num_frames)
 
@@ -197,7 +201,7 @@ class StepVAE(nn.Module):
     def decode(self, latents_BCTHW: Tensor, num_frames: int | None = None) -> Tensor:
         """Latents (B, z, latent frames, h, w) to pixels (B, 3, num_frames, H, W)."""
         decoded = list(self.decode_pieces(latents_BCTHW, num_frames))
-        seams = Seams(dim=2)
+        seams = SeamBlender(dim=2)
         return torch.cat(
             [
                 seams.add(piece, is_last=number == len(decoded))
@@ -209,7 +213,7 @@ class StepVAE(nn.Module):
     def decode_pieces(
         self, latents_BCTHW: Tensor, num_frames: int | None = None
     ) -> Iterator[Tensor]:
-        """The pixels of each of `pieces` in turn, seams as they are; see `Seams`."""
+        """The pixels of each of `pieces` in turn, seams as they are; see `SeamBlender`."""
         made = self.config.decoded_frames(latents_BCTHW.shape[2])
         if num_frames is not None and made != num_frames:
             raise InputError(
@@ -217,13 +221,13 @@ class StepVAE(nn.Module):
             )
         return (self.decode_piece(latents_BCTHW, piece) for piece in self.pieces(made))
 
-    def decode_piece(self, latents_BCTHW: Tensor, piece: Piece) -> Tensor:
+    def decode_piece(self, latents_BCTHW: Tensor, piece: FrameChunk) -> Tensor:
         """The pixels of one piece of a video whose latents these are."""
         pixels: Tensor = self.decoder(latents_BCTHW[:, :, piece.latent_start : piece.latent_stop])
         return pixels
 
 
-class Seams:
+class SeamBlender:
     """Blends the two frames beside each seam while pieces come one after the other.
 
     The later frame takes 0.4 of the one before it, then that one 0.4 of what became of the later:
@@ -244,3 +248,18 @@ class Seams:
             piece = torch.cat((first, piece.narrow(dim, 1, last)), dim=dim)
         self._held = None if is_last else piece.narrow(dim, last, 1)
         return torch.cat((*ready, piece if is_last else piece.narrow(dim, 0, last)), dim=dim)
+
+
+def decode_frames(
+    vae: StepVAE,
+    latents_BCTHW: Tensor,
+    piece: FrameChunk,
+    settings: Settings,
+    *,
+    most_tiles: int | None = None,
+) -> Tensor:
+    """The pixels (T, C, H, W) around -1..1 of one piece of a video whose latents these are."""
+    side = settings.saving(tiling.DECODE, 0)
+    decode = partial(vae.decode_piece, piece=piece)
+    pixels = tiling.decode_in_tiles(decode, latents_BCTHW, side, most=most_tiles)
+    return rearrange(pixels, "1 c t h w -> t c h w")

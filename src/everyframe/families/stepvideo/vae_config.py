@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from everyframe.core.errors import CheckpointError, InputError
-from everyframe.families.latents import LatentSize, Piece
+from everyframe.runtime.request_checks import FrameChunk, LatentSize
 
 #: Version 1 (16 latent channels, 17 frames to 5 latents) was released beside it and never used.
 _VERSION_1 = "Step-Video's first autoencoder (vae.safetensors)"
@@ -117,7 +117,7 @@ class StepVAEConfig:
         above = [length for length in lengths if length >= num_frames]
         return below[-1], above[0]
 
-    def pieces(self, num_frames: int) -> tuple[Piece, ...]:
+    def pieces(self, num_frames: int) -> tuple[FrameChunk, ...]:
         """The pieces that a video of `num_frames` is decoded in; `InputError` if it can't be."""
         if num_frames < 1 or self.nearest_frames(num_frames) != (num_frames, num_frames):
             low, high = self.nearest_frames(max(num_frames, 1))
@@ -131,7 +131,7 @@ class StepVAEConfig:
             stop = min(start + self.frame_len, num_frames)
             counts = range(1, self.latent_len + 1)
             count = next(c for c in counts if self.piece_frames(c) == stop - start)
-            pieces.append(Piece(start, stop, latent, latent + count))
+            pieces.append(FrameChunk(start, stop, latent, latent + count))
             latent += count
         return tuple(pieces)
 

@@ -106,7 +106,7 @@ class CausalAttention(nn.Module):
         return y
 
 
-class Middle(nn.Module):
+class MidBlock(nn.Module):
     """Residual block, attention, residual block."""
 
     def __init__(self, channels: int, num_groups: int) -> None:
@@ -120,7 +120,7 @@ class Middle(nn.Module):
         return y
 
 
-class HalveSpace(nn.Module):
+class SpatialDownsample(nn.Module):
     """Rows and columns halved, frame by frame: one zero row below and one zero column right."""
 
     def __init__(self, channels: int) -> None:
@@ -133,7 +133,7 @@ class HalveSpace(nn.Module):
         return y
 
 
-class HalveAll(nn.Module):
+class SpatiotemporalDownsample(nn.Module):
     """Frames, rows and columns halved, frames rounded up."""
 
     def __init__(self, channels: int) -> None:
@@ -146,7 +146,7 @@ class HalveAll(nn.Module):
         return y
 
 
-class DoubleSpace(nn.Module):
+class SpatialUpsample(nn.Module):
     """Rows and columns doubled, frame by frame."""
 
     def __init__(self, channels: int) -> None:
@@ -178,7 +178,7 @@ class SmoothingBlock(nn.Module):
         return y
 
 
-class DoubleAll(nn.Module):
+class SpatiotemporalUpsample(nn.Module):
     """Frames, rows and columns doubled."""
 
     def __init__(self, channels: int, num_groups: int) -> None:
@@ -191,7 +191,7 @@ class DoubleAll(nn.Module):
         return y
 
 
-class Wrapped(nn.Module):
+class NamedWrapper(nn.Module):
     """A causal convolution one level down, for upstream's names."""
 
     def __init__(self, in_channels: int, out_channels: int) -> None:

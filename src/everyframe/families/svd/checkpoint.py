@@ -2,7 +2,7 @@
 
 In diffusers' folder ``model_index.json`` names the pipeline; ``unet``, ``vae``, ``image_encoder``
 hold a config and weights, ``scheduler`` and ``feature_extractor`` a config each. One file holds all
-weights (`single.py`). Weights are not read here. Read next: `config.py`, `family.py`.
+weights (`single_file.py`). Weights are not read here. Read next: `config.py`, `family.py`.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from everyframe.checkpoints.fetch import fetch_missing
-from everyframe.checkpoints.find import Location
+from everyframe.checkpoints.download import fetch_missing
 from everyframe.checkpoints.folder import read_json
-from everyframe.checkpoints.pickled import refuse_pickled
+from everyframe.checkpoints.locate import Location
+from everyframe.checkpoints.refuse_pickles import refuse_pickled
 from everyframe.core.errors import CheckpointError, InputError
-from everyframe.families.svd import single
+from everyframe.families.svd import single_file
 from everyframe.families.svd.config import IMAGE_VAE, RELEASED
 
 if TYPE_CHECKING:
-    from everyframe.checkpoints.strict import KeyMap
-    from everyframe.checkpoints.tensors import TensorFile
+    from everyframe.checkpoints.strict_load import KeyMap
+    from everyframe.checkpoints.tensor_file import TensorFile
 
 PIPELINE = "StableVideoDiffusionPipeline"
 #: The components that have weights, in the order in which they run.
@@ -46,7 +46,7 @@ _RELEASED_FRAMES = {
 
 
 @dataclass(frozen=True)
-class Files:
+class SVDFiles:
     """A model's place: `path` is a folder or one file, None until it is fetched.
 
     `where` is for people and records; `location` is what was found under the model's name;
@@ -79,13 +79,13 @@ class Files:
         """How many frames it is taken to be trained on where nothing but a file's name says so."""
         if self.known is not None or not self.is_single or self.path is None:
             return None
-        return single.frames_by_name(self.path.stem)
+        return single_file.frames_by_name(self.path.stem)
 
     def missing(self) -> tuple[str, ...]:
         """What must be fetched, a line each."""
         return tuple(line for place in self.location.parts for line in place.to_fetch())
 
-    def fetched(self) -> Files:
+    def fetched(self) -> SVDFiles:
         """The same with all files on this disk."""
         location = fetch_missing(self.location)
         return replace(self, path=_path_of_parts(location), location=location)
@@ -96,7 +96,7 @@ class Files:
             return _released(self.known or "svd")
         if not self.path.is_file():
             return {name: read_json(self.path / name / file) for name, file in _CONFIGS.items()}
-        configs = single.read_configs(self.path)
+        configs = single_file.read_configs(self.path)
         if self.known is None:
             return configs
         frames = _RELEASED_FRAMES[self.known]
@@ -104,8 +104,8 @@ class Files:
 
     def weights(self, component: str) -> tuple[TensorFile, KeyMap]:
         """The file or files of a component's weights, and how their names become the module's."""
-        from everyframe.checkpoints.rearrange import rearranged
-        from everyframe.checkpoints.tensors import open_checkpoint
+        from everyframe.checkpoints.reshape import rearranged
+        from everyframe.checkpoints.tensor_file import open_checkpoint
         from everyframe.families.svd import weights
 
         assert self.path is not None, "asked before it was fetched"
@@ -117,7 +117,7 @@ class Files:
         return rearranged(open_checkpoint(self.path), weights.SINGLE_FILE_CUTS), keys
 
 
-def find_files(location: Location, variant: str | None = None) -> Files | None:
+def find_files(location: Location, variant: str | None = None) -> SVDFiles | None:
     """The files of a Stable Video Diffusion at that place; None if it is something else.
 
     `variant` names one of several stored precisions; `location` was found for it.
@@ -133,7 +133,7 @@ def find_files(location: Location, variant: str | None = None) -> Files | None:
     return found and replace(found, variant=variant)
 
 
-def _check_variant(files: Files, variant: str) -> None:
+def _check_variant(files: SVDFiles, variant: str) -> None:
     if files.is_single:
         raise InputError(f"variant has no effect on {files.where}: it is one file; leave it out")
     folder = files.location.path
@@ -146,12 +146,12 @@ def _check_variant(files: Files, variant: str) -> None:
             )
 
 
-def _find(location: Location) -> Files | None:
+def _find(location: Location) -> SVDFiles | None:
     if location.known is not None:
         if location.known.family != "svd":
             return None
         where = location.parts[0].part.repo_id
-        return Files(where, _path_of_parts(location), location)
+        return SVDFiles(where, _path_of_parts(location), location)
     if location.path is not None:
         return _at(location.path.name or location.asked, location.path, location)
     folder = _path_of_parts(location)
@@ -168,20 +168,20 @@ def _path_of_parts(location: Location) -> Path | None:
     return place.folder
 
 
-def _at(where: str, path: Path, location: Location) -> Files | None:
+def _at(where: str, path: Path, location: Location) -> SVDFiles | None:
     if path.is_file():
-        single.refuse_pickled(path)
-        return Files(where, path, location) if single.is_single_file(path) else None
+        single_file.refuse_pickled(path)
+        return SVDFiles(where, path, location) if single_file.is_single_file(path) else None
     index = path / "model_index.json"
     if index.is_file():
         if read_json(index).get("_class_name") != PIPELINE:
             return None
         for name in WEIGHTS:
             refuse_pickled(str(path), name, path / name)
-        return Files(where, path, location)
+        return SVDFiles(where, path, location)
     files = sorted(path.glob("*.safetensors"))
-    if len(files) == 1 and single.is_single_file(files[0]):
-        return Files(where, files[0], location)
+    if len(files) == 1 and single_file.is_single_file(files[0]):
+        return SVDFiles(where, files[0], location)
     return None
 
 

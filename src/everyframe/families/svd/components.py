@@ -1,7 +1,7 @@
 """The three parts of a Stable Video Diffusion: how they are built, and what they need.
 
 The modules are diffusers' and transformers' own. Read next: `stages.py`, which runs the parts, and
-`rehearsals.py`, by which their memory and time are forecast.
+`dry_run.py`, by which their memory and time are forecast.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from everyframe.checkpoints.folder import without_notes
-from everyframe.families.empty import Empty
-from everyframe.families.family import Component
 from everyframe.families.svd.config import SVDConfig
 from everyframe.precision.islands import present
 from everyframe.precision.policy import ComponentNeeds
+from everyframe.runtime.interface import Component
+from everyframe.runtime.model_spec import ModuleBuilder
 
 if TYPE_CHECKING:
     from torch import nn
 
     from everyframe.families.svd.unet import VideoUNet
-    from everyframe.parallel.grid import Deal
+    from everyframe.parallel.token_partition import TokenPartition
 
 #: What steers every block, or starts and ends the residual stream, stays in float32: the embedding
 #: of timesteps and of frame rate and motion, norms, the weights by which time and space are mixed.
@@ -33,7 +33,7 @@ IMAGE_ENCODER_ISLANDS = ("*layrnorm", "*layer_norm*", "*layernorm", "visual_proj
 
 
 @dataclass(frozen=True)
-class Sizes(Empty):
+class SVDBuilder(ModuleBuilder):
     """Makes the empty modules from their configs."""
 
     config: SVDConfig
@@ -86,7 +86,7 @@ class Sizes(Empty):
         return model
 
 
-def components(sizes: Sizes, where: str) -> tuple[Component, ...]:
+def components(sizes: SVDBuilder, where: str) -> tuple[Component, ...]:
     """Image encoder, autoencoder and denoiser, in the order in which they first run."""
     config, count = sizes.config, sizes.num_elements
     total = {name: sum(elements.values()) for name, elements in count.items()}
@@ -110,15 +110,17 @@ def components(sizes: Sizes, where: str) -> tuple[Component, ...]:
     )
 
 
-def sent_bytes(unet: Any, size: tuple[int, int], deal: Deal, rank: int, element_bytes: int) -> int:
+def sent_bytes(
+    unet: Any, size: tuple[int, int], deal: TokenPartition, rank: int, element_bytes: int
+) -> int:
     """Bytes that leave a rank at each step of a `VideoUNet` that is dealt out so; see `sharding`.
 
     `size` is that of the latents. Around each block over time pixels are moved there and back, in
     numbers of `element_bytes`; statistics of norms are merged in float64, and the answer is
     gathered in float32.
     """
-    from everyframe.parallel import moments
-    from everyframe.parallel.grid import Deal, Grid
+    from everyframe.parallel import distributed_moments
+    from everyframe.parallel.token_partition import TokenGrid, TokenPartition
 
     branches, frames = deal.grid.samples, deal.grid.frames
     blocks = list(unet.down_blocks)
@@ -127,13 +129,15 @@ def sent_bytes(unet: Any, size: tuple[int, int], deal: Deal, rank: int, element_
     levels += zip(unet.up_blocks, reversed(sizes), strict=True)
     total: int = 0
     for block, (height, width) in levels:
-        level = Deal(Grid(branches, frames, height * width), deal.weights, deal.groups)
+        level = TokenPartition(
+            TokenGrid(branches, frames, height * width), deal.weights, deal.groups
+        )
         for resnet in block.resnets:
             time = resnet.temporal_res_block
             total += level.moved(rank) * time.out_channels * element_bytes
             told = ((deal.rows, frames, time.norm1), (level.columns, height * width, time.norm2))
             for spans, length, norm in told:
-                total += moments.sent_bytes(spans, length, rank, norm.num_groups)
+                total += distributed_moments.sent_bytes(spans, length, rank, norm.num_groups)
         for module in getattr(block, "attentions", None) or ():
             layers = len(module.temporal_transformer_blocks)
             total += level.moved(rank) * layers * module.proj_in.out_features * element_bytes

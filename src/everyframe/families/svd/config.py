@@ -12,7 +12,7 @@ from typing import Any
 
 from everyframe.checkpoints.config_errors import check_positive
 from everyframe.core.errors import CheckpointError
-from everyframe.families.latents import AutoencoderSizes
+from everyframe.runtime.request_checks import AutoencoderSizes
 
 #: Classes of autoencoders that these pipelines are saved with: Stability's own, which decodes
 #: frames together, and the still picture's (its "image decoder" variants).

@@ -2,7 +2,7 @@
 
 Upstream: Stability-AI/generative-models, released as `stable-video-diffusion-img2vid`, `-xt` and
 `-xt-1-1`; diffusers' `StableVideoDiffusionPipeline` is what results are held against. Read next:
-`checkpoint.py` (what lies where), `settle.py` (request to settings), `components.py` (parts and
+`checkpoint.py` (what lies where), `settings.py` (request to settings), `components.py` (parts and
 memory), `stages.py` (the run).
 """
 
@@ -13,36 +13,36 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
-from everyframe.checkpoints.find import Location
+from everyframe.checkpoints.locate import Location
 from everyframe.core.options import FamilyOptions
 from everyframe.core.plan import Plan, Settings
 from everyframe.core.request import Request
-from everyframe.families.dealing import dealt_part
-from everyframe.families.family import (
-    Component,
-    Crew,
-    RankPart,
-    Rehearsal,
-    Saving,
-    Stage,
-)
-from everyframe.families.staged import StagedModel
-from everyframe.families.svd import settle
-from everyframe.families.svd.checkpoint import Files, find_files
-from everyframe.families.svd.components import Sizes, components, sent_bytes
+from everyframe.families.svd import settings as request_settings
+from everyframe.families.svd.checkpoint import SVDFiles, find_files
+from everyframe.families.svd.components import SVDBuilder, components, sent_bytes
 from everyframe.families.svd.config import SVDConfig
+from everyframe.families.svd.dry_run import dry_run_calls, memory_savings
 from everyframe.families.svd.options import SVDOptions
-from everyframe.families.svd.rehearsals import rehearsals, savings
-from everyframe.parallel.grid import Deal, Grid
+from everyframe.parallel.token_partition import TokenGrid, TokenPartition
+from everyframe.runtime.interface import (
+    Component,
+    DryRunCall,
+    MemorySaving,
+    RankShare,
+    Stage,
+    VideoGroup,
+)
+from everyframe.runtime.model_spec import NativeModelSpec
+from everyframe.runtime.rank_shares import grid_share
 
 if TYPE_CHECKING:
-    from everyframe.checkpoints.strict import KeyMap
-    from everyframe.checkpoints.tensors import TensorFile
-    from everyframe.parallel.team import Teams
+    from everyframe.checkpoints.strict_load import KeyMap
+    from everyframe.checkpoints.tensor_file import TensorFile
+    from everyframe.parallel.communicator import ParallelContext
 
 
 @dataclass(frozen=True)
-class SVDModel(StagedModel[SVDOptions, Files, Sizes]):
+class SVDSpec(NativeModelSpec[SVDOptions, SVDFiles, SVDBuilder]):
     """One checkpoint of this family, its configs read and its weights not."""
 
     title: str
@@ -58,7 +58,9 @@ class SVDModel(StagedModel[SVDOptions, Files, Sizes]):
 
     def settle(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
         """Every value of the request settled, and notes."""
-        settings, notes = settle.settle(self.config, self.title, request, self.options, seed)
+        settings, notes = request_settings.resolve_settings(
+            self.config, self.title, request, self.options, seed
+        )
         frames = self.files.assumed_frames
         if frames is not None and request.num_frames is None and request.seconds is None:
             notes += (
@@ -71,38 +73,42 @@ class SVDModel(StagedModel[SVDOptions, Files, Sizes]):
 
     def smaller(self, settings: Settings) -> Iterator[Settings]:
         """Settings like these that need less memory."""
-        return settle.smaller(self.config, settings)
+        return request_settings.smaller_settings(self.config, settings)
 
     def components(self, settings: Settings) -> tuple[Component, ...]:
         """Image encoder, autoencoder, denoiser."""
         return components(self.sizes, self.files.where)
 
-    def rehearsals(self, settings: Settings) -> tuple[Rehearsal, ...]:
+    def rehearsals(self, settings: Settings) -> tuple[DryRunCall, ...]:
         """A call of every stage."""
-        return rehearsals(self.sizes, settings)
+        return dry_run_calls(self.sizes, settings)
 
     def num_branches(self, settings: Settings) -> int:
         """With guidance two, with the picture and without."""
         return 2 if settings.guidance_scale > 1 else 1
 
-    def rank_part(self, settings: Settings, crew: Crew, rank: int, element_bytes: int) -> RankPart:
+    def rank_part(
+        self, settings: Settings, crew: VideoGroup, rank: int, element_bytes: int
+    ) -> RankShare:
         """Pixels of the latents in time, whole frames in space; what is sent between the two."""
-        frames, _, rows, columns = settle.latent_shape(self.config, settings)
-        grid = Grid(self.num_branches(settings), frames, rows * columns)
-        deal = Deal(grid, crew.weights, crew.groups)
+        frames, _, rows, columns = request_settings.latent_shape(self.config, settings)
+        grid = TokenGrid(self.num_branches(settings), frames, rows * columns)
+        deal = TokenPartition(grid, crew.weights, crew.groups)
         unet = self.sizes.empty("unet")
         sent = sent_bytes(unet, (rows, columns), deal, rank, element_bytes)
-        return dealt_part(deal, rank, sent, "work in space")
+        return grid_share(deal, rank, sent, "work in space")
 
-    def shared_rehearsals(self, settings: Settings, teams: Teams) -> tuple[Rehearsal, ...]:
+    def shared_rehearsals(
+        self, settings: Settings, teams: ParallelContext
+    ) -> tuple[DryRunCall, ...]:
         """A call of every stage as one of several ranks makes it."""
-        return rehearsals(self.sizes, settings, teams.team, teams.groups)
+        return dry_run_calls(self.sizes, settings, teams.team, teams.groups)
 
-    def savings(self, component: str, settings: Settings) -> Iterator[Saving]:
+    def savings(self, component: str, settings: Settings) -> Iterator[MemorySaving]:
         """Ways to run a component in less memory."""
-        return savings(self.config, component, settings, self.options)
+        return memory_savings(self.config, component, settings, self.options)
 
-    def fetched(self) -> SVDModel:
+    def fetched(self) -> SVDSpec:
         """The same model with all of its files on this disk."""
         return _model(self.name, self.title, self.files.fetched(), self.options)
 
@@ -110,25 +116,29 @@ class SVDModel(StagedModel[SVDOptions, Files, Sizes]):
         """Where a component's weights are, and how their names become the module's."""
         return self.files.weights(component)
 
-    def shared_stages(self, plan: Plan, clip: int, teams: Teams) -> Sequence[Stage]:
+    def shared_stages(self, plan: Plan, clip: int, teams: ParallelContext) -> Sequence[Stage]:
         """Picture, its latents, denoise, decode."""
-        from everyframe.families.svd.decoding import DecodeStage, EncodeStage
-        from everyframe.families.svd.job import Job
-        from everyframe.families.svd.stages import DenoiseStage, ImageStage
+        from everyframe.families.svd.stages import (
+            DecodeStage,
+            DenoiseStage,
+            ImageEmbedStage,
+            ImageLatentStage,
+            SVDContext,
+        )
 
         assert clip == 0, "a chain is refused when the request is settled"
-        job = Job(plan, self, teams)
-        return (ImageStage(job), EncodeStage(job), DenoiseStage(job), DecodeStage(job))
+        job = SVDContext(plan, self, teams)
+        return (ImageEmbedStage(job), ImageLatentStage(job), DenoiseStage(job), DecodeStage(job))
 
 
-class StableVideoDiffusion:
+class SVDFamily:
     """The family object of the registry."""
 
     name = "svd"
     title = "Stable Video Diffusion"
     options: type[FamilyOptions] = SVDOptions
 
-    def recognise(self, location: Location, options: FamilyOptions) -> SVDModel | None:
+    def recognise(self, location: Location, options: FamilyOptions) -> SVDSpec | None:
         """The model at that place if it is a Stable Video Diffusion, by its configs alone."""
         assert isinstance(options, SVDOptions)
         files = find_files(location, options.variant)
@@ -142,9 +152,9 @@ class StableVideoDiffusion:
         return _model(location.name, title, files, options)
 
 
-def _model(name: str, title: str, files: Files, options: SVDOptions) -> SVDModel:
+def _model(name: str, title: str, files: SVDFiles, options: SVDOptions) -> SVDSpec:
     config = SVDConfig.from_json(files.where, files.configs())
-    return SVDModel(name, options, files, Sizes(config), title)
+    return SVDSpec(name, options, files, SVDBuilder(config), title)
 
 
-SVD = StableVideoDiffusion()
+SVD = SVDFamily()

@@ -5,12 +5,89 @@ Not here: norms, which are swapped in the same way (`everyframe.ops.norm`). Read
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from diffusers.models.attention import FeedForward
 from torch import Tensor, nn
 
-from everyframe.ops.gated import gated_gelu
+from everyframe.ops.device import counted, kind_of
+from everyframe.ops.norm import Statistics
+
+
+class FrameLayout:
+    """Everything is here.
+
+    The statistics are for norms over all frames and pixels of a branch, asked with some frames
+    (b, C, r, H, W) or with some pixels (b, C, T, h, w).
+    """
+
+    frame_statistics: Statistics | None = None
+    pixel_statistics: Statistics | None = None
+
+    def over_time(self, x_brSC: Tensor, reader: nn.Module | None = None) -> Tensor:
+        """From frames to pixels, (b, T, s, C); `reader` is what takes it next, if that multiplies.
+
+        Nobody else sees what came, so it may be changed in place.
+        """
+        return x_brSC
+
+    def over_space(self, x_bTsC: Tensor) -> Tensor:
+        """From pixels back to frames, (b, r, S, C)."""
+        return x_bTsC
+
+    def of_frames(self, table_BC: Tensor) -> Tensor:
+        """The branch's row for each frame here; broadcasts to (b, r, C)."""
+        return table_BC[:, None]
+
+    def of_pixels(self, table_BC: Tensor) -> Tensor:
+        """The branch's row for each pixel here; broadcasts to (b, T, s, C)."""
+        return table_BC[:, None, None]
+
+
+WHOLE = FrameLayout()
+
+
+#: On a CPU, this many tokens at once, where all of them widened would be more than so many numbers.
+#: What is widened then stays in the processor's caches: with 128 channels, 28,672 tokens and
+#: bfloat16 on one core, 83 ms in place of 109, and of 136 without sums in place.
+_ROWS = 2048
+_MANY = 2**23
+
+
+def gated_gelu(
+    x: Tensor,
+    widen: Callable[[Tensor], Tensor],
+    narrow: Callable[[Tensor], Tensor],
+    width: int,
+) -> Tensor:
+    """``narrow(u * gelu(g))`` of tokens (..., C), where ``u, g = widen(x)``, `width` wide each.
+
+    Each token by itself, so that pieces change no formula; their size depends on shapes alone.
+    """
+    tokens = x.flatten(0, -2)
+    if kind_of(x) != "cpu" or tokens.shape[0] * 2 * width <= _MANY:
+        return _whole(x, widen, narrow)
+    pieces = torch.split(tokens, _ROWS)
+    first = _whole(pieces[0], widen, narrow)
+    out = first.new_empty(tokens.shape[0], first.shape[-1])
+    out[:_ROWS] = first
+    if x.is_meta:  # one piece stands for all that are alike
+        with counted(tokens.shape[0] / _ROWS - 1):
+            out[:_ROWS] = _whole(pieces[0], widen, narrow)
+        pieces = pieces[:1]
+    for number, piece in enumerate(pieces[1:], start=1):
+        out[number * _ROWS : (number + 1) * _ROWS] = _whole(piece, widen, narrow)
+    return out.reshape(*x.shape[:-1], out.shape[-1])
+
+
+def _whole(
+    x: Tensor, widen: Callable[[Tensor], Tensor], narrow: Callable[[Tensor], Tensor]
+) -> Tensor:
+    value, gate = torch.chunk(widen(x), 2, dim=-1)
+    return narrow(F.gelu(gate).mul_(value))
 
 
 class GatedFeedForward(nn.Module):
@@ -28,7 +105,7 @@ class GatedFeedForward(nn.Module):
         return gated_gelu(tokens, gate.proj, narrow, narrow.in_features)
 
 
-class OverFrames(nn.Conv3d):
+class TemporalConv(nn.Conv3d):
     """A convolution over time alone, whose kernels refuse frames without a pixel.
 
     Who has no pixels calls it like all others, and gives what it was given.
@@ -49,7 +126,7 @@ def swap_layers(module: nn.Module) -> None:
                 setattr(parent, name, _over_frames(child))
 
 
-def _over_frames(conv: Any) -> OverFrames:
-    made = OverFrames(conv.in_channels, conv.out_channels, conv.kernel_size, padding=conv.padding)
+def _over_frames(conv: Any) -> TemporalConv:
+    made = TemporalConv(conv.in_channels, conv.out_channels, conv.kernel_size, padding=conv.padding)
     made.load_state_dict(conv.state_dict(), assign=True)
     return made

@@ -1,12 +1,12 @@
 """Options that only Stable Video Diffusion knows. No torch here.
 
-Names and defaults are those of diffusers' `StableVideoDiffusionPipeline`. Read next: `settle.py`.
+Names and defaults are those of diffusers' `StableVideoDiffusionPipeline`. Read next: `settings.py`.
 """
 
 from __future__ import annotations
 
 from everyframe.core.options import FamilyOptions, option
-from everyframe.families.shared_options import fit_option, variant_option
+from everyframe.runtime.shared_options import fit_option, variant_option
 
 
 class SVDOptions(FamilyOptions):

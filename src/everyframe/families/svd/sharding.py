@@ -11,7 +11,8 @@ Heads are not split: 5, 10 and 20 of them divide by few numbers. Nothing is padd
 that of a norm's statistics is parted. Ranks beyond the frames have pixels only.
 
 What is exchanged is in the precision that the next product would cast it to anyhow.
-Read next: `layout.py`, `everyframe.parallel.grid`, `everyframe.parallel.moments`.
+Read next: `layers.py`, `everyframe.parallel.token_partition`,
+`everyframe.parallel.distributed_moments`.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from everyframe.families.sharded import PutOn
 from everyframe.families.svd.components import level_sizes
-from everyframe.families.svd.layout import Layout
+from everyframe.families.svd.layers import FrameLayout
 from everyframe.families.svd.unet import VideoUNet
-from everyframe.parallel.grid import Deal, Grid
-from everyframe.parallel.moments import Moments
-from everyframe.parallel.switch import Switch
-from everyframe.parallel.team import Team
+from everyframe.parallel.communicator import Communicator
+from everyframe.parallel.distributed_moments import DistributedMoments
+from everyframe.parallel.redistribute import Redistribute
+from everyframe.parallel.token_partition import TokenGrid, TokenPartition
+from everyframe.runtime.model_sharding import ModelPatch
 
 
-def apply(unet: VideoUNet, team: Team, groups: int = 1) -> Sharding:
+def apply(unet: VideoUNet, team: Communicator, groups: int = 1) -> Sharding:
     """Put `unet` on the ranks of `team`; each must call it in the same order with the same input.
 
     With `groups` above 1 the branches are parted into so many first, each with ranks of its own.
@@ -40,14 +41,14 @@ def apply(unet: VideoUNet, team: Team, groups: int = 1) -> Sharding:
     return Sharding(unet, team, groups)
 
 
-class Sharding(PutOn):
+class Sharding(ModelPatch):
     """What `apply` has put on a UNet; `remove` takes it off."""
 
-    def __init__(self, unet: VideoUNet, team: Team, groups: int) -> None:
+    def __init__(self, unet: VideoUNet, team: Communicator, groups: int) -> None:
         super().__init__(team, groups)
         self._num_levels = len(unet.down_blocks)
-        self._dealt: dict[tuple[Team, tuple[int, ...]], Dealt] = {}
-        self._now: Dealt | None = None
+        self._dealt: dict[tuple[Communicator, tuple[int, ...]], ShardedFrames] = {}
+        self._now: ShardedFrames | None = None
         self._handles += [
             unet.register_forward_pre_hook(self._begin, with_kwargs=True),
             unet.register_forward_hook(self._gather),
@@ -66,7 +67,7 @@ class Sharding(PutOn):
         if key not in self._dealt:
             places = [h * w for h, w in level_sizes(height, width, self._num_levels)]
             groups = min(self._groups, self.team.size, branches)
-            self._dealt[key] = Dealt((branches, frames), places, self.team, groups)
+            self._dealt[key] = ShardedFrames((branches, frames), places, self.team, groups)
         self._now = dealt = self._dealt[key]
         mine = dealt.branches
         here = (dealt.take(sample), timestep[mine], context.rows(mine))
@@ -76,21 +77,21 @@ class Sharding(PutOn):
         return v if self._now is None else self._now.gather(v)
 
 
-class Dealt(Layout):
+class ShardedFrames(FrameLayout):
     """One rank's part of (branches, frames) that have so many places at each level."""
 
     def __init__(
-        self, shape: tuple[int, int], places: Sequence[int], team: Team, groups: int
+        self, shape: tuple[int, int], places: Sequence[int], team: Communicator, groups: int
     ) -> None:
         self.team, self._shape = team, shape
-        deals = [Deal(Grid(*shape, size), team.weights, groups) for size in places]
+        deals = [TokenPartition(TokenGrid(*shape, size), team.weights, groups) for size in places]
         self._levels = {deal.grid.places: _Level(deal, team) for deal in deals}
         self._level = self._levels[places[0]]
         all_rows = deals[0].rows  # frames are dealt out alike at every level
         self._rows = all_rows[team.rank]
         self._sizes = [len(rows) for rows in all_rows]
         self._frames = _Owned(self._rows, shape[1])
-        self._moments = Moments(all_rows, shape[1], team)
+        self._moments = DistributedMoments(all_rows, shape[1], team)
         owned = [self._frames, *(level.pixels for level in self._levels.values())]
         touched = [branch for each in owned for branch in each.branches]
         # A rank without anything calls the UNet too, and some branch's tables must be there.
@@ -109,7 +110,7 @@ class Dealt(Layout):
         return torch.unflatten(every, 0, self._shape)
 
     def over_time(self, x_brSC: Tensor, reader: nn.Module | None = None) -> Tensor:
-        """See `Layout`; what `reader` would make narrow is sent narrow."""
+        """See `FrameLayout`; what `reader` would make narrow is sent narrow."""
         self._level = self._levels[x_brSC.shape[2]]
         if reader is not None:
             dtype = next(reader.parameters()).dtype
@@ -118,15 +119,15 @@ class Dealt(Layout):
         return self._level.switch.to_columns(x_brSC)
 
     def over_space(self, x_bTsC: Tensor) -> Tensor:
-        """See `Layout`."""
+        """See `FrameLayout`."""
         return self._shaped(self._level.switch.to_rows(x_bTsC).flatten(0, 1))
 
     def of_frames(self, table_BC: Tensor) -> Tensor:
-        """See `Layout`."""
+        """See `FrameLayout`."""
         return self._shaped(self._frames.each(table_BC, self.branches.start))
 
     def of_pixels(self, table_BC: Tensor) -> Tensor:
-        """See `Layout`."""
+        """See `FrameLayout`."""
         level, first = self._level, self.branches.start
         if level.moments.is_whole:
             return level.pixels.all(table_BC, first)[:, None, None]
@@ -155,9 +156,9 @@ class Dealt(Layout):
 class _Level:
     """What belongs to one size of the UNet."""
 
-    def __init__(self, deal: Deal, team: Team) -> None:
-        self.switch = Switch(deal, team)
-        self.moments = Moments(deal.columns, deal.grid.places, team)
+    def __init__(self, deal: TokenPartition, team: Communicator) -> None:
+        self.switch = Redistribute(deal, team)
+        self.moments = DistributedMoments(deal.columns, deal.grid.places, team)
         self.pixels = _Owned(deal.columns[team.rank], deal.grid.places)
 
 

@@ -3,8 +3,8 @@
 Each loads one component, works on every take with it and lets go of it when its generator ends.
 What is computed is diffusers' `StableVideoDiffusionPipeline` step by step; what differs is where
 start noise comes from. Several ranks share a video: one encodes the picture and tells the others,
-all hold a part of the UNet's frames. The stages with the autoencoder are in `decoding.py`.
-Read next: `denoiser.py`, `pictures.py`, `sharding.py`, `samplers/euler_karras.py`.
+all hold a part of the UNet's frames. The stages with the autoencoder are in `stages.py`.
+Read next: `denoiser.py`, `denoiser.py`, `sharding.py`, `samplers/euler_karras.py`.
 """
 
 from __future__ import annotations
@@ -12,30 +12,73 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from everyframe.core.events import Event
-from everyframe.families import coding
-from everyframe.families.denoising import GuardedDenoiser
-from everyframe.families.family import Take
-from everyframe.families.guarding import Guard
-from everyframe.families.stepping import denoised_in_step
-from everyframe.families.svd import pictures, sharding
+from everyframe.core.plan import Settings
+from everyframe.families.svd import denoiser, sharding
+from everyframe.families.svd.config import SVDConfig
 from everyframe.families.svd.denoiser import Denoiser
-from everyframe.families.svd.job import Job, Picture, given_picture
-from everyframe.families.svd.settle import latent_shape
+from everyframe.families.svd.family import SVDSpec
+from everyframe.families.svd.settings import latent_shape
 from everyframe.families.svd.unet import VideoUNet
+from everyframe.runtime import stages, tiling
+from everyframe.runtime.guard import Guard
+from everyframe.runtime.interface import VideoState
+from everyframe.runtime.stages import DecodePieces, GuardedDenoiser, run_sharded_denoising
 from everyframe.samplers import euler_karras, noise
-from everyframe.samplers.step import Step as SamplerStep
+from everyframe.samplers.base import Step as SamplerStep
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
-class ImageStage:
+class SVDContext(stages.StageContext[SVDSpec]):
+    """What all stages share, and what they ask of it."""
+
+    @property
+    def config(self) -> SVDConfig:
+        """The model's configs."""
+        return self.model.config
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(height, width) in pixels."""
+        return self.settings.height, self.settings.width
+
+    @property
+    def fit(self) -> str:
+        """How a picture of other proportions is fitted."""
+        return str(self.settings.option("fit"))
+
+
+@dataclass(frozen=True)
+class ImageConditioning:
+    """The given picture as the denoiser sees it: CLIP's embedding (1, 1, D), latents (1, C, h, w).
+
+    `latents` is None until the autoencoder has run. Both in float32 on the CPU.
+    """
+
+    embedding: Tensor
+    latents: Tensor | None = None
+
+
+def given_picture(take: VideoState) -> Any:
+    """The picture that came with a take: uint8 (1, H, W, 3)."""
+    assert take.given.first is not None, "settled without a picture"
+    return take.given.first
+
+
+@dataclass(frozen=True)
+class ImageEmbedStage:
     """The picture through CLIP, once for all takes."""
 
-    job: Job
+    job: SVDContext
     name: str = "image"
     component: str = "image_encoder"
     goes_on: bool = False
@@ -44,32 +87,34 @@ class ImageStage:
         """One: the picture is everybody's."""
         return 1
 
-    def run(self, takes: Sequence[Take]) -> Iterator[Event]:
+    def run(self, takes: Sequence[VideoState]) -> Iterator[Event]:
         """Begin each take's `known`: one rank encodes, the others are told."""
         world = self.job.teams.world
-        told = yield from coding.from_lead(world, self._encoded(takes), "the picture is handed on")
+        told = yield from stages.on_lead_rank(
+            world, self._encoded(takes), "the picture is handed on"
+        )
         for take in takes:
-            take.known = Picture(told[0])
+            take.known = ImageConditioning(told[0])
 
-    def _encoded(self, takes: Sequence[Take]) -> Generator[Event, None, list[Tensor]]:
+    def _encoded(self, takes: Sequence[VideoState]) -> Generator[Event, None, list[Tensor]]:
         job = self.job
         encoder = yield from job.loaded(self.component)
         guard = job.guard(self.name, {self.component: encoder})
-        shown = pictures.for_clip(given_picture(takes[0]), job.size, job.fit)
-        pixels = pictures.clip_input(shown, job.config).to(job.device(self.component))
+        shown = denoiser.for_clip(given_picture(takes[0]), job.size, job.fit)
+        pixels = denoiser.clip_input(shown, job.config).to(job.device(self.component))
 
         def encode() -> Tensor:
             embeds: Tensor = encoder(pixel_values=pixels).image_embeds
             return embeds[:, None].to("cpu", torch.float32)
 
-        return (yield from coding.encoded_once(self.name, guard, takes, [encode]))
+        return (yield from stages.encode_once(self.name, guard, takes, [encode]))
 
 
 @dataclass(frozen=True)
 class DenoiseStage:
     """Noise becomes latents (1, T, C, h, w): the sampler, guidance and the UNet."""
 
-    job: Job
+    job: SVDContext
     name: str = "denoise"
     component: str = "unet"
     goes_on: bool = True
@@ -78,17 +123,17 @@ class DenoiseStage:
         """The sampler's steps for each take."""
         return num_takes * self.job.settings.num_inference_steps
 
-    def run(self, takes: Sequence[Take]) -> Iterator[Event]:
+    def run(self, takes: Sequence[VideoState]) -> Iterator[Event]:
         """Fill each take's `latents`."""
         job, teams = self.job, self.job.teams
         unet = yield from job.loaded(self.component)
         put_on = sharding.apply(unet, teams.team, teams.groups)
         sample = partial(self._sample, unet)
-        yield from denoised_in_step(self, job, unet, put_on, takes, sample)
+        yield from run_sharded_denoising(self, job, unet, put_on, takes, sample)
         for take in takes:
             take.known = None
 
-    def _sample(self, unet: VideoUNet, guard: Guard, take: Take) -> Iterator[SamplerStep]:
+    def _sample(self, unet: VideoUNet, guard: Guard, take: VideoState) -> Iterator[SamplerStep]:
         job, config = self.job, self.job.config
         device = job.device(self.component)
         steps = job.settings.num_inference_steps
@@ -106,3 +151,137 @@ class DenoiseStage:
         if start is None:
             start = noise.start_noise(take.seed, latent_shape(config, job.settings))[None]
         return euler_karras.sample(denoise, start.to(device) * scale, sigmas)
+
+
+def encoded(
+    vae: Any,
+    config: SVDConfig,
+    picture_BCHW: Tensor,
+    settings: Settings,
+    *,
+    most_tiles: int | None = None,
+) -> Tensor:
+    """Latents (B, C, h, w) of pictures in -1..1, not scaled; in tiles if the settings say so."""
+    side = settings.saving(tiling.ENCODE, 0)
+
+    def encode(part: Tensor) -> Tensor:
+        latents: Tensor = vae.encode(part).latent_dist.mode()
+        return latents
+
+    factor = config.spatial_factor
+    return tiling.encode_in_tiles(encode, picture_BCHW, factor, side, most=most_tiles)
+
+
+def decoded(
+    vae: Any,
+    config: SVDConfig,
+    latents_TCHW: Tensor,
+    settings: Settings,
+    *,
+    most_tiles: int | None = None,
+) -> Tensor:
+    """Pixels (T, 3, H, W) around -1..1 of latents that are decoded together."""
+    side = settings.saving(tiling.DECODE, 0)
+    together = {"num_frames": len(latents_TCHW)} if config.decodes_together else {}
+
+    def decode(part: Tensor) -> Tensor:
+        pixels: Tensor = vae.decode(part, **together).sample
+        return pixels
+
+    return tiling.decode_in_tiles(decode, latents_TCHW, side, most=most_tiles)
+
+
+@dataclass(frozen=True)
+class ImageLatentStage:
+    """The picture, with a little noise on it, through the autoencoder's encoder."""
+
+    job: SVDContext
+    name: str = "given frames"
+    component: str = "vae"
+    goes_on: bool = False
+
+    def num_steps(self, num_takes: int) -> int:
+        """One a take: each has noise of its own."""
+        return num_takes
+
+    def run(self, takes: Sequence[VideoState]) -> Iterator[Event]:
+        """Complete each take's `known`: one rank encodes, those that share its videos are told."""
+        team = self.job.teams.team
+        told = yield from stages.on_lead_rank(
+            team, self._encoded(takes), "given frames are handed on"
+        )
+        for take, latents in zip(takes, told, strict=True):
+            take.known = ImageConditioning(take.known.embedding, latents)
+
+    def _encoded(self, takes: Sequence[VideoState]) -> Generator[Event, None, list[Tensor]]:
+        vae = yield from self.job.loaded(self.component)
+        guard = self.job.guard(self.name, {self.component: vae})
+        encode = partial(self._latents, vae, guard)
+        return (yield from stages.encode_per_video(self.name, guard, takes, encode))
+
+    def _latents(self, vae: Any, guard: Guard, take: VideoState) -> Tensor:
+        """Of the take's picture, on the CPU.
+
+        Not scaled: the denoiser was trained on the encoder's own values here.
+        """
+        job = self.job
+        picture = denoiser.for_vae(given_picture(take), job.size, job.fit)
+        strength = float(job.settings.option("noise_aug_strength"))
+        if strength:
+            picture = picture + strength * noise.plain_noise(take.seed, picture.shape)
+        picture = picture.to(job.device(self.component))
+        return encoded(vae, job.config, picture, guard.settings).to("cpu", torch.float32)
+
+
+@dataclass(frozen=True)
+class DecodeStage:
+    """Latents become frames, `decode_chunk_size` of them at once."""
+
+    job: SVDContext
+    name: str = "decode"
+    component: str = "vae"
+    goes_on: bool = False
+
+    def num_steps(self, num_takes: int) -> int:
+        """One a chunk."""
+        return num_takes * -(-self.job.settings.num_frames // self._chunk_size)
+
+    @property
+    def _chunk_size(self) -> int:
+        return int(self.job.settings.option("decode_chunk_size"))
+
+    def run(self, takes: Sequence[VideoState]) -> Iterator[Event]:
+        """Yield the frames of each take. Several ranks deal out the chunks; the first has all."""
+        team = self.job.teams.team
+        vae = yield from self.job.loaded(self.component)
+        guard = self.job.guard(self.name, {self.component: vae})
+        for place, take in enumerate(takes):
+            given = np.asarray(given_picture(take))
+            # A picture of one colour may well give frames of one.
+            is_asked = bool(given.min() == given.max())
+            chunks = take.latents[0].split(self._chunk_size)
+            decode = partial(self._decode, vae, guard, chunks, is_asked)
+            pieces = DecodePieces(len(chunks), decode)
+            yield from stages.decode_pieces(self.name, takes, place, guard, team, pieces)
+
+    def _decode(
+        self,
+        vae: Any,
+        guard: Guard,
+        chunks_TCHW: Sequence[Tensor],
+        is_asked: bool,
+        number: int,
+        step: int,
+    ) -> Tensor:
+        """Frames (T, H, W, 3) in 0..1 of the chunk of that number."""
+        config = self.job.config
+        latents = chunks_TCHW[number] * (1 / config.scaling_factor)
+        latents = latents.to(self.job.device(self.component))
+
+        def decode() -> Tensor:
+            # A chunk as it was planned, or in smaller ones where memory ran out.
+            at_once = int(guard.settings.option("decode_chunk_size"))
+            parts = torch.split(latents, at_once)
+            return torch.cat([decoded(vae, config, part, guard.settings) for part in parts])
+
+        return stages.as_frames(guard.decoded(step, decode, latents, is_asked=is_asked))

@@ -13,11 +13,11 @@ Layers, parameter names and results are those of `UNetSpatioTemporalConditionMod
   float32 (`everyframe.ops.norm`).
 
 Sums go into memory that is there already wherever nobody else looks at it. Which frames and pixels
-are here is a `Layout`'s affair, so that several ranks can share a video (`sharding.py`).
+are here is a `FrameLayout`'s affair, so that several ranks can share a video (`sharding.py`).
 
 Not here: diffusers' blocks, whose layers are called one by one. Suffixes: B branches of guidance, T
 frames, S pixels, C channels; what may be a part of them b, r frames and s pixels. Read next:
-`layout.py`, `stages.py`.
+`layers.py`, `stages.py`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ import torch.nn.functional as F
 from diffusers import UNetSpatioTemporalConditionModel
 from torch import Tensor, nn
 
-from everyframe.families.svd.layers import swap_layers
-from everyframe.families.svd.layout import WHOLE, Layout
+from everyframe.families.svd.layers import WHOLE, FrameLayout, swap_layers
 from everyframe.ops.attention import attention, merge_heads, split_heads
 from everyframe.ops.dtypes import float32_or_wider
 from everyframe.ops.norm import widen_norms
@@ -107,7 +106,7 @@ class VideoUNet(UNetSpatioTemporalConditionModel):  # type: ignore[misc]
         sample_brCHW: Tensor,
         timestep: Tensor,
         context: Context,
-        layout: Layout = WHOLE,
+        layout: FrameLayout = WHOLE,
     ) -> Tensor:
         """v (B, T, C, H, W) for scaled latents and the picture's, (B, T, 2 C, H, W), and t (B,).
 
@@ -141,7 +140,7 @@ class _Walk:
     """
 
     def __init__(
-        self, context: Context, time_BC: Tensor, size: tuple[int, int], layout: Layout
+        self, context: Context, time_BC: Tensor, size: tuple[int, int], layout: FrameLayout
     ) -> None:
         self._context, self._time_BC = context, time_BC
         self._size, self._layout = size, layout

@@ -3,7 +3,8 @@
 diffusers' folders have nearly the modules' own names. Stability's single files have those of
 Stability-AI/generative-models (denoiser, autoencoder) and open_clip (image encoder): blocks counted
 through, levels of the decoder from the last to the first, queries, keys and values in one matrix.
-Loading itself is `everyframe.checkpoints.strict`. Read next: `single.py`, `components.py`.
+Loading itself is `everyframe.checkpoints.strict_load`. Read next: `single_file.py`,
+`components.py`.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from everyframe.checkpoints.rearrange import Cut
-from everyframe.checkpoints.strict import KeyMap
-from everyframe.families.renames import OLD_VAE_ATTENTION
+from everyframe.checkpoints.key_map import OLD_VAE_ATTENTION
+from everyframe.checkpoints.reshape import TensorReshape
+from everyframe.checkpoints.strict_load import KeyMap
 from everyframe.families.svd.config import TEMPORAL_VAE
-from everyframe.families.svd.single import CLIP, DECODER, DENOISER, PICTURE_ENCODER
+from everyframe.families.svd.single_file import CLIP, DECODER, DENOISER, PICTURE_ENCODER
 
 Renames = tuple[tuple[str, str], ...]
 
@@ -39,9 +40,11 @@ _ATTENTION = f"({re.escape(PICTURE_ENCODER)}encoder|{re.escape(DECODER)}decoder)
 _IN_PROJ = f"({re.escape(CLIP)}" + r"transformer\.resblocks\.\d+)\.attn\.in_proj_(weight|bias)"
 #: Tensors of the single files that are cut otherwise than the modules' own.
 SINGLE_FILE_CUTS = (
-    Cut(_ATTENTION + r"\.(q|k|v|proj_out)\.weight", (r"\1.mid.attn_1.\2.weight",), is_kernel=True),
-    Cut(_IN_PROJ, (r"\1.attn.q_proj.\2", r"\1.attn.k_proj.\2", r"\1.attn.v_proj.\2")),
-    Cut(re.escape(f"{CLIP}proj"), (f"{CLIP}proj.weight",), transposed=True),
+    TensorReshape(
+        _ATTENTION + r"\.(q|k|v|proj_out)\.weight", (r"\1.mid.attn_1.\2.weight",), is_kernel=True
+    ),
+    TensorReshape(_IN_PROJ, (r"\1.attn.q_proj.\2", r"\1.attn.k_proj.\2", r"\1.attn.v_proj.\2")),
+    TensorReshape(re.escape(f"{CLIP}proj"), (f"{CLIP}proj.weight",), transposed=True),
 )
 
 _RESNET: Renames = (

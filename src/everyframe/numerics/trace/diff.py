@@ -37,7 +37,7 @@ _EXPONENT = {
 
 
 @dataclass(frozen=True)
-class Place:
+class TracePlace:
     """Where a difference is larger than it can be explained.
 
     `seen` is its place in the first trace. `apart` is the relative difference there, `before` the
@@ -68,7 +68,7 @@ class Comparison:
     b: Trace
     apart: npt.NDArray[np.float64]
     partners: Mapping[int, int]
-    places: tuple[Place, ...]
+    places: tuple[TracePlace, ...]
     notes: tuple[str, ...]
 
     @property
@@ -119,7 +119,7 @@ class _Walk:
         self._before: dict[int, float] = {}
         self._narrow: dict[int, tuple[float, str]] = {}
         self._weights: dict[int, float] = {}
-        self.places: list[Place] = []
+        self.places: list[TracePlace] = []
 
     def step(self, place: int) -> float:
         """The difference at that place; NaN where the second trace has none."""
@@ -180,7 +180,7 @@ class _Walk:
 
     def _place(
         self, place: int, other: Seen, apart: float, before: float, explained: float, dtype: str
-    ) -> Place:
+    ) -> TracePlace:
         seen = self._a.seen[place]
         where, thing = self._a.place(seen.call), _thing(seen)
         first, second = (
@@ -208,7 +208,7 @@ class _Walk:
                 f"{parent}: the {thing} that it gives to {where} {differs}, with {_given(before)}: "
                 "its own code, between its modules"
             )
-        return Place(place, apart, before, explained, dtype, is_between, says)
+        return TracePlace(place, apart, before, explained, dtype, is_between, says)
 
 
 def _by_name(trace: Trace) -> dict[tuple[int, str, str], Seen]:

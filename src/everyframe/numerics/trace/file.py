@@ -24,7 +24,7 @@ from torch import Tensor
 from everyframe.core.errors import InputError
 from everyframe.core.paths import check_path
 from everyframe.numerics.trace.fingerprint import NUM_NUMBERS
-from everyframe.numerics.trace.place import HEADER, TABLES, check_place
+from everyframe.numerics.trace.output_check import HEADER, TABLES, check_place
 from everyframe.numerics.trace.trace import Call, Kind, Part, Seen, Trace
 
 SCHEMA: Final = "everyframe.trace/1"

@@ -1,0 +1,270 @@
+"""Fetching from the Hugging Face hub: the only module here that uses the network.
+
+Asks the hub once, with a short limit, before any download starts, so that a machine without a
+route gets its answer within seconds; then `huggingface_hub` downloads, resumes and verifies.
+Read next: `find`, which says what is missing.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import shlex
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from everyframe.checkpoints.folder import WEIGHT_SUFFIXES, listing
+from everyframe.checkpoints.locate import Location, PartLocation, find_part, names_on_disk
+from everyframe.checkpoints.refuse_pickles import refuse_pickled_files
+from everyframe.core.errors import CheckpointError, InputError
+
+_Answer = TypeVar("_Answer")
+
+#: What makes a repository a diffusers pipeline.
+_INDEXES = {"model_index.json", "modular_model_index.json"}
+
+ETAG_TIMEOUT_S = 3.0
+FIRST_ANSWER_TIMEOUT_S = 4.0  # all of it: name lookup, connection, answer
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Files of one hub repository: shell patterns of their names, at a branch, tag or commit."""
+
+    repo_id: str
+    patterns: tuple[str, ...]
+    revision: str | None = None
+
+    @property
+    def command(self) -> str:
+        """The shell command that gets the same files with the hub's own tool."""
+        return download_command(self.repo_id, self.patterns, self.revision)
+
+
+def fetch(
+    repo_id: str,
+    patterns: Sequence[str],
+    revision: str | None = None,
+    *,
+    hub_cache: Path | None = None,
+    hint: str = "",
+) -> Path:
+    """Download the files of `repo_id` that match `patterns`; what is there is not fetched again.
+
+    Args:
+        repo_id: hub id, ``owner/name``.
+        patterns: shell patterns of file names, such as ``*.safetensors``.
+        revision: branch, tag or commit; by default the main branch.
+        hub_cache: the hub's cache folder; by default the user's own.
+        hint: a clause for the error text, see `find.Location.hint`.
+
+    Returns:
+        The snapshot's folder.
+
+    Raises:
+        InputError: offline (within 5 s), no such repository, gated, or the disk is full. One line
+            that says what is missing, the command that gets it, and what is on disk.
+    """
+    return _fetch((Wanted(repo_id, tuple(patterns), revision),), hub_cache, hint)
+
+
+def fetch_missing(location: Location, *, hub_cache: Path | None = None) -> Location:
+    """Fetch whatever `location` lacks and say where it lies now; nothing to do is no network.
+
+    Raises:
+        InputError: see `fetch`; also for a local or embedded model that lacks files.
+    """
+    if location.complete:
+        return location
+    if location.path is not None:
+        raise InputError(
+            f"model {location.name!r} lacks {listing(location.missing)} in {location.path}; "
+            "install the package again"
+        )
+    parts = fetch_parts(location.parts, hub_cache=hub_cache, hint=location.hint)
+    return Location(location.asked, location.kind, known=location.known, parts=parts)
+
+
+def fetch_parts(
+    parts: Sequence[PartLocation], *, hub_cache: Path | None = None, hint: str = ""
+) -> tuple[PartLocation, ...]:
+    """Those parts with all of their files on this disk.
+
+    Raises:
+        InputError: see `fetch`; without a network it tells of every part that lacks something.
+    """
+    whole = list(parts)
+    lacking = [number for number, place in enumerate(whole) if not place.complete]
+    wanted = [Wanted(whole[n].part.repo_id, whole[n].part.patterns) for n in lacking]
+    for done, number in enumerate(lacking):
+        _fetch(tuple(wanted[done:]), hub_cache, hint)
+        whole[number] = _fetched(whole[number], hub_cache, hint)
+    return tuple(whole)
+
+
+def _fetch(wanted: tuple[Wanted, ...], hub_cache: Path | None, hint: str) -> Path:
+    """Fetch the first of `wanted`; the others are told of when there is no network."""
+    from huggingface_hub import snapshot_download
+
+    first = wanted[0]
+    commit, names = _ask(wanted, hub_cache, hint)
+    refuse_pickled_files(first.repo_id, first.patterns, names)
+    try:
+        # The branch is passed on, not its commit: only so does the cache record what `main` is.
+        folder = snapshot_download(
+            first.repo_id,
+            revision=first.revision,
+            allow_patterns=list(_of_pipeline(first.patterns, names) or first.patterns),
+            cache_dir=hub_cache,
+            etag_timeout=ETAG_TIMEOUT_S,
+        )
+    except _transport_errors() as error:
+        what = getattr(error, "strerror", None) or _first_line(error)
+        raise InputError(
+            f"fetching {first.repo_id} (commit {commit[:12]}) broke off: {what}; "
+            "run the same command again, it goes on where it stopped"
+        ) from error
+    return Path(folder)
+
+
+def _fetched(place: PartLocation, hub_cache: Path | None, hint: str) -> PartLocation:
+    fetched = find_part(place.part, hub_cache=hub_cache)
+    if not fetched.complete:
+        raise CheckpointError(
+            f"{place.part.repo_id} holds no {listing(fetched.missing)}; it is not the "
+            f"{place.part.role} that was expected{hint}"
+        )
+    return fetched
+
+
+def download_command(repo_id: str, patterns: Sequence[str], revision: str | None = None) -> str:
+    """The shell command that gets the same files with the hub's own tool."""
+    words = ["hf", "download", repo_id]
+    for pattern in patterns:
+        words += ["--include", pattern]
+    if revision is not None:
+        words += ["--revision", revision]
+    return shlex.join(words)
+
+
+def _of_pipeline(patterns: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
+    """The files that a diffusers pipeline among `names` is loaded from; none if it is no pipeline.
+
+    Repositories often hold the same weights again: in one file at the top, for other programs, and
+    pickled. Only asked where every kind of weights is wanted.
+    """
+    if "*.safetensors" not in patterns or not _INDEXES & set(names):
+        return ()
+    safe = {name.rpartition("/")[0] for name in names if name.endswith(".safetensors")}
+
+    def is_needed(name: str) -> bool:
+        folder = name.rpartition("/")[0]
+        bare = name.removesuffix(".index.json")
+        if bare.endswith(WEIGHT_SUFFIXES):
+            return bool(folder) and (bare.endswith(".safetensors") or folder not in safe)
+        # Code is fetched to be read; it runs only if that is allowed.
+        return any(fnmatch.fnmatchcase(name, each) for each in (*patterns, "*.py"))
+
+    return tuple(name for name in names if is_needed(name))
+
+
+def _ask(
+    wanted: tuple[Wanted, ...], hub_cache: Path | None, hint: str
+) -> tuple[str, tuple[str, ...]]:
+    """The commit that the first's revision stands for and the names of its files.
+
+    Raises an error for the person who asked.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    repo_id, revision = wanted[0].repo_id, wanted[0].revision
+
+    def ask() -> tuple[str, tuple[str, ...]]:
+        info = HfApi().model_info(repo_id, revision=revision, timeout=ETAG_TIMEOUT_S)
+        return info.sha or "", tuple(each.rfilename for each in info.siblings or ())
+
+    try:
+        return _within(FIRST_ANSWER_TIMEOUT_S, ask)
+    except HFValidationError as error:
+        raise InputError(f"{repo_id!r} is not a hub id: {_first_line(error)}") from error
+    except GatedRepoError as error:
+        raise InputError(
+            f"{repo_id} asks you to accept its terms on the hub's page first; "
+            "then log in with `hf auth login`"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise InputError(f"{repo_id} has no revision {revision!r} on the hub") from error
+    except RepositoryNotFoundError as error:
+        raise InputError(
+            f"the hub knows no model {repo_id!r} "
+            f"(a private one needs `hf auth login`); {_on_disk(hub_cache)}{hint}"
+        ) from error
+    except OfflineModeIsEnabled as error:
+        reason = "HF_HUB_OFFLINE forbids asking the hub"
+        raise InputError(_offline(wanted, reason, hub_cache, hint)) from error
+    except _transport_errors() as error:
+        reason = f"the hub does not answer ({_first_line(error)})"
+        raise InputError(_offline(wanted, reason, hub_cache, hint)) from error
+
+
+def _offline(wanted: tuple[Wanted, ...], reason: str, hub_cache: Path | None, hint: str) -> str:
+    what = "; ".join(f"{each.repo_id} ({listing(each.patterns)})" for each in wanted)
+    commands = " && ".join(each.command for each in wanted)
+    return (
+        f"not on this disk: {what}; and {reason}; get it where there is a network with "
+        f"`{commands}`; {_on_disk(hub_cache)}{hint}"
+    )
+
+
+def _on_disk(hub_cache: Path | None) -> str:
+    names = names_on_disk(hub_cache=hub_cache)
+    return f"models on this disk: {', '.join(names)}" if names else "no known model is on this disk"
+
+
+def _transport_errors() -> tuple[type[Exception], ...]:
+    """What a broken or absent connection, or a full disk, raises out of the hub's client."""
+    from huggingface_hub import errors
+
+    # `HTTPError` is the root of whichever HTTP client this version of the hub's library uses.
+    found = [getattr(errors, name, None) for name in ("HTTPError", "XetDownloadError")]
+    return (OSError, *(error for error in found if error is not None))
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _within(seconds: float, ask: Callable[[], _Answer]) -> _Answer:
+    """`ask()` in a thread that is left behind when it takes longer.
+
+    A thread, because a name lookup takes no timeout and can hang for half a minute.
+    """
+    answers: list[_Answer] = []
+    errors: list[Exception] = []
+
+    def work() -> None:
+        try:
+            answers.append(ask())
+        except Exception as error:  # noqa: BLE001 - raised again in the caller's thread, below
+            errors.append(error)
+
+    thread = threading.Thread(target=work, name="everyframe-hub", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        host = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+        raise TimeoutError(f"{host} gave no answer in {seconds:g} s")
+    if errors:
+        raise errors[0]
+    return answers[0]

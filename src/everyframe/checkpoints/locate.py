@@ -1,0 +1,367 @@
+"""What a model's name means, and what of it is on disk. Never uses the network, never loads.
+
+A name is, in this order: a short name or alias of `known`, a folder or file that exists, a hub id
+(``owner/name``). Anything else is an error with the closest names. Fetching what is missing is
+`fetch`; reading it is `tensors`; which files of a folder make up a model is the family's business.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from everyframe.checkpoints.folder import (
+    WEIGHT_SUFFIXES,
+    check_inside,
+    describe_missing,
+    hub_cache_folder,
+    package_folder,
+    read_json,
+    weight_files,
+)
+from everyframe.checkpoints.hub_part import HubPart, KnownModel
+from everyframe.checkpoints.model_zoo import CONTROLNETS, KNOWN, REFUSED, SUPPORTED_VERSIONS
+from everyframe.core.errors import CheckpointError, InputError, closest_names, did_you_mean
+from everyframe.core.paths import expand_path
+
+Kind = Literal["embedded", "known", "folder", "file", "hub"]
+
+# What a hub id that nobody listed is taken to need, and what is fetched of it.
+_ANY_WEIGHTS = tuple(f"*{suffix}" for suffix in WEIGHT_SUFFIXES if suffix != ".ckpt")
+_ANY_EXTRAS = ("*.json", "*.model", "*.txt", "*.jinja")
+
+# ``pytorch_model-00001-of-00002.bin``: the first of two says that there is a second.
+_SHARD = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})(?P<ending>\.\w+)")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*")
+
+
+@dataclass(frozen=True)
+class PartLocation:
+    """One part of a model and what of it is on disk.
+
+    Attributes:
+        folder: the hub cache's snapshot folder, where there is one.
+        files: files on disk that belong to the part.
+        missing: patterns or file names of which nothing is there; empty means complete.
+        bytes_to_fetch: about; 0 when complete, None when nobody knows.
+    """
+
+    part: HubPart
+    folder: Path | None
+    files: tuple[Path, ...]
+    missing: tuple[str, ...]
+    bytes_on_disk: int
+    bytes_to_fetch: int | None
+
+    @property
+    def complete(self) -> bool:
+        """Nothing of this part has to be fetched."""
+        return not self.missing
+
+    def to_fetch(self) -> tuple[str, ...]:
+        """What has to be fetched of it, a line for a person; none if it is complete."""
+        if self.complete:
+            return ()
+        about = f", about {self.bytes_to_fetch / 1e9:.1f} GB" if self.bytes_to_fetch else ""
+        return (f"{self.part.repo_id}: {', '.join(self.missing)}{about}",)
+
+
+@dataclass(frozen=True)
+class Location:
+    """What a name means. Exactly one of `path` (local) and `parts` (hub) is filled.
+
+    Attributes:
+        asked: the name as it was given.
+        known: the table's row, also when an alias or a part's hub id was given.
+        path: the embedded model's folder, or the local folder or file.
+        missing: for a local model, what it lacks; for hub models see each part.
+        hint: a clause such as ``"; did you mean 'opensora-1.2'?"`` for a hub id nobody listed.
+    """
+
+    asked: str
+    kind: Kind
+    known: KnownModel | None = None
+    path: Path | None = None
+    parts: tuple[PartLocation, ...] = ()
+    missing: tuple[str, ...] = ()
+    hint: str = ""
+
+    @property
+    def name(self) -> str:
+        """The short name where there is one, else what was given."""
+        return self.known.name if self.known else self.asked
+
+    @property
+    def complete(self) -> bool:
+        """Everything is on disk; it can run without a network."""
+        return not self.missing and all(part.complete for part in self.parts)
+
+    @property
+    def bytes_on_disk(self) -> int:
+        """Bytes of the weight files here (local) or of all files of the parts (hub)."""
+        if self.path is None:
+            return sum(part.bytes_on_disk for part in self.parts)
+        files = [self.path] if self.path.is_file() else weight_files(self.path)
+        return sum(file.stat().st_size for file in files)
+
+    @property
+    def bytes_to_fetch(self) -> int | None:
+        """About how much must be fetched; None when it is not known for some part."""
+        total = 0
+        for part in self.parts:
+            if part.bytes_to_fetch is None:
+                return None
+            total += part.bytes_to_fetch
+        return total
+
+    def part(self, role: str) -> PartLocation:
+        """The part that plays `role`; KeyError where the model has none of its own."""
+        for part in self.parts:
+            if part.part.role == role:
+                return part
+        raise KeyError(role)
+
+
+def locate(
+    name: str,
+    *,
+    variant: str | None = None,
+    registry: Sequence[KnownModel] = KNOWN,
+    hub_cache: Path | None = None,
+) -> Location:
+    """Say what `name` means and what of it is on disk. Takes milliseconds and no network.
+
+    Args:
+        name: short name, alias, folder, file, or hub id.
+        variant: of a hub model, which of several stored precisions is meant, such as ``fp16``.
+            Without one, float32 is; or fp16, where that is all there is on this disk.
+        registry: the models with short names.
+        hub_cache: the hub's cache folder; by default the user's own.
+
+    Raises:
+        InputError: an unknown name (closest names given), or a model that can't be run.
+        CheckpointError: a path without anything that looks like a checkpoint.
+    """
+    given = name.strip()
+    if not given:
+        raise InputError(f"the model's name is empty; known are {_names(registry)}")
+    known = _by_name(given, registry)
+    if known is not None:
+        return _locate_known(given, known, hub_cache, variant)
+    path = expand_path(given, "model")
+    if path.exists():
+        return _locate_path(given, path)
+    _refuse_by_name(given, registry)
+    if _HUB_ID.fullmatch(given) and path.suffix not in WEIGHT_SUFFIXES:
+        return _locate_hub(given, registry, hub_cache, variant)
+    raise InputError(_unknown(given, path, registry))
+
+
+def is_listed(name: str) -> bool:
+    """Whether it is a model, or a part of one, of our own tables: a short name or a hub id."""
+    parts = {part.repo_id for model in KNOWN for part in model.parts}
+    ids = {each.casefold() for each in (*parts, *CONTROLNETS, *CONTROLNETS.values())}
+    given = name.strip()
+    return _by_name(given, KNOWN) is not None or given.casefold() in ids
+
+
+def overview(
+    *, registry: Sequence[KnownModel] = KNOWN, hub_cache: Path | None = None
+) -> tuple[Location, ...]:
+    """Where each known model stands on this disk, in the order of the table."""
+    return tuple(_locate_known(model.name, model, hub_cache) for model in registry)
+
+
+def names_on_disk(
+    *, registry: Sequence[KnownModel] = KNOWN, hub_cache: Path | None = None
+) -> tuple[str, ...]:
+    """Short names of the known models that can run without fetching anything."""
+    places = overview(registry=registry, hub_cache=hub_cache)
+    return tuple(place.name for place in places if place.complete)
+
+
+def find_part(part: HubPart, *, hub_cache: Path | None = None) -> PartLocation:
+    """What of one hub part is on disk, judged by the files in the hub's cache."""
+    folder = _snapshot(part.repo_id, hub_cache)
+    files = _files(folder) if folder is not None else {}
+    mine = {name: path for name, path in files.items() if _matches(name, part.patterns)}
+    missing = [
+        " or ".join(group)
+        for group in part.needs
+        if not any(_matches(name, group) for name in mine)
+    ]
+    missing += _missing_shards(mine)
+    on_disk = sum(path.stat().st_size for path in mine.values())
+    to_fetch = part.num_bytes
+    if not missing:
+        to_fetch = 0
+    elif to_fetch is not None:
+        to_fetch = max(0, to_fetch - on_disk)
+    return PartLocation(part, folder, tuple(mine.values()), tuple(missing), on_disk, to_fetch)
+
+
+def _by_name(given: str, registry: Sequence[KnownModel]) -> KnownModel | None:
+    folded = given.casefold()
+    for model in registry:
+        if folded in (each.casefold() for each in (model.name, *model.aliases)):
+            return model
+    # A hub id stands for the model of which it holds the denoiser, where that is one.
+    held = [model for model, part in _holders(folded, registry) if part.role == "denoiser"]
+    return held[0] if len({model.name for model in held}) == 1 else None
+
+
+def _holders(folded: str, registry: Sequence[KnownModel]) -> list[tuple[KnownModel, HubPart]]:
+    return [
+        (model, part)
+        for model in registry
+        for part in model.parts
+        if part.repo_id.casefold() == folded
+    ]
+
+
+def _refuse_by_name(given: str, registry: Sequence[KnownModel]) -> None:
+    """Names that mean something else than a model that can be run here."""
+    folded = given.casefold()
+    for name, version in REFUSED.items():
+        if name.casefold() == folded:
+            raise InputError(f"{given}: this is {version}; supported: {SUPPORTED_VERSIONS}")
+    holders = _holders(folded, registry)
+    if holders:
+        names = " or ".join(model.name for model, _ in holders)
+        role = holders[0][1].role.replace("_", " ")
+        raise InputError(
+            f"{given} holds the {role} of more than one model, or only a part of one; "
+            f"ask for the model: {names}"
+        )
+
+
+def _locate_known(
+    asked: str, model: KnownModel, hub_cache: Path | None, variant: str | None = None
+) -> Location:
+    if model.embedded is not None:
+        folder = package_folder(model.embedded)
+        missing = () if folder.is_dir() and weight_files(folder) else ("its weights",)
+        return Location(asked, "embedded", known=model, path=folder, missing=missing)
+    found = {
+        name: tuple(
+            find_part(part if name is None else part.as_variant(name), hub_cache=hub_cache)
+            for part in model.parts
+        )
+        for name in ((None, "fp16") if variant is None else (variant,))
+    }
+    whole = (parts for parts in found.values() if all(part.complete for part in parts))
+    return Location(asked, "known", known=model, parts=next(whole, found[variant]))
+
+
+def _locate_path(asked: str, path: Path) -> Location:
+    if path.is_file():
+        if path.suffix not in WEIGHT_SUFFIXES and not path.name.endswith(".index.json"):
+            raise CheckpointError(
+                f"{path} is no checkpoint: its name ends in {path.suffix!r}, "
+                f"allowed are {', '.join(WEIGHT_SUFFIXES)} and .index.json"
+            )
+        return Location(asked, "file", path=path)
+    weights = weight_files(path)
+    check_inside(path, [*weights, *path.glob("*.json"), *path.glob("*/*.json")])
+    if not weights:
+        expected = ["config.json", *(f"*{suffix}" for suffix in WEIGHT_SUFFIXES[:2])]
+        raise CheckpointError(describe_missing(path, expected))
+    return Location(asked, "folder", path=path)
+
+
+def _locate_hub(
+    asked: str, registry: Sequence[KnownModel], hub_cache: Path | None, variant: str | None
+) -> Location:
+    part = HubPart(role="model", repo_id=asked, needs=(_ANY_WEIGHTS,), extras=_ANY_EXTRAS)
+    if variant is not None:
+        part = replace(part, needs=(("*.safetensors",),)).as_variant(variant)
+    place = find_part(part, hub_cache=hub_cache)
+    hint = "" if place.complete else did_you_mean(asked, _all_names(registry))
+    return Location(asked, "hub", parts=(place,), hint=hint)
+
+
+def _all_names(registry: Sequence[KnownModel]) -> list[str]:
+    names = [name for model in registry for name in (model.name, *model.aliases)]
+    return names + sorted({part.repo_id for model in registry for part in model.parts})
+
+
+def _names(registry: Sequence[KnownModel]) -> str:
+    return ", ".join(model.name for model in registry)
+
+
+def _unknown(given: str, path: Path, registry: Sequence[KnownModel]) -> str:
+    looks_like_path = path.suffix in WEIGHT_SUFFIXES or given.startswith((".", "/", "~", "\\"))
+    if looks_like_path or given.count("/") > 1:
+        there = f"; {path.parent} does not exist either" if not os.path.exists(path.parent) else ""
+        return f"there is no folder or file {given}{there}; known models: {_names(registry)}"
+    close = closest_names(given, _all_names(registry), count=2)
+    meant = f"; did you mean {' or '.join(map(repr, close))}? Known" if close else "; known"
+    return (
+        f"unknown model {given!r}{meant} models: {_names(registry)}; "
+        "a folder, a file or a hub id OWNER/NAME will do too"
+    )
+
+
+def _snapshot(repo_id: str, hub_cache: Path | None) -> Path | None:
+    """The hub cache's folder for the default revision of `repo_id`, complete or not."""
+    cache = hub_cache if hub_cache is not None else hub_cache_folder()
+    if not (cache / f"models--{repo_id.replace('/', '--')}").is_dir():
+        return None  # spares the import of the hub's client where nothing was ever fetched
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(repo_id, cache_dir=cache, local_files_only=True))
+    except LocalEntryNotFoundError as error:
+        # A snapshot that was interrupted or fetched by patterns; what it holds is told by us.
+        partial = getattr(error, "snapshot_path", None)
+        return Path(partial) if partial else None
+    except HFValidationError as error:
+        raise InputError(f"{repo_id!r} is not a hub id: {error}") from error
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """Relative name -> path of every file that is really there (no dangling links)."""
+    return {
+        path.relative_to(folder).as_posix(): path
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _missing_shards(files: dict[str, Path]) -> list[str]:
+    """Shards that an index among `files`, or another shard's own name, tells of and that lack.
+
+    Only when no whole file of the same format is there: some repositories hold both.
+    """
+    missing: list[str] = []
+    for name, path in files.items():
+        if not name.endswith(".index.json"):
+            continue
+        whole = name.removesuffix(".index.json")
+        if whole in files:
+            continue
+        folder = name.rpartition("/")[0]
+        shards = read_json(path).get("weight_map")
+        if not isinstance(shards, dict):
+            raise CheckpointError(f"{path} has no weight_map; it is no index of shards")
+        wanted = {f"{folder}/{shard}" if folder else str(shard) for shard in shards.values()}
+        missing += sorted(wanted - files.keys())
+    for name in files:
+        shard = _SHARD.fullmatch(name)
+        if shard is None or shard["stem"] + shard["ending"] in files:
+            continue
+        for number in range(1, int(shard["count"]) + 1):
+            sibling = f"{shard['stem']}-{number:05}-of-{shard['count']}{shard['ending']}"
+            if sibling not in files and sibling not in missing:
+                missing.append(sibling)
+    return missing

@@ -1,0 +1,99 @@
+"""A file's tensors in other shapes: cut into pieces, transposed, kernels of one position flattened.
+
+Nothing is read or copied: a piece is another place in the same file, so a checkpoint of another
+layout loads tensor by tensor like any other. Which tensors are cut how is data (`TensorReshape`);
+what the pieces are then called in a module is `strict.KeyMap`. Read next: `entries`, `tensors`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from everyframe.checkpoints.tensor_file import TensorFile
+from everyframe.checkpoints.torch_file import TensorLocation
+from everyframe.core.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class TensorReshape:
+    """What becomes of the tensors whose whole name matches `pattern`.
+
+    Attributes:
+        pattern: a regular expression for the name.
+        names: the name of each piece, in which ``\\1`` is the pattern's first group; the first
+            dimension is dealt out evenly among them.
+        transposed: a matrix becomes its transpose.
+        is_kernel: a convolution kernel of one position becomes the matrix that it is.
+    """
+
+    pattern: str
+    names: tuple[str, ...]
+    transposed: bool = False
+    is_kernel: bool = False
+
+
+def rearranged(checkpoint: TensorFile, cuts: Sequence[TensorReshape]) -> TensorFile:
+    """`checkpoint` with every tensor that a cut matches as its pieces, the rest as they are.
+
+    Raises:
+        CheckpointError: a tensor that can't be cut so, named.
+    """
+    entries: dict[str, TensorLocation] = {}
+    for name in checkpoint:
+        entry = checkpoint.entry(name)
+        cut = next((cut for cut in cuts if re.fullmatch(cut.pattern, name)), None)
+        if cut is None:
+            entries[name] = entry
+            continue
+        for number, piece in enumerate(cut.names):
+            made = _piece(checkpoint, name, entry, cut, number)
+            entries[re.sub(cut.pattern, piece, name)] = made
+    return TensorFile(checkpoint.source, entries)
+
+
+def _piece(
+    checkpoint: TensorFile, name: str, entry: TensorLocation, cut: TensorReshape, number: int
+) -> TensorLocation:
+    shape, parts = entry.shape, len(cut.names)
+    if not shape or shape[0] % parts:
+        _refuse(checkpoint, name, shape, f"{parts} equal pieces")
+    if entry.resident is not None:
+        raise CheckpointError(
+            f"{checkpoint.source} is a pickle of the old kind, of which no part can be read alone; "
+            "save it as safetensors"
+        )
+    stride = entry.stride or _contiguous(shape)
+    rows = shape[0] // parts
+    offset = entry.offset + number * rows * stride[0] * entry.dtype.itemsize
+    shape = (rows, *shape[1:])
+    if cut.is_kernel:
+        if any(size != 1 for size in shape[2:]) or len(shape) < 2:
+            _refuse(checkpoint, name, shape, "a kernel of one position")
+        shape, stride = shape[:2], stride[:2]
+    if cut.transposed:
+        if len(shape) != 2:
+            _refuse(checkpoint, name, shape, "a matrix")
+        shape, stride = shape[::-1], stride[::-1]
+    last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    plain = stride == _contiguous(shape)
+    return replace(
+        entry,
+        shape=shape,
+        offset=offset,
+        num_bytes=(last + 1) * entry.dtype.itemsize,
+        stride=None if plain else stride,
+    )
+
+
+def _refuse(checkpoint: TensorFile, name: str, shape: tuple[int, ...], wanted: str) -> None:
+    raise CheckpointError(f"{checkpoint.source}: {name!r} has shape {shape}, expected {wanted}")
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    stride, step = [], 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= size
+    return tuple(reversed(stride))

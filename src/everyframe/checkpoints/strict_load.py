@@ -1,0 +1,307 @@
+"""Loading a checkpoint into a module so that nothing is missing, left over or misshapen.
+
+All names, shapes and kinds are compared from headers first; then one tensor after the other is
+read straight into its place. Build the module under ``torch.device("meta")`` and the peak memory
+is the module once and one tensor more. Renames, ignored names and tied weights are data (`KeyMap`).
+
+A module that computes its buffers (non-persistent: frequencies, tables) and is built on meta must
+have a method ``reset_buffers()`` that computes them again on the default device; it is called
+after loading. Read next: `tensors`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from everyframe.checkpoints.folder import listing
+from everyframe.checkpoints.tensor_file import TensorFile
+from everyframe.core.errors import CheckpointError, did_you_mean
+
+DtypeRule = Callable[[str, torch.dtype], torch.dtype]
+"""(name in the module, dtype in the module) -> wanted dtype; asked for floating tensors only."""
+
+
+@dataclass(frozen=True)
+class KeyMap:
+    """How a checkpoint's names become a module's.
+
+    Attributes:
+        rename: (regular expression, replacement), all applied in order with `re.sub`.
+        ignore: regular expressions; a tensor whose name in the checkpoint matches one as a whole
+            is not for this module.
+        tied: groups of module names that are one parameter; the checkpoint must hold at least
+            one of each group, and where it holds several they must be equal.
+    """
+
+    rename: tuple[tuple[str, str], ...] = ()
+    ignore: tuple[str, ...] = ()
+    tied: tuple[tuple[str, ...], ...] = ()
+
+    def target(self, name: str) -> str | None:
+        """The module's name for a checkpoint's `name`, or None where it is ignored."""
+        if any(re.fullmatch(pattern, name) for pattern in self.ignore):
+            return None
+        for pattern, replacement in self.rename:
+            name = re.sub(pattern, replacement, name)
+        return name
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What was loaded: names in the module and bytes, and which names were ignored.
+
+    `left` are those that were to stay in the files: their names there by their names in the module.
+    """
+
+    loaded: tuple[str, ...]
+    ignored: tuple[str, ...]
+    num_bytes: int
+    left: Mapping[str, str]
+
+
+def load_strictly(
+    module: nn.Module,
+    checkpoint: TensorFile,
+    *,
+    keys: KeyMap | None = None,
+    dtype: torch.dtype | DtypeRule | None = None,
+    device: str | torch.device = "cpu",
+    leave: Collection[str] = (),
+) -> LoadReport:
+    """Fill every parameter and persistent buffer of `module` from `checkpoint`.
+
+    Args:
+        module: on the meta device (then nothing is allocated twice) or on a real one.
+        checkpoint: from `open_checkpoint`.
+        keys: renames, ignored names, tied weights.
+        dtype: of floating tensors in the module: one for all, or a rule per name; None keeps the
+            module's own. Integer and boolean tensors always keep the module's.
+        device: where the tensors go.
+        leave: names in the module that are compared like all others and not read: they are put on
+            meta, in their dtype, for whoever reads them later.
+
+    Raises:
+        CheckpointError: a tensor missing, extra, misshapen, of another kind, or two for one
+            place; names the first few and counts them. The module is untouched then, except
+            where tied tensors turn out to differ.
+        AssertionError: a buffer is left on meta (see this module's docstring).
+    """
+    keys = keys or KeyMap()
+    slots = _slots(module)
+    groups = _groups(slots, keys.tied)
+    sources, ignored = _compared(checkpoint, keys, slots, groups)
+
+    filled: set[int] = set()
+    num_bytes = 0
+    left: dict[str, str] = {}
+    with torch.no_grad():
+        for target, source in sources.items():
+            group = groups[target]
+            if id(group) in filled:
+                _check_equal(checkpoint, source, slots[group[0]])
+                continue
+            wanted = _wanted_dtype(target, slots[target].tensor, dtype)
+            if target in leave:
+                tensor = torch.empty(checkpoint.shape(source), dtype=wanted, device="meta")
+                left |= dict.fromkeys(group, source)
+            else:
+                tensor = checkpoint.load(source, device, wanted)
+            _place(tensor, [slots[name] for name in group])
+            filled.add(id(group))
+            num_bytes += 0 if tensor.is_meta else tensor.nbytes
+    _reset_buffers(module, torch.device(device))
+    return LoadReport(tuple(sources), ignored, num_bytes, left)
+
+
+def check_strictly(module: nn.Module, checkpoint: TensorFile, keys: KeyMap | None = None) -> None:
+    """What `load_strictly` would say of names, shapes and kinds; nothing but headers is read.
+
+    Raises:
+        CheckpointError: as there.
+    """
+    keys, slots = keys or KeyMap(), _slots(module)
+    _compared(checkpoint, keys, slots, _groups(slots, keys.tied))
+
+
+def _compared(
+    checkpoint: TensorFile,
+    keys: KeyMap,
+    slots: Mapping[str, _Slot],
+    groups: Mapping[str, list[str]],
+) -> tuple[dict[str, str], tuple[str, ...]]:
+    """See `_map_names`; raises `CheckpointError` unless all is as it should be."""
+    sources, ignored = _map_names(checkpoint, keys)
+    _compare_names(checkpoint, sources, slots, groups)
+    _compare_facts(checkpoint, sources, slots)
+    return sources, ignored
+
+
+@dataclass
+class _Slot:
+    """A place in the module: the owner's table and the key in it."""
+
+    table: dict[str, torch.Tensor | None]
+    key: str
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        tensor = self.table[self.key]
+        assert tensor is not None
+        return tensor
+
+
+def _slots(module: nn.Module) -> dict[str, _Slot]:
+    """Name -> place of everything that a checkpoint must hold; tied places each by its name."""
+    slots: dict[str, _Slot] = {}
+    for prefix, owner in module.named_modules(remove_duplicate=False):
+        dot = f"{prefix}." if prefix else ""
+        tables: tuple[Mapping[str, torch.Tensor | None], ...] = (owner._parameters, owner._buffers)
+        for table in tables:
+            for key, tensor in table.items():
+                if tensor is None or key in owner._non_persistent_buffers_set:
+                    continue
+                assert isinstance(table, dict)
+                slots[dot + key] = _Slot(table, key)
+    return slots
+
+
+def _groups(slots: Mapping[str, _Slot], tied: Sequence[Sequence[str]]) -> dict[str, list[str]]:
+    """Name -> all names of the same parameter (itself included), the list shared by its members.
+
+    Tied by the module itself (one object under several names) or by `tied`.
+    """
+    groups: dict[str, list[str]] = {}
+    by_object: dict[int, list[str]] = {}
+    for name, slot in slots.items():
+        group = by_object.setdefault(id(slot.tensor), [])
+        group.append(name)
+        groups[name] = group
+    for names in tied:
+        present = [name for name in names if name in groups]
+        merged: list[str] = []
+        for name in present:
+            merged += [each for each in groups[name] if each not in merged]
+        for name in merged:
+            groups[name] = merged
+    return groups
+
+
+def _map_names(checkpoint: TensorFile, keys: KeyMap) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Module name -> checkpoint name in the order of the file, and what is ignored."""
+    sources: dict[str, str] = {}
+    ignored: list[str] = []
+    for name in checkpoint:
+        target = keys.target(name)
+        if target is None:
+            ignored.append(name)
+        elif target in sources:
+            raise CheckpointError(
+                f"{checkpoint.source}: {sources[target]!r} and {name!r} are both for {target!r}"
+            )
+        else:
+            sources[target] = name
+    return sources, tuple(ignored)
+
+
+def _compare_names(
+    checkpoint: TensorFile,
+    sources: Mapping[str, str],
+    slots: Mapping[str, _Slot],
+    groups: Mapping[str, list[str]],
+) -> None:
+    extra = [source for target, source in sources.items() if target not in slots]
+    missing = [
+        name
+        for name in slots
+        if groups[name][0] == name and not any(each in sources for each in groups[name])
+    ]
+    problems = []
+    if missing:
+        hint = did_you_mean(missing[0], extra) if extra else ""
+        problems.append(f"lacks {_count(missing)}: {_quoted(missing)}{hint}")
+    if extra:
+        hint = "" if missing else did_you_mean(extra[0], slots)
+        problems.append(f"has {_count(extra)} too many: {_quoted(extra)}{hint}")
+    if problems:
+        raise CheckpointError(f"{checkpoint.source} {', and '.join(problems)}")
+
+
+def _compare_facts(
+    checkpoint: TensorFile, sources: Mapping[str, str], slots: Mapping[str, _Slot]
+) -> None:
+    problems = []
+    for target, source in sources.items():
+        place = slots[target].tensor
+        shape, kind = checkpoint.shape(source), checkpoint.dtype(source)
+        if shape != tuple(place.shape):
+            problems.append(f"{source!r} has shape {shape}, expected {tuple(place.shape)}")
+        elif kind.is_floating_point != place.dtype.is_floating_point:
+            problems.append(f"{source!r} has dtype {kind}, expected {place.dtype}")
+    if problems:
+        more = f" and {len(problems) - 4} more" if len(problems) > 4 else ""
+        raise CheckpointError(f"{checkpoint.source}: {'; '.join(problems[:4])}{more}")
+
+
+def _wanted_dtype(
+    name: str, place: torch.Tensor, dtype: torch.dtype | DtypeRule | None
+) -> torch.dtype:
+    if dtype is None or not place.dtype.is_floating_point:
+        return place.dtype
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    return dtype(name, place.dtype)
+
+
+def _place(tensor: torch.Tensor, slots: Iterable[_Slot]) -> None:
+    """Put `tensor` into every slot of one group; a parameter stays one object for all of them."""
+    replacement: torch.Tensor | None = None
+    for slot in slots:
+        old = slot.tensor
+        if replacement is None:
+            if isinstance(old, nn.Parameter):
+                replacement = nn.Parameter(tensor, requires_grad=old.requires_grad)
+            else:
+                replacement = tensor
+        slot.table[slot.key] = replacement
+
+
+def _check_equal(checkpoint: TensorFile, source: str, filled: _Slot) -> None:
+    again = checkpoint.load(source, filled.tensor.device, filled.tensor.dtype)
+    if not torch.equal(again, filled.tensor):
+        raise CheckpointError(
+            f"{checkpoint.source}: {source!r} should equal the weights that it is tied to, "
+            "but differs"
+        )
+
+
+def _reset_buffers(module: nn.Module, device: torch.device) -> None:
+    """Compute again what lay on meta, and see that nothing is left there."""
+    for owner in module.modules():
+        on_meta = any(b is not None and b.is_meta for b in owner._buffers.values())
+        reset = getattr(owner, "reset_buffers", None)
+        if on_meta and callable(reset):
+            with torch.device(device):
+                reset()
+    left = [name for name, buffer in module.named_buffers() if buffer.is_meta]
+    assert not left, (
+        f"{_count(left)} left on the meta device: {_quoted(left)}; give the module that owns "
+        "them a method reset_buffers() that computes them"
+    )
+    # Buffers of a module that was built on a real device follow its parameters.
+    for owner in module.modules():
+        for key, buffer in owner._buffers.items():
+            if buffer is not None and buffer.device != device and device.type != "meta":
+                owner._buffers[key] = buffer.to(device)
+
+
+def _count(names: Sequence[str]) -> str:
+    return f"{len(names)} tensor{'s' if len(names) != 1 else ''}"
+
+
+def _quoted(names: Sequence[str]) -> str:
+    return listing([repr(name) for name in names])

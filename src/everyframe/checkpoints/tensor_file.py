@@ -1,0 +1,223 @@
+"""A checkpoint's tensors by name, one at a time: a file, a set of shards, or a folder of either.
+
+Opening reads headers only; `TensorFile.load` reads one tensor into fresh memory of its own.
+Nothing is unpickled beyond tensors (`pickles`).
+Read next: `headers`, `pickles`, `entries`, `strict`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from everyframe.checkpoints.folder import (
+    PICKLE_SUFFIXES,
+    check_inside,
+    describe_missing,
+    is_plain_name,
+    listing,
+    read_json,
+)
+from everyframe.checkpoints.safetensors_header import read_header
+from everyframe.checkpoints.torch_file import TensorLocation, pickle_entries, read_entry
+from everyframe.core.errors import CheckpointError, did_you_mean
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8,
+    "U16": torch.uint16, "I16": torch.int16, "U32": torch.uint32, "I32": torch.int32,
+    "U64": torch.uint64, "I64": torch.int64,
+    "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
+    "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}  # fmt: skip
+
+_INDEX = ".index.json"
+#: Of a variant: ``model.safetensors.index.fp16.json``.
+_IS_INDEX = re.compile(r".*\.index(\.\w+)?\.json")
+
+# Where a folder's weights are looked for, first found wins: whole files before shards (a folder
+# may hold both, of the same weights) and safetensors before pickles.
+_STANDARD_NAMES = (
+    "model.safetensors",
+    "diffusion_pytorch_model.safetensors",
+    "model.safetensors.index.json",
+    "diffusion_pytorch_model.safetensors.index.json",
+    "*.safetensors.index.json",
+    "*.safetensors.index.*.json",
+    "*.safetensors",
+    "pytorch_model.bin",
+    "diffusion_pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+    "*.pth",
+    "*.pt",
+    "*.bin",
+)
+
+
+class TensorFile:
+    """Tensors by name, read one at a time; what `open_checkpoint` returns.
+
+    Attributes:
+        source: the file or index that was opened, for error texts.
+    """
+
+    def __init__(self, source: Path, entries: Mapping[str, TensorLocation]) -> None:
+        self.source = source
+        self._entries = dict(entries)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files that hold the tensors, for a digest; in the order of their names."""
+        return tuple(sorted({entry.path for entry in self._entries.values()}))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors together, as stored."""
+        return sum(entry.num_bytes for entry in self._entries.values())
+
+    def names(self) -> tuple[str, ...]:
+        """All tensor names, in the order in which they lie in the files."""
+        return tuple(self._entries)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape as stored."""
+        return self.entry(name).shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype as stored."""
+        return self.entry(name).dtype
+
+    def load(
+        self,
+        name: str,
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """Read one tensor into memory that nobody else holds.
+
+        Args:
+            name: its name in the checkpoint.
+            device: where it is wanted.
+            dtype: cast to this; as stored where None.
+
+        Raises:
+            CheckpointError: no such tensor, or the file has changed or can't be read.
+        """
+        entry = self.entry(name)
+        return read_entry(entry, name).to(device=device, dtype=dtype)
+
+    def entry(self, name: str) -> TensorLocation:
+        """Where one tensor lies; `CheckpointError` if there is none of that name."""
+        try:
+            return self._entries[name]
+        except KeyError:
+            hint = did_you_mean(name, self._entries)
+            raise CheckpointError(f"{self.source} has no tensor {name!r}{hint}") from None
+
+
+def open_checkpoint(
+    path: str | Path | TensorFile, *, payload: str | None = None, variant: str | None = None
+) -> TensorFile:
+    """Open a checkpoint; headers are read and checked, tensors are not.
+
+    Args:
+        path: a ``.safetensors`` file, a ``.pth``/``.pt``/``.bin``/``.ckpt`` pickle of tensors, an
+            ``.index.json`` of shards of either, or a folder that holds one of these. What is open
+            already is given back.
+        payload: for a pickle that holds several state dicts, the key of the one that is meant,
+            such as ``"ema"``.
+        variant: of a folder, which of several stored precisions is meant: ``"fp16"`` opens
+            ``model.fp16.safetensors``. Without one, the plain names come first.
+
+    Raises:
+        CheckpointError: no such file, truncated, foreign, more than tensors, a shard missing.
+    """
+    if isinstance(path, TensorFile):
+        return path
+    path = Path(path)
+    if path.is_dir():
+        folder = path
+        path = _weights_in(path, _STANDARD_NAMES if variant is None else _names_of(variant))
+        check_inside(folder, [path])
+    if _IS_INDEX.fullmatch(path.name):
+        return _open_shards(path, payload)
+    if not path.is_file():
+        raise CheckpointError(f"there is no file {path}")
+    if path.suffix == ".safetensors":
+        return TensorFile(path, _safetensors_entries(path))
+    if path.suffix in PICKLE_SUFFIXES:
+        return TensorFile(path, pickle_entries(path, payload))
+    raise CheckpointError(
+        f"{path} is no checkpoint: its name ends in {path.suffix!r}, allowed are .safetensors, "
+        f"{', '.join(PICKLE_SUFFIXES)} and {_INDEX}"
+    )
+
+
+def _names_of(variant: str) -> tuple[str, ...]:
+    return f"*.safetensors.index.{variant}.json", f"*.{variant}.safetensors"
+
+
+def _weights_in(folder: Path, patterns: tuple[str, ...]) -> Path:
+    for pattern in patterns:
+        found = sorted(folder.glob(pattern))
+        if len(found) == 1:
+            return found[0]
+        if found:
+            names = [path.name for path in found]
+            raise CheckpointError(
+                f"{folder} holds more than one checkpoint: {listing(names)}; name the file "
+                f"that is meant, or put the shards' {_INDEX} beside them"
+            )
+    expected = ["*.safetensors", "*.pth", "*.bin"] if patterns is _STANDARD_NAMES else patterns
+    raise CheckpointError(describe_missing(folder, expected))
+
+
+def _safetensors_entries(path: Path) -> dict[str, TensorLocation]:
+    return {
+        fact.name: TensorLocation(path, DTYPES[fact.dtype], fact.shape, fact.offset, fact.num_bytes)
+        for fact in read_header(path).tensors.values()
+    }
+
+
+def _open_shards(index: Path, payload: str | None) -> TensorFile:
+    """All tensors of all shards, also such as the index forgets: strict loading will name them."""
+    table = read_json(index).get("weight_map")
+    if not isinstance(table, dict) or not all(isinstance(f, str) for f in table.values()):
+        raise CheckpointError(f"{index} has no weight_map from tensor names to file names")
+    shards = sorted(set(table.values()))
+    for shard in shards:
+        if not is_plain_name(shard):
+            raise CheckpointError(f"{index} names a shard outside its own folder: {shard!r}")
+    missing = [shard for shard in shards if not (index.parent / shard).is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{index.parent} lacks {len(missing)} of {len(shards)} shards that {index.name} "
+            f"names: {listing(missing)}"
+        )
+    check_inside(index.parent, [index.parent / shard for shard in shards])
+    entries: dict[str, TensorLocation] = {}
+    for shard in shards:
+        opened = open_checkpoint(index.parent / shard, payload=payload)
+        twice = [name for name in opened if name in entries]
+        if twice:
+            raise CheckpointError(f"{opened.source} repeats tensors of other shards: {twice[0]!r}")
+        entries.update(opened._entries)
+    absent = [name for name, shard in table.items() if name not in entries]
+    if absent:
+        raise CheckpointError(
+            f"{index} promises {len(absent)} tensors that its shards do not hold: {listing(absent)}"
+        )
+    return TensorFile(index, entries)

@@ -1,0 +1,122 @@
+"""``everyframe paths``: which fast paths a request could run by here, and what came of each.
+
+A line a path, with its verdict, error, gain and reason. It takes the options of ``generate``; none
+is needed. Read next: `everyframe.planning.list_fast_paths`, ``docs/how-to/paths.md``.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import IO, TYPE_CHECKING, Any
+
+from everyframe.cli.options import flag, make_command
+from everyframe.cli.parse_request import parse_request
+from everyframe.cli.tables import json_line
+from everyframe.core.errors import CannotRunError, ExitCode, InputError
+from everyframe.core.request import Request
+
+if TYPE_CHECKING:
+    from everyframe.planning.list_fast_paths import FastPathList, FastPathRow
+
+_HELP = """List the fast paths that a request could run by here, and what came of each.
+
+A path is used after it was tried here: inside its error's budget, and faster. Without a prompt the
+model's defaults are taken. Exit code 3 if the request can't be done on this machine.
+"""
+
+_MARKS = {"certified": "✓", "pinned": "✓", "refused": "✗", "avoided": "✗", "off": "-"}
+_COLOURS = {"✓": "green", "✗": "yellow"}
+
+
+def paths(
+    *, from_record: str | None = None, json: bool = False, certify: bool = False, **given: Any
+) -> int:
+    """Print the paths of these options; the exit code."""
+    found = _survey(given, from_record, certify=certify)
+    if json:
+        print(json_line({"type": "paths", "model": found.plan.model, "device": _device(found),
+                         "paths": [_plain(row) for row in found.rows]}))  # fmt: skip
+    else:
+        print_paths(found, sys.stdout)
+    if found.plan.obstacle is not None:
+        raise CannotRunError(found.plan.obstacle)
+    return int(ExitCode.DONE)
+
+
+def _survey(given: dict[str, Any], from_record: str | None, *, certify: bool) -> FastPathList:
+    from everyframe.planning.list_fast_paths import survey
+
+    request = parse_request(given, from_record).request
+    if from_record is not None or request.prompt is not None or request.has_given_frames():
+        return survey(request, certify=certify)
+    refused: InputError | None = None
+    for values in _least_asked():
+        try:
+            return survey(Request(**{**request.given(), **values}), certify=certify)
+        except InputError as error:
+            refused = refused or error
+    assert refused is not None
+    raise refused
+
+
+def _least_asked() -> tuple[dict[str, Any], ...]:
+    """What models ask for at least: a prompt, a picture, or nothing."""
+    from everyframe.doctor.model_check import least_asked
+
+    return least_asked()
+
+
+def _plain(row: FastPathRow) -> dict[str, Any]:
+    choice = row.choice
+    return {
+        "component": row.component, "path": choice.path, "title": row.path.title,
+        "closeness": row.path.closeness, "verdict": choice.verdict, "in_use": row.in_use,
+        "error": choice.error, "limit": choice.limit, "gain": choice.gain, "reason": choice.reason,
+    }  # fmt: skip
+
+
+def _device(found: FastPathList) -> str:
+    return found.plan.device.name
+
+
+def print_paths(found: FastPathList, file: IO[str]) -> None:
+    """The rows as a table, and what to do about those that nobody tried."""
+    from rich.text import Text
+
+    from everyframe.cli.tables import console, table
+
+    out = console(file)
+    if not found.rows:
+        out.print(f"{found.plan.model}: nothing here has a fast path; all is computed plainly.")
+        return
+    columns = ("", "path", "component", "verdict", "error", "gain", "reason")
+    shown = table(*((name, "right" if name in ("error", "gain") else "left") for name in columns),
+                  wraps="reason")  # fmt: skip
+    for row in found.rows:
+        choice = row.choice
+        mark = _MARKS.get(choice.verdict, "?")
+        shown.add_row(
+            Text(mark, style=_COLOURS.get(mark, "dim")),
+            choice.path,
+            row.component,
+            choice.verdict,
+            "" if choice.error is None else f"{choice.error:.1e}",
+            "" if choice.gain is None else f"{choice.gain:.2f}x",
+            choice.reason,
+        )
+    out.print(f"{found.plan.model} on {_device(found)}", style="bold")
+    out.print(shown)
+    untried = sum(
+        row.choice.verdict == "expected" or row.choice.reason == "not tried yet"
+        for row in found.rows
+    )
+    if untried:
+        out.print(f"{untried} not tried here yet: everyframe paths --certify", style="dim")
+
+
+COMMAND = make_command(
+    paths,
+    ("from_record", "json", "log_level"),
+    _HELP,
+    (flag("certify", bool, "Try what was not tried here yet, for half a minute."),),
+)

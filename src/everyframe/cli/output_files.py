@@ -1,0 +1,124 @@
+"""Frames into files as they come, one file a video; whole files or none.
+
+How a file is written is `everyframe.media.write`. Read next: `generate.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from everyframe.core.events import AudioDecoded as SoundMade
+from everyframe.core.events import FramesDecoded, VideoDone
+from everyframe.core.plan import Plan, Settings
+from everyframe.media.audio import Audio
+from everyframe.media.output_path import (
+    OutputFormat,
+    check_output,
+    default_output,
+    kind_of,
+    numbered,
+)
+from everyframe.media.pixels import to_uint8
+from everyframe.media.write import FrameSpool, VideoWriter
+
+
+def paths_for(plan: Plan, output: str | None) -> dict[int, str]:
+    """Where the video of each seed goes, checked; ``clip-7.mp4``, ``clip-8.mp4`` for several.
+
+    Raises `MediaError` for a place or size that can't be written.
+    """
+    settings = plan.settings
+    seeds = range(settings.seed, settings.seed + settings.num_videos)
+    if output is None:
+        ending = ".png" if settings.num_frames * settings.chain == 1 else ".mp4"
+        paths = {
+            seed: str(default_output(".", plan.model, settings.prompt, seed, ending=ending))
+            for seed in seeds
+        }
+    elif settings.num_videos == 1:
+        paths = {settings.seed: output}
+    else:
+        paths = {seed: numbered(output, seed) for seed in seeds}
+    for path in paths.values():
+        check(path, settings)
+    return paths
+
+
+def check(path: str, settings: Settings) -> None:
+    """Make sure that a video of these settings can be written to `path`."""
+    check_output(
+        path,
+        settings.width,
+        settings.height,
+        num_frames=settings.num_frames * settings.chain,
+        fps=settings.fps,
+    )
+
+
+class OutputFiles:
+    """The files of a run; a context manager that leaves no unfinished file behind.
+
+    One of them is open at a time. In a chain, clips of several videos come by turns: those whose
+    turn it is not wait on the disk.
+    """
+
+    def __init__(self, paths: Mapping[int, str], fps: float) -> None:
+        self._paths = paths
+        self._fps = fps
+        self._open: dict[int, VideoWriter] = {}
+        self._num_frames = dict.fromkeys(paths, 0)
+        self._records: dict[int, Mapping[str, Any]] = {}
+        self._sounds: dict[int, Audio] = {}
+        self._waiting = FrameSpool(next(iter(paths.values())))
+
+    def __enter__(self) -> OutputFiles:
+        return self
+
+    def add(self, event: FramesDecoded) -> None:
+        """Append finished frames to the video of their seed. Raises `NumericsError` for NaN."""
+        seed = event.seed
+        piece = to_uint8(event.frames, first_index=self._num_frames[seed])
+        self._num_frames[seed] += event.num_frames
+        if self._open and seed not in self._open:
+            self._waiting.put(seed, piece)
+        else:
+            self._writer(seed).add(piece)
+
+    def _writer(self, seed: int) -> VideoWriter:
+        """The open file of that seed; what waited for it comes first."""
+        if seed not in self._open:
+            # The record is asked for after the last frame, when `finish` has brought it.
+            writer = VideoWriter(self._paths[seed], self._fps, lambda: self._records[seed])
+            self._open[seed] = writer.__enter__()
+            for piece in self._waiting.take(seed):
+                writer.add(piece)
+        return self._open[seed]
+
+    def add_sound(self, event: SoundMade) -> str | None:
+        """Keep the sound of the video of its seed; a note where its file has no room for it."""
+        path = self._paths[event.seed]
+        if kind_of(path) is not OutputFormat.MP4:
+            return f"there is sound, and {path} can't hold it; an .mp4 can"
+        self._sounds[event.seed] = Audio(event.samples, event.rate)
+        return None
+
+    def finish(self, event: VideoDone) -> str:
+        """Put the video of this seed in its place with its record; its path, as it was given."""
+        self._records[event.seed] = event.record
+        writer = self._writer(event.seed)
+        if event.seed in self._sounds:
+            writer.add_sound(self._sounds.pop(event.seed))
+        self._open.pop(event.seed).__exit__(None, None, None)
+        return self._paths[event.seed]
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        # A stream that ends without its last event is our fault: nothing of it may stay either.
+        broken = error or AssertionError("frames came without the end of their video")
+        unfinished = list(self._open.values())
+        self._open.clear()
+        self._waiting.close()
+        for writer in unfinished:
+            writer.__exit__(type(broken), broken, trace)
+        if unfinished and error is None:
+            raise broken

@@ -1,0 +1,112 @@
+"""What was asked for, out of what was written on the command line.
+
+Read next: `options.py` for the flags, `everyframe.core.request` for what they mean.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from everyframe.checkpoints.locate import locate
+from everyframe.core.errors import InputError
+from everyframe.core.request import Request
+from everyframe.engine.torchrun import under_torchrun
+from everyframe.families.registry import all_options
+from everyframe.media.input_checks import check_image, check_video
+from everyframe.media.output_path import check_folder, check_output
+
+
+@dataclass(frozen=True)
+class ParsedRequest:
+    """A request, and the record that it repeats, if it does."""
+
+    request: Request
+    record: Mapping[str, Any] | None = None
+
+    @property
+    def num_threads(self) -> int | None:
+        """The number of CPU threads that the record asks for."""
+        if self.record is None:
+            return None
+        from everyframe.engine.provenance import threads_to_repeat
+
+        return threads_to_repeat(self.record)
+
+
+def parse_request(given: Mapping[str, Any], from_record: str | None) -> ParsedRequest:
+    """The request of these options, by name, on top of a file's own record if one is given.
+
+    A prompt of ``-`` is read from standard input. Under torchrun there are as many devices as
+    ranks. Raises `InputError`.
+    """
+    values = {name: _typed(name, value) for name, value in given.items()}
+    ranks = under_torchrun()
+    if ranks is not None:
+        values |= ranks.options(values)
+    if "prompt" in values:
+        values["prompt"] = _prompt(values["prompt"])
+    if from_record is None:
+        return ParsedRequest(Request(**values))
+    from everyframe.engine.provenance import request_from
+    from everyframe.media.record import read_record
+
+    record = read_record(from_record)
+    return ParsedRequest(request_from(record, values), record)
+
+
+def check_output_option(request: Request, output: str | None) -> None:
+    """Tell what is wrong with an output without planning, which takes long on a slow machine.
+
+    Most sizes wait for the plan: what the model says of a size is of more use than what a file
+    does. Where something is repainted, the model takes any. Raises `InputError`.
+    """
+    if output is not None:
+        length = None if request.num_frames is None else request.num_frames * request.chain
+        size = request.asked_size() if "mask" in request.family_options else None
+        height, width = size or (None, None)
+        check_output(output, width, height, num_frames=length, fps=request.fps)
+
+
+def check_input_files(request: Request) -> None:
+    """Tell what is not there without a worker, which takes seconds to start.
+
+    Raises `InputError` for an unknown model, pictures and videos that don't exist, and a report's
+    place.
+    """
+    if request.model is not None:
+        locate(request.model, variant=request.family_options.get("variant"))
+    for picture in (request.image, request.last_image):
+        if isinstance(picture, str):
+            check_image(picture)
+    if isinstance(request.extend, str):
+        check_video(request.extend)
+    for options in all_options().values():
+        own = {k: v for k, v in request.family_options.items() if k in options.model_fields}
+        options(**own).check_named()
+    if request.report is not None:
+        check_folder(request.report)
+
+
+def _typed(name: str, value: Any) -> Any:
+    """A family's option checked by that family's field; a common one is checked by `Request`."""
+    if name in Request.model_fields:
+        return value
+    owner = next(options for options in all_options().values() if name in options.model_fields)
+    return getattr(owner(**{name: value}), name)
+
+
+def _prompt(written: str) -> str:
+    text = written
+    if written == "-":
+        try:
+            text = sys.stdin.read().strip()
+        except UnicodeDecodeError as error:
+            raise InputError(f"the prompt on standard input is not UTF-8 text: {error}") from None
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:  # Python keeps bytes that are no text as halves of surrogate pairs
+        raise InputError(f"the prompt is not UTF-8 text, got {text!r}") from None
+    return text

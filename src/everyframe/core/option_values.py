@@ -1,0 +1,72 @@
+"""Values that Python callers have, as the text that a command line gives for them.
+
+``device=torch.device("cuda:1")``, ``dtype=torch.bfloat16``, ``size=(640, 360)``,
+``devices=[0, 1]``, ``max_memory=8_000_000_000``: a request holds the same for both. What is no such
+value is refused. Read next: `request.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from everyframe.core.errors import InputError
+from everyframe.core.options import shown
+
+
+def _of_torch(given: Any) -> Any:
+    """``torch.float32`` and ``torch.device("cuda")`` by their names, without importing torch."""
+    is_torchs = type(given).__module__ == "torch" and type(given).__name__ in ("device", "dtype")
+    return str(given).removeprefix("torch.") if is_torchs else given
+
+
+def _is_whole(given: Any) -> bool:
+    return hasattr(type(given), "__index__") and not isinstance(given, bool)
+
+
+def _whole(given: Any) -> Any:
+    """A whole number as its digits."""
+    return str(int(given)) if _is_whole(given) else given
+
+
+def _pair(given: Any, between: str) -> Any:
+    """Two whole numbers, width before height."""
+    is_pair = isinstance(given, (tuple, list)) and len(given) == 2 and all(map(_is_whole, given))
+    return between.join(map(_whole, given)) if is_pair else given
+
+
+def _listed(given: Any) -> Any:
+    """Names or numbers with commas."""
+    if not isinstance(given, (tuple, list)) or not given:
+        return given
+    texts = [_whole(_of_torch(each)) for each in given]
+    texts = [f"{each:g}" if isinstance(each, float) else each for each in texts]
+    return ",".join(texts) if all(isinstance(each, str) for each in texts) else given
+
+
+_AMOUNT = "an amount such as 8GB, or bytes"
+#: How each option that Python has values for is written, and what it may be.
+SPELLED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "device": (_of_torch, "a device such as cuda:1"),
+    "dtype": (_of_torch, "a dtype such as bf16"),
+    "size": (partial(_pair, between="x"), "WIDTHxHEIGHT, or (width, height)"),
+    "aspect": (partial(_pair, between=":"), "WIDTH:HEIGHT, or (width, height)"),
+    "devices": (_listed, "names or numbers of devices such as 0,1"),
+    "shares": (_listed, "numbers such as 24,8"),
+    "max_memory": (_whole, _AMOUNT),
+    "max_host_memory": (_whole, _AMOUNT),
+}
+
+
+def option_text(name: str, given: Any) -> Any:
+    """The text that stands for what was given to that option; None is nothing.
+
+    Raises:
+        InputError: there is none.
+    """
+    write, allowed = SPELLED[name]
+    text = write(given)
+    if not isinstance(text, str) and text is not None:
+        raise InputError(f"{name} must be {allowed}, got {shown(given)}")
+    return text

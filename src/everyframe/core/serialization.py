@@ -1,0 +1,131 @@
+"""Our own values as JSON can hold them, and back: dataclasses, requests, tuples, paths.
+
+For run folders and for messages between our own processes. Only classes of this package are made
+again, and only frozen data: nothing here runs what a file says. What is bulky (arrays, tensors) is
+no affair of this module: `keep` puts it somewhere and gives what stands for it, `fetch` brings it.
+Read next: `everyframe.runs.tensor_store`, `everyframe.engine.worker_process`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from fractions import Fraction
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from everyframe.core.errors import CorruptRunError, NotSerializableError
+from everyframe.core.options import Options
+
+Keep = Callable[[Any], "dict[str, Any] | None"]
+"""Puts a bulky value away; plain data that stands for it, or None if it is no such value."""
+
+Fetch = Callable[[Mapping[str, Any]], Any]
+"""The value that `SaveOptions` gave this data for."""
+
+#: The key that marks what is not simply JSON. A mapping that has it as a key is written as a list.
+_MARK = "$"
+_PACKAGE = __name__.partition(".")[0]
+
+
+def _has_nothing(kept: Mapping[str, Any]) -> Any:
+    raise ValueError("there is nothing that was put away")
+
+
+def to_jsonable(value: Any, keep: Keep = lambda value: None) -> Any:
+    """`value` as JSON can hold it; without `keep` one that holds nothing bulky.
+
+    Raises:
+        NotPlainError: it holds what neither this nor `keep` knows.
+    """
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, Mapping):
+        return _of_mapping(value, keep)
+    if isinstance(value, tuple):
+        return {_MARK: "tuple", "items": [to_jsonable(each, keep) for each in value]}
+    if isinstance(value, list):
+        return [to_jsonable(each, keep) for each in value]
+    if isinstance(value, Path):
+        return {_MARK: "path", "text": str(value)}
+    if isinstance(value, Fraction):
+        return {_MARK: "fraction", "text": str(value)}
+    if _is_ours(type(value)):
+        return {
+            _MARK: "object",
+            "class": f"{type(value).__module__}:{type(value).__qualname__}",
+            "fields": {k: to_jsonable(each, keep) for k, each in _fields(value).items()},
+        }
+    kept = keep(value)
+    if kept is None:
+        raise NotSerializableError(
+            f"a {type(value).__module__}.{type(value).__qualname__} can't be kept"
+        )
+    return {_MARK: "kept", **kept}
+
+
+def _of_mapping(value: Mapping[Any, Any], keep: Keep) -> Any:
+    if all(isinstance(key, str) for key in value) and _MARK not in value:
+        return {key: to_jsonable(each, keep) for key, each in value.items()}
+    items = [[to_jsonable(key, keep), to_jsonable(each, keep)] for key, each in value.items()]
+    return {_MARK: "mapping", "items": items}
+
+
+def _is_ours(kind: type[Any]) -> bool:
+    is_data = is_dataclass(kind) or issubclass(kind, Options)
+    return is_data and kind.__module__.partition(".")[0] == _PACKAGE
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    if isinstance(value, Options):
+        return value.given()
+    return {field.name: getattr(value, field.name) for field in fields(value) if field.init}
+
+
+def from_jsonable(data: Any, fetch: Fetch = _has_nothing) -> Any:
+    """What `to_jsonable` was given.
+
+    Raises:
+        DamagedError: it is nothing that `to_jsonable` writes.
+    """
+    if isinstance(data, list):
+        return [from_jsonable(each, fetch) for each in data]
+    if not isinstance(data, dict):
+        return data
+    if _MARK not in data:
+        return {key: from_jsonable(each, fetch) for key, each in data.items()}
+    try:
+        return _marked(data, fetch)
+    except (KeyError, TypeError, ValueError, AttributeError, ImportError) as error:
+        raise CorruptRunError(f"what was kept can't be read: {error}") from error
+
+
+def _marked(data: Mapping[str, Any], fetch: Fetch) -> Any:
+    mark = data[_MARK]
+    if mark == "kept":
+        return fetch(data)
+    if mark == "tuple":
+        return tuple(from_jsonable(each, fetch) for each in data["items"])
+    if mark == "mapping":
+        return {from_jsonable(k, fetch): from_jsonable(each, fetch) for k, each in data["items"]}
+    if mark == "path":
+        return Path(data["text"])
+    if mark == "fraction":
+        return Fraction(data["text"])
+    if mark == "object":
+        values = {key: from_jsonable(each, fetch) for key, each in data["fields"].items()}
+        return _class(data["class"])(**values)
+    raise ValueError(f"an unknown mark, {mark!r}")
+
+
+def _class(name: str) -> type[Any]:
+    module, _, place = name.partition(":")
+    if module.partition(".")[0] != _PACKAGE:
+        raise ValueError(f"{name!r} is no class of this package")
+    found: Any = import_module(module)
+    for part in place.split("."):
+        found = getattr(found, part)
+    if not isinstance(found, type) or not _is_ours(found):
+        raise ValueError(f"{name!r} holds no data")
+    return found

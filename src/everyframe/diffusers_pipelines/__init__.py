@@ -1,0 +1,3 @@
+"""Any diffusers video pipeline, run through its own `__call__`. Read next:
+`diffusers_pipelines/family.py`.
+"""

@@ -1,0 +1,85 @@
+"""The call of a pipeline: keyword arguments out of settings and one take.
+
+What was settled is given by the pipeline's own names; the rest keeps the pipeline's defaults.
+Read next: `stage.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from everyframe.core.plan import Settings
+from everyframe.diffusers_pipelines import defaults, oom_fallback
+from everyframe.diffusers_pipelines.media import opened
+from everyframe.diffusers_pipelines.signature import OWN_SEED, CallSignature
+from everyframe.runtime.interface import VideoState
+
+
+def arguments(
+    interface: CallSignature,
+    settings: Settings,
+    take: VideoState,
+    own: Mapping[str, Any],
+    *,
+    decodes: bool = True,
+) -> dict[str, Any]:
+    """Keyword arguments for one video with the take's seed; `own` are the pipeline's own ones.
+
+    With `decodes` False it ends with latents. The generator lives on the CPU, so noise depends on
+    the seed alone and not on the device. A pipeline that takes a seed besides gets the same one.
+    """
+    from PIL import Image
+
+    height, width = settings.told_size
+    ours: dict[str, Any] = {
+        "height": height,
+        "width": width,
+        "num_frames": settings.told_length,
+        "fps": settings.fps,
+        "num_inference_steps": settings.num_inference_steps,
+        "guidance_scale": settings.guidance_scale,
+        "seed": torch.Generator(device="cpu").manual_seed(take.seed),
+    }
+    if settings.prompt or "prompt_embeds" not in own:
+        ours["prompt"] = settings.prompt
+    if settings.negative_prompt is not None:
+        ours["negative_prompt"] = settings.negative_prompt
+    elif defaults.of(defaults.EMPTY_NEGATIVE, interface.class_name):
+        ours["negative_prompt"] = ""
+    if take.start_noise is not None:
+        ours["latents"] = take.start_noise
+    if take.given.first is not None:
+        ours["image"] = Image.fromarray(take.given.first[0])
+    if take.given.last is not None:
+        ours["last_image"] = Image.fromarray(take.given.last[0])
+    ours |= take.given.as_given
+    call: dict[str, Any] = {}
+    for option, value in ours.items():
+        name = interface.name_of(option)
+        if name is not None and option not in settings.own_choices:
+            call[name] = _as_declared(interface, name, value)
+    if OWN_SEED in interface.parameters and "generator" not in own:
+        call[OWN_SEED] = take.seed
+    picture = interface.name_of("image")
+    if picture is not None and interface.parameters[picture].required:
+        call.setdefault(picture, None)  # it makes a video of what was encoded of one before
+    call.update(opened(interface, own, settings))
+    if oom_fallback.NAME in dict(settings.savings):
+        call[oom_fallback.NAME] = settings.saving(oom_fallback.NAME, 0)
+    if "output_type" in interface.parameters:
+        call["output_type"] = own.get("output_type", "np") if decodes else "latent"
+    if "return_dict" in interface.parameters:
+        call["return_dict"] = True
+    if interface.is_modular:
+        wanted = ("videos", "audio", "sampling_rate")
+        call["output"] = [name for name in wanted if name in interface.results]
+    return call
+
+
+def _as_declared(interface: CallSignature, name: str, value: Any) -> Any:
+    """A whole frame rate as an int for a pipeline that says int, as diffusers' LTX does."""
+    is_whole = isinstance(value, float) and value.is_integer()
+    return int(value) if is_whole and interface.parameters[name].kinds == (int,) else value

@@ -1,0 +1,333 @@
+"""Branches of guidance on different ranks, put on a pipeline's denoisers from outside.
+
+Every rank makes the pipeline's own call, so its denoisers are asked there the same, in the same
+order, with the same input. Of a batch with several branches each group of ranks computes its own
+rows. Of calls that are about a branch each, a group computes its own and is given a stand-in for
+the others' answers (`lazy_tensor.py`); as soon as each group has computed one, or somebody looks,
+they exchange them. So it is right whatever a pipeline does, and at once where it does nothing
+between. How it asks was found before (`cfg_detection.py`); what has another form is refused, not
+guessed.
+
+Not here: how the ranks of a group share their part (`sequence_parallel.py`). Read next:
+`everyframe.diffusers_pipelines.cfg_parallel`, `stage.py`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from everyframe.core.errors import CannotRunError
+from everyframe.diffusers_pipelines.cfg_detection import CfgBranches
+from everyframe.diffusers_pipelines.lazy_tensor import LazyTensor
+from everyframe.diffusers_pipelines.module_calls import override_call
+from everyframe.diffusers_pipelines.step_tracking import bind_arguments
+from everyframe.parallel.cfg_groups import CfgGroups
+from everyframe.parallel.communicator import Communicator, ParallelContext, memory_order
+
+
+@dataclass(frozen=True)
+class CfgExchange:
+    """The ranks of `team` in `groups`, each of which has a part of its own."""
+
+    team: Communicator
+    groups: CfgGroups
+
+    @property
+    def mine(self) -> int:
+        """The number of this rank's group."""
+        return self.groups.number_of(self.team.rank)
+
+    def exchange(self, part: Tensor, lengths: Sequence[int], what: str) -> list[Tensor]:
+        """What each group has, on every rank; `part` (n,) is that of this rank's group.
+
+        All know how long each is, in `lengths`; one may have nothing.
+        """
+        mine, team = self.mine, self.team
+        sizes = [self.groups.sent(lengths, rank) for rank in range(team.size)]
+        piece = self.groups.piece(lengths, team.rank)
+        given = part[piece.start : piece.stop].repeat(team.size - len(self.groups.ranks[mine]))
+        came = team.all_to_all(given, sizes, what)
+        theirs = iter(torch.split(came, [n for g, n in enumerate(lengths) if g != mine]))
+        return [part if number == mine else next(theirs) for number in range(len(lengths))]
+
+
+_WHAT = "answers about branches are exchanged"
+
+#: Dtype, shape and order in memory of a tensor, as plain data.
+_Facts = list[Any]
+
+
+@dataclass
+class DenoiserCall:
+    """One call of a denoiser, and what it answered once that is known."""
+
+    name: str
+    module: nn.Module
+    base: type[nn.Module]
+    args: Any
+    kwargs: dict[str, Any]
+    owner: int = 0
+    mine: Any = None
+    answer: Any = None
+
+    def made(self) -> Any:
+        """The answer, computed here."""
+        return self.base.__call__(self.module, *self.args, **self.kwargs)
+
+
+class CallHooks:
+    """What is done around calls that are shared out; nothing at all, as in a dry run."""
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether calls are not to be shared out now."""
+        return False
+
+    def asked(self, call: DenoiserCall) -> None:
+        """A denoiser is called, wherever it is computed."""
+
+    def computing(self, call: DenoiserCall) -> AbstractContextManager[None]:
+        """Within, this rank computes its part."""
+        return nullcontext()
+
+    def checked(self, call: DenoiserCall, answer: Any) -> Any:
+        """The whole answer, looked at and repaired, the same on all ranks."""
+        return answer
+
+
+class CfgParallel:
+    """While it is entered, calls of these denoisers, by name, are shared out by branches."""
+
+    def __init__(
+        self,
+        denoisers: Mapping[str, nn.Module],
+        branches: CfgBranches,
+        teams: ParallelContext,
+        around: CallHooks | None = None,
+    ) -> None:
+        self._denoisers, self._branches = dict(denoisers), branches
+        team = teams.team
+        self._groups = CfgGroups.of(team.weights, branches.count, teams.groups)
+        self._apart = CfgExchange(team, self._groups)
+        self._around = CallHooks() if around is None else around
+        self._on = ExitStack()
+        self._count = 0
+        self._pending: list[DenoiserCall] = []
+        #: What this rank's answers are; in a dry run, what another's would be.
+        self._last = [["float32", [*shape], [*range(len(shape))]] for shape in branches.answer]
+
+    def __enter__(self) -> CfgParallel:
+        if self._num_groups > 1:
+            for name, module in self._denoisers.items():
+                self._on.enter_context(override_call(module, partial(self._called, name)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._on.close()
+        self._pending.clear()
+
+    @property
+    def _num_groups(self) -> int:
+        return len(self._groups.ranks)
+
+    def _called(
+        self, name: str, base: type[nn.Module], own: nn.Module, args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        call = DenoiserCall(name, own, base, args, kwargs)
+        if self._around.is_paused:
+            return call.made()
+        self._around.asked(call)
+        if self._branches.is_together:
+            return self._together(call)
+        return self._in_turn(call)
+
+    # ------------------------------------------------------------ several branches in a batch
+
+    def _together(self, call: DenoiserCall) -> Any:
+        """The whole answer to a batch, of which this rank's group computes its branches."""
+        mine = self._groups.branches(self._apart.mine)
+        part = self._part(call, mine)
+        with self._around.computing(call):
+            answer = (call if part is None else part).made()
+        if part is not None:
+            answer = self._joined(answer, len(mine))
+        return self._around.checked(call, answer)
+
+    def _part(self, call: DenoiserCall, mine: range) -> DenoiserCall | None:
+        """The call with those branches alone; None where it is about one."""
+        given, rows, count = (
+            bind_arguments(call.module, call.args, call.kwargs),
+            self._branches.rows,
+            0,
+        )
+        leaves, form = pytree.tree_flatten_with_path(given)
+        here: list[Any] = []
+        counts: set[int] = set()
+        for path, leaf in leaves:
+            one = rows.get(pytree.keystr(path))
+            if one is None or not isinstance(leaf, Tensor):
+                here.append(leaf)
+                continue
+            count, rest = divmod(leaf.shape[0], one)
+            counts.add(-1 if rest else count)
+            here.append(_of_branches(leaf, one, count, mine, pytree.keystr(path)))
+        if counts == {1}:
+            return None
+        if counts != {self._branches.count}:
+            raise CannotRunError(
+                f"{call.name} is called with another batch than in its dry run, so nobody knows "
+                "its branches; leave out cfg"
+            )
+        cut = pytree.tree_unflatten(here, form)
+        names = list(inspect.signature(call.module.forward).parameters)[: len(call.args)]
+        args = tuple(cut.pop(name) for name in names)
+        return DenoiserCall(call.name, call.module, call.base, args, cut)
+
+    def _joined(self, answer: Any, load: int) -> Any:
+        """The answers of all groups beside each other, where this group's is of `load` branches."""
+        leaves, form = pytree.tree_flatten(answer)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        each = [
+            [_scaled(_facts(one), load, other) for one in tensors] for other in self._groups.loads
+        ]
+        parts = self._exchanged(tensors, each)
+        whole = iter([_beside(list(same)) for same in zip(*parts, strict=True)])
+        return pytree.tree_unflatten(
+            [next(whole) if isinstance(leaf, Tensor) else leaf for leaf in leaves], form
+        )
+
+    # ------------------------------------------------------------ a branch in each call
+
+    def _in_turn(self, call: DenoiserCall) -> Any:
+        """An answer that is there, or will be when it is looked at."""
+        call.owner = self._count % self._num_groups
+        self._count += 1
+        if call.owner == self._apart.mine:
+            with self._around.computing(call):
+                call.mine = call.made()
+        self._pending.append(call)
+        if len(self._pending) == self._num_groups:
+            self._settle()
+            return call.answer
+        leaves, form = self._form(call)
+        return pytree.tree_unflatten(
+            [LazyTensor.of(partial(self._leaf, call, number)) for number in range(leaves)], form
+        )
+
+    def _form(self, call: DenoiserCall) -> tuple[int, Any]:
+        """How many tensors an answer has, and their container, which the dry run knows."""
+        if call.mine is None:
+            return len(self._branches.answer), self._branches.form
+        leaves, form = pytree.tree_flatten(call.mine)
+        if form != self._branches.form:
+            raise CannotRunError(
+                f"{call.name} answers in another form than in its dry run; leave out cfg"
+            )
+        return len(leaves), form
+
+    def _leaf(self, call: DenoiserCall, number: int) -> Tensor:
+        if call.answer is None:
+            self._settle()
+        leaf: Tensor = pytree.tree_leaves(call.answer)[number]
+        return leaf
+
+    def _settle(self) -> None:
+        """Exchange the answers to the calls that are pending, and look at each."""
+        calls, self._pending = self._pending, []
+        facts = [list[_Facts]() for _ in self._groups.ranks]
+        made: list[Tensor] = []
+        for call in calls:
+            if call.owner == self._apart.mine:
+                made = pytree.tree_leaves(call.mine)
+                self._last = [_facts(tensor) for tensor in made]
+        for call in calls:
+            first = self._groups.ranks[call.owner].start
+            facts[call.owner] = self._apart.team.tell(self._last, first, _WHAT)
+        parts = self._exchanged(made, facts)
+        for call in calls:
+            answer = pytree.tree_unflatten(parts[call.owner], self._branches.form)
+            call.answer = self._around.checked(call, answer)
+            call.mine = None
+
+    # ------------------------------------------------------------ both
+
+    def _exchanged(
+        self, mine: Sequence[Tensor], facts: Sequence[Sequence[_Facts]]
+    ) -> list[list[Tensor]]:
+        """Every group's tensors on every rank, as bytes; `facts` say what each group has."""
+        device = mine[0].device if mine else self._device()
+        here = [_flat(tensor) for tensor in mine]
+        part = torch.cat(here) if here else torch.empty(0, dtype=torch.uint8, device=device)
+        lengths = [sum(_num_bytes(each) for each in group) for group in facts]
+        came = self._apart.exchange(part, lengths, _WHAT)
+        return [
+            list(mine) if number == self._apart.mine else _taken(came[number], group)
+            for number, group in enumerate(facts)
+        ]
+
+    def _device(self) -> torch.device:
+        """Where a rank gets what it has nothing of its own beside."""
+        first = next(iter(self._denoisers.values()))
+        return next(first.parameters()).device
+
+
+def _of_branches(leaf: Tensor, one: int, count: int, mine: range, path: str) -> Tensor:
+    """The rows of those branches; several of a branch must be the same ones, repeated."""
+    if one > 1 and count > 1 and not leaf.is_meta:
+        each = torch.unflatten(leaf, 0, (count, one))
+        if not bool((each == each[:, :1]).all()):
+            raise CannotRunError(
+                f"of its denoiser's {path} nobody can tell which rows are of which branch of "
+                "guidance; leave out cfg"
+            )
+    return leaf[mine.start * one : mine.stop * one]
+
+
+def _facts(tensor: Tensor) -> _Facts:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return [dtype, list(tensor.shape), memory_order(tensor)]
+
+
+def _scaled(facts: _Facts, load: int, other: int) -> _Facts:
+    """The same of another number of branches."""
+    dtype, (rows, *shape), order = facts
+    return [dtype, [rows // load * other, *shape], order]
+
+
+def _num_bytes(facts: _Facts) -> int:
+    dtype, shape, _ = facts
+    return torch.Size(shape).numel() * int(getattr(torch, dtype).itemsize)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """A tensor as its bytes, in the order in which they lie in memory."""
+    return tensor.permute(memory_order(tensor)).contiguous().view(-1).view(torch.uint8)
+
+
+def _taken(data: Tensor, group: Sequence[_Facts]) -> list[Tensor]:
+    """What `_flat` has made bytes of; they lie in memory as there."""
+    found = []
+    for piece, (dtype, shape, order) in zip(
+        torch.split(data, [_num_bytes(each) for each in group]), group, strict=True
+    ):
+        # Begins in memory where numbers of any size may.
+        flat = piece.clone().view(getattr(torch, dtype))
+        lying = flat.view([shape[dim] for dim in order])
+        found.append(lying.permute([order.index(dim) for dim in range(len(order))]))
+    return found
+
+
+def _beside(parts: Sequence[Tensor]) -> Tensor:
+    """Branches one behind the other, lying in memory as each of them does."""
+    order = memory_order(parts[0])
+    joined = torch.cat([part.permute(order) for part in parts], order.index(0))
+    return joined.permute([order.index(dim) for dim in range(len(order))])

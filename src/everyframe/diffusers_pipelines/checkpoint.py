@@ -1,0 +1,271 @@
+"""A diffusers folder: its index, its components, and what in it can't be run. No weights are read.
+
+``model_index.json`` names a plain pipeline, ``modular_model_index.json`` a modular one; each
+component lies in a folder of its own, weights as safetensors. Refused here: pickled weights, parts
+that are missing, quantised ones, and code that comes along and wasn't allowed.
+Read next: `component_classes.py`, `family.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from everyframe.checkpoints.folder import check_inside, is_plain_name, read_json, without_notes
+from everyframe.checkpoints.locate import Location
+from everyframe.checkpoints.refuse_pickles import refuse_pickled
+from everyframe.core.errors import CheckpointError
+
+INDEX = "model_index.json"
+MODULAR_INDEX = "modular_model_index.json"
+
+#: What an index may take classes from, beside the modules of diffusers' own pipelines. Any other
+#: name would be imported from wherever it is found first, which may be the current folder.
+LIBRARIES = ("diffusers", "transformers", "cosmos_guardrail")
+
+#: Files of a tokenizer that its own config may name.
+_NAMED_FILES = ("tokenizer_file", "vocab_file", "merges_file", "spm_file", "sp_model_file")
+
+#: ``diffusion_pytorch_model.fp16.safetensors``: a second set of the same weights.
+_VARIANT = re.compile(r"\.(?P<name>fp16|bf16|fp32|non_ema)[.-]")
+
+
+@dataclass(frozen=True)
+class ComponentFolder:
+    """One component: the library and class that the index names, and its folder.
+
+    `weights` are its safetensors files, empty for what has none (schedulers, tokenizers); `variant`
+    is diffusers' name of the set that they belong to. `is_trusted` says that code which comes with
+    the checkpoint may run.
+    """
+
+    name: str
+    library: str
+    class_name: str
+    folder: Path
+    weights: tuple[Path, ...] = ()
+    variant: str | None = None
+    is_trusted: bool = False
+
+    def config(self) -> Mapping[str, Any]:
+        """The component's config; nothing where it has none."""
+        names = ("config.json", "guider_config.json")
+        file = next((self.folder / name for name in names if (self.folder / name).is_file()), None)
+        return {} if file is None else read_json(file)
+
+
+@dataclass(frozen=True)
+class PipelineFiles:
+    """A pipeline's place. `where` is for people and records.
+
+    `values` are what the index holds beside components, such as a boundary between experts;
+    `left_out` the components that it was saved without.
+    """
+
+    where: str
+    folder: Path
+    class_name: str
+    parts: tuple[ComponentFolder, ...]
+    is_modular: bool
+    code_file: str | None = None
+    values: Mapping[str, Any] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def models(self) -> tuple[ComponentFolder, ...]:
+        """The components that have weights."""
+        return tuple(part for part in self.parts if part.weights)
+
+
+def find_files(
+    location: Location, *, trust_remote_code: bool = False, variant: str | None = None
+) -> PipelineFiles | None:
+    """The pipeline at that place; None if there is none. `variant` is the set of weights to read.
+
+    Raises:
+        CheckpointError: a pipeline that can't be loaded; one line that says why and what to do.
+    """
+    if location.path is not None:
+        folder, where = location.path, location.path.name or location.asked
+    elif location.known is None and location.parts and location.parts[0].complete:
+        assert location.parts[0].folder is not None
+        folder, where = location.parts[0].folder, location.asked
+    else:
+        return None
+    for name in (MODULAR_INDEX, INDEX):
+        if (folder / name).is_file():
+            return _read(where, folder, name, trust_remote_code, variant)
+    return None
+
+
+def _read(
+    where: str, folder: Path, index_name: str, trust: bool, variant: str | None
+) -> PipelineFiles:
+    index, is_modular = read_json(folder / index_name), index_name == MODULAR_INDEX
+    given = index.get("_class_name")
+    code_file = None
+    if isinstance(given, list) and len(given) == 2:
+        code_file, given = f"{given[0]}.py", given[1]
+    if is_modular and (folder / "modular_config.json").is_file():
+        code_file = "modular_config.json" if _maps_code(folder / "modular_config.json") else None
+    if not isinstance(given, str):
+        raise CheckpointError(f"{folder / index_name} names no pipeline class (_class_name)")
+    if code_file is not None and not trust:
+        raise CheckpointError(_untrusted(where, f"its pipeline is code of its own ({code_file})"))
+    if not trust:
+        _check_hints(where, index)
+    public = without_notes(index)
+    entries = {name: value for name, value in public.items() if _is_component(value)}
+    check_inside(folder, folder.iterdir())
+    parts = {
+        name: _part(where, folder, name, entry, trust, variant) for name, entry in entries.items()
+    }
+    if variant is not None and all(
+        part is None or part.variant != variant for part in parts.values()
+    ):
+        raise CheckpointError(
+            f"{where} has no weights in the variant {variant!r}: no *.{variant}.safetensors in it; "
+            "leave --variant out"
+        )
+    return PipelineFiles(
+        where,
+        folder,
+        given,
+        tuple(part for part in parts.values() if part is not None),
+        is_modular,
+        code_file,
+        values={name: value for name, value in public.items() if name not in entries},
+        left_out=tuple(name for name, part in parts.items() if part is None),
+    )
+
+
+def _is_component(value: Any) -> bool:
+    """``[library, class]``, with how it is loaded behind in a modular index."""
+    if not isinstance(value, list) or len(value) not in (2, 3):
+        return False
+    return all(each is None or isinstance(each, str) for each in value[:2])
+
+
+def _maps_code(file: Path) -> bool:
+    return bool(read_json(file).get("auto_map"))
+
+
+def _untrusted(where: str, what: str) -> str:
+    return (
+        f"{where} wants to run Python code that comes with it: {what}. Read that code; if you "
+        "trust it, allow it with --trust-remote-code (trust_remote_code=True)"
+    )
+
+
+def _part(
+    where: str, root: Path, name: str, entry: list[Any], trust: bool, variant: str | None
+) -> ComponentFolder | None:
+    """A component of the index; None for one that the pipeline was saved without."""
+    library, class_name = entry[:2]
+    spec = entry[2] if len(entry) == 3 and isinstance(entry[2], dict) else {}
+    if library is not None and not trust and not is_library(library):
+        raise CheckpointError(_untrusted(where, f"{name} is a {class_name} of {library!r}"))
+    if library is None or class_name is None:
+        return None
+    folder = root / _subfolder(where, name, spec.get("subfolder"))
+    if not folder.is_dir():
+        elsewhere = spec.get("pretrained_model_name_or_path")
+        hint = f"; its index has it in {elsewhere}" if elsewhere and len(entry) == 3 else ""
+        raise CheckpointError(
+            f"{where} lacks its component {name!r} ({class_name}): there is no folder "
+            f"{folder.name}/ in it{hint}; get the whole checkpoint"
+        )
+    if (folder / f"{library}.py").is_file() and not trust:
+        raise CheckpointError(_untrusted(where, f"{name} is {library}.py"))
+    _check_files(where, root, name, folder)
+    weights, found = _weights(where, name, folder, variant)
+    part = ComponentFolder(name, str(library), str(class_name), folder, weights, found, trust)
+    if part.config().get("quantization_config"):
+        raise CheckpointError(
+            f"{where}: its {name} is quantised, which is not supported; take the checkpoint "
+            "in bfloat16 or float32"
+        )
+    return part
+
+
+def _check_hints(where: str, index: Mapping[str, Any]) -> None:
+    """Raise for what a modular index would have diffusers import: libraries of type hints."""
+    for name, entry in index.items():
+        spec = entry[2] if isinstance(entry, list) and len(entry) == 3 else None
+        hint = spec.get("type_hint") if isinstance(spec, dict) else None
+        if hint is None:
+            continue
+        library = hint[0] if isinstance(hint, list) and len(hint) == 2 else hint
+        if library is not None and not (isinstance(library, str) and is_library(library)):
+            raise CheckpointError(_untrusted(where, f"{name} is of {library!r}"))
+
+
+def is_library(name: str) -> bool:
+    """Whether an index may take classes from it: a library of the list, or a pipeline's module."""
+    if name in LIBRARIES:
+        return True
+    spec = find_spec("diffusers")
+    places = spec.submodule_search_locations if spec is not None else None
+    named = [Path(place, "pipelines", name, "__init__.py") for place in places or ()]
+    return name.isidentifier() and any(place.is_file() for place in named)
+
+
+def _subfolder(where: str, name: str, given: Any) -> str:
+    """Where in the pipeline's folder a component lies, by its own name or as the index says."""
+    place = str(given or name)
+    parts = PurePosixPath(place).parts
+    if not name.isidentifier() or not parts or not all(is_plain_name(each) for each in parts):
+        raise CheckpointError(
+            f"{where}: its index has the component {name!r} in {place!r}, which is outside of its "
+            "own folder; a component lies in a folder below the index"
+        )
+    return place
+
+
+def _check_files(where: str, root: Path, name: str, folder: Path) -> None:
+    """Raise `CheckpointError` for a component that would be read from elsewhere."""
+    files = sorted(folder.iterdir())
+    check_inside(root, (folder, *files))
+    for file in files:
+        if ".index." in file.name and file.suffix == ".json":
+            shards = read_json(file).get("weight_map")
+            named = shards.values() if isinstance(shards, dict) else ()
+            outside = [each for each in named if not is_plain_name(str(each))]
+            if outside:
+                raise CheckpointError(
+                    f"{file} names a shard outside its own folder: {outside[0]!r}"
+                )
+        elif file.name == "tokenizer_config.json":
+            config = read_json(file)
+            for key in _NAMED_FILES:
+                other = folder / str(config.get(key) or "")
+                # Many say where they lay when they were saved, which is nowhere here.
+                if other.is_file() and not other.resolve().is_relative_to(folder.resolve()):
+                    raise CheckpointError(f"{file} names a {key} outside its own folder: {other}")
+        elif file.name == "adapter_config.json":
+            raise CheckpointError(
+                f"{where}: its {name} is an adapter for a model that lies elsewhere "
+                f"({file.name}); merge it and save the whole model"
+            )
+
+
+def _weights(
+    where: str, name: str, folder: Path, asked: str | None
+) -> tuple[tuple[Path, ...], str | None]:
+    """The safetensors files to read, and the variant that they are.
+
+    What was asked for, or plain ones; a folder that has other variants only is read in the first.
+    """
+    by_variant: dict[str, list[Path]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        match = _VARIANT.search(file.name)
+        by_variant.setdefault(match["name"] if match else "", []).append(file)
+    if by_variant:
+        variant = next((each for each in (asked, "") if each in by_variant), min(by_variant))
+        return tuple(by_variant[variant]), variant or None
+    refuse_pickled(where, name, folder)
+    return (), None

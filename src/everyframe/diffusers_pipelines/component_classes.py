@@ -1,0 +1,191 @@
+"""Classes by the names that an index has for them: of the pipeline and of its components.
+
+The one place that imports diffusers for planning (a few seconds). Code that comes with a checkpoint
+is imported here too, if and only if it was allowed. Read next: `signature.py`, `loading.py`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from everyframe.core.errors import CheckpointError, MissingPackageError
+from everyframe.diffusers_pipelines import defaults
+from everyframe.diffusers_pipelines.checkpoint import LIBRARIES, ComponentFolder, PipelineFiles
+from everyframe.diffusers_pipelines.signature import CallSignature, of_blocks, of_class
+
+_SUPPORTED = (
+    "every diffusers video pipeline that makes a video of a text, a picture or a video, "
+    "StableVideoDiffusionPipeline and StableDiffusionControlNetInpaintPipeline"
+)
+
+
+def pipeline_class(files: PipelineFiles) -> Any:
+    """The pipeline's class.
+
+    Raises:
+        CheckpointError: this diffusers has no such class.
+    """
+    import diffusers
+
+    if files.code_file is not None and not files.is_modular:
+        return _own_code(files.folder, files.code_file, files.class_name)
+    found = getattr(diffusers, files.class_name, None)
+    if found is None:
+        raise CheckpointError(
+            f"{files.where} is a {files.class_name}, which diffusers {diffusers.__version__} does "
+            "not have; a newer diffusers may (pip install -U diffusers)"
+        )
+    needed = getattr(found, "_backends", None)
+    if needed:  # diffusers' stand-in for a class whose packages are not installed
+        raise MissingPackageError(
+            f"{files.class_name} needs packages that are not all installed: {', '.join(needed)}"
+        )
+    bases = (diffusers.DiffusionPipeline, diffusers.ModularPipeline)
+    if not isinstance(found, type) or not issubclass(found, bases):
+        raise CheckpointError(f"{files.where} is a {files.class_name}, which is no pipeline")
+    return found
+
+
+def interface_of(files: PipelineFiles, empty: Any = None) -> CallSignature:
+    """What the pipeline takes; `empty` is a modular one without weights.
+
+    Raises:
+        CheckpointError: it is no video pipeline, or can make none of what a request can hold.
+    """
+    if empty is not None:
+        return checked(of_blocks(files.class_name, empty.blocks))
+    return checked(of_class(pipeline_class(files)))
+
+
+def checked(interface: CallSignature) -> CallSignature:
+    """The same interface, of a pipeline that makes a video of a text, a picture or a video.
+
+    Raises:
+        CheckpointError: it makes something else, or of something else.
+    """
+    if not interface.makes_video:
+        raise CheckpointError(
+            f"{interface.class_name} is not a video pipeline; supported are {_SUPPORTED}"
+        )
+    if not {"prompt", "image", "video"} & set(interface.parameters):
+        raise CheckpointError(
+            f"{interface.class_name} makes no video of a text, a picture or a video; supported are "
+            f"{_SUPPORTED}"
+        )
+    earlier = defaults.of(defaults.GOES_ON, interface.class_name)
+    if earlier is not None:
+        raise CheckpointError(
+            f"{interface.class_name} goes on from latents that a call of {earlier} left in memory; "
+            "call both in diffusers"
+        )
+    return interface
+
+
+def empty_modular(files: PipelineFiles) -> Any:
+    """A modular pipeline without its weights: blocks, and what is made from configs alone."""
+    cls: Any = pipeline_class(files)
+    return cls.from_pretrained(
+        str(files.folder),
+        local_files_only=True,
+        # Asked for and checked in `checkpoint`.
+        trust_remote_code=files.code_file is not None,
+    )
+
+
+def component_class(part: ComponentFolder) -> Any:
+    """The class of a component, of diffusers, of transformers, of a pipeline's own module or its
+    own code.
+
+    Raises:
+        CheckpointError: the library has no such class. MissingPackageError: no such library.
+    """
+    if (part.folder / f"{part.library}.py").is_file():
+        return _own_code(part.folder, f"{part.library}.py", part.class_name)
+    library = _library(part)
+    found = getattr(library, part.class_name, None)
+    if found is None and part.library == "transformers":
+        # Names of before transformers 5: slow and fast tokenizers and image processors were two.
+        found = getattr(library, part.class_name.removesuffix("Fast"), None)
+    if found is None:
+        version = getattr(library, "__version__", "")
+        raise CheckpointError(
+            f"{part.name} is a {part.class_name}, which {part.library} {version} does not have; "
+            f"a newer one may (pip install -U {part.library})"
+        )
+    if not part.is_trusted and not _is_component(found):
+        raise CheckpointError(
+            f"{part.name} is a {part.class_name} of {part.library}, which is no component of a "
+            "pipeline: a model, scheduler, tokenizer or processor"
+        )
+    return found
+
+
+def _library(part: ComponentFolder) -> Any:
+    """What a component's class is taken from; what is on no list was allowed in `checkpoint`."""
+    import diffusers
+
+    own = None if part.library in LIBRARIES else getattr(diffusers.pipelines, part.library, None)
+    if isinstance(own, ModuleType) and own.__name__ == f"diffusers.pipelines.{part.library}":
+        return own
+    if part.library not in LIBRARIES and not part.is_trusted:
+        raise CheckpointError(
+            f"{part.name} is a {part.class_name} of {part.library!r}, which is neither diffusers "
+            "nor transformers"
+        )
+    try:
+        return import_module(part.library)
+    except ImportError as error:
+        raise MissingPackageError(
+            f"{part.name} needs the package {part.library!r}: pip install {part.library}"
+        ) from error
+
+
+def _is_component(found: Any) -> bool:
+    """Whether it is a class that is loaded from a folder, and no pipeline of its own.
+
+    A pipeline in a pipeline has an index, too, which diffusers would believe.
+    """
+    import diffusers
+
+    if not isinstance(found, type) or found.__module__.partition(".")[0] not in LIBRARIES:
+        return False
+    if getattr(found, "_backends", None):  # a stand-in for a class whose packages are not there
+        return True
+    if issubclass(found, (diffusers.DiffusionPipeline, diffusers.ModularPipeline)):
+        return False
+    return callable(getattr(found, "from_pretrained", None))
+
+
+def asks_for_code(cls: Any) -> bool:
+    """Whether a class may look for code of the checkpoint's own and has to be told not to.
+
+    transformers' `Auto` classes ask on the terminal where they are told nothing, and processors
+    load their tokenizers by such.
+    """
+    import diffusers
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+    if isinstance(cls, type) and issubclass(
+        cls, (PreTrainedTokenizerBase, ProcessorMixin, diffusers.AutoModel)
+    ):
+        return True
+    return str(getattr(cls, "__module__", "")).startswith("transformers.models.auto.")
+
+
+def empty_component(part: ComponentFolder) -> Any:
+    """The module of a component by its config, with numbers that nobody read; best made on meta."""
+    cls = component_class(part)
+    if hasattr(cls, "load_config"):  # diffusers
+        return cls.from_config(cls.load_config(str(part.folder)))
+    return cls(cls.config_class.from_pretrained(str(part.folder), local_files_only=True))
+
+
+def _own_code(folder: Path, file: str, class_name: str) -> Any:
+    from diffusers.utils.dynamic_modules_utils import get_class_from_dynamic_module
+
+    return get_class_from_dynamic_module(
+        str(folder), module_file=file, class_name=class_name, trust_remote_code=True
+    )

@@ -1,0 +1,167 @@
+"""The parts of a pipeline for a plan: what they hold, what precision they want, what they need.
+
+Counted from the headers of the weight files; no module is built. All parts are in memory together
+while a pipeline's `__call__` runs, so all belong to one stage. `working_bytes` is rough, the widest
+tensors of one block and the frames: for where no dry run can be had. Read next: `dry_run.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from everyframe.checkpoints.safetensors_header import SafetensorsHeader, read_header
+from everyframe.core.plan import Settings
+from everyframe.diffusers_pipelines.checkpoint import ComponentFolder, PipelineFiles
+from everyframe.diffusers_pipelines.component_classes import component_class
+from everyframe.diffusers_pipelines.defaults import PipelineDefaults, denoisers
+from everyframe.precision.islands import present
+from everyframe.precision.policy import ComponentNeeds
+from everyframe.runtime.interface import Component
+
+STAGE = "pipeline"
+
+#: Direct children of denoisers that steer every block or end the stream: float32 at least.
+_STEERING = (
+    "time_embed", "time_embedding", "time_embedder", "time_text_embed", "adaln_single",
+    "norm_out.linear", "proj_out", "conv_norm_out", "conv_out",
+)  # fmt: skip
+_LAST, _LAST_NORM = "norm_out", ("norm_out.norm", "norm_out.weight")
+#: Beyond fp16's range in T5's feed-forward.
+_T5_RANGE = ("*.wo",)
+#: Pixels of a tile, about, in diffusers' autoencoders.
+_TILE = 256 * 256
+_DTYPES = {"BF16": "bfloat16", "F16": "float16"}
+
+
+@dataclass(frozen=True)
+class ComponentWeights:
+    """What the files of a part say of it: the elements of each tensor by name, what it needs."""
+
+    name: str
+    source: str
+    num_elements: Mapping[str, int]
+    needs: ComponentNeeds
+
+
+def held(files: PipelineFiles) -> tuple[ComponentWeights, ...]:
+    """Every part that has weights, in the order of the index; all of their headers are read."""
+    return tuple(_held(part, files) for part in files.models)
+
+
+def _held(part: ComponentFolder, files: PipelineFiles) -> ComponentWeights:
+    headers = [read_header(file) for file in part.weights]
+    count = {
+        name: math.prod(fact.shape) for header in headers for name, fact in header.tensors.items()
+    }
+    needs = ComponentNeeds(
+        part.name,
+        sum(count.values()),
+        islands=islands_of(part.name, component_class(part), count),
+        range_islands=present(_T5_RANGE, count) if "T5" in part.class_name else (),
+        prefers=prefers(part.name, _stored(headers)),
+        force_upcast=bool(part.config().get("force_upcast")),
+    )
+    return ComponentWeights(part.name, f"{files.where}/{part.name}", count, needs)
+
+
+def components(
+    parts: Sequence[ComponentWeights], sizes: PipelineDefaults, settings: Settings
+) -> tuple[Component, ...]:
+    """The same as a plan takes them, for a video of these settings."""
+    return tuple(
+        Component(
+            name=part.name,
+            title=part.name.replace("_", " "),
+            stage=STAGE,
+            source=part.source,
+            num_elements=part.num_elements,
+            needs=part.needs,
+            working_bytes=partial(working_bytes, part.name, sizes, settings),
+        )
+        for part in parts
+    )
+
+
+def prefers(name: str, stored: str) -> str:
+    """What a part should run in: decoders of pictures and sound in float32, as their output is the
+    product; everything else in what it was stored in, float32 counting as "anything"."""
+    if "vae" in name or "vocoder" in name:
+        return "float32"
+    return _DTYPES.get(stored, "bfloat16")
+
+
+def _stored(headers: list[SafetensorsHeader]) -> str:
+    """The dtype of most bytes, in safetensors' spelling."""
+    totals: dict[str, int] = {}
+    for header in headers:
+        for fact in header.tensors.values():
+            totals[fact.dtype] = totals.get(fact.dtype, 0) + fact.num_bytes
+    return max(totals, key=lambda dtype: totals[dtype]) if totals else "F32"
+
+
+def islands_of(name: str, cls: Any, parameters: Mapping[str, int]) -> tuple[str, ...]:
+    """What stays in float32: what the class itself says must, and what steers a denoiser.
+
+    The class names parts wherever they are. Of those only what has parameters can be kept in
+    float32: a norm without any is given what comes, and computes in it.
+    """
+    own = getattr(cls, "_keep_in_fp32_modules", None) or ()
+    patterns = [part for word in own for part in dict.fromkeys(_parts(word, parameters))]
+    if denoisers((name,)):
+        patterns += _STEERING
+        # A norm without parameters has nothing to be kept in float32: it takes what it is given.
+        if present(_LAST_NORM, parameters):
+            patterns.append(_LAST)
+    return present(patterns, parameters)
+
+
+def _parts(word: str, parameters: Mapping[str, int]) -> Iterator[str]:
+    """Where a part of that name lies that has parameters, in whichever of numbered blocks."""
+    for name in parameters:
+        before, found, _ = f".{name}.".partition(f".{word}.")
+        if found:
+            path = f"{before}.{word}".lstrip(".").split(".")
+            yield ".".join("*" if step.isdigit() else step for step in path)
+
+
+def working_bytes(name: str, sizes: PipelineDefaults, settings: Settings, element: int) -> int:
+    """About what a part holds beside its weights while it runs; 0 for encoders of text."""
+    pixels = settings.height * settings.width * settings.num_frames
+    if denoisers((name,)):
+        return _of_denoiser(sizes, pixels, element, 1 if settings.guidance_scale <= 1 else 2)
+    if name in ("vae", "diffusion_decoder"):
+        return _of_decoder(sizes, settings, pixels, element)
+    return 0
+
+
+def _of_denoiser(sizes: PipelineDefaults, pixels: int, element: int, branches: int) -> int:
+    """Stream, its normed copy, queries, keys, values and a feed-forward four times as wide."""
+    config = sizes.denoiser
+    patch = config.get("patch_size", 1)
+    side = int(patch[-1] if isinstance(patch, (list, tuple)) else patch or 1)
+    per_token = (sizes.spatial_factor * side) ** 2 * (sizes.temporal_factor or 1)
+    heads, width = config.get("num_attention_heads", 16), config.get("attention_head_dim", 64)
+    channels = config.get("block_out_channels")
+    if isinstance(channels, (list, tuple)):
+        hidden = int(max(channels))
+    else:
+        hidden = int(_first(heads) * _first(width))
+    return branches * (pixels // per_token) * hidden * (4 * 4 + 10 * element)
+
+
+def _of_decoder(sizes: PipelineDefaults, settings: Settings, pixels: int, element: int) -> int:
+    """Two copies of the last level's widest tensor for one latent frame, and all frames."""
+    channels = sizes.vae.get("block_out_channels") or [sizes.vae.get("base_dim") or 128]
+    area = settings.height * settings.width
+    if dict(settings.options).get("vae_tiling"):
+        area = min(area, _TILE)
+    at_once = area * max(sizes.temporal_factor or 1, 1)
+    return 2 * at_once * int(_first(channels)) * 2 * element + pixels * 3 * 4 * 2
+
+
+def _first(value: Any) -> int:
+    return int(value[0] if isinstance(value, (list, tuple)) else value)

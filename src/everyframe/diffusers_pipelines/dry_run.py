@@ -1,0 +1,337 @@
+"""A pipeline's own call, run dry: its modules empty, its scheduler and tokenizers real.
+
+Nobody wrote that call for tensors without numbers, so it may come to a place where it can't go on;
+then the plan says so, and forecasts are rough. As many steps as there are experts are enough: the
+others are like them. Read next: `everyframe.dry_run.executor`, `stage.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from math import ceil
+from pathlib import Path
+from traceback import extract_tb
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.attention.flex_attention as flex
+from diffusers.configuration_utils import FrozenDict
+from diffusers.utils import torch_utils
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from everyframe.core.errors import CannotRunError, InputError
+from everyframe.core.plan import Settings
+from everyframe.diffusers_pipelines import cfg_detection, defaults, sequence_parallel
+from everyframe.diffusers_pipelines.call import attributes_kept, no_progress_bars, quiet_libraries
+from everyframe.diffusers_pipelines.call_arguments import arguments
+from everyframe.diffusers_pipelines.cfg_detection import CfgBranches
+from everyframe.diffusers_pipelines.cfg_parallel import CfgParallel
+from everyframe.diffusers_pipelines.checkpoint import PipelineFiles
+from everyframe.diffusers_pipelines.component_classes import empty_component
+from everyframe.diffusers_pipelines.components import STAGE
+from everyframe.diffusers_pipelines.defaults import denoisers
+from everyframe.diffusers_pipelines.image_forms import Form, blank, sides_of
+from everyframe.diffusers_pipelines.loading import assembled, outputs_of, set_guidance, set_tiling
+from everyframe.diffusers_pipelines.media import size_of
+from everyframe.diffusers_pipelines.signature import CallSignature
+from everyframe.dry_run.meta_device import STAND_IN
+from everyframe.ops.attention import plain_attention
+from everyframe.ops.device import standing_kind
+from everyframe.parallel.communicator import ONE, ParallelContext
+from everyframe.runtime.interface import ConditioningFrames, JointDryRunCall, VideoState
+from everyframe.runtime.loading import build_on_meta
+
+
+def call_checked(pipe: Any, arguments: Mapping[str, Any]) -> object:
+    """What the pipeline gives for these arguments.
+
+    Raises:
+        InputError: its own checks refuse them. CannotRunError: diffusers has no code for it.
+    """
+    with _worked() as worked:
+        try:
+            return pipe(**arguments)
+        except (
+            ValueError, NotImplementedError, AttributeError, TypeError, NameError, ArithmeticError,
+        ) as error:  # fmt: skip
+            text, name = " ".join(str(error).split()), type(pipe).__name__
+            if isinstance(error, (ValueError, ArithmeticError)) and (
+                _is_check(error) or not worked
+            ):
+                raise InputError(f"{name} refuses: {text}") from error
+            if _is_lacking(error):
+                raise CannotRunError(_lacks(name, text)) from error
+            raise
+
+
+@contextmanager
+def _worked() -> Iterator[list[nn.Module]]:
+    """The modules that have worked so far; nothing can come of missing numbers before the first."""
+    worked: list[nn.Module] = []
+    hook = register_module_forward_pre_hook(lambda module, _: worked.append(module))
+    try:
+        yield worked
+    finally:
+        hook.remove()
+
+
+def _is_check(error: Exception) -> bool:
+    """Whether a pipeline's own check said so: all of diffusers' have one function for that."""
+    return any(
+        frame.name.lstrip("_") == "check_inputs" for frame in extract_tb(error.__traceback__)
+    )
+
+
+def _is_lacking(error: Exception) -> bool:
+    """Whether there is no such code: diffusers says so itself, asks one of its parts, or a config,
+    for what that doesn't have, or gives a function of its own what that doesn't take. What torch
+    lacks on the stand-in is not meant.
+    """
+    if isinstance(error, AttributeError):
+        return isinstance(error.obj, (nn.Module, FrozenDict))
+    if "diffusers" not in Path(extract_tb(error.__traceback__)[-1].filename).parts:
+        return False
+    is_call = isinstance(error, TypeError) and "unexpected keyword argument" in str(error)
+    # A name that isn't there is that of a package which is imported where it is installed.
+    return is_call or isinstance(error, (NotImplementedError, NameError))
+
+
+def _lacks(name: str, text: str) -> str:
+    import diffusers
+    import transformers
+
+    hint = "; with --vae-tiling it can" if "without tiling" in text else ""
+    return (
+        f"{name} can't do this with diffusers {diffusers.__version__} and transformers "
+        f"{transformers.__version__}: {text}{hint}"
+    )
+
+
+@dataclass(frozen=True)
+class PipelineDryRun:
+    """A pipeline whose calls can be run dry. `own` are the parameters that only it has."""
+
+    files: PipelineFiles
+    interface: CallSignature
+    own: Mapping[str, Any]
+    _branches: dict[str, CfgBranches] = field(default_factory=dict, compare=False, repr=False)
+
+    @cached_property
+    def modules(self) -> dict[str, nn.Module]:
+        """Its components with weights, empty; the same objects at every call."""
+        with quiet_libraries():
+            found = {
+                part.name: build_on_meta(partial(empty_component, part))
+                for part in self.files.models
+            }
+        for module in found.values():
+            _narrow_tables(module)
+        return found
+
+    @cached_property
+    def _pipe(self) -> Any:
+        with quiet_libraries():
+            return assembled(self.files, self.modules)
+
+    @cached_property
+    def _identity(self) -> str:
+        configs = {part.name: part.config() for part in self.files.parts}
+        return f"{self.files!r} {json.dumps(configs, sort_keys=True, default=str)}"
+
+    @property
+    def _part_of_steps(self) -> float:
+        """How many of its steps a pipeline makes that begins at a given video: all, or `strength`,
+        diffusers' name for it."""
+        declared = self.interface.parameters.get("strength")
+        part = self.own.get("strength", declared.default if declared else None)
+        return part if isinstance(part, float) and 0 < part < 1 else 1.0
+
+    def rehearsals(
+        self, settings: Settings, teams: ParallelContext = ONE
+    ) -> tuple[JointDryRunCall, ...]:
+        """One call, and each component's share in it; with `teams` that of one of several ranks."""
+        fewer = defaults.of(defaults.STEPS_FEWER, self.interface.class_name) or 0
+        experts = len(denoisers([part.name for part in self.files.models]))
+        few = self._few(settings, experts)
+        steps = few.num_inference_steps
+        repeats = max(settings.num_inference_steps - fewer, 1) / max(steps - fewer, 1)
+        rank = (teams.team.rank, teams.team.weights, teams.way, teams.groups)
+        key = (self._identity, repr(few), repr(self.own), rank)
+        return tuple(
+            JointDryRunCall(
+                stage=STAGE,
+                component=part.name,
+                module=partial(getattr, self, "modules"),
+                call=partial(self.call, few, teams),
+                num_calls=repeats if denoisers((part.name,)) else 1,
+                key=key,
+                outputs_of=outputs_of,
+                is_of_step=bool(denoisers((part.name,))),
+                model=self._identity,
+            )
+            for part in self.files.models
+            # Tiles are thousands of operations each.
+            if not (_is_tiled(settings) and part.name == "vae")
+        )
+
+    def _few(self, settings: Settings, least: int) -> Settings:
+        """The same with as few steps as can be, and at least so many."""
+        name = self.interface.class_name
+        fewer = defaults.of(defaults.STEPS_FEWER, name) or 0
+        fewest = max(least, defaults.of(defaults.FEWEST_STEPS, name) or 1)
+        steps = min(ceil(fewest / self._part_of_steps) + fewer, settings.num_inference_steps)
+        height, width = settings.told_size
+        told = replace(
+            settings, num_frames=settings.told_length, nominal_length=None,
+            height=height, width=width, nominal_size=None,
+        )  # fmt: skip
+        return replace(told, num_inference_steps=steps, seed=0, num_videos=1)
+
+    def branches(self, settings: Settings) -> CfgBranches:
+        """How its denoiser is asked about the branches of guidance; found once."""
+        few = replace(self._few(settings, 1), savings=())
+        key = repr(few)
+        if key not in self._branches:
+            # A schedule may have more steps than what it is asked for.
+            guided = few.guidance_scale > 1
+
+            def see(is_guided: bool) -> cfg_detection.ObservedCalls:
+                scale = few.guidance_scale if is_guided or not guided else 1.0
+                asked = replace(few, guidance_scale=scale)
+                return cfg_detection.observe_calls(self.modules, partial(self._call, asked))
+
+            self._branches[key] = cfg_detection.find_cfg_branches(
+                see, is_guided=guided, num_steps=few.num_inference_steps
+            )
+        return self._branches[key]
+
+    def call(
+        self,
+        settings: Settings,
+        teams: ParallelContext,
+        modules: Mapping[str, nn.Module],
+        device: str,
+    ) -> tuple[int, int, int] | None:
+        """The pipeline's call around `modules`, which are its own, as one of several ranks.
+
+        Gives (frames, height, width) of what comes out, None where nothing is decoded.
+        """
+        with ExitStack() as stack:
+            # Modules keep tables of positions, as the device has them that the stand-in stood for.
+            parts = [part for module in modules.values() for part in module.modules()]
+            stack.enter_context(attributes_kept(parts))
+            for put_on in sequence_parallel.apply_to_all(modules, teams).values():
+                stack.callback(put_on.remove)
+            if teams.groups > 1:
+                denoising = {name: modules[name] for name in denoisers(modules)}
+                stack.enter_context(CfgParallel(denoising, self.branches(settings), teams))
+            result = self._call(settings)
+        return None if _is_tiled(settings) else size_of(result)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Sent to another process without what was built here."""
+        return PipelineDryRun, (self.files, self.interface, self.own)
+
+    def _call(self, settings: Settings) -> object:
+        size = settings.told_size
+        forms = dict.fromkeys(settings.given_frames, ("picture", *size))
+        forms |= {name: form for name, form in settings.given_forms if name in forms}
+        try:
+            return self._called(settings, forms)
+        except InputError:
+            # What is refused as it is, a run gives as a picture.
+            plain = {name: ("picture", *(sides_of(form) or size)) for name, form in forms.items()}
+            if plain == forms:
+                raise
+            with suppress(InputError):
+                return self._called(settings, plain)
+            raise
+
+    def _called(self, settings: Settings, forms: Mapping[str, Form]) -> object:
+        pictures = {name: blank(form, *settings.told_size) for name, form in forms.items()}
+        take = VideoState(0, ConditioningFrames(as_given=pictures))
+        call = arguments(self.interface, settings, take, self.own)
+        if "output_type" in call:
+            # What comes to the host would really be made there; tiles are not followed.
+            call["output_type"] = "latent" if _is_tiled(settings) else "pt"
+        pipe = self._pipe
+        set_tiling(pipe, settings)
+        set_guidance(pipe, self.interface, settings)
+        with quiet_libraries(even_errors=True), no_progress_bars(pipe), _on_no_device():
+            return call_checked(pipe, call)
+
+
+def _is_tiled(settings: Settings) -> bool:
+    return bool(dict(settings.options).get("vae_tiling"))
+
+
+def _narrow_tables(module: nn.Module) -> None:
+    """Tables in float64 as they are after loading: diffusers casts them with the weights."""
+    for name, table in list(module.named_buffers()):
+        if table.dtype == torch.float64:
+            owner, _, own = name.rpartition(".")
+            module.get_submodule(owner)._buffers[own] = table.float()
+
+
+class _Generators(type):
+    """The type of generators: of all that there are, and of those that are made here."""
+
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, _REAL)
+
+
+class _Generator(metaclass=_Generators):
+    """Makes a generator for any device, on the host where the device is none."""
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        return _REAL("cpu" if torch.device(device).type == STAND_IN else device)
+
+
+_REAL = torch.Generator
+
+
+@contextmanager
+def _on_no_device() -> Iterator[None]:
+    """Within, what asks for a real device takes none for one.
+
+    Mochi turns off a cast around its positions, which nobody turned on; LTX-2.5 decodes with
+    attention that looks at some of the keys, but writes the scores of all out, as it is not
+    compiled; diffusers asks by the device's name which dtypes it has.
+    """
+    casts, attends = vars(torch)["autocast"], flex.flex_attention
+
+    def no_casts(device_type: str, *args: Any, **kwargs: Any) -> Any:
+        known = device_type != STAND_IN
+        return casts(device_type, *args, **kwargs) if known else nullcontext()
+
+    def attend(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        if query.device.type == STAND_IN:
+            return plain_attention(query, key, value)
+        return attends(query, key, value, *args, **kwargs)
+
+    with (
+        patch.object(torch, "autocast", no_casts),
+        patch.object(torch, "Generator", _Generator),
+        patch.object(flex, "flex_attention", attend),
+        patch.dict(torch_utils._DTYPE_UNSUPPORTED_DEVICES, _without_dtypes()),
+    ):
+        yield
+
+
+def _without_dtypes() -> dict[torch.dtype, frozenset[str]]:
+    """Diffusers' table of devices that lack a dtype, the stand-in among them if it stands for one,
+    and the host, as what is small keeps its numbers there.
+
+    Without it the dry run would meet float64 where the run meets none.
+    """
+    kind = standing_kind()
+    return {
+        dtype: kinds | {STAND_IN, "cpu"} if kind in kinds else kinds
+        for dtype, kinds in torch_utils._DTYPE_UNSUPPORTED_DEVICES.items()
+    }

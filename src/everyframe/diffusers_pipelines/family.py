@@ -1,0 +1,279 @@
+"""The pipeline family: any diffusers video pipeline, run through its own `__call__`.
+
+What the others give up for that: components are loaded together, and decoding has no events; the
+plan says so. Read next: `checkpoint.py` (what lies where),
+`signature.py` (what a pipeline takes), `settings.py`, `stage.py` (the run), `loaded_pipeline.py` (a
+pipeline that somebody has loaded).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+
+from everyframe.checkpoints.locate import Location
+from everyframe.core.errors import CheckpointError, InputError
+from everyframe.core.options import FamilyOptions
+from everyframe.core.plan import Plan, Settings
+from everyframe.core.request import Request
+from everyframe.diffusers_pipelines import settings as request_settings
+from everyframe.diffusers_pipelines.call import quiet_libraries
+from everyframe.diffusers_pipelines.checkpoint import PipelineFiles, find_files
+from everyframe.diffusers_pipelines.component_classes import (
+    component_class,
+    empty_modular,
+    interface_of,
+    pipeline_class,
+)
+from everyframe.diffusers_pipelines.components import ComponentWeights, components, held
+from everyframe.diffusers_pipelines.defaults import PipelineDefaults, denoisers
+from everyframe.diffusers_pipelines.oom_fallback import chunk_savings
+from everyframe.diffusers_pipelines.options import PipelineOptions
+from everyframe.diffusers_pipelines.token_splits import CUTS, TransformerSplit, rank_share
+from everyframe.parallel.head_partition import ATTENDING
+from everyframe.runtime.interface import (
+    Component,
+    JointDryRunCall,
+    MemorySaving,
+    RankShare,
+    Stage,
+    VideoGroup,
+)
+
+if TYPE_CHECKING:
+    from everyframe.diffusers_pipelines.dry_run import PipelineDryRun
+    from everyframe.parallel.communicator import ParallelContext
+
+
+@dataclass(frozen=True)
+class PipelineSpec:
+    """One checkpoint of a diffusers pipeline, its configs read and its weights not."""
+
+    name: str
+    title: str
+    options: PipelineOptions
+    files: PipelineFiles
+    sizes: PipelineDefaults
+
+    def settle(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
+        """Every value of the request settled, and notes."""
+        if self.options.vae_tiling and not self._can_tile():
+            raise InputError(f"vae_tiling has no effect on {self.title}: its autoencoder has none")
+        return request_settings.resolve_settings(
+            self.sizes, self.title, request, self.options, seed
+        )
+
+    def _can_tile(self) -> bool:
+        vae = next((part for part in self.files.models if part.name == "vae"), None)
+        return vae is not None and hasattr(component_class(vae), "enable_tiling")
+
+    def smaller(self, settings: Settings) -> Iterator[Settings]:
+        """Settings like these that need less memory."""
+        return request_settings.smaller_settings(self.sizes, settings)
+
+    def components(self, settings: Settings) -> tuple[Component, ...]:
+        """Every part that has weights."""
+        return components(self._held, self.sizes, settings)
+
+    @cached_property
+    def _held(self) -> tuple[ComponentWeights, ...]:
+        # Once: a plan asks for the components many times.
+        return held(self.files)
+
+    @cached_property
+    def _dry(self) -> PipelineDryRun:
+        from everyframe.diffusers_pipelines.dry_run import PipelineDryRun
+
+        interface = self.sizes.interface
+        return PipelineDryRun(
+            self.files, interface, request_settings.check_options(interface, self.options.option)
+        )
+
+    def rehearsals(self, settings: Settings) -> tuple[JointDryRunCall, ...]:
+        """One call, and each component's share in it."""
+        return self._dry.rehearsals(settings)
+
+    def savings(self, component: str, settings: Settings) -> Iterator[MemorySaving]:
+        """Fewer frames decoded at once where the call can, then tiles if the autoencoder can."""
+        vae = next((part for part in self.files.models if part.name == "vae"), None)
+        if component != "vae" or vae is None:
+            return
+        given = self.options.option
+        for saving in chunk_savings(self.sizes.interface, given, settings, vae.class_name):
+            settings = saving.settings
+            yield saving
+        shown = dict(settings.options)
+        if not shown.get("vae_tiling") and self._can_tile():
+            yield MemorySaving(
+                replace(settings, options=(*shown.items(), ("vae_tiling", True))),
+                "decoded in tiles (vae_tiling), which changes the picture near their seams; memory "
+                "and time of that are forecast roughly",
+                is_lossy=True,
+            )
+
+    def missing(self) -> tuple[str, ...]:
+        """Nothing: a hub id is fetched before its pipeline is known."""
+        return ()
+
+    def fetch(self) -> PipelineSpec:
+        """Itself."""
+        return self
+
+    def weight_files(self) -> tuple[str, ...]:
+        """Every file that holds weights."""
+        return tuple(str(file) for part in self.files.models for file in part.weights)
+
+    def stages(self, plan: Plan, clip: int) -> Sequence[Stage]:
+        """One: loading and the call."""
+        return (self._stage(plan, clip),)
+
+    def _stage(self, plan: Plan, clip: int, teams: ParallelContext | None = None) -> Stage:
+        from everyframe.diffusers_pipelines.stage import PipelineStage
+        from everyframe.parallel.communicator import ONE
+
+        assert clip == 0, "a chain is refused when the request is settled"
+        interface = self.sizes.interface
+        own = request_settings.check_options(interface, self.options.option)
+        return PipelineStage(
+            plan,
+            interface,
+            own,
+            files=self.files,
+            savings=self.savings,
+            teams=teams or ONE,
+            branches=self._dry.branches(plan.settings) if teams and teams.groups > 1 else None,
+        )
+
+
+@dataclass(frozen=True)
+class ShardablePipelineSpec(PipelineSpec):
+    """One that several ranks can make one video with: by tokens (see `cuts`), branches, or both."""
+
+    in_step = False
+    apart = True
+
+    @property
+    def led(self) -> tuple[str, ...]:
+        """Its encoders, whose answers the first hands on."""
+        from everyframe.diffusers_pipelines.module_calls import encoders
+
+        return encoders(part.name for part in self.files.models)
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """How its denoisers' tokens can be exchanged; none where nobody knows how to cut them."""
+        return () if self._cuts is None else ATTENDING
+
+    @cached_property
+    def _cuts(self) -> TransformerSplit | None:
+        classes = {part.name: part for part in self.files.models}
+        found = [classes[name] for name in denoisers(classes)]
+        is_known = all(
+            part.library == "diffusers"
+            and part.class_name in CUTS
+            and CUTS[part.class_name].fits(part.config())
+            for part in found
+        )
+        return CUTS[found[0].class_name] if found and is_known else None
+
+    def num_branches(self, settings: Settings) -> int:
+        """How many its own call, run dry, shows that can be computed apart."""
+        return self._dry.branches(settings).count
+
+    def why_one_branch(self, settings: Settings) -> str:
+        """Why branches can't be computed apart."""
+        return self._dry.branches(settings).why
+
+    def rank_part(
+        self, settings: Settings, crew: VideoGroup, rank: int, element_bytes: int
+    ) -> RankShare:
+        """Branches; of them tokens, and heads or what stands for them; what is sent."""
+        cuts, branches = self._cuts, self._dry.branches(settings)
+
+        def cutting(crew: VideoGroup, rank: int, batch: int) -> RankShare:
+            assert cuts is not None
+            return cuts.part(self.sizes, settings, crew, rank, element_bytes, batch)
+
+        return rank_share(branches, cutting if cuts else None, crew, rank, self.title)
+
+    def shared_rehearsals(
+        self, settings: Settings, teams: ParallelContext
+    ) -> tuple[JointDryRunCall, ...]:
+        """One call as one of several ranks makes it, and each component's share in it."""
+        return self._dry.rehearsals(settings, teams)
+
+    def shared_stages(self, plan: Plan, clip: int, teams: ParallelContext) -> Sequence[Stage]:
+        """The same stage for one rank of several."""
+        return (self._stage(plan, clip, teams),)
+
+
+def _can_be_shared(files: PipelineFiles) -> bool:
+    """Whether its call is diffusers' own, and asks denoisers of these names."""
+    is_plain = not files.is_modular and files.code_file is None
+    return is_plain and bool(denoisers([part.name for part in files.models]))
+
+
+class DiffusersPipelineFamily:
+    """The family object of the registry. It comes last: the others know their pipelines better."""
+
+    name = "pipeline"
+    title = "diffusers video pipelines"
+    options: type[FamilyOptions] = PipelineOptions
+
+    def recognise(self, location: Location, options: FamilyOptions) -> PipelineSpec | None:
+        """The pipeline at that place if it makes videos, by its index, configs and class."""
+        assert isinstance(options, PipelineOptions)
+        files = find_files(
+            location, trust_remote_code=options.trust_remote_code, variant=options.variant
+        )
+        if files is None:
+            return None
+        with quiet_libraries():
+            empty = empty_modular(files) if files.is_modular else None
+            interface = interface_of(files, empty)
+            _check_whole(files)
+        sizes = PipelineDefaults(interface, _configs(files, empty))
+        title = f"{files.class_name} ({PurePath(location.name).name})"
+        made = ShardablePipelineSpec if _can_be_shared(files) else PipelineSpec
+        return made(location.name, title, options, files, sizes)
+
+
+def _configs(files: PipelineFiles, empty: Any) -> Mapping[str, Mapping[str, Any]]:
+    read = {part.name: part.config() for part in files.parts}
+    if empty is not None:
+        # Guiders of modular pipelines are made from configs in their code.
+        for name, made in empty.components.items():
+            config = getattr(made, "config", None)
+            if name not in read and isinstance(config, Mapping):
+                read[name] = dict(config)
+    return {name: config for name, config in read.items() if config}
+
+
+def _check_whole(files: PipelineFiles) -> None:
+    """Raise `CheckpointError` for a component that must be there and isn't, or lacks weights."""
+    from torch import nn
+
+    for part in files.parts:
+        cls = component_class(part)
+        if isinstance(cls, type) and issubclass(cls, nn.Module) and not part.weights:
+            raise CheckpointError(
+                f"{files.where} lacks the weights of its {part.name}: no .safetensors file in "
+                f"{part.folder.name}/; get the whole checkpoint"
+            )
+    if files.is_modular:
+        return
+    cls = pipeline_class(files)
+    required, optional = cls._get_signature_keys(cls)
+    there = {part.name for part in files.parts}
+    left_out = set(getattr(cls, "_optional_components", ())) | set(optional)
+    lacking = sorted(set(required) - {"self"} - there - left_out)
+    if lacking:
+        raise CheckpointError(
+            f"{files.where} lacks what a {files.class_name} can't do without: {', '.join(lacking)}"
+        )
+
+
+PIPELINE = DiffusersPipelineFamily()

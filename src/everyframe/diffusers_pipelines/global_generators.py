@@ -1,0 +1,172 @@
+"""The random generators of the whole process, seeded for a pipeline's call and put back after it.
+
+Not all noise comes from the generator that a call is given: the decoder of LTX-Video 0.9.1 draws
+without one, and so do parts of other pipelines. Seeded, they give the same video for the same seed.
+Whoever reads events between two steps finds the generators as they left them.
+There is one set of them for all threads, and no other way to reach such a draw. So what another
+thread draws while a call computes comes of its seed, and of two calls at once the second goes on
+with the first one's numbers: `is_mixed` says when that may have changed a video.
+Read next: `stage.py`; `call.py`, for noise that a pipeline draws with a generator.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+_LOCK = threading.Lock()
+#: By name: the state before the first of the calls that hold a generator now.
+_OUTSIDE: dict[str, Any] = {}
+#: The calls that are at work. One that was lost half-way, by an interrupt, is not among them.
+_AT_WORK: weakref.WeakSet[GlobalGenerators] = weakref.WeakSet()
+
+
+@dataclass(frozen=True)
+class _Source:
+    """One generator of the process; `begin` gives the state with which a seed begins."""
+
+    read: Callable[[], Any]
+    write: Callable[[Any], None]
+    begin: Callable[[int], Any]
+
+
+class GlobalGenerators:
+    """The process's generators as one call of a pipeline has them: torch's for the CPU and for
+    these `devices`, numpy's and Python's.
+
+    `is_mixed` if another call was at work at the same time and either of them drew.
+    """
+
+    def __init__(self, devices: Iterable[str | torch.device] = ()) -> None:
+        self._sources = {
+            "python": _PYTHON,
+            "numpy": _NUMPY,
+            **_of_torch(devices),
+        }
+        self._mine: dict[str, Any] = {}
+        self._is_inside = self._is_beside = False
+        self.is_mixed = False
+
+    @contextmanager
+    def seeded(self, seed: int) -> Iterator[None]:
+        """Within, they begin with that seed; afterwards they are as they were."""
+        self._mine = {name: source.begin(seed) for name, source in self._sources.items()}
+        try:
+            self._enter()
+            yield
+        finally:
+            self._leave()
+
+    @contextmanager
+    def put_back(self) -> Iterator[None]:
+        """Within, while somebody else works, they are as they were before the call."""
+        if not self._is_inside:
+            yield
+            return
+        self._leave()
+        try:
+            yield
+        finally:
+            self._enter()
+
+    def _enter(self) -> None:
+        self._is_inside = True
+        with _LOCK:
+            self._is_beside = bool(_AT_WORK)
+            for other in _AT_WORK:
+                other._is_beside = True
+            for name, source in self._sources.items():
+                if _is_held(name):
+                    self._mine[name] = source.read()
+                else:
+                    _OUTSIDE[name] = source.read()
+                    source.write(self._mine[name])
+            _AT_WORK.add(self)
+
+    def _leave(self) -> None:
+        self._is_inside = False
+        with _LOCK:
+            _AT_WORK.discard(self)
+            for name, source in self._sources.items():
+                before, self._mine[name] = self._mine[name], source.read()
+                self.is_mixed |= self._is_beside and not is_same(before, self._mine[name])
+                # Nothing is there where an interrupt came before it was read.
+                if not _is_held(name) and name in _OUTSIDE:
+                    source.write(_OUTSIDE.pop(name))
+
+
+def _is_held(name: str) -> bool:
+    return any(name in each._sources for each in _AT_WORK)
+
+
+def states_of_torch(devices: Iterable[str | torch.device]) -> Mapping[str, Any]:
+    """The states of torch's generators for the CPU and for these devices."""
+    return {name: source.read() for name, source in _of_torch(devices).items()}
+
+
+def restore_torch(states: Mapping[str, Any]) -> None:
+    """Set torch's generators to states that `states_of_torch` gave."""
+    for name, state in states.items():
+        _source(torch.device(name)).write(state)
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Whether two states, or mappings of them, are the same."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return np.array_equal(one, other)
+    if isinstance(one, Mapping):
+        return all(is_same(state, other[name]) for name, state in one.items())
+    if isinstance(one, tuple):
+        return all(map(is_same, one, other))
+    return bool(one == other)
+
+
+def _of_torch(devices: Iterable[str | torch.device]) -> dict[str, _Source]:
+    """Torch's generators by device; the one without memory has none."""
+    found = {_exact(torch.device(each)) for each in devices if str(each) != "meta"}
+    return {str(device): _source(device) for device in (torch.device("cpu"), *found)}
+
+
+def _exact(device: torch.device) -> torch.device:
+    """With its number, so that each is there once."""
+    if device.type in ("cpu", "mps"):
+        return torch.device(device.type)
+    if ":" in str(device):
+        return device
+    return torch.device(device.type, torch.get_device_module(device).current_device())
+
+
+def _source(device: torch.device) -> _Source:
+    def begin(seed: int) -> Any:
+        return torch.Generator(device).manual_seed(seed).get_state()
+
+    if device.type == "cpu":
+        return _Source(torch.get_rng_state, torch.set_rng_state, begin)
+    module = torch.get_device_module(device)
+    if device.type == "mps":  # there is one
+        return _Source(module.get_rng_state, module.set_rng_state, begin)
+    write = partial(module.set_rng_state, device=device)
+    return _Source(partial(module.get_rng_state, device), write, begin)
+
+
+def _begin_python(seed: int) -> Any:
+    return random.Random(seed).getstate()
+
+
+def _begin_numpy(seed: int) -> Any:
+    return np.random.RandomState(seed % 2**32).get_state()
+
+
+_PYTHON = _Source(random.getstate, random.setstate, _begin_python)
+_NUMPY = _Source(np.random.get_state, np.random.set_state, _begin_numpy)

@@ -1,0 +1,382 @@
+"""The guard of a pipeline that runs through its own call: hooks on its modules, while it is called.
+
+Of each component the outermost call is watched: that of the component itself, or of a direct part
+where the pipeline's code calls that (an autoencoder's `decode` calls its decoder alone). What it
+was called with is kept until it returns, so that a bad result is computed again, repaired, before
+the pipeline sees it. A sampler's state is what the next call is given. On leaving, hooks and
+repairs are taken off. Read next: `everyframe.runtime.guard`, `step_tracking.py`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from everyframe.core.errors import NumericsError
+from everyframe.core.events import Event, Note
+from everyframe.core.plan import Plan
+from everyframe.diffusers_pipelines.components import STAGE
+from everyframe.diffusers_pipelines.defaults import denoisers
+from everyframe.diffusers_pipelines.global_generators import restore_torch, states_of_torch
+from everyframe.diffusers_pipelines.step_tracking import StepTracker, called_parts
+from everyframe.numerics.overflow_probe import OverflowProbe
+from everyframe.numerics.tensor_stats import blank_frames, iter_tensors, value_range
+from everyframe.precision.cast_hooks import map_tensors
+from everyframe.precision.upcast import is_below
+from everyframe.runtime.guard import GivenError, Guard
+from everyframe.runtime.interface import VideoState
+from everyframe.runtime.repairs import asks_for
+
+UnshardedCall = Callable[[], AbstractContextManager[None]]
+"""Within what it gives, a component is computed by this process alone."""
+
+
+class PipelineGuard:
+    """Guards a pipeline's modules, by component, while it is entered.
+
+    `watch` counts the steps, and counts none while a call is repeated; `emit` gets what was
+    repaired and noticed at once. `apart` is how those compute alone whose work ranks share.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        modules: Mapping[str, nn.Module],
+        watch: StepTracker,
+        take: VideoState,
+        emit: Callable[[Event], None],
+        apart: Mapping[str, UnshardedCall] = MappingProxyType({}),
+    ) -> None:
+        given = (take.given.first, take.given.last)
+        is_asked = any(each is not None and each.min() == each.max() for each in given)
+        self._is_asked, self._emit, self._watch = is_asked, emit, watch
+        self._seed = take.seed
+        self._prompt = plan.settings.prompt
+        self._parts: list[_Part] = []
+        self._at: list[str] = []
+        unused: list[str] = []
+        for name, module in modules.items():
+            denoises = bool(denoisers((name,)))
+            counts, of = ("step", STAGE) if denoises else ("call", name)
+            guard = Guard(plan, STAGE, {name: module}, counts=counts, of=of, apart=apart.get(name))
+            guard.take(take)
+            made = _Denoiser if denoises else _Coder if _has_frames(name) else _Part
+            part = made(guard, name, module, watch, emit, is_asked=is_asked)
+            part.at, part.unused, part.join_all = self._at, unused, self._join_all
+            self._parts.append(part)
+
+    def _join_all(self) -> None:
+        for part in self._parts:
+            part.join()
+
+    @property
+    def at(self) -> str:
+        """The component that runs, or whose call raised; empty where the pipeline's own code is."""
+        return self._at[-1] if self._at else ""
+
+    def checked(self, name: str, module: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
+        """The result of a call of that component, computed elsewhere, as the guard hands it on."""
+        part = next(each for each in self._parts if each.name == name)
+        return part.handed_on(module, _Kept(args, kwargs), result)
+
+    @contextmanager
+    def computing(self, name: str) -> Iterator[None]:
+        """Within, that component runs, and nobody guards it: its result is `checked` later."""
+        self._at.append(name)
+        with self._watch.paused():
+            yield
+        self._at.pop()  # not where it raised
+
+    def check_frames(self, frames_THWC: Any) -> None:
+        """Tell of frames (T, H, W, 3) of one colour, where no decoder gave pixels to look at."""
+        if self._is_asked or any(part.has_seen_frames for part in self._parts):
+            return
+        most = 255 if frames_THWC.dtype == np.uint8 else 1
+        frames = torch.from_numpy(frames_THWC).movedim(-1, 1).float() / most
+        blank = blank_frames(frames, 0, 1, 1 / 255)
+        if blank and not asks_for(self._prompt, frames[blank]):
+            told = f"{len(blank)} of {len(frames_THWC)} frames are of one colour"
+            text = f"{told}; they are written as they are"
+            self._emit(Note(text, in_record=True, seed=self._seed))
+
+    def __enter__(self) -> PipelineGuard:
+        for part in self._parts:
+            part.put_on()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for part in self._parts:
+            part.take_off()
+
+
+def _has_frames(name: str) -> bool:
+    return "vae" in name and "audio" not in name
+
+
+class _Part:
+    """One component under its guard."""
+
+    def __init__(
+        self,
+        guard: Guard,
+        name: str,
+        module: nn.Module,
+        watch: StepTracker,
+        emit: Callable[[Event], None],
+        *,
+        is_asked: bool,
+    ) -> None:
+        self._guard = guard
+        self.name = name
+        self._module = module
+        self._watch = watch
+        self._emit = emit
+        self._is_asked = is_asked
+        self.has_seen_frames = False
+        #: Of those that were called and have not returned, the components.
+        self.at: list[str] = []
+        #: Of results that were let be as nothing may use them, what was wrong with them.
+        self.unused: list[str] = []
+        #: Has all components take what is handed on wider than they are.
+        self.join_all: Callable[[], None] = guard.join
+        self._handles: list[RemovableHandle] = []
+        self._depth = 0
+        self._num_calls = 0
+        self._kept = _Kept((), {})
+        self._probe: OverflowProbe | None = None
+        self._within = ExitStack()
+        #: What each called module gave before anything was repaired.
+        self._dtypes: dict[nn.Module, torch.dtype] = {}
+
+    def put_on(self) -> None:
+        """Hook the component and its direct parts."""
+        for module in map(self._module.get_submodule, called_parts(self._module)):
+            # First of all before the call, and last of all after it.
+            before = module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
+            after = module.register_forward_hook(self._after, with_kwargs=True, always_call=True)
+            self._handles += [before, after]
+
+    def take_off(self) -> None:
+        """The component as it was."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._end_probe()  # where an interrupt ended the call
+        self._guard.end()
+
+    def join(self) -> None:
+        """Have the component take what is handed on to it wider than it is."""
+        self._guard.join()
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._watch.is_paused:
+            return
+        self._depth += 1
+        if self._depth == 1:
+            self._num_calls += 1
+            self.at.append(self.name)
+            self._kept = _Kept(args, kwargs)
+            self._probe = self._begin_probe()
+            if self._probe is not None:
+                self._within.enter_context(self._probe)
+
+    def _begin_probe(self) -> OverflowProbe | None:
+        """What this call is to be made within, if anything."""
+        return self._guard.probe()
+
+    def _end_probe(self) -> OverflowProbe | None:
+        probe, self._probe = self._probe, None
+        self._within.close()
+        return probe
+
+    def _after(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> Any:
+        if self._watch.is_paused:
+            return None
+        self._depth -= 1
+        probe = self._end_probe() if not self._depth else None
+        if self._depth or result is None:  # called by the component itself, or it raised
+            return None
+        kept, self._kept = self._kept, _Kept((), {})
+        self.at.pop()
+        return self.handed_on(module, kept, result, probe)
+
+    def handed_on(
+        self, module: nn.Module, kept: _Kept, result: Any, probe: OverflowProbe | None = None
+    ) -> Any:
+        """The result of a call, once it was looked at, and repaired if need be."""
+        self.at.append(self.name)
+        with self._watch.paused():
+            result = self._watched(module, kept, result, probe)
+            if self._guard.has_repaired:
+                # As wide as before, for whoever is given it next.
+                narrow = _Narrow(self._dtypes[module])
+                result = map_tensors(result, narrow)
+                if not narrow.has_fitted:
+                    self.join_all()
+        self.at.pop()
+        for event in self._guard.events():
+            self._emit(event)
+        return result
+
+    def _watched(
+        self, module: nn.Module, kept: _Kept, result: Any, probe: OverflowProbe | None
+    ) -> Any:
+        """The result, repaired if need be."""
+        first = next(iter_tensors(result), None)
+        self._dtypes.setdefault(module, torch.float32 if first is None else first.dtype)
+        if value_range(result).is_finite:
+            again = kept.calling(module)
+            return self._guard.probed(self._number(), probe, result, again)
+        try:
+            with self._guard.apart():
+                given = kept.by_name(module)
+                return self._guard.repaired(self._number(), kept.calling(module), given)
+        except GivenError as error:
+            # What was not used when it was made is used now.
+            told = self.unused[0] if self.unused else str(error)
+            raise NumericsError(told) from None
+        except NumericsError as error:
+            if not self._may_be_unused(result):
+                raise
+            self.unused.append(str(error))
+            what = re.split(r"\. (?:No wider|Nothing was)", str(error))[0]
+            self._guard.note(
+                f"{what}. A part of what {self.name} gave is finite, so the run goes on unless it "
+                "uses the rest"
+            )
+            return kept.calling(module)()
+
+    def _may_be_unused(self, result: Any) -> bool:
+        """Whether the pipeline may do without those of the results that are not finite."""
+        return any(value_range(each).is_finite for each in iter_tensors(result))
+
+    def _number(self) -> int:
+        """Of what the guard counts."""
+        return self._num_calls
+
+
+class _Denoiser(_Part):
+    """A component whose calls belong to steps."""
+
+    def _begin_probe(self) -> OverflowProbe | None:
+        # A run that goes on from a later step has the repairs that its first step asked for.
+        return None if self._watch.num_calls[self.name] else super()._begin_probe()
+
+    def _may_be_unused(self, result: Any) -> bool:
+        return False
+
+    def _number(self) -> int:
+        return self._watch.begun
+
+    def _watched(
+        self, module: nn.Module, kept: _Kept, result: Any, probe: OverflowProbe | None
+    ) -> Any:
+        result = super()._watched(module, kept, result, probe)
+        self._guard.answered(self._number(), value_range(result))
+        return result
+
+
+class _Coder(_Part):
+    """An autoencoder, whose decoder makes frames."""
+
+    def _may_be_unused(self, result: Any) -> bool:
+        return False
+
+    def _watched(
+        self, module: nn.Module, kept: _Kept, result: Any, probe: OverflowProbe | None
+    ) -> Any:
+        result = super()._watched(module, kept, result, probe)
+        latents = next(iter_tensors((kept.args, kept.kwargs)), None)
+        is_decoder = module is getattr(self._module, "decoder", None)
+        if latents is None or not is_decoder or _pixels(result) is None:
+            return result
+        self.has_seen_frames = True
+        again = kept.calling(module)
+        return self._guard.not_blank(
+            self._number(), result, again, latents, _pixels, is_asked=self._is_asked
+        )
+
+
+class _Kept:
+    """What a module was called with, and the state of what its call may change.
+
+    Wan's decoder keeps frames in a list that it is given; noise may come of a generator, given to
+    it or torch's own.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.args = args
+        self.kwargs = kwargs
+        values = (*args, *kwargs.values())
+        self._lists = [(each, each.copy()) for each in values if type(each) is list]
+        self._mappings = [(each, each.copy()) for each in values if type(each) is dict]
+        self._generators = [
+            (each, each.get_state()) for each in values if isinstance(each, torch.Generator)
+        ]
+        devices = {each.device for each in iter_tensors((args, kwargs))}
+        self._of_torch = states_of_torch(devices) if values else {}
+
+    def calling(self, module: nn.Module) -> Callable[[], Any]:
+        """The same call, as often as is wanted."""
+
+        def call() -> Any:
+            self.restore()
+            return module(*self.args, **self.kwargs)
+
+        return call
+
+    def by_name(self, module: nn.Module) -> dict[str, Any]:
+        """What it was called with, by the names of its parameters."""
+        self.restore()
+        return inspect.signature(module.forward).bind_partial(*self.args, **self.kwargs).arguments
+
+    def restore(self) -> None:
+        """What the call has changed of it, as it was."""
+        for items, before in self._lists:
+            items[:] = before
+        for mapping, held in self._mappings:
+            mapping.clear()
+            mapping.update(held)
+        for generator, state in self._generators:
+            generator.set_state(state)
+        restore_torch(self._of_torch)
+
+
+class _Narrow:
+    """Casts wider tensors to `dtype` where they fit; `has_fitted` says if all did."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.has_fitted = True
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        # bfloat16 is wider than float16, and clashes with it.
+        is_wider = is_below(self.dtype, tensor.dtype) or (
+            tensor.is_floating_point() and tensor.dtype.itemsize > self.dtype.itemsize
+        )
+        if not is_wider:
+            return tensor
+        narrow = tensor.to(self.dtype)
+        if value_range(narrow).is_finite:
+            return narrow
+        self.has_fitted = False
+        return tensor
+
+
+def _pixels(result: Any) -> Any:
+    """Frames (T, 3, H, W) of what a decoder gives; None where its pixels lie otherwise."""
+    made = next(iter_tensors(result), None)
+    if made is None or made.ndim not in (4, 5) or made.shape[1] != 3:
+        return None
+    return made if made.ndim == 4 else made.movedim(1, 2).flatten(0, 1)

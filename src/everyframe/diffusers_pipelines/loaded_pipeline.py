@@ -1,0 +1,209 @@
+"""A pipeline that somebody has loaded, as a model of this family: run as it is, left as it was.
+
+Its dtypes, its device and its weights are its owner's. Read next: `call.py`, `stage.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from everyframe.core.errors import InputError
+from everyframe.core.options import FamilyOptions
+from everyframe.core.plan import Plan, Precision, Settings, Switches
+from everyframe.core.request import Request
+from everyframe.diffusers_pipelines import call_options, media
+from everyframe.diffusers_pipelines import settings as request_settings
+from everyframe.diffusers_pipelines.call_thread import Beside, InThread, Tell
+from everyframe.diffusers_pipelines.component_classes import checked
+from everyframe.diffusers_pipelines.components import STAGE, prefers, working_bytes
+from everyframe.diffusers_pipelines.defaults import PipelineDefaults
+from everyframe.diffusers_pipelines.digests import digest_pipeline
+from everyframe.diffusers_pipelines.image_forms import form_of
+from everyframe.diffusers_pipelines.oom_fallback import chunk_savings
+from everyframe.diffusers_pipelines.options import PipelineOptions
+from everyframe.diffusers_pipelines.signature import NAMES, OWN_SEED, CallSignature, of_pipeline
+from everyframe.hardware.thread_state import ThreadState
+from everyframe.precision.dtypes import NUM_BYTES, dtype_name
+from everyframe.precision.policy import ComponentNeeds
+from everyframe.precision.strict_float32 import switches_of
+from everyframe.runtime.interface import Component, MemorySaving, Stage
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedPipelineSpec:
+    """A loaded pipeline and the options that came with it, its generators among them."""
+
+    pipe: Any
+    sizes: PipelineDefaults
+    options: PipelineOptions
+    #: The thread of whoever gave it, for whom it is called.
+    thread: ThreadState = field(default_factory=ThreadState.here)
+    #: Told the call's events at once: then it is made in this very thread.
+    tell: Tell | None = None
+
+    @cached_property
+    def switches(self) -> Switches:
+        """Torch's switches that hold for its call: its owner's."""
+        return switches_of(self.thread)
+
+    def asked(self, request: Request) -> Request:
+        """What is asked of it: where it lies, and by which seeds."""
+        request = Request(**{**request.given(), "device": self.device})
+        has_seed = OWN_SEED in self.sizes.interface.parameters
+        return call_options.with_generator_seeds(request, self.options.option, has_seed=has_seed)
+
+    @property
+    def name(self) -> str:
+        """Its class; where it came from is its owner's affair."""
+        return self.sizes.interface.class_name
+
+    @property
+    def title(self) -> str:
+        """What it is, for a person."""
+        return f"{self.name} given in Python"
+
+    @property
+    def device(self) -> str:
+        """Where it computes, by torch's name."""
+        return str(getattr(self.pipe, "_execution_device", None) or self.pipe.device)
+
+    def settle(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
+        """Every value of the request settled, and notes."""
+        for name in ("model", "dtype", "max_memory", "max_host_memory"):
+            if getattr(request, name) not in (None, "auto"):
+                raise InputError(f"{name} can't be chosen for a pipeline that is loaded already")
+        if self.options.vae_tiling:
+            raise InputError(
+                "vae_tiling would change a pipeline that is yours; call pipe.vae.enable_tiling()"
+            )
+        settings, notes = request_settings.resolve_settings(
+            self.sizes, self.title, request, self.options, seed, is_given=True
+        )
+        if isinstance(request.latents, torch.Tensor):  # in the dtype that they have
+            forms = (*settings.given_forms, ("latents", form_of(request.latents)))
+            settings = replace(settings, given_forms=forms)
+        return settings, (*notes, *call_options.notes(self.options.option))
+
+    def components(self, settings: Settings) -> tuple[Component, ...]:
+        """Its modules, in the dtypes that they have."""
+        made = []
+        for name, module in self.pipe.components.items():
+            if isinstance(module, nn.Module):
+                made.append(_component(name, module, self.sizes, settings))
+        return tuple(made)
+
+    def missing(self) -> tuple[str, ...]:
+        """Nothing: it is in memory."""
+        return ()
+
+    def fetch(self) -> LoadedPipelineSpec:
+        """Itself."""
+        return self
+
+    def weight_files(self) -> tuple[str, ...]:
+        """None: weights in memory may be anybody's mixture, so no file stands for them."""
+        return ()
+
+    def digests(self) -> dict[str, str]:
+        """What it is, by component: to be compared when a run of it is gone on with."""
+        return digest_pipeline(self.pipe)
+
+    def smaller(self, settings: Settings) -> Iterator[Settings]:
+        """Settings like these that need less memory."""
+        return request_settings.smaller_settings(self.sizes, settings)
+
+    def savings(self, component: str, settings: Settings) -> Iterator[MemorySaving]:
+        """Fewer frames decoded at once, where its call takes a number; nothing of it is set."""
+        if component == "vae":
+            vae = type(self.pipe.components[component]).__name__
+            yield from chunk_savings(self.sizes.interface, self.options.option, settings, vae)
+
+    def stages(self, plan: Plan, clip: int) -> Sequence[Stage]:
+        """One: the call."""
+        from everyframe.diffusers_pipelines.stage import PipelineStage
+
+        interface = self.sizes.interface
+        own = request_settings.check_options(interface, self.options.option, is_given=True)
+        own = call_options.call_values(own)
+        way = InThread(self.tell) if self.tell is not None else Beside(self.thread.entered)
+        return (
+            PipelineStage(plan, interface, own, pipe=self.pipe, savings=self.savings, calling=way),
+        )
+
+
+def given_pipeline(
+    pipe: Any, options: FamilyOptions, tell: Tell | None = None
+) -> LoadedPipelineSpec:
+    """The model that a loaded pipeline is; `tell` as in `LoadedPipelineSpec`.
+
+    Raises:
+        InputError: it is no pipeline of diffusers; `CheckpointError`: not one that makes videos.
+    """
+    assert isinstance(options, PipelineOptions)
+    if not callable(pipe) or not isinstance(getattr(pipe, "components", None), Mapping):
+        raise InputError(
+            f"pipe must be a loaded diffusers pipeline, got {type(pipe).__name__}; "
+            "for a folder or a hub id there is generate(model=...)"
+        )
+    return LoadedPipelineSpec(pipe, sizes_of(pipe, checked(of_pipeline(pipe))), options, tell=tell)
+
+
+def in_our_words(pipe: Any, request: Request) -> Request:
+    """The same, with what the pipeline's call names otherwise under the name that it has here.
+
+    So ``frame_rate`` is `fps` and ``video_length`` is `num_frames`, and a condition object is its
+    fields, as a run keeps them.
+    """
+    given = request.family_options.get("option")
+    if not isinstance(given, Mapping) or not isinstance(getattr(pipe, "components", None), Mapping):
+        return request
+    interface = of_pipeline(pipe)
+    own, moved = media.as_fields(interface, given), {}
+    for option in NAMES:
+        name = interface.name_of(option)
+        if name not in own or name == option or option not in Request.model_fields:
+            continue
+        if option == "seed":
+            continue  # what is given there is a generator
+        if getattr(request, option) is not None:
+            raise InputError(f"{option} and {name} are the same; give one of them")
+        moved[option] = own.pop(name)
+    options = {**request.family_options, "option": own}
+    return Request(**{**request.given(), "family_options": options, **moved})
+
+
+def sizes_of(pipe: Any, interface: CallSignature) -> PipelineDefaults:
+    """What the configs of its loaded components say."""
+    configs = {
+        name: dict(config)
+        for name, part in pipe.components.items()
+        if isinstance(config := getattr(part, "config", None), Mapping)
+    }
+    return PipelineDefaults(interface, configs)
+
+
+def _component(
+    name: str, module: nn.Module, sizes: PipelineDefaults, settings: Settings
+) -> Component:
+    parameters = list(module.parameters())
+    count = {key: each.numel() for key, each in module.named_parameters()}
+    dtypes = [dtype_name(each.dtype) for each in parameters if each.is_floating_point()]
+    # Mixed ones are told by what most of them are.
+    main = max(dict.fromkeys(dtypes), key=dtypes.count) if dtypes else "float32"
+    dtype = main if main in NUM_BYTES else "float32"
+    return Component(
+        name=name,
+        title=name.replace("_", " "),
+        stage=STAGE,
+        source="given in Python",
+        num_elements=count,
+        needs=ComponentNeeds(name, sum(count.values()), prefers=prefers(name, "")),
+        working_bytes=partial(working_bytes, name, sizes, settings),
+        has_precision=Precision(dtype, dtype),
+    )

@@ -1,0 +1,235 @@
+"""A pipeline with its weights, each component in the plan's precision on the plan's device.
+
+Weights are read by diffusers and transformers themselves (they know their old names), one component
+at a time; what they report as missing or misshapen is an error, where they would go on with random
+numbers. Dtypes at module edges are `everyframe.precision.cast_hooks`. Read next: `stage.py`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from everyframe.checkpoints.config_errors import foreign_errors
+from everyframe.checkpoints.folder import listing
+from everyframe.checkpoints.read_progress import report_reading
+from everyframe.core.errors import CheckpointError, MissingPackageError
+from everyframe.core.events import ComponentLoaded, Event
+from everyframe.core.plan import Plan, Settings
+from everyframe.diffusers_pipelines.checkpoint import ComponentFolder, PipelineFiles
+from everyframe.diffusers_pipelines.component_classes import (
+    asks_for_code,
+    component_class,
+    empty_modular,
+    pipeline_class,
+)
+from everyframe.diffusers_pipelines.module_calls import encoders, without_weights
+from everyframe.diffusers_pipelines.signature import CallSignature
+from everyframe.diffusers_pipelines.step_tracking import called_parts
+from everyframe.fast_paths.apply import apply_fast_paths, swap_modules
+from everyframe.precision import cast_hooks
+from everyframe.precision.dtypes import torch_dtype
+from everyframe.runtime import offload, repairs
+from everyframe.runtime.loading import notify_loaded, track_component
+
+#: Parts whose results are made by `encode` and `decode`, which are no calls of the module: what
+#: leaves them is widened at these submodules, where there are such.
+_ENDS = ("decoder", "encoder", "quant_conv")
+
+
+def load(
+    plan: Plan, files: PipelineFiles, found: list[Any], *, encodes: bool = True
+) -> Iterator[Event]:
+    """Append the pipeline to `found`; an event for each component, and for what is said of it.
+
+    If it does not encode by itself, its encoders have no weights.
+
+    Raises:
+        CheckpointError: a component that can't be loaded whole; names tensors.
+    """
+    modules: dict[str, nn.Module] = {}
+    for part in files.models:
+        began = time.perf_counter()
+        if not encodes and encoders((part.name,)):
+            dtype = torch_dtype(plan.component(part.name).precision.parameters)
+            with torch.inference_mode(False), torch.no_grad():
+                modules[part.name] = without_weights(part, dtype)
+            continue
+        # The engine runs in inference mode; what is made in it can't be changed outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            modules[part.name] = _component(files.where, part, plan)
+        notify_loaded(part.name, modules[part.name])
+        yield ComponentLoaded(part.name, time.perf_counter() - began)
+    _place(plan, modules)
+    pipe = assembled(files, modules)
+    set_tiling(pipe, plan.settings)
+    found.append(pipe)
+
+
+def _component(where: str, part: ComponentFolder, plan: Plan) -> nn.Module:
+    cls, planned = component_class(part), plan.component(part.name)
+    dtype = torch_dtype(planned.precision.parameters)
+    how: dict[str, Any] = {"variant": part.variant} if part.variant else {}
+    # transformers and diffusers call it by different names; each warns of the other's.
+    how["torch_dtype" if _is_of_diffusers(cls) else "dtype"] = dtype
+    if asks_for_code(cls):
+        how["trust_remote_code"] = part.is_trusted
+    module: nn.Module
+    with foreign_errors(f"{where}: its {part.name} can't be loaded"), report_reading():
+        module, report = cls.from_pretrained(
+            str(part.folder),
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+            **how,
+        )
+    lacking = sorted(map(str, report.get("missing_keys") or ()))
+    if lacking:
+        raise CheckpointError(
+            f"{where}: its {part.name} lacks {len(lacking)} tensors: {listing(lacking)}"
+        )
+    misshapen = [str(each[0]) for each in report.get("mismatched_keys") or ()]
+    if misshapen:
+        raise CheckpointError(
+            f"{where}: tensors of its {part.name} have another shape than its config says: "
+            f"{listing(sorted(misshapen))}"
+        )
+    # Tables that the module makes itself were once kept with the weights.
+    own = {name for name, _ in module.named_buffers()}
+    extra = sorted({str(each) for each in report.get("unexpected_keys") or ()} - own)
+    if extra:
+        raise CheckpointError(
+            f"{where}: the files of its {part.name} hold {len(extra)} tensors more than it has: "
+            f"{listing(extra)}; they are of another model, or of another version of it"
+        )
+    # Parameters keep `requires_grad`, as in diffusers: torch picks other kernels without, and their
+    # last bits differ. The call runs without gradients anyway.
+    module.eval()
+    # With its weights already: what is swapped takes them over.
+    swap_modules(module, planned.paths)
+    track_component(module)
+    cast_hooks.add_cast_hooks(module, planned.precision, outputs_of(module))
+    # A pipeline's own code hands half precision to a part in float32, too.
+    cast_hooks.add_input_casts(module)
+    for remedy in planned.remedies:
+        repairs.put_on(module, remedy)
+    plain = repairs.plain_parts(planned.remedies)
+    apply_fast_paths(module, planned.paths, called_parts(module), plain)
+    return module
+
+
+def _place(plan: Plan, modules: dict[str, nn.Module]) -> None:
+    """Each part on its device, or waiting on the host for its turn there; some are nowhere."""
+    nowhere = {
+        name
+        for name, module in modules.items()
+        if any(parameter.is_meta for parameter in module.parameters())
+    }
+    turning = []
+    for name, module in modules.items():
+        part = plan.component(name)
+        if nowhere:  # diffusers asks any part where all are
+            wait_elsewhere(module, part.device)
+        if name in nowhere:
+            continue
+        if not part.offload and not part.by_turns:
+            module.to(part.device)
+            continue
+        wait_elsewhere(module, part.device)
+        if part.offload:
+            offload.apply(module, part.device)
+        else:
+            turning.append(module)
+    if turning:
+        offload.take_turns(turning, plan.device.torch_name)
+
+
+def wait_elsewhere(module: nn.Module, device: str) -> None:
+    """Have diffusers bring what that module is given to `device`, wherever its weights are."""
+    vars(module)["_hf_hook"] = _Waiting(torch.device(device))
+
+
+class _Waiting:
+    """Says where a module computes whose parameters are elsewhere; named as accelerate names it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.execution_device = device
+
+
+def set_tiling(pipe: Any, settings: Settings) -> None:
+    """Have the autoencoder decode in tiles, or not, as the plan has it. The pipeline is our own."""
+    vae: Any = getattr(pipe, "vae", None)
+    if dict(settings.options).get("vae_tiling"):
+        vae.enable_tiling()
+    elif hasattr(vae, "disable_tiling"):
+        vae.disable_tiling()
+
+
+def set_guidance(pipe: Any, interface: CallSignature, settings: Settings) -> None:
+    """Some pipelines keep guidance in a component, the guider, and take no scale."""
+    scale, guider = settings.guidance_scale, getattr(pipe, "guider", None)
+    if guider is None or interface.name_of("guidance_scale"):
+        return
+    own = getattr(guider, "config", {}).get("guidance_scale")
+    if own is None or own == scale:
+        return
+    guided = guider.new(guidance_scale=scale)
+    if interface.is_modular:
+        pipe.update_components(guider=guided)
+    else:
+        pipe.register_modules(guider=guided)
+
+
+def _is_of_diffusers(cls: Any) -> bool:
+    from diffusers import ModelMixin
+
+    return issubclass(cls, ModelMixin)
+
+
+def outputs_of(module: nn.Module) -> tuple[str, ...]:
+    """The submodules of a component whose results leave it, for `cast_hooks.apply`."""
+    children = dict(module.named_children())
+    is_coder = hasattr(module, "decode") and hasattr(module, "encode")
+    return tuple(name for name in _ENDS if name in children) if is_coder else ("",)
+
+
+def assembled(files: PipelineFiles, modules: dict[str, nn.Module]) -> Any:
+    """The pipeline around its modules; tokenizers, schedulers and the like are read here."""
+    pipe = empty_modular(files) if files.is_modular else None
+    known = set(pipe.component_names) if pipe is not None else None
+    loaded: dict[str, Any] = dict(modules)
+    for part in files.parts:
+        if part.name not in modules and (known is None or part.name in known):
+            loaded[part.name] = _small(files.where, part)
+    if pipe is not None:
+        pipe.update_components(**{k: v for k, v in loaded.items() if k in pipe.component_names})
+        return pipe
+    cls = pipeline_class(files)
+    taken = inspect.signature(cls.__init__).parameters
+    own = {name: value for name, value in files.values.items() if name in taken}
+    left_out = {name: None for name in files.left_out if name in taken}
+    with foreign_errors(f"{files.where}: its {files.class_name} can't be made of its components"):
+        try:
+            return cls(**left_out, **own, **loaded)
+        except ImportError as error:  # of a part that it makes itself where it is saved without one
+            text = " ".join(str(error).split())
+            raise MissingPackageError(f"{files.class_name} needs a package: {text}") from error
+
+
+def _small(where: str, part: ComponentFolder) -> Any:
+    """A component without weights."""
+    cls = component_class(part)
+    trust = {"trust_remote_code": part.is_trusted} if asks_for_code(cls) else {}
+    with foreign_errors(f"{where}: its {part.name} can't be read"):
+        try:
+            return cls.from_pretrained(str(part.folder), local_files_only=True, **trust)
+        except ImportError as error:
+            text = " ".join(str(error).split())
+            raise MissingPackageError(
+                f"the {part.name} of {where} needs a package: {text}"
+            ) from error

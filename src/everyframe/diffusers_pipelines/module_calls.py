@@ -1,0 +1,250 @@
+"""A pipeline that is called again gets the answers that its denoisers gave before.
+
+So a run that was broken off goes on where it was, though the pipeline's own loop always begins at
+its first step: everything around the denoisers is computed anew, with the same generator and the
+same scheduler, and costs next to nothing. An answer is served to a call that is given the same, bit
+for bit, as the one that it was the answer to. On leaving the denoisers are as they were.
+Of several ranks that make one video the first has the answers, and hands each on to the others.
+Read next: `stage.py`; `everyframe.runs.replay_log`, where the answers lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from everyframe.core.errors import CannotRunError
+from everyframe.core.plan import Repair
+from everyframe.diffusers_pipelines.checkpoint import ComponentFolder
+from everyframe.diffusers_pipelines.component_classes import empty_component
+from everyframe.diffusers_pipelines.digests import digest_call
+from everyframe.diffusers_pipelines.global_generators import is_same, states_of_torch
+from everyframe.diffusers_pipelines.step_tracking import StepTracker, notify_step_tracker
+from everyframe.numerics.tensor_stats import iter_tensors
+from everyframe.parallel.communicator import Communicator
+from everyframe.precision.cast_hooks import map_tensors
+from everyframe.runtime.interface import ReplayLog, VideoState
+from everyframe.runtime.loading import build_on_meta
+
+_WHAT = "kept answers are handed on"
+
+
+class BroadcastReplayLog:
+    """The `own` answers of the first rank on all ranks of `team`; the others keep none.
+
+    All must ask for them in the same order. What is in them but tensors is nothing.
+    """
+
+    def __init__(self, team: Communicator, own: ReplayLog | None) -> None:
+        assert team.is_lead or own is None
+        self._team, self._own = team, own
+
+    def next(self, call: str) -> Any:
+        """See `ReplayLog`."""
+        answer = None if self._own is None else self._own.next(call)
+        leaves, form = pytree.tree_flatten(answer)
+        is_there = [leaf is not None for leaf in leaves]
+        said = None if answer is None else [pytree.treespec_dumps(form), is_there]
+        told = self._team.tell(said, 0, _WHAT)
+        if told is None:
+            return None
+        tensors = [leaf for leaf in leaves if leaf is not None]
+        came = iter(self._team.share(tensors if self._team.is_lead else None, 0, _WHAT))
+        if self._team.is_lead:
+            return answer
+        written, is_there = told
+        each = [next(came) if there else None for there in is_there]
+        return pytree.tree_unflatten(each, pytree.treespec_loads(written))
+
+    def keep(self, answer: Any, remedies: tuple[Repair, ...]) -> None:
+        """See `ReplayLog`."""
+        if self._own is not None:
+            self._own.keep(answer, remedies)
+
+    def again(self) -> None:
+        """See `ReplayLog`."""
+        raise AssertionError("one rank of several is not called again by itself")
+
+    def remedies(self) -> tuple[Repair, ...]:
+        """See `ReplayLog`."""
+        mine = [] if self._own is None else [asdict(each) for each in self._own.remedies()]
+        return tuple(Repair(**each) for each in self._team.tell(mine, 0, _WHAT))
+
+
+class DenoiserReplay:
+    """Serves and keeps the answers of these denoisers, by name, while it is entered.
+
+    `watch` is told of the calls that are served, and which are repeated to repair them. If it is
+    not `at_once`, answers come later than calls return, and whoever has them keeps them.
+    """
+
+    def __init__(
+        self,
+        denoisers: Mapping[str, nn.Module],
+        watch: StepTracker,
+        take: VideoState,
+        *,
+        at_once: bool = True,
+    ) -> None:
+        # What a cache holds of earlier calls is in the module and not in its answers.
+        has_cache = any(getattr(part, "is_cache_enabled", False) for part in denoisers.values())
+        self._denoisers = {} if take.answers is None or has_cache else dict(denoisers)
+        self._watch = watch
+        self._take, self._at_once = take, at_once
+        self._can_keep = True
+        self._on = ExitStack()
+
+    def __enter__(self) -> DenoiserReplay:
+        answers = self._take.answers
+        if self._denoisers and answers is not None:
+            self._take.remedies = answers.remedies()
+            for name, module in self._denoisers.items():
+                served = partial(self._called, answers, name)
+                self._on.enter_context(override_call(module, served))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._on.close()
+
+    def _called(
+        self,
+        answers: ReplayLog,
+        name: str,
+        base: type[nn.Module],
+        own: nn.Module,
+        args: Any,
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """What is kept, while there is any; then what is computed, which is kept."""
+        if self._watch.is_paused:
+            return base.__call__(own, *args, **kwargs)
+        # On every rank, as all have to look at the same tensors at the same time.
+        answer = answers.next(digest_call(name, args, kwargs))
+        if answer is not None:
+            notify_step_tracker(self._watch, name, own, args, kwargs)
+            # It lay in a file: to where the one that is computed would be, with its inputs.
+            here = next(iter_tensors((args, kwargs)))
+            return map_tensors(answer, lambda kept: kept.to(here.device))
+        devices = {each.device for each in iter_tensors((args, kwargs))}
+        before = states_of_torch(devices)
+        answer = base.__call__(own, *args, **kwargs)
+        # Where one is served nothing is drawn, and what draws after it would get other numbers: so
+        # neither it nor what comes after it is kept.
+        self._can_keep &= is_same(before, states_of_torch(devices))
+        if self._at_once and self._can_keep:
+            answers.keep(answer, self._take.remedies)
+        return answer
+
+
+@contextmanager
+def override_call(
+    module: nn.Module, answer: Callable[[type[nn.Module], nn.Module, Any, Any], Any]
+) -> Iterator[None]:
+    """Within, calls of that module are answered by ``answer(class, module, args, kwargs)``.
+
+    A hook can't keep a module from being computed, so for a while it is of a kind of its own;
+    somebody else's class is left alone.
+    """
+    base = type(module)
+
+    def call(own: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return answer(base, own, args, kwargs)
+
+    kind = type(base.__name__, (base,), {"__call__": call, "__module__": base.__module__})
+    module.__class__ = kind
+    try:
+        yield
+    finally:
+        module.__class__ = base
+
+
+_ENCODED = "what is encoded is handed on"
+
+_NAMES = ("text_encoder", "image_encoder")
+
+
+def encoders(names: Any) -> tuple[str, ...]:
+    """Those of the components that encode texts and pictures, by calls of the whole module."""
+    return tuple(name for name in names if name.startswith(_NAMES))
+
+
+def without_weights(part: ComponentFolder, dtype: torch.dtype) -> nn.Module:
+    """An encoder that another rank computes: its config and its dtype, which pipelines ask for."""
+    module: nn.Module = build_on_meta(partial(empty_component, part))
+    return module.to(dtype).eval()
+
+
+class EncodeOnLeadRank:
+    """While it is entered, calls of these modules are answered by the first rank of `team`.
+
+    All ranks must make the same calls in the same order; answers arrive on `device`, bit for bit.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], team: Communicator, device: str) -> None:
+        self._modules, self._team, self._device = dict(modules), team, device
+        self._classes: dict[str, type[nn.Module]] = {}
+
+    def __enter__(self) -> EncodeOnLeadRank:
+        for name, module in self._modules.items():
+            self._classes[name] = type(module)
+            module.__class__ = self._kind(type(module))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name, kind in self._classes.items():
+            self._modules[name].__class__ = kind
+        self._classes.clear()
+
+    def _kind(self, base: type[nn.Module]) -> type[nn.Module]:
+        """That class, whose calls the first rank answers."""
+
+        def call(own: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self._team.is_lead:
+                return self._hand_on(base.__call__(own, *args, **kwargs))
+            return self._handed_on()
+
+        return type(base.__name__, (base,), {"__call__": call, "__module__": base.__module__})
+
+    def _hand_on(self, answer: Any) -> Any:
+        leaves, form = pytree.tree_flatten(answer, is_leaf=_is_leaf)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        plain = [None if isinstance(leaf, Tensor) else [_plain(leaf)] for leaf in leaves]
+        is_here = [tensor.device.type != "cpu" for tensor in tensors]
+        self._team.tell([pytree.treespec_dumps(form), plain, is_here], 0, _ENCODED)
+        self._team.share(tensors, 0, _ENCODED)
+        return answer
+
+    def _handed_on(self) -> Any:
+        form, plain, is_here = self._team.tell(None, 0, _ENCODED)
+        came = self._team.share(None, 0, _ENCODED)
+        placed = [
+            tensor.to(self._device) if here else tensor
+            for tensor, here in zip(came, is_here, strict=True)
+        ]
+        tensors = iter(placed)
+        leaves = [next(tensors) if each is None else each[0] for each in plain]
+        return pytree.tree_unflatten(leaves, pytree.treespec_loads(form))
+
+
+def _is_leaf(value: Any) -> bool:
+    """Containers and outputs of transformers are taken apart, and nothing else."""
+    return not isinstance(value, (dict, list, tuple))
+
+
+def _plain(value: Any) -> Any:
+    """What is no tensor; a language model's memory of earlier words is left out."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if type(value).__name__.endswith("Cache"):
+        return None
+    raise CannotRunError(
+        f"an encoder answers with a {type(value).__name__}, which can't be handed on to other "
+        "devices; give one device"
+    )

@@ -1,0 +1,155 @@
+"""A pipeline that runs out of memory is called again in less, from the least change to the most.
+
+All of its parts are in memory together, so the first thing is that those which don't work leave the
+device; then come the ways of the part that memory ran out in. What holds then does so for the rest
+of the run. A pipeline that somebody has loaded is its owner's: nothing of it is moved or set, and
+only what its call is given may change.
+Read next: `stage.py`, which calls again, and `module_calls.py`: nothing that was answered is
+computed twice; `everyframe.runtime.memory_fallbacks` for the order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from math import ceil
+from typing import Any
+
+from torch import nn
+
+from everyframe.core.plan import Plan, Settings
+from everyframe.diffusers_pipelines.loading import set_tiling, wait_elsewhere
+from everyframe.diffusers_pipelines.signature import CallSignature
+from everyframe.hardware.memory import empty_cache
+from everyframe.runtime import offload
+from everyframe.runtime.interface import MemorySaving, MemorySavings, VideoState
+from everyframe.runtime.memory_fallbacks import BY_TURNS, MemoryFallback, memory_fallbacks
+from everyframe.runtime.oom_fallback import AppliedFallback, OomEvent
+
+
+class PipelineMemoryFallbacks:
+    """The ways to do with less memory, each once; `tried` are those that were done, in words.
+
+    `owned` are the modules that may be moved, by component, none of a pipeline that is somebody
+    else's; `savings` are the family's. `settings` are those that hold by now.
+    """
+
+    def __init__(
+        self, plan: Plan, pipe: Any, owned: Mapping[str, nn.Module], savings: MemorySavings | None
+    ) -> None:
+        self.tried: list[str] = []
+        self.settings = plan.settings
+        self._known: list[OomEvent] | None = None
+        self._plan = plan
+        self._pipe = pipe
+        self._owned = dict(owned)
+        self._savings = savings
+        self._done: set[tuple[str, str]] = set()
+        self._turns: offload.ModelOffload | None = None
+        self._waiting = {part.name for part in plan.components if part.offload or part.by_turns}
+        self._in_blocks = {part.name for part in plan.components if part.offload}
+
+    def at(self, take: VideoState, part: str) -> AppliedFallback | None:
+        """Do the next one for that component in that video; it is kept before, if there is one."""
+        relief = self.next(part)
+        if relief is not None and take.shortages is not None:
+            take.shortages.keep(OomEvent(take.seed, at=part))
+        return relief
+
+    def again(self, take: VideoState) -> Iterator[AppliedFallback]:
+        """Do those that this run needed before it was broken off, in that video and before it.
+
+        Yields those of this one, of which nobody was told. What was answered before them is served.
+        """
+        if self._known is None:
+            self._known = [] if take.shortages is None else [*take.shortages.known()]
+        while self._known and (self._known[0].seed or 0) <= take.seed:
+            shortage = self._known.pop(0)
+            relief = self.next(shortage.at)
+            if relief is not None and shortage.seed == take.seed:
+                yield relief
+
+    def next(self, at: str) -> AppliedFallback | None:
+        """Do the next one for the component `at`, empty where the pipeline's own code failed.
+
+        None where there is none left. What torch keeps is given back first.
+        """
+        empty_cache()
+        for relief, do in self._ways(at):
+            key = (relief.component, relief.says)
+            if key not in self._done:
+                self._done.add(key)
+                do()
+                self.tried.append(relief.says)
+                return relief
+        return None
+
+    def _ways(self, at: str) -> Iterator[tuple[AppliedFallback, Callable[[], None]]]:
+        may_wait = self._plan.device.kind != "cpu"
+        if may_wait:
+            yield AppliedFallback("", "what was kept for later is given back"), lambda: None
+        idle = self._owned.keys() - self._waiting
+        if may_wait and len(self._owned) > 1 and idle:
+            yield AppliedFallback("", BY_TURNS), self._take_turns
+        if not at:
+            return
+        may_wait = may_wait and at in self._owned
+        for way in memory_fallbacks((at,), self.settings, self._savings, may_wait=may_wait):
+            if not (way.offload and at in self._in_blocks):
+                yield AppliedFallback(at, way.says), lambda way=way: self._go(way)  # type: ignore[misc]
+
+    def _take_turns(self) -> None:
+        """Every part that is on the device as a whole comes when it is called."""
+        if self._turns is not None:
+            self._turns.remove()
+        turning = [module for name, module in self._owned.items() if name not in self._in_blocks]
+        for module in turning:
+            module.to("cpu")
+            wait_elsewhere(module, self._plan.device.torch_name)
+        self._turns = offload.take_turns(turning, self._plan.device.torch_name)
+        self._waiting |= self._owned.keys()
+
+    def _go(self, way: MemoryFallback) -> None:
+        self.settings = way.settings
+        if not way.offload:
+            if way.component in self._owned:
+                set_tiling(self._pipe, way.settings)
+            return
+        module, device = self._owned[way.component], self._plan.component(way.component).device
+        self._in_blocks.add(way.component)
+        if self._turns is not None:
+            self._take_turns()  # without this one
+        module.to("cpu")
+        wait_elsewhere(module, device)
+        offload.apply(module, device)
+
+
+#: The parameter, and the name of the saving in settings.
+NAME = "decode_chunk_size"
+
+
+def chunk_savings(
+    interface: CallSignature, given: Collection[str], settings: Settings, vae: str
+) -> Iterator[MemorySaving]:
+    """Half as many frames at once, and half of those, down to one.
+
+    `given` are the parameters that the person who asked has set, `vae` the autoencoder's class:
+    one of pictures decodes each frame by itself, one with a decoder over time sees neighbours.
+    """
+    parameter = interface.parameters.get(NAME)
+    if parameter is None or NAME in given:
+        return
+    own = parameter.default if isinstance(parameter.default, int) else settings.num_frames
+    chunk = min(settings.saving(NAME, own), settings.num_frames)
+    is_lossy = "Temporal" in vae
+    why = (
+        "which changes the picture a little: the decoder sees a frame's neighbours only inside of "
+        "these"
+        if is_lossy
+        else "each by itself"
+    )
+    while chunk > 1:
+        chunk = ceil(chunk / 2)
+        settings = settings.with_saving(NAME, chunk)
+        yield MemorySaving(
+            settings, f"frames are decoded {chunk} at once ({NAME}), {why}", is_lossy
+        )

@@ -1,0 +1,76 @@
+"""Options that only diffusers pipelines know: their own parameters by name, and two switches.
+
+No torch here. What a pipeline takes is read from its signature (`signature.py`).
+Read next: `settings.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import field_validator
+
+from everyframe.core.errors import InputError
+from everyframe.core.options import FamilyOptions
+from everyframe.core.options import option as an_option
+from everyframe.runtime.shared_options import fit_option, variant_option
+
+#: What people write for JSON's words on a command line.
+_WORDS = {"True": True, "False": False, "None": None}
+
+
+class PipelineOptions(FamilyOptions):
+    """Special parameters of one pipeline, how pictures are fitted, and code that comes along."""
+
+    option: dict[str, Any] = an_option(
+        "A parameter that only this pipeline has, as NAME=VALUE; may be given several times. A "
+        "video, picture or .npy of numbers is named by its file.",
+        group="Family",
+        default={},
+        names_files=True,
+    )
+    fit: str | None = fit_option()
+    vae_tiling: bool = an_option(
+        "Decode in tiles: far less memory for large frames, and faint seams.",
+        group="Family",
+        default=False,
+    )
+    variant: str | None = variant_option()
+    trust_remote_code: bool = an_option(
+        "Run Python code that comes with the checkpoint. Read it first.",
+        group="Family",
+        default=False,
+        person_only=True,
+    )
+
+    @field_validator("option", mode="before")
+    @classmethod
+    def _named(cls, given: Any) -> Any:
+        """A mapping as it is; ``NAME=VALUE`` texts as one, values read as JSON where they are."""
+        if isinstance(given, Mapping):
+            return dict(given)
+        texts = [given] if isinstance(given, str) else given
+        if not isinstance(texts, (list, tuple)):
+            raise InputError(f"option must be a mapping or NAME=VALUE, got {given!r}")
+        return dict(_split(text) for text in texts)
+
+
+def _split(text: Any) -> tuple[str, Any]:
+    name, equals, value = str(text).partition("=")
+    name = name.strip().replace("-", "_")
+    if not equals or not name.isidentifier():
+        raise InputError(
+            f"option must be NAME=VALUE, for example guidance_rescale=0.7, got {text!r}"
+        )
+    return name, _value(value.strip())
+
+
+def _value(text: str) -> Any:
+    if text in _WORDS:
+        return _WORDS[text]
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

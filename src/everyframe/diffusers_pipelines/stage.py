@@ -1,0 +1,397 @@
+"""The one stage of a pipeline: load it, and call it once a take; steps, frames and sound come out.
+
+The call runs in a thread that stands still between events (`call_thread.py`), its steps are seen by
+hooks (`step_tracking.py`). Of several ranks each makes the call, shares its denoisers' work with
+the others (`sequence_parallel.py`), and the first alone encodes (`module_calls.py`) and decodes.
+Read next: `loading.py`, `oom_fallback.py`, `media.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from everyframe.core.errors import CannotRunError, EveryframeError, InputError
+from everyframe.core.events import AudioDecoded, Event, FramesDecoded, Note, Output, Step
+from everyframe.core.options import shown
+from everyframe.core.plan import Plan, Settings
+from everyframe.diffusers_pipelines import call_options, sequence_parallel
+from everyframe.diffusers_pipelines.call import (
+    float32_noise,
+    in_one_run,
+    no_progress_bars,
+    quietly,
+    restore_after,
+)
+from everyframe.diffusers_pipelines.call_arguments import arguments
+from everyframe.diffusers_pipelines.call_thread import Apart as InOwnThread
+from everyframe.diffusers_pipelines.call_thread import Calling
+from everyframe.diffusers_pipelines.cfg_detection import CfgBranches
+from everyframe.diffusers_pipelines.cfg_parallel import CfgParallel
+from everyframe.diffusers_pipelines.checkpoint import PipelineFiles
+from everyframe.diffusers_pipelines.components import STAGE
+from everyframe.diffusers_pipelines.defaults import denoisers
+from everyframe.diffusers_pipelines.global_generators import (
+    GlobalGenerators,
+    restore_torch,
+    states_of_torch,
+)
+from everyframe.diffusers_pipelines.guard import PipelineGuard, UnshardedCall
+from everyframe.diffusers_pipelines.guarded_calls import GuardedCallHooks
+from everyframe.diffusers_pipelines.image_forms import call_with_pictures, to_rgb
+from everyframe.diffusers_pipelines.loading import load, set_guidance
+from everyframe.diffusers_pipelines.media import (
+    Array,
+    beyond_range,
+    check_finite,
+    frames_of,
+    num_videos_of,
+    sound_of,
+)
+from everyframe.diffusers_pipelines.module_calls import (
+    BroadcastReplayLog,
+    DenoiserReplay,
+    EncodeOnLeadRank,
+    encoders,
+)
+from everyframe.diffusers_pipelines.oom_fallback import PipelineMemoryFallbacks
+from everyframe.diffusers_pipelines.signature import CallSignature
+from everyframe.diffusers_pipelines.step_tracking import StepTracker
+from everyframe.hardware.cpu import cpu_threads
+from everyframe.hardware.device_loss import is_device_loss
+from everyframe.hardware.memory import is_out_of_memory
+from everyframe.parallel.communicator import ONE, ParallelContext
+from everyframe.runtime.interface import MemorySavings, VideoState
+from everyframe.runtime.oom_fallback import together
+
+Emit = Callable[[Event], None]
+
+_MIXED = Note(
+    "something drew from torch's, numpy's or Python's own random generator while another run was "
+    "at work in this process; the seed alone may not give this video again",
+    in_record=True,
+)
+
+
+@dataclass(frozen=True)
+class PipelineStage:
+    """All of a run: `files` to load the pipeline from, or the `pipe` that somebody has loaded.
+
+    `own` are the parameters that only this pipeline has, `savings` what takes less memory,
+    `branches` those of guidance where ranks have them apart. `calling` is how the call is made, for
+    a pipeline that belongs to somebody.
+    """
+
+    plan: Plan
+    interface: CallSignature
+    own: Mapping[str, Any]
+    files: PipelineFiles | None = None
+    pipe: Any = None
+    savings: MemorySavings | None = None
+    teams: ParallelContext = ONE
+    branches: CfgBranches | None = None
+    calling: Calling | None = None
+    name: str = STAGE
+    # Its answers are kept call by call, and served again when it is called again.
+    goes_on: bool = False
+
+    @property
+    def component(self) -> str:
+        """The largest of the components; all are loaded."""
+        return max(self.plan.components, key=lambda part: part.weight_bytes).name
+
+    @property
+    def _is_shared(self) -> bool:
+        """Whether other ranks make the same video."""
+        return self.teams.team.size > 1
+
+    def num_steps(self, num_takes: int) -> int:
+        """The steps that were asked for, for each take."""
+        return num_takes * self.plan.settings.num_inference_steps
+
+    def run(self, takes: Sequence[VideoState]) -> Iterator[Event]:
+        """Yield the frames of each take, and its sound where there is one."""
+        with ExitStack() as stack:
+            pipe = self.pipe
+            if pipe is None:
+                assert self.files is not None
+                found: list[Any] = []
+                leads = self.teams.team.is_lead
+                yield from quietly(load(self.plan, self.files, found, encodes=leads))
+                pipe = found.pop()
+            else:
+                stack.enter_context(in_one_run(pipe))
+                stack.enter_context(restore_after(pipe))
+            stack.enter_context(no_progress_bars(pipe))
+            set_guidance(pipe, self.interface, self.plan.settings)
+            owned = {} if self.pipe is not None else _modules(pipe)
+            reliefs = PipelineMemoryFallbacks(self.plan, pipe, owned, self.savings)
+            shared = sequence_parallel.apply_to_all(_modules(pipe), self.teams)
+            ready = _Ready(pipe, self.plan.device.torch_name, reliefs, shared)
+            for each in ready.shared.values():
+                stack.callback(each.remove)
+            if self._is_shared:
+                stack.enter_context(self._encoded_once(_modules(pipe)))
+            for number, take in enumerate(takes):
+                if self._is_shared:
+                    take.answers = BroadcastReplayLog(self.teams.team, take.answers)
+                yield from self._video(partial(self._call, ready, take, number, len(takes)), take)
+
+    def _encoded_once(self, modules: Mapping[str, nn.Module]) -> EncodeOnLeadRank:
+        """What has the first rank encode for all of them."""
+        found = {name: modules[name] for name in encoders(modules)}
+        return EncodeOnLeadRank(found, self.teams.team, self.plan.device.torch_name)
+
+    def _video(self, call: Callable[[Emit], Made], take: VideoState) -> Iterator[Event]:
+        calling = self.calling or InOwnThread(partial(cpu_threads, self.plan.num_threads))
+        made = yield from calling(call)
+        for number, (frames, sound) in enumerate(made.videos):
+            index = number if call_options.gives_list(self.own) else None
+            yield from self._told(take.seed, frames, sound, index)
+        if made.output is not None:
+            yield Output(take.seed, made.output)
+
+    def _told(
+        self, seed: int, frames: Array, sound: tuple[Array, int] | None, index: int | None
+    ) -> Iterator[Event]:
+        """One video of a call."""
+        settings = self.plan.settings
+        asked = (settings.num_frames, settings.height, settings.width)
+        if frames.shape[:3] != asked:
+            yield Note(
+                f"the pipeline made {frames.shape[0]} frames of {frames.shape[2]}x"
+                f"{frames.shape[1]}, not {asked[0]} of {asked[2]}x{asked[1]}",
+                in_record=True,
+                seed=seed,
+            )
+        if beyond := beyond_range(frames):
+            yield Note(beyond, in_record=True, seed=seed)
+        # Before the frames: whoever writes them ends with the last one.
+        if sound is not None:
+            samples, rate = sound
+            yield AudioDecoded(seed, rate, samples.shape[-1] / rate, samples, index)
+        yield FramesDecoded(seed, len(frames), frames, index)
+
+    def _call(
+        self, ready: _Ready, take: VideoState, number: int, num_takes: int, hand: Emit
+    ) -> Made:
+        """The pipeline's frames, and its sound if any.
+
+        Where memory runs out the pipeline is called again in less of it, and its denoisers' answers
+        of before are served again; not one of several ranks, as the others would not know.
+
+        Raises:
+            CannotRunError: nothing is left that takes less. ScarceError: others wait for it.
+        """
+        begun, told = time.perf_counter(), 0
+        generators, given = GlobalGenerators(ready.devices), call_options.states_of(self.own)
+
+        def emit(event: Event) -> None:
+            with generators.put_back():
+                hand(event)
+
+        def on_step(step: int, num_steps: int) -> None:
+            nonlocal begun, told
+            now = time.perf_counter()
+            if step > told:  # else it was told before the pipeline was called again
+                told = step
+                done, total = number * num_steps + step, num_takes * num_steps
+                emit(Step(self.name, done, total, take.seed, now - begun))
+            begun = time.perf_counter()
+
+        for relief in () if self._is_shared else ready.reliefs.again(take):
+            why = f"{self.name}: memory ran out before the run was broken off; it is called again"
+            emit(relief.event(self.name, 0, why, take.seed))
+        while True:
+            for generator, state in given:
+                generator.set_state(state)
+            with generators.seeded(take.seed):
+                made = self._attempt(ready, take, on_step, emit)
+            if not isinstance(made, _TooLittle):
+                if generators.is_mixed:
+                    hand(_MIXED)
+                return made
+            if self._is_shared:
+                at = (made.at,) if made.at else ()
+                raise together(self.name, made.step, at, made.place, made.said)
+            less = ready.reliefs.at(take, made.at)
+            if less is None:
+                raise CannotRunError(self._beyond(made, ready.reliefs.tried))
+            why = f"{made.place}: out of memory ({made.said}); it is called again"
+            emit(less.event(self.name, made.step, why, take.seed))
+            if take.answers is not None:
+                take.answers.again()
+
+    def _attempt(
+        self, ready: _Ready, take: VideoState, on_step: Callable[[int, int], None], emit: Emit
+    ) -> Made | _TooLittle:
+        """One call of the pipeline."""
+        pipe, settings, leads = ready.pipe, ready.reliefs.settings, self.teams.team.is_lead
+        modules = _modules(pipe)
+        names = denoisers(modules)
+        denoising = {name: modules[name] for name in names}
+        watch = StepTracker(
+            denoising,
+            [module for name, module in modules.items() if name not in names],
+            getattr(pipe, "scheduler", None),
+            settings.num_inference_steps,
+            on_step,
+        )
+        around, branches = GuardedCallHooks(watch, take), self.branches
+        with (
+            watch,
+            float32_noise(),
+            CfgParallel(denoising, branches, self.teams, around) if branches else nullcontext(),
+            DenoiserReplay(denoising, watch, take, at_once=branches is None),
+            PipelineGuard(
+                self.plan, modules, watch, take, watch.read_by(emit), ready.apart
+            ) as guarded,
+        ):
+            around.guarded = guarded
+            try:
+                result = self._result(ready, settings, take, watch, emit)
+            except (
+                ArithmeticError, AssertionError, AttributeError, ImportError, LookupError,
+                MemoryError, NameError, RuntimeError, TypeError, ValueError,
+            ) as error:  # fmt: skip
+                if is_device_loss(error):
+                    raise
+                if not is_out_of_memory(error):
+                    raise self._explained(error, watch.begun) from error
+                # Told and not raised, so that nothing holds what the failed call had made.
+                return _TooLittle(str(error).partition("\n")[0], guarded.at, watch.begun)
+            watch.finish()
+            if not leads:  # the first of these ranks has them
+                return Made(())
+            output = result if call_options.wants_output(self.own) else None
+            if self.own.get("output_type") == call_options.LATENTS:
+                check_finite(result, self.name)
+                return Made((), output)
+            numbers = range(num_videos_of(result))
+            videos = [(frames_of(result, each), sound_of(result, pipe, each)) for each in numbers]
+            for frames, _ in videos:
+                guarded.check_frames(frames)
+        return Made(videos, output)
+
+    def _result(
+        self, ready: _Ready, settings: Settings, take: VideoState, watch: StepTracker, emit: Emit
+    ) -> Any:
+        """What the pipeline gives; for pictures that it refuses as they are, for them in RGB."""
+        before = states_of_torch(ready.devices)
+        states: list[tuple[torch.Generator, torch.Tensor]] = []
+
+        def call(take: VideoState) -> Any:
+            decodes = self.teams.team.is_lead
+            given = arguments(self.interface, settings, take, self.own, decodes=decodes)
+            states.extend((each, each.get_state()) for each in _generators(given.values()))
+            return ready.pipe(**given)
+
+        def as_plain(pictures: Mapping[str, Any]) -> Any:
+            restore_torch(before)  # as if nothing had been drawn yet
+            for generator, state in states:
+                generator.set_state(state)
+            changed = {**take.given.as_given, **pictures}
+            return call(replace(take, given=replace(take.given, as_given=changed)))
+
+        given = take.given.as_given
+        pictures = {name: given[name] for name in ("image", "last_image") if name in given}
+        if self._is_shared:  # other ranks would not know of a second call
+            return as_plain(to_rgb(pictures))
+        return call_with_pictures(
+            partial(call, take),
+            as_plain,
+            pictures,
+            has_begun=lambda: watch.begun > 0,
+            tell=lambda text: emit(Note(text)),
+        )
+
+    def _beyond(self, made: _TooLittle, tried: Sequence[str]) -> str:
+        was_tried = f" (tried: {'; '.join(tried)})" if tried else ""
+        less = "a smaller size or num_frames does"
+        if self.pipe is not None:
+            less += ", pipe.vae.enable_tiling() or pipe.enable_model_cpu_offload()"
+        return (
+            f"{made.place}: out of memory, and nothing is left that takes less{was_tried}; {less}, "
+            f"and another program may hold what the plan counted on ({made.said})"
+        )
+
+    def _explained(self, error: Exception, step: int) -> Exception:
+        """What the pipeline raised as what it is: a check of its input, or its own failure."""
+        text = " ".join(str(error).split())
+        if isinstance(error, EveryframeError):
+            return error
+        name = self.interface.class_name
+        if isinstance(error, (ValueError, ArithmeticError)) and not step:
+            return InputError(f"{name} refuses: {text}")
+        if self.own and not step and not isinstance(error, (ImportError, NameError)):
+            # What only this pipeline knows is checked by nobody but itself, by whatever breaks.
+            given = ", ".join(f"{key}={shown(value)}" for key, value in self.own.items())
+            return InputError(f"{name} can't take {given}: {type(error).__name__}: {text}")
+        when = f"in step {step} or after it" if step else "before its first step"
+        return EveryframeError(f"{name} failed {when}: {type(error).__name__}: {text}")
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a call gave: its videos, each with its sound if any, and all of it where it is wanted
+    as it is."""
+
+    videos: Sequence[tuple[Array, tuple[Array, int] | None]]
+    output: Any = None
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """A loaded pipeline, what makes it do with less memory, and what shares its denoisers' work."""
+
+    pipe: Any
+    device: str
+    reliefs: PipelineMemoryFallbacks
+    shared: Mapping[str, sequence_parallel.SequenceParallelTransformer]
+
+    @property
+    def devices(self) -> set[torch.device]:
+        """Where its weights lie, and where it computes."""
+        modules = _modules(self.pipe).values()
+        found = {each.device for module in modules for each in module.parameters()}
+        return {*found, torch.device(self.device)}
+
+    @property
+    def apart(self) -> dict[str, UnshardedCall]:
+        """How each of those that are shared computes alone."""
+        return {name: each.apart for name, each in self.shared.items()}
+
+
+@dataclass(frozen=True)
+class _TooLittle:
+    """Memory ran out: what was said of it, in which component (or none), and in which step."""
+
+    said: str
+    at: str
+    step: int
+
+    @property
+    def place(self) -> str:
+        """Such as "step 3 of pipeline, in its vae"."""
+        step = f"step {self.step} of {STAGE}" if self.step else f"before the first step of {STAGE}"
+        return f"{step}, in its {self.at}" if self.at else step
+
+
+def _generators(values: Iterable[Any]) -> Iterator[torch.Generator]:
+    """Those among the arguments of a call, alone or in lists."""
+    for value in values:
+        for each in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(each, torch.Generator):
+                yield each
+
+
+def _modules(pipe: Any) -> dict[str, nn.Module]:
+    """The pipeline's modules by component name."""
+    return {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}

@@ -1,0 +1,229 @@
+"""Which of diffusers' transformers several ranks can share, and where their tokens are cut: data.
+
+In some modules of such a transformer all tokens look at all; everywhere else a token needs itself
+and the text alone. So each rank can hold some tokens through all blocks. Where they are cut, and
+where they are gathered, is told in the class's own names; diffusers says the same of some of its
+classes (`_cp_plan`, for equal parts), which a test holds this against. A class is here if it was
+held against itself on one device; pipelines of others are made by one device each.
+
+Numbers and names only, no tensors. Read next: `sequence_parallel.py`, which puts it on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from everyframe.core.plan import Settings
+from everyframe.diffusers_pipelines.defaults import PipelineDefaults
+from everyframe.parallel.cfg_groups import CfgGroups
+from everyframe.parallel.head_partition import HeadPartition, sent_vectors
+from everyframe.parallel.token_partition import TokenGrid, TokenPartition, UnevenTokenPartition
+from everyframe.parallel.uneven_split import uneven_sizes
+from everyframe.runtime.interface import RankShare, VideoGroup
+
+if TYPE_CHECKING:
+    from everyframe.diffusers_pipelines.cfg_detection import CfgBranches
+
+#: Bytes of a number of the answer, which a denoiser's last layer gives in float32.
+ANSWER_BYTES = 4
+
+
+@dataclass(frozen=True)
+class TokenSplit:
+    """The argument of a submodule whose tokens lie along `dim`; of all tensors in it, if several.
+
+    The empty name is the transformer itself.
+    """
+
+    module: str
+    argument: str
+    dim: int = 1
+
+
+@dataclass(frozen=True)
+class TransformerSplit:
+    """How the tokens of a transformer class are dealt out.
+
+    `tokens` are the places where its streams are cut, in the order in which they lie beside each
+    other in attention; `video` is the number of that which is gathered, once `last` has made of it
+    what the model answers. `beside` are arguments of which each token has a part of its own, where
+    they have that dimension, and `tables` submodules whose results have it, with the dimension. All
+    tokens look at all in the modules `attention`, whose names may hold a ``*``.
+
+    `text` is how many tokens of a text there are unless ``max_sequence_length`` says it, or the key
+    of its config that does; None if they are not among those that are cut. A config that has any of
+    `unlike` is of a variant that can't be cut so.
+    """
+
+    tokens: tuple[TokenSplit, ...]
+    attention: tuple[str, ...]
+    beside: tuple[TokenSplit, ...] = ()
+    tables: tuple[tuple[str, int], ...] = ()
+    last: str = "proj_out"
+    video: int = 0
+    text: str | int | None = None
+    unlike: tuple[tuple[str, Any], ...] = ()
+
+    def fits(self, config: Mapping[str, Any]) -> bool:
+        """Whether a transformer of that config can be cut so."""
+        return not any(config.get(key) == value for key, value in self.unlike)
+
+    def num_tokens(self, sizes: PipelineDefaults, settings: Settings) -> tuple[int, ...]:
+        """How many tokens a video of those settings has of each kind."""
+        config = sizes.denoiser
+        deep, *sides = patch_of(config)
+        frames = math.ceil(((settings.num_frames - 1) // (sizes.temporal_factor or 1) + 1) / deep)
+        rows, columns = (
+            side // sizes.spatial_factor // patch
+            for side, patch in zip((settings.height, settings.width), sides, strict=True)
+        )
+        found = []
+        if self.text is not None:
+            most = self.text if isinstance(self.text, int) else config[self.text]
+            found = [int(dict(settings.options).get("max_sequence_length", most))]
+        found.insert(self.video, frames * rows * columns)
+        return tuple(found)
+
+    def part(
+        self,
+        sizes: PipelineDefaults,
+        settings: Settings,
+        crew: VideoGroup,
+        rank: int,
+        width: int,
+        batch: int,
+    ) -> RankShare:
+        """What that rank does of a call of so many samples, with products in numbers of `width`
+        bytes."""
+        config = sizes.denoiser
+        streams = [uneven_sizes(n, crew.weights) for n in self.num_tokens(sizes, settings)]
+        deal = dealt(streams, batch * int(config["num_attention_heads"]), crew.weights)
+        heads, tokens = HeadPartition(deal), len(deal.columns[rank])
+        held = tokens / deal.grid.places
+        looks = held if crew.way == "ring" else heads.share(rank)
+        vectors = sent_vectors(deal, rank) if crew.way == "ring" else heads.moved(rank)
+        blocks = int(config["num_layers"]) + int(config.get("num_single_layers") or 0)
+        sent = vectors * blocks * int(config["attention_head_dim"]) * width
+        channels = int(config.get("out_channels") or config["in_channels"])
+        answer = streams[self.video][rank] * math.prod(patch_of(config)) * channels * ANSWER_BYTES
+        sent += batch * answer * (len(crew.weights) - 1)
+        idle = "" if tokens else "there are fewer tokens than devices"
+        if looks and not tokens:
+            idle += ": it works in attention alone"
+        return RankShare(held, looks, sent, idle)
+
+
+#: By the name of the class.
+CUTS: Mapping[str, TransformerSplit] = {
+    "WanTransformer3DModel": TransformerSplit(
+        tokens=(TokenSplit("blocks.0", "hidden_states"),),
+        attention=("blocks.*.attn1",),
+        # Wan 2.2 of a picture gives each token a timestep of its own.
+        beside=(TokenSplit("", "timestep"),),
+        tables=(("rope", 1),),
+    ),
+    "LTXVideoTransformer3DModel": TransformerSplit(
+        tokens=(TokenSplit("", "hidden_states"),),
+        attention=("transformer_blocks.*.attn1",),
+        beside=(TokenSplit("", "timestep"),),
+        tables=(("rope", 1),),
+    ),
+    "CogVideoXTransformer3DModel": TransformerSplit(
+        tokens=(
+            TokenSplit("transformer_blocks.0", "encoder_hidden_states"),
+            TokenSplit("transformer_blocks.0", "hidden_states"),
+        ),
+        attention=("transformer_blocks.*.attn1",),
+        beside=(TokenSplit("", "image_rotary_emb", 0),),
+        video=1,
+        text="max_text_seq_length",
+    ),
+    "HunyuanVideoTransformer3DModel": TransformerSplit(
+        tokens=(
+            TokenSplit("transformer_blocks.0", "hidden_states"),
+            TokenSplit("transformer_blocks.0", "encoder_hidden_states"),
+        ),
+        attention=("transformer_blocks.*.attn", "single_transformer_blocks.*.attn"),
+        tables=(("rope", 0),),
+        text=256,
+        # Its blocks know the tokens of the first frame by their number.
+        unlike=(("image_condition_type", "token_replace"),),
+    ),
+}
+
+
+def dealt(
+    streams: Sequence[Sequence[int]], heads: int, weights: tuple[float, ...]
+) -> TokenPartition:
+    """The attention among tokens of which the ranks hold so many of each kind.
+
+    Samples of a batch are heads: every rank has the same tokens of all of them.
+    """
+    lengths = tuple(map(sum, zip(*streams, strict=True)))
+    return UnevenTokenPartition(TokenGrid(1, heads, sum(lengths)), weights, lengths=lengths)
+
+
+def patch_of(config: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Latent frames, rows and columns of a token."""
+    patch = config.get("patch_size") or 1
+    if isinstance(patch, (list, tuple)):
+        deep, high, wide = patch
+        return int(deep), int(high), int(wide)
+    return int(config.get("patch_size_t") or 1), int(patch), int(patch)
+
+
+#: The part of one of a crew's ranks of a call of so many samples.
+Cutting = Callable[[VideoGroup, int, int], RankShare]
+
+
+def rank_share(
+    branches: CfgBranches, cutting: Cutting | None, crew: VideoGroup, rank: int, title: str
+) -> RankShare:
+    """That rank's part of all branches of a step, and the bytes that leave it.
+
+    Without `cutting` tokens can't be dealt out.
+    """
+    groups = CfgGroups.of(crew.weights, branches.count, crew.groups)
+    number = groups.number_of(rank)
+    group, share = groups.ranks[number], groups.loads[number] / branches.count
+    # Of a batch some of the samples; else some of the calls.
+    batch, calls = branches.batch, branches.num_calls * share
+    if branches.is_together:
+        batch, calls = round(batch * share), branches.num_calls
+    if cutting is not None:
+        inside = VideoGroup(crew.weights[group.start : group.stop], way=crew.way)
+        part = cutting(inside, rank - group.start, batch)
+    elif rank == group.start:
+        part = RankShare(1.0, 1.0, 0)
+        groups, rank = groups.firsts, number
+    else:
+        return RankShare(0.0, 0.0, 0, _idle(branches, len(groups.ranks), title), works=False)
+    exchanged = sum(groups.sent(_lengths(branches, groups), rank))
+    # Of calls, each group answers one before they are exchanged.
+    times = branches.num_calls / (1 if branches.is_together else len(groups.ranks))
+    return replace(
+        part,
+        tokens=part.tokens * share,
+        attention=part.attention * share,
+        sent_bytes=round(part.sent_bytes * calls + exchanged * times),
+    )
+
+
+def _lengths(branches: CfgBranches, groups: CfgGroups) -> list[int]:
+    """Bytes of what each group answers before it is exchanged."""
+    whole = sum(map(math.prod, branches.answer)) * ANSWER_BYTES
+    if not branches.is_together:
+        return [whole] * len(groups.loads)
+    return [whole // branches.count * load for load in groups.loads]
+
+
+def _idle(branches: CfgBranches, num_groups: int, title: str) -> str:
+    """Why a rank has nothing to do at all."""
+    why = branches.why if branches.count == 1 else ""
+    if branches.count > num_groups:
+        why = f"cfg={branches.count} has its branches of guidance apart"
+    where = "one device" if num_groups == 1 else f"{num_groups} devices, a branch each"
+    return f"{title} makes each video on {where}" + (f": {why}" if why else "")

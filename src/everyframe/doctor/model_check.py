@@ -1,0 +1,78 @@
+"""Whether a machine can run a model as it comes: its plan, dry run included, in another process.
+
+Read next: `everyframe.planning.resolve`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from everyframe.core.errors import InputError
+from everyframe.core.request import Request
+from everyframe.doctor.checks import DoctorInput
+from everyframe.doctor.report import Check, Finding
+from everyframe.hardware.isolation import run_isolated
+from everyframe.hardware.known_issues import Fix
+
+#: A dry run of the largest model takes some seconds, importing diffusers as many again.
+_SECONDS = 180.0
+
+
+def plan_of(patient: DoctorInput, model: str) -> Check:
+    """The check ``model``: fits or not, clashes of dtypes, and what the plan notes."""
+    ended = run_isolated(plan_as_json, model, patient.profile, seconds=_SECONDS)
+    if not ended.is_well:
+        finding = Finding(mark="trouble", says=f"planning {model} {ended}", mend=_look(model))
+        return Check.of("model", model, [finding])
+    told = ended.value
+    if told["refused"] is not None:
+        return Check.of(
+            "model", model, [Finding(mark="note", says=str(told["refused"]), mend=_look(model))]
+        )
+    found = [Finding(mark="note", says=str(note)) for note in told["notes"]]
+    found += [Finding(mark="trouble", says=str(clash)) for clash in told["clashes"]]
+    if told["obstacle"] is not None:
+        found.append(Finding(mark="trouble", says=str(told["obstacle"]), mend=_look(model)))
+    return Check.of("model", str(told["says"]), found)
+
+
+def _look(model: str) -> tuple[Fix, ...]:
+    return (Fix(do="see the whole plan", command=f"everyframe plan PROMPT --model {model}"),)
+
+
+def plan_as_json(model: str, profile: str | None) -> dict[str, Any]:
+    """The plan of that model's defaults in a few words; imports torch."""
+    from everyframe.core.bytes import format_bytes
+    from everyframe.planning.resolve import prepare
+
+    refused: list[str] = []
+    for request in _requests(model):
+        try:
+            plan = prepare(request, profile=profile).plan
+        except InputError as error:
+            refused.append(str(error))
+            continue
+        dtypes = "/".join(dict.fromkeys(part.precision.compute for part in plan.components))
+        needs = f"{format_bytes(plan.peak_bytes)} of {format_bytes(plan.device.free_memory)}"
+        return {
+            "refused": None,
+            "says": f"{plan.model} in {dtypes}: needs about {needs}",
+            "notes": list(plan.notes),
+            "clashes": [str(clash) for clash in plan.clashes],
+            "obstacle": plan.obstacle,
+        }
+    return {"refused": refused[0]}
+
+
+def _requests(model: str) -> list[Request]:
+    """What may be asked of a model of which only the name is known."""
+    return [Request(model=model, **asked) for asked in least_asked()]
+
+
+def least_asked() -> tuple[dict[str, Any], ...]:
+    """What models ask for at least, one of these: a text, a picture, or both."""
+    import numpy as np
+
+    picture = np.full((64, 64, 3), 128, np.uint8)
+    prompt = "a red circle moves to the right"
+    return {"prompt": prompt}, {"image": picture}, {"prompt": prompt, "image": picture}

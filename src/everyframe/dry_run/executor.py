@@ -1,0 +1,380 @@
+"""The dry run: a component is called as in a real run, on tensors that have sizes and no numbers.
+
+The module is on torch's meta device with its precision put on from outside, as in a real run; meta
+stands for the device of the plan, whose facts come along as data. Every operation is held against
+`rules`, its results are counted while they live (`live`), and its work is added up (`work`). So a
+dtype clash, the peak of memory and the amount of work are known without the hardware, the weights
+or the time. What depends on numbers (``if mask.all()``) is answered with no. Host tensors are real
+and small. Read next: `everyframe.runtime.interface.DryRunCall`, `everyframe.core.bytes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from everyframe.core.errors import EveryframeError
+from everyframe.core.facts import DeviceFacts
+from everyframe.core.plan import Precision
+from everyframe.dry_run import rules
+from everyframe.dry_run.counters import MAX_FINDINGS, ComponentTally, MemoryTracker, workspace
+from everyframe.dry_run.meta_device import (
+    COMPUTED,
+    HOST_ELEMENTS,
+    KNOWN_ELEMENTS,
+    STAND_IN,
+    goes_to_host,
+    made_on_device,
+    on_device,
+    on_host,
+    placed,
+    places,
+    tensors_of,
+    to_stand_in_all,
+    widened,
+    without_masks,
+)
+from everyframe.dry_run.result import FATAL, DryRunFinding, DryRunResult
+from everyframe.dry_run.sdpa_backend import SdpaCall, is_fused
+from everyframe.ops.attention import plain_attention
+from everyframe.ops.device import standing_for
+from everyframe.precision import cast_hooks
+from everyframe.precision.dtypes import dtype_name
+from everyframe.precision.islands import in_island
+from everyframe.precision.quantization import as_quantised
+
+#: A call of code that nobody wrote for dry runs is followed for so many operations.
+MAX_OPERATIONS = 30_000
+
+
+@dataclass(frozen=True)
+class DryRunModule:
+    """A module of a dry run, empty, and how its precision is put on (see `cast_hooks.apply`)."""
+
+    module: nn.Module
+    precision: Precision | None
+    outputs: tuple[str, ...] = ("",)
+
+
+def dry_run_module(
+    module: nn.Module,
+    precision: Precision | None,
+    call: Callable[[Any, str], object],
+    device: DeviceFacts,
+    outputs: tuple[str, ...] = ("",),
+) -> DryRunResult:
+    """Run ``call(module, STAND_IN)`` dry and say what it found.
+
+    `module` is without weights and is given back as it was, but for the dtype of its parameters,
+    which say nothing. With `precision` None the module is taken as it is, whoever cast it.
+    """
+    run = _Run(device, {"": precision})
+    # Why it failed is among the findings.
+    with _prepared({"": DryRunModule(module, precision, outputs)}, run), suppress(_Failed):
+        call(module, STAND_IN)
+    return run.found()[""]
+
+
+@dataclass(frozen=True)
+class JointDryRunResult:
+    """What a dry run of a call found of each part that it came to the end of.
+
+    `stopped` is why it did not come to its own end, empty if it did; `at` is the part where.
+    `returned` is what the call gave.
+    """
+
+    found: Mapping[str, DryRunResult]
+    stopped: str = ""
+    at: str = ""
+    returned: object = None
+
+
+def dry_run_modules(
+    parts: Mapping[str, DryRunModule], call: Callable[[str], object], device: DeviceFacts
+) -> JointDryRunResult:
+    """Run ``call(STAND_IN)``, in which several modules work, and say what it found for each.
+
+    What happens around the modules counts for the one that worked last, and the peak of each is of
+    all that was alive then. `call` is code that nobody wrote for dry runs: what is small there
+    keeps its numbers, and tensors of the host stand for the device's where they meet. It may come
+    to what needs other numbers, or a real device. What it gives is kept: it should be no tensor.
+    """
+    run = _Run(device, {name: part.precision for name, part in parts.items()}, is_lenient=True)
+    stopped, returned = "", None
+    with _prepared(parts, run):
+        try:
+            returned = call(STAND_IN)
+        except _Failed as failed:
+            stopped = str(failed)
+        except EveryframeError:  # it can't be done, whatever the numbers would be
+            raise
+        except (  # whatever its code may raise, where a number is not what it would be
+            ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError,
+            ValueError,
+        ) as error:  # fmt: skip
+            said = (str(error).strip() or "without a word").splitlines()[0]
+            stopped = f"{type(error).__name__}: {said}"
+    found = run.found()
+    if not stopped:
+        return JointDryRunResult(found, returned=returned)
+    # Why it stopped is no finding, but that two dtypes met is.
+    told = {name: each for name, each in found.items() if name != run.at or each.clashes}
+    return JointDryRunResult(
+        {name: e for name, e in told.items() if e.num_operations}, stopped, run.at
+    )
+
+
+@contextmanager
+def _prepared(parts: Mapping[str, DryRunModule], run: _Run) -> Iterator[None]:
+    """Within, the parts are on the stand-in, in their precisions, and every operation is seen."""
+    with ExitStack() as stack:
+        for name, part in parts.items():
+            stack.enter_context(as_quantised(part.module, part.precision))
+            # Not their own ways of going somewhere, which may warn.
+            nn.Module.to(part.module, STAND_IN).eval().requires_grad_(False)
+            if part.precision is not None:
+                put_on = [cast_hooks.add_cast_hooks(part.module, part.precision, part.outputs)]
+                if len(parts) > 1:  # as a pipeline's parts are put together
+                    put_on.append(cast_hooks.add_input_casts(part.module))
+                for hooks in put_on:
+                    stack.callback(hooks.remove)
+            stack.enter_context(_names(name, part.module, run))
+        # In inference mode some questions (`if mask.all()`) are not taken apart into operations.
+        stack.enter_context(standing_for(run.device.kind))
+        for each in (torch.inference_mode(False), torch.no_grad(), _Attention(run), run):
+            stack.enter_context(each)
+        yield
+
+
+class _Failed(Exception):  # noqa: N818 - never leaves this module
+    """An operation raised; what it said is among the findings."""
+
+
+@contextmanager
+def _names(part: str, module: nn.Module, run: _Run) -> Iterator[None]:
+    """Tells `run` which part works, and in which of its modules."""
+
+    def entering(name: str) -> Callable[..., None]:
+        return lambda *_: run.enter(part, name)
+
+    def leaving(name: str) -> Callable[..., None]:
+        return lambda *_: run.leave(name)
+
+    handles = []
+    for name, each in module.named_modules():
+        # Before our casts at the edges, so that these count as the module's own.
+        handles.append(each.register_forward_pre_hook(entering(name), prepend=True))
+        handles.append(each.register_forward_hook(leaving(name), always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Attention(TorchFunctionMode):
+    """Attention as the device computes it: on meta torch would always write its scores out.
+
+    And what is made there of a list of numbers, which no operation is seen of.
+    """
+
+    def __init__(self, run: _Run) -> None:
+        super().__init__()
+        self._run = run
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        try:
+            if func is F.scaled_dot_product_attention:
+                asked = SdpaCall(*args, **given)  # torch's names, however it was given them
+                if asked.query.device.type == STAND_IN:
+                    return self._run.attention(asked)
+            if func in (torch.tensor, torch.as_tensor) and made_on_device(given):
+                return self._run.listed(func, args, given)
+            return func(*args, **given)
+        except ValueError as error:
+            # Some functions refuse a size so. What others wrote may be ready for that.
+            if self._run.is_lenient:
+                raise
+            self._run.fails(str(getattr(func, "__name__", func)), error)
+        except RuntimeError as error:
+            # Some functions compare dtypes before any operation is reached.
+            dtypes = {each.dtype for each in on_device((args, given)) if each.is_floating_point()}
+            kind = "clash" if len(dtypes) > 1 else "fails"
+            self._run.fails(str(getattr(func, "__name__", func)), error, kind)
+
+
+class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every operation on the stand-in device, for the parts of those precisions."""
+
+    def __init__(
+        self,
+        device: DeviceFacts,
+        precisions: Mapping[str, Precision | None],
+        *,
+        is_lenient: bool = False,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device = device
+        self.is_lenient, self._left = is_lenient, MAX_OPERATIONS
+        # On a CPU, both are the same memory.
+        self._mixes = is_lenient or device.kind == "cpu"
+        self._tallies = {name: ComponentTally(precision) for name, precision in precisions.items()}
+        #: The part that works, or worked last.
+        self.at = next(iter(self._tallies))
+        self._modules: list[str] = []
+        self.live = MemoryTracker()
+
+    def enter(self, part: str, module: str) -> None:
+        """A module of a part is about to be called."""
+        self._modules.append(module)
+        if part != self.at:
+            self._close()
+            self.at = part
+
+    def _count_down(self) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise _Failed(f"it has more than {MAX_OPERATIONS} operations")
+
+    @property
+    def _now(self) -> ComponentTally:
+        return self._tallies[self.at]
+
+    def leave(self, module: str) -> None:
+        """That module has returned, if it was entered: somebody's hook before ours may end it."""
+        if self._modules[-1:] == [module]:
+            self._modules.pop()
+
+    def found(self) -> dict[str, DryRunResult]:
+        """What was found of each part."""
+        self._close()
+        return {name: tally.found() for name, tally in self._tallies.items()}
+
+    def _close(self) -> None:
+        peak, place = self.live.take_peak()
+        if peak > self._now.peak:
+            self._now.peak, self._now.peak_at = peak, place
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        operation = func._schema.name
+        tensors = on_device((args, given))
+        if operation == "aten::_local_scalar_dense" and tensors:
+            return torch.zeros((), dtype=tensors[0].dtype, device="cpu").item()
+        if operation == "aten::_to_copy" and tensors and goes_to_host(given):
+            # What comes to the host has no numbers either. Of much, one element stands for all of
+            # them, and can't be written to.
+            dtype, shape = given.get("dtype") or tensors[0].dtype, tensors[0].shape
+            if tensors[0].numel() <= HOST_ELEMENTS:
+                return torch.zeros(shape, dtype=dtype, device="cpu")
+            return torch.zeros((), dtype=dtype, device="cpu").expand(shape)
+        if operation == "aten::copy_" and tensors and args[0].device.type != STAND_IN:
+            return args[0]
+        if self.is_lenient and not tensors:
+            given = placed(func, args, given)
+        if self.is_lenient and tensors:
+            if operation == "aten::nonzero":
+                return places(args[0])
+            args = without_masks(operation, args)
+        if tensors and self._mixes:
+            args, given = to_stand_in_all((args, given))
+        if not tensors and not made_on_device(given):
+            return on_host(func, args, given) if self.is_lenient else func(*args, **given)
+        return self._operation(func, operation, args, given)
+
+    def _operation(self, func: Any, operation: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        self._now.num_operations += 1
+        if self.is_lenient:
+            self._count_down()
+        tensors = on_device((args, kwargs))
+        if clashes := list(rules.check_operands(operation, args, self.device)):
+            self._find(operation, clashes)
+            args = widened(args)  # to see what comes after
+        self.live.known(tensors)
+        try:
+            answer = COMPUTED(func, args, kwargs)
+        except RuntimeError as error:
+            self.fails(operation, error)
+        results = tensors_of(answer)
+        place = self._place(operation)
+        self.live.made(results, place)
+        self.live.workspace(workspace(operation, tensors, results, self.device), place)
+        if not func.is_view:
+            self._now.work.operation(func, args, tensors, results)
+            self._check(operation, args, tensors, results)
+        return answer
+
+    def fails(
+        self, operation: str, error: RuntimeError | ValueError, kind: str = "fails"
+    ) -> NoReturn:
+        """An operation raised: a finding, and the end of this run."""
+        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        self._find(operation, [(kind, said)])
+        raise _Failed(f"{self._place(operation)}: {said}") from error
+
+    def listed(self, func: Callable[..., Tensor], args: Any, kwargs: dict[str, Any]) -> Tensor:
+        """A tensor of a list; it keeps its numbers where somebody may ask for them."""
+        made = func(*args, **{**kwargs, "device": "cpu"})
+        keeps = self.is_lenient and made.numel() <= KNOWN_ELEMENTS
+        return made if keeps else made.to(STAND_IN)
+
+    def attention(self, asked: SdpaCall) -> Tensor:
+        """Attention as it is computed there: by a fused kernel, or with its scores written out."""
+        if clashes := list(rules.check_attention(*asked.operands, asked.attn_mask)):
+            self._find("attention", clashes)
+            asked = asked.in_one_dtype()  # to see what comes after
+        if not is_fused(asked, self.device):
+            return plain_attention(**vars(asked))  # every operation of it is seen
+        return self._fused(asked)
+
+    def _fused(self, asked: SdpaCall) -> Tensor:
+        """The result of one kernel, laid out as the kernels lay it out, and its costs."""
+        self._now.num_operations += 1
+        query, key, value = asked.operands
+        batch, heads, length, _ = query.shape
+        out = value.new_empty((batch, length, heads, value.shape[-1])).transpose(1, 2)
+        place = self._place("attention")
+        if self.device.kind == "mps":  # its scores are a tensor
+            scores = batch * heads * length * key.shape[-2] * query.element_size()
+            self.live.workspace(scores, place)
+        self._now.work.attention(query, key, value, asked.attn_mask)
+        self._check("attention", (), list(asked.operands), [out])
+        return out
+
+    def _check(
+        self, operation: str, args: Any, tensors: list[Tensor], results: list[Tensor]
+    ) -> None:
+        self._find(operation, rules.check_device(operation, tensors, results, self.device))
+        self._find(operation, rules.check_statistics(operation, args, tensors))
+        module = self._module
+        floating = [t for t in (tensors or results) if t.is_floating_point()]
+        if module and in_island(module, self._now.islands):
+            self._find(operation, rules.check_island(operation, floating))
+        dtype = dtype_name(floating[0].dtype) if floating else ""
+        self._now.seen[module, operation, dtype] = None
+
+    def _find(self, operation: str, problems: Any) -> None:
+        for kind, problem in problems:
+            if len(self._now.findings) < MAX_FINDINGS or kind in FATAL:
+                short = operation.removeprefix("aten::")
+                self._now.findings.append(DryRunFinding(kind, self._module, short, problem))
+
+    @property
+    def _module(self) -> str:
+        return self._modules[-1] if self._modules else ""
+
+    def _place(self, operation: str) -> str:
+        return f"{self._module or 'around the model'}: {operation.removeprefix('aten::')}"

@@ -1,0 +1,148 @@
+"""The result of a dry run as a value: findings, peak of memory, work. No torch here.
+
+It can be saved as JSON and read again, and what was read is checked field by field: a file holds
+what somebody wrote into it. Read next: `rehearse`, which makes it; `everyframe.planning.dry_runs`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from everyframe.core.facts import OpShape
+from everyframe.precision.islands import in_island
+
+#: Kinds of findings that stop a run or make it wrong; the others cost time or digits.
+FATAL = frozenset({"clash", "missing", "too large", "island", "fails"})
+
+
+@dataclass(frozen=True)
+class DryRunFinding:
+    """Something that a plan would meet on its device, with the place.
+
+    `kind` is ``clash`` (two dtypes in one operation), ``missing`` (a dtype that the device does not
+    have), ``too large`` (a tensor that it can't address), ``island`` (narrow where the plan says
+    float32), ``fails`` (the operation raises), ``emulated`` or ``narrow`` (statistics in half).
+    `module` is its dotted name in the component, empty for what is around it.
+    """
+
+    kind: str
+    module: str
+    operation: str
+    problem: str
+
+    @property
+    def fatal(self) -> bool:
+        """Whether the run would break or give garbage there."""
+        return self.kind in FATAL
+
+    def __str__(self) -> str:
+        place = self.module or "around the model"
+        return f"{place}: {self.operation}: {self.problem}"
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one call takes: products with their operations, other bytes, number of kernels.
+
+    `mapped_bytes` are of results so large that an allocator asks the system for each of them.
+    """
+
+    products: tuple[tuple[OpShape, float], ...] = ()
+    moved_bytes: int = 0
+    num_kernels: int = 0
+    mapped_bytes: int = 0
+
+    @property
+    def operations(self) -> float:
+        """Multiplications and additions of all products."""
+        return sum(operations for _, operations in self.products)
+
+
+@dataclass(frozen=True)
+class DryRunResult:
+    """What a dry run of one call found.
+
+    `working_bytes` is the peak of what was alive beside the parameters, at `peak_at`; `seen` holds
+    each (module, operation, dtype of its first operand) once, in order.
+    """
+
+    num_operations: int
+    findings: tuple[DryRunFinding, ...]
+    working_bytes: int
+    peak_at: str
+    work: Work
+    seen: tuple[tuple[str, str, str], ...]
+
+    @property
+    def clashes(self) -> bool:
+        """Whether two dtypes met in an operation that takes one."""
+        return any(finding.kind == "clash" for finding in self.findings)
+
+    def dtypes_in(self, part: str) -> frozenset[str]:
+        """Floating dtypes that operations took in the modules of that name or pattern."""
+        return frozenset(
+            dtype for module, _, dtype in self.seen if dtype and in_island(module or ".", (part,))
+        )
+
+
+def result_to_json(result: DryRunResult) -> dict[str, Any]:
+    """Plain data that `result_from_json` makes the same result of."""
+    work = result.work
+    return {
+        "num_operations": result.num_operations,
+        "findings": [[f.kind, f.module, f.operation, f.problem] for f in result.findings],
+        "working_bytes": result.working_bytes,
+        "peak_at": result.peak_at,
+        "products": [[p.kind, p.dtype, p.shapes, p.told, number] for p, number in work.products],
+        "moved": [work.moved_bytes, work.num_kernels, work.mapped_bytes],
+        "seen": result.seen,
+    }
+
+
+def result_from_json(data: Any) -> DryRunResult | None:
+    """The result that this was made of; None if it was made of none."""
+    try:
+        moved, kernels, mapped = map(_number, data["moved"])
+        return DryRunResult(
+            num_operations=_number(data["num_operations"]),
+            findings=tuple(DryRunFinding(*_texts(each, 4)) for each in data["findings"]),
+            working_bytes=_number(data["working_bytes"]),
+            peak_at=_text(data["peak_at"]),
+            work=Work(tuple(map(_product, data["products"])), moved, kernels, mapped),
+            seen=tuple((a, b, c) for a, b, c in (_texts(each, 3) for each in data["seen"])),
+        )
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _product(data: Any) -> tuple[OpShape, float]:
+    kind, dtype, shapes, told, number = data
+    each = tuple(tuple(_number(size) for size in shape) for shape in shapes)
+    return OpShape(_text(kind), _text(dtype), each, tuple(map(_told, told))), _number(number)
+
+
+def _told(data: Any) -> Any:
+    """Numbers, words, and rows of them, as `torch.convolution` takes them."""
+    if isinstance(data, list):
+        return tuple(map(_told, data))
+    return data if isinstance(data, (bool, int, str)) else _refused(data)
+
+
+def _texts(data: Any, number: int) -> list[str]:
+    if not isinstance(data, list) or len(data) != number:
+        raise TypeError(f"not {number} texts: {data!r}")
+    return [_text(each) for each in data]
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else _refused(value)
+
+
+def _number(value: Any) -> int:
+    """A count: whole, and not below nothing."""
+    return value if type(value) is int and value >= 0 else _refused(value)
+
+
+def _refused(value: Any) -> NoReturn:
+    raise TypeError(f"not of a dry run: {value!r}")

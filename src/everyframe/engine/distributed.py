@@ -1,0 +1,277 @@
+"""This process as one of several ranks of a run: its device, its videos and those it works with.
+
+Ranks meet before there is a plan and tell each other their devices, so that each can plan for all;
+then they compare their plans, so that what isn't the same is told at the start. How processes are
+started and watched is `launcher.py`'s affair; how tensors come from one to another,
+`everyframe.parallel`'s. Read next: `distributed.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from everyframe import __version__
+from everyframe.core.errors import CannotRunError, InputError
+from everyframe.core.events import (
+    AudioDecoded,
+    Event,
+    Events,
+    FramesDecoded,
+    Note,
+    Repaired,
+    VideoDone,
+    event_of,
+)
+from everyframe.core.facts import DeviceFacts
+from everyframe.core.plan import Plan
+from everyframe.core.request import DTYPES, Request, random_seed
+from everyframe.core.serialization import from_jsonable, to_jsonable
+from everyframe.hardware.device_loss import translate_device_loss
+from everyframe.hardware.facts import machine_facts
+from everyframe.media.pixels import to_uint8
+from everyframe.parallel.communicator import ONE, Communicator, ParallelContext
+from everyframe.parallel.pending import PendingSend
+from everyframe.parallel.rendezvous import check_equal_on_ranks, new_group, set_device, split
+from everyframe.planning.load_balancing import are_alike, measured, speed_dtype
+from everyframe.planning.parallelism import asked_devices
+from everyframe.planning.resolve import default_threads
+from everyframe.runtime.interface import ModelSpec, ShardableSpec, Stage, VideoState
+from everyframe.runtime.rank_shares import branch_groups
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """The way to the other ranks: ``meet(kind)`` joins them as `rank` and gives a team of all.
+
+    `local` is set under torchrun, whose ranks may be on several machines: this one's number among
+    those of this machine, and how many these are. There rank 0 alone is heard, so others send it
+    what they made.
+    """
+
+    rank: int
+    meet: Callable[[str], Communicator]
+    local: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Peers:
+    """All ranks before there is a plan: their devices, the threads of each, and a common seed."""
+
+    rank: int
+    world: Communicator
+    devices: tuple[DeviceFacts, ...]
+    num_threads: int
+    seed: int
+    gathers: bool = False
+
+
+def meet_peers(
+    request: Request, join: Rendezvous | None, num_threads: int | None = None
+) -> Peers | None:
+    """Meet the other ranks, if there are any; each tells its device.
+
+    Raises:
+        InputError: this machine lacks what was asked for, or another rank is of another version.
+    """
+    if join is None:
+        return None
+    facts = machine_facts(request.device)
+    place, count = (join.rank, request.num_ranks) if join.local is None else join.local
+    here = request
+    if join.local is not None:  # what was asked counts the ranks of all machines
+        number = None if request.devices is not None else count
+        here = Request(**{**request.given(), "num_devices": number})
+    mine = asked_devices(here, facts)[place]
+    threads = num_threads or default_threads(facts, count)
+    set_device(mine.torch_name)
+    world = join.meet(mine.kind)
+    versions = {"everyframe": __version__, "torch": torch.__version__, "device": mine.kind}
+    check_equal_on_ranks(world, versions, "software and kind of device")
+    threads = min(world.tell_all(threads, "ranks tell their threads"))
+    devices = _told_devices(world, mine)
+    if not are_alike(devices):
+        dtype = speed_dtype(DTYPES[request.dtype])
+        devices = _told_devices(world, measured(mine, dtype, threads))
+    seed = world.tell(random_seed() if request.seed is None else request.seed, 0, "the seed")
+    return Peers(join.rank, world, devices, threads, seed, join.local is not None)
+
+
+def _told_devices(world: Communicator, mine: DeviceFacts) -> tuple[DeviceFacts, ...]:
+    """The devices of all ranks."""
+    told = world.tell_all(to_jsonable(mine), "ranks tell their devices")
+    return tuple(from_jsonable(each) for each in told)
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """What this process does: `plan` is on its own device, `takes` are its videos (None: all).
+
+    `group` is the number of those ranks that make the same videos. `sources` are the first ranks of
+    the other groups, where rank 0 gathers what they make.
+    """
+
+    plan: Plan
+    teams: ParallelContext = ONE
+    takes: Sequence[int] | None = None
+    group: int = 0
+    sources: tuple[int, ...] = ()
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the first of the ranks that make these videos."""
+        return self.teams.team.is_lead
+
+    def mine(self, takes: Sequence[VideoState]) -> list[VideoState]:
+        """Those of all videos that are made here."""
+        wanted = None if self.takes is None else {self.plan.settings.seed + n for n in self.takes}
+        return [take for take in takes if wanted is None or take.seed in wanted]
+
+    def stages(self, model: ModelSpec, clip: int) -> Sequence[Stage]:
+        """The stages of one clip, as they are done here."""
+        if self.teams is ONE or not isinstance(model, ShardableSpec):
+            return model.stages(self.plan, clip)
+        return model.shared_stages(self.plan, clip, self.teams)
+
+
+@translate_device_loss("a device", "while ranks met")
+def join_plan(
+    plan: Plan,
+    model: ModelSpec,
+    record: dict[str, Any],
+    peers: Peers | None,
+    skip: Collection[int] = (),
+) -> RankContext:
+    """This process's part among `peers`; videos of the seeds in `skip` are made already.
+
+    All go by the plan of the first: what was tried there and then is the same for all.
+
+    Raises:
+        CannotRunError: the plan has several ranks, and there is no way to the others.
+        InputError: the others have another plan.
+    """
+    division = plan.division
+    if division is None:
+        return RankContext(plan)
+    if peers is None:
+        raise CannotRunError(
+            f"this plan has {len(division.ranks)} ranks, which are processes of their own, and "
+            "this process is to do it alone; unset EVERYFRAME_IN_PROCESS, or give one device"
+        )
+    world = peers.world
+    check_equal_on_ranks(world, _facts(plan, record), "plan")
+    told = world.tell(to_jsonable(plan), 0, "the plan is handed on")
+    plan, mine = from_jsonable(told), division.ranks[peers.rank]
+    world.weights = division.weights
+    working = [team for team in division.teams if team]
+    resting = [rank for rank, each in enumerate(division.ranks) if not each.works]
+    rest = [resting] if resting else []
+    team = split(world, [*working, *rest])
+    inside = None
+    apart = [(ranks, branch_groups(model, plan.settings, division, ranks)) for ranks in working]
+    parts = [[ranks[at] for at in own] for ranks, groups in apart if groups for own in groups.ranks]
+    if parts:
+        inside = new_group(world, [*parts, *rest])
+    holds = any(each.holders > 1 for each in plan.components)
+    room = [each.room for each in division.ranks]
+    supply = new_group(world, division.groups, room) if holds else None
+    first = plan.settings.seed
+    left = [
+        [number for number in division.takes(group) if first + number not in skip]
+        for group in range(len(division.videos))
+    ]
+    # Those who have nothing to make are not waited for.
+    at_work = [rank for rank, each in enumerate(division.ranks) if left[each.group] and each.works]
+    idle = [rank for rank in range(world.size) if rank not in at_work]
+    if peers.gathers and 0 in idle and at_work:
+        raise InputError("rank 0 writes the videos and makes none; give it a share above 0")
+    if idle and at_work:
+        world = split(world, [at_work, idle])
+    takes = left[mine.group] if mine.works else []
+    teams = ParallelContext(world, team, division.cfg, division.way, supply, inside)
+    leads = [at_work.index(group[0]) for group in division.groups if group[0] in at_work]
+    sources = tuple(rank for rank in leads if rank) if peers.gathers else ()
+    return RankContext(_on(plan, mine.device), teams, takes, mine.group, sources)
+
+
+def _on(plan: Plan, device: str) -> Plan:
+    """The plan on another device of the same kind.
+
+    Only the number of the device changes: what follows from its other facts, such as the precision
+    in which a repair is made, must be the same on all ranks.
+    """
+    index = torch.device(device).index
+    components = tuple(replace(part, device=device) for part in plan.components)
+    return replace(plan, device=replace(plan.device, index=index), components=components)
+
+
+def _facts(plan: Plan, record: dict[str, Any]) -> dict[str, Any]:
+    """What must be the same on all ranks, as plain data."""
+    facts = {f"version of {name}": text for name, text in record["versions"].items()}
+    facts["version of everyframe"] = record["everyframe"]
+    facts["weights"] = record["model"].get("sha256")
+    facts |= {f"setting {name}": value for name, value in asdict(plan.settings).items()}
+    facts["division"] = asdict(plan.division) if plan.division is not None else None
+    return {name: _plain(value) for name, value in facts.items()}
+
+
+def _plain(value: Any) -> Any:
+    """As it would come out of JSON, which has no tuples."""
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+_WHAT = "videos are handed over"
+
+
+def gathered(events: Events, here: RankContext) -> Events:
+    """On rank 0 the events of all groups, one group after the other; elsewhere this rank's own."""
+    world = here.teams.world
+    if world.is_lead:
+        yield from events
+        for source in here.sources:
+            while (event := _received(world, source)) is not None:
+                yield event
+    elif world.rank in here.sources:
+        # Not awaited before all is done: rank 0 has work of its own.
+        sent: list[PendingSend] = []
+        for event in events:
+            if isinstance(event, FramesDecoded | AudioDecoded | VideoDone | Note | Repaired):
+                sent.append(_sent(world, event))
+            yield event
+        sent.append(world.send([], None, 0, _WHAT))
+        for each in sent:
+            each.wait()
+    else:
+        yield from events
+
+
+def _sent(world: Communicator, event: Event) -> PendingSend:
+    """The event on its way to rank 0, frames as the bytes that are written."""
+    if isinstance(event, FramesDecoded):
+        frames = torch.from_numpy(np.ascontiguousarray(to_uint8(event.frames)))
+        return world.send([frames], {"type": event.type, "seed": event.seed}, 0, _WHAT)
+    if isinstance(event, AudioDecoded):
+        samples = torch.from_numpy(np.ascontiguousarray(event.samples))
+        return world.send([samples], event.to_json(), 0, _WHAT)
+    return world.send([], event.to_json(), 0, _WHAT)
+
+
+def _received(world: Communicator, source: int) -> Event | None:
+    """The next event of that rank; None after its last."""
+    tensors, told = world.receive(source, _WHAT)
+    if told is None:
+        return None
+    kind = told["type"]
+    if kind == FramesDecoded.type:
+        return FramesDecoded(told["seed"], len(tensors[0]), tensors[0].numpy())
+    if kind == AudioDecoded.type:
+        return AudioDecoded(told["seed"], told["rate"], told["seconds"], tensors[0].numpy())
+    if kind == VideoDone.type:
+        return VideoDone(told["seed"], told["num_frames"], told["record"])
+    return event_of(told)

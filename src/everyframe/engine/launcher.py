@@ -1,0 +1,292 @@
+"""Runs a request in worker processes, one a rank, and hands on what happens in them.
+
+The process that is here shows, writes files and stays alive, whatever becomes of a worker: one that
+dies is an error that says of what, where it was, and what to do. Workers end with this process,
+however it ends; the first one speaks for all. No torch here. Read next: `worker_process.py`,
+`worker.py` (the other side), `worker_monitor.py` (what is said of a dead one).
+"""
+
+from __future__ import annotations
+
+import builtins
+import logging
+import os
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from everyframe.core import errors
+from everyframe.core.errors import (
+    CorruptRunError,
+    DistributedOutOfMemoryError,
+    EveryframeError,
+    WorkerDiedError,
+)
+from everyframe.core.events import (
+    Event,
+    Events,
+    FramesDecoded,
+    Planned,
+    RunSaved,
+    VideoDone,
+    WeightsReady,
+)
+from everyframe.core.plan import Plan
+from everyframe.core.serialization import from_jsonable
+from everyframe.engine.worker_monitor import HangDetector, crash_error, kept_in
+from everyframe.engine.worker_process import Worker, WorkerJob, receive, send
+from everyframe.runs.folder import RunFolder
+
+
+class EventDeduplicator:
+    """The events of a run that were handed on; `done` are the seeds of videos that are whole."""
+
+    def __init__(self) -> None:
+        self.done: list[int] = []
+        self._frames: Counter[int] = Counter()
+        self._left_out: Counter[int] = Counter()
+        self._is_again = False
+
+    def again(self) -> None:
+        """From here on events come of ranks that began anew, from a step before."""
+        self._is_again, self._left_out = True, self._frames.copy()
+
+    def new(self, event: Event) -> Event | None:
+        """The event, with those of its frames that are new; None if nothing of it is."""
+        if self._is_again and isinstance(event, (Planned, WeightsReady, RunSaved)):
+            return None
+        if isinstance(event, FramesDecoded):
+            return self._new_frames(event)
+        if isinstance(event, VideoDone):
+            self.done.append(event.seed)
+        return event
+
+    def _new_frames(self, event: FramesDecoded) -> FramesDecoded | None:
+        seed = event.seed
+        known = min(self._left_out[seed], event.num_frames)
+        self._left_out[seed] -= known
+        if known == event.num_frames:
+            return None
+        self._frames[seed] += event.num_frames - known
+        if not known:
+            return event
+        return replace(event, num_frames=event.num_frames - known, frames=event.frames[known:])
+
+
+#: In this process's environment: compute here, without a worker.
+IN_PROCESS = "EVERYFRAME_IN_PROCESS"
+
+
+def is_possible() -> bool:
+    """Whether workers can be started here, and are not turned off by `IN_PROCESS`."""
+    return os.name == "posix" and not os.environ.get(IN_PROCESS)
+
+
+def ranks_of(run: RunFolder) -> int:
+    """How many ranks a run that was broken off has."""
+    plan = from_jsonable(run.run().get("plan"), lambda _: None)
+    if not isinstance(plan, Plan):
+        raise CorruptRunError(f"{run.path} holds no plan")
+    return 1 if plan.division is None else len(plan.division.ranks)
+
+
+def run_in_workers(job: WorkerJob, place: Path | None = None) -> Events:
+    """What happens in the workers of that job, as `everyframe.engine.run.stream` yields it.
+
+    They work in the folder `place`. A run that is over is removed when all of its events were
+    taken. Ranks that run out of memory in the middle of what they compute together are ended, and
+    started again in less of it (`replan.py`). Raises what a worker raises; `WorkerDiedError` for
+    one that died.
+    """
+    # Already at work while the caller does something else.
+    return _handed_on(job, place, *_begun(job, place))
+
+
+def _begun(job: WorkerJob, place: Path | None) -> tuple[ExitStack, list[Worker]]:
+    """The job's workers, which end with the stack."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="everyframe-")))
+        level = logging.getLevelName(logging.getLogger("everyframe").getEffectiveLevel())
+        meeting = folder / "meeting" if len(job.weights) > 1 and job.local is None else None
+        job = replace(job, folder=folder, log_level=level, meeting=meeting)
+        workers = stack.enter_context(_started(job, place))
+        return stack.pop_all(), workers
+    raise AssertionError("an exit stack swallows nothing")
+
+
+def _handed_on(
+    job: WorkerJob, place: Path | None, stack: ExitStack, workers: list[Worker]
+) -> Events:
+    run = None if job.run is None else RunFolder(job.run)
+    handed = EventDeduplicator()
+    while True:
+        with stack:
+            try:
+                for event in _events(workers):
+                    if isinstance(event, RunSaved):
+                        run = RunFolder(Path(event.path))
+                    new = handed.new(event)
+                    if new is not None:
+                        yield new
+            except _GoneError as gone:
+                raise crash_error(gone.worker, gone.worker.end(), run) from gone.__cause__
+            except WorkerDiedError as died:
+                said = str(died)
+                kept = [] if run is not None and run.name in said else kept_in(run)
+                raise died.reworded("; ".join([said, *kept])) from died.__cause__
+            except DistributedOutOfMemoryError as scarce:
+                # Under torchrun nobody can start the others again.
+                if run is None or job.local is not None:
+                    raise
+                scarcity = scarce.scarcity
+            else:
+                for worker in workers:
+                    worker.end()
+                break
+        handed.again()
+        skip = (*job.skip, *handed.done)
+        if job.request is not None and job.request.family_options.get("trust_remote_code"):
+            job = replace(job, trust_remote_code=True)
+        again = replace(job, request=None, run=run.path, skip=skip, ranks=None, scarcity=scarcity)
+        stack, workers = _begun(again, place)
+    if run is not None:
+        run.remove()
+
+
+@contextmanager
+def _started(job: WorkerJob, place: Path | None) -> Iterator[list[Worker]]:
+    """The job's workers, all of which are gone afterwards."""
+    workers: list[Worker] = []
+    try:
+        for rank in range(len(job.weights)) if job.local is None else [job.rank]:
+            worker = Worker(replace(job, rank=rank), place)
+            workers.append(worker)
+            send(worker.connection, "job", worker.job)
+        yield workers
+    finally:
+        for worker in workers:
+            worker.kill()
+
+
+def _events(workers: list[Worker]) -> Iterator[Event]:
+    """The events of those workers that speak, until all have ended well."""
+    at_work = {worker.connection: worker for worker in workers}
+    num_ranks = len(workers[0].job.weights)
+    sees_all = len(workers) == num_ranks
+    patience = HangDetector(workers, sees_all=sees_all) if num_ranks > 1 else None
+    while at_work:
+        for connection in _ready(at_work, patience):
+            assert isinstance(connection, Connection)
+            worker = at_work[connection]
+            try:
+                name, value = receive(connection)
+            except (EOFError, ConnectionResetError) as error:
+                raise _GoneError(worker) from error
+            if name == "event":
+                yield value
+            elif name == "log":
+                _log(value)
+            elif name == "error":
+                worker, value = yield from _heard_out(worker, value, at_work, workers)
+                raise _raised_again(worker, value)
+            else:
+                assert name == "end", name
+                del at_work[connection]
+
+
+def _ready(at_work: dict[Connection, Worker], patience: HangDetector | None) -> list[Any]:
+    """The connections that have something; `WorkerDiedError` if a rank hangs meanwhile."""
+    while True:
+        found = wait(list(at_work), None if patience is None else 1.0)
+        if found:
+            return list(found)
+        if patience is not None:
+            patience.check(at_work.values())
+
+
+def _heard_out(
+    worker: Worker, value: dict[str, Any], at_work: dict[Connection, Worker], workers: list[Worker]
+) -> Generator[Event, None, tuple[Worker, dict[str, Any]]]:
+    """Yield what the others had to tell until one failed; who knows why it did, and its error.
+
+    Who lost a peer knows less than that one. Others lose their connection to it at once, what it
+    said and what the system tells of its end may come a little later: `_GoneError` for the latter.
+    """
+    until = time.monotonic() + 3.0
+    others = {each: other for each, other in at_work.items() if other is not worker}
+    while True:
+        knows = value["class"] != "PeerLostError"
+        for each in workers if not knows else ():
+            if each.has_died():
+                raise _GoneError(each)
+        found = wait(list(others), 0 if knows else 0.05)
+        if not found and (knows or time.monotonic() > until):
+            return worker, value
+        for connection in found:
+            assert isinstance(connection, Connection)
+            try:
+                name, told = receive(connection)
+            except (EOFError, ConnectionResetError):
+                del others[connection]
+                continue
+            if name == "event":
+                yield told
+            elif name == "log":
+                _log(told)
+            elif name == "error" and value["class"] == "PeerLostError":
+                worker, value = others[connection], told
+
+
+def _log(value: tuple[str, int, str]) -> None:
+    source, level, text = value
+    logging.getLogger(source).log(level, "%s", text)
+
+
+class _GoneError(Exception):
+    """A worker ended without a word."""
+
+    def __init__(self, worker: Worker) -> None:
+        super().__init__()
+        self.worker = worker
+
+
+class _InWorkerError(Exception):
+    """Shows the worker's own traceback above ours."""
+
+    def __str__(self) -> str:
+        return "in the worker:\n" + "".join(self.args)
+
+
+def _of_class(kind: type[Exception], text: str) -> Exception:
+    """An error of Python's with that text; some can't be made of one, and come by their name."""
+    try:
+        return kind(text)
+    except TypeError:
+        return RuntimeError(f"{kind.__name__}: {text}")
+
+
+def _raised_again(worker: Worker, told: dict[str, Any]) -> BaseException:
+    """The error that a worker told, of its own class where that is ours or Python's."""
+    name, text = told["class"], told["text"]
+    if "scarcity" in told:
+        return DistributedOutOfMemoryError(text, replace(told["scarcity"], rank=worker.job.rank))
+    own = getattr(errors, name, None)
+    if isinstance(own, type) and issubclass(own, EveryframeError):
+        return own(text)
+    pythons = getattr(builtins, name, None)
+    error: BaseException
+    if told.get("strerror"):
+        error = OSError(told["errno"], told["strerror"], told["file"])
+    elif isinstance(pythons, type) and issubclass(pythons, Exception):
+        error = _of_class(pythons, text)
+    else:
+        error = EveryframeError(text) if "trace" not in told else RuntimeError(f"{name}: {text}")
+    if "trace" in told:
+        error.__cause__ = _InWorkerError(told["trace"])
+    return error

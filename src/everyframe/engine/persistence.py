@@ -1,0 +1,154 @@
+"""How a run is kept: what is written when it begins, and what becomes of it when it ends.
+
+Read next: `resume.py`, which reads it; `everyframe.runs.run_state`, which writes how far it came.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from everyframe.core.errors import (
+    EveryframeError,
+    InputError,
+    MediaError,
+    NotSerializableError,
+    NumericsError,
+)
+from everyframe.core.plan import Plan
+from everyframe.core.request import Request
+from everyframe.core.serialization import to_jsonable
+from everyframe.engine.distributed import RankContext
+from everyframe.planning.resolve import LoadedModel
+from everyframe.runs.folder import RunFolder, new_run
+from everyframe.runs.replay_log import FileReplayLog
+from everyframe.runs.retention import days_of_runs, describe, remove_old_runs
+from everyframe.runs.run_state import RunStateWriter, SaveOptions
+from everyframe.runs.tensor_store import TensorStore
+from everyframe.runtime.interface import VideoState
+
+
+def create_run(
+    how: SaveOptions,
+    request: Request,
+    plan: Plan,
+    record: dict[str, Any],
+    given: LoadedModel | None = None,
+) -> RunStateWriter:
+    """A new run folder with what was asked and planned, and of what model where one was given.
+
+    Where it can't be written, nothing is kept and the keeper has a note of it.
+    """
+    if how.root is None:
+        return RunStateWriter(None, how)
+    days_of_runs()  # a wrong one is told before there is a run
+    folder: RunFolder | None = None
+    lock = None
+    try:
+        folder = new_run(how.root)
+        lock = folder.locked()
+        told = {
+            "began": time.time(),
+            "place": os.getcwd(),
+            "output": how.output,
+            "as_uint8": how.as_uint8,
+            "given": None if given is None else dict(given.digests()),
+        }
+        write(folder, told, request, plan, record)
+    except (OSError, NotSerializableError) as error:
+        if folder is not None:
+            folder.remove()
+        if lock is not None:
+            lock.release()
+        why = getattr(error, "strerror", None) or str(error)
+        keeper = RunStateWriter(None, how)
+        keeper.note(
+            f"this run can't be kept in {how.root} ({why}); it can't be gone on with if it is "
+            "broken off. EVERYFRAME_RUNS names another folder"
+        )
+        return keeper
+    keeper = RunStateWriter(folder, how, lock)
+    _remove_old_runs(how.root, keeper)
+    return keeper
+
+
+def _remove_old_runs(root: Path, keeper: RunStateWriter) -> None:
+    """Have the folder of runs not grow for ever; what goes is told."""
+    try:
+        for removed in remove_old_runs(root):
+            keeper.note(describe(removed))
+    except OSError as error:
+        keeper.note(f"old runs in {root} can't be removed ({error.strerror or error})")
+
+
+def write(
+    folder: RunFolder,
+    told: Mapping[str, Any],
+    request: Request,
+    plan: Plan,
+    record: Mapping[str, Any],
+) -> None:
+    """Write what was asked and planned, in the place of what `told` may hold of it. `OSError`."""
+    keep = TensorStore(folder.given).keep
+    folder.write_run(
+        {
+            **told,
+            "request": to_jsonable(request, keep),
+            "plan": to_jsonable(plan, keep),
+            "record": record,
+        }
+    )
+
+
+def writer_for_rank(here: RankContext, how: SaveOptions, begun: RunStateWriter) -> RunStateWriter:
+    """What this rank keeps of a run that rank 0 has `begun`.
+
+    The first of each group of ranks keeps how far its own videos came, beside the others, where
+    the folder can be seen from here.
+    """
+    division, world = here.plan.division, here.teams.world
+    if division is None or len(division.videos) == 1 or not here.takes:
+        return begun
+    mine = "" if begun.folder is None else str(begun.folder.path)
+    path = world.tell(mine, 0, "where the run is kept")
+    if not here.teams.team.is_lead or begun.folder is not None or not path:
+        return begun
+    folder = RunFolder(Path(path), here.group)
+    if folder.path.is_dir():
+        return RunStateWriter(folder, how)
+    keeper = RunStateWriter(None, how)
+    keeper.note(f"{path} is not on this machine too; its videos begin again if it is broken off")
+    return keeper
+
+
+@contextmanager
+def saved_run(keeper: RunStateWriter, takes: Sequence[VideoState]) -> Iterator[None]:
+    """Within, the run is this process's own, and answers of foreign pipelines are kept.
+
+    Afterwards it is removed if it is done, or can't be done at all; else it stays and says how to
+    go on with it.
+    """
+    folder = keeper.folder
+    for take in takes if folder is not None else ():
+        assert folder is not None
+        take.answers = FileReplayLog(folder.answers / str(take.seed), keeper.note)
+    remove = False
+    try:
+        yield
+        remove = keeper.cleans
+    except EveryframeError as error:
+        # The same would come of it again, but for a place that could not be written.
+        remove = isinstance(error, (InputError, NumericsError)) and not isinstance(
+            error, MediaError
+        )
+        if folder is None or remove:
+            raise
+        text = f"{error}; go on from where it was: everyframe resume {folder.name}"
+        raise error.reworded(text) from error.__cause__
+    finally:
+        # Others may be at work on other parts of it.
+        keeper.finish(remove=remove and (folder is None or folder.part == 0))

@@ -1,0 +1,336 @@
+"""What it takes to make a video again: written beside every video and into it, read by ``--from``.
+
+A record holds no path of this machine and no name of its user: models by name and by the hash of
+their weights, given pictures by file name and hash. Read next: `media/record.py`, which puts it
+into files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from everyframe import __version__
+from everyframe.checkpoints.digest import digest
+from everyframe.checkpoints.locate import locate
+from everyframe.core.errors import InputError
+from everyframe.core.options import facts_of
+from everyframe.core.plan import Plan, Repair
+from everyframe.core.request import Request
+from everyframe.engine.file_identity import (
+    as_bytes,
+    file_identities,
+    find_files,
+    identity,
+    model_names,
+    plain,
+    public_name,
+)
+from everyframe.engine.record_schema import GIVEN, accepted_options, check_record, rejected_options
+from everyframe.families.registry import all_options
+from everyframe.hardware.cpu import num_usable_cores
+from everyframe.hardware.facts import machine_facts
+from everyframe.media.output_path import RECORD_SCHEMA
+from everyframe.media.record import read_record
+from everyframe.media.video import Video
+from everyframe.runtime.repair_cache import remedy_from
+
+#: What is in force is in the plan, and is taken from there.
+_OF_THIS_MACHINE = ("report", "forget_repairs", "remedies", "paths", "quantized")
+#: Options of which only one, or one set, can be given.
+_ALIKE = (
+    {"size", "height", "width", "resolution"},
+    {"size", "height", "width", "aspect"},
+    {"num_frames", "seconds"},
+    {"image", "extend"},
+)
+#: Options with which the recorded fast paths are no longer those that are wanted.
+_CHOOSE_ANEW = {"device", "dtype", "attention", "without", "compile", "paths"}
+#: So many threads on each core are taken from a record of a larger machine.
+_MOST_ON_A_CORE = 4
+#: What a picture generator has to say of its output (IPTC digital source type).
+_SOURCE_TYPE = "http://cv.iptc.org/newscodes/digitalsourcetype/trainedAlgorithmicMedia"
+
+
+def make_record(plan: Plan, request: Request, weight_files: Sequence[str]) -> dict[str, Any]:
+    """The record of a run; complete before the run begins, so it can go into the file's head."""
+    shown = plan.to_json()
+    settings = shown.pop("settings")
+    for transient in ("notes", "to_fetch", "obstacle"):
+        shown.pop(transient)
+    shown["model"] = _model_name(plan.model)
+    shown["device"] = {key: value for key, value in shown["device"].items() if key != "free_memory"}
+    return {
+        "schema": RECORD_SCHEMA,
+        "everyframe": __version__,
+        "model": {
+            "name": _model_name(plan.model),
+            "is_local": _is_local(plan.model),
+            # Weights that somebody had in memory are no file's.
+            "sha256": digest(weight_files) if weight_files else None,
+        },
+        "request": _asked(request, plan),
+        "settings": settings,
+        "plan": shown,
+        "versions": machine_facts(request.device).versions,
+        "provenance": {"ai_generated": True, "digital_source_type": _SOURCE_TYPE},
+    }
+
+
+def for_seed(record: dict[str, Any], seed: int) -> dict[str, Any]:
+    """The record of one video out of several: as if its seed alone had been asked for."""
+    request = {key: value for key, value in record["request"].items() if key != "num_videos"}
+    settings = {**record["settings"], "seed": seed, "num_videos": 1}
+    mine = {**record, "request": {**request, "seed": seed}, "settings": settings}
+    if isinstance((request.get("option") or {}).get("generator"), str):
+        # Its generator was given in Python in a state of its own: no seed stands for it.
+        mine["request"]["seed"] = settings["seed"] = None
+    repairs = [each for each in record.get("repairs", ()) if each["seed"] in (None, seed)]
+    mine.pop("repairs", None)
+    return {**mine, "repairs": repairs} if repairs else mine
+
+
+def _is_local(model: str) -> bool:
+    """Whether that model lies in a folder or file of the maker's own.
+
+    A folder that happens to be called as a known model is, as everywhere, not what is meant.
+    """
+    try:
+        return locate(model).kind in ("folder", "file")
+    except InputError:  # the class of a pipeline that was given in Python
+        return False
+
+
+def _model_name(model: str) -> str:
+    return public_name(model) if _is_local(model) else model
+
+
+def _asked(request: Request, plan: Plan) -> dict[str, Any]:
+    asked = {
+        name: value
+        for name, value in request.given().items()
+        if name not in (*GIVEN, *_OF_THIS_MACHINE, "family_options", "model")
+    }
+    files, models = _options_that("names_files"), _options_that("names_model")
+    for name, value in request.family_options.items():
+        if name in files:
+            asked[name] = file_identities(value)
+        else:
+            asked[name] = model_names(value) if name in models else plain(value)
+    asked["seed"] = plan.settings.seed
+    if request.model is not None:
+        asked["model"] = _model_name(request.model)
+    for name in GIVEN[:-1]:
+        source = getattr(request, name)
+        if source is not None:
+            asked[name] = identity(source)
+    if request.latents is not None:
+        asked["latents"] = {"sha256": hashlib.sha256(as_bytes(request.latents)).hexdigest()}
+    return asked
+
+
+def _options_that(fact: str) -> set[str]:
+    """Families' options of which this is so; see `everyframe.core.options.option`."""
+    return {
+        name
+        for options in all_options().values()
+        for name in options.model_fields
+        if facts_of(options, name).get(fact)
+    }
+
+
+def record_in(source: Any) -> Mapping[str, Any]:
+    """The record that somebody gives: itself, a video that was made, or the file of either.
+
+    Raises:
+        InputError: it is none of these, or holds none.
+    """
+    if isinstance(source, (str, os.PathLike)):
+        return read_record(source)
+    found = source.record if isinstance(source, Video) else source
+    if isinstance(source, Video) and not found:
+        raise InputError("that video has no record of what made it")
+    if not isinstance(found, Mapping):
+        raise InputError(
+            f"from_record must be a video, its file, or a record, got {type(source).__name__}"
+        )
+    return found
+
+
+def request_from(
+    record: Mapping[str, Any], overrides: Mapping[str, Any], *, has_model: bool = False
+) -> Request:
+    """The request that a record was made from, with `overrides` in place of what it says.
+
+    A given picture or video is looked for under its name in the working folder and must have the
+    recorded hash, unless it is given again. A model is taken from it if it is a known one, unless
+    it is there already (`has_model`); what only counts where a person gives it is left out, and
+    told of by `differences`. Raises `InputError` if the record is no such thing.
+    """
+    if record.get("schema") != RECORD_SCHEMA or not isinstance(record.get("request"), dict):
+        raise InputError(
+            f"this record is of schema {record.get('schema')!r}, expected {RECORD_SCHEMA!r}; "
+            "it was not made by everyframe, or by another version of it"
+        )
+    check_record(record)
+    wanted = {name: value for name, value in overrides.items() if value is not None}
+    # What says the same in other words gives way as well: seconds to num_frames, for one.
+    replaced = {name for group in _ALIKE if wanted.keys() & group for name in group}
+    if has_model:
+        replaced.add("model")
+    elif "model" not in wanted:
+        _check_given_in_python(record)
+    own = wanted.pop("option", None)
+    asked = accepted_options(record["request"], wanted.keys() | replaced)
+    for name in (*GIVEN, *_options_that("names_files")):
+        asked |= {name: find_files(name, asked[name])} if name in asked else {}
+    asked |= wanted
+    if own is not None:  # each parameter of a pipeline is an option of its own
+        recorded = asked.get("option")
+        asked["option"] = {**recorded, **own} if isinstance(recorded, Mapping) else own
+    if not wanted.keys() & _CHOOSE_ANEW and _was_made_here(record):
+        asked |= _recorded_paths(record)
+    asked.setdefault("remedies", _remedies(record))
+    if "quantize" not in wanted:
+        asked |= {"quantized": _quantized(record)}
+    return Request(**asked)
+
+
+def _was_made_here(record: Mapping[str, Any]) -> bool:
+    """Whether its fast paths can give its bits: on the same device, by the same versions."""
+    here = machine_facts()
+    device = record.get("plan", {}).get("device", {}).get("name")
+    is_same = record.get("versions") == here.versions and record.get("everyframe") == __version__
+    return is_same and device in {each.name for each in here.devices}
+
+
+def _remedies(record: Mapping[str, Any]) -> tuple[Repair, ...]:
+    """The repairs that the recorded run began with; those that it needed later come by themselves.
+
+    Without them, and with others that this machine remembers, the bits would be different ones.
+    """
+    parts = record.get("plan", {}).get("components", ())
+    try:
+        return tuple(remedy_from(each) for part in parts for each in part.get("remedies", ()))
+    except (TypeError, AttributeError) as error:
+        raise InputError(f"the repairs in this record can't be read: {error}") from error
+
+
+def _quantized(record: Mapping[str, Any]) -> dict[str, str]:
+    """What weights were kept in: chosen for the memory of one machine, and seen in the picture."""
+    found: dict[str, str] = {}
+    for part in record.get("plan", {}).get("components", ()):
+        precision = part.get("precision") if isinstance(part, Mapping) else None
+        if isinstance(precision, Mapping) and precision.get("weights"):
+            found[str(part.get("name"))] = str(precision["weights"])
+    return found
+
+
+def _check_given_in_python(record: Mapping[str, Any]) -> None:
+    """A model that was in memory has no file that could be named."""
+    model = record.get("model", {})
+    if "sha256" in model and model["sha256"] is None:
+        raise InputError(
+            f"the video was made with a {model.get('name')} that was given in Python; load that "
+            "again and call everyframe.run(pipe, from_record=...)"
+        )
+
+
+def _recorded_paths(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The fast paths of the recorded run: others give other last bits."""
+    parts = record.get("plan", {}).get("components", ())
+    known = {
+        str(part["name"]): tuple(map(str, part["paths"]))
+        for part in parts
+        if isinstance(part, Mapping) and isinstance(part.get("paths"), (list, tuple))
+    }
+    return {"paths": known} if known else {}
+
+
+def recorded_threads(record: Mapping[str, Any]) -> int | None:
+    """The number of CPU threads of the recorded run: other numbers give other last bits."""
+    threads = record.get("plan", {}).get("num_threads")
+    is_number = isinstance(threads, int) and not isinstance(threads, bool)
+    return threads if is_number and threads > 0 else None
+
+
+def threads_to_repeat(record: Mapping[str, Any]) -> int | None:
+    """The number of threads to take from a record; None for one that this machine can't bear.
+
+    A few on each core are slow and give the recorded bits; thousands end the process.
+    """
+    threads = recorded_threads(record)
+    most = num_usable_cores() * _MOST_ON_A_CORE
+    return threads if threads is not None and threads <= most else None
+
+
+def differences(
+    record: Mapping[str, Any], other: Mapping[str, Any], *, is_same_run: bool = False
+) -> tuple[str, ...]:
+    """What differs between two records so that the same bits can't be promised, a line each.
+
+    And what the first one asked for that a record may not, unless both are of the same run.
+    Raises `InputError` for what is no record.
+    """
+    check_record(record)
+    found = [] if is_same_run else [*_not_taken(record, other)]
+    if record.get("model", {}).get("sha256") != other["model"]["sha256"]:
+        found.append("the model's weights are not those that made the video")
+    if record.get("everyframe") != other["everyframe"]:
+        found.append(f"everyframe was {record.get('everyframe')}, is {other['everyframe']}")
+    for name, version in record.get("versions", {}).items():
+        now = other["versions"].get(name)
+        if now != version:
+            found.append(f"{name} was {version}, is {now}")
+    device = record.get("plan", {}).get("device", {}).get("name")
+    if device != other["plan"]["device"]["name"]:
+        found.append(f"the device was {device}, is {other['plan']['device']['name']}")
+    found += _other_switches(record, other)
+    found += [
+        f"it ran out of memory in {repair.get('stage')} and went on otherwise: {repair.get('to')}"
+        for repair in record.get("repairs", ())
+        if repair.get("cause") == "memory"
+    ]
+    if record.get("request") == other["request"]:
+        # What was asked is the same, so a setting that is not has another default now.
+        was, now = (_flat(each.get("settings", {})) for each in (record, other))
+        found += [
+            f"the default of {name} was {was[name]!r}, is {now[name]!r}"
+            for name in was
+            if name in now and was[name] != now[name]
+        ]
+    return tuple(found)
+
+
+def _not_taken(record: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
+    """What of a record was not done again."""
+    yield from rejected_options(record.get("request", {}), other["request"])
+    threads = record.get("plan", {}).get("num_threads")
+    if threads not in (None, other["plan"]["num_threads"]):
+        yield f"it was computed with {threads} threads, and is with {other['plan']['num_threads']}"
+    now = {part["name"]: set(part["paths"] or ()) for part in other["plan"]["components"]}
+    for part in record.get("plan", {}).get("components", ()):
+        less = sorted(set(part.get("paths") or ()) - now.get(part["name"], set()))
+        if less:
+            yield f"{part['name']} ran by {', '.join(less)}, and does not here"
+
+
+def _other_switches(record: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
+    """Switches of torch that were otherwise where a pipeline in memory ran; its owner sets them."""
+    plans = json.loads(json.dumps([record.get("plan"), other["plan"]]))
+    was, now = (each.get("switches") if isinstance(each, Mapping) else None for each in plans)
+    if isinstance(was, Mapping) and isinstance(now, Mapping):
+        for name in now:
+            if name in was and was[name] != now[name]:
+                said = name.replace("_", " ")
+                yield f"torch's {said} was {was[name]!r}, is {now[name]!r}"
+
+
+def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by name, the family's own options among them, as they come out of JSON."""
+    plain = json.loads(json.dumps(settings))
+    options = {str(name): value for name, value in plain.pop("options", ())}
+    return {**plain, **options}

@@ -1,0 +1,225 @@
+"""The report of a run in which something was repaired, or could not be: one page, no network.
+
+While a run is reported, the largest value that each module gives is watched at every call, which
+takes some per cent of its time; without trouble no page is written. Read next:
+`everyframe.numerics.tensor_stats`, `everyframe.runtime.guard`, which finds and repairs.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from everyframe.checkpoints.folder import write_beside
+from everyframe.core.bytes import format_bytes
+from everyframe.core.errors import NumericsError
+from everyframe.core.events import Event, Events, Note, Repaired, event_of
+from everyframe.core.plan import ComponentPlan, Plan
+from everyframe.numerics.heat_map import heat_map
+from everyframe.numerics.tensor_stats import Magnitudes
+from everyframe.runs.run_state import RunState
+from everyframe.runtime.interface import ModelSpec
+from everyframe.runtime.loading import on_component_loaded
+
+_NAME = "report.html"
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem;
+  color: #141414; background: #fff; }
+table { border-collapse: collapse; margin: 1rem 0; } img { max-width: 100%; }
+th, td { text-align: left; vertical-align: top; padding: .25rem .75rem .25rem 0;
+  border-bottom: 1px solid #ddd; } code { overflow-wrap: anywhere; }
+.verdict { font-size: 1.15rem; }
+"""
+
+
+def loaded_in(model: ModelSpec) -> dict[str, nn.Module]:
+    """The modules of a pipeline that somebody has in memory; none of a model on the disk."""
+    parts: Mapping[str, Any] = getattr(getattr(model, "pipe", None), "components", {})
+    return {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
+
+
+def repairs_of(progress: RunState) -> list[Repaired]:
+    """What was repaired in the part of a run that lies behind it."""
+    events = (
+        event_of({name: value for name, value in each.items() if name != "clip"})
+        for each in progress.repairs
+    )
+    return [event for event in events if isinstance(event, Repaired)]
+
+
+def with_repair_report(
+    events: Events,
+    plan: Plan,
+    record: Mapping[str, Any],
+    folder: Path,
+    loaded: Mapping[str, nn.Module],
+    before: Sequence[Repaired] | None = None,
+) -> Iterator[Event]:
+    """The same events; a page in `folder` once something is repaired, or can't be.
+
+    `loaded` are modules that somebody has in memory already. A run that is gone on with was
+    repaired `before`: its page holds that too, and lies beside the one of its first part, which
+    has the numbers of then.
+
+    Raises:
+        NumericsError: the run's own, with the path of the page.
+    """
+    magnitudes = Magnitudes()
+    repairs: list[Repaired] = list(before or ())
+    num_before = len(repairs)
+    name_of_page = _NAME if before is None else _free(folder)
+    for name, module in loaded.items():
+        magnitudes.watch(name, module)
+
+    def write(error: str = "") -> Path:
+        text = page(plan, record, repairs, magnitudes, error, is_resumed=before is not None)
+        write_beside(folder / name_of_page, text)
+        return folder / name_of_page
+
+    try:
+        with closing(events):
+            while True:
+                # For each event anew: whoever reads between two may load models of their own.
+                with on_component_loaded(magnitudes.watch):
+                    event = next(events, None)
+                if event is None:
+                    break
+                yield event
+                if isinstance(event, Repaired):
+                    repairs.append(event)
+                    if len(repairs) == num_before + 1:
+                        yield Note(f"what is repaired, and where numbers grew: {write()}")
+        if len(repairs) > num_before or (repairs and not (folder / _NAME).exists()):
+            write()
+    except NumericsError as error:
+        raise NumericsError(f"{error}; where numbers grew: {write(str(error))}") from error
+    finally:
+        magnitudes.remove()
+
+
+def page(
+    plan: Plan,
+    record: Mapping[str, Any],
+    repairs: Sequence[Repaired],
+    magnitudes: Magnitudes,
+    error: str = "",
+    *,
+    is_resumed: bool = False,
+) -> str:
+    """The page as HTML: what was found and done, pictures, the plan, the device.
+
+    Of a run that `is_resumed` the pictures show what came after that.
+    """
+    since = " They begin where the run was gone on with." if is_resumed else ""
+    faulty = dict.fromkeys(each.component for each in repairs)
+    pictures = [_picture(name, magnitudes, repairs) for name in _ordered(magnitudes, faulty, error)]
+    options = dict(record["settings"].get("options", ()))
+    settings = {**record["settings"], "options": None, **options}
+    settings = {k: v for k, v in settings.items() if v not in (None, (), [], "")}
+    facts = {"device": plan.device.name, **record["versions"], "everyframe": record["everyframe"]}
+    verdict = error or f"{len(repairs)} repairs, and the run went on."
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{_text(plan.model)}: what went wrong</title>
+<style>{_STYLE}</style></head><body>
+<h1>{_text(plan.title)}</h1>
+<p class="verdict">{_text(verdict)}</p>
+<h2>What was found, and what was done</h2>
+{_repairs(repairs)}
+<h2>Where numbers grew</h2>
+<p>The largest value that each module gave, call by call. Calls that were repeated, to find what
+went wrong and to compute it again, are calls as well.{since}</p>
+{"".join(pictures)}
+<h2>What ran</h2>
+{_components(plan.components)}
+{_pairs(settings)}
+<h2>On what</h2>
+{_pairs(facts)}
+<p>To report it, add what <code>everyframe doctor --share</code> prints.</p>
+</body></html>
+"""
+
+
+def _ordered(magnitudes: Magnitudes, faulty: Mapping[str, None], error: str) -> Iterator[str]:
+    """Components that were called: those with a fault first, the last one where the run ended."""
+    called = magnitudes.components()
+    first = [name for name in called if name in faulty]
+    last = [called[-1]] if called and error and called[-1] not in first else []
+    yield from (*first, *last)
+    yield from (name for name in called if name not in (*first, *last))
+
+
+def _picture(component: str, magnitudes: Magnitudes, repairs: Sequence[Repaired]) -> str:
+    """The heat map of a component, the first bad call of each faulty module in a frame."""
+    names, table = magnitudes.table(component)
+    marked: set[tuple[int, int]] = set()
+    for each in repairs:
+        if each.component == component and each.module in names:
+            row = names.index(each.module)
+            bad = np.flatnonzero(np.isinf(table[row]))
+            marked.update({(row, int(bad[0]))} if len(bad) else ())
+    png = heat_map(
+        table,
+        [name or component for name in names],
+        [str(number + 1) for number in range(table.shape[1])],
+        title=component,
+        unit="largest value, by module and call",
+        marked=marked,
+    )
+    picture = base64.b64encode(png).decode("ascii")
+    return f'<p><img alt="{_text(component)}" src="data:image/png;base64,{picture}"></p>\n'
+
+
+def _repairs(repairs: Sequence[Repaired]) -> str:
+    if not repairs:
+        return "<p>Nothing could be done.</p>"
+    rows = [
+        (f"step {each.step} of {each.stage}", each.cause, each.operation, each.dtype,
+         ".".join(part for part in (each.component, each.module) if part), each.text)
+        for each in repairs
+    ]  # fmt: skip
+    return _table(("where", "cause", "operation", "dtype", "module", "in words"), rows)
+
+
+def _components(components: Sequence[ComponentPlan]) -> str:
+    rows = []
+    for part in components:
+        begun_with = ", ".join(f"{each.module or 'all'}: {each.to}" for each in part.remedies)
+        rows.append(
+            (part.name, part.device, str(part.precision), format_bytes(part.weight_bytes),
+             begun_with)
+        )  # fmt: skip
+    return _table(("component", "device", "precision", "weights", "repaired from the start"), rows)
+
+
+def _pairs(values: Mapping[str, Any]) -> str:
+    return _table(
+        ("", ""), [(name.replace("_", " "), str(value)) for name, value in values.items()]
+    )
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th>{_text(each)}</th>" for each in heads) if any(heads) else ""
+    body = "".join(
+        "<tr>" + "".join(f"<td>{_text(each)}</td>" for each in row) + "</tr>\n" for row in rows
+    )
+    return f"<table>\n<tr>{head}</tr>\n{body}</table>" if head else f"<table>\n{body}</table>"
+
+
+def _text(value: str) -> str:
+    return html.escape(value)
+
+
+def _free(folder: Path) -> str:
+    """The name of a page that is not there yet."""
+    stem, ending = _NAME.split(".")
+    names = (f"{stem}-{number}.{ending}" if number > 1 else _NAME for number in count(1))
+    return next(name for name in names if not (folder / name).exists())

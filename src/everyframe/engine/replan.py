@@ -1,0 +1,208 @@
+"""A run that was broken off, taken to other devices: the same plan, divided anew.
+
+What is kept of a run is whole (latents, text, frames) and says nothing of ranks, so any number of
+devices can go on with it. Precision, fast paths and repairs stay those that it was begun with; how
+its work is divided, and what it takes to fit it into memory, is found anew. Read next:
+`resume.py`; `everyframe.planning.parallelism`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from everyframe.core.errors import CannotRunError, OutOfMemoryInfo
+from everyframe.core.events import Repaired, event_of
+from everyframe.core.plan import ComponentPlan, Plan
+from everyframe.core.request import Request
+from everyframe.engine.distributed import Peers
+from everyframe.planning.component_memory import holders_among
+from everyframe.planning.parallelism import AVOIDED
+from everyframe.planning.resolve import check_feasible, prepare
+from everyframe.runs.run_state import RunState
+from everyframe.runtime.interface import DryRunSpec, ModelSpec
+from everyframe.runtime.memory_fallbacks import BY_TURNS, MemoryFallback, memory_fallbacks
+from everyframe.runtime.oom_fallback import AppliedFallback
+
+#: Options that say which devices work and what each does; none of them fits other devices.
+OF_RANKS = ("num_devices", "devices", "parallel", "shares", "shard_weights")
+
+
+def with_devices(request: Request, ranks: Mapping[str, Any]) -> Request:
+    """The request with those devices in place of its own."""
+    replaced = {*OF_RANKS, *(("device",) if ranks.get("devices") else ())}
+    kept = {name: value for name, value in request.given().items() if name not in replaced}
+    return Request(**{**kept, **ranks})
+
+
+def replan_for_devices(
+    old: Plan,
+    request: Request,
+    peers: Peers | None,
+    done: Collection[int],
+) -> Plan:
+    """`old` for the devices of `request`; videos of the seeds in `done` are made already.
+
+    Raises:
+        CannotRunError: it doesn't fit there, or would give another video.
+    """
+    several = request.num_ranks > 1
+    paths = {
+        part.name: tuple(path for path in part.paths if not (several and path in AVOIDED))
+        for part in old.components
+        if part.paths is not None
+    }
+    remedies = tuple(remedy for part in old.components for remedy in part.remedies)
+    quantized = {part.name: part.precision.weights for part in old.components}
+    settings = old.settings
+    numbers = tuple(sorted(seed - settings.seed for seed in done))
+    asked = {
+        **request.given(),
+        "seed": settings.seed,
+        "num_videos": settings.num_videos - len(numbers),
+        "remedies": remedies,
+        "paths": paths,
+        "quantized": quantized,
+    }
+    plan = prepare(
+        Request(**asked),
+        may_fetch=True,
+        num_threads=None if peers is None else peers.num_threads,
+        devices=None if peers is None else peers.devices,
+    ).plan
+    check_feasible(plan)
+    _check_alike(old, plan)
+    division = plan.division
+    return replace(
+        plan,
+        settings=replace(plan.settings, num_videos=settings.num_videos),
+        division=None if division is None else replace(division, done=numbers),
+    )
+
+
+def said_of_move(old: Plan, new: Plan) -> tuple[str, ...]:
+    """What is said of a run that goes on elsewhere."""
+    text = (
+        f"begun on {_devices(old)}, goes on on {_devices(new)}: what is summed in another order "
+        "differs by rounding, in float32 by about 1e-5 of the values at most"
+    )
+    if new.settings.savings != old.settings.savings:
+        text += "; to fit there it is computed in other pieces"
+    return (text,)
+
+
+def _devices(plan: Plan) -> str:
+    number = 1 if plan.division is None else len(plan.division.ranks)
+    return "one device" if number == 1 else f"{number} devices"
+
+
+def _check_alike(old: Plan, new: Plan) -> None:
+    if old.device.name != new.device.name:
+        raise CannotRunError(
+            f"the run was on {old.device.torch_name} ({old.device.name}), and would go on on "
+            f"{new.device.torch_name} ({new.device.name}): another device gives another video, so "
+            "it can't be gone on with there, but made again from its beginning"
+        )
+    for part in old.components:
+        if new.component(part.name).precision != part.precision:
+            raise CannotRunError(
+                f"the {part.title} would go on in {new.component(part.name).precision} "
+                f"there, and was begun in {part.precision}; give the devices that it was "
+                "begun on, or make it again from its beginning"
+            )
+
+
+def apply_next_fallback(
+    plan: Plan, model: ModelSpec, scarcity: OutOfMemoryInfo
+) -> tuple[Plan, str] | None:
+    """The plan in which that takes less memory on every rank, and what is other in it.
+
+    None where nothing is left that takes less.
+    """
+    return next(_plans(plan, model, scarcity), None)
+
+
+def _plans(plan: Plan, model: ModelSpec, scarcity: OutOfMemoryInfo) -> Iterator[tuple[Plan, str]]:
+    may_wait = plan.device.kind != "cpu"
+    beside = [part for part in plan.components if part.stage == scarcity.stage]
+    idle = [part for part in beside if not (_is_elsewhere(part) or part.by_turns)]
+    if may_wait and len(beside) > 1 and idle:
+        turning = [replace(part, by_turns=True) for part in idle]
+        yield _with(plan, turning), f"{plan.title}: {BY_TURNS}"
+    division = plan.division
+    for way in memory_fallbacks(
+        scarcity.components,
+        plan.settings,
+        model.savings if isinstance(model, DryRunSpec) else None,
+        may_wait=may_wait,
+        stage=scarcity.stage,
+        holders=1 if division is None else holders_among(model, division),
+    ):
+        part = plan.component(way.component)
+        if part.offload if way.offload else way.moves_weights and _is_elsewhere(part):
+            continue
+        moved = _moved(part, way) if way.moves_weights else part
+        yield replace(_with(plan, [moved]), settings=way.settings), f"{part.title}: {way.says}"
+
+
+def _is_elsewhere(part: ComponentPlan) -> bool:
+    """Whether not all of its weights stay on the device."""
+    return part.offload or part.holders > 1
+
+
+def _moved(part: ComponentPlan, way: MemoryFallback) -> ComponentPlan:
+    """The component with its weights where that way has them."""
+    return replace(
+        part,
+        offload=way.offload,
+        holders=way.holders,
+        by_turns=False,
+        resident_bytes=None,
+    )
+
+
+def _with(plan: Plan, parts: Sequence[ComponentPlan]) -> Plan:
+    """The plan with these in place of its components of their names."""
+    of_names = {part.name: part for part in parts}
+    return replace(
+        plan, components=tuple(of_names.get(part.name, part) for part in plan.components)
+    )
+
+
+def replan_with_less_memory(
+    plan: Plan, model: ModelSpec, scarcity: OutOfMemoryInfo
+) -> tuple[Plan, Repaired]:
+    """The plan with the next thing done so that all ranks need less, and what is told of it.
+
+    Raises:
+        CannotRunError: nothing is left that takes less.
+    """
+    found = apply_next_fallback(plan, model, scarcity)
+    where = f"{scarcity.where}, on rank {scarcity.rank}: out of memory"
+    if found is None:
+        raise CannotRunError(
+            f"{where}, and nothing is left that takes less on so many devices; more of them may go "
+            "on from the last step (everyframe resume --num-devices), and a smaller size or "
+            f"num_frames does ({scarcity.said})"
+        )
+    plan, says = found
+    why = (
+        f"{where} ({scarcity.said}), in the middle of what several devices compute together; all "
+        "go on from the last step that was kept"
+    )
+    component = scarcity.components[0] if len(scarcity.components) == 1 else ""
+    return plan, AppliedFallback(component, says).event(scarcity.stage, scarcity.step, why)
+
+
+def relieved_of(written: Iterable[Mapping[str, Any]]) -> tuple[Repaired, ...]:
+    """What a run's folder says was done before so that all ranks need less."""
+    events = (event_of(each) for each in written)
+    return tuple(event for event in events if isinstance(event, Repaired))
+
+
+def remind(progress: RunState, relieved: Iterable[Repaired]) -> None:
+    """Have the record hold it, which a state of before does not."""
+    known = [{**each, "clip": None} for each in progress.repairs]
+    told = [{"clip": None, **event.to_json()} for event in relieved]
+    progress.repairs[:0] = [each for each in told if each not in known]

@@ -1,0 +1,374 @@
+"""Goes on with a run that was broken off: the same plan, from the last state that was written.
+
+What is computed again has the same bits, so the frames are those of an unbroken run; where that
+can't be promised because something else changed since (weights, a given picture, the device) it is
+an error, and what may matter (versions) is a note. Read next: `run.py`, `persistence.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from everyframe.checkpoints.locate import is_listed
+from everyframe.core.errors import CannotRunError, CorruptRunError, InputError, OutOfMemoryInfo
+from everyframe.core.events import Event, Events, Note, Planned, Repaired, WeightsReady
+from everyframe.core.plan import Plan
+from everyframe.core.request import Request
+from everyframe.core.serialization import from_jsonable
+from everyframe.engine.distributed import Peers, Rendezvous, join_plan, meet_peers
+from everyframe.engine.owner_switches import with_owner_switches
+from everyframe.engine.persistence import write
+from everyframe.engine.provenance import differences, make_record
+from everyframe.engine.repair_report import loaded_in, repairs_of, with_repair_report
+from everyframe.engine.replan import (
+    OF_RANKS,
+    relieved_of,
+    remind,
+    replan_for_devices,
+    replan_with_less_memory,
+    said_of_move,
+    with_devices,
+)
+from everyframe.engine.run import initial_videos, run_stages
+from everyframe.hardware.facts import machine_facts
+from everyframe.media.output_path import check_folder
+from everyframe.planning.find_model import find_model
+from everyframe.planning.resolve import LoadedModel
+from everyframe.runs.atomic_write import UNREADABLE, read_json
+from everyframe.runs.folder import Lock, RunFolder, free_runs
+from everyframe.runs.run_state import RunState, RunStateWriter, SaveInterval, SaveOptions, furthest
+from everyframe.runs.tensor_store import TensorStore
+from everyframe.runtime.interface import ModelSpec, VideoState
+
+
+@dataclass(frozen=True)
+class InterruptedRun:
+    """A run that was broken off: what was asked and planned, and how it was kept.
+
+    `given` has the digests of a model that was given in Python, by component (None for any other).
+    `relieved` is what had to be done by all of its ranks so that they need less memory.
+    """
+
+    folder: RunFolder
+    request: Request
+    plan: Plan
+    record: dict[str, Any]
+    place: Path
+    output: str | None
+    as_uint8: bool
+    given: dict[str, str] | None = None
+    relieved: tuple[Repaired, ...] = ()
+
+
+def load_run(folder: RunFolder) -> InterruptedRun:
+    """A run as it was begun.
+
+    Raises:
+        DamagedError: the folder holds none, or not as it was written.
+    """
+    fetch = TensorStore(folder.given).fetch
+    try:
+        written = folder.run()
+        request, plan = (from_jsonable(written[name], fetch) for name in ("request", "plan"))
+        found = InterruptedRun(
+            folder=folder,
+            request=request,
+            plan=plan,
+            record=dict(written["record"]),
+            place=Path(written["place"]),
+            output=written["output"],
+            as_uint8=bool(written["as_uint8"]),
+            given=written["given"],
+            relieved=relieved_of(written.get("relieved", ())),
+        )
+        for path in folder.path.glob("shortages*.json"):
+            # Without them other bits may come of it: from there on it was computed otherwise.
+            read_json(path)
+    except CorruptRunError as error:
+        raise error.reworded(
+            f"{error}; {folder.name} can't be gone on with, but made again from its beginning "
+            f"(everyframe resume {folder.name} --forget removes it)"
+        ) from error
+    except UNREADABLE as error:
+        raise CorruptRunError(f"{folder.path} can't be read: {error!r}") from error
+    if not isinstance(request, Request) or not isinstance(plan, Plan):
+        raise CorruptRunError(f"{folder.path} holds no request and plan")
+    return found
+
+
+def resume_run(
+    folder: RunFolder,
+    *,
+    skip: Collection[int] = (),
+    given_model: LoadedModel | None = None,
+    cleans: bool = True,
+    pace: SaveInterval = SaveInterval(),  # noqa: B008 - frozen
+    join: Rendezvous | None = None,
+    ranks: Mapping[str, Any] | None = None,
+    scarcity: OutOfMemoryInfo | None = None,
+    trust_remote_code: bool = False,
+) -> Events:
+    """What happens from there on, as `everyframe.engine.run.stream` yields it.
+
+    `skip` are seeds whose videos are not wanted again; `given_model` is the model, for a run whose
+    model was in memory. Raises an `EveryframeError` for anything that stands in the way.
+    With `join` this is one of several ranks: all read what was kept before the first one writes.
+    `ranks` are options of the request that say which devices it goes on with; without, as before.
+    `scarcity` is what these ranks lacked memory for. `trust_remote_code` runs the model's code.
+    """
+    lock = _locked(folder) if (leads := join is None or join.rank == 0) else None
+    try:
+        run = load_run(folder)
+        place = _place_of_report(run) if leads else None
+        model = _model_here(run, given_model, trust_remote_code, is_same=ranks is None)
+        run = replace(run, plan=with_owner_switches(run.plan, given_model))
+        request = run.request if ranks is None else with_devices(run.request, ranks)
+        peers = meet_peers(request, join, run.plan.num_threads if ranks is None else None)
+        left = [take for take in initial_videos(run.request, run.plan) if take.seed not in skip]
+        told: tuple[Event, ...] = ()
+        if scarcity is not None:
+            run, told = _in_less(run, model, scarcity)
+        elif ranks is not None and left:
+            run, told = _divided(run, request, peers, skip)
+        yield Planned(run.plan)
+        model = model.fetch()
+        record = make_record(run.plan, request, model.weight_files())
+        yield from (*told, *map(Note, _compared(run, record)), WeightsReady(record))
+        if not left:
+            yield Note(f"all videos of {folder.name} were made")
+            folder.remove()
+            return
+        here = join_plan(run.plan, model, record, peers, skip)
+        how = SaveOptions(folder.path.parent, run.output, run.as_uint8, cleans, pace)
+        keeper = RunStateWriter(replace(folder, part=here.group) if here.leads else None, how, lock)
+        progress, says = _progress(keeper, run, here.mine(left))
+        yield from map(Note, (says, *_skipped(skip if scarcity is None else ())))
+        if peers is not None:  # before anybody writes
+            peers.world.tell_all(None, "ranks read what was kept")
+        if leads and told:
+            _write_anew(run, request, record)
+        events = run_stages(here, model, record, keeper, progress)
+        if place is None:
+            yield from events
+        else:
+            before, loaded = repairs_of(progress), loaded_in(model)
+            yield from with_repair_report(events, run.plan, record, place, loaded, before)
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def _locked(folder: RunFolder) -> Lock:
+    """The run for this process alone; `InputError` where that can't be had."""
+    try:
+        return folder.locked()
+    except OSError as error:
+        raise InputError(
+            f"the run {folder.name} can't be gone on with in {folder.path.parent} "
+            f"({error.strerror}); copy its folder to another disk and give it by its path: "
+            "everyframe resume FOLDER"
+        ) from error
+
+
+def _place_of_report(run: InterruptedRun) -> Path | None:
+    """Where its page goes, relative to where the run was begun."""
+    asked = run.request.report
+    return None if asked is None else check_folder(run.place / asked)
+
+
+def _divided(
+    run: InterruptedRun, request: Request, peers: Peers | None, skip: Collection[int]
+) -> tuple[InterruptedRun, tuple[Event, ...]]:
+    """The run for the devices of that request, and what is told of it."""
+    plan = replan_for_devices(run.plan, request, peers, skip)
+    return replace(run, plan=plan), (*map(Note, said_of_move(run.plan, plan)),)
+
+
+def _in_less(
+    run: InterruptedRun, model: ModelSpec, scarcity: OutOfMemoryInfo
+) -> tuple[InterruptedRun, tuple[Event, ...]]:
+    """The run with one thing more done so that its ranks need less, and what is told of it."""
+    plan, told = replan_with_less_memory(run.plan, model, scarcity)
+    return replace(run, plan=plan, relieved=(*run.relieved, told)), (told,)
+
+
+def _write_anew(run: InterruptedRun, request: Request, record: Mapping[str, Any]) -> None:
+    """Have whoever goes on with it next do so as it is planned now."""
+    relieved = [each.to_json() for each in run.relieved]
+    write(run.folder, {**run.folder.run(), "relieved": relieved}, request, run.plan, record)
+
+
+def _skipped(seeds: Collection[int]) -> tuple[str, ...]:
+    """What is said of videos that are not made again."""
+    named = ", ".join(map(str, sorted(seeds)))
+    return (f"what was made before is left as it is: the videos of seed {named}",) if seeds else ()
+
+
+def _progress(
+    keeper: RunStateWriter, run: InterruptedRun, takes: list[VideoState]
+) -> tuple[RunState, str]:
+    """How far these videos came, and that in a line."""
+    progress, says = _read(keeper, run, takes)
+    remind(progress, run.relieved)
+    return progress, says
+
+
+def _named(run: InterruptedRun) -> str:
+    """The run's name, and by what a person knows it."""
+    settings = run.plan.settings
+    what = f'"{run.plan.settings.prompt[:60]}", ' if settings.prompt else ""
+    return f"{run.folder.name} ({run.plan.model}, {what}seed {settings.seed})"
+
+
+def _read(
+    keeper: RunStateWriter, run: InterruptedRun, takes: list[VideoState]
+) -> tuple[RunState, str]:
+    name = _named(run)
+    kept = furthest(run.folder, [take.seed for take in takes])
+    if kept is None:
+        return RunState(takes=takes), f"goes on with {name} from its beginning{_answered(run)}"
+    try:
+        progress = keeper.read(takes, kept)
+    except CorruptRunError as error:
+        # All of it follows from what was asked, so nothing but time is lost.
+        fresh = initial_videos(run.request, run.plan)
+        wanted = {take.seed for take in takes}
+        again = RunState(takes=[take for take in fresh if take.seed in wanted])
+        return again, f"begins {name} again: {error}"
+    clip = f"clip {progress.clip + 1} of {run.plan.settings.chain}, " if progress.clip else ""
+    steps = sum(take.step for take in takes)
+    done = f"{clip}stage {progress.stage + 1}, {steps} steps of it done"
+    return progress, f"goes on with {name}: {done}{_answered(run)}"
+
+
+def _answered(run: InterruptedRun) -> str:
+    """What is not computed again of a foreign pipeline, in a clause."""
+    number = run.folder.num_answers()
+    return f"; {number} calls of its models were made and are not made again" if number else ""
+
+
+def _model_here(
+    run: InterruptedRun, given: LoadedModel | None, trust_remote_code: bool, *, is_same: bool
+) -> Any:
+    """The model of the run, where everything else is as it was; `is_same` if devices are to be."""
+    _check_here(run, is_same=is_same)
+    if not trust_remote_code:
+        _check_trust(run)
+    if given is not None:
+        if run.given is None:
+            raise InputError(
+                f"the run {run.folder.name} was begun with {run.plan.model}, and not with a "
+                "pipeline that was given in Python; go on with it by "
+                f"everyframe.resume({run.folder.name!r})"
+            )
+        _check_given(run.folder, run.given, given.digests())
+        return given.model
+    if run.record.get("model", {}).get("sha256") is None:
+        raise InputError(
+            f"the run {run.folder.name} was made with a {run.plan.model} that was given in Python; "
+            f"load that again and call everyframe.resume({run.folder.name!r}, pipe=pipe)"
+        )
+    # A run was begun with all of a model; what its folder names besides is not fetched for it.
+    name = run.request.model
+    return find_model(run.request, may_fetch=name is None or is_listed(name))[0]
+
+
+def _check_trust(run: InterruptedRun) -> None:
+    """Raise `InputError` for a run of a model with code of its own, which no file can allow."""
+    if run.request.family_options.get("trust_remote_code"):
+        raise InputError(
+            f"the run {run.folder.name} runs Python code that comes with {run.plan.model}; if you "
+            "trust it, say so again: --trust-remote-code (trust_remote_code=True)"
+        )
+
+
+def find_run_of(digests: Mapping[str, str]) -> RunFolder:
+    """The last run that was broken off of the model in memory with these digests.
+
+    Raises:
+        InputError: there is none; if there is one of another model, what is another in that.
+    """
+    found: list[tuple[RunFolder, dict[str, str]]] = []
+    for folder in free_runs():
+        given = folder.run().get("given") if folder.is_readable() else None
+        found += [] if given is None else [(folder, given)]
+    if not found:
+        raise InputError(
+            "no run of a pipeline that was given in Python was broken off: there is nothing to go "
+            "on with"
+        )
+    fitting = [folder for folder, given in found if given == digests]
+    if not fitting:
+        _check_given(*found[-1], digests)
+    return fitting[-1]
+
+
+def _check_given(folder: RunFolder, was: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Raise `InputError` if a model with the digests `now` is not the one that a run began with."""
+    others = [name for name in sorted(was.keys() | now.keys()) if was.get(name) != now.get(name)]
+    if others:
+        raise InputError(
+            f"the pipeline is not the one that {folder.name} was begun with: another "
+            f"{', '.join(others)} (weights, dtype, config, device, adapters or hooks); set it up "
+            "as it was to go on with that run, or make the video again from its beginning"
+        )
+
+
+def _check_here(run: InterruptedRun, *, is_same: bool) -> None:
+    """Raise for another folder or device than it was begun in; `is_same` if that is to go on."""
+    _check_place(run)
+    if is_same:  # others are asked for, and checked where they are planned for
+        _check_device(run)
+
+
+def _check_place(run: InterruptedRun) -> None:
+    """Raise `InputError` for files that were given relative to another folder than this one."""
+    if Path.cwd() == run.place:
+        return
+    for name, value in {**run.request.given(), **run.request.family_options}.items():
+        is_text = isinstance(value, (str, Path)) and name != "prompt"
+        if is_text and not Path(value).is_absolute() and os.path.exists(run.place / value):
+            raise InputError(
+                f"the run {run.folder.name} was begun in {run.place}, where its {name} "
+                f"{str(value)!r} lies; go there first: cd {run.place}"
+            )
+
+
+def _check_device(run: InterruptedRun) -> None:
+    wanted = run.plan.device
+    there = machine_facts(run.request.device).devices
+    if not any((d.torch_name, d.name) == (wanted.torch_name, wanted.name) for d in there):
+        names = ", ".join(f"{device.torch_name} ({device.name})" for device in there)
+        raise CannotRunError(
+            f"the run {run.folder.name} was on {wanted.torch_name} ({wanted.name}), and here is "
+            f"{names}: another device gives other bits, so it can't be gone on with, but made "
+            "again from its beginning; if it was lost, restart the machine and go on then"
+        )
+
+
+def _compared(run: InterruptedRun, record: dict[str, Any]) -> tuple[str, ...]:
+    """What is said of what may make a difference; `InputError` for what surely does."""
+    record = json.loads(json.dumps(record))  # as the other one came out of its file
+    # What is done to need less memory is told where it is done.
+    savings = {"savings": record["settings"]["savings"]}
+    was = {**run.record, "settings": {**run.record["settings"], **savings}}
+    if was["model"]["sha256"] != record["model"]["sha256"]:
+        raise InputError(
+            f"the weights of {run.plan.model} are not those that {run.folder.name} was begun with; "
+            "it can't be gone on with"
+        )
+    for name, value in was["request"].items():
+        if name not in (*OF_RANKS, "device") and record["request"].get(name) != value:
+            raise InputError(
+                f"{name} is not what {run.folder.name} was begun with: the file was changed since; "
+                "put the old one back to go on with it"
+            )
+    return tuple(
+        f"the frames may differ from those of an unbroken run: {line}"
+        for line in differences(was, record, is_same_run=True)
+    )

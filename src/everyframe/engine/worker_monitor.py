@@ -1,0 +1,239 @@
+"""Finds a rank that hangs: the others wait for it, and it does nothing.
+
+A rank that computes or reads for long is none: its process uses the processor, bytes come, or its
+trail goes on. So a rank is given up only after a while in which nobody went on, it waited for
+nobody, used no time of a core and read nothing; or in which all waited for each other. While it
+reads weights, or the system waits for a disk on its behalf, that while is minutes: a share that
+wakes up gives no byte for long. No torch here. Read next: `flight_recorder.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from everyframe.core.errors import WorkerDiedError
+from everyframe.core.facts import MachineFacts
+from everyframe.engine.flight_recorder import LastPosition, read_last_position
+from everyframe.engine.worker_process import Worker
+from everyframe.hardware.device_loss import loss_in
+from everyframe.hardware.facts import query_machine
+from everyframe.hardware.isolation import signal_name
+from everyframe.hardware.known_issues import Issue, explaining, find
+from everyframe.runs.folder import RunFolder
+
+#: Seconds in which nothing happens until a rank is given up; an exchange takes a small part.
+_SECONDS = 15.0
+#: Seconds until that where it waits for a disk.
+_SECONDS_OF_A_DISK = 300.0
+#: Seconds of a core in that time that are as good as none, and bytes that are.
+_IDLE, _FEW_BYTES = 0.5, 2**16
+
+
+class HangDetector:
+    """Watches the workers of one run; `check` is called again and again.
+
+    With `sees_all` there are no other ranks than these; those of somebody else may keep these ones
+    waiting for good reasons.
+    """
+
+    def __init__(
+        self, workers: Sequence[Worker], seconds: float = _SECONDS, *, sees_all: bool = True
+    ) -> None:
+        self._seconds = seconds
+        self._sees_all = sees_all
+        self._trails = {each.job.rank: b"" for each in workers}
+        self._since = time.monotonic()
+        # What each had done when that time began, and when it was last seen to do anything.
+        self._done = {each.job.rank: _Work() for each in workers}
+        self._active = dict.fromkeys(self._done, self._since)
+
+    def check(self, workers: Iterable[Worker]) -> None:
+        """Raise `WorkerDiedError` if one of those hangs; names it and what it was doing."""
+        at_work = list(workers)
+        now = time.monotonic()
+        trails = {each.job.rank: _content(each.trail) for each in at_work}
+        went_on = [rank for rank, trail in trails.items() if self._trails[rank] != trail]
+        if went_on:
+            self._trails |= trails
+            self._active |= dict.fromkeys(went_on, now)
+            self._begin(at_work, now)
+            return
+        if now - self._since < self._seconds:
+            return
+        where = {each.job.rank: read_last_position(each.trail) for each in at_work}
+        silent = [each for each in at_work if self._does_nothing(each, where[each.job.rank], now)]
+        busy = [each for each in at_work if not where[each.job.rank].waiting and each not in silent]
+        if busy:  # it computes, and the others wait: all is well
+            self._begin(at_work, now)
+            return
+        if silent:
+            first = silent[0].job.rank
+            raise WorkerDiedError(
+                f"rank {first} did nothing for {now - self._active[first]:.0f} s {where[first]}"
+                f"{', which reads weights' * where[first].is_reading}, and the others waited for "
+                "it; all were ended"
+            )
+        if not self._sees_all:
+            return
+        raise WorkerDiedError(
+            f"all ranks waited for each other for {now - self._since:.0f} s: "
+            + "; ".join(f"rank {rank} while {each.waiting}" for rank, each in where.items())
+        )
+
+    def _does_nothing(self, worker: Worker, where: LastPosition, now: float) -> bool:
+        """Whether it neither waits for others, computes nor reads, or was stopped wherever it is.
+
+        Who can't be seen to do nothing is not given up.
+        """
+        state, rank = _state(worker.process_id), worker.job.rank
+        if state in ("T", "t"):
+            return True
+        # Before its first stage it may wait for processes of its own, which try fast paths.
+        if where.waiting or not where.stage:
+            return False
+        work = _Work.of(worker.process_id)
+        if work is None or work.is_more_than(self._done[rank]):
+            self._active[rank] = now
+            return False
+        waits_for_a_disk = where.is_reading or state == "D"
+        limit = max(self._seconds, _SECONDS_OF_A_DISK) if waits_for_a_disk else self._seconds
+        return now - self._active[rank] >= limit
+
+    def _begin(self, workers: Sequence[Worker], now: float) -> None:
+        self._since = now
+        for each in workers:
+            self._done[each.job.rank] = _Work.of(each.process_id) or _Work()
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What a process has done so far: seconds of a core, bytes read from anywhere."""
+
+    seconds: float = 0.0
+    num_bytes: int = 0
+
+    @classmethod
+    def of(cls, process: int) -> _Work | None:
+        """As the system counts it; None where it doesn't say."""
+        seconds = _core_seconds(process)
+        return None if seconds is None else cls(seconds, _bytes_read(process))
+
+    def is_more_than(self, before: _Work) -> bool:
+        """Whether enough was done since then to be anything at all."""
+        is_busy = self.seconds - before.seconds >= _IDLE
+        return is_busy or self.num_bytes - before.num_bytes >= _FEW_BYTES
+
+
+def _content(path: Path) -> bytes:
+    return path.read_bytes() if path.exists() else b""
+
+
+def _core_seconds(process: int) -> float | None:
+    """Seconds of a core that a process has used so far; None where the system doesn't say."""
+    fields = _stat(process)
+    if len(fields) < 13:
+        return None
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _bytes_read(process: int) -> int:
+    """Bytes that a process has read so far, by calls and by mapped files; 0 where nobody says."""
+    fields = _stat(process)
+    pages = int(fields[9]) if len(fields) >= 13 else 0  # those that a disk had to bring
+    try:
+        lines = Path(f"/proc/{process}/io").read_text().splitlines()
+    except OSError:
+        lines = []  # somebody else's process, or a system without
+    told = dict(line.split(": ", 1) for line in lines if ": " in line)
+    called, from_disk = (int(told.get(name, 0)) for name in ("rchar", "read_bytes"))
+    return pages * os.sysconf("SC_PAGE_SIZE") + called + from_disk
+
+
+def _state(process: int) -> str:
+    """The system's letter for what a process is at; empty where that can't be known."""
+    return next(iter(_stat(process)), "")
+
+
+def _stat(process: int) -> list[str]:
+    """What Linux tells of a process, from its state on; nothing elsewhere."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+#: Libraries that matter to a crash on a GPU, and what they are called.
+_LIBRARIES = {"cublas": "cuBLAS", "cudnn": "cuDNN", "hipblas": "hipBLAS", "nccl": "NCCL"}
+
+
+def crash_error(worker: Worker, code: int, run: RunFolder | None) -> WorkerDiedError:
+    """The error for a worker that ended with that exit code, negative for a signal.
+
+    `run` is where how far it came is kept.
+    """
+    where = read_last_position(worker.trail)
+    rank = f" of rank {worker.job.rank}" if len(worker.job.weights) > 1 else ""
+    # A negative code is the signal that ended it.
+    died = f"died of {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+    said = [f"the worker process{rank} {died} {where}"]
+    if code == -9:
+        said.append(
+            "nobody here ended it, so most likely the system did, because memory ran out: a "
+            "smaller --size or --num-frames takes less, and `everyframe plan` forecasts how much"
+        )
+    elif (loss := loss_in(worker.printed())) is not None:
+        said.append(f"its device was lost {loss}")
+    else:
+        said += _of_the_machine(
+            query_machine().machine, signal_name(-code), where, worker.printed()
+        )
+    return WorkerDiedError("; ".join([*said, *kept_in(run)]))
+
+
+def kept_in(run: RunFolder | None) -> list[str]:
+    """What is said of a run that is kept where it ended."""
+    return [] if run is None else [f"what it came to is kept: everyframe resume {run.name}"]
+
+
+def _of_the_machine(
+    machine: MachineFacts, signal: str, where: LastPosition, printed: str
+) -> list[str]:
+    """What was loaded, which known issue that is, and what to do about it."""
+    software, said = machine.software, []
+    if software is not None:
+        loaded = [
+            f"{title} {version}"
+            for name, title in _LIBRARIES.items()
+            if (version := software.library(name)) is not None
+        ]
+        torch = software.packages.get("torch")
+        said.append("loaded were " + ", ".join([f"torch {torch}", *loaded]))
+    issue = matching(machine, signal, printed)
+    if issue is None:
+        said.append("no known issue matches; `everyframe doctor` tries what this machine can do")
+        return said
+    mend = issue.mend[0]
+    command = f": {mend.command}" if mend.command else ""
+    said.append(f"this is known ({issue.id}: {issue.title}); {mend.do}{command}")
+    return said
+
+
+def matching(machine: MachineFacts, signal: str, printed: str) -> Issue | None:
+    """The known issue that this most likely is: of this machine, and telling of that signal.
+
+    What was printed may name one by its own words.
+    """
+    if machine.software is None:
+        return None
+    here = [match.issue for match in find(machine)]
+    by_words = [issue for issue in explaining(printed) if issue in here]
+    by_signal = [issue for issue in here if issue.severity == "crash" and _tells(issue, signal)]
+    return next(iter([*by_words, *by_signal]), None)
+
+
+def _tells(issue: Issue, signal: str) -> bool:
+    return signal in " ".join((issue.title, issue.symptom, issue.cause, *issue.messages))

@@ -1,0 +1,200 @@
+"""The stages of an inpainting run, each called once for a dry run, and how to save memory.
+
+What is called is what `stages.py` and `vae_stages.py` call, at the plan's sizes; host tensors are
+zeros, and those on the device have no numbers. ControlNet and UNet are called one by one: what the
+other would give is made up. Read next: `everyframe.dry_run.executor`, `stages.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from math import ceil
+from typing import TYPE_CHECKING, Any
+
+from everyframe.core.plan import Settings
+from everyframe.families.inpaint.components import InpaintBuilder, controlnet_name
+from everyframe.families.inpaint.config import InpaintConfig
+from everyframe.families.inpaint.scheduler import num_timesteps
+from everyframe.families.inpaint.settings import geometry_of, latent_shape, num_painted
+from everyframe.runtime import tiling
+from everyframe.runtime.interface import DryRunCall, MemorySaving
+from everyframe.runtime.memory_fallbacks import cfg_batch_size, split_cfg_saving
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def dry_run_calls(
+    sizes: InpaintBuilder, settings: Settings, num_ranks: int = 1
+) -> tuple[DryRunCall, ...]:
+    """A prompt, given frames, one step of each network, one batch of frames.
+
+    Of one of `num_ranks` ranks, which have a batch each.
+    """
+    config = sizes.config
+    together = min(int(settings.option("frames_at_once")), num_painted(settings))
+    num_batches = ceil(num_painted(settings) / together / num_ranks)
+    lot = min(together, settings.saving(tiling.FRAMES, together))
+    lots = num_batches * ceil(together / lot)
+    decode_tile, given_tile = settings.saving(tiling.DECODE, 0), settings.saving(tiling.ENCODE, 0)
+    latents = latent_shape(config, settings)[1:]
+    size = geometry_of(config, settings).padded
+    strength = float(settings.option("strength"))
+    each = num_timesteps(config.scheduler, settings.num_inference_steps, strength)
+    steps = num_batches * each
+    branches = 1 if settings.guidance_scale <= 1 else 2
+    at_once = cfg_batch_size(settings, branches)
+    guess = bool(settings.option("guess_mode"))
+
+    def one(stage: str, component: str, call: Any, num_calls: float, *told: Any) -> DryRunCall:
+        return sizes.rehearsal(stage, component, call, num_calls, *size, together, *told)
+
+    step = (branches, at_once, guess)
+    nets = [
+        one("denoise", name, partial(_steer, config, settings, together), steps, *step)
+        for name in map(controlnet_name, range(len(config.controlnets)))
+    ]
+    denoise = partial(_denoise, config, settings, together)
+    return (
+        one("text", "text_encoder", partial(_text, config), branches),
+        one(
+            "given frames", "vae", partial(_encode, config, settings, lot),
+            lots * tiling.num_repeats(*latents, given_tile), lot, given_tile,
+        ),
+        *nets,
+        one("denoise", "unet", denoise, steps, *step),
+        one(
+            "decode", "vae", partial(_decode, config, settings, lot),
+            lots * tiling.num_repeats(*latents, decode_tile), lot, decode_tile,
+        ),
+    )  # fmt: skip
+
+
+def memory_savings(
+    config: InpaintConfig, component: str, settings: Settings
+) -> Iterator[MemorySaving]:
+    """One branch of guidance after the other; fewer frames in one call of the autoencoder, tiles.
+
+    Frames that are denoised at once are as many as were asked for.
+    """
+    is_net = component == "unet" or component.startswith("controlnet")
+    if is_net and settings.guidance_scale > 1:
+        yield split_cfg_saving(settings)
+    if component != "vae":
+        return
+    together = min(int(settings.option("frames_at_once")), num_painted(settings))
+    for saving in tiling.fewer_frames(settings, together):
+        settings = saving.settings
+        yield saving
+    size = latent_shape(config, settings)[1:]
+    yield from tiling.tile_savings(settings, *size, tiling.ENCODE)
+    yield from tiling.tile_savings(settings, *size)
+
+
+def _text(config: InpaintConfig, encoder: Any, device: str) -> object:
+    import torch
+
+    from everyframe.families.inpaint.text import embed
+
+    ids = torch.zeros(1, config.num_tokens, dtype=torch.long)
+    uses_mask = bool(config.text_encoder.get("use_attention_mask"))
+    return embed(encoder, ids, torch.ones_like(ids), device=device, uses_mask=uses_mask)
+
+
+def _encode(
+    config: InpaintConfig, settings: Settings, frames: int, vae: Any, device: str
+) -> object:
+    import torch
+
+    from everyframe.families.inpaint.vae_stages import posterior
+
+    size = geometry_of(config, settings).padded
+    pictures = torch.zeros(frames, 3, *size, device=device)
+    factor = config.spatial_factor
+    return posterior(vae, pictures, factor, settings, most_tiles=tiling.REHEARSED)
+
+
+def _decode(
+    config: InpaintConfig, settings: Settings, frames: int, vae: Any, device: str
+) -> object:
+    import torch
+
+    from everyframe.families.inpaint.vae_stages import decoded
+
+    latents = torch.zeros(frames, *latent_shape(config, settings), device=device)
+    return decoded(vae, latents, settings, most_tiles=tiling.REHEARSED)
+
+
+def _steer(
+    config: InpaintConfig, settings: Settings, together: int, net: Any, device: str
+) -> object:
+    """One ControlNet, with a UNet that answers at once."""
+    import torch
+
+    def unet(x: Tensor, *_: Any, **given: Any) -> tuple[Tensor]:
+        return (torch.zeros_like(x[:, :4]),)
+
+    return _called(config, settings, together, unet, net, device)
+
+
+def _denoise(
+    config: InpaintConfig, settings: Settings, together: int, unet: Any, device: str
+) -> object:
+    """The UNet, with a ControlNet that answers at once."""
+    import torch
+
+    def net(x: Tensor, *_: Any, **given: Any) -> tuple[list[Tensor], Tensor]:
+        shapes = residual_shapes(config, len(x), x.shape[-2], x.shape[-1])
+        *down, middle = [torch.zeros(shape, device=device) for shape in shapes]
+        return down, middle
+
+    return _called(config, settings, together, unet, net, device)
+
+
+def residual_shapes(
+    config: InpaintConfig, batch: int, rows: int, columns: int
+) -> list[tuple[int, int, int, int]]:
+    """What a ControlNet adds: a residual for the input, each layer and each halving; the middle."""
+    channels = [int(c) for c in config.unet.get("block_out_channels", (320, 640, 1280, 1280))]
+    given = config.unet.get("layers_per_block", 2)
+    layers = given if isinstance(given, (list, tuple)) else [given] * len(channels)
+    shapes = [(batch, channels[0], rows, columns)]
+    for number, (width, count) in enumerate(zip(channels, layers, strict=True)):
+        shapes += [(batch, width, rows, columns)] * int(count)
+        if number < len(channels) - 1:
+            rows, columns = ceil(rows / 2), ceil(columns / 2)
+            shapes.append((batch, width, rows, columns))
+    return [*shapes, shapes[-1]]
+
+
+def _called(
+    config: InpaintConfig, settings: Settings, together: int, unet: Any, net: Any, device: str
+) -> object:
+    import torch
+
+    from everyframe.families.inpaint.denoiser import ControlNetInputs, ControlNetScale, Denoiser
+
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(together, *shape, device=device)
+
+    shape = latent_shape(config, settings)
+    branches = 1 if settings.guidance_scale <= 1 else 2
+    width = int(config.text_encoder.get("hidden_size", 512))
+    conditions = ControlNetInputs(
+        text=torch.zeros(branches, config.num_tokens, width, device=device),
+        controls=(zeros(3, *geometry_of(config, settings).padded),),
+        mask=zeros(1, *shape[1:]) if config.takes_mask else None,
+        masked=zeros(*shape) if config.takes_mask else None,
+    )
+    denoise = Denoiser(
+        unet,
+        [net],
+        conditions,
+        [ControlNetScale(1.0, 0.0, 1.0)],
+        guidance_scale=settings.guidance_scale,
+        guess_mode=bool(settings.option("guess_mode")),
+        num_steps=1,
+        branches_at_once=cfg_batch_size(settings, branches),
+    )
+    return denoise(zeros(*shape), torch.zeros(together, device=device))

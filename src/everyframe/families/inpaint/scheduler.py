@@ -1,0 +1,76 @@
+"""The checkpoint's own scheduler: diffusers' class, made of its config, and its timesteps.
+
+Not here: the loop, which is `everyframe.samplers.diffusers_scheduler`. Read next: `settings.py`,
+`stages.py`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from everyframe.core.errors import CheckpointError, InputError, MissingPackageError
+from everyframe.families.inpaint.config import SCHEDULERS
+
+
+def make_scheduler(config: Mapping[str, Any]) -> Any:
+    """A fresh scheduler: they count their steps, so each run of a sampler has its own.
+
+    Keys of the config that its class does not know are left out, as diffusers does: Stable
+    Diffusion 1.5 itself has some of another scheduler's. Raises `CheckpointError` for values that
+    the class refuses.
+    """
+    import diffusers
+
+    name = str(config["_class_name"])
+    assert name in SCHEDULERS, "checked when the config was read"
+    kind: Any = getattr(diffusers, name)
+    known = inspect.signature(kind.__init__).parameters
+    values = {key: value for key, value in config.items() if key in known}
+    try:
+        return kind(**values)
+    except ImportError as error:
+        raise MissingPackageError(
+            f"the checkpoint's {name} needs a package that is not installed: {error}"
+        ) from error
+    except (ValueError, NotImplementedError, TypeError) as error:
+        raise CheckpointError(f"the checkpoint's {name} can't be made: {error}") from error
+
+
+def num_timesteps(config: Mapping[str, Any], num_inference_steps: int, strength: float) -> int:
+    """How many steps are done: some schedulers make one twice. Raises as `begin` does."""
+    return _num_timesteps(json.dumps(config), num_inference_steps, strength)
+
+
+@lru_cache(maxsize=64)
+def _num_timesteps(config: str, num_inference_steps: int, strength: float) -> int:
+    # Some of diffusers' schedulers speak up whenever they are made, so they are made seldom.
+    return len(begin(make_scheduler(json.loads(config)), num_inference_steps, strength))
+
+
+def begin(scheduler: Any, num_inference_steps: int, strength: float, device: str = "cpu") -> Any:
+    """The timesteps (N,) that are sampled, of `num_inference_steps` those that `strength` leaves.
+
+    Raises:
+        InputError: none is left, or the scheduler has no so many.
+    """
+    try:
+        scheduler.set_timesteps(num_inference_steps, device=device)
+    except (ValueError, IndexError) as error:
+        raise InputError(
+            f"{type(scheduler).__name__} can't do {num_inference_steps} steps: {error}"
+        ) from error
+    kept = min(int(num_inference_steps * strength), num_inference_steps)
+    first = (num_inference_steps - kept) * scheduler.order
+    timesteps = scheduler.timesteps[first:]
+    if not len(timesteps) or not kept:
+        raise InputError(
+            f"strength {strength:g} of {num_inference_steps} steps leaves none to be done; "
+            f"raise strength to {1 / num_inference_steps:.3g} or more, or num_inference_steps"
+        )
+    if hasattr(scheduler, "set_begin_index"):
+        scheduler.set_begin_index(first)
+    return timesteps

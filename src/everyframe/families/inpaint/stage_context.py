@@ -1,0 +1,133 @@
+"""What the stages of an inpainting run share: the plan, the model, what is given, its latents.
+
+Read next: `vae_stages.py` and `stages.py`, the stages themselves.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from everyframe.families.inpaint.config import InpaintConfig
+from everyframe.families.inpaint.family import InpaintSpec
+from everyframe.families.inpaint.inputs import Geometry, Grey, Inputs, open_inputs
+from everyframe.families.inpaint.scheduler import begin, make_scheduler, num_timesteps
+from everyframe.families.inpaint.settings import geometry_of, latent_shape, num_painted
+from everyframe.media.pixels import Frames
+from everyframe.runtime import stages
+from everyframe.runtime.interface import VideoState
+
+_Item = TypeVar("_Item")
+
+
+@dataclass(frozen=True)
+class InpaintContext(stages.StageContext[InpaintSpec]):
+    """What all stages share, and what they ask of it."""
+
+    @property
+    def config(self) -> InpaintConfig:
+        """The model's configs."""
+        return self.model.sizes.config
+
+    @property
+    def geometry(self) -> Geometry:
+        """How frames are brought to the size that is worked on."""
+        return geometry_of(self.config, self.settings)
+
+    @property
+    def latent_shape(self) -> tuple[int, int, int]:
+        """(C, h, w) of one frame's latents."""
+        return latent_shape(self.config, self.settings)
+
+    @property
+    def together(self) -> int:
+        """Frames that are worked on at once."""
+        return int(self.settings.option("frames_at_once"))
+
+    @property
+    def num_batches(self) -> int:
+        """How often that is, for frames that are denoised."""
+        return -(-num_painted(self.settings) // self.together)
+
+    def paints(self, mask: Grey) -> bool:
+        """Whether a frame with that mask, at the result's size, is denoised."""
+        return bool(self.settings.option("unblended")) or bool(mask.any())
+
+    def frames(self, takes: Sequence[VideoState]) -> Iterator[tuple[Frames, Grey]]:
+        """Every frame and its mask at the result's size."""
+        return self.inputs(takes).frames(self.geometry, self.settings.num_frames)
+
+    def painted(self, takes: Sequence[VideoState]) -> Iterator[tuple[Frames, Grey]]:
+        """Those of `frames` that are denoised."""
+        return (pair for pair in self.frames(takes) if self.paints(pair[1]))
+
+    def controls(self, take: VideoState) -> Iterator[tuple[Any, ...]]:
+        """For each frame that is denoised, what each ControlNet sees."""
+        seen = self.inputs([take]).control_pictures(self.geometry, self.settings.num_frames)
+        for (_, mask), pictures in zip(self.frames([take]), seen, strict=True):
+            if self.paints(mask):
+                yield pictures
+
+    def inputs(self, takes: Sequence[VideoState]) -> Inputs:
+        """What is given, opened anew."""
+        first = takes[0].given.first
+        return open_inputs(self.model.options, None if first is None else first[0])
+
+    @property
+    def num_timesteps(self) -> int:
+        """Steps of the scheduler that each frame takes."""
+        strength = float(self.settings.option("strength"))
+        steps = self.settings.num_inference_steps
+        return num_timesteps(self.config.scheduler, steps, strength)
+
+    def scheduled(self, device: str) -> tuple[Any, Tensor]:
+        """A fresh scheduler and the timesteps that it is set to."""
+        scheduler = make_scheduler(self.config.scheduler)
+        strength = float(self.settings.option("strength"))
+        return scheduler, begin(scheduler, self.settings.num_inference_steps, strength, device)
+
+    def mixes_source_in(self, take: VideoState) -> bool:
+        """Whether sampling begins with the source under noise; given latents are taken as is."""
+        return float(self.settings.option("strength")) < 1 and take.start_noise is None
+
+
+@dataclass(frozen=True, eq=False)
+class ConditioningLatents:
+    """The given frames in latents, float32 on the CPU, for the T frames of a take
+    that are denoised.
+
+    mask: (T, 1, h, w), 1 where it is denoised. masked: (T, 4, h, w), the source with grey under the
+    mask, for a UNet that sees it. source: (T, 4, h, w), where it is put back or begun with.
+    """
+
+    mask: Tensor
+    masked: Tensor | None
+    source: Tensor | None
+
+    @classmethod
+    def joined(cls, pieces: Sequence[ConditioningLatents]) -> ConditioningLatents:
+        """Those of all frames, of those of some frames each."""
+        every = zip(*(each.tensors() for each in pieces), strict=True)
+        return cls.of([torch.cat(some) for some in every])
+
+    def tensors(self) -> list[Tensor]:
+        """All three, as they are sent: what is not there has no elements."""
+        return [torch.empty(0) if x is None else x for x in (self.mask, self.masked, self.source)]
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> ConditioningLatents:
+        """What `tensors` gave."""
+        mask, masked, source = tensors
+        return cls(mask, *(x if x.numel() else None for x in (masked, source)))
+
+
+def batched(items: Iterable[_Item], size: int) -> Iterator[list[_Item]]:
+    """Lists of `size` items, the last one maybe shorter."""
+    rest = iter(items)
+    while batch := list(itertools.islice(rest, size)):
+        yield batch

@@ -1,0 +1,110 @@
+"""``denoise(x, t)`` of an Open-Sora: its model with text and guidance inside, and its timesteps.
+
+Not here: the samplers that call it, and where text and noise come from. Read next: `stages.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from everyframe.core.plan import Settings
+from everyframe.families.opensora.components import STDiT, STDiT3
+from everyframe.families.opensora.settings import PICTURE_FPS, OpenSoraFacts
+from everyframe.families.opensora.text import TextEmbedding
+from everyframe.runtime.memory_fallbacks import cfg_batch_size
+from everyframe.samplers import rectified_flow
+from everyframe.samplers.guidance import guide
+
+
+@dataclass(frozen=True)
+class PromptEmbeds:
+    """The prompts of a take, as T5 hidden states; `negative` None stands for the null text."""
+
+    prompt: TextEmbedding
+    negative: TextEmbedding | None
+
+
+def timesteps_of(settings: Settings, facts: OpenSoraFacts) -> Tensor:
+    """The sampler's timesteps, transformed by the video's size where the model was trained so."""
+    shift = float(facts.defaults.get("timestep_shift", 1.0))
+    if facts.defaults and not facts.default("use_timestep_transform"):
+        return rectified_flow.schedule(settings.num_inference_steps, shift=shift)
+    return rectified_flow.schedule(
+        settings.num_inference_steps,
+        resolution=settings.told_size,
+        num_frames=settings.num_frames,
+        shift=shift,
+    )
+
+
+class Denoiser:
+    """``denoise(x, t)`` for the samplers: the model with the text and guidance inside.
+
+    The unconditional branch reads the model's learned null text with the *prompt's own mask*, as
+    upstream does and as the weights were sampled; a negative prompt brings a mask of its own. Where
+    memory is short the plan has the branches computed one after the other.
+    """
+
+    def __init__(
+        self,
+        model: STDiT | STDiT3,
+        text: PromptEmbeds,
+        settings: Settings,
+        facts: OpenSoraFacts,
+        device: str,
+    ) -> None:
+        self._model = model
+        self._version = facts.version
+        self._scale = settings.guidance_scale
+        self._at_once = cfg_batch_size(settings, 2)
+        self._conditions: dict[str, Any] = {}
+        if facts.version != "1.0":
+            self._conditions = {
+                "fps": settings.fps if settings.num_frames > 1 else PICTURE_FPS,
+                "height": float(settings.told_size[0]),
+                "width": float(settings.told_size[1]),
+            }
+        # Masks stay on the host: how long the longest text is, is asked of them there.
+        hidden, mask = text.prompt.hidden.to(device), text.prompt.mask
+        if self._scale != 1:
+            null = model.null_text()[None].to(hidden)
+            negative_mask = mask
+            if text.negative is not None:
+                null = text.negative.hidden.to(device)
+                negative_mask = text.negative.mask
+            hidden, mask = torch.cat([hidden, null]), torch.cat([mask, negative_mask])
+        self._context = model.context(hidden, mask)
+
+    def __call__(self, x: Tensor, t: Tensor, x_mask: Tensor | None = None) -> Tensor:
+        """The guided answer for x (1, C, T, h, w): velocity, or for 1.0 noise and variance."""
+        branches = 1 if self._scale == 1 else 2
+        answer = torch.cat(
+            [
+                self._answer(x, t, x_mask, start, min(start + self._at_once, branches))
+                for start in range(0, branches, self._at_once)
+            ]
+        )
+        if self._version != "1.0":
+            # The second half of the channels was never trained.
+            answer = answer[:, : x.shape[1]]
+        if branches == 1:
+            return answer
+        cond, uncond = answer.chunk(2)
+        # 1.0 was sampled with guidance on three of its four channels, a legacy of DiT.
+        return guide(cond, uncond, self._scale, channels=3 if self._version == "1.0" else None)
+
+    def _answer(self, x: Tensor, t: Tensor, x_mask: Tensor | None, start: int, stop: int) -> Tensor:
+        """The model's answer for some of the branches."""
+        branches = stop - start
+        extra = dict(self._conditions)
+        if x_mask is not None:
+            extra["x_mask"] = x_mask.expand(branches, -1)
+        context = self._context.rows(start, stop)
+        answer: Tensor = self._model(
+            x.expand(branches, *x.shape[1:]), t.expand(branches), context, **extra
+        )
+        return answer

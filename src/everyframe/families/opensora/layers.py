@@ -1,0 +1,229 @@
+"""The layers that Open-Sora 1.0 and 1.2 share, under upstream's parameter names.
+
+A layer takes and gives the residual stream as (B, T, S, C): sample, latent frame, patch of a
+frame (row by row), channel. Rows of an attention are made right around its core, so that frames
+or patches can be dealt out over devices from outside. Parameters may be in any precision: hooks
+put on from outside cast what goes into a layer that has some; without any, all is in one dtype.
+
+The models themselves: `stdit` (1.0) and `stdit3` (1.2). What depends on the text: `context`.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from everyframe.ops.attention import AttentionCore, merge_heads, split_heads
+from everyframe.ops.embeddings import TimestepEmbedding
+from everyframe.ops.modulation import Modulate, ModulationTables, SelectByFrame
+from everyframe.ops.norm import LayerNorm, RMSNorm
+from everyframe.ops.rope import RotaryTable, Rotate
+from everyframe.ops.text_context import KeysValues
+
+Size3 = tuple[int, int, int]
+"""Frames, rows, columns."""
+
+
+class PatchProjection(nn.Module):
+    """One product of flattened patches (..., in * volume) with a 3-D convolution's weight.
+
+    A convolution whose stride is its kernel is a matrix product, and is written as one here: it is
+    as fast and leaves out the convolution kernels that are known to be wrong on some cards.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, patch_size: Size3) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(out_channels, in_channels, *patch_size))
+        self.bias = nn.Parameter(torch.zeros(out_channels))
+
+    def forward(self, patches: Tensor) -> Tensor:
+        return F.linear(patches, self.weight.flatten(1), self.bias)
+
+
+class PatchEmbed(nn.Module):
+    """Latents (B, C, T, H, W) to tokens (B, T', S, hidden), padded right and bottom to a patch."""
+
+    def __init__(self, in_channels: int, hidden_size: int, patch_size: Size3) -> None:
+        super().__init__()
+        self.patch_size = patch_size
+        self.proj = PatchProjection(in_channels, hidden_size, patch_size)
+
+    def forward(self, x_BCTHW: Tensor) -> Tensor:
+        padding = [
+            -size % patch for size, patch in zip(x_BCTHW.shape[2:], self.patch_size, strict=True)
+        ]
+        if any(padding):
+            pad_t, pad_h, pad_w = padding
+            x_BCTHW = F.pad(x_BCTHW, (0, pad_w, 0, pad_h, 0, pad_t))
+        t, h, w = self.patch_size
+        pattern = "b c (t pt) (h ph) (w pw) -> b t (h w) (c pt ph pw)"
+        patches = rearrange(x_BCTHW, pattern, pt=t, ph=h, pw=w)
+        tokens: Tensor = self.proj(patches)
+        return tokens
+
+
+def unpatchify(x: Tensor, grid: Size3, patch_size: Size3, latent_size: Size3) -> Tensor:
+    """(B, T', S, patch volume * C), channels last, to (B, C, T, H, W), the padding cut off."""
+    pattern = "b t (h w) (pt ph pw c) -> b c (t pt) (h ph) (w pw)"
+    t, h, w = patch_size
+    x = rearrange(x, pattern, h=grid[1], w=grid[2], pt=t, ph=h, pw=w)
+    frames, rows, columns = latent_size
+    return x[:, :, :frames, :rows, :columns]
+
+
+def token_grid(latent_size: Size3, patch_size: Size3) -> Size3:
+    """Frames, rows and columns of patches that cover the latents."""
+    t, h, w = (-(-size // patch) for size, patch in zip(latent_size, patch_size, strict=True))
+    return t, h, w
+
+
+class MLP(nn.Module):
+    """Two linear layers with a tanh-GELU between them."""
+
+    def __init__(self, in_size: int, hidden_size: int, out_size: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(in_size, hidden_size)
+        self.act = nn.GELU(approximate="tanh")
+        self.fc2 = nn.Linear(hidden_size, out_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.fc2(self.act(self.fc1(x)))
+        return out
+
+
+class ScalarEmbedder(nn.Module):
+    """One number a sample, (B,), to (B, hidden): a sinusoid and two layers (upstream's names)."""
+
+    def __init__(self, hidden_size: int, frequency_size: int = 256) -> None:
+        super().__init__()
+        self.sinusoid = TimestepEmbedding(frequency_size)
+        self.mlp = nn.Sequential(
+            nn.Linear(frequency_size, hidden_size), nn.SiLU(), nn.Linear(hidden_size, hidden_size)
+        )
+
+    def forward(self, number_B: Tensor) -> Tensor:
+        out: Tensor = self.mlp(self.sinusoid(number_B))
+        return out
+
+
+class CaptionEmbedder(nn.Module):
+    """Text encoder states (B, L, caption_channels) to (B, L, hidden).
+
+    ``y_embedding`` (L, caption_channels) stands in for the text encoder's states where there is no
+    text; it goes through the same layers. Asked without a text, that is the answer.
+    """
+
+    def __init__(self, caption_channels: int, hidden_size: int, model_max_length: int) -> None:
+        super().__init__()
+        self.y_embedding = nn.Parameter(torch.zeros(model_max_length, caption_channels))
+        self.y_proj = MLP(caption_channels, hidden_size, hidden_size)
+
+    def forward(self, text: Tensor | None = None) -> Tensor:
+        out: Tensor = self.y_embedding if text is None else self.y_proj(text)
+        return out
+
+
+class Axis(Enum):
+    """What the tokens of an attention's row have in common: a frame, or a place in it."""
+
+    SPACE = "space"
+    TIME = "time"
+
+
+class SelfAttention(nn.Module):
+    """Every token looks at those of its own frame (SPACE) or of its own place in it (TIME).
+
+    For SPACE, T is only a number of rows: (1, rows, S, C) with any rows of a batch does as well;
+    so does (B, T, any places, C) for TIME.
+    """
+
+    def __init__(self, hidden_size: int, num_heads: int, axis: Axis, qk_norm: bool) -> None:
+        super().__init__()
+        self.num_heads, self.axis = num_heads, axis
+        self.qkv = nn.Linear(hidden_size, 3 * hidden_size)
+        head_size = hidden_size // num_heads
+        self.q_norm = RMSNorm(head_size) if qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(head_size) if qk_norm else nn.Identity()
+        self.rotate = Rotate()
+        self.core = AttentionCore()
+        self.proj = nn.Linear(hidden_size, hidden_size)
+
+    def forward(self, x_BTSC: Tensor, table: RotaryTable | None = None) -> Tensor:
+        """`table`, if there is one, rotates queries and keys by their place along the axis."""
+        qkv_BTS3C: Tensor = self.qkv(x_BTSC)
+        if self.axis is Axis.TIME:
+            qkv_BTS3C = qkv_BTS3C.transpose(1, 2)
+        outer = qkv_BTS3C.shape[:2]
+        q, k, v = (split_heads(part, self.num_heads)
+                   for part in qkv_BTS3C.flatten(0, 1).chunk(3, dim=-1))  # fmt: skip
+        q, k = self.q_norm(q), self.k_norm(k)
+        if table is not None:
+            q, k = self.rotate(q, table), self.rotate(k, table)
+        x = torch.unflatten(merge_heads(self.core(q, k, v)), 0, outer)
+        if self.axis is Axis.TIME:
+            x = x.transpose(1, 2)
+        # A product of what does not lie in one piece is done row by row; one copy is cheaper.
+        out: Tensor = self.proj(x.contiguous())
+        return out
+
+
+class CrossAttention(nn.Module):
+    """Every token looks at all tokens of its sample's text."""
+
+    def __init__(self, hidden_size: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.q_linear = nn.Linear(hidden_size, hidden_size)
+        self.kv_linear = nn.Linear(hidden_size, 2 * hidden_size)
+        self.core = AttentionCore()
+        self.proj = nn.Linear(hidden_size, hidden_size)
+
+    def keys_values(self, text_BLC: Tensor) -> KeysValues:
+        """What this attention needs of a text; the rest of it depends on the latents too."""
+        keys, values = self.kv_linear(text_BLC).chunk(2, dim=-1)
+        return KeysValues(split_heads(keys, self.num_heads), split_heads(values, self.num_heads))
+
+    def forward(self, x_BTSC: Tensor, text: KeysValues, mask: Tensor | None) -> Tensor:
+        q = split_heads(self.q_linear(x_BTSC).flatten(1, 2), self.num_heads)
+        x_BNC = merge_heads(self.core(q, text.keys, text.values, mask))
+        out: Tensor = self.proj(torch.unflatten(x_BNC, 1, x_BTSC.shape[1:3]))
+        return out
+
+
+class FinalLayer(nn.Module):
+    """A norm, a modulation by the timestep's embedding itself, and the product with each patch."""
+
+    def __init__(self, hidden_size: int, out_size: int) -> None:
+        super().__init__()
+        self.scale_shift_table = nn.Parameter(torch.zeros(2, hidden_size))
+        self.modulation = ModulationTables()
+        self.norm_final = LayerNorm()
+        self.modulate = Modulate()
+        self.pick = SelectByFrame()
+        self.linear = nn.Linear(hidden_size, out_size)
+
+    def forward(
+        self,
+        x_BTSC: Tensor,
+        t_BC: Tensor,
+        t0_BC: Tensor | None = None,
+        x_mask_BT: Tensor | None = None,
+    ) -> Tensor:
+        """(B, T, S, out). With `x_mask_BT`, frames where it is False are given, at `t0_BC`."""
+        x_BTSC = self._modulated(x_BTSC, t_BC)
+        if x_mask_BT is not None and t0_BC is not None:
+            # Upstream normalises and modulates given frames twice, first with t, then with t0;
+            # its weights were trained with that.
+            again = self._modulated(x_BTSC, t0_BC)
+            x_BTSC = self.pick(x_BTSC, again, x_mask_BT[:, :, None, None])
+        out: Tensor = self.linear(x_BTSC)
+        return out
+
+    def _modulated(self, x_BTSC: Tensor, t_BC: Tensor) -> Tensor:
+        shift, scale = self.modulation(self.scale_shift_table, t_BC[:, None, None])
+        out: Tensor = self.modulate(self.norm_final(x_BTSC), shift, scale)
+        return out

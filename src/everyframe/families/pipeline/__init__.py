@@ -1,1 +1,0 @@
-"""Any diffusers video pipeline, run through its own `__call__`. Read next: `family.py`."""

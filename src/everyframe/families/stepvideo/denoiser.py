@@ -1,0 +1,78 @@
+"""``denoise(x, t)`` of a Step-Video: its model with both texts and guidance inside.
+
+Not here: the sampler that calls it, and where text and noise come from. Read next: `stages.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from everyframe.core.plan import Settings
+from everyframe.families.stepvideo.model import StepVideoModel
+from everyframe.families.stepvideo.text import TextStates
+from everyframe.ops.text_context import TextContext
+from everyframe.runtime.memory_fallbacks import cfg_batch_size
+from everyframe.samplers.guidance import guide
+
+
+@dataclass(frozen=True)
+class PromptEmbeds:
+    """The texts of a take as both encoders' states; `negative` None: no guidance."""
+
+    prompt: TextStates
+    negative: TextStates | None
+
+    @property
+    def branches(self) -> tuple[TextStates, ...]:
+        """What the denoiser is asked about: the prompt first, as upstream has it."""
+        return (self.prompt,) if self.negative is None else (self.prompt, self.negative)
+
+
+class Denoiser:
+    """``denoise(x, t)`` for the sampler: the guided velocity at t, 0 (noise) to 1 (data).
+
+    Where memory is short the plan has the branches computed one after the other.
+    """
+
+    def __init__(
+        self, model: StepVideoModel, text: PromptEmbeds, settings: Settings, device: str
+    ) -> None:
+        self._model = model
+        self._scale = settings.guidance_scale
+        branches = text.branches
+        self._at_once = cfg_batch_size(settings, len(branches))
+        self._num_branches = len(branches)
+        self._context = _context(model, branches, device)
+
+    def __call__(self, x: Tensor, t: Tensor) -> Tensor:
+        """For x (1, C, T, h, w) and t (1,), float32 at least."""
+        answers = [
+            self._answer(x, t, start, start + self._at_once)
+            for start in range(0, self._num_branches, self._at_once)
+        ]
+        answer = torch.cat(answers)
+        if self._num_branches == 1:
+            return answer
+        cond, uncond = answer.chunk(2)
+        return guide(cond, uncond, self._scale)
+
+    def _answer(self, x: Tensor, t: Tensor, start: int, stop: int) -> Tensor:
+        """The model's answer for some of the branches."""
+        branches = stop - start
+        answer: Tensor = self._model(
+            x.expand(branches, *x.shape[1:]),
+            t.expand(branches),
+            self._context.rows(start, stop),
+        )
+        return answer
+
+
+def _context(model: StepVideoModel, branches: Sequence[TextStates], device: str) -> TextContext:
+    llm = torch.cat([text.llm for text in branches]).to(device)
+    clip = torch.cat([text.clip_states for text in branches]).to(device)
+    # Masks stay on the host: how long the longest text is, is asked of them there.
+    return model.context(llm, clip, torch.cat([text.mask for text in branches]))

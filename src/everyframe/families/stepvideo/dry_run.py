@@ -1,0 +1,152 @@
+"""The stages of a Step-Video, each called once for a dry run, and how to save memory.
+
+What is called is what `stages.py` calls, at the plan's sizes and for a prompt of full length; host
+tensors are zeros, and those on the device have no numbers.
+Read next: `everyframe.dry_run.executor`, `stages.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from everyframe.core.plan import Settings
+from everyframe.families.stepvideo.components import PARTS, StepVideoBuilder
+from everyframe.families.stepvideo.settings import StepVideoFacts, latent_shape
+from everyframe.runtime import tiling
+from everyframe.runtime.interface import DryRunCall, MemorySaving
+from everyframe.runtime.memory_fallbacks import cfg_batch_size, split_cfg_saving
+
+if TYPE_CHECKING:
+    from everyframe.families.stepvideo.text import TextStates, Tokens
+    from everyframe.parallel.communicator import ParallelContext
+
+#: Rows and columns of latents in a tile, each 16 pixels: 992x544 in two tiles, or in six.
+SIDES = (48, 32, 16)
+
+
+def dry_run_calls(
+    sizes: StepVideoBuilder,
+    facts: StepVideoFacts,
+    settings: Settings,
+    teams: ParallelContext | None = None,
+) -> tuple[DryRunCall, ...]:
+    """Both texts, one step, one piece; with `teams` the step is that of one of several ranks."""
+    shape = latent_shape(facts, settings)
+    branches = 1 if settings.guidance_scale == 1 else 2
+    together = cfg_batch_size(settings, branches)
+    pieces, tile = facts.vae.pieces(settings.num_frames), settings.saving(tiling.DECODE, 0)
+    calls: dict[str, tuple[Any, ...]] = {
+        "step_llm": (_llm, branches),
+        "clip": (_clip, branches),
+        "denoiser": (
+            partial(_denoise, sizes, facts, settings, teams),
+            settings.num_inference_steps,
+            *(*shape, branches, together, *_key(teams)),
+        ),
+        "vae": (
+            partial(_decode, facts, settings),
+            len(pieces) * tiling.num_repeats(*shape[2:], tile),
+            *(*shape, tile),
+        ),
+    }
+    return tuple(sizes.rehearsal(stage, name, *calls[name]) for name, _, stage in PARTS)
+
+
+def memory_savings(
+    facts: StepVideoFacts, component: str, settings: Settings
+) -> Iterator[MemorySaving]:
+    """One branch of guidance after the other; tiles, in which pieces are decoded."""
+    if component == "vae":
+        yield from tiling.tile_savings(settings, *latent_shape(facts, settings)[2:], sides=SIDES)
+    if component == "denoiser" and settings.guidance_scale != 1:
+        yield split_cfg_saving(settings)
+
+
+def _tokens(length: int) -> Tokens:
+    import torch
+
+    from everyframe.families.stepvideo.text import Tokens
+
+    ids = torch.zeros(1, length, dtype=torch.long)
+    return Tokens(ids, torch.ones(1, length, dtype=torch.bool))
+
+
+def _llm(model: Any, device: str) -> object:
+    from everyframe.families.stepvideo.text import LLM_LENGTH, llm_states
+
+    return llm_states(model, _tokens(LLM_LENGTH), device)
+
+
+def _clip(model: Any, device: str) -> object:
+    from everyframe.families.stepvideo.text import CLIP_LENGTH, clip_states
+
+    return clip_states(model, _tokens(CLIP_LENGTH), device)
+
+
+def _key(teams: ParallelContext | None) -> tuple[Any, ...]:
+    """Two ranks of equal keys do the same."""
+    if teams is None:
+        return ()
+    return (teams.team.rank, teams.team.weights, teams.groups, teams.way)
+
+
+def _denoise(
+    sizes: StepVideoBuilder,
+    facts: StepVideoFacts,
+    settings: Settings,
+    teams: ParallelContext | None,
+    model: Any,
+    device: str,
+) -> object:
+    from everyframe.families.stepvideo import sharding
+    from everyframe.parallel.communicator import ONE
+
+    teams = teams or ONE
+    put_on = sharding.apply(model, teams.team, teams.groups, teams.way)
+    try:
+        return _one_step(sizes, facts, settings, model, device)
+    finally:
+        put_on.remove()  # the module is shared by all rehearsals
+
+
+def _one_step(
+    sizes: StepVideoBuilder, facts: StepVideoFacts, settings: Settings, model: Any, device: str
+) -> object:
+    import torch
+
+    from everyframe.families.stepvideo.denoiser import Denoiser, PromptEmbeds
+    from everyframe.families.stepvideo.text import LLM_LENGTH
+    from everyframe.samplers import flow_matching
+
+    # A negative prompt is shorter than the prompt, so there is a mask.
+    text = PromptEmbeds(
+        _states(sizes, LLM_LENGTH),
+        None if settings.guidance_scale == 1 else _states(sizes, LLM_LENGTH // 4),
+    )
+    denoise = Denoiser(model, text, settings, device)
+    x = torch.zeros(1, *latent_shape(facts, settings), device=device)
+    sigmas = flow_matching.schedule(settings.num_inference_steps, settings.option("time_shift"))
+    return next(flow_matching.sample(denoise, x, sigmas)).x
+
+
+def _states(sizes: StepVideoBuilder, num_tokens: int) -> TextStates:
+    import torch
+
+    from everyframe.families.stepvideo.text import CLIP_LENGTH, LLM_LENGTH, TextStates
+
+    llm, clip = sizes.denoiser.caption_channels
+    mask = torch.arange(LLM_LENGTH, device="cpu")[None] < num_tokens
+    return TextStates(torch.zeros(1, LLM_LENGTH, llm), mask, torch.zeros(1, CLIP_LENGTH, clip))
+
+
+def _decode(facts: StepVideoFacts, settings: Settings, vae: Any, device: str) -> object:
+    import torch
+
+    from everyframe.families.stepvideo.vae import decode_frames
+
+    latents = torch.zeros(1, *latent_shape(facts, settings), device=device)
+    piece = vae.pieces(settings.num_frames)[0]
+    pixels = decode_frames(vae, latents, piece, settings, most_tiles=tiling.REHEARSED)
+    return pixels.to("cpu", torch.float32)

@@ -1,0 +1,229 @@
+"""The layers of Step-Video's denoiser, under upstream's parameter names.
+
+A layer takes and gives the residual stream as (B, N, C): sample, token, channel. Tokens are patches
+of all latent frames in one row, frame by frame and row by row. Parameters may be in any precision:
+hooks put on from outside cast what goes into a layer that has some.
+The model itself: `model`. What depends on the text alone: `everyframe.ops.text_context`.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from everyframe.families.stepvideo.config import StepVideoConfig
+from everyframe.ops.attention import AttentionCore, merge_heads, split_heads
+from everyframe.ops.dtypes import upcast_to_float32
+from everyframe.ops.embeddings import TimestepEmbedding
+from everyframe.ops.modulation import Add, GatedAdd, Modulate, ModulationTables
+from everyframe.ops.norm import RMSNorm
+from everyframe.ops.rope import AxesTable, RotateAxes
+from everyframe.ops.text_context import KeysValues
+
+#: The model is asked at 0 (noise) to 1 (data); its sinusoid was trained on thousandths.
+_TIMES = 1000
+#: So many tokens go through a feed-forward at once: what is widened fourfold would otherwise be the
+#: largest tensor of a run, and each token is by itself. Enough to keep any device busy.
+_TOKENS_AT_ONCE = 8192
+
+
+class PatchProjection(nn.Module):
+    """One product of flattened patches (..., C * p * p) with a 2-D convolution's weight.
+
+    A convolution whose stride is its kernel is a matrix product, and is written as one here.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, patch_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(out_channels, in_channels, patch_size, patch_size))
+        self.bias = nn.Parameter(torch.zeros(out_channels))
+
+    def forward(self, patches: Tensor) -> Tensor:
+        return F.linear(patches, self.weight.flatten(1), self.bias)
+
+
+class PatchEmbed(nn.Module):
+    """Latents (B, C, T, H, W), H and W multiples of the patch, to tokens (B, N, hidden)."""
+
+    def __init__(self, in_channels: int, hidden_size: int, patch_size: int) -> None:
+        super().__init__()
+        self.patch_size = patch_size
+        self.proj = PatchProjection(in_channels, hidden_size, patch_size)
+
+    def forward(self, x_BCTHW: Tensor) -> Tensor:
+        p = self.patch_size
+        pattern = "b c t (h ph) (w pw) -> b (t h w) (c ph pw)"
+        tokens: Tensor = self.proj(rearrange(x_BCTHW, pattern, ph=p, pw=p))
+        return tokens
+
+
+class TimestepMLP(nn.Module):
+    """The sinusoid's 256 channels to (B, hidden)."""
+
+    def __init__(self, hidden_size: int, frequency_size: int = 256) -> None:
+        super().__init__()
+        self.sinusoid = TimestepEmbedding(frequency_size)
+        self.linear_1 = nn.Linear(frequency_size, hidden_size)
+        self.act = nn.SiLU()
+        self.linear_2 = nn.Linear(hidden_size, hidden_size)
+
+    def forward(self, t_B: Tensor) -> Tensor:
+        out: Tensor = self.linear_2(self.act(self.linear_1(self.sinusoid(t_B))))
+        return out
+
+
+class TimestepEmbedder(nn.Module):
+    """A level for upstream's names, where other numbers than the timestep could stand beside it."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.timestep_embedder = TimestepMLP(hidden_size)
+
+    def forward(self, t_B: Tensor) -> Tensor:
+        out: Tensor = self.timestep_embedder(t_B)
+        return out
+
+
+class AdaLayerNormSingle(nn.Module):
+    """What the timestep is to all blocks: six tables (B, 6, C), and its embedding (B, C)."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.emb = TimestepEmbedder(hidden_size)
+        self.silu = nn.SiLU()
+        self.linear = nn.Linear(hidden_size, 6 * hidden_size)
+
+    def forward(self, t_B: Tensor) -> tuple[Tensor, Tensor]:
+        """`t_B` is 0..1, float32 at least."""
+        embedded_BC = self.emb(upcast_to_float32(t_B) * _TIMES)
+        tables_BKC = self.linear(self.silu(embedded_BC)).unflatten(-1, (6, -1))
+        return tables_BKC, embedded_BC
+
+
+class CaptionProjection(nn.Module):
+    """Two linear layers with a tanh-GELU between them."""
+
+    def __init__(self, in_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.linear_1 = nn.Linear(in_size, hidden_size)
+        self.act = nn.GELU(approximate="tanh")
+        self.linear_2 = nn.Linear(hidden_size, hidden_size)
+
+    def forward(self, text_BLC: Tensor) -> Tensor:
+        out: Tensor = self.linear_2(self.act(self.linear_1(text_BLC)))
+        return out
+
+
+class SelfAttention(nn.Module):
+    """Every token looks at every token of its sample."""
+
+    def __init__(self, config: StepVideoConfig) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.num_heads = config.num_attention_heads
+        self.wqkv = nn.Linear(size, 3 * size, bias=False)
+        self.q_norm = RMSNorm(config.attention_head_dim)
+        self.k_norm = RMSNorm(config.attention_head_dim)
+        self.rotate = RotateAxes()
+        self.core = AttentionCore()
+        self.wo = nn.Linear(size, size, bias=False)
+
+    def forward(self, x_BNC: Tensor, table: AxesTable) -> Tensor:
+        # A head's queries, keys and values lie together: q0 k0 v0 q1 k1 v1 and so on.
+        q, k, v = split_heads(self.wqkv(x_BNC), self.num_heads).chunk(3, dim=-1)
+        q, k = self.rotate(self.q_norm(q), table), self.rotate(self.k_norm(k), table)
+        out: Tensor = self.wo(merge_heads(self.core(q, k, v)))
+        return out
+
+
+class CrossAttention(nn.Module):
+    """Every token looks at all tokens of its sample's text."""
+
+    def __init__(self, config: StepVideoConfig) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.num_heads = config.num_attention_heads
+        self.wq = nn.Linear(size, size, bias=False)
+        self.wkv = nn.Linear(size, 2 * size, bias=False)
+        self.q_norm = RMSNorm(config.attention_head_dim)
+        self.k_norm = RMSNorm(config.attention_head_dim)
+        self.core = AttentionCore()
+        self.wo = nn.Linear(size, size, bias=False)
+
+    def keys_values(self, text_BLC: Tensor) -> KeysValues:
+        """What this attention needs of a text; the rest of it depends on the latents too."""
+        keys, values = split_heads(self.wkv(text_BLC), self.num_heads).chunk(2, dim=-1)
+        return KeysValues(self.k_norm(keys), values)
+
+    def forward(self, x_BNC: Tensor, text: KeysValues, mask: Tensor | None) -> Tensor:
+        q = self.q_norm(split_heads(self.wq(x_BNC), self.num_heads))
+        out: Tensor = self.wo(merge_heads(self.core(q, text.keys, text.values, mask)))
+        return out
+
+
+class WidenedGELU(nn.Module):
+    """A linear layer and a tanh-GELU: the first half of a feed-forward, with upstream's names."""
+
+    def __init__(self, size: int, width: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(size, width, bias=False)
+        self.act = nn.GELU(approximate="tanh")
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.act(self.proj(x))
+        return out
+
+
+class FeedForward(nn.Module):
+    """Four times as wide and back; without biases."""
+
+    comes_whole = True
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        narrow = nn.Linear(4 * size, size, bias=False)
+        self.net = nn.ModuleList([WidenedGELU(size, 4 * size), nn.Identity(), narrow])
+
+    def forward(self, x_BNC: Tensor) -> Tensor:
+        widen, _, narrow = self.net
+        pieces = [narrow(widen(piece)) for piece in torch.split(x_BNC, _TOKENS_AT_ONCE, dim=1)]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
+
+
+class StepVideoBlock(nn.Module):
+    """Attention to all tokens and to the text, and a feed-forward, all added to the stream.
+
+    What is added of the text is neither normalised before nor gated after: upstream's choice.
+    """
+
+    def __init__(self, config: StepVideoConfig) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.scale_shift_table = nn.Parameter(torch.zeros(6, size))
+        self.modulation = ModulationTables()
+        self.norm1, self.norm2 = nn.LayerNorm(size), nn.LayerNorm(size)
+        self.modulate1, self.modulate2 = Modulate(), Modulate()
+        self.attn1, self.attn2 = SelfAttention(config), CrossAttention(config)
+        self.ff = FeedForward(size)
+        self.add_attn, self.add_text, self.add_ff = GatedAdd(), Add(), GatedAdd()
+
+    def forward(
+        self,
+        x_BNC: Tensor,
+        t_BKC: Tensor,
+        text: KeysValues,
+        text_mask: Tensor | None,
+        table: AxesTable,
+    ) -> Tensor:
+        """The stream after this block; `t_BKC` are the timestep's six tables."""
+        shift, scale, gate, shift_ff, scale_ff, gate_ff = self.modulation(
+            self.scale_shift_table, t_BKC
+        )
+        branch = self.attn1(self.modulate1(self.norm1(x_BNC), shift, scale), table)
+        x_BNC = self.add_attn(x_BNC, branch, gate)
+        x_BNC = self.add_text(x_BNC, self.attn2(x_BNC, text, text_mask))
+        branch = self.ff(self.modulate2(self.norm2(x_BNC), shift_ff, scale_ff))
+        out: Tensor = self.add_ff(x_BNC, branch, gate_ff)
+        return out

@@ -1,0 +1,74 @@
+"""What Step-Video's two encoders read of a prompt: tokens of both, and words of what neither holds.
+
+Asked before a run, so that nothing is loaded for a prompt that is refused, and by plans. Not here:
+the tokenizers (`text.py`) and the encoders (`stages.py`).
+"""
+
+from __future__ import annotations
+
+from everyframe.core.errors import InputError
+from everyframe.core.plan import Settings
+from everyframe.families.stepvideo.checkpoint import CLIP_TOKENIZER, StepVideoFiles
+from everyframe.families.stepvideo.components import StepVideoBuilder
+from everyframe.families.stepvideo.text import (
+    CLIP_LENGTH,
+    LLM_LENGTH,
+    ClipTokenizer,
+    StepTokenizer,
+    Tokens,
+)
+
+_SHOWN = 200
+
+
+def texts_of(settings: Settings) -> list[str]:
+    """The prompt with what is put behind it and, where there is guidance, the negative one."""
+    texts = [settings.prompt + settings.option("pos_magic")]
+    if settings.guidance_scale != 1:
+        assert settings.negative_prompt is not None, "settled with guidance"
+        texts.append(settings.negative_prompt)
+    return texts
+
+
+def llm_tokenizer(files: StepVideoFiles, sizes: StepVideoBuilder) -> StepTokenizer:
+    """Step-LLM's."""
+    return StepTokenizer(files.folder("step_llm"), sizes.llm.padded_vocab_size)
+
+
+def clip_tokenizer(files: StepVideoFiles, sizes: StepVideoBuilder) -> ClipTokenizer:
+    """CLIP's."""
+    return ClipTokenizer(files.folder("clip") / CLIP_TOKENIZER, int(sizes.clip["vocab_size"]))
+
+
+def tokens_of(
+    settings: Settings, llm: StepTokenizer, clip: ClipTokenizer
+) -> tuple[list[Tokens], list[str]]:
+    """Step-LLM's tokens of each text, and what of it is not read, which is never cut in silence.
+
+    Raises:
+        InputError: a text is too long for Step-LLM and may not be cut; says what would be.
+    """
+    tokens, told = [], []
+    for which, text in zip(("prompt", "negative prompt"), texts_of(settings), strict=False):
+        read, seen = llm.tokens(text), clip.tokens(text)
+        if read.cut:
+            cut = _shown(llm.words(read.cut))
+            if not settings.option("truncate_prompt"):
+                raise InputError(
+                    f"the {which} has {read.num_tokens} tokens, what is put behind it "
+                    f"included, and Step-LLM reads {LLM_LENGTH}; shorten it, or go on without "
+                    f"its end by --truncate-prompt, which cuts: {cut}"
+                )
+            told.append(f"the {which} is too long for Step-LLM; its end is cut: {cut}")
+        if seen.cut:
+            # As upstream has it: CLIP sees the beginning, and Step-LLM the whole.
+            told.append(
+                f"of the {which}'s {seen.num_tokens} tokens CLIP reads {CLIP_LENGTH}, and not "
+                f"{_shown(clip.words(seen.cut))}; Step-LLM does"
+            )
+        tokens.append(read)
+    return tokens, told
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…")

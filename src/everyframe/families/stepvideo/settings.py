@@ -1,0 +1,170 @@
+"""A request settled against one Step-Video: size, length, steps, what is added to the prompt.
+
+Pure functions of the request and the model's sizes; no torch, no files. What can't be had is an
+`InputError` that says what can. Read next: `family.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from everyframe.core.errors import InputError, did_you_mean
+from everyframe.core.plan import Settings
+from everyframe.core.request import Request
+from everyframe.families.stepvideo.options import StepVideoOptions
+from everyframe.families.stepvideo.vae_config import StepVAEConfig
+from everyframe.runtime.request_checks import (
+    check_amount,
+    check_latents,
+    check_prompt,
+    check_size,
+    check_used,
+    frames_in,
+    in_pieces,
+    shorter_lengths,
+    smaller_sizes,
+    smaller_videos,
+)
+
+#: What upstream puts behind every prompt, and what it says a video should not be.
+POS_MAGIC = (
+    "超高清、HDR 视频、环境光、杜比全景声、画面稳定、流畅动作、逼真的细节、专业级构图、超现实主义、"
+    "自然、生动、超细节、清晰。"
+)
+NEG_MAGIC = (
+    "画面暗、低分辨率、不良手、文本、缺少手指、多余的手指、裁剪、低质量、颗粒状、签名、水印、用户名、"
+    "模糊。"
+)
+_SIZE, _FRAMES, _FPS = (544, 992), 204, 25.0
+_BIASES = ("sqrt", "linear", "none")
+_NO_USE = {
+    "image": "it takes a prompt alone",
+    "last_image": "it takes a prompt alone",
+    "extend": "it takes a prompt alone",
+    "edit_strength": "it takes no frames that could change",
+    "resolution": "it has no named sizes; give size WIDTHxHEIGHT",
+}
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What upstream recommends for a variant."""
+
+    steps: int
+    guidance: float
+    shift: float
+
+
+BASE = Defaults(steps=50, guidance=9.0, shift=13.0)
+#: 10 to 15 steps; the larger number where nobody asked for speed.
+TURBO = Defaults(steps=15, guidance=5.0, shift=17.0)
+
+
+@dataclass(frozen=True)
+class StepVideoFacts:
+    """What settling needs to know of a model."""
+
+    title: str
+    is_turbo: bool
+    vae: StepVAEConfig
+    patch: int
+
+    @property
+    def defaults(self) -> Defaults:
+        """The variant's."""
+        return TURBO if self.is_turbo else BASE
+
+    @property
+    def size_step(self) -> int:
+        """Pixels that height and width must be a multiple of."""
+        return self.vae.spatial_factor * self.patch
+
+
+def resolve_settings(
+    facts: StepVideoFacts, request: Request, options: StepVideoOptions, seed: int
+) -> tuple[Settings, tuple[str, ...]]:
+    """Every value of the request settled, and notes for the person who asked."""
+    _check_request(facts, request, options)
+    assert request.prompt is not None
+    notes: list[str] = []
+    defaults = facts.defaults
+    guidance = defaults.guidance if request.guidance_scale is None else request.guidance_scale
+    negative = request.negative_prompt
+    if negative is not None and guidance == 1:
+        raise InputError("negative_prompt has no effect with guidance_scale 1; raise the scale")
+    if negative is None and guidance != 1:
+        negative = NEG_MAGIC
+    height, width = _size(facts, request)
+    fps = _FPS if request.fps is None else request.fps
+    num_frames = _num_frames(facts, request, fps, notes)
+    check_amount(num_frames, height, width)
+    settings = Settings(
+        prompt=request.prompt.strip(),
+        negative_prompt=negative,
+        height=height,
+        width=width,
+        num_frames=num_frames,
+        fps=fps,
+        num_inference_steps=request.num_inference_steps or defaults.steps,
+        guidance_scale=float(guidance),
+        seed=seed,
+        num_videos=request.num_videos,
+        options=(
+            ("time_shift", float(options.time_shift or defaults.shift)),
+            ("pos_magic", POS_MAGIC if options.pos_magic is None else options.pos_magic),
+            ("llm_bias", options.llm_bias),
+            ("truncate_prompt", options.truncate_prompt),
+        ),
+    )
+    check_latents(
+        request.latents,
+        (1, *latent_shape(facts, settings)),
+        f"for {settings.num_frames} frames of {width}x{height}",
+    )
+    return settings, tuple(notes)
+
+
+def latent_shape(facts: StepVideoFacts, settings: Settings) -> tuple[int, int, int, int]:
+    """(C, T, h, w) of one video's latents."""
+    size = facts.vae.latent_size(settings.num_frames, settings.height, settings.width)
+    return (facts.vae.latent_channels, *size)
+
+
+def _check_request(facts: StepVideoFacts, request: Request, options: StepVideoOptions) -> None:
+    check_used(facts.title, request, _NO_USE)
+    if request.prompt is None:
+        raise InputError(f"{facts.title} draws what a prompt says; give one")
+    check_prompt(request.prompt)
+    if options.llm_bias not in _BIASES:
+        hint = did_you_mean(options.llm_bias, _BIASES)
+        raise InputError(
+            f"llm_bias must be one of {', '.join(_BIASES)}, got {options.llm_bias!r}{hint}"
+        )
+
+
+def _size(facts: StepVideoFacts, request: Request) -> tuple[int, int]:
+    size = request.asked_size() or _SIZE
+    check_size(*size, facts.size_step)
+    return size
+
+
+def _num_frames(facts: StepVideoFacts, request: Request, fps: float, notes: list[str]) -> int:
+    if request.seconds is None:
+        frames = _FRAMES if request.num_frames is None else request.num_frames
+        facts.vae.pieces(frames)  # names the nearest that can be
+        return frames
+    wanted, near = request.seconds * fps, facts.vae.nearest_frames(frames_in(request.seconds, fps))
+    frames = min(near, key=lambda count: abs(count - wanted))
+    if frames != wanted:
+        notes.append(in_pieces(request.seconds, fps, frames, facts.vae.frame_len))
+    return frames
+
+
+def smaller_settings(facts: StepVideoFacts, settings: Settings) -> Iterator[Settings]:
+    """The same video shorter, smaller or both, the one with most pixels first."""
+    step = facts.size_step
+    sides = smaller_sizes(settings.height, settings.width, step, 4 * step)
+    return smaller_videos(
+        settings, shorter_lengths(settings.num_frames, facts.vae.frame_len), sides
+    )

@@ -1,0 +1,148 @@
+"""The stages of a Stable Video Diffusion, each called once for a dry run, and how to save memory.
+
+What is called is what `stages.py` and `stages.py` call, at the plan's sizes; host tensors are
+zeros, and those on the device have no numbers. Read next: `everyframe.dry_run.executor`,
+`stages.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from math import ceil
+from typing import TYPE_CHECKING, Any
+
+from everyframe.core.plan import Settings
+from everyframe.families.svd.components import SVDBuilder
+from everyframe.families.svd.settings import latent_shape
+from everyframe.runtime import tiling
+from everyframe.runtime.interface import DryRunCall, MemorySaving
+from everyframe.runtime.memory_fallbacks import cfg_batch_size, split_cfg_saving
+
+if TYPE_CHECKING:
+    from everyframe.families.svd.config import SVDConfig
+    from everyframe.families.svd.options import SVDOptions
+    from everyframe.parallel.communicator import Communicator
+
+
+def dry_run_calls(
+    sizes: SVDBuilder, settings: Settings, team: Communicator | None = None, groups: int = 1
+) -> tuple[DryRunCall, ...]:
+    """Picture, its latents, one step, one chunk of frames.
+
+    With `team` the step is that of one of its ranks; see `sharding`.
+    """
+    size = (settings.height, settings.width)
+    chunk = min(int(settings.option("decode_chunk_size")), settings.num_frames)
+    branches = 1 if settings.guidance_scale <= 1 else 2
+    together = cfg_batch_size(settings, branches)
+    tile, given_tile = settings.saving(tiling.DECODE, 0), settings.saving(tiling.ENCODE, 0)
+    rows, columns = latent_shape(sizes.config, settings)[2:]
+    one = sizes.rehearsal
+    return (
+        one("image", "image_encoder", partial(_image, sizes), 1),
+        one(
+            "given frames", "vae", partial(_encode, sizes, settings),
+            tiling.num_repeats(rows, columns, given_tile), *size, given_tile,
+        ),
+        one(
+            "denoise", "unet", partial(_denoise, sizes, settings, team, groups),
+            settings.num_inference_steps, *size, settings.num_frames, branches, together,
+            *(() if team is None else (team.rank, team.weights, groups)),
+        ),
+        one(
+            "decode", "vae", partial(_decode, sizes, settings, chunk),
+            ceil(settings.num_frames / chunk) * tiling.num_repeats(rows, columns, tile),
+            *size, chunk, tile,
+        ),
+    )  # fmt: skip
+
+
+def memory_savings(
+    config: SVDConfig, component: str, settings: Settings, options: SVDOptions
+) -> Iterator[MemorySaving]:
+    """One branch of guidance after the other; fewer frames decoded at once; tiles, both ways."""
+    if component == "unet" and settings.guidance_scale > 1:
+        yield split_cfg_saving(settings)
+    if component != "vae":
+        return
+    size = latent_shape(config, settings)[2:]
+    yield from tiling.tile_savings(settings, *size, tiling.ENCODE)
+    chunk = int(settings.option("decode_chunk_size"))
+    while chunk > 1 and options.decode_chunk_size is None:
+        chunk = ceil(chunk / 2)
+        fewer = dict(settings.options) | {"decode_chunk_size": chunk}
+        settings = replace(settings, options=tuple(fewer.items()))
+        yield MemorySaving(
+            settings,
+            f"frames are decoded {chunk} at once (decode_chunk_size), which changes the picture a "
+            "little: the decoder sees a frame's neighbours only inside of these",
+            is_lossy=True,
+            stage="decode",
+        )
+    yield from tiling.tile_savings(settings, *size)
+
+
+def _image(sizes: SVDBuilder, encoder: Any, device: str) -> object:
+    import torch
+
+    side = sizes.config.image_side
+    pixels = torch.zeros(1, 3, side, side).to(device)
+    return encoder(pixel_values=pixels).image_embeds[:, None].to("cpu", torch.float32)
+
+
+def _encode(sizes: SVDBuilder, settings: Settings, vae: Any, device: str) -> object:
+    import torch
+
+    from everyframe.families.svd.stages import encoded
+
+    picture = torch.zeros(1, 3, settings.height, settings.width, device=device)
+    latents = encoded(vae, sizes.config, picture, settings, most_tiles=tiling.REHEARSED)
+    return latents.to("cpu", torch.float32)
+
+
+def _denoise(
+    sizes: SVDBuilder,
+    settings: Settings,
+    team: Communicator | None,
+    groups: int,
+    unet: Any,
+    device: str,
+) -> object:
+    from everyframe.families.svd import sharding
+    from everyframe.parallel.communicator import SingleRank
+
+    put_on = sharding.apply(unet, team or SingleRank(), groups)
+    try:
+        return _one_step(sizes, settings, unet, device)
+    finally:
+        put_on.remove()  # the module is shared by all rehearsals
+
+
+def _one_step(sizes: SVDBuilder, settings: Settings, unet: Any, device: str) -> object:
+    import torch
+
+    from everyframe.families.svd.denoiser import Denoiser
+    from everyframe.families.svd.stages import ImageConditioning
+    from everyframe.samplers import euler_karras
+
+    config = sizes.config
+    frames, channels, rows, columns = latent_shape(config, settings)
+    width = int(config.image_encoder.get("projection_dim", 512))
+    picture = ImageConditioning(torch.zeros(1, 1, width), torch.zeros(1, channels, rows, columns))
+    denoise = Denoiser(unet, picture, settings, device)
+    sigmas = euler_karras.schedule(settings.num_inference_steps, config.sigma_min, config.sigma_max)
+    start = torch.zeros(1, frames, channels, rows, columns, device=device)
+    return next(euler_karras.sample(denoise, start, sigmas)).x
+
+
+def _decode(sizes: SVDBuilder, settings: Settings, chunk: int, vae: Any, device: str) -> object:
+    import torch
+
+    from everyframe.families.svd.stages import decoded
+
+    config = sizes.config
+    latents = torch.zeros(chunk, *latent_shape(config, settings)[1:], device=device)
+    pixels = decoded(vae, config, latents, settings, most_tiles=tiling.REHEARSED)
+    return pixels.to("cpu", torch.float32)

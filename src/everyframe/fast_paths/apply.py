@@ -1,0 +1,111 @@
+"""Puts fast paths on a plain module from outside: children swapped, hooks around its calls.
+
+A swap comes before the weights, as casts at the edges sit on the children (`precision.edges`);
+everything else after. Precisions are no matter of this module. Read next: `catalogue`, `fused`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from importlib import import_module
+from typing import Any
+
+from torch import nn
+
+from everyframe.fast_paths.fast_modules import embedders, fuse, keep, pairs
+from everyframe.fast_paths.registry import kernel_of
+from everyframe.ops.attention import PLAIN, attend_by
+
+
+def block_names(module: nn.Module) -> tuple[str, ...]:
+    """The items of the outermost lists of modules: what a model does again and again."""
+    return tuple(_blocks(module, ""))
+
+
+def _blocks(module: nn.Module, name: str) -> Iterator[str]:
+    for key, child in module.named_children():
+        place = f"{name}.{key}" if name else key
+        if isinstance(child, nn.ModuleList):
+            yield from (f"{place}.{number}" for number, _ in child.named_children())
+        else:
+            yield from _blocks(child, place)
+
+
+def applies_to(name: str, module: nn.Module, *, is_quantised: bool = False) -> bool:
+    """Whether the path of that name finds anything in the module that it could take the place of.
+
+    Only for paths that are known by the modules that they need; others say so when they are tried.
+    Layers that keep their weights in eight bits (`is_quantised`) are swapped already.
+    """
+    if name not in _PLACES:
+        return True
+    return not (is_quantised and name in _OF_LAYERS) and bool(_PLACES[name](module))
+
+
+def swap_modules(module: nn.Module, paths: Sequence[str] | None) -> None:
+    """Swap children for those of the fast paths of these names; parameters keep their names."""
+    for name in paths or ():
+        swap = _SWAPS.get(name)
+        if swap is not None:
+            swap(module, block_names(module))
+
+
+def apply_fast_paths(
+    module: nn.Module,
+    paths: Sequence[str] | None,
+    called: Sequence[str] = ("",),
+    plain: Sequence[str] = (),
+) -> None:
+    """Put these fast paths around a module that has its weights and precision.
+
+    `called` are the parts that are really called, ``""`` is the module. Without a path for it
+    attention is computed plainly; with None nobody chose, and torch does as it likes. Parts with
+    the names `plain` stay as they are written.
+    """
+    if paths is None:
+        return
+    kernels = [kernel for kernel in map(kernel_of, paths) if kernel]
+    attend_by(module, *(kernels or [PLAIN]), parts=called)
+    for name in paths:
+        if name in _AROUND:
+            _AROUND[name](module, plain)
+
+
+def _compile(module: nn.Module, plain: Sequence[str]) -> None:
+    from everyframe.fast_paths import compilation
+
+    blocks = (block for block in block_names(module) if not _is_in(block, plain))
+    compilation.compile_blocks(module, blocks)
+
+
+def _is_in(name: str, parts: Sequence[str]) -> bool:
+    return any(not part or f"{name}.".startswith(f"{part}.") for part in parts)
+
+
+def _pairs(module: nn.Module) -> Sequence[Any]:
+    return pairs(module, block_names(module))
+
+
+def _keep(module: nn.Module, blocks: tuple[str, ...]) -> None:
+    keep(module, embedders(module))
+
+
+#: What a path can take the place of, for those that are known by it.
+_PLACES: Mapping[str, Callable[[nn.Module], Sized]] = {
+    "linear-gelu": _pairs,
+    "kept-embeddings": embedders,
+}
+#: Paths that swap linear layers.
+_OF_LAYERS = ("linear-gelu",)
+_SWAPS: Mapping[str, Callable[[nn.Module, tuple[str, ...]], Any]] = {
+    "linear-gelu": fuse,
+    "kept-embeddings": _keep,
+}
+_AROUND: Mapping[str, Callable[[nn.Module, Sequence[str]], None]] = {"compile": _compile}
+
+
+def import_function(place: str) -> Callable[..., Any]:
+    """The function at ``module:name``."""
+    module, _, name = place.partition(":")
+    found: Callable[..., Any] = getattr(import_module(module), name)
+    return found

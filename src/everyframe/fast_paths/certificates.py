@@ -1,0 +1,210 @@
+"""A certificate: what one fast path did for one component on one device, and the verdict.
+
+Frozen data; how it is made is told in `certify`, where it is kept in `store`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+from everyframe import __version__
+from everyframe.checkpoints.folder import cache_folder, write_beside
+from everyframe.core.facts import DeviceFacts
+from everyframe.core.plan import Precision
+from everyframe.hardware.cpu import processor_flags
+from everyframe.hardware.facts import package_versions
+from everyframe.hardware.software import driver_version, loaded_versions
+
+Verdict = Literal["certified", "refused"]
+
+#: Less than this is not told from chance by the few rounds of a trial.
+LEAST_GAIN = 1.03
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """One verdict.
+
+    `what` is the path's name. `device` and `plan` are keys (see `keys`): another driver, library or
+    model has another one. `error` is the norm of the difference to float32 over float32's norm (of
+    an exact path, to the plain way), `limit` what it may be; `gain` is the plain way's time over
+    this one's. All three are None where the trial did not come so far, `date` is ISO's.
+    """
+
+    what: str
+    component: str
+    device: str
+    plan: str
+    verdict: Verdict
+    reason: str
+    error: float | None
+    limit: float | None
+    gain: float | None
+    date: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+
+def judge(error: float, limit: float, gain: float) -> tuple[Verdict, str]:
+    """The verdict on a path that ran to its end, and why. Not a number is never good enough."""
+    if not error <= limit:
+        said = "is not finite" if not math.isfinite(error) else f"is off by {error:.1e}"
+        allowed = f"allowed {limit:.1e} of float32" if limit else "and may not differ in a bit"
+        return "refused", f"{said}, {allowed}"
+    if not gain >= LEAST_GAIN:
+        return "refused", "no faster than the plain way"
+    return "certified", "right, and faster"
+
+
+def from_json(value: Any) -> Certificate | None:
+    """The certificate in plain data, or None if it is no such thing."""
+    if not isinstance(value, Mapping) or set(value) != {part.name for part in fields(Certificate)}:
+        return None
+    texts = (value[name] for name in ("what", "component", "device", "plan", "reason", "date"))
+    numbers = (value[name] for name in ("error", "limit", "gain"))
+    if not all(isinstance(text, str) for text in texts):
+        return None
+    if not all(number is None or isinstance(number, (int, float)) for number in numbers):
+        return None
+    if value["verdict"] not in ("certified", "refused"):
+        return None
+    return Certificate(**value)
+
+
+def device_key(device: DeviceFacts, num_threads: int) -> str:
+    """The key of this device as it is now: driver, packages, and the libraries really loaded."""
+    return digest(device_facts(device, num_threads))
+
+
+def device_facts(device: DeviceFacts, num_threads: int) -> dict[str, Any]:
+    """What a device's key is made of. Imports torch for any other than a CPU."""
+    facts: dict[str, Any] = {
+        "everyframe": __version__,
+        "name": device.name,
+        "kind": device.kind,
+        "capability": device.capability,
+        # Blocks of most models are diffusers' and transformers' code.
+        "packages": dict(package_versions()),
+        "torch": _torch_version(),
+    }
+    if device.kind == "cpu":
+        own = {"threads": num_threads, "flags": sorted(processor_flags())}
+        return {**facts, **own, "capability": _torch_capability()}
+    return {**facts, "driver": _driver(), "libraries": _libraries()}
+
+
+def plan_key(component: str, precision: Precision, calls: Iterable[Hashable]) -> str:
+    """The key of a component: its config and sizes, as `calls` tell them, and its precision."""
+    told = sorted(repr(call) for call in calls)
+    islands = [precision.parameters, precision.compute, *precision.islands]
+    islands += [precision.weights] if precision.weights else []
+    return digest([component, islands, told])
+
+
+def digest(value: Any) -> str:
+    """Twenty letters that stand for plain data."""
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:20]
+
+
+@lru_cache(maxsize=1)
+def _torch_version() -> str:
+    try:
+        return metadata.version("torch")  # a plan may need nothing else of torch
+    except metadata.PackageNotFoundError:
+        import torch
+
+        return str(torch.__version__)
+
+
+def _torch_capability() -> str:
+    """What holds torch's own kernels to older instructions than the processor's; empty: nothing."""
+    return os.environ.get("ATEN_CPU_CAPABILITY", "")
+
+
+@lru_cache(maxsize=1)
+def _driver() -> str | None:
+    return driver_version()
+
+
+@lru_cache(maxsize=1)
+def _libraries() -> dict[str, str]:
+    return loaded_versions()
+
+
+_log = logging.getLogger(__name__)
+
+_SCHEMA = "everyframe.certificates/1"
+
+#: What could not be written, for this process.
+_UNWRITTEN: dict[Path, dict[str, Certificate]] = {}
+
+
+def folder() -> Path:
+    """The folder of all certificates."""
+    return cache_folder() / "certificates"
+
+
+def find(device: str, plan: str) -> dict[str, Certificate]:
+    """The certificates of this device and plan by the names of their paths."""
+    path = _file(device, plan)
+    found = {**_read(path), **_UNWRITTEN.get(path, {})}
+    # A file says for whom it is; one that was copied from elsewhere is for nobody here.
+    return {
+        name: each for name, each in found.items() if (each.device, each.plan) == (device, plan)
+    }
+
+
+def keep(certificates: Iterable[Certificate]) -> None:
+    """Keep these beside the others, in place of older ones of the same name."""
+    by_file: dict[Path, list[Certificate]] = {}
+    for each in certificates:
+        by_file.setdefault(_file(each.device, each.plan), []).append(each)
+    for path, new in by_file.items():
+        kept = {**_read(path), **{each.what: each for each in new}}
+        try:
+            _write(path, kept)
+        except OSError as error:
+            _log.warning("certificates can't be kept in %s (%s)", path.parent, error.strerror)
+            _UNWRITTEN.setdefault(path, {}).update(kept)
+
+
+def _file(device: str, plan: str) -> Path:
+    return folder() / device / f"{plan}.json"
+
+
+def _read(path: Path) -> dict[str, Certificate]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError) as error:
+        _log.warning("certificates in %s can't be read (%s); they are made again", path, error)
+        return {}
+    try:
+        whole = json.loads(text)
+    except (ValueError, RecursionError):
+        whole = None
+    if not isinstance(whole, dict) or whole.get("schema") != _SCHEMA:
+        _log.warning("%s is damaged; its certificates are made again", path)
+        return {}
+    listed = whole.get("certificates")
+    found = [from_json(each) for each in listed] if isinstance(listed, list) else []
+    return {each.what: each for each in found if each is not None}
+
+
+def _write(path: Path, certificates: dict[str, Certificate]) -> None:
+    whole = {"schema": _SCHEMA, "certificates": [each.to_json() for each in certificates.values()]}
+    write_beside(path, json.dumps(whole, indent=1))

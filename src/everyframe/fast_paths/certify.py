@@ -1,0 +1,162 @@
+"""Makes certificates: tries fast paths in a process of its own, and words the verdicts.
+
+A path whose trial dies is refused with the signal's name, one that hangs with the time that it was
+given; those after it are tried in another process. What there was no time for has no certificate,
+and is tried the next time. Read next: `trials` (what happens in the process), `store`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from everyframe.fast_paths.certificates import Certificate, Verdict, judge, keep
+from everyframe.fast_paths.registry import FastPath
+from everyframe.fast_paths.target import CertificationTarget
+from everyframe.fast_paths.trials import TrialRequest, run
+from everyframe.hardware.isolation import ProcessResult, run_isolated
+
+_log = logging.getLogger(__name__)
+
+#: Seconds for a process to start: it imports torch, and for a family's modules diffusers too.
+_START = 60.0
+
+#: Seconds beyond its time after which a trial is taken to hang.
+GRACE = 10.0
+
+
+@dataclass(frozen=True)
+class CertifyResult:
+    """The certificates that were made, and `untried` paths with the reason.
+
+    `seconds` is how long it took, `tried_seconds` without the starts of processes.
+    """
+
+    certificates: tuple[Certificate, ...]
+    untried: dict[str, str]
+    seconds: float
+    tried_seconds: float
+
+
+def certify(
+    subject: CertificationTarget, paths: Sequence[FastPath], seconds: float, *, grace: float = GRACE
+) -> CertifyResult:
+    """Try these paths for up to so many seconds, and keep the certificates.
+
+    The start of the process does not count, as it depends on the model and not on the paths.
+    """
+    began = time.monotonic()
+    left, made, untried = list(paths), [], {}
+    spent, lost = 0.0, ""
+    while left and spent < seconds:
+        told, ended = _told(subject, left, seconds - spent, grace)
+        spent += told.seconds
+        for path in tuple(left):
+            if path.name in told.ended:
+                left.remove(path)
+                values = told.ended[path.name]
+                if "out_of_time" in values:
+                    untried[path.name] = "there was no time to try it"
+                elif "lost" in values:
+                    lost = untried[path.name] = f"the device was lost ({values['lost']})"
+                else:
+                    made.append(_certificate(subject, path, **values))
+        if lost:
+            # No path is to blame; and a certificate would outlive what was wrong with the card.
+            untried |= {path.name: lost for path in left}
+            break
+        culprit = next((path for path in left if path.name == told.running), None)
+        if culprit is not None and not ended.is_well:
+            left.remove(culprit)
+            made.append(_certificate(subject, culprit, error_text=_how(ended, grace)))
+        elif not told.ended:
+            why = f"no process could be made to try it ({ended})"
+            untried |= {path.name: why for path in left}
+            break
+    untried |= {
+        path.name: "there was no time to try it" for path in left if path.name not in untried
+    }
+    keep(made)
+    for each in made:
+        _log.info("%s: %s %s: %s", each.component, each.what, each.verdict, each.reason)
+    return CertifyResult(tuple(made), untried, time.monotonic() - began, spent)
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What a process wrote: what came of each path, the one that was `running` last, its time."""
+
+    ended: dict[str, dict[str, Any]]
+    running: str | None
+    seconds: float
+
+
+def _told(
+    subject: CertificationTarget, paths: Sequence[FastPath], seconds: float, grace: float
+) -> tuple[_Told, ProcessResult]:
+    with tempfile.TemporaryDirectory(prefix="everyframe-") as folder:
+        file = Path(folder, "told")
+        file.touch()
+        orders = TrialRequest(subject, tuple(paths), str(file), seconds, grace)
+        ended = run_isolated(run, orders, seconds=_START + seconds + grace)
+        lines = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
+    results: dict[str, dict[str, Any]] = {}
+    running = None
+    for line in lines[1:]:
+        name = line.pop("path")
+        if line.pop("began", False):
+            running = name
+        else:
+            results[name] = line
+            running = None
+    spent = time.time() - lines[0]["ready"] if lines else ended.seconds
+    return _Told(results, running, spent), ended
+
+
+def _how(ended: ProcessResult, grace: float) -> str:
+    if ended.signal is None and ended.error == "ended with exit code 1":
+        return f"did not end, {grace:.0f} s after its time was over"
+    return str(ended)
+
+
+def _certificate(
+    subject: CertificationTarget,
+    path: FastPath,
+    *,
+    error: float | None = None,
+    limit: float | None = None,
+    gain: float | None = None,
+    worst: str = "",
+    error_text: str = "",
+) -> Certificate:
+    verdict: Verdict = "refused"
+    reason = error_text
+    if error is not None and limit is not None and gain is not None:
+        verdict, reason = judge(error, limit, gain)
+        if not error <= limit:
+            reason = f"{worst} {reason}"
+    return Certificate(
+        what=path.name,
+        component=subject.component,
+        device=subject.device_key,
+        plan=subject.plan_key,
+        verdict=verdict,
+        reason=reason,
+        error=_finite(error),
+        limit=_finite(limit),
+        gain=_finite(gain),
+        date=date.today().isoformat(),
+    )
+
+
+def _finite(value: float | None) -> float | None:
+    """The value, or None where JSON has no word for it; the reason tells."""
+    return value if value is not None and math.isfinite(value) else None

@@ -1,0 +1,146 @@
+"""The fast paths that there are, as data: names, devices, how close they are to the plain one.
+
+Not here: how one is tried (`trials`) and put on a module (`put_on`). Imports no torch, so plans and
+the command line can ask. Read next: `choosing`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from everyframe.core.errors import InputError, did_you_mean
+from everyframe.core.facts import DeviceFacts
+
+#: Names of fast paths that are off, with commas, for every run.
+WITHOUT_VARIABLE = "EVERYFRAME_WITHOUT"
+
+#: The kernel of attention that needs no certificate; see `everyframe.ops.attention`.
+PLAIN = "math"
+
+_ATTENTION = "attention-"
+
+
+@dataclass(frozen=True)
+class FastPath:
+    """Something that may take the place of the plain way.
+
+    `kinds` are torch's device types that have it. `closeness` says whether its results are the
+    plain way's to the bit or but for rounding; it is tried as what it says it is. `trial`
+    is the function, as ``module:name``, that makes its contests out of a `CertificationTarget`.
+    `uses` are the tags of known issues that are about it. `at_once` ones are tried by the first run
+    of a plan, from the sizes of its dry run alone; `on_demand` ones only where they were asked for.
+    """
+
+    name: str
+    title: str
+    group: str
+    kinds: tuple[str, ...]
+    trial: str
+    uses: tuple[str, ...] = ()
+    closeness: Literal["exact", "rounding"] = "rounding"
+    at_once: bool = False
+    on_demand: bool = False
+
+
+_TRIALS = "everyframe.fast_paths.trials"
+_ANY = ("cpu", "cuda", "mps", "xpu")
+
+_ALL = (
+    FastPath("attention-flash", "attention in blocks, which never holds all scores",
+             "attention", ("cpu", "cuda"), f"{_TRIALS}:attention",
+             uses=("attention:flash",), at_once=True),
+    FastPath("attention-efficient", "attention in blocks, by the kernel of xFormers",
+             "attention", ("cuda",), f"{_TRIALS}:attention",
+             uses=("attention:efficient",), at_once=True),
+    FastPath("attention-cudnn", "attention by cuDNN",
+             "attention", ("cuda",), f"{_TRIALS}:attention",
+             uses=("attention:cudnn",), at_once=True),
+    FastPath("bf16", "bfloat16 where the plan's islands allow it",
+             "precision", _ANY, f"{_TRIALS}:precision",
+             uses=("dtype:bfloat16",), at_once=True),
+    FastPath("fp16", "float16 where the plan's islands allow it",
+             "precision", ("cuda", "mps", "xpu"), f"{_TRIALS}:precision",
+             uses=("dtype:float16",), at_once=True),
+    FastPath("linear-gelu", "a linear layer and the GELU after it in one kernel of oneDNN",
+             "linear-gelu", ("cpu",), f"{_TRIALS}:block"),
+    FastPath("kept-embeddings", "embeddings of numbers kept for when the same number comes again",
+             "embeddings", ("cpu",), f"{_TRIALS}:embeddings", closeness="exact"),
+    FastPath("compile", "blocks compiled by torch.compile",
+             "compile", ("cpu", "cuda"), f"{_TRIALS}:block",
+             uses=("compiler:inductor",), on_demand=True),
+)  # fmt: skip
+
+#: Every fast path by its name.
+CATALOGUE: Mapping[str, FastPath] = {path.name: path for path in _ALL}
+
+#: Which precision each path of that group stands for.
+PRECISIONS = {"bf16": "bfloat16", "fp16": "float16"}
+
+
+def for_device(device: DeviceFacts) -> tuple[FastPath, ...]:
+    """The paths that this kind of device has."""
+    return tuple(path for path in CATALOGUE.values() if device.kind in path.kinds)
+
+
+def kernels_for(device: DeviceFacts) -> tuple[str, ...]:
+    """Names of attention's kernels on that kind of device, the plain one last."""
+    return (*(kernel_of(path.name) or "" for path in for_device(device) if kernel_of(path.name)),
+            PLAIN)  # fmt: skip
+
+
+def kernel_of(name: str) -> str | None:
+    """``flash`` of ``attention-flash``; None for what is no attention."""
+    return name.removeprefix(_ATTENTION) if name.startswith(_ATTENTION) else None
+
+
+def kernel_used(paths: Sequence[str]) -> str:
+    """The kernel of attention that is used with these paths: the plain one where none is named."""
+    return next((kernel for each in paths if (kernel := kernel_of(each))), PLAIN)
+
+
+def path_of_kernel(kernel: str) -> str:
+    """``attention-flash`` of ``flash``."""
+    return f"{_ATTENTION}{kernel}"
+
+
+def check_kernel(given: str, device: DeviceFacts) -> str:
+    """`given` as one of that device's kernels.
+
+    Raises:
+        InputError: there is none of that name there; says which there are.
+    """
+    wanted = given.strip().casefold()
+    known = kernels_for(device)
+    if wanted not in known:
+        raise InputError(
+            f"attention must be one of {', '.join(known)} on {device.name}, got {given!r}"
+            f"{did_you_mean(wanted, known)}"
+        )
+    return wanted
+
+
+def switched_off(asked: Iterable[str]) -> frozenset[str]:
+    """The paths that are off: those asked for, and those of ``EVERYFRAME_WITHOUT``.
+
+    Raises:
+        InputError: no path of that name; names the nearest.
+    """
+    off = set()
+    for place, names in (("without", asked), (WITHOUT_VARIABLE, _of_variable())):
+        for name in names:
+            wanted = name.strip().casefold()
+            if wanted not in CATALOGUE:
+                raise InputError(
+                    f"{place}: there is no fast path {name!r} among {', '.join(CATALOGUE)}"
+                    f"{did_you_mean(wanted, CATALOGUE)}"
+                )
+            off.add(wanted)
+    return frozenset(off)
+
+
+def _of_variable() -> list[str]:
+    given = os.environ.get(WITHOUT_VARIABLE, "")
+    return [name for name in given.split(",") if name.strip()]

@@ -1,0 +1,342 @@
+"""How each kind of fast path is tried: contests on a component's own sizes.
+
+Called in a process of its own (`certify`), where whatever a kernel does ends nobody else. What is
+tried is what the dry run counted: attentions and products with fewer rows where they are large, and
+whole blocks. Read next: `measure`, which holds the contests; `blocks`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from everyframe.core.facts import OpShape
+from everyframe.fast_paths.apply import applies_to, import_function
+from everyframe.fast_paths.benchmark import Comparison, OutOfTimeError, run_comparisons
+from everyframe.fast_paths.extract_blocks import BlockInputs, BlockLocation, blocks_of
+from everyframe.fast_paths.fast_modules import embedders, forget, keep
+from everyframe.fast_paths.registry import FastPath, kernel_of
+from everyframe.fast_paths.target import CertificationTarget
+from everyframe.hardware.device_loss import parse_device_loss
+from everyframe.hardware.isolation import ends_after
+from everyframe.ops.attention import PLAIN, by_kernel, takes
+from everyframe.precision.dtypes import torch_dtype
+from everyframe.precision.strict_float32 import strict_float32
+
+#: Operations that one attention or product of a trial is cut to.
+_CPU_OPERATIONS, _CARD_OPERATIONS = 4e8, 2e11
+
+#: So many different attentions or products of a component are tried, the heaviest.
+_MOST = 4
+
+#: A rehearsed product in half precision may be so far from float32: some roundings of its operands
+#: and its result. Blocks of models in bfloat16 were measured at 0.3 to 2 %, and 5 % is a defect.
+_ALLOWED = {"bfloat16": 2e-2, "float16": 3e-3}
+
+#: Steps of a run, in which some numbers come again.
+_STEPS = 20
+
+#: Scores of such queries and keys are beyond float16 (65504) before they are scaled.
+_BEYOND_HALF = 7.5e4
+
+
+def attention(subject: CertificationTarget, path: FastPath) -> Iterator[Comparison]:
+    """Each kind of attention of the component by that kernel, against torch's plain one.
+
+    The formula in the same precision is the yardstick; keys as large as some models have them come
+    too, on which sums in half precision are infinite.
+    """
+    kernel = kernel_of(path.name)
+    assert kernel is not None
+    left_out, number = [], 0
+    for number, (product, weight) in enumerate(_kinds(subject, "attention")):
+        q, k, v, mask, cut = _operands(product, subject)
+        if not takes(kernel, q, k, v, mask):
+            left_out.append(_sizes(product))  # the next kernel does it, the plain one at last
+            continue
+        name = f"attention of {_sizes(product)} in {product.dtype}"
+        given = (q, k, v, mask)
+        yield Comparison(
+            name,
+            truth=partial(_attend, PLAIN, *_wide(given)),
+            plain=partial(_attend, PLAIN, *given),
+            fast=partial(_attend, kernel, *given),
+            yardstick=partial(_formula, *given),
+            weight=weight * cut,
+        )
+        if number == 0 and product.dtype in _ALLOWED:
+            large = (*_large(q, k), v, mask)
+            yield Comparison(
+                f"{name} with large keys",
+                truth=partial(_attend, PLAIN, *_wide(large)),
+                plain=partial(_attend, PLAIN, *large),
+                fast=partial(_attend, kernel, *large),
+                yardstick=partial(_formula, *large),
+                weight=0,
+            )
+    if left_out and len(left_out) == number + 1:
+        raise RuntimeError(f"torch has no such kernel here for attention of {left_out[0]}")
+
+
+def precision(subject: CertificationTarget, path: FastPath) -> Iterator[Comparison]:
+    """The heaviest products and convolutions of the component in its precision, against float32.
+
+    Layers are these two; what is between them stays as wide as the islands say.
+    """
+    for product, weight in (*_kinds(subject, "product"), *_kinds(subject, "convolution")):
+        if product.dtype not in _ALLOWED:
+            continue
+        dtype = torch_dtype(product.dtype)
+        multiply: Callable[..., Tensor]
+        if product.kind == "convolution":
+            x, y, cut = _filters(product, subject)
+            multiply = partial(_convolved, product.told)
+        else:
+            x, y, cut = _factors(product, subject)
+            multiply = F.linear if len(product.shapes[-2]) == 2 else torch.bmm
+        wide = partial(multiply, x, y)
+        narrow = partial(multiply, x.to(dtype), y.to(dtype))
+        name = f"{product.kind} of {_sizes(product)} in {product.dtype}"
+        yield Comparison(
+            name, wide, wide, narrow, allowed=_ALLOWED[product.dtype], weight=weight * cut
+        )
+
+
+def block(subject: CertificationTarget, path: FastPath) -> Iterator[Comparison]:
+    """Each kind of block of the component with that path on it, against the block as it is."""
+    for each in blocks_of(subject):
+        if applies_to(path.name, BlockLocation(each.module)):
+            yield Comparison(
+                f"block {each.name}, one of {each.count}",
+                truth=partial(_called, each.alone((), in_float32=True), each.wide),
+                plain=partial(_called, each.alone(()), each.given),
+                fast=partial(_called, each.alone((path.name,)), each.given),
+                weight=each.count,
+            )
+
+
+def embeddings(subject: CertificationTarget, path: FastPath) -> Iterator[Comparison]:
+    """The embeddings of numbers in all steps of a run, kept and not: the same but for the time."""
+    steps: dict[str, bool] = {}
+    for call in subject.calls:
+        steps |= embedders(call.part())
+    # Equal parts stand for each other, and here it matters which number comes again.
+    for name, is_new in steps.items():
+        for each in blocks_of(subject, lambda module, name=name: {name} & {*embedders(module)}):  # type: ignore[misc]
+            kept = each.alone(())
+            keep(kept, ("blocks.0",))
+            yield Comparison(
+                f"{name} in {_STEPS} steps",
+                truth=partial(_stepped, each.alone((), in_float32=True), each.wide, is_new=is_new),
+                plain=partial(_stepped, each.alone(()), each.given, is_new=is_new),
+                fast=partial(_stepped, kept, each.given, is_new=is_new),
+            )
+
+
+def _stepped(module: BlockLocation, given: BlockInputs, *, is_new: bool) -> list[Tensor]:
+    """What a part gives in so many steps for its number, another one each time if it `is_new`."""
+    forget(module)
+    number, *rest = given.args
+    return [
+        module(number + step if is_new else number, *rest, **given.kwargs) for step in range(_STEPS)
+    ]
+
+
+def _called(module: nn.Module, given: BlockInputs) -> Any:
+    return module(*given.args, **given.kwargs)
+
+
+def _kinds(subject: CertificationTarget, kind: str) -> list[tuple[OpShape, float]]:
+    """The heaviest products of that kind, those that differ only in rows taken together."""
+    alike: dict[Any, tuple[OpShape, float]] = {}
+    for product, operations in subject.products:
+        if product.kind == kind:
+            key = (product.dtype, product.told, *_unlike(product))
+            first, before = alike.get(key, (product, 0.0))
+            alike[key] = (first, before + operations)
+    return sorted(alike.values(), key=lambda pair: pair[1], reverse=True)[:_MOST]
+
+
+def _unlike(product: OpShape) -> list[tuple[int, ...]]:
+    """The sizes that make two products of a kind different ones."""
+    if product.kind == "convolution":
+        return [product.shapes[0][1:2], product.shapes[1]]
+    return [shape[-2:] if product.kind == "attention" else shape[-1:] for shape in product.shapes]
+
+
+def _limit(subject: CertificationTarget) -> float:
+    return _CPU_OPERATIONS if subject.device.kind == "cpu" else _CARD_OPERATIONS
+
+
+def _operands(
+    product: OpShape, subject: CertificationTarget
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, float]:
+    """Queries, keys, values and mask with fewer rows, and one over a trial's operations."""
+    (batch, heads, length, size), (*_, keys, _), (*_, width) = product.shapes
+    each = 2.0 * length * keys * (size + width)
+    rows = max(1, min(batch * heads, int(_limit(subject) / each)))
+    heads = min(heads, rows)
+    batch = max(1, rows // heads)
+    device, dtype = subject.device.torch_name, torch_dtype(product.dtype)
+    generator = torch.Generator().manual_seed(0)
+
+    def heads_of(tokens: int, channels: int) -> Tensor:
+        # As a projection leaves them: heads side by side in a token.
+        x = torch.randn(batch, tokens, heads, channels, generator=generator)
+        return x.to(device, dtype).transpose(1, 2)
+
+    mask = None
+    if product.told:
+        mask = torch.ones(batch, 1, 1, keys, dtype=torch.bool, device=device)
+        mask[..., keys - keys // 4 :] = False
+    q, k, v = heads_of(length, size), heads_of(keys, size), heads_of(keys, width)
+    return q, k, v, mask, 1 / (batch * heads * each)
+
+
+def _factors(product: OpShape, subject: CertificationTarget) -> tuple[Tensor, Tensor, float]:
+    """Two factors in float32 with fewer rows, and one over a trial's operations."""
+    left, right = product.shapes[-2:]
+    *batch, rows, inner = left
+    columns = right[-1]
+    number = batch[0] if batch else 1
+    number = max(1, min(number, int(_limit(subject) / (2 * rows * inner * columns))))
+    rows = max(1, min(rows, int(_limit(subject) / (2 * number * inner * columns))))
+    generator = torch.Generator().manual_seed(0)
+
+    def filled(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(subject.device.torch_name)
+
+    one = 1 / (2 * number * rows * inner * columns)
+    if batch:
+        return filled(number, rows, inner), filled(number, inner, columns), one
+    # As the weight of a linear layer lies in memory.
+    return filled(rows, inner), filled(columns, inner) / inner**0.5, one
+
+
+def _filters(product: OpShape, subject: CertificationTarget) -> tuple[Tensor, Tensor, float]:
+    """A convolution's input in float32, of fewer samples and less wide, its weight, one over its
+    operations."""
+    (batch, channels, *sides), weight = product.shapes[:2]
+    least = [2 * side for side in weight[2:]]
+    inner = weight[0] * prod(weight[1:])
+    while batch * prod(sides) * 2 * inner > _limit(subject):
+        if batch > 1:
+            batch = (batch + 1) // 2
+            continue
+        longest = max(range(len(sides)), key=lambda axis: sides[axis] / least[axis])
+        if sides[longest] <= least[longest]:
+            break
+        sides[longest] = max(least[longest], sides[longest] // 2)
+    generator = torch.Generator().manual_seed(0)
+    device = subject.device.torch_name
+    x = torch.randn((batch, channels, *sides), generator=generator).to(device)
+    y = torch.randn(weight, generator=generator).to(device) / prod(weight[1:]) ** 0.5
+    return x, y, 1 / (2 * batch * prod(sides) * inner)
+
+
+def _convolved(told: tuple[Any, ...], x: Tensor, weight: Tensor) -> Tensor:
+    return torch.convolution(x, weight, None, *told)
+
+
+def _attend(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    with by_kernel(kernel, strictly=True):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def _formula(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention written out in the dtype of its operands, with the softmax in float32."""
+    scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    out: Tensor = scores.float().softmax(-1).to(v.dtype) @ v
+    return out
+
+
+def _large(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys of one sign pattern, whose products are beyond half precision."""
+    size = (_BEYOND_HALF / q.shape[-1]) ** 0.5
+    signs = q[:1, :1, :1].sign() * size
+    return (0.1 * q + signs).to(q.dtype), (0.1 * k + signs).to(k.dtype)
+
+
+def _wide(given: Sequence[Tensor | None]) -> list[Any]:
+    return [
+        each.float() if isinstance(each, Tensor) and each.is_floating_point() else each
+        for each in given
+    ]
+
+
+def _sizes(product: OpShape) -> str:
+    return " by ".join("x".join(map(str, shape)) for shape in product.shapes[-3:][:2])
+
+
+@dataclass(frozen=True)
+class TrialRequest:
+    """What a process is to try: paths on a subject, until `seconds` after it began.
+
+    A trial that is not over `grace` seconds later hangs, and ends the process. What happens is
+    written to the file `told`, a line of JSON each time.
+    """
+
+    subject: CertificationTarget
+    paths: tuple[FastPath, ...]
+    told: str
+    seconds: float
+    grace: float
+
+
+def run(orders: TrialRequest) -> None:
+    """Try the paths one after the other, in this process."""
+    began = time.monotonic()
+    device = orders.subject.device.torch_name
+    torch.set_num_threads(orders.subject.num_threads)
+    with open(orders.told, "a", encoding="utf-8") as file:
+        file.write(json.dumps({"ready": time.time()}) + "\n")
+
+        def tell(path: FastPath, **values: Any) -> None:
+            file.write(json.dumps({"path": path.name, **values}) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+        for path in orders.paths:
+            left = began + orders.seconds - time.monotonic()
+            if left <= 0:
+                break
+            tell(path, began=True)
+            with ends_after(left + orders.grace), strict_float32(), torch.inference_mode():
+                values = _tried(path, orders.subject, device, began + orders.seconds)
+            is_over = values.pop("is_over", False)
+            tell(path, **values)
+            if is_over:
+                break
+
+
+def _tried(
+    path: FastPath, subject: CertificationTarget, device: str, deadline: float
+) -> dict[str, Any]:
+    try:
+        contests = import_function(path.trial)(subject, path)
+        outcome = run_comparisons(contests, device, deadline, is_exact=path.closeness == "exact")
+    except OutOfTimeError:
+        return {"out_of_time": True}
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is the verdict
+        said = " ".join((str(error) or type(error).__name__).split())[:200]
+        loss = parse_device_loss(error)
+        if loss is None:
+            return {"error_text": said}
+        # Whatever this process tried next would fail too, without being to blame.
+        return {"lost" if loss.is_of_the_card else "error_text": said, "is_over": True}
+    return {
+        "error": outcome.error, "limit": outcome.limit, "gain": outcome.gain,
+        "worst": outcome.worst,
+    }  # fmt: skip

@@ -1,0 +1,213 @@
+"""The CPU: its name, the cores and the memory that this process may really use, bf16 instructions.
+
+A container sees all cores and all memory of its host and may use a part of them; so affinity and
+the control group's limits count too (versions 1 and 2). Not here: how fast it is.
+Read next: `everyframe.hardware.facts`.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from everyframe.core.facts import DeviceFacts
+
+#: CPU flags, as Linux spells them, of instructions that multiply bf16 matrices, and fp16 ones.
+BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16", "svebf16"})
+FP16_FLAGS = frozenset({"avx512_fp16", "amx_fp16"})
+
+#: Variables that hold oneDNN, which computes torch's products on a CPU, to older instructions; and
+#: flags that each of their values (and all before it) leaves out. Other values leave out nothing.
+_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+_LEAVES_OUT = (
+    ("AVX512_CORE_AMX", ("amx_fp16",)),
+    ("AVX512_CORE_FP16", ("amx_tile", "amx_int8", "amx_bf16")),
+    ("AVX512_CORE_BF16", ("avx512_fp16",)),
+    ("AVX512_CORE_VNNI", ("avx512_bf16",)),
+    ("AVX512_CORE", ("avx512_vnni",)),
+    ("AVX2_VNNI_2", ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd")),
+    ("AVX2_VNNI", ()),
+    ("AVX2", ("avx_vnni",)),
+    ("AVX", ("avx2", "fma")),
+    ("SSE41", ("avx",)),
+)
+
+#: Limits above this are version 1's way to say "none".
+_NO_LIMIT = 1 << 60
+
+_PROC = Path("/proc")
+_CGROUP = Path("/sys/fs/cgroup")
+_CPUS = Path("/sys/devices/system/cpu")
+
+
+def processor_facts() -> DeviceFacts:
+    """The CPU as a device. `memory` is what this process may use at most, in bytes."""
+    total, available = usable_memory()
+    return DeviceFacts(
+        name=processor_name(),
+        kind="cpu",
+        index=None,
+        memory=total,
+        free_memory=available,
+        has_fast_bf16=bool(processor_flags() & BF16_FLAGS),
+        has_fast_fp16=bool(processor_flags() & FP16_FLAGS),
+    )
+
+
+def processor_name() -> str:
+    """The name on the package, or the architecture where the system doesn't tell."""
+    if sys.platform == "darwin":
+        return _sysctl("machdep.cpu.brand_string") or platform.machine()
+    return _cpuinfo("model name") or platform.processor() or platform.machine() or "CPU"
+
+
+def processor_flags() -> frozenset[str]:
+    """The instruction sets that may be used, by Linux's names; on macOS only ``bf16`` is asked for.
+
+    Those that ``ONEDNN_MAX_CPU_ISA`` forbids are not among them.
+    """
+    if sys.platform == "darwin":
+        return frozenset({"bf16"} if _sysctl("hw.optional.arm.FEAT_BF16") == "1" else ())
+    there = frozenset((_cpuinfo("flags") or _cpuinfo("Features")).split())
+    return there - _forbidden()
+
+
+def _forbidden() -> frozenset[str]:
+    limit = next((os.environ[name] for name in _LIMITS if os.environ.get(name)), "").upper()
+    values = [value for value, _ in _LEAVES_OUT]
+    reached = _LEAVES_OUT[: values.index(limit) + 1] if limit in values else ()
+    return frozenset(flag for _, flags in reached for flag in flags)
+
+
+def num_usable_cores() -> int:
+    """Physical cores that the scheduler lets this process have, at least 1.
+
+    Two threads of one core share its multipliers, so they count once.
+    """
+    if hasattr(os, "sched_getaffinity"):
+        cpus = os.sched_getaffinity(0)
+    else:
+        cpus = set(range(os.cpu_count() or 1))
+    cores = {_core_of(cpu) for cpu in cpus}
+    quota = min(_quotas(), default=float("inf"))
+    return max(1, int(min(len(cores), quota)))
+
+
+def usable_memory() -> tuple[int, int]:
+    """Bytes that this process may use at most, and those that are free now."""
+    total, available = _system_memory()
+    for limit, used in _memory_limits():
+        total = min(total, limit)
+        available = min(available, max(0, limit - used))
+    return total, available
+
+
+def _system_memory() -> tuple[int, int]:
+    memory = psutil.virtual_memory()
+    return memory.total, memory.available
+
+
+def _memory_limits() -> Iterator[tuple[int, int]]:
+    """(limit, used without what the kernel would give back) of this group and those around it."""
+    for folder in _groups("memory"):
+        limit = _number(_read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes"))
+        if limit is None or limit >= _NO_LIMIT:
+            continue
+        used = _read(folder / "memory.current") or _read(folder / "memory.usage_in_bytes")
+        stat = _read(folder / "memory.stat")
+        cache = re.search(r"^total_inactive_file (\d+)", stat, re.M)
+        cache = cache or re.search(r"^inactive_file (\d+)", stat, re.M)
+        yield limit, max(0, (_number(used) or 0) - (int(cache[1]) if cache else 0))
+
+
+def _quotas() -> Iterator[float]:
+    """Cores' worth of time that each control group around this process may take."""
+    for folder in _groups("cpu"):
+        pair = _read(folder / "cpu.max").split()
+        if not pair:
+            pair = [_read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")]
+        quota, period = (_number(part) for part in pair)
+        if quota is not None and quota > 0 and period:
+            yield quota / period
+
+
+def _groups(controller: str) -> Iterator[Path]:
+    """Folders of the control groups that this process is in, from its own up to the root."""
+    for line in _read(_PROC / "self" / "cgroup").splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number == "0" and not controllers:
+            root = _CGROUP
+        elif controller in controllers.split(","):
+            root = _CGROUP / controllers
+            root = root if root.is_dir() else _CGROUP / controller
+        else:
+            continue
+        # Inside a container the path may be the host's, which isn't there: then only the root is.
+        own = root / path.lstrip("/")
+        while own != root and root in own.parents:
+            if own.is_dir():
+                yield own
+            own = own.parent
+        yield root
+
+
+def _core_of(cpu: int) -> str:
+    siblings = _read(_CPUS / f"cpu{cpu}" / "topology" / "thread_siblings_list")
+    return siblings or str(cpu)
+
+
+def _cpuinfo(key: str) -> str:
+    found = re.search(rf"^{key}\s*:\s*(.*)$", _read(_PROC / "cpuinfo"), re.M)
+    return found[1].strip() if found else ""
+
+
+def _number(text: str) -> int | None:
+    return int(text) if re.fullmatch(r"-?\d+", text) else None
+
+
+def _read(path: Path) -> str:
+    """The text of a file of the kernel's; empty where there is none or it may not be read."""
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _sysctl(name: str) -> str:
+    return _output(["sysctl", "-n", name])
+
+
+def _output(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+@contextmanager
+def cpu_threads(number: int) -> Iterator[None]:
+    """So many threads within, in this thread, and as many as before afterwards.
+
+    A thread that computes for the first time meanwhile begins with that number as well, so nothing
+    is set where it holds already.
+    """
+    import torch
+
+    before = torch.get_num_threads()
+    if before == number:
+        yield
+        return
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,191 @@
+"""A device that this process has lost: how that is known from an error, and what is likely.
+
+After a fault of the card or of a kernel on it (an Xid of the driver, a memory error, a fall off
+the bus) the process's context there is dead: every later call fails too, those that clean up among
+them. So an error is judged by the first of those that led to it. Not here: lack of memory
+(`memory.py`), which a process lives on after, and what becomes of the run
+(`everyframe.engine.run`). No torch here: the process that hears of a dead worker has none.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+
+from everyframe.core.errors import CannotRunError, DeviceLoss, DeviceLostError, PeerLostError
+
+_LOG = "`sudo dmesg | grep -iE 'xid|amdgpu'` says what the driver saw"
+
+#: By words of CUDA, ROCm, NCCL, Level Zero or Metal, as patterns, of which the first that fits
+#: counts. Texts are those of cudaGetErrorString, which HIP has taken over.
+_KINDS: Mapping[str, DeviceLoss] = {
+    r"\becc error|nvlink error|hipErrorECCNotCorrectable": DeviceLoss(
+        "its memory gave wrong bits",
+        "`nvidia-smi -q -d ECC` (ROCm: `rocm-smi --showrasinfo all`) counts them; a restart of the "
+        "machine sets bad rows aside, and a card that does it again is to be replaced",
+        is_of_the_card=True,
+    ),
+    (
+        r"no (cuda|rocm)-capable device|gpu is lost|fallen off the bus|device[ _]lost|"
+        r"unknown error|initialization error|system not yet initialized|driver shutting down|"
+        r"device is already disconnected"
+    ): DeviceLoss(
+        "the driver does not reach it any more: power, heat, overclocking, or a machine that slept",
+        f"{_LOG}; after sleep `sudo modprobe -r nvidia_uvm && sudo modprobe nvidia_uvm` brings it "
+        "back, else a restart of the machine",
+        is_of_the_card=True,
+    ),
+    r"busy or unavailable|devices unavailable": DeviceLoss(
+        "another program holds it alone, or it hangs",
+        "`nvidia-smi` shows who holds it, and whether its compute mode is exclusive",
+        is_of_the_card=True,
+    ),
+    r"launch timed out": DeviceLoss(
+        "a kernel took longer than a card with a display may",
+        "compute on a card without one, or on Windows with a larger TdrDelay",
+    ),
+    r"device-side assert|hipErrorAssert": DeviceLoss(
+        "a kernel refused what it was given, such as an index beyond a table: no fault of the card",
+        "CUDA_LAUNCH_BLOCKING=1 names the operation, --device cpu the index; report it with what "
+        "this prints: everyframe doctor --share",
+    ),
+    (
+        r"illegal memory access|memory access fault|unspecified launch failure|misaligned address|"
+        r"illegal instruction|invalid program counter|hardware stack error|invalid address space|"
+        r"STATUS_EXECUTION_FAILED|unhandled (cuda|hip) error|command buffer exited with error"
+    ): DeviceLoss(
+        "a kernel that is wrong here, or a card that is overclocked or broken",
+        f"{_LOG}; `everyframe doctor` tries kernels one by one, and --attention math does without "
+        "fused ones",
+    ),
+}
+_ANY = DeviceLoss("the driver ended this process's work on it", f"{_LOG}; `everyframe doctor`")
+
+#: What says so of a torch error that has no class of its own.
+_OF_A_DEVICE = re.compile(
+    r"CUDA|cuDNN|cuBLAS|NVML|NVIDIA|ROCm|HIP error|hipError|MIOpen|NCCL|RCCL|UR_RESULT|level_zero|"
+    r"\bXPU\b|\bMPS\b|Metal|Memory access fault by GPU|command buffer",
+    re.IGNORECASE,
+)
+
+#: A device that refuses a call and goes on, and an allocator that finds nothing.
+_GOES_ON = re.compile(
+    r"no kernel image|invalid device function|device kernel image is invalid|invalid argument|"
+    r"invalid configuration|too many resources|not supported|invalid device ordinal|"
+    r"driver version is insufficient|\bPTX\b|named symbol not found|invalid resource handle|"
+    r"captur|out of memory",
+    re.IGNORECASE,
+)
+
+#: A line that tells of an error; what only might go wrong is a warning.
+_PRINTED = re.compile(r"error:|fault by GPU|NCCL|RCCL", re.IGNORECASE)
+
+#: What torch adds to every error of a device: advice, among it words that are errors' own.
+_ADVICE = re.compile(
+    r"\s*(CUDA kernel errors|HIP kernel errors|For debugging|Compile with|Search for)"
+)
+
+
+def parse_device_loss(error: BaseException) -> DeviceLoss | None:
+    """What this error says of a device that is lost; None where it is about something else."""
+    if isinstance(error, DeviceLostError):
+        return error.loss
+    text = "\n".join(_told(str(error)))
+    if not isinstance(error, RuntimeError) or _GOES_ON.search(text):
+        return None
+    said = text.partition("\n")[0].strip() or type(error).__name__
+    if (kind := _kind_of(text)) is not None:
+        return replace(kind, said=said)
+    # Every failed call of a device is of this class; what is not known to be harmless is not.
+    return replace(_ANY, said=said) if _is_of_an_accelerator(error) else None
+
+
+def loss_in(printed: str) -> DeviceLoss | None:
+    """What a dead process printed of it, such as NCCL's watchdog, which ends its process then."""
+    for line in _told(printed):
+        is_error = _PRINTED.search(line) and not _GOES_ON.search(line)
+        if is_error and (kind := _kind_of(line)) is not None:
+            return replace(kind, said=line.strip().removeprefix("what():").strip()[:200])
+    return None
+
+
+def is_device_loss(error: BaseException) -> bool:
+    """Whether this error says that a device is lost."""
+    return parse_device_loss(error) is not None
+
+
+@contextmanager
+def translate_device_loss(device: str, where: str = "") -> Iterator[None]:
+    """Within, an error that comes of a lost device is told as that, whatever came after it.
+
+    What is raised while cleaning up comes on top of the first error and does not hide it.
+
+    Raises:
+        DeviceLostError: names the device, what was said, what is likely, and what mends it.
+        CannotRunError: the device refuses a call, and is there.
+    """
+    # Whoever calls may be handling an error of their own, which is none of ours.
+    theirs = sys.exc_info()[1]
+    try:
+        yield
+    except (DeviceLostError, PeerLostError):
+        raise
+    except Exception as error:
+        loss = loss_behind(error, theirs)
+        if loss is not None:
+            loss = replace(loss, what=f"{device} was lost {where}".rstrip())
+            raise DeviceLostError(
+                f"{loss.what} {loss}; this process can't use it any more", loss
+            ) from error
+        if _is_of_an_accelerator(error) and "out of memory" not in str(error):
+            said = str(error).strip().partition("\n")[0]
+            raise CannotRunError(
+                f"{device} refused a call ({said}); `everyframe doctor` says whether this torch is "
+                "made for it, and what mends it"
+            ) from error
+        raise
+
+
+def loss_behind(error: BaseException, theirs: BaseException | None = None) -> DeviceLoss | None:
+    """The loss of the first of the errors that led to this one; none of `theirs` led to it.
+
+    Where one was told as that already, as it was told.
+    """
+    found: DeviceLoss | None = None
+    at: BaseException | None = error
+    seen: set[int] = set()
+    while at is not None and at is not theirs and id(at) not in seen:
+        seen.add(id(at))
+        if isinstance(at, DeviceLostError) and at.loss is not None:
+            return at.loss
+        found = parse_device_loss(at) or found
+        at = at.__cause__ or at.__context__
+    return found
+
+
+def _told(text: str) -> Iterator[str]:
+    """The lines of an error without torch's advice and without its stack."""
+    for line in text.strip().splitlines():
+        if line.startswith("Exception raised from"):
+            return
+        # Whoever made one line of it has it in the middle.
+        advice = _ADVICE.search(line)
+        said = line if advice is None else line[: advice.start()]
+        if said.strip():
+            yield said
+
+
+def _kind_of(text: str) -> DeviceLoss | None:
+    """The loss that the text tells of, before anything was said of it."""
+    if not _OF_A_DEVICE.search(text):
+        return None
+    found = (loss for words, loss in _KINDS.items() if re.search(words, text, re.IGNORECASE))
+    return next(found, None)
+
+
+def _is_of_an_accelerator(error: BaseException) -> bool:
+    """Whether it is torch's own error for a call of a device that failed."""
+    return any(kind.__name__ == "AcceleratorError" for kind in type(error).__mro__)

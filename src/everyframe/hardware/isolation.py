@@ -1,0 +1,263 @@
+"""A function in a process of its own, with a time limit: whatever it does, the caller lives on.
+
+SIGFPE in a matrix library, a hang in a collective, a process that the kernel kills for its memory:
+none can be caught in Python, all are an ordinary value here. Processes are forked from one that has
+torch imported and nothing else (where the system can), so each costs a tenth of a second. What the
+function prints is kept and not shown. Read next: `everyframe.doctor.probes`.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from multiprocessing import util
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from everyframe.core.errors import DeviceLoss
+from everyframe.core.safe_path import SAFE_PATH, SAFE_PATH_VARIABLE
+from everyframe.hardware.device_loss import loss_behind, loss_in
+
+#: How much of what a process printed is kept, in letters.
+_KEPT = 2000
+
+_STARTING = threading.Lock()
+
+
+@dataclass(frozen=True)
+class ProcessResult:
+    """How a process ended: with a `value`, an `error`, a `signal` by name, or `timed_out`.
+
+    Exactly one of the four is set. `seconds` is how long it took, `printed` the end of what it
+    wrote to either output, `loss` the device that it lost, if that is why it ended badly.
+    """
+
+    value: Any = None
+    error: str | None = None
+    signal: str | None = None
+    timed_out: bool = False
+    seconds: float = 0.0
+    printed: str = ""
+    loss: DeviceLoss | None = None
+
+    @property
+    def is_well(self) -> bool:
+        """Whether it returned."""
+        return self.error is None and self.signal is None and not self.timed_out
+
+    def __str__(self) -> str:
+        if self.timed_out:
+            return f"did not end within {self.seconds:.0f} s"
+        if self.signal is not None:
+            return f"died of {self.signal}"
+        return self.error or "returned"
+
+
+def run_isolated(function: Callable[..., Any], *arguments: Any, seconds: float) -> ProcessResult:
+    """Call ``function(*arguments)`` in a process of its own and say how it ended.
+
+    `function` is one of a module and not of a script; its value is plain data that JSON can hold,
+    and its arguments are what pickle can send, which only this process and its child read. The
+    process and all that it started are killed after `seconds`.
+    """
+    began = time.monotonic()
+    ended = _run(_context(), function, arguments, began, seconds)
+    if ended is None:
+        # What others are forked from died, most likely while it imported torch. A fresh process
+        # imports nothing before the function does, so how it dies can be seen.
+        ended = _run(_context(fresh=True), function, arguments, began, seconds)
+    if ended is None:
+        return ProcessResult(error="no process could be started", seconds=time.monotonic() - began)
+    return ended
+
+
+def _run(
+    context: Any,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    began: float,
+    seconds: float,
+) -> ProcessResult | None:
+    """How it ended; None if no process could be started."""
+    ours, theirs = context.Pipe(duplex=False)
+    with tempfile.TemporaryDirectory(prefix="everyframe-") as folder:
+        log = Path(folder, "printed")
+        process = context.Process(
+            target=_serve, args=(theirs, str(log), function, arguments), daemon=False
+        )
+        try:
+            with _nobodys_script(), safe_start():
+                process.start()
+        except (OSError, EOFError):
+            ours.close()
+            theirs.close()
+            return None
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            ours.close()
+            theirs.close()
+            return ProcessResult(error=f"what it needs can't be sent to a process: {error}")
+        theirs.close()
+        try:
+            answer = _answer(ours, began + seconds)
+            # One that dies may take a moment longer than its pipe; one that answered need not live.
+            patience = 1.0 if answer else 10.0
+            process.join(max(0.0, min(patience, began + seconds - time.monotonic())))
+            timed_out = answer is None and process.exitcode is None
+        finally:  # Ctrl-C comes through here as well
+            _kill_all(process)
+        taken = time.monotonic() - began
+        printed = log.read_text(errors="replace")[-_KEPT:].strip() if log.exists() else ""
+    return _ended(answer, process.exitcode, timed_out, taken, printed)
+
+
+def _ended(
+    answer: bytes | None, exit_code: int | None, timed_out: bool, seconds: float, printed: str
+) -> ProcessResult:
+    if timed_out:
+        return ProcessResult(timed_out=True, seconds=seconds, printed=printed)
+    if answer:
+        told = json.loads(answer)
+        loss = None if told["loss"] is None else DeviceLoss(**told["loss"])
+        return ProcessResult(
+            told["value"], told["error"], seconds=seconds, printed=printed, loss=loss
+        )
+    loss = loss_in(printed)
+    if exit_code is not None and exit_code < 0:
+        signalled = signal_name(-exit_code)
+        return ProcessResult(signal=signalled, seconds=seconds, printed=printed, loss=loss)
+    error = f"ended with exit code {exit_code}"
+    return ProcessResult(error=error, seconds=seconds, printed=printed, loss=loss)
+
+
+def signal_name(number: int) -> str:
+    """``SIGFPE`` of 8; the number itself where the system has no name for it."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _context(*, fresh: bool = False) -> Any:
+    """How processes are made: forked from a clean one, or started anew.
+
+    On macOS a process that has Metal's libraries must not fork; Windows can't.
+    """
+    if fresh or not sys.platform.startswith("linux"):
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch"])
+    return context
+
+
+@contextmanager
+def _nobodys_script() -> Iterator[None]:
+    """Within, the program that runs is none that a new process would import.
+
+    multiprocessing imports the caller's own script in every process that it starts, to find
+    functions there. Ours are in modules; and a script that makes a video would make it twice.
+    """
+    script = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = script
+
+
+@contextmanager
+def safe_start() -> Iterator[None]:
+    """Within, multiprocessing starts Python without the current folder on its path.
+
+    It has no option for that, so the one function that starts all of its processes is another one
+    meanwhile, under a lock. What others start at that moment is as safe.
+    """
+    with _STARTING:
+        begin = util.spawnv_passfds
+
+        def begin_safely(path: bytes, args: Any, passfds: Any) -> int:
+            words = list(args)
+            if "-c" in words[:-1]:
+                code = words.index("-c") + 1
+                words[code] = SAFE_PATH + words[code]
+            return begin(path, words, passfds)
+
+        util.spawnv_passfds = begin_safely
+        try:
+            yield
+        finally:
+            util.spawnv_passfds = begin
+
+
+def _answer(connection: Connection, deadline: float) -> bytes | None:
+    """What the process sent; None if it sent nothing before it ended or the time was over."""
+    with connection:
+        try:
+            if connection.poll(max(0.0, deadline - time.monotonic())):
+                return connection.recv_bytes()
+        except (EOFError, OSError):  # it died, maybe in the middle of a word
+            return b""
+    return None
+
+
+def _kill_all(process: Any) -> None:
+    """End the process and its group: a hanging compiler must not outlive it."""
+    if process.pid is None:
+        return
+    if hasattr(os, "killpg"):
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            process.kill()  # it had no time to make a group of its own
+    else:
+        process.kill()
+    process.join()
+
+
+def _serve(
+    connection: Connection, log: str, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
+    """In the new process: call the function and send what came of it."""
+    os.environ[SAFE_PATH_VARIABLE] = "1"  # for compilers that start Python themselves
+    if sys.platform != "win32":
+        import resource
+
+        os.setsid()
+        # What dies here was meant to be seen and not to fill the disk with its memory.
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with open(log, "wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    told: dict[str, Any] = {"value": None, "error": None, "loss": None}
+    try:
+        told["value"] = function(*arguments)
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer
+        traceback.print_exc()
+        told["error"] = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+        loss = loss_behind(error)
+        told["loss"] = None if loss is None else asdict(loss)
+    connection.send_bytes(json.dumps(told).encode())
+    connection.close()
+
+
+@contextmanager
+def ends_after(seconds: float) -> Iterator[None]:
+    """Within, this process ends by itself after so many seconds, with exit code 1."""
+    faulthandler.dump_traceback_later(max(seconds, 0.01), exit=True, file=2)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()

@@ -1,0 +1,300 @@
+"""How fast the device here is, by trying: the very products that a plan spends its time on.
+
+A few of them, cut to some hundredths of a second, and one pass over memory: under a second in all,
+and once a process. A device that is not here has a maker's numbers instead (`profiles`). Not here:
+where trials of earlier processes are saved (`everyframe.planning.throughput_cache`).
+Read next: `everyframe.planning.dry_runs`, which makes seconds of them.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Hashable, MutableMapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from everyframe.core.facts import DeviceFacts, OpShape, Throughput
+from everyframe.hardware.cpu import cpu_threads
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: Operations that one trial is cut to.
+_CPU_OPERATIONS, _CARD_OPERATIONS = 6e8, 2e11
+
+#: A convolution is tried on so many places in any case: on a few of them it is slow.
+_PLACES = 2048
+
+#: Bytes of the tensor that passes through memory: on a CPU less than what an allocator asks the
+#: system for each time, and of the one that is.
+_CPU_BYTES, _CARD_BYTES = 16 << 20, 512 << 20
+_MAPPED_BYTES = 64 << 20
+
+#: A trial is repeated until it took so many seconds in all, or so often.
+_ENOUGH, _MOST_RUNS = 0.1, 8
+
+#: Bytes a second from a file that lies in the system's memory into place, cast on the way. Measured
+#: on a server with local disks; a first read from disk is slower and can't be told in advance.
+_LOAD = 1.2e9
+
+
+#: A trial that did not wait for a core longer than this share of its time says what the machine
+#: can. One that did says too little, so others follow, and the fastest of so many is taken.
+_WAITED, ENOUGH_TRIALS = 0.05, 3
+
+Kernels = Callable[[str], AbstractContextManager[None]]
+"""Within what it gives, torch's attention is computed by the kernel of that name."""
+
+Saved = MutableMapping[str, list[float]]
+"""Trials of a device with so many threads by name: how often it was tried, and what came of it,
+larger numbers being faster. `ENOUGH_TRIALS` also stands for one that did not wait.
+"""
+
+#: What this process tried.
+_TRIED: dict[Hashable, list[float]] = {}
+_MAX_TRIED = 512
+
+
+def measured_rates(
+    products: Sequence[OpShape],
+    device: str,
+    num_threads: int,
+    kernels: Kernels | None = None,
+    saved: Saved | None = None,
+) -> Throughput:
+    """Rates of these products, and of memory, on the device of that torch name.
+
+    `kernels` are asked for where a product names the kernel of its attention. What is `saved` of
+    earlier trials is not tried again where that was enough, and new trials are added to it.
+    """
+    saved = {} if saved is None else saved
+
+    def tried(name: str, trial: Callable[[str, int], tuple[float, ...]]) -> list[float]:
+        key = (name, device, num_threads, kernels)
+        if key not in _TRIED:
+            while len(_TRIED) >= _MAX_TRIED:
+                del _TRIED[next(iter(_TRIED))]
+            _TRIED[key] = _best(name, partial(trial, device, num_threads), saved)
+        return _TRIED[key]
+
+    measured = tuple(
+        (product, tried(_name(product), partial(_rate, product, kernels))[0])
+        for product in products
+    )
+    by_dtype: dict[str, float] = {}
+    for product, rate in measured:
+        by_dtype[product.dtype] = min(rate, by_dtype.get(product.dtype, rate))
+    memory, launches = tried("memory", _memory)
+    return Throughput(
+        products=tuple(by_dtype.items()) or (("float32", memory),),
+        memory=memory,
+        load=_LOAD,
+        source="measured here",
+        launch=1 / launches,
+        measured=measured,
+        mapping=tried("mapping", _mapping)[0] if device == "cpu" else None,
+    )
+
+
+def with_fp16_tried(device: DeviceFacts) -> DeviceFacts:
+    """A CPU with how many times as long its products take in float16 as in float32.
+
+    The CPU that is here is tried, for a tenth of a second: its flags don't say what torch does with
+    them. A made-up one has it by its rates; of another device it is no question.
+    """
+    if device.kind != "cpu":
+        return device
+    if device.rates is not None:
+        known = dict(device.rates.products)
+        if not {"float32", "float16"} <= known.keys():
+            return device
+        return replace(device, fp16_slowdown=known["float32"] / known["float16"])
+    tried = [[_rate(product(dtype), None, "cpu", 1)[0] for dtype in ("float32", "float16")]
+             for product in _OF_BOTH]  # fmt: skip
+    return replace(device, fp16_slowdown=max(wide / narrow for wide, narrow in tried))
+
+
+#: A linear layer and a convolution, of which the slower one counts. Small ones, for the sake of
+#: CPUs that take hundreds of times as long in float16.
+_OF_BOTH: tuple[Callable[[str], OpShape], ...] = (
+    lambda dtype: OpShape("product", dtype, ((64, 256), (256, 256))),
+    lambda dtype: OpShape(
+        "convolution",
+        dtype,
+        ((1, 32, 16, 16), (32, 32, 3, 3)),
+        ((1, 1), (1, 1), (1, 1), False, (0, 0), 1),
+    ),
+)
+
+
+def _name(product: OpShape) -> str:
+    return json.dumps([product.kind, product.dtype, product.shapes, product.told])
+
+
+def _best(name: str, trial: Callable[[], tuple[float, ...]], saved: Saved) -> list[float]:
+    """The fastest of what was saved and, if that was not enough, one more trial."""
+    number, *before = saved.get(name, [0.0])
+    if number >= ENOUGH_TRIALS:
+        return before
+    began, waited = time.perf_counter(), _waited_seconds()
+    found = list(trial())
+    after = _waited_seconds()
+    if before:
+        found = [max(pair) for pair in zip(found, before, strict=True)]
+    share = (after - waited) / (time.perf_counter() - began) if after and waited else 1.0
+    saved[name] = [ENOUGH_TRIALS if share < _WAITED else number + 1, *found]
+    return found
+
+
+def _waited_seconds() -> float | None:
+    """How long threads of this process waited for a core so far; None where the system is silent.
+
+    It is the second number of a thread's ``schedstat``, in ns.
+    """
+    try:
+        texts = [each.read_text() for each in Path("/proc/self/task").glob("*/schedstat")]
+    except OSError:  # a thread has just ended
+        return None
+    return sum(int(text.split()[1]) for text in texts) / 1e9 if texts else None
+
+
+def _rate(product: OpShape, kernels: Kernels | None, device: str, num_threads: int) -> tuple[float]:
+    """Operations a second of that product, cut to a fraction where it is large."""
+    most = _CPU_OPERATIONS if device == "cpu" else _CARD_OPERATIONS
+    with cpu_threads(num_threads):
+        run, operations = _TRIALS[product.kind](product, device, most)
+        with kernels(product.told[-1]) if kernels and _names_kernel(product) else nullcontext():
+            return (operations / _seconds(run, device),)
+
+
+def _names_kernel(product: OpShape) -> bool:
+    return product.kind == "attention" and product.told not in ((), ("masked",))
+
+
+def _mapping(device: str, num_threads: int) -> tuple[float]:
+    """Bytes a second that the system hands out to a CPU's work, zeroed, on top of their use."""
+    import torch
+
+    with cpu_threads(num_threads):
+        there = torch.empty(_MAPPED_BYTES // 4)
+        used = _seconds(lambda: there.fill_(0.5), device)
+        fresh = _seconds(lambda: torch.empty(_MAPPED_BYTES // 4).fill_(0.5), device)
+    return (_MAPPED_BYTES / max(fresh - used, 1e-7),)
+
+
+def _memory(device: str, num_threads: int) -> tuple[float, float]:
+    """Bytes that are read and written, and operations on next to nothing, each a second."""
+    import torch
+
+    size = _CPU_BYTES if device == "cpu" else _CARD_BYTES
+    with cpu_threads(num_threads):
+        x = torch.ones(size // 4, device=device)
+        few = torch.ones(8, device=device)
+        passing = _seconds(lambda: torch.nn.functional.silu(x) + x, device)
+        launching = _seconds(lambda: [few + few for _ in range(100)], device)
+        return 5 * size / passing, 100 / launching
+
+
+def _seconds(run: Callable[[], object], device: str) -> float:
+    """The fastest of a few runs after a first one, which may choose its kernels.
+
+    Whatever else the machine does makes a run slower and none faster.
+    """
+    import torch
+
+    def finished() -> float:
+        if device.startswith("cuda"):
+            torch.cuda.synchronize(device)
+        elif device == "mps":
+            torch.mps.synchronize()
+        return time.perf_counter()
+
+    taken: list[float] = []
+    with torch.inference_mode():
+        while len(taken) < 3 or (len(taken) < _MOST_RUNS and sum(taken) < _ENOUGH):
+            began = finished()
+            run()
+            taken.append(finished() - began)
+    return max(min(taken[1:]), 1e-7)
+
+
+def _product(product: OpShape, device: str, most: float) -> tuple[Callable[[], object], float]:
+    import torch
+
+    left, right = product.shapes[-2:]
+    *batch, rows, inner = left
+    columns = right[-1]
+    number = batch[0] if batch else 1
+    number = max(1, min(number, int(most / (2 * rows * inner * columns))))
+    rows = max(1, min(rows, int(most / (2 * number * inner * columns))))
+    operations = 2.0 * number * rows * inner * columns
+    if batch:
+        a = _filled((number, rows, inner), product, device)
+        b = _filled((number, inner, columns), product, device)
+        return lambda: torch.bmm(a, b), operations
+    x = _filled((rows, inner), product, device)
+    # As the weight of a linear layer lies in memory.
+    weight = _filled((columns, inner), product, device)
+    return lambda: torch.nn.functional.linear(x, weight), operations
+
+
+def _convolution(product: OpShape, device: str, most: float) -> tuple[Callable[[], object], float]:
+    import torch
+
+    given, kernel = list(product.shapes[0]), product.shapes[1]
+    each = 2.0 * prod(kernel) * prod(given[2:])
+    given[0] = max(1, min(given[0], int(most / each)))
+    # Rows of the first spatial dimension are dropped once there is one sample left.
+    if given[0] == 1 and each > most:
+        fewer = int(given[2] * most / each)
+        given[2], before = max(min(given[2], kernel[2]), min(given[2], fewer)), given[2]
+        each *= given[2] / before
+    # And of the others alike, where these can't be fewer: such are those of video.
+    if each > 2 * most and len(given) > 3:
+        share = (max(most, 2.0 * prod(kernel) * _PLACES) / each) ** (1 / len(given[3:]))
+        for axis in range(3, len(given)):
+            given[axis] = min(given[axis], max(kernel[axis], int(given[axis] * share)))
+    x = _filled(given, product, device)
+    weight = _filled(kernel, product, device)
+
+    def run() -> Tensor:
+        return torch.convolution(x, weight, None, *product.told)
+
+    with torch.inference_mode():
+        out = run()
+    per_element = prod(kernel[1:]) if not product.told[3] else kernel[0] * prod(kernel[2:])
+    return run, 2.0 * out.numel() * per_element
+
+
+def _attention(product: OpShape, device: str, most: float) -> tuple[Callable[[], object], float]:
+    import torch
+
+    (batch, heads, length, size), (_, _, keys, _), (*_, width) = product.shapes
+    each = 2.0 * length * keys * (size + width)
+    rows = max(1, min(batch * heads, int(most / each)))
+    if rows == 1 and each > most:
+        length = max(1, int(length * most / each))
+    q = _filled((rows, 1, length, size), product, device)
+    k = _filled((rows, 1, keys, size), product, device)
+    v = _filled((rows, 1, keys, width), product, device)
+    mask = _filled((length, keys), product, device) if "masked" in product.told else None
+    operations = 2.0 * rows * length * keys * (size + width)
+
+    def run() -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    return run, operations
+
+
+_TRIALS = {"product": _product, "convolution": _convolution, "attention": _attention}
+
+
+def _filled(shape: Sequence[int], product: OpShape, device: str) -> Tensor:
+    import torch
+
+    return torch.full(tuple(shape), 0.5, dtype=getattr(torch, product.dtype), device=device)

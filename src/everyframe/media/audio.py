@@ -1,0 +1,97 @@
+"""Sound that belongs to a video: samples in memory, and AAC packets for a file.
+
+What a file does with them is `everyframe.media.mp4`; no other kind of file that is written here
+has room for sound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import av
+import numpy as np
+import numpy.typing as npt
+
+from everyframe.core.errors import InputError, NumericsError
+
+#: Samples a second that AAC knows (ISO/IEC 14496-3, table of sampling frequencies).
+_RATES = (
+    8000, 11025, 12000, 16000, 22050, 24000, 32000, 44100, 48000, 64000, 88200, 96000,
+)  # fmt: skip
+_LAYOUTS = {1: "mono", 2: "stereo"}
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Audio:
+    """Samples (channels, n), float32 in -1..1, `rate` of them a second; one channel or two.
+
+    Raises `InputError` for another shape or type, and `NumericsError` for values that are not
+    finite: they would be a loud noise.
+    """
+
+    samples: npt.NDArray[Any]
+    rate: int
+
+    def __post_init__(self) -> None:
+        samples = self.samples
+        if samples.dtype != np.float32 or samples.ndim != 2 or len(samples) not in _LAYOUTS:
+            raise InputError(
+                "sound must be float32 (channels, n) with one channel or two, "
+                f"got {samples.dtype} {samples.shape}"
+            )
+        if not np.isfinite(samples).all():
+            raise NumericsError("the sound has values that are not finite; nothing is written")
+        if self.rate <= 0:
+            raise InputError(f"the rate of a sound must be more than 0, got {self.rate}")
+
+    @property
+    def seconds(self) -> float:
+        return int(self.samples.shape[1]) / self.rate
+
+    def __repr__(self) -> str:
+        return f"<Sound: {self.seconds:.2f} s, {len(self.samples)} channels, {self.rate} Hz>"
+
+
+def add_stream(container: Any, sound: Audio) -> Any:
+    """A stream for the sound in a file that is about to be written."""
+    stream = container.add_stream("aac", rate=_rate(sound.rate))
+    stream.codec_context.layout = _LAYOUTS[len(sound.samples)]
+    return stream
+
+
+def packets(stream: Any, sound: Audio) -> Iterator[Any]:
+    """The sound as AAC packets of that stream, in order; resampled if AAC lacks its rate."""
+    loud = np.ascontiguousarray(np.clip(sound.samples, -1, 1))
+    frame = av.AudioFrame.from_ndarray(loud, format="fltp", layout=_LAYOUTS[len(loud)])
+    frame.sample_rate, frame.pts = sound.rate, 0
+    yield from stream.encode(frame)
+    yield from stream.encode(None)
+
+
+def decoded_sound(
+    container: Any, stream: Any, *, until: float
+) -> tuple[npt.NDArray[np.float32], float]:
+    """Samples (channels, n), one channel or two, of an open file, and the second of the first.
+
+    What begins after the second `until` is not decoded: a small file may hold hours of silence.
+    """
+    layout = _LAYOUTS[min(stream.codec_context.channels, 2)]
+    resampler = av.AudioResampler(format="fltp", layout=layout, rate=stream.rate)
+    pieces, first = [], None
+    for frame in container.decode(stream):
+        if first is None:
+            first = float(frame.time or 0)
+        if float(frame.time or 0) > until:
+            break
+        pieces += [piece.to_ndarray() for piece in resampler.resample(frame)]
+    pieces += [piece.to_ndarray() for piece in resampler.resample(None)]
+    empty = np.zeros((1 if layout == "mono" else 2, 0), np.float32)
+    samples = np.concatenate([empty, *pieces], axis=1).astype(np.float32, copy=False)
+    return np.nan_to_num(samples), first or 0.0
+
+
+def _rate(rate: int) -> int:
+    """The lowest rate of AAC that loses nothing, or its highest."""
+    return next((known for known in _RATES if known >= rate), _RATES[-1])

@@ -1,0 +1,378 @@
+"""Where a value that is not finite came from: the operation that made it, and its module.
+
+The call is repeated with every operation seen and the module on top of the stack known by hooks.
+Where an operation makes NaN or infinity out of numbers, that is a fault, and is repeated in float32
+on the same operands, which says what kind it is. What is computed of such a value carries its
+faults on, so that at the end those are known that the result comes of: an infinity that came to
+nothing (a mask, ``1 / exp(x)``) is not blamed. Slow, and run after a hit only. Not here: what is
+done about it (`everyframe.runtime.guard`). Read next: `tensor_stats.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from everyframe.hardware.device_loss import is_device_loss
+from everyframe.hardware.memory import is_out_of_memory
+from everyframe.numerics.tensor_stats import Range, iter_tensors, value_range
+from everyframe.ops.attention import kernels_kept
+
+Cause = Literal["range", "kernel", "formula", "unclear", "compiled", "weights", "given"]
+
+#: What hands out memory that nobody has filled.
+_UNFILLED = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty",
+             "new_empty_strided", "resize")  # fmt: skip
+
+#: Parameters of a call that hold infinities on purpose.
+_MASKS = ("mask", "bias")
+
+#: What torch calls otherwise than a person does.
+_SPOKEN = {"to": "cast", "to_copy": "cast", "addmm": "linear"}
+
+#: A value carries so many faults on, the likeliest.
+_MOST = 8
+
+
+@dataclass(frozen=True)
+class Fault:
+    """An operation that made a value that is not finite.
+
+    `part` is the component and `module` the dotted name in it of the innermost module that ran,
+    both empty for what is outside of all of them. `cause` is ``range`` (the same in float32 is
+    finite and beyond what `dtype` holds), ``kernel`` (in float32 it is finite and would fit into
+    `dtype`: this kernel is wrong or adds up too narrowly), ``formula`` (not finite in float32
+    either), ``unclear`` (it can't be repeated in float32) or ``compiled`` (the same block as it is
+    written is finite). Two are no operation's: ``weights`` (`module` names a tensor that is not
+    finite itself) and ``given`` (`operation` names what the call was given). `given` and `made` are
+    the ranges of operands and result, `wide` that of the result in float32, or as it is written.
+    `is_planned` where -inf was put there, as a mask's is, or memory was not filled; that is a fault
+    only if nothing else is.
+    """
+
+    part: str
+    module: str
+    operation: str
+    cause: Cause
+    dtype: torch.dtype
+    given: Range
+    made: Range
+    wide: Range | None
+    is_planned: bool = False
+
+    @property
+    def place(self) -> str:
+        """Component and module, as one dotted name."""
+        return ".".join(name for name in (self.part, self.module) if name) or "around the model"
+
+
+@dataclass(frozen=True)
+class Located:
+    """What a repeated call showed.
+
+    `faults` are those that the result comes of, the likeliest first; `swallowed` are operations
+    whose infinities came to nothing, in order. `error` is what the call raised after a fault.
+    """
+
+    faults: tuple[Fault, ...]
+    swallowed: tuple[Fault, ...] = ()
+    error: Exception | None = None
+
+    @property
+    def fault(self) -> Fault | None:
+        """The likeliest, or None where the result is finite."""
+        return next(iter(self.faults), None)
+
+
+def locate_fault(
+    parts: Mapping[str, nn.Module],
+    compute: Callable[[], object],
+    given: Mapping[str, Any] = MappingProxyType({}),
+) -> Located:
+    """Repeat `compute`, which calls these modules, and find the faults that its result comes of.
+
+    `given` is what it is called with, by name.
+    """
+    run = _Run({**_of_inputs(parts, given), **_of_weights(parts)})
+    error: Exception | None = None
+    faults: tuple[Fault, ...] = ()
+    try:
+        with kernels_kept(), _eager(), _followed(parts, run), run:
+            result = compute()
+        faults = run.faults_in(result)
+    except (RuntimeError, ValueError, TypeError, ArithmeticError, LookupError) as raised:
+        # Code that meets NaN may raise for that reason alone.
+        if not run.faults or is_out_of_memory(raised) or is_device_loss(raised):
+            raise
+        faults, error = run.in_order(range(len(run.faults))), raised
+    blamed = {id(each) for each in faults}
+    others = [each for each in run.faults if id(each) not in blamed and not each.is_planned]
+    return Located(faults, tuple(others), error)
+
+
+def _of_weights(parts: Mapping[str, nn.Module]) -> dict[int, Fault]:
+    """A fault for each weight that is not finite, by its storage."""
+    found: dict[int, Fault] = {}
+    for part in parts:
+        for name, tensor in bad_weights({part: parts[part]}):
+            seen, own = value_range(tensor), name.removeprefix(f"{part}.")
+            fault = Fault(part, own, "", "weights", tensor.dtype, seen, seen, None)
+            found[_storage(tensor)] = fault
+    return found
+
+
+def _of_inputs(parts: Mapping[str, nn.Module], given: Mapping[str, Any]) -> dict[int, Fault]:
+    """A fault for each tensor of `given` that is not finite, by its storage."""
+    found: dict[int, Fault] = {}
+    part = next(iter(parts), "")
+    for name, value in given.items():
+        is_mask = any(word in name for word in _MASKS)
+        for tensor in iter_tensors(value):
+            seen = value_range(tensor)
+            if not seen.is_finite:
+                fault = Fault(part, "", name, "given", tensor.dtype, seen, seen, None, is_mask)
+                found[_storage(tensor)] = fault
+    return found
+
+
+def _storage(tensor: Tensor) -> int:
+    """What tells a tensor's memory from another's, for as long as it lives."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def bad_weights(parts: Mapping[str, nn.Module]) -> list[tuple[str, Tensor]]:
+    """Parameters and buffers with values that are not numbers, or infinite parameters, by name.
+
+    Buffers may hold infinities on purpose, as masks do.
+    """
+    found = []
+    for part, module in parts.items():
+        for name, parameter in module.named_parameters():
+            if parameter.is_meta:  # it waits in its file, and is looked at where it is used
+                continue
+            if not value_range(parameter.detach()).is_finite:
+                found.append((f"{part}.{name}", parameter.detach()))
+        for name, buffer in module.named_buffers():
+            if buffer.is_floating_point() and bool(buffer.isnan().any()):
+                found.append((f"{part}.{name}", buffer))
+    return found
+
+
+def _eager() -> AbstractContextManager[Any]:
+    """What was compiled is run as it was written: to an onlooker it would be one operation."""
+    if "torch._dynamo" not in sys.modules:  # nothing was compiled, and it takes seconds to import
+        return nullcontext()
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
+@contextmanager
+def _followed(parts: Mapping[str, nn.Module], run: _Run) -> Iterator[None]:
+    """Keeps the component and dotted name of the module that runs on top of the run's stack."""
+    stack = run.stack
+
+    def entering(part: str, name: str) -> Callable[..., None]:
+        return lambda *_: stack.append((part, name))
+
+    def leaving(part: str, name: str) -> Callable[..., None]:
+        def leave(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+            # A call that ended in somebody's hook before ours was never entered.
+            if stack and stack[-1] == (part, name):
+                run.handed_on((args, kwargs), result)
+                stack.pop()
+
+        return leave
+
+    handles = []
+    for part, whole in parts.items():
+        for name, module in whole.named_modules():
+            # Before casts at the edges, so that these count as the module's own.
+            handles.append(module.register_forward_pre_hook(entering(part, name), prepend=True))
+            after = module.register_forward_hook(
+                leaving(part, name), with_kwargs=True, always_call=True
+            )
+            handles.append(after)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every operation, and which faults its result comes of; all are in `faults`.
+
+    `known` are faults of memory that was not finite before. Faults are carried on by the memory
+    (storage) of tensors, whose number is used again only after it was filled anew.
+    """
+
+    #: Such as flex_attention, of which torch asks each mode; they have no schema.
+    supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """flex_attention compiles itself, which torch refuses within any other mode."""
+        return True
+
+    def __init__(self, known: Mapping[int, Fault]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.stack: list[tuple[str, str]] = []
+        self.faults: list[Fault] = []
+        self._known = known
+        self._origins: dict[int, tuple[int, ...]] = {}
+        self._is_looking = False
+
+    def in_order(self, numbers: Iterable[int]) -> tuple[Fault, ...]:
+        """The faults of these numbers, the likeliest first."""
+        return tuple(self.faults[number] for number in self._sorted(numbers))
+
+    def faults_in(self, result: Any) -> tuple[Fault, ...]:
+        """Those that what is not finite in a result comes of."""
+        return self.in_order(_Seen.of(result, self._origins_of).origins)
+
+    def handed_on(self, given: Any, result: Any) -> None:
+        """A module's result may hold what no operation made, as a hook's may."""
+        self._is_looking = True
+        inputs = {_storage(each) for each in iter_tensors(given)}
+        for tensor in iter_tensors(result):
+            if _storage(tensor) in inputs or value_range(tensor).is_finite:
+                continue
+            if not self._origins_of(tensor):
+                seen = _Seen.of(given, self._origins_of)
+                made = self._fault("hook", tensor.dtype, "formula", seen.range, value_range(tensor))
+                self._origins[_storage(tensor)] = (self._added(made),)
+        self._is_looking = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        operands = (args, kwargs or {})
+        if self._is_looking:
+            return func(*args, **operands[1])
+        schema = getattr(func, "_schema", None)
+        mutates = schema is not None and schema.is_mutable
+        # What is written into is gone afterwards, so it is looked at before.
+        given = _Seen.of(operands, self._origins_of) if mutates else None
+        wide = tree_map(_widened, operands) if mutates else None
+        answer = func(*args, **operands[1])
+        made = value_range(answer)
+        if made.is_finite:
+            self._forget(operands, answer)
+            return answer
+        given = given or _Seen.of(operands, self._origins_of)
+        name = (schema or func).name
+        name = (name if isinstance(name, str) else name()).split("::")[-1].strip("_")
+        origins = given.origins
+        is_nan_made = math.isnan(made.low) and not given.has_nan
+        if not origins or (is_nan_made and all(self.faults[each].is_planned for each in origins)):
+            # A mask: of operands that nobody made here, or of a number.
+            is_put = not given.range.is_finite or _has_infinite_number(operands)
+            is_planned = name in _UNFILLED or (is_put and math.isfinite(made.high))
+            fault = self._judged(func, name, operands, wide, given, answer, is_planned)
+            origins = self._sorted((*origins, self._added(fault)))
+        for tensor in iter_tensors(answer):
+            if not value_range(tensor).is_finite:
+                held = self._origins.get(_storage(tensor), ()) if mutates else ()
+                self._origins[_storage(tensor)] = self._sorted({*held, *origins})
+        return answer
+
+    def _forget(self, operands: Any, answer: Any) -> None:
+        """Memory that was given out anew holds nothing of before."""
+        if self._origins:
+            held = {_storage(each) for each in iter_tensors(operands)}
+            for tensor in iter_tensors(answer):
+                if _storage(tensor) not in held:
+                    self._origins.pop(_storage(tensor), None)
+
+    def _origins_of(self, tensor: Tensor) -> tuple[int, ...]:
+        memory = _storage(tensor)
+        if memory not in self._origins and memory in self._known:
+            self._origins[memory] = (self._added(self._known[memory]),)
+        return self._origins.get(memory, ())
+
+    def _sorted(self, numbers: Iterable[int]) -> tuple[int, ...]:
+        order = sorted(numbers, key=lambda each: (self.faults[each].is_planned, each))
+        return tuple(order[:_MOST])
+
+    def _added(self, fault: Fault) -> int:
+        self.faults.append(fault)
+        return len(self.faults) - 1
+
+    def _fault(
+        self, operation: str, dtype: torch.dtype, cause: Cause, given: Range, made: Range,
+        wide: Range | None = None, is_planned: bool = False,
+    ) -> Fault:  # fmt: skip
+        part, module = self.stack[-1] if self.stack else ("", "")
+        return Fault(part, module, operation, cause, dtype, given, made, wide, is_planned)
+
+    def _judged(
+        self, func: Any, name: str, operands: Any, wide: Any, given: _Seen, answer: Any,
+        is_planned: bool,
+    ) -> Fault:  # fmt: skip
+        floats = [*iter_tensors(answer), *iter_tensors(operands)]
+        # A cast has the dtype that it casts to, everything else the narrowest that it works on.
+        dtype = min((each.dtype for each in floats), key=lambda dtype: dtype.itemsize)
+        args, kwargs = wide or tree_map(_widened, operands)
+        in_float32: Range | None
+        try:
+            in_float32 = value_range(func(*args, **kwargs))
+        except (RuntimeError, TypeError) as error:
+            if is_device_loss(error):
+                raise
+            in_float32 = None  # a kernel that exists in half precision only
+        name = _SPOKEN.get(name, name)
+        cause = _cause(dtype, in_float32)
+        return self._fault(
+            name, dtype, cause, given.range, value_range(answer), in_float32, is_planned
+        )
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What operands are: their range, whether NaN is among them, and which faults they come of."""
+
+    range: Range
+    has_nan: bool
+    origins: tuple[int, ...]
+
+    @classmethod
+    def of(cls, value: Any, origins_of: Callable[[Tensor], tuple[int, ...]]) -> _Seen:
+        found = value_range(value)
+        if found.is_finite:
+            return cls(found, False, ())
+        seen = [(each, value_range(each)) for each in iter_tensors(value)]
+        bad = [each for each, own in seen if not own.is_finite]
+        origins = {number for tensor in bad for number in origins_of(tensor)}
+        return cls(found, any(math.isnan(own.low) for _, own in seen), tuple(origins))
+
+
+def _has_infinite_number(operands: Any) -> bool:
+    """Whether a number that is no tensor is not finite, as what a mask is filled with."""
+    return any(type(each) is float and not math.isfinite(each) for each in tree_leaves(operands))
+
+
+def _cause(dtype: torch.dtype, in_float32: Range | None) -> Cause:
+    if in_float32 is None:
+        return "unclear"
+    if dtype.itemsize >= 4 or not in_float32.is_finite:
+        return "formula"
+    return "range" if in_float32.largest > torch.finfo(dtype).max else "kernel"
+
+
+def _widened(value: Any) -> Any:
+    """Half precision, also where it is asked for, in float32; copies, as some are written into."""
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.to(max(value.dtype, torch.float32, key=lambda each: each.itemsize), copy=True)
+    if isinstance(value, torch.dtype) and value in (torch.float16, torch.bfloat16):
+        return torch.float32
+    return value

@@ -1,0 +1,92 @@
+"""Sinusoidal embedding of timesteps and of other single numbers, such as frames per second.
+
+One number that is rounded here steers every block (bfloat16 turns timestep 999.4 into 1000), so
+this is float32 at least whatever the dtype of the parameters. Not here: the learned layers after
+it, see the models in `everyframe.families`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from everyframe.ops.dtypes import float32_or_wider, upcast_to_float32
+
+
+def timestep_embedding(t_B: Tensor, dim: int, max_period: float = 10000.0) -> Tensor:
+    """(B,) numbers to (B, dim): ``[cos(t f) | sin(t f)]`` with f from 1 down to 1/max_period.
+
+    The result is float64 when `t_B` is, else float32. The order cosine first is that of DiT
+    (Peebles and Xie, arXiv 2212.09748); `dim` is even.
+    """
+    t_B = upcast_to_float32(t_B)
+    f = torch.tensor(_frequencies(dim // 2, max_period, t_B.dtype), device=t_B.device)
+    angles = t_B[:, None] * f
+    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+
+@cache
+def _frequencies(num: int, max_period: float, dtype: torch.dtype) -> npt.NDArray[np.floating[Any]]:
+    """``max_period^(-i / num)``, (num,), from exponents in that precision, as upstream's are.
+
+    On the host, by an exponential that is rounded once: devices' own differ in the last bit, and t
+    is up to 1000.
+    """
+    kind = np.float64 if dtype == torch.float64 else np.float32
+    exponents = kind(-math.log(max_period)) * (np.arange(num, dtype=kind) / kind(num))
+    rounded: npt.NDArray[np.floating[Any]] = np.exp(exponents.astype(np.float64)).astype(kind)
+    return rounded
+
+
+class TimestepEmbedding(nn.Module):
+    """`timestep_embedding` as a child module. No parameters."""
+
+    def __init__(self, dim: int = 256, max_period: float = 10000.0) -> None:
+        super().__init__()
+        self.dim, self.max_period = dim, max_period
+
+    def forward(self, t_B: Tensor) -> Tensor:
+        return timestep_embedding(t_B, self.dim, self.max_period)
+
+
+def sincos_1d(
+    positions: Sequence[float],
+    dim: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+    max_period: float = 10000.0,
+) -> Tensor:
+    """N positions to (N, dim): ``[sin(p w) | cos(p w)]`` with w_k = max_period^(-2k/dim)."""
+    frequencies = max_period ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    angles = torch.outer(torch.tensor(positions, dtype=torch.float64), frequencies)
+    table = torch.cat((angles.sin(), angles.cos()), dim=-1)
+    # Cast first: a device without float64 can't be handed any.
+    return table.to(float32_or_wider(dtype)).to(device)
+
+
+def sincos_2d(
+    rows: Sequence[float],
+    columns: Sequence[float],
+    dim: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """(rows * columns, dim), row by row: half the channels for the *column*, then half for the row.
+
+    Columns first is what PixArt and both Open-Sora versions were trained with.
+    """
+    of_columns = sincos_1d(columns, dim // 2, dtype=dtype, device=device)
+    of_rows = sincos_1d(rows, dim // 2, dtype=dtype, device=device)
+    shape = (len(rows), len(columns), dim // 2)
+    return torch.cat(
+        (of_columns[None].expand(shape), of_rows[:, None].expand(shape)), dim=-1
+    ).flatten(0, 1)

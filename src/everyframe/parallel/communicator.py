@@ -1,0 +1,375 @@
+"""Ranks that work together, and the few ways in which they exchange tensors.
+
+Three kinds with one interface: `SingleRank` (one rank, nothing is sent), `TorchCommunicator`
+(processes joined by torch.distributed, gloo on CPUs and NCCL on CUDA) and `FakeCommunicator` (a
+rank of a team that is not there, for dry runs: shapes are right, numbers are not). All know who
+sends how much before they do, so parts may be of any size, none included, and nothing is padded.
+Tensors travel as bytes: any dtype, and what arrives is bit for bit what was sent. Every byte that
+leaves a rank is counted.
+
+Not here: how processes come to be and meet. Read next: `switch`, `meeting`.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from everyframe.core.errors import PeerLostError
+from everyframe.hardware.device_loss import is_device_loss
+from everyframe.parallel.pending import PendingReceive, PendingSend
+
+
+def _nobody_asks(what: str) -> None:
+    return None
+
+
+class Communicator(ABC):
+    """One rank's view of its team: `rank` of `size`, and the speeds of all as `weights`.
+
+    `sent` counts the bytes that left this rank, by what they were for. ``waits(what)`` is called
+    before this rank waits for others, and with an empty text after it. All ranks of a team must
+    call the same exchanges in the same order.
+    """
+
+    def __init__(self, rank: int, weights: Sequence[float]) -> None:
+        self.rank = rank
+        self.weights = tuple(weights)
+        self.sent: Counter[str] = Counter()
+        self.waits: Callable[[str], None] = _nobody_asks
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return len(self.weights)
+
+    @property
+    def is_lead(self) -> bool:
+        """Whether this is the rank that speaks for the team: the first."""
+        return self.rank == 0
+
+    def all_to_all(self, x: Tensor, sizes: Sequence[Sequence[int]], what: str) -> Tensor:
+        """Rows of `x` (n, ...) go to their ranks, and what came for this one is given back.
+
+        ``sizes[p][q]`` rows go from rank p to rank q, and every rank knows all of them. Rows are
+        sent in the order of the ranks that get them, and arrive in the order of those that sent.
+        """
+        return self.start_all_to_all(x, sizes, what, at_once=True).wait()
+
+    def start_all_to_all(
+        self, x: Tensor, sizes: Sequence[Sequence[int]], what: str, *, at_once: bool = False
+    ) -> PendingReceive:
+        """`all_to_all` that goes on while this rank computes; `x` must not be changed meanwhile.
+
+        With `at_once` it is over when this returns.
+        """
+        mine, theirs = sizes[self.rank], [row[self.rank] for row in sizes]
+        assert x.shape[0] == sum(mine), f"{x.shape[0]} rows to send, {sum(mine)} told"
+        self.sent[what] += (sum(mine) - mine[self.rank]) * _row_bytes(x)
+        if not any(n for p, row in enumerate(sizes) for q, n in enumerate(row) if p != q):
+            return PendingReceive(x)  # nobody has anything for another
+        x, out = x.contiguous(), x.new_empty((sum(theirs), *x.shape[1:]))
+        work = self._all_to_all(out, x, theirs, mine, what, at_once)
+        return (
+            PendingReceive(out) if work is None else PendingReceive(out, x, work, self._told(what))
+        )
+
+    def gather(self, x: Tensor, sizes: Sequence[int], what: str) -> Tensor:
+        """The rows of all ranks, one behind the other, on every rank; rank p has ``sizes[p]``."""
+        assert x.shape[0] == sizes[self.rank], f"{x.shape[0]} rows, {sizes[self.rank]} told"
+        if self.size == 1:
+            return x
+        self.sent[what] += x.shape[0] * _row_bytes(x) * (self.size - 1)
+        out = x.new_empty((sum(sizes), *x.shape[1:]))
+        parts = list(torch.split(out, list(sizes)))
+        parts[self.rank].copy_(x)
+        self._broadcast([(part, rank) for rank, part in enumerate(parts) if part.numel()], what)
+        return out
+
+    def broadcast(self, x: Tensor, source: int, what: str) -> Tensor:
+        """`x` of rank `source` on every rank; elsewhere `x` is what it is written into."""
+        if self.size > 1 and x.numel():
+            x = x.contiguous()
+            if self.rank == source:
+                self.sent[what] += x.nbytes * (self.size - 1)
+            self._broadcast([(x, source)], what)
+        return x
+
+    def start_broadcast(self, parts: Sequence[tuple[Tensor, int]], what: str) -> PendingSend:
+        """`broadcast` of contiguous tensors, each of the rank beside it, while this one computes.
+
+        None of them may be read or changed before the `PendingSend` was waited for.
+        """
+        if self.size == 1:
+            return PendingSend([], self._told(what))
+        for x, source in parts:
+            self.sent[what] += x.nbytes * (self.size - 1) * (source == self.rank)
+        with self._told(what):
+            works = self._start_broadcast([part for part in parts if part[0].numel()])
+        return PendingSend(works, self._told(what))
+
+    def sum(self, x: Tensor, what: str) -> Tensor:
+        """The sum over all ranks, added up in their order: the same bits on every rank."""
+        each = self.gather(x[None], [1] * self.size, what)
+        total = each[0]
+        for other in each[1:]:
+            total = total + other
+        return total
+
+    def share(self, values: Sequence[Tensor] | None, source: int, what: str) -> list[Tensor]:
+        """Tensors of rank `source`, whose number and shapes the others don't know, on the CPU.
+
+        They lie in memory as there: a convolution's last bits may depend on it.
+        """
+        if self.size == 1:
+            assert values is not None
+            return list(values)
+        shapes = [[list(v.shape), _name(v.dtype), memory_order(v)] for v in values or ()]
+        told = self.tell(None if values is None else shapes, source, what)
+        if values is None:
+            values = [
+                torch.empty([shape[dim] for dim in order], dtype=getattr(torch, dtype))
+                for shape, dtype, order in told
+            ]
+        else:
+            values = [value.cpu().permute(memory_order(value)) for value in values]
+        came = [self.broadcast(value, source, what) for value in values]
+        return [
+            value.permute([order.index(dim) for dim in range(value.ndim)])
+            for value, (_, _, order) in zip(came, told, strict=True)
+        ]
+
+    def tell(self, value: Any, source: int, what: str) -> Any:
+        """Plain data (what JSON holds) of rank `source` on every rank."""
+        if self.size == 1:
+            return value
+        written = json.dumps(value).encode() if self.rank == source else b""
+        length = self.broadcast(torch.tensor([len(written)]), source, what)
+        data = torch.empty(int(length), dtype=torch.uint8)
+        if self.rank == source:
+            data = torch.frombuffer(bytearray(written), dtype=torch.uint8)
+        return json.loads(bytes(self.broadcast(data, source, what).tolist()))
+
+    def tell_all(self, value: Any, what: str) -> list[Any]:
+        """Plain data of every rank, in their order, on every rank."""
+        return [self.tell(value, source, what) for source in range(self.size)]
+
+    def send(self, values: Sequence[Tensor], told: Any, target: int, what: str) -> PendingSend:
+        """Tensors on the CPU and plain data to one other rank, which must `receive` them.
+
+        They must not be changed before the `PendingSend` was waited for.
+        """
+        shapes = [[list(value.shape), _name(value.dtype)] for value in values]
+        head = torch.frombuffer(bytearray(json.dumps([shapes, told]).encode()), dtype=torch.uint8)
+        parts = [torch.tensor([len(head)]), head, *(v.contiguous() for v in values if v.numel())]
+        self.sent[what] += sum(part.nbytes for part in parts)
+        return PendingSend(self._send(parts, target, what), self._told(what))
+
+    def receive(self, source: int, what: str) -> tuple[list[Tensor], Any]:
+        """What that rank sent to this one."""
+        length = torch.zeros(1, dtype=torch.int64)
+        self._receive([length], source, what)
+        head = torch.empty(int(length), dtype=torch.uint8)
+        self._receive([head], source, what)
+        shapes, told = json.loads(bytes(head.tolist()))
+        values = [torch.empty(shape, dtype=getattr(torch, dtype)) for shape, dtype in shapes]
+        self._receive([value for value in values if value.numel()], source, what)
+        return values, told
+
+    def _told(self, what: str) -> AbstractContextManager[None]:
+        return _Told(what, self.waits)
+
+    @abstractmethod
+    def _send(self, parts: Sequence[Tensor], target: int, what: str) -> list[Any]: ...
+
+    @abstractmethod
+    def _receive(self, parts: Sequence[Tensor], source: int, what: str) -> None: ...
+
+    @abstractmethod
+    def _all_to_all(
+        self,
+        out: Tensor,
+        x: Tensor,
+        receive: Sequence[int],
+        send: Sequence[int],
+        what: str,
+        at_once: bool,
+    ) -> Any:
+        """Contiguous `x` to `out`; what is to be waited for, None if it is over."""
+
+    def _broadcast(self, parts: Sequence[tuple[Tensor, int]], what: str) -> None:
+        """Each contiguous tensor is filled with what its source rank has in it."""
+        with self._told(what):
+            for work in self._start_broadcast(parts):
+                work.wait()
+
+    @abstractmethod
+    def _start_broadcast(self, parts: Sequence[tuple[Tensor, int]]) -> list[Any]:
+        """What is to be waited for until `_broadcast` is done."""
+
+
+class FakeCommunicator(Communicator):
+    """A rank of a team that is not there; what it would receive is left as it was made.
+
+    What another would tell is taken to be what this one would.
+    """
+
+    def tell(self, value: Any, source: int, what: str) -> Any:
+        """See `Communicator`."""
+        return value
+
+    def _all_to_all(self, *_: object) -> None:
+        pass
+
+    def _start_broadcast(self, *_: object) -> list[Any]:
+        return []
+
+    def _send(self, *_: object) -> list[Any]:
+        return []
+
+    def _receive(self, *_: object) -> None:
+        pass
+
+
+class SingleRank(FakeCommunicator):
+    """A team of one, which has nobody to send to."""
+
+    def __init__(self) -> None:
+        super().__init__(0, (1.0,))
+
+
+@dataclass(frozen=True)
+class ParallelContext:
+    """A rank among all ranks, and among those that make the same videos.
+
+    `groups` is into how many parts the branches of guidance are dealt, each with ranks of its own,
+    `way` how attention's tokens are exchanged, where the model has several ways. `supply` are the
+    ranks of `team` once more, on a way of their own, where they keep weights between them: those
+    come while tokens are exchanged. `inside` are those of `team` with the same part of the
+    branches, where a model's ranks call its denoiser apart from those that have another.
+    """
+
+    world: Communicator
+    team: Communicator
+    groups: int = 1
+    way: str = ""
+    supply: Communicator | None = None
+    inside: Communicator | None = None
+
+    @property
+    def sharing(self) -> Communicator:
+        """Those that call the denoiser together."""
+        return self.team if self.inside is None else self.inside
+
+
+#: One rank that does everything.
+ONE = ParallelContext(SingleRank(), SingleRank())
+
+
+class TorchCommunicator(Communicator):
+    """This process among those of a torch.distributed group; None is the group of all."""
+
+    def __init__(
+        self, weights: Sequence[float] | None = None, group: dist.ProcessGroup | None = None
+    ) -> None:
+        size = dist.get_world_size(group)
+        super().__init__(dist.get_rank(group), (1.0,) * size if weights is None else weights)
+        assert len(self.weights) == size, f"{len(self.weights)} weights for {size} ranks"
+        self._group = group
+        whole = dist.group.WORLD if group is None else group
+        assert whole is not None
+        self._members = dist.get_process_group_ranks(whole)
+
+    def _all_to_all(
+        self,
+        out: Tensor,
+        x: Tensor,
+        receive: Sequence[int],
+        send: Sequence[int],
+        what: str,
+        at_once: bool,
+    ) -> Any:
+        each = _row_bytes(x)
+        with self._told(what):
+            return dist.all_to_all_single(
+                _bytes(out), _bytes(x),
+                [n * each for n in receive], [n * each for n in send],
+                group=self._group, async_op=not at_once,
+            )  # fmt: skip
+
+    def _start_broadcast(self, parts: Sequence[tuple[Tensor, int]]) -> list[Any]:
+        return [
+            dist.broadcast(_bytes(x), self._members[source], self._group, async_op=True)
+            for x, source in parts
+        ]
+
+    def _send(self, parts: Sequence[Tensor], target: int, what: str) -> list[Any]:
+        with self._told(what):
+            return [_Sent(part, self._members[target], self._group) for part in parts]
+
+    def _receive(self, parts: Sequence[Tensor], source: int, what: str) -> None:
+        with self._told(what):
+            for part in parts:
+                dist.recv(_bytes(part), self._members[source], self._group)
+
+
+class _Sent:
+    """One tensor on its way, held until it has left."""
+
+    def __init__(self, part: Tensor, target: int, group: dist.ProcessGroup | None) -> None:
+        self._part = part
+        self._work = dist.isend(_bytes(part), target, group)
+
+    def wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+
+
+class _Told(AbstractContextManager[None]):
+    """An exchange that breaks is told as what it is: another rank went away or does not answer."""
+
+    def __init__(self, what: str, waits: Callable[[str], None]) -> None:
+        self._what, self._waits = what, waits
+
+    def __enter__(self) -> None:
+        self._waits(self._what)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._waits("")
+        # An exchange is where a rank may notice that its own device is gone.
+        if isinstance(error, RuntimeError) and not is_device_loss(error):
+            said = str(error).strip().splitlines()[0] if str(error).strip() else "no word"
+            raise PeerLostError(
+                f"another rank went away or did not answer while {self._what} ({said})"
+            ) from error
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """A contiguous tensor seen as its bytes."""
+    return x.view(-1).view(torch.uint8)
+
+
+def _row_bytes(x: Tensor) -> int:
+    """Bytes of one row of (n, ...)."""
+    rows = x.element_size()
+    for length in x.shape[1:]:
+        rows *= length
+    return rows
+
+
+def memory_order(x: Tensor) -> list[int]:
+    """The dimensions as they lie in memory, the outermost first."""
+    return sorted(range(x.ndim), key=lambda dim: -x.stride()[dim])
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

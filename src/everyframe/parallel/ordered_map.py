@@ -1,0 +1,60 @@
+"""Pieces of work that know nothing of each other, dealt out over ranks; results come in order.
+
+Which pieces there are follows from the work alone, never from the number of ranks, and each is
+computed whole by one of them: what comes out is bit for bit what one rank would give. A rank goes
+on with its next piece while the first rank fetches the one before. Read next: `team`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from fractions import Fraction
+from typing import Any
+
+from torch import Tensor
+
+from everyframe.parallel.communicator import Communicator
+from everyframe.parallel.pending import PendingSend
+
+
+def assign_pieces(num_pieces: int, weights: Sequence[float]) -> tuple[int, ...]:
+    """Who does each piece: whoever would be done with it first, in the order of the pieces."""
+    speeds = [Fraction(weight) for weight in weights]
+    done = [Fraction(0)] * len(speeds)
+    chosen = []
+    for _ in range(num_pieces):
+        best = min(
+            (rank for rank, speed in enumerate(speeds) if speed),
+            key=lambda rank: done[rank] + 1 / speeds[rank],
+        )
+        done[best] += 1 / speeds[best]
+        chosen.append(best)
+    return tuple(chosen)
+
+
+def run_in_order(
+    team: Communicator,
+    owner: Iterable[int],
+    compute: Callable[[int], tuple[Tensor, Any]],
+    what: str,
+) -> Iterator[tuple[Tensor, Any]]:
+    """On the lead: each piece's tensor (on the CPU) and plain data, in order; elsewhere nothing.
+
+    ``compute(number)`` makes them, and is called for this rank's own pieces only, as soon as
+    `owner` has said whose it is.
+    """
+    sending: PendingSend | None = None
+    for number, rank in enumerate(owner):
+        if rank == team.rank:
+            result, told = compute(number)
+            if team.is_lead:
+                yield result, told
+            else:
+                if sending is not None:
+                    sending.wait()  # one waits to be fetched while the next is made
+                sending = team.send([result], told, 0, what)
+        elif team.is_lead:
+            tensors, told = team.receive(rank, what)
+            yield tensors[0], told
+    if sending is not None:
+        sending.wait()

@@ -1,0 +1,197 @@
+"""Attention of all tokens to all among ranks, by tokens: keys and values go round, queries stay.
+
+Each rank looks from its own tokens at one rank's keys after the other, while the next ones are on
+their way, and merges the answers by their log-sum-exp. Needs no heads, and holds two ranks' keys at
+a time; sends 2 N (P - 1) / P vectors a rank, P / 2 times as many as `ulysses`, and computes by
+plain products. In step i each rank sends to the one i places on, who needs it, and not to its
+neighbour to be handed on: as many bytes, and a rank gets nothing of samples that it has no tokens
+of.
+Source of the idea: Ring Attention (arXiv 2310.01889).
+
+Shapes as in `ulysses`. Read next: `everyframe.parallel.ring_attention`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from everyframe.ops.dtypes import float32_or_wider
+from everyframe.parallel.communicator import Communicator
+from everyframe.parallel.pending import PendingReceive
+from everyframe.parallel.token_partition import LocalTokens, TokenPartition
+from everyframe.parallel.ulysses import Core
+
+#: So many scores are made at once.
+_SCORES = 1 << 25
+
+
+class Partial(NamedTuple):
+    """Answers (B, heads, Q, D) to some of the keys, and the log-sum-exp (B, heads, Q) of scores.
+
+    Both float32 at least. A query that may look at none of these keys has zeros and minus infinity.
+    """
+
+    out: Tensor
+    lse: Tensor
+
+
+def partial_attention(
+    q_BHQD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, mask: Tensor | None = None
+) -> Partial:
+    """``softmax(q k^T / sqrt(D)) v`` of these keys.
+
+    `mask` broadcasts to (B, heads, Q, L); boolean, it is True where a key may be looked at,
+    floating, it is added to the scores.
+    """
+    wide = float32_or_wider(v_BHLD.dtype)
+    batch, heads, length, width = q_BHQD.shape
+    at_once = max(1, _SCORES // max(1, batch * heads * k_BHLD.shape[2]))
+    k_BHDL, v_BHLD = k_BHLD.to(wide).mT, v_BHLD.to(wide)
+    out = q_BHQD.new_empty((batch, heads, length, v_BHLD.shape[-1]), dtype=wide)
+    lse = q_BHQD.new_empty((batch, heads, length), dtype=wide)
+    if not k_BHLD.shape[2]:
+        return Partial(out.zero_(), lse.fill_(-torch.inf))
+    for start in range(0, length, at_once):
+        here = slice(start, start + at_once)
+        scores = (q_BHQD[:, :, here].to(wide) / math.sqrt(width)) @ k_BHDL
+        if mask is not None:
+            part = mask[:, :, here] if mask.shape[2] > 1 else mask
+            is_choice = part.dtype == torch.bool
+            scores = scores.masked_fill(~part, -torch.inf) if is_choice else scores + part
+        top = _finite(scores.amax(dim=-1, keepdim=True))
+        weights = scores.sub_(top).exp_()
+        total = weights.sum(dim=-1, keepdim=True)
+        lse[:, :, here] = (top + total.log())[..., 0]
+        # Where there was nothing to look at all weights are zero, and so is the answer.
+        out[:, :, here] = (weights @ v_BHLD) / total.masked_fill(total == 0, 1)
+    return Partial(out, lse)
+
+
+def merge(one: Partial, other: Partial) -> Partial:
+    """Attention to the keys of both."""
+    lse = torch.logaddexp(one.lse, other.lse)
+    base = _finite(lse)
+    weights = ((part.lse - base).exp()[..., None] for part in (one, other))
+    first, second = (part.out * weight for part, weight in zip((one, other), weights, strict=True))
+    return Partial(first + second, lse)
+
+
+def _finite(x: Tensor) -> Tensor:
+    """Zero where there was nothing to look at: then differences from it are minus infinity."""
+    return x.masked_fill(x == -torch.inf, 0)
+
+
+class Ring:
+    """Attention of one grid (samples, heads, tokens) for one rank."""
+
+    def __init__(self, deal: TokenPartition, team: Communicator) -> None:
+        assert deal.num_ranks == team.size
+        self.deal, self.team = deal, team
+        self._held = deal.held
+        self._mine = self._held[team.rank]
+
+    def attend(
+        self, core: Core, q_bHnD: Tensor, k_bHnD: Tensor, v_bHnD: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
+        """(b, heads, n, D) in the dtype of `v`, for this rank's tokens.
+
+        A sample that lies here alone is computed by `core`, as one device does it.
+        """
+        q, k = q_bHnD.to(v_bHnD.dtype), k_bHnD.to(v_bHnD.dtype)
+        if all(map(self._is_whole, self._mine)):
+            for step in range(1, self.team.size):
+                self._send(step, v_bHnD).wait()  # nothing; but all ranks do it together
+            if mask is not None and mask.shape[0] > 1:
+                mask = mask[self.deal.samples(self.team.rank)]
+            return core(q, k, v_bHnD, mask)
+        both = torch.cat([k, v_bHnD], dim=-1)
+        done: dict[int, Partial] = {}
+        coming: PendingReceive | None = None
+        for step in range(self.team.size):
+            came = coming.wait() if coming is not None else None
+            if step + 1 < self.team.size:
+                coming = self._send(step + 1, both)
+            for held, places, keys in self._blocks(step, both, came):
+                found = self._look(held, places, q, keys, mask)
+                before = done.get(held.sample)
+                done[held.sample] = found if before is None else merge(before, found)
+        out = torch.empty_like(v_bHnD, memory_format=torch.contiguous_format)
+        for held in self._mine:
+            if self._is_whole(held):
+                given = (x[held.row : held.row + 1, :, held.here] for x in (q, k, v_bHnD))
+                answer = core(*given, _of(mask, held, held.places))[0]
+            else:
+                answer = done[held.sample].out[0].to(out.dtype)
+            out[held.row, :, held.here] = answer
+        return out
+
+    def _is_whole(self, held: LocalTokens) -> bool:
+        return len(held.places) == self.deal.grid.places
+
+    def _send(self, step: int, both_bHnE: Tensor) -> PendingReceive:
+        """Keys and values, beside each other, of the tokens that the rank so many on looks at."""
+        rank, size = self.team.rank, self.team.size
+        target = (rank + step) % size
+        sizes = [[0] * size for _ in range(size)]
+        for source in range(size):
+            to = (source + step) % size
+            sizes[source][to] = sum(len(each.places) for each in self._common(source, to))
+        common = {each.sample for each in self._common(rank, target)}
+        given = [
+            both_bHnE[held.row, :, held.here].transpose(0, 1)
+            for held in self._mine
+            if held.sample in common
+        ]
+        heads, width = both_bHnE.shape[1], both_bHnE.shape[-1]
+        rows = torch.cat(given) if given else both_bHnE.new_empty(0, heads, width)
+        return self.team.start_all_to_all(rows, sizes, "keys and values go round")
+
+    def _common(self, source: int, target: int) -> list[LocalTokens]:
+        """What a rank holds of the samples that another one holds some of, too."""
+        wanted = {each.sample for each in self._held[target]}
+        return [each for each in self._held[source] if each.sample in wanted]
+
+    def _blocks(
+        self, step: int, both_bHnE: Tensor, came: Tensor | None
+    ) -> Iterator[tuple[LocalTokens, range, Tensor]]:
+        """This rank's tokens, which places they look at in this step, and those (1, H, l, 2 D)."""
+        mine = {each.sample: each for each in self._mine}
+        if came is None:
+            for held in self._mine:
+                if not self._is_whole(held):
+                    yield held, held.places, both_bHnE[held.row : held.row + 1, :, held.here]
+            return
+        source, at = (self.team.rank - step) % self.team.size, 0
+        for theirs in self._common(source, self.team.rank):
+            stop = at + len(theirs.places)
+            yield mine[theirs.sample], theirs.places, came[at:stop].transpose(0, 1)[None]
+            at = stop
+
+    def _look(
+        self,
+        held: LocalTokens,
+        places: range,
+        q_bHnD: Tensor,
+        both_1HlE: Tensor,
+        mask: Tensor | None,
+    ) -> Partial:
+        """The answers to one sample's queries here by the keys of some places."""
+        q = q_bHnD[held.row : held.row + 1, :, held.here]
+        k, v = both_1HlE.chunk(2, dim=-1)
+        return partial_attention(q, k, v, _of(mask, held, places))
+
+
+def _of(mask: Tensor | None, held: LocalTokens, places: range) -> Tensor | None:
+    """What of a mask (B, heads, N, N) concerns these queries and keys."""
+    if mask is None:
+        return None
+    wanted = {0: range(held.sample, held.sample + 1), 2: held.places, 3: places}
+    for dim, part in wanted.items():
+        if mask.shape[dim] > 1:
+            mask = mask.narrow(dim, part.start, len(part))
+    return mask

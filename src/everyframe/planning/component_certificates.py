@@ -1,0 +1,168 @@
+"""Certificates of a plan's components: which are there, which are missing, and making those.
+
+Before a run what it needs at once is tried for some seconds, if it is long enough that this pays;
+`everyframe paths --certify` tries everything. Read next: `choose_fast_paths.py`, `blocked_paths.py`
+(what stands against a path whatever a trial says), `everyframe.fast_paths.certify`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from everyframe.core.facts import DeviceFacts
+from everyframe.core.plan import ComponentPlan, Precision
+from everyframe.fast_paths.certificates import Certificate
+from everyframe.fast_paths.registry import CATALOGUE, PRECISIONS, FastPath
+from everyframe.fast_paths.target import CertificationTarget
+from everyframe.planning.dry_runs import DryRun, largest_scores
+
+_log = logging.getLogger(__name__)
+
+#: Seconds that the first run of a plan spends on certificates, and `paths --certify` in all.
+AT_ONCE, IN_ALL = 3.0, 30.0
+
+#: Seconds that `--compile` may take to compile a block of every kind and try it.
+FOR_COMPILING = 300.0
+
+#: Operations of a run from which on trying attention pays: some ten seconds of computing.
+_LONG = {"cpu": 1e12}
+_LONG_ON_CARDS = 1e13
+
+#: Why a path of a record is expected: it is tried however short the run is, to give the same bits.
+RECORDED = "the record has it; a first run tries it"
+
+#: Bytes of scores from which on their memory matters.
+_MUCH = 64e6
+
+
+@dataclass(frozen=True)
+class Certificates:
+    """The certificates of a device with so many threads; made once a plan, asked often."""
+
+    device: DeviceFacts
+    num_threads: int
+
+    def of(
+        self, component: str, precision: Precision, runs: Sequence[DryRun]
+    ) -> Mapping[str, Certificate]:
+        """Those of a component by the names of their paths."""
+        from everyframe.fast_paths.certificates import find as stored
+
+        subject = self.subject(component, precision, runs)
+        return stored(subject.device_key, subject.plan_key)
+
+    def subject(
+        self, component: str, precision: Precision, runs: Sequence[DryRun]
+    ) -> CertificationTarget:
+        """The component as what certificates are made of."""
+        from everyframe.fast_paths.certificates import device_key, plan_key
+
+        work: dict[object, float] = {}
+        for run in runs:
+            for product, operations in run.found.work.products:
+                total = operations * run.rehearsal.num_calls
+                work[product] = work.get(product, 0.0) + total
+        heaviest = sorted(work.items(), key=lambda pair: pair[1], reverse=True)
+        return CertificationTarget(
+            component=component,
+            device=self.device,
+            num_threads=self.num_threads,
+            precision=precision,
+            plan_key=plan_key(component, precision, [run.key for run in runs]),
+            device_key=device_key(self.device, self.num_threads),
+            calls=tuple(run.call() for run in runs),
+            products=tuple(heaviest),  # type: ignore[arg-type]
+        )
+
+
+def is_long(runs: Sequence[DryRun], device: DeviceFacts) -> bool:
+    """Whether a run computes so much that trying fast paths for some seconds pays."""
+    return operations(runs) >= _LONG.get(device.kind, _LONG_ON_CARDS)
+
+
+@dataclass(frozen=True)
+class MissingCertificates:
+    """Paths without a certificate of one component, in the precision that they are for."""
+
+    component: str
+    precision: Precision
+    paths: tuple[FastPath, ...]
+
+
+def missing_at_once(
+    parts: Sequence[ComponentPlan], runs: Sequence[DryRun], device: DeviceFacts
+) -> list[MissingCertificates]:
+    """What the plan expects of paths and nobody tried, the component that computes most first.
+
+    Precisions always, and attention where its scores are large, as the memory is planned by them;
+    the rest for long runs.
+    """
+    long = is_long(runs, device)
+    found = []
+    for part in parts:
+        holds_much = largest_scores(_of(part.name, runs)) > _MUCH
+        expected = {
+            CATALOGUE[each.path]: each.reason == RECORDED
+            for each in part.choices
+            if each.verdict == "expected"
+        }
+        wanted = tuple(
+            path
+            for path, is_recorded in expected.items()
+            if long or holds_much or is_recorded or path.name in PRECISIONS or path.on_demand
+        )
+        if wanted:
+            found.append(MissingCertificates(part.name, part.precision, wanted))
+    return sorted(found, key=lambda each: -operations(_of(each.component, runs)))
+
+
+def make_at_once(
+    certificates: Certificates | None, parts: Sequence[ComponentPlan], runs: Sequence[DryRun]
+) -> bool:
+    """Try what these components expect and need at once; whether they expected anything."""
+    expects = any(each.verdict == "expected" for part in parts for each in part.choices)
+    if expects and certificates is not None:
+        make(certificates, missing_at_once(parts, runs, certificates.device), runs, AT_ONCE)
+    return expects
+
+
+def make(
+    certificates: Certificates,
+    missing: Sequence[MissingCertificates],
+    runs: Sequence[DryRun],
+    seconds: float,
+) -> dict[str, str]:
+    """Try what is missing, for so many seconds in all; what there was no time for, with why."""
+    from everyframe.fast_paths.certify import certify
+
+    left = seconds
+    untried: dict[str, str] = {}
+    for each in missing:
+        subject = certificates.subject(each.component, each.precision, _of(each.component, runs))
+        on_demand = tuple(path for path in each.paths if path.on_demand)
+        at_once = tuple(path for path in each.paths if path.at_once)
+        rest = tuple(path for path in each.paths if not (path.at_once or path.on_demand))
+        # The sizes alone are enough for some; a process that needs no family's code starts sooner.
+        for paths, needed, most in (
+            (at_once, replace(subject, calls=()), left),
+            (rest, subject, left),
+            (on_demand, subject, FOR_COMPILING),
+        ):
+            if paths and most > 0:
+                made = certify(needed, paths, most)
+                untried |= {f"{each.component} {name}": why for name, why in made.untried.items()}
+                left -= 0.0 if paths is on_demand else made.tried_seconds
+    for name, why in untried.items():
+        _log.info("%s: %s", name, why)
+    return untried
+
+
+def _of(component: str, runs: Sequence[DryRun]) -> list[DryRun]:
+    return [run for run in runs if run.rehearsal.component == component]
+
+
+def operations(runs: Sequence[DryRun]) -> float:
+    """Operations of products in all calls for one video."""
+    return sum(run.found.work.operations * run.rehearsal.num_calls for run in runs)

@@ -1,0 +1,310 @@
+"""One component of a plan at given settings: where its weights are, and how much memory it takes.
+
+What it holds while it works is the peak of its stages' dry runs. Not here: its precision and these
+dry runs (`component_precision.py`), which settings, and whether all of it fits (`memory_fit.py`).
+Read next: `component_precision.py`, `choose_fast_paths.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from everyframe.core.facts import DeviceFacts
+from everyframe.core.parallel_plan import ParallelPlan
+from everyframe.core.plan import ComponentPlan, Precision, Repair, Settings
+from everyframe.planning.choose_fast_paths import (
+    FastPathChooser,
+    fast_path_notes,
+    score_bytes,
+    used,
+)
+from everyframe.planning.component_precision import (
+    WHOLE,
+    WORTH,
+    PrecisionPlanner,
+    QuantizationChoice,
+)
+from everyframe.planning.component_precision import quantization_notes as told_of_weights
+from everyframe.planning.dry_runs import DryRun
+from everyframe.precision.dtypes import num_bytes
+from everyframe.precision.islands import weight_bytes
+from everyframe.runtime.interface import (
+    Component,
+    DryRunCall,
+    JointDryRunCall,
+    ModelSpec,
+    ShardableSpec,
+)
+from everyframe.runtime.rank_shares import branch_groups
+from everyframe.runtime.repair_cache import remedies_for
+
+if TYPE_CHECKING:
+    from everyframe.parallel.communicator import ParallelContext
+
+#: Bytes of a number in a file, at most in practice.
+_FILE_ELEMENT = 4
+
+
+@dataclass(frozen=True)
+class WeightPlacement:
+    """Where the weights of a component are, and what they are kept in.
+
+    With `offload` they wait on the host; else `holders` ranks keep them between them. `kind` is one
+    of `ComponentPlanner.kinds`, None the first.
+    """
+
+    offload: bool = False
+    holders: int = 1
+    kind: str | None = None
+
+    @staticmethod
+    def of(plan: ComponentPlan) -> WeightPlacement:
+        """That of a component as it is planned."""
+        return WeightPlacement(plan.offload, plan.holders, plan.precision.weights)
+
+
+#: All of them on the device.
+ON_DEVICE = WeightPlacement()
+
+
+@dataclass(frozen=True)
+class PlannedComponent:
+    """One component at certain settings; `notes` are what the person should know of it."""
+
+    plan: ComponentPlan
+    runs: tuple[DryRun, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """Those that it was run dry in."""
+        return tuple(dict.fromkeys(run.rehearsal.stage for run in self.runs))
+
+    def in_stage(self, stage: str | None) -> tuple[int, bool]:
+        """Bytes that it holds at most in that stage, or in any; whether a tensor is too large."""
+        runs = [run for run in self.runs if stage in (None, run.rehearsal.stage)]
+        too_large = any(run.too_large for run in runs)
+        if stage is None or not runs:
+            return self.plan.peak_bytes, too_large
+        working = max(run.found.working_bytes for run in runs) + score_bytes(runs, self.plan.paths)
+        return self.plan.held_bytes + working, too_large
+
+
+@dataclass(frozen=True)
+class ComponentPlanner:
+    """The components of a model on a device, one by one; `asked` is the dtype of the request.
+
+    `host_memory` bytes are free beside the device; `remedies` are the repairs that components have
+    from the start where they have that dtype. `chooser` chooses fast paths; without one those are
+    expected that the device could have. `quantising` is which weights may be kept in eight bits.
+    With `teams`, it is one rank of theirs, of which `holders` can keep the denoiser's weights
+    between them, and do if it `shards`; `room` is how much each, where they are not alike.
+    """
+
+    model: ModelSpec
+    device: DeviceFacts
+    asked: str
+    force: bool
+    host_memory: int
+    remedies: tuple[Repair, ...] = ()
+    chooser: FastPathChooser | None = None
+    quantising: QuantizationChoice = WHOLE
+    teams: ParallelContext | None = None
+    holders: int = 1
+    room: tuple[float, ...] = ()
+    shards: bool = False
+
+    def of_rank(self, division: ParallelPlan, rank: int, settings: Settings) -> ComponentPlanner:
+        """The same for one rank of several."""
+        from everyframe.parallel.communicator import FakeCommunicator, ParallelContext
+
+        group = division.teams[division.ranks[rank].group]
+        team = FakeCommunicator(group.index(rank), [division.weights[other] for other in group])
+        room = tuple(division.ranks[other].room for other in group)
+        inside = None
+        groups = branch_groups(self.model, settings, division, group)
+        if groups is not None:
+            mine = groups.ranks[groups.number_of(team.rank)]
+            inside = FakeCommunicator(mine.index(team.rank), team.weights[mine.start : mine.stop])
+        return replace(
+            self,
+            teams=ParallelContext(team, team, division.cfg, division.way, inside=inside),
+            holders=holders_among(self.model, division),
+            room=room if len(set(room)) > 1 else (),
+        )
+
+    def rehearsals(self, settings: Settings) -> Sequence[DryRunCall]:
+        """The calls that are run dry, in the order of the stages."""
+        return self._precisions.rehearsals(settings)
+
+    @property
+    def _precisions(self) -> PrecisionPlanner:
+        chooser = self.chooser or FastPathChooser(self.device)
+        return PrecisionPlanner(
+            self.model, self.device, self.asked, chooser, self.teams, force=self.force
+        )
+
+    def named(
+        self,
+        name: str,
+        settings: Settings,
+        where: WeightPlacement = ON_DEVICE,
+        *,
+        roughly: bool = False,
+    ) -> PlannedComponent:
+        """The component of that name; see `part`."""
+        components = self.model.components(settings)
+        component = next(each for each in components if each.name == name)
+        return self.part(component, settings, where, roughly=roughly)
+
+    def part(
+        self,
+        component: Component,
+        settings: Settings,
+        where: WeightPlacement = ON_DEVICE,
+        *,
+        roughly: bool = False,
+    ) -> PlannedComponent:
+        """The component at these settings, its weights being there.
+
+        With `roughly` whole calls of a pipeline, which take seconds, are not run dry.
+        """
+        kind = self._first_kind(component, settings) if where.kind is None else where.kind
+        chosen = self._precisions.chosen(component, settings, kind, roughly=roughly)
+        precision, notes, runs = chosen.precision, chosen.notes, chosen.runs
+        more = self._precisions.chooser.choices(component.name, precision, runs)
+        choices = (*chosen.choices, *more)
+        paths = used(choices) if runs or len(choices) > len(chosen.choices) else None
+        remedies = remedies_for(component.name, precision.parameters, self.remedies)
+        if self.shards:
+            where = replace(where, holders=max(where.holders, self.holders_of(component)))
+        weights = self._weight_bytes(component, settings, precision, remedies)
+        # A pipeline's parts are read by diffusers and transformers, whole.
+        is_ours = not any(isinstance(run.rehearsal, JointDryRunCall) for run in runs)
+        waits = weights + frame_bytes(settings) if is_ours else 0
+        plan = ComponentPlan(
+            name=component.name,
+            title=component.title,
+            stage=component.stage,
+            source=component.source,
+            num_parameters=sum(component.num_elements.values()),
+            device=self.device.torch_name,
+            precision=precision,
+            weight_bytes=weights,
+            working_bytes=self._working_bytes(component, runs, precision)
+            + score_bytes(runs, paths),
+            **self._elsewhere(runs, precision, waits, where),
+            remedies=remedies,
+            paths=paths,
+            choices=choices,
+        )
+        notes += fast_path_notes(component.title, choices, precision)
+        notes += tuple(told_of_weights(component.title, precision, self.quantising))
+        return PlannedComponent(
+            plan, runs, (*notes, *(note for run in runs for note in run.notes()))
+        )
+
+    def _elsewhere(
+        self, runs: Sequence[DryRun], precision: Precision, waits: int, where: WeightPlacement
+    ) -> dict[str, Any]:
+        """What a plan says of weights that are not on the device; nothing of those that are.
+
+        `waits` bytes would lie on the host.
+        """
+        if not runs or not (where.offload or where.holders > 1):
+            return {}
+        return {
+            "offload": where.offload,
+            "streams": where.offload and waits > self.host_memory,
+            "holders": where.holders,
+            "resident_bytes": self._resident_bytes(runs[0].rehearsal, precision, where.holders),
+        }
+
+    def kinds(self, component: Component, settings: Settings) -> tuple[str, ...]:
+        """What its weights may be kept in, the most exact first; "" is their own dtype."""
+        kinds = self.quantising.kinds(component.name)
+        last = kinds[-1]
+        # What was made for float32 is the smaller part, and wants its digits.
+        if not last or component.has_precision or component.needs.prefers == "float32":
+            return ("",)
+        whole, less = (self.weights_alone(component, settings, kind) for kind in ("", last))
+        return kinds if less < WORTH * whole else ("",)
+
+    def _first_kind(self, component: Component, settings: Settings) -> str:
+        first = self.quantising.kinds(component.name)[0]
+        return self.kinds(component, settings)[0] if first else first
+
+    def weights_alone(self, component: Component, settings: Settings, kind: str) -> int:
+        """Bytes that its weights take here at least, however little is computed at once."""
+        precision, _ = self._precisions.by_facts(component, kind)
+        holders = self.holders_of(component)
+        if holders == 1:
+            return self._weight_bytes(component, settings, precision)
+        (call, *_) = self._precisions.rehearsals_of(component.name, settings)
+        return self._resident_bytes(call, precision, holders)
+
+    def _resident_bytes(self, rehearsal: DryRunCall, precision: Precision, holders: int) -> int:
+        """What is on the device at most of weights that come block by block."""
+        from everyframe.runtime.offload import resident_bytes
+        from everyframe.runtime.weight_sharding import on_device_bytes
+
+        if holders == 1:
+            return resident_bytes(rehearsal.part(), precision)
+        if not self.room or self.teams is None:
+            return on_device_bytes(rehearsal.part(), precision, [1.0] * holders)
+        return on_device_bytes(rehearsal.part(), precision, self.room, self.teams.team.rank)
+
+    def holders_of(self, component: Component) -> int:
+        """How many ranks can keep its weights between them: those that call it together."""
+        return self.holders if component.stage == "denoise" else 1
+
+    def _weight_bytes(
+        self,
+        component: Component,
+        settings: Settings,
+        precision: Precision,
+        remedies: Sequence[Repair] = (),
+    ) -> int:
+        """Bytes of its parameters; those in eight bits with their scales."""
+        found: Mapping[str, int] = {}
+        if precision.weights:
+            found = _rows(self._precisions.rehearsals_of(component.name, settings), precision)
+        return weight_bytes(component.num_elements, precision, remedies, found)
+
+    def _working_bytes(
+        self, component: Component, runs: Sequence[DryRun], precision: Precision
+    ) -> int:
+        """The peak of what its stages hold, or of a tensor on its way from the file."""
+        if not runs:
+            assert component.working_bytes is not None, "no rehearsal and no forecast"
+            return component.working_bytes(num_bytes(precision.compute))
+        loading = 0
+        # What has the file's dtype is read straight into its place; the rest is cast on the way.
+        is_cast = bool(precision.weights) or num_bytes(precision.parameters) < _FILE_ELEMENT
+        if self.device.kind == "cpu" and is_cast:
+            loading = max(component.num_elements.values(), default=0) * _FILE_ELEMENT
+        return max(loading, *(run.found.working_bytes for run in runs))
+
+
+def holders_among(model: ModelSpec, division: ParallelPlan) -> int:
+    """How many ranks can keep the denoiser's weights between them.
+
+    Those of the smallest group, which has to do with what it has.
+    """
+    in_step = isinstance(model, ShardableSpec) and model.in_step
+    return min(map(len, division.groups)) if in_step else 1
+
+
+def frame_bytes(settings: Settings) -> int:
+    """Finished frames on the host: as floats while a piece is handed over, and as bytes."""
+    return settings.num_frames * settings.height * settings.width * 3 * (4 + 1)
+
+
+def _rows(rehearsals: Sequence[DryRunCall], precision: Precision) -> Mapping[str, int]:
+    """The weights in eight bits of a component that is loaded here; none of a pipeline's parts."""
+    from everyframe.precision.quantization import rows
+
+    alone = [each for each in rehearsals if not isinstance(each, JointDryRunCall)]
+    return rows(alone[0].module(), precision) if alone else {}

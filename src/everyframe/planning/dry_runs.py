@@ -1,0 +1,307 @@
+"""A plan run dry: each stage's component called once without numbers, and what follows from it.
+
+Clashes of precision, the peak of memory and the amount of work of every stage, in the precision and
+for the device of the plan, which need not be here. Calls with equal sizes are run once a process,
+and those of our own families once for all, as long as no software changes: what they found is saved
+in the cache folder.
+Read next: `everyframe.dry_run.executor`, `everyframe.runtime.interface.DryRunCall`,
+`memory_fit.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import prod
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from everyframe.checkpoints.cache_file import CacheFile
+from everyframe.core.facts import DeviceFacts, OpShape, Throughput
+from everyframe.core.plan import ComponentPlan, Plan, Precision, StagePlan
+from everyframe.dry_run.result import DryRunResult, Work, result_from_json, result_to_json
+from everyframe.fast_paths.registry import kernel_used
+from everyframe.fast_paths.target import JointTargetCall, TargetCall
+from everyframe.precision.dtypes import num_bytes
+from everyframe.runtime.interface import DryRunCall, JointDryRunCall
+
+if TYPE_CHECKING:
+    from everyframe.dry_run.executor import JointDryRunResult
+
+#: Bytes a second over the bus that offloaded weights come by (PCIe 4, half of its peak).
+_BUS = 12e9
+
+_Found = TypeVar("_Found")
+
+_LOCK = threading.Lock()
+_DONE: dict[Any, Any] = {}
+_MAX_DONE = 512
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """One stage's rehearsal and what it found.
+
+    `precisions` are those of all components that worked in it, where several did; `made` is then
+    the (frames, height, width) that came out, if that is known.
+    """
+
+    rehearsal: DryRunCall
+    found: DryRunResult
+    precisions: Mapping[str, Precision] = field(default_factory=dict)
+    made: tuple[int, int, int] | None = None
+
+    @property
+    def key(self) -> Hashable:
+        """What it computes, by which its certificates are found: calls of equal sizes are equal.
+
+        A pipeline's call is made of the prompt's very words, so there it is what was counted.
+        """
+        if isinstance(self.rehearsal, JointDryRunCall):
+            return (self.rehearsal.model, self.found.work.products)
+        return self.rehearsal.key
+
+    def call(self) -> TargetCall:
+        """The same as a process of its own can make it."""
+        each = self.rehearsal
+        if isinstance(each, JointDryRunCall):
+            return JointTargetCall(
+                each.module, each.call, (), each.component, self.precisions, each.outputs_of
+            )
+        return TargetCall(each.module, each.call, each.outputs)
+
+    def has_place(self, path: str, *, is_quantised: bool) -> bool:
+        """Whether that fast path finds anything in the component; see `put_on.has_place`."""
+
+        def look() -> bool:
+            from everyframe.fast_paths.apply import applies_to
+
+            return applies_to(path, self.rehearsal.part(), is_quantised=is_quantised)
+
+        key = (self.rehearsal.key, self.rehearsal.component, path, is_quantised)
+        if isinstance(self.rehearsal, JointDryRunCall):
+            return _once(key, look)
+        return _once(key, lambda: _saved(key, look, bool, _truth))
+
+    @property
+    def too_large(self) -> bool:
+        """Whether a tensor is beyond what the device can address, which smaller pieces may cure."""
+        return any(finding.kind == "too large" for finding in self.found.findings)
+
+    def clashes(self) -> list[str]:
+        """Findings that would stop the run, with the component before the module."""
+        fatal = [finding for finding in self.found.findings if finding.fatal]
+        return [f"{self.rehearsal.component}: {finding}" for finding in fatal]
+
+    def notes(self) -> list[str]:
+        """What costs time or digits there: one sentence for each kind, with the first place."""
+        kinds: dict[str, list[Any]] = {}
+        for finding in self.found.findings:
+            if not finding.fatal:
+                kinds.setdefault(finding.kind, []).append(finding)
+        return [
+            f"{self.rehearsal.component}, {self.rehearsal.stage}: {kind} in {len(places)} places "
+            f"or more, the first is {places[0]}"
+            for kind, places in kinds.items()
+        ]
+
+
+def dry_run(rehearsal: DryRunCall, precision: Precision, device: DeviceFacts) -> DryRun:
+    """Run that call dry in that precision under the rules of that device."""
+
+    def run() -> DryRunResult:
+        from everyframe.dry_run.executor import dry_run_module
+
+        module = rehearsal.module()
+        return dry_run_module(module, precision, rehearsal.call, device, rehearsal.outputs)
+
+    key = (rehearsal.key, rehearsal.component, precision, _rules(device))
+    return DryRun(rehearsal, _once(key, lambda: _saved(key, run, result_to_json, result_from_json)))
+
+
+def joint_dry_run(
+    rehearsal: JointDryRunCall, precisions: Mapping[str, Precision], device: DeviceFacts
+) -> DryRun | str:
+    """The same of a call in which several components work.
+
+    Where no dry run can follow that far: why not, or nothing if the call has no use for this one.
+    """
+    from everyframe.dry_run.executor import DryRunModule, dry_run_modules
+
+    def run() -> JointDryRunResult:
+        modules = rehearsal.module()
+        parts = {
+            name: DryRunModule(module, precisions[name], rehearsal.outputs_of(module))
+            for name, module in modules.items()
+        }
+        return dry_run_modules(parts, partial(rehearsal.call, modules), device)
+
+    key = (rehearsal.key, *sorted(precisions.items(), key=itemgetter(0)), _rules(device))
+    together = _once(key, run)
+    if rehearsal.component in together.found:
+        made = cast("tuple[int, int, int] | None", together.returned)
+        return DryRun(rehearsal, together.found[rehearsal.component], precisions, made)
+    return together.stopped if together.at == rehearsal.component else ""
+
+
+def not_followed(title: str, why: str) -> str:
+    """What is said of a component that no dry run of its pipeline's call comes to the end of."""
+    said = f" ({why})" if why else ""
+    return (
+        f"{title}: no dry run can follow the pipeline there{said}; its memory is forecast roughly, "
+        "its time not, and clashes in it are found by the run alone"
+    )
+
+
+def _rules(device: DeviceFacts) -> DeviceFacts:
+    """Memory and speed change nothing of what is found."""
+    return replace(device, memory=0, free_memory=0, rates=None, index=None, fp16_slowdown=None)
+
+
+def _once(key: Any, run: Callable[[], _Found]) -> _Found:
+    with _LOCK:  # modules are shared
+        if key not in _DONE:
+            while len(_DONE) >= _MAX_DONE:
+                del _DONE[next(iter(_DONE))]
+            _DONE[key] = run()
+        found: _Found = _DONE[key]
+        return found
+
+
+def _saved(
+    key: Any,
+    run: Callable[[], _Found],
+    to_json: Callable[[_Found], Any],
+    from_json: Callable[[Any], _Found | None],
+) -> _Found:
+    """What an earlier process saved of it in the cache folder, else what it finds now."""
+    told = repr(key)
+    if " at 0x" in told:  # something that is known by its place in this process's memory
+        return run()
+    file = CacheFile("dry_runs", told)
+    saved = from_json(file.read())
+    if saved is not None:
+        return saved
+    found = run()
+    from torch import float32, get_default_dtype
+
+    # A default that somebody changed in this process is no other's; what JSON can't hold stays.
+    is_whole = from_json(json.loads(json.dumps(to_json(found)))) == found
+    if is_whole and get_default_dtype() == float32:
+        file.write(to_json(found))
+    return found
+
+
+def _truth(data: Any) -> bool | None:
+    return data if isinstance(data, bool) else None
+
+
+def stage_plan(run: DryRun, part: ComponentPlan, rates: Throughput | None) -> StagePlan:
+    """The stage as the plan holds it; with `rates`, how long it takes."""
+    work = run.found.work
+    return StagePlan(
+        name=run.rehearsal.stage,
+        component=part.name,
+        working_bytes=run.found.working_bytes,
+        num_operations=run.found.num_operations,
+        operations=work.operations * run.rehearsal.num_calls,
+        seconds=None if rates is None else _seconds(run, part, rates),
+    )
+
+
+def _seconds(run: DryRun, part: ComponentPlan, rates: Throughput) -> float:
+    call = call_seconds(run.found.work, rates, part.paths)
+    # What is kept in eight bits is made of what the files hold, each time that it is read.
+    read = part.num_parameters * num_bytes(part.precision.compute) / rates.load
+    load = max(part.weight_bytes / rates.load, read if part.precision.weights else 0.0)
+    if part.offload:
+        # The next block comes while one computes: whichever takes longer.
+        call = max(call, load if part.streams else part.weight_bytes / _BUS)
+    return load + call * run.rehearsal.num_calls
+
+
+def call_seconds(work: Work, rates: Throughput, paths: Sequence[str] | None = None) -> float:
+    """Seconds of one call: products at their rates, everything else at that of the memory.
+
+    `paths` are the fast ones that are used, without which attention is computed plainly; None
+    stands for torch's own choice.
+    """
+    measured = dict(rates.measured)
+    alike: dict[tuple[str, str], list[float]] = {}
+    for product, rate in rates.measured:
+        alike.setdefault((product.kind, product.dtype), []).append(rate)
+    seconds = work.moved_bytes / rates.memory + work.num_kernels * rates.launch
+    if rates.mapping is not None:
+        seconds += work.mapped_bytes / rates.mapping
+    for product, operations in _by_kernels(work, paths):
+        tried = measured.get(product) or _mean(alike.get((product.kind, product.dtype), ()))
+        seconds += operations / (tried or rates.product(product.dtype))
+    return seconds
+
+
+def _mean(rates: Sequence[float]) -> float | None:
+    return sum(rates) / len(rates) if rates else None
+
+
+def _by_kernels(work: Work, paths: Sequence[str] | None) -> Iterator[tuple[OpShape, float]]:
+    """The products, each attention with the kernel that computes it."""
+    kernel = None if paths is None else kernel_used(paths)
+    for product, operations in work.products:
+        if kernel is not None and product.kind == "attention":
+            product = replace(product, told=(*product.told, kernel))
+        yield product, operations
+
+
+def heaviest(
+    runs: Sequence[DryRun], most: int, paths: Mapping[str, Sequence[str] | None] | None = None
+) -> list[OpShape]:
+    """The products that the plan spends most on, of every kind and dtype at least one.
+
+    `paths` are the fast ones that each component uses; see `call_seconds`.
+    """
+    total: dict[OpShape, float] = {}
+    for run in runs:
+        used = (paths or {}).get(run.rehearsal.component)
+        for product, operations in _by_kernels(run.found.work, used):
+            total[product] = total.get(product, 0.0) + operations * run.rehearsal.num_calls
+    ranked = sorted(total, key=lambda product: total[product], reverse=True)
+    first: Mapping[Any, OpShape] = {
+        (product.kind, product.dtype): product for product in reversed(ranked)
+    }
+    chosen = sorted(first.values(), key=ranked.index)
+    return list(dict.fromkeys([*chosen, *ranked]))[: max(most, len(chosen))]
+
+
+def largest_scores(runs: Sequence[DryRun]) -> int:
+    """Bytes that the largest attention holds where it is computed plainly, its scores written out.
+
+    Twice, in float32: before the softmax and after.
+    """
+    return max(
+        (
+            prod(product.shapes[0][:-1]) * product.shapes[1][-2] * 2 * 4
+            for run in runs
+            for product, _ in run.found.work.products
+            if product.kind == "attention"
+        ),
+        default=0,
+    )
+
+
+def clashes_of(runs: Sequence[DryRun]) -> tuple[str, ...]:
+    """Every clash of every stage, each place once."""
+    return tuple(dict.fromkeys(line for run in runs for line in run.clashes()))
+
+
+def describe_findings(plan: Plan) -> str:
+    """The verdict of the dry run in a sentence; empty where there was none."""
+    if plan.clashes:
+        number = len(plan.clashes)
+        clashes = "1 clash" if number == 1 else f"{number} clashes"
+        return f"{clashes} of precision in {plan.num_operations} operations"
+    if not plan.stages:
+        return ""
+    return f"no clash of precision in {plan.num_operations} operations"

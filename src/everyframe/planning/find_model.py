@@ -1,0 +1,134 @@
+"""The model that a request names; which are known and on this disk, and what each needs.
+
+Read next: `checkpoints/model_zoo.py` (the data), `resolve.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from everyframe.checkpoints import shapes_prompts
+from everyframe.checkpoints.download import fetch_missing
+from everyframe.checkpoints.locate import Location, locate, overview
+from everyframe.core.bytes import fits, format_bytes
+from everyframe.core.errors import CheckpointError, InputError
+from everyframe.core.request import Request
+from everyframe.families.registry import family, family_names, family_options, options_of
+from everyframe.hardware.facts import machine_facts, pick_device
+from everyframe.runtime.interface import ModelSpec
+
+EMBEDDED_MODEL = "shapes"
+
+#: A model's largest part in the precision of a plan takes about this share of its bytes on disk:
+#: parts are stored in float32 and loaded one at a time.
+_BYTES_PER_PARAMETER = {True: 2, False: 4}
+
+
+@dataclass(frozen=True)
+class ModelRow:
+    """One known model: `needs_bytes` is the memory of its largest part, `download_bytes` what is
+    still to be fetched (None: not known, 0: nothing), `licence` that of the weights."""
+
+    name: str
+    family: str
+    title: str
+    licence: str
+    on_disk: bool
+    download_bytes: int | None
+    needs_bytes: int
+    fits: bool
+    note: str
+
+
+def list_models() -> tuple[ModelRow, ...]:
+    """Every known model as it stands on this machine; nothing is loaded or fetched."""
+    device = pick_device(machine_facts(), "auto")
+    element = _BYTES_PER_PARAMETER[device.has_fast_bf16]
+    rows = []
+    for place in overview():
+        assert place.known is not None
+        needs = _needs_bytes(place, element)
+        rows.append(
+            ModelRow(
+                name=place.known.name,
+                family=place.known.family,
+                title=place.known.title,
+                licence=place.known.licence,
+                on_disk=place.complete,
+                download_bytes=place.bytes_to_fetch,
+                needs_bytes=needs,
+                fits=fits(needs, device),
+                note=place.known.note,
+            )
+        )
+    return tuple(rows)
+
+
+def _needs_bytes(place: Location, element: int) -> int:
+    assert place.known is not None
+    largest = max((part.num_parameters or 0 for part in place.known.parts), default=0)
+    return largest * element if largest else place.bytes_on_disk
+
+
+def _in_words(row: ModelRow) -> str:
+    where = "on this disk" if row.on_disk else f"{format_bytes(row.download_bytes or 0)} to fetch"
+    return f"{row.name} ({format_bytes(row.needs_bytes)} of memory, {where})"
+
+
+def refuse_if_not_drawable(request: Request) -> None:
+    """Without a model's name the embedded one draws, and only what it was trained on.
+
+    Raises `InputError` that says what it can draw and which models would fit this machine.
+    """
+    read = shapes_prompts.read_prompt(request.prompt or "")
+    if not isinstance(read, shapes_prompts.Refusal):
+        return
+    fitting = [_in_words(row) for row in list_models() if row.fits and row.name != EMBEDDED_MODEL]
+    others = ", ".join(fitting) if fitting else "none of the known ones"
+    raise InputError(
+        f"the embedded model can't draw this: {read.reason}. It draws {shapes_prompts.CAN_DRAW}. "
+        f"Models that fit this machine: {others} (--model NAME); --model shapes tries anyway"
+    )
+
+
+def find_model(request: Request, may_fetch: bool) -> tuple[ModelSpec, str]:
+    """The model that a request names, and its family's name.
+
+    Raises:
+        InputError: there is none, or it has to be fetched first and may not be.
+    """
+    if request.model is None and request.prompt is None:
+        raise InputError("give a prompt, or a model that needs none")
+    # Before the family is known: what is fetched depends on it.
+    variant = request.family_options.get("variant")
+    location = locate(request.model or EMBEDDED_MODEL, variant=variant)
+    if location.kind == "embedded" and not location.complete:
+        raise CheckpointError("the embedded model is not in this installation; install it again")
+    if location.kind == "hub" and not location.complete:
+        if not may_fetch:
+            raise InputError(
+                f"{location.asked} is not on this disk, and its configs are needed to plan"
+                f"{location.hint}; `everyframe generate` fetches it, "
+                f"or `hf download {location.asked}`"
+            )
+        location = fetch_missing(location)
+    for name in family_names():
+        found = family(name).recognise(location, _tolerant_options(name, request))
+        if found is not None:
+            family_options(name, request)
+            return found, name
+    raise CheckpointError(_no_family(location))
+
+
+def _tolerant_options(name: str, request: Request) -> Any:
+    """The options that this family knows; another family's are told once the model is known."""
+    own = options_of(name)
+    given: Mapping[str, Any] = request.family_options
+    return own(**{key: value for key, value in given.items() if key in own.model_fields})
+
+
+def _no_family(location: Location) -> str:
+    families = ", ".join(family(name).title for name in family_names())
+    return f"{location.asked} is a model of no family that is known here; known are: {families}"

@@ -1,0 +1,83 @@
+"""Why a plan can't be done on its machine, and what could be: one sentence for a person.
+
+Not here: whether it fits (`memory_fit.py`) and what the dry run found (`dry_runs.py`).
+"""
+
+from __future__ import annotations
+
+from everyframe.core.bytes import PROCESS_BYTES, USABLE_SHARE, fits, format_bytes
+from everyframe.core.facts import MachineFacts
+from everyframe.core.plan import Plan
+from everyframe.planning.dry_runs import describe_findings
+from everyframe.planning.find_model import EMBEDDED_MODEL
+from everyframe.planning.memory_fit import FitResult, MemoryFit
+
+
+def infeasible_reason(
+    plan: Plan, fitting: MemoryFit, fitted: FitResult, facts: MachineFacts
+) -> str | None:
+    """Why a plan can't be done on its machine and what could, or None."""
+    if fitted.fits and not plan.clashes:
+        return None
+    if fitted.fits:
+        return (
+            f"{describe_findings(plan)}: it would fail on {plan.device.name}; the first is {plan.clashes[0]} "
+            "(--dtype fp32 has none where the model itself asks for no dtype)"
+        )
+    too_many = _too_many_processes(plan, facts)
+    if too_many:
+        return too_many
+    text = f"not enough memory: {_needs(plan, fitting)}"
+    smaller = fitting.largest(plan.settings)
+    if smaller is not None:
+        width, height = smaller.settings.width, smaller.settings.height
+        frames = smaller.settings.num_frames
+        return (
+            f"{text}; the largest that fits is {width}x{height} with {frames} frames "
+            f"(--size {width}x{height} --num-frames {frames})"
+        )
+    others = [
+        d.torch_name
+        for d in facts.devices
+        if d.torch_name != plan.device.torch_name and fits(plan.peak_bytes, d)
+    ]
+    if others:
+        return f"{text}; it would fit on {others[0]} (--device {others[0]})"
+    least = "" if plan.model == EMBEDDED_MODEL else " (the smallest model is --model shapes)"
+    return f"{text}; no smaller video of this model fits{least}"
+
+
+def _too_many_processes(plan: Plan, facts: MachineFacts) -> str:
+    """What is said where the ranks of a CPU leave nothing for what they are to do, else nothing."""
+    ranks = 1 if plan.division is None else len(plan.division.ranks)
+    if plan.device.kind != "cpu" or ranks == 1 or fits(ranks * PROCESS_BYTES, facts.cpu):
+        return ""
+    most = max(1, int(facts.cpu.free_memory * USABLE_SHARE / PROCESS_BYTES) - 1)
+    return (
+        f"not enough memory: {ranks} processes take about "
+        f"{format_bytes(ranks * PROCESS_BYTES)} for themselves, {plan.device.name} has "
+        f"{format_bytes(facts.cpu.free_memory)} free; give fewer devices, {most} at most"
+    )
+
+
+def _needs(plan: Plan, fitting: MemoryFit) -> str:
+    """What needs more than there is, and how much there is."""
+    if fits(plan.peak_bytes, fitting.device) and plan.host_bytes > fitting.host_memory:
+        return (
+            f"the host would hold {format_bytes(plan.host_bytes)} of weights and frames, it has "
+            f"{format_bytes(fitting.host_memory)} free"
+        )
+    largest = max(plan.components, key=lambda part: part.peak_bytes)
+    # Parts that share a stage are in memory together: none of them alone is what is too large.
+    together = plan.peak_bytes > largest.peak_bytes
+    what = f"{plan.title}, all of it in memory at once," if together else f"the {largest.title}"
+    components = fitting.model.components(plan.settings)
+    exceeds = any(
+        each.name == largest.name and fitting.weights_exceed(each, plan.settings)
+        for each in components
+    )
+    alone = f" ({format_bytes(largest.weight_bytes)} of weights alone)" if exceeds else ""
+    return (
+        f"{what} needs about {format_bytes(plan.peak_bytes)}{alone}, {plan.device.name} has "
+        f"{format_bytes(fitting.device.free_memory)} free"
+    )

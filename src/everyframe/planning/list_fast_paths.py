@@ -1,0 +1,73 @@
+"""Every fast path of a request's components with what is known of it, for `everyframe paths`.
+
+Read next: `choose_fast_paths.py`, `component_certificates.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from everyframe.core.plan import FastPathChoice, Plan
+from everyframe.core.request import Request
+from everyframe.fast_paths.registry import CATALOGUE, PRECISIONS, FastPath
+from everyframe.planning import component_certificates
+from everyframe.planning.resolve import PreparedPlan, prepare
+
+
+@dataclass(frozen=True)
+class FastPathRow:
+    """One path of one component: what it is, and what came of it. `in_use` is of a run now."""
+
+    component: str
+    path: FastPath
+    choice: FastPathChoice
+    in_use: bool
+
+
+@dataclass(frozen=True)
+class FastPathList:
+    """The plan of a request, and a row for each of its paths in the order of the components."""
+
+    plan: Plan
+    rows: tuple[FastPathRow, ...]
+
+
+def survey(request: Request, *, certify: bool = False) -> FastPathList:
+    """What every fast path of this request came to; with `certify` those are tried that were not.
+
+    Raises `InputError` for what can't be asked of the model.
+    """
+    prepared = prepare(request)
+    untried: Mapping[str, str] = {}
+    if certify:
+        untried = _certified(prepared)
+        prepared = prepare(request)
+    rows = []
+    for part in prepared.plan.components:
+        for choice in (*part.choices, *prepared.chooser.on_demand(part.name, prepared.fitted.runs)):
+            why = untried.get(f"{part.name} {choice.path}")
+            if why is not None:
+                choice = replace(choice, verdict="untried", reason=why)
+            in_use = choice.verdict in ("certified", "pinned")
+            rows.append(FastPathRow(part.name, CATALOGUE[choice.path], choice, in_use))
+    return FastPathList(prepared.plan, tuple(rows))
+
+
+def _certified(prepared: PreparedPlan) -> dict[str, str]:
+    """Try what was not tried; what there was no time for, with why."""
+    certificates = prepared.chooser.certificates
+    assert certificates is not None, "it is this machine's"
+    missing = []
+    for part in prepared.plan.components:
+        untried = [each.path for each in part.choices if each.verdict in ("expected", "untried")]
+        # A precision comes first: which attentions and blocks there are follows from it.
+        names = [name for name in untried if name in PRECISIONS] or untried
+        paths = tuple(CATALOGUE[name] for name in names)
+        if paths:
+            missing.append(
+                component_certificates.MissingCertificates(part.name, part.precision, paths)
+            )
+    return component_certificates.make(
+        certificates, missing, prepared.fitted.runs, component_certificates.IN_ALL
+    )

@@ -1,0 +1,203 @@
+"""How much each of several devices does: by its measured speed, and less where memory is short.
+
+Devices that are alike do alike. Of unequal ones each does as much as its speed is of all speeds;
+one whose memory doesn't hold that much does less, and the others do the rest. All compute in a
+precision that each of them has. What a person asked for (``--shares``) is left as it is. Not here:
+how shares become tokens (`everyframe.parallel.token_partition`) and which ways to divide there are
+(`parallelism.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import ceil, floor
+from typing import TYPE_CHECKING
+
+from everyframe.core.bytes import USABLE_SHARE
+from everyframe.core.facts import DeviceFacts, OpShape
+from everyframe.core.parallel_plan import ParallelPlan
+from everyframe.core.plan import Settings
+from everyframe.hardware.throughput import measured_rates
+from everyframe.planning.memory_fit import FitResult, MemoryFit
+from everyframe.runtime.interface import ModelSpec, ShardableSpec
+
+if TYPE_CHECKING:
+    from everyframe.planning.component_memory import ComponentPlanner
+
+#: Speeds are told apart by so many steps, so that a trial's noise changes no share.
+_STEPS = 16
+#: Memory moves shares by finer steps, and so often.
+_FINE, _ROUNDS = 256, 4
+#: What a device's speed is measured with: a linear layer of a denoiser's size.
+_ROWS, _WIDTH, _WIDER = 2048, 1152, 4608
+
+
+def are_alike(devices: Sequence[DeviceFacts]) -> bool:
+    """Whether these are devices of one make; how much of them is free may differ."""
+    return len({(device.name, device.kind, device.memory) for device in devices}) == 1
+
+
+def common_facts(devices: Sequence[DeviceFacts]) -> DeviceFacts:
+    """The first of these, with no more than all of them have."""
+    first = devices[0]
+    least = min(device.free_memory for device in devices)
+    if are_alike(devices):
+        return replace(first, free_memory=least)
+    known = [device.capability for device in devices if device.capability is not None]
+    limits = [each.max_array_bytes for each in devices if each.max_array_bytes is not None]
+    return replace(
+        first,
+        memory=min(device.memory for device in devices),
+        free_memory=least,
+        capability=min(known) if len(known) == len(devices) else None,
+        has_fast_bf16=all(device.has_fast_bf16 for device in devices),
+        has_fast_fp16=all(device.has_fast_fp16 for device in devices),
+        dtypes=tuple(
+            dtype for dtype in first.dtypes if all(dtype in device.dtypes for device in devices)
+        ),
+        max_array_bytes=min(limits, default=None),
+    )
+
+
+def measured(device: DeviceFacts, dtype: str, num_threads: int) -> DeviceFacts:
+    """That device of this machine with its measured rate of products in `dtype`."""
+    product = OpShape("product", dtype, ((_ROWS, _WIDTH), (_WIDTH, _WIDER)))
+    rates = measured_rates((product,), device.torch_name, num_threads)
+    return replace(device, rates=rates)
+
+
+def speed_dtype(asked: str) -> str:
+    """The dtype that unequal devices compute in: float32 unless another one is asked for.
+
+    No fast path is certified for all of them.
+    """
+    return "float32" if asked == "auto" else asked
+
+
+def weights_by_speed(
+    devices: Sequence[DeviceFacts], dtype: str, num_threads: int
+) -> tuple[float, ...]:
+    """The speeds of these devices beside the fastest; unequal ones without rates are tried."""
+    if are_alike(devices):
+        return (1.0,) * len(devices)
+    tried = [each if each.rates else measured(each, dtype, num_threads) for each in devices]
+    speeds = [each.rates.product(dtype) for each in tried if each.rates is not None]
+    return tuple(max(1, round(_STEPS * speed / max(speeds))) / _STEPS for speed in speeds)
+
+
+@dataclass(frozen=True)
+class BalancedPlan:
+    """A division, the fitting of the rank that is tightest, and what is said of the shares."""
+
+    division: ParallelPlan | None
+    fitting: MemoryFit
+    rank: int = 0
+    says: tuple[str, ...] = ()
+
+
+def balance(
+    fitting: MemoryFit,
+    devices: Sequence[DeviceFacts],
+    settings: Settings,
+    weights: Sequence[float],
+    divided: Callable[[Sequence[float]], ParallelPlan | None],
+    *,
+    is_asked: bool,
+) -> BalancedPlan:
+    """The division by `weights`, less for those that it doesn't fit on unless it `is_asked` for."""
+    division = divided(weights)
+    frees = {device.free_memory for device in devices}
+    if division is None or len(frees) == 1 or not isinstance(fitting.model, ShardableSpec):
+        own = fitting.of_ranks(division, settings)
+        return BalancedPlan(division, own, says=_said(division, devices, ()))
+    by_speed, short = division, set[int]()
+    for _ in range(0 if is_asked else _ROUNDS):
+        needs = _needs(fitting.parts, division, settings)
+        fit = [min(1.0, need.share_that_fits(devices[r])) for r, need in enumerate(needs)]
+        fewer = [floor(_FINE * w * f) / _FINE if f < 1 else w for w, f in _pairs(division, fit)]
+        if min(fit) == 1:
+            break
+        if not min(fewer):  # its weights alone are too much, which no share makes less
+            division, short = by_speed, set()
+            break
+        short |= {rank for rank, share in enumerate(fit) if share < 1}
+        division = divided(fewer)
+        assert division is not None
+    needs = _needs(fitting.parts, division, settings)
+    tightest = max(range(len(devices)), key=lambda r: needs[r].peak / devices[r].free_memory)
+    fitting = fitting.of_rank(division, tightest, settings, devices[tightest], devices[0])
+    return BalancedPlan(division, fitting, tightest, _said(division, devices, sorted(short)))
+
+
+def _pairs(division: ParallelPlan, fit: Sequence[float]) -> Iterator[tuple[float, float]]:
+    return zip(division.weights, fit, strict=True)
+
+
+@dataclass(frozen=True)
+class _Need:
+    """Bytes that a rank's denoiser holds whatever its share is, and those that grow with it."""
+
+    held: int
+    working: int
+
+    @property
+    def peak(self) -> int:
+        return self.held + self.working
+
+    def share_that_fits(self, device: DeviceFacts) -> float:
+        """How many times its share it could do in that memory."""
+        room = device.free_memory * USABLE_SHARE - self.held
+        return max(0.0, room / max(1, self.working))
+
+
+def _needs(parts: ComponentPlanner, division: ParallelPlan, settings: Settings) -> list[_Need]:
+    """What each rank needs for its part of a step."""
+    step = next(each for each in parts.rehearsals(settings) if each.denoises)
+    needs = []
+    for rank, its in enumerate(division.ranks):
+        if not its.works:
+            needs.append(_Need(0, 0))
+            continue
+        plan = parts.of_rank(division, rank, settings).named(step.component, settings).plan
+        needs.append(_Need(plan.held_bytes, plan.working_bytes))
+    return needs
+
+
+def with_weights(
+    division: ParallelPlan | None, model: ModelSpec, fitted: FitResult
+) -> ParallelPlan | None:
+    """The division with what each rank sends at a step of weights that it keeps, at most."""
+    held = next((part for part in fitted.components if part.holders > 1), None)
+    if division is None or held is None or not isinstance(model, ShardableSpec):
+        return division
+    # Not on top: it brings torch.
+    from everyframe.runtime.weight_sharding import sharded_bytes
+
+    run = next(run for run in fitted.runs if run.rehearsal.component == held.name)
+    branches = model.num_branches(fitted.settings)
+    calls = ceil(branches / fitted.settings.saving("branches_at_once", branches))
+    ranks = list(division.ranks)
+    for group in division.groups:
+        room = [ranks[rank].room for rank in group]
+        kept = sharded_bytes(run.rehearsal.module(), held.precision, room)
+        for rank, size in zip(group, kept, strict=True):
+            sent = size * (len(group) - 1) * calls
+            ranks[rank] = replace(ranks[rank], weight_bytes=sent)
+    return replace(division, ranks=tuple(ranks))
+
+
+def _said(
+    division: ParallelPlan | None, devices: Sequence[DeviceFacts], short: Sequence[int]
+) -> tuple[str, ...]:
+    """What is said of shares that are not alike."""
+    if division is None or len(set(division.weights)) == 1:
+        return ()
+    whole = sum(division.weights)
+    each = ", ".join(
+        f"{device.torch_name} ({device.name}) {weight / whole:.0%}"
+        for device, weight in zip(devices, division.weights, strict=True)
+    )
+    names = " and ".join(devices[rank].torch_name for rank in short)
+    less = f"; {names} would do more by speed, and has no memory for it" if short else ""
+    return (f"shares of the work: {each}{less}",)

@@ -1,0 +1,398 @@
+"""Makes a video fit into the memory that there is, and finds the largest one that does.
+
+Where a component needs too much, as few ways to do with less are taken as are enough, in the order
+of `everyframe.runtime.memory_fallbacks`. Stages are loaded one after the other in any case; parts
+that one stage needs together come by turns where they don't fit side by side. What is held grows
+with the size of a video and falls from way to way, so the first that will do is found with few
+tries (`monotone_search.py`). Not here: what a component needs (`component_memory.py`), and what is
+asked and said to the person (`resolve.py`). Read next: `component_memory.py`,
+`everyframe.runtime.memory_fallbacks`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from everyframe.core.bytes import fits, share_of
+from everyframe.core.facts import DeviceFacts
+from everyframe.core.parallel_plan import ParallelPlan
+from everyframe.core.plan import ComponentPlan, Settings, peak_of
+from everyframe.planning.component_memory import (
+    ComponentPlanner,
+    PlannedComponent,
+    WeightPlacement,
+    frame_bytes,
+)
+from everyframe.planning.dry_runs import DryRun
+from everyframe.planning.monotone_search import first_that_fits, first_that_holds
+from everyframe.planning.parallelism import StepCost
+from everyframe.precision.dtypes import num_bytes
+from everyframe.runtime.interface import Component, DryRunCall, DryRunSpec, ModelSpec, ShardableSpec
+from everyframe.runtime.memory_fallbacks import MemoryFallback, held_says, memory_fallbacks
+
+_TRIES = 2
+"""So many of the largest that could fit are looked at closely."""
+
+_FAR = 8.0
+"""So many times as much as there is: what can be saved rarely brings that down to one."""
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """Settings and components as they will run; `says` is what was done so that they fit.
+
+    `fits` is whether that was enough.
+    """
+
+    settings: Settings
+    components: tuple[ComponentPlan, ...]
+    runs: tuple[DryRun, ...]
+    says: tuple[str, ...]
+    notes: tuple[str, ...]
+    host_bytes: int
+    fits: bool
+
+
+@dataclass(frozen=True)
+class MemoryFit:
+    """The parts of a model, on a device whose memory `copies` ranks have in common.
+
+    `fit` answers for given settings, `largest` finds smaller ones that fit. `lead` is the device of
+    the first rank where that is another one: what that rank alone loads has to fit there, beside
+    its part of the steps, which is `lead_share` times as large.
+    """
+
+    parts: ComponentPlanner
+    copies: int = 1
+    lead: DeviceFacts | None = None
+    lead_share: float = 1.0
+
+    @property
+    def model(self) -> ModelSpec:
+        """What is fitted."""
+        return self.parts.model
+
+    @property
+    def device(self) -> DeviceFacts:
+        """Where it is fitted in, with no more memory free than may be used."""
+        return self.parts.device
+
+    @property
+    def host_memory(self) -> int:
+        """Bytes that are free beside the device."""
+        return self.parts.host_memory
+
+    def fit(self, settings: Settings) -> FitResult:
+        """The components at these settings, with the savings that make each of them fit."""
+        says: list[str] = []
+        parts: list[PlannedComponent] = []
+        for component in self.model.components(settings):
+            settings, part, said = self._saved(component, settings)
+            says += said
+            parts.append(part)
+        if says:
+            # A saving of one component may be seen by another.
+            where = {part.plan.name: WeightPlacement.of(part.plan) for part in parts}
+            parts = [
+                self.parts.part(each, settings, where[each.name])
+                for each in self.model.components(settings)
+            ]
+        if not self._hold(parts) and self.device.kind != "cpu":
+            parts, said = _by_turns(parts)
+            says += said
+        plans = tuple(part.plan for part in parts)
+        host = self._host_bytes(plans, settings)
+        return FitResult(
+            settings=settings,
+            components=plans,
+            runs=_in_order(self.parts.rehearsals(settings), parts),
+            says=tuple(says),
+            notes=tuple(dict.fromkeys(note for part in parts for note in part.notes)),
+            host_bytes=host,
+            fits=self._hold(parts) and host <= self.host_memory,
+        )
+
+    def certified_alone(self) -> MemoryFit:
+        """The same with no fast path that is only expected."""
+        chooser = self.parts.chooser
+        assert chooser is not None, "nothing is chosen"
+        return replace(self, parts=replace(self.parts, chooser=replace(chooser, expects=False)))
+
+    def of_ranks(self, division: ParallelPlan | None, settings: Settings) -> MemoryFit:
+        """Fitting for the rank that has the most to do."""
+        if division is None:
+            return self
+        heaviest = max(division.ranks, key=lambda rank: max(rank.tokens, rank.attention))
+        return self.of_rank(division, division.ranks.index(heaviest), settings, self.device)
+
+    def of_rank(
+        self,
+        division: ParallelPlan,
+        rank: int,
+        settings: Settings,
+        device: DeviceFacts,
+        lead: DeviceFacts | None = None,
+    ) -> MemoryFit:
+        """Fitting for that rank, on `device`, in the precision that all have in common."""
+        copies = sum(each.works for each in division.ranks) if device.kind == "cpu" else 1
+        mine = replace(self.device, memory=device.memory, free_memory=device.free_memory)
+        parts = replace(self.parts.of_rank(division, rank, settings), device=mine)
+        first, here = (division.ranks[each].tokens for each in (0, rank))
+        return MemoryFit(parts, copies, lead, first / here if here else 1.0)
+
+    def effort(self, settings: Settings) -> StepCost:
+        """What one step of a video takes on one device, for the choice between ways to divide."""
+        if not isinstance(self.model, ShardableSpec):
+            return StepCost(1.0, 1)
+        step = next(each for each in self.parts.rehearsals(settings) if each.denoises)
+        part = self.parts.named(step.component, settings)
+        run = next((each for each in part.runs if each.rehearsal.denoises), None)
+        if run is None:  # no dry run can follow it there, so bytes alone are weighed
+            return StepCost(1.0, num_bytes(part.plan.precision.compute))
+        work = run.found.work
+        attention = sum(n for product, n in work.products if product.kind == "attention")
+        return StepCost(work.operations, num_bytes(part.plan.precision.compute), attention)
+
+    def largest(self, settings: Settings) -> FitResult | None:
+        """The largest smaller video that fits, or None."""
+        # Weights are the same at every size.
+        if any(self.weights_exceed(each, settings) for each in self.model.components(settings)):
+            return None
+        candidates = sorted(self.model.smaller(settings), key=_pixels, reverse=True)
+        best: list[Settings] = []
+        near = _pixels(settings) / self._excess(settings)
+        # Of one length what is needed falls with the size; of two, more frames may need more for as
+        # many pixels, so that of longer ones most often the first try is the last.
+        for length in sorted({each.num_frames for each in candidates}):
+            least = _pixels(best[0]) if best else 0
+            sizes = [e for e in candidates if e.num_frames == length and _pixels(e) > least]
+            best = self._first_that_fits(sizes, near) or best
+            near = _pixels(best[0]) if best else near
+        return next((fitted for each in best if (fitted := self.fit(each)).fits), None)
+
+    def _first_that_fits(self, candidates: Sequence[Settings], near: float) -> list[Settings]:
+        """The largest of these that could fit, and the next one; `near` so many pixels, or so."""
+        sizes = [_pixels(each) for each in candidates]
+        first = first_that_fits(sizes, lambda index: self._excess(candidates[index]), near)
+        return list(candidates[first : first + _TRIES])
+
+    def weights_exceed(
+        self, component: Component, settings: Settings, kind: str | None = None
+    ) -> bool:
+        """Whether the weights alone are too much, and nowhere else to be: a CPU is the host.
+
+        However they are kept, unless `kind` says how.
+        """
+        kind = self.parts.kinds(component, settings)[-1] if kind is None else kind
+        alone = self.parts.weights_alone(component, settings, kind)
+        return self.device.kind == "cpu" and not fits(
+            alone * self._copies(component.name), self.device
+        )
+
+    def _excess(self, settings: Settings) -> float:
+        """How many times as much as there is the components need, with all that can be saved.
+
+        At most 1 if all fit; else of the first that does not.
+        """
+        parts: list[PlannedComponent] = []
+        for component in self.model.components(settings):
+            done = self._ways(component, settings)
+            least = done[-1].settings if done else settings
+            where = _placement(done, WeightPlacement(kind=self.parts.kinds(component, least)[-1]))
+            # Whole calls of a pipeline would take minutes for all that are tried here.
+            part = self.parts.named(component.name, least, where, roughly=True)
+            if not self._holds(part):
+                return self._times(part)
+            parts.append(part)
+        # Those that share a stage may fit alone, and not together.
+        return 1.0 if self._hold(parts) else math.nextafter(1.0, 2.0)
+
+    def _saved(
+        self, component: Component, settings: Settings
+    ) -> tuple[Settings, PlannedComponent, list[str]]:
+        """The fewest ways with which that component fits, or all of them, which need the least.
+
+        Its weights are kept in eight bits only where it fits no way without.
+        """
+        first = self._saved_as(component, settings, None)
+        if self._holds(first[1]):
+            return first
+        others = self.parts.kinds(component, settings)[1:]
+        found = (self._saved_as(component, settings, kind) for kind in others)
+        return next((each for each in found if self._holds(each[1])), first)
+
+    def _saved_as(
+        self, component: Component, settings: Settings, kind: str | None
+    ) -> tuple[Settings, PlannedComponent, list[str]]:
+        part = self.parts.part(component, settings, WeightPlacement(kind=kind))
+        kind = part.plan.precision.weights
+        if self._holds(part) or self.weights_exceed(component, settings, kind):
+            return settings, part, _elsewhere(part)
+        taken: list[MemoryFallback] = []
+        # What helps in one stage alone is not done for the sake of another.
+        for stage in part.stages or (None,):
+            more, settings, part = self._saved_in(component, stage, part, settings)
+            taken += more
+        return settings, part, [*_said(component, taken), *_elsewhere(part)]
+
+    def _saved_in(
+        self, component: Component, stage: str | None, part: PlannedComponent, settings: Settings
+    ) -> tuple[list[MemoryFallback], Settings, PlannedComponent]:
+        """The fewest ways with which the component fits in that stage, or all of them."""
+        before = WeightPlacement.of(part.plan)
+        done = [] if self._holds(part, stage) else self._ways(component, settings, stage)
+        if not done:
+            return [], settings, part
+
+        def after(number: int, *, moves: bool = True) -> PlannedComponent:
+            where = _placement(done[:number] if moves else (), before)
+            return self.parts.named(component.name, done[number - 1].settings, where)
+
+        def enough(index: int) -> bool:
+            return self._holds(after(index + 1), stage)
+
+        # What is far too large is looked at with all of them first, and is most often too large.
+        is_hopeless = self._times(part, stage) > _FAR and not enough(len(done) - 1)
+        taken = len(done)
+        if not is_hopeless:
+            taken = min(len(done), 1 + first_that_holds(len(done), enough))
+        part = after(taken)
+        # Weights that were moved in vain before something lossy was done may not have to be.
+        if done[taken - 1].is_lossy and (part.plan.offload or part.plan.holders > 1):
+            stays = after(taken, moves=False)
+            part = stays if self._holds(stays, stage) else part
+        return done[:taken], done[taken - 1].settings, part
+
+    def _ways(
+        self, component: Component, settings: Settings, stage: str | None = None
+    ) -> list[MemoryFallback]:
+        if not isinstance(self.model, DryRunSpec):
+            return []
+        holders = self.parts.holders_of(component)
+        # Where ranks were asked to keep them, that is not changed.
+        is_asked = self.parts.shards and holders > 1
+        return list(
+            memory_fallbacks(
+                [component.name],
+                settings,
+                self.model.savings,
+                may_wait=self.device.kind != "cpu" and not is_asked,
+                stage=stage,
+                holders=1 if is_asked else holders,
+            )
+        )
+
+    def _holds(self, part: PlannedComponent, stage: str | None = None) -> bool:
+        """Whether it fits in that stage, or in all of them."""
+        return self._times(part, stage) <= 1
+
+    def _times(self, part: PlannedComponent, stage: str | None = None) -> float:
+        """How many times as much memory as there is it needs in that stage, or in any of them.
+
+        Infinitely often where a tensor is beyond what the device can address.
+        """
+        name = part.plan.name
+        where = self.lead if self.lead is not None and self._is_led(name) else self.device
+        peak, too_large = part.in_stage(stage)
+        return math.inf if too_large else share_of(peak * self._copies(name), where)
+
+    def _hold(self, parts: Sequence[PlannedComponent]) -> bool:
+        """Whether all fit, those that share a stage together."""
+        plans = [part.plan for part in parts]
+        here = [plan for plan in plans if self.lead is None or not self._is_led(plan.name)]
+        copies = {plan.name: self._copies(plan.name) for plan in plans}
+        together = not here or fits(peak_of(here, copies), self.device)
+        if self.lead is not None:  # where what it alone loads lies beside its part of the rest
+            together = together and fits(peak_of(map(self._on_lead, parts)), self.lead)
+        return together and all(self._holds(part) for part in parts)
+
+    def _on_lead(self, part: PlannedComponent) -> ComponentPlan:
+        """The component on the first rank, which does another part of the steps."""
+        if not any(run.rehearsal.denoises for run in part.runs):
+            return part.plan
+        return replace(part.plan, working_bytes=int(part.plan.working_bytes * self.lead_share))
+
+    def _copies(self, name: str) -> int:
+        """How many ranks hold that component in this device's memory at once."""
+        return 1 if self._is_led(name) else self.copies
+
+    def _is_led(self, name: str) -> bool:
+        """Whether the first of all ranks alone loads it."""
+        return isinstance(self.model, ShardableSpec) and name in self.model.led
+
+    def _host_bytes(self, plans: Sequence[ComponentPlan], settings: Settings) -> int:
+        """What lies in the host's memory beside the device: offloaded weights, finished frames."""
+        if self.device.kind == "cpu":
+            return 0
+        waiting: dict[str, int] = {}
+        for plan in plans:
+            if (plan.offload and not plan.streams) or plan.by_turns:
+                waiting[plan.stage] = waiting.get(plan.stage, 0) + plan.weight_bytes
+        return max(waiting.values(), default=0) + frame_bytes(settings)
+
+
+def _pixels(settings: Settings) -> int:
+    return settings.num_frames * settings.height * settings.width
+
+
+def _said(component: Component, done: Sequence[MemoryFallback]) -> list[str]:
+    """What is said of the savings: each has those of its kind before it in it."""
+    kinds = {(way.is_lossy, way.stage): way.says for way in done if not way.moves_weights}
+    return [f"{component.title}: {says}" for says in kinds.values()]
+
+
+def _placement(done: Sequence[MemoryFallback], before: WeightPlacement) -> WeightPlacement:
+    """Where weights are after all this; what waits on the host is not kept between ranks, too."""
+    if before.offload or any(way.offload for way in done):
+        return replace(before, offload=True, holders=1)
+    return replace(before, holders=max([before.holders, *(way.holders for way in done)]))
+
+
+def _elsewhere(part: PlannedComponent) -> list[str]:
+    """What is said of weights that are not on the device."""
+    if part.plan.holders > 1:
+        return [f"{part.plan.title}: {held_says(part.plan.holders)}"]
+    if not part.plan.offload:
+        return []
+    where = "its weights wait in the host's memory and come to the device block by block"
+    if part.plan.streams:
+        where = (
+            "its weights are read from their files block by block at every call, as the host's "
+            "memory does not hold them"
+        )
+    return [f"{part.plan.title}: {where}"]
+
+
+def _by_turns(parts: Sequence[PlannedComponent]) -> tuple[list[PlannedComponent], list[str]]:
+    """Those that share a stage, one after the other on the device."""
+    stages = [part.plan.stage for part in parts]
+    shared = {stage for stage in stages if stages.count(stage) > 1}
+    if not shared:
+        return list(parts), []
+    turned = [
+        replace(part, plan=replace(part.plan, by_turns=True))
+        if part.plan.stage in shared and not part.plan.offload and part.plan.holders == 1
+        else part
+        for part in parts
+    ]
+    names = ", ".join(part.plan.title for part in turned if part.plan.by_turns)
+    said = f"stage by stage: {names} come to the device one after the other, for their work alone"
+    return turned, [f"{said}, and wait in the host's memory"]
+
+
+def _in_order(
+    rehearsals: Sequence[DryRunCall], parts: Sequence[PlannedComponent]
+) -> tuple[DryRun, ...]:
+    """The dry runs in the order of the stages; a component may have several."""
+    runs = {(run.rehearsal.stage, run.rehearsal.component): run for p in parts for run in p.runs}
+    order = [(each.stage, each.component) for each in rehearsals]
+    return tuple(runs[each] for each in order if each in runs)
+
+
+def within(device: DeviceFacts, most: int | None) -> DeviceFacts:
+    """The device with no more of its memory free than may be used."""
+    if most is None or most >= device.free_memory:
+        return device
+    return replace(device, free_memory=most)

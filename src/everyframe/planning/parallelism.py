@@ -1,0 +1,407 @@
+"""Which devices a run has, and how it is divided among them.
+
+Videos are dealt out whole where there are several. Within one video, tokens are dealt out as the
+model's family says, uneven and without a rule of divisibility; branches of guidance come apart by
+that, or by ``cfg``. The choice depends on counts and nominal speeds alone, so that ``plan`` and
+``generate`` choose alike. Read next: `everyframe.core.parallel_plan`,
+`everyframe.parallel.token_partition`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from everyframe.core.errors import InputError
+from everyframe.core.facts import DeviceFacts, MachineFacts
+from everyframe.core.parallel_plan import (
+    ParallelConfig,
+    ParallelPlan,
+    RankPlan,
+    parse_shares,
+    parse_ways,
+)
+from everyframe.core.plan import Settings
+from everyframe.core.request import DTYPES, Request
+from everyframe.hardware.facts import pick_device
+from everyframe.hardware.throughput import with_fp16_tried
+from everyframe.parallel.uneven_split import group_ranks, uneven_sizes
+from everyframe.runtime.interface import CfgParallelSpec, ModelSpec, ShardableSpec, VideoGroup
+
+#: Free memory is told apart by so many steps of the largest.
+_ROOM = 16
+#: Multiplications and additions, and bytes to another device, that one has a second: for the choice
+#: between ways to divide, where only their ratio counts. Of a CPU, one core.
+_OPERATIONS = {"cpu": 5e10, "cuda": 5e13}
+_BYTES = {"cpu": 1e9, "cuda": 1e10}
+#: So many times as long attention takes by plain products (`everyframe.parallel.ring_attention`):
+#: of a CPU measured, of a card the ratio of its float32 products to those in half precision.
+_PLAIN = {"cpu": 2.7, "cuda": 10.0}
+
+#: Fast paths that don't go together with several devices, and why.
+AVOIDED = {"compile": "blocks of several devices exchange tensors in their middle"}
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """What one step of one video takes: operations of all branches, bytes of a number sent.
+
+    `attention` are those of the operations that attention takes.
+    """
+
+    operations: float
+    element_bytes: int
+    attention: float = 0.0
+
+
+def asked_devices(request: Request, facts: MachineFacts) -> tuple[DeviceFacts, ...]:
+    """The devices of a request; one of them unless it asks for several.
+
+    Raises:
+        InputError: not so many are there, or they can't work together.
+    """
+    if request.devices is not None:
+        names = [name.strip() for name in request.devices.split(",")]
+        names = [f"cuda:{name}" if name.isdigit() else name for name in names]
+        if request.num_devices not in (None, len(names)):
+            raise InputError(
+                f"devices names {len(names)} and num_devices is {request.num_devices}; give one"
+            )
+        found = tuple(pick_device(facts, name) for name in names)
+        if len({device.torch_name for device in found}) < len(found) and found[0].kind != "cpu":
+            raise InputError(f"devices names a device twice: {request.devices!r}")
+        if len({device.kind for device in found}) > 1:
+            raise InputError(
+                f"devices must be of one kind to work together, got {request.devices!r}; "
+                "give CUDA devices, or cpu several times"
+            )
+    else:
+        first, count = pick_device(facts, request.device), request.num_devices or 1
+        alike = [device for device in facts.devices if device.kind == first.kind]
+        if first.kind == "cpu":
+            found = (first,) * count
+        elif count == 1:
+            found = (first,)
+        elif len(alike) < count:
+            raise InputError(
+                f"num_devices is {count} and this machine has {len(alike)} of {first.kind}; give "
+                f"at most {len(alike)}, or --device cpu for ranks on the CPU"
+            )
+        else:
+            found = tuple(alike[:count])
+    if len(found) > 1 and found[0].kind not in _OPERATIONS:
+        raise InputError(f"there is one {found[0].kind} device; several can be cuda or cpu")
+    return tuple(map(with_fp16_tried, found)) if DTYPES[request.dtype] == "float16" else found
+
+
+def check_division(
+    request: Request, model: ModelSpec, settings: Settings, num_devices: int
+) -> None:
+    """Raise `InputError` for a division that so many devices can't have; it says what is right."""
+    shares_asked(request, num_devices)
+    asked = parse_ways(request.parallel)
+    _check_ways(asked, model, settings, num_devices)
+    if request.shard_weights:
+        _check_shards(asked, model, num_devices)
+
+
+def make_parallel_plan(
+    request: Request,
+    model: ModelSpec,
+    settings: Settings,
+    devices: Sequence[DeviceFacts],
+    effort_of: Callable[[Settings], StepCost],
+    num_threads: int,
+    weights: Sequence[float] | None = None,
+    *,
+    shards: bool = False,
+    together: bool = False,
+) -> ParallelPlan | None:
+    """How the run is divided; None for one device. `effort_of` is asked only for several.
+
+    `weights` are the devices' speeds where the request names no shares; without them all are alike.
+    With `shards` every video has several devices; `together`, all of them share the branches of
+    guidance unless others were asked for.
+
+    Raises:
+        InputError: what was asked can't be had; the text says what would be right.
+    """
+    check_division(request, model, settings, len(devices))
+    asked = parse_ways(request.parallel)
+    weights = tuple(shares_asked(request, len(devices)) or weights or (1.0,) * len(devices))
+    if len(devices) == 1:
+        return None
+    effort = effort_of(settings)
+    most = min(len(devices), settings.num_videos)
+    # A sequence that is named is that of all devices beside what else is named, as was checked.
+    counts = [asked.data or 1] if asked.data or asked.sequence else list(range(most, 0, -1))
+    divisions = [
+        replace(
+            _division(model, settings, devices, VideoGroup(weights, cfg, way), count, effort),
+            num_threads=num_threads,
+        )
+        for count in counts
+        for cfg in _branchings(asked, model, settings, together=together)
+        if cfg * count <= len(devices)
+        for way in ([asked.way] if asked.way else _ways_of(model) or ("",))
+    ]
+    if shards:
+        divisions = [each for each in divisions if min(map(len, each.groups)) > 1]
+    kind = devices[0].kind
+    speed = _OPERATIONS[kind] * (num_threads if kind == "cpu" else 1)
+    pace = _Pace(speed, _BYTES[kind], _PLAIN[kind])
+    # Several videos at once come first where both take as long: nothing is sent between them.
+    return min(divisions, key=lambda each: _seconds(each, effort, pace))
+
+
+def _ways_of(model: ModelSpec) -> tuple[str, ...]:
+    return model.ways if isinstance(model, ShardableSpec) else ()
+
+
+def _branchings(
+    asked: ParallelConfig, model: ModelSpec, settings: Settings, *, together: bool
+) -> tuple[int, ...]:
+    """Into how many parts the branches of guidance could be dealt."""
+    if asked.cfg is not None or asked.sequence is not None or together:
+        return (asked.cfg or 1,)
+    if not isinstance(model, ShardableSpec) or not model.apart:
+        return (1,)
+    return tuple(range(1, model.num_branches(settings) + 1))
+
+
+def idle_notes(division: ParallelPlan | None) -> tuple[str, ...]:
+    """Which ranks have nothing to do at times, and why."""
+    whys: dict[str, list[int]] = {}
+    for rank, plan in enumerate(division.ranks if division is not None else ()):
+        if plan.idle:
+            whys.setdefault(plan.idle, []).append(rank)
+    return tuple(f"{_listed(ranks)}: {why}" for why, ranks in whys.items())
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    """Ranks in words; many in a row by the first and the last."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    first, last = ranks[0], ranks[-1]
+    in_a_row = len(ranks) > 2 and len(ranks) == last - first + 1
+    return f"ranks {first} to {last}" if in_a_row else f"ranks {', '.join(map(str, ranks))}"
+
+
+def sending_seconds(division: ParallelPlan | None) -> float:
+    """How long a step's bytes are on their way, by the nominal speed of the way between devices."""
+    if division is None:
+        return 0.0
+    kind = division.ranks[0].device.partition(":")[0]
+    return max(rank.sent_bytes for rank in division.ranks) / _BYTES[kind]
+
+
+def weights_seconds(division: ParallelPlan | None) -> float:
+    """How long a step's weights are on their way to those that don't keep them."""
+    if division is None:
+        return 0.0
+    kind = division.ranks[0].device.partition(":")[0]
+    groups = [[division.ranks[rank].weight_bytes for rank in group] for group in division.groups]
+    # Each sends what it keeps to all others of its group.
+    return max(sum(sent) / max(1, len(sent) - 1) for sent in groups) / _BYTES[kind]
+
+
+def can_share(request: Request, model: ModelSpec, division: ParallelPlan | None) -> bool:
+    """Whether devices that have videos of their own could have each together with others."""
+    is_alone = division is not None and min(map(len, division.groups)) == 1
+    in_step = isinstance(model, ShardableSpec) and model.in_step
+    return is_alone and in_step and parse_ways(request.parallel).data in (None, 1)
+
+
+def shares_asked(request: Request, num_devices: int) -> tuple[float, ...] | None:
+    """The shares that a request names; None where it leaves them to the devices.
+
+    Raises:
+        InputError: they are not as many as the devices, or no shares.
+    """
+    if request.shares is None:
+        return None
+    if num_devices == 1:
+        raise InputError("shares has no effect on one device; give --num-devices or --devices")
+    return parse_shares(request.shares, num_devices)
+
+
+def _check_ways(asked: ParallelConfig, model: ModelSpec, settings: Settings, count: int) -> None:
+    data, cfg = asked.data or 1, asked.cfg or 1
+    ways, shared = _ways_of(model), isinstance(model, ShardableSpec)
+    if not shared and (cfg > 1 or (asked.sequence or 1) > 1):
+        raise InputError(
+            f"{model.title} makes each video on one device: parallel can be data=N with "
+            "--num-videos, not cfg or sequence"
+        )
+    if shared and not ways and (asked.sequence or 1) > 1:
+        raise InputError(
+            f"parallel {_written(asked)}: nobody knows how to deal out tokens of {model.title}; it "
+            f"can be {_instead(model, settings, count)}"
+        )
+    if shared and ways and asked.way and asked.way not in ways:
+        could = " or ".join(f"{way or 'sequence'}={asked.sequence}" for way in ways)
+        raise InputError(
+            f"parallel {_written(asked)}: {model.title} does not exchange its tokens by "
+            f"{asked.way}; it can be {could}"
+        )
+    if data > settings.num_videos:
+        raise InputError(
+            f"parallel data={data} wants at least {data} videos, got --num-videos "
+            f"{settings.num_videos}; sequence={count} divides one video"
+        )
+    branches = _num_branches(model, settings) if cfg > 1 else 1
+    if cfg > branches:
+        right = f"sequence={count} divides each video" if ways else "data=N deals out whole videos"
+        raise InputError(f"parallel cfg={cfg}: {_branches(model, settings, branches)}; {right}")
+    if data * cfg > count:
+        raise InputError(
+            f"parallel data={data},cfg={cfg} wants {data * cfg} devices or more, got {count}"
+        )
+    if asked.sequence is None:
+        return
+    wanted = data * cfg * asked.sequence
+    if wanted != count:
+        raise InputError(
+            f"parallel {_written(asked)} is for {wanted} devices, got {count}; for {count} it can "
+            f"be auto, {_instead(model, settings, count)}"
+        )
+
+
+def _num_branches(model: ModelSpec, settings: Settings) -> int:
+    return model.num_branches(settings) if isinstance(model, ShardableSpec) else 1
+
+
+def _instead(model: ModelSpec, settings: Settings, count: int) -> str:
+    """What parallel can be on so many devices for one video, or for several."""
+    right = [f"sequence={count}"] if _ways_of(model) else []
+    if count > 1 and _num_branches(model, settings) > 1:
+        right.append("cfg=2, which parts any number of devices in two")
+    return " or ".join(right or ["data=N with --num-videos"])
+
+
+def _branches(model: ModelSpec, settings: Settings, count: int) -> str:
+    """What is said of so many branches of guidance, where more were asked for."""
+    if count > 1:
+        return f"it has {count} branches"
+    if isinstance(model, CfgParallelSpec):
+        return model.why_one_branch(settings)
+    if settings.guidance_scale <= 1:
+        return "without guidance it has one branch"
+    return f"{model.title} computes its branches of guidance in its own way"
+
+
+def _check_shards(asked: ParallelConfig, model: ModelSpec, count: int) -> None:
+    """Raise `InputError` where nobody is there to keep weights with."""
+    if count == 1:
+        raise InputError(
+            "shard_weights has no effect on one device; give --num-devices or --devices"
+        )
+    if not isinstance(model, ShardableSpec) or not model.in_step:
+        raise InputError(
+            f"shard_weights has no effect on {model.title}, whose weights each device has whole; "
+            "--max-memory brings them block by block"
+        )
+    if count // (asked.data or 1) < 2:
+        raise InputError(
+            f"parallel data={asked.data} leaves one of {count} devices for a video, and "
+            "shard_weights wants two or more; "
+            f"give {'data=' + str(count // 2) if count > 3 else 'data=1'}, or leave parallel out"
+        )
+
+
+def _written(asked: ParallelConfig) -> str:
+    named = {"data": asked.data, "cfg": asked.cfg, asked.way or "sequence": asked.sequence}
+    return ",".join(f"{name}={number}" for name, number in named.items() if number is not None)
+
+
+def _division(
+    model: ModelSpec,
+    settings: Settings,
+    devices: Sequence[DeviceFacts],
+    crew: VideoGroup,
+    data: int,
+    effort: StepCost,
+) -> ParallelPlan:
+    """All devices, of the speeds of `crew`, in `data` groups that are crews of their own."""
+    weights = crew.weights
+    parted = group_ranks(len(devices), [1.0] * data, weights)
+    rooms = rooms_of(devices)
+    speeds = [sum(weights[rank] for rank in group) for group in parted]
+    ranks: list[RankPlan] = []
+    for number, group in enumerate(parted):
+        mine = replace(crew, weights=tuple(weights[rank] for rank in group))
+        for place, rank in enumerate(group):
+            plan = RankPlan(devices[rank].torch_name, number, weights[rank], room=rooms[rank])
+            ranks.append(_part(plan, model, settings, mine, place, effort))
+    return ParallelPlan(
+        tuple(ranks), uneven_sizes(settings.num_videos, speeds), crew.groups, way=crew.way
+    )
+
+
+def rooms_of(devices: Sequence[DeviceFacts]) -> tuple[float, ...]:
+    """How much of weights that devices keep between them each can keep beside the others.
+
+    By free memory, in steps, so that a little more or less of it changes nothing.
+    """
+    most = max(device.free_memory for device in devices)
+    steps = [max(1, round(_ROOM * device.free_memory / max(1, most))) for device in devices]
+    return tuple(step / _ROOM for step in steps)
+
+
+def _part(
+    plan: RankPlan,
+    model: ModelSpec,
+    settings: Settings,
+    crew: VideoGroup,
+    place: int,
+    effort: StepCost,
+) -> RankPlan:
+    """That rank's part of one video's denoising, as rank `place` of its group."""
+    if isinstance(model, ShardableSpec):
+        part = model.rank_part(settings, crew, place, effort.element_bytes)
+        return replace(
+            plan,
+            tokens=part.tokens,
+            attention=part.attention,
+            sent_bytes=part.sent_bytes,
+            idle=part.idle,
+            works=part.works,
+        )
+    if place == 0:
+        return plan
+    idle = f"{model.title} makes each video on one device"
+    return replace(plan, tokens=0.0, attention=0.0, idle=idle, works=False)
+
+
+@dataclass(frozen=True)
+class _Pace:
+    """Operations and bytes to another device in a second, and how much longer plain attention."""
+
+    operations: float
+    sent: float
+    plain: float
+
+
+def _seconds(division: ParallelPlan, effort: StepCost, pace: _Pace) -> float:
+    """How long a step of all videos takes, by nominal speeds of a device and of the way between."""
+    slowest = 0.0
+    heaviest = max(division.weights)
+    for group, ranks in enumerate(division.groups):
+        steps = [
+            _rank_seconds(rank, division.way, effort, rank.weight / heaviest, pace)
+            for rank in (division.ranks[number] for number in ranks)
+            if rank.weight
+        ]
+        slowest = max(slowest, max(steps) * division.videos[group])
+    return slowest
+
+
+def _rank_seconds(rank: RankPlan, way: str, effort: StepCost, speed: float, pace: _Pace) -> float:
+    """A rank's step; `speed` is its own beside that of the fastest."""
+    share, second = max(rank.tokens, rank.attention), pace.operations * speed
+    computing, sending = share * effort.operations / second, rank.sent_bytes / pace.sent
+    if way != "ring":
+        return computing + sending
+    # Keys are on their way while others are looked at.
+    looking = share * effort.attention / second
+    return computing - looking + max(looking * pace.plain, sending)

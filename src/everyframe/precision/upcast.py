@@ -1,0 +1,160 @@
+"""Raising one module by a rung of precision, and lowering it again, from outside.
+
+The ladder is float16, bfloat16 (the same range as float32, where the device computes in it),
+float32. The module's parameters are cast, and what it is given in a narrower dtype is too; casts at
+the edges of the modules inside it (`edges`) follow their parameters by themselves. What it returns
+stays wide, as it may not fit into anything narrower. Read next: `everyframe.runtime.guard`.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from everyframe.core.facts import DeviceFacts
+from everyframe.hardware.thread_state import autocast_disabled, is_autocast_enabled
+
+#: Narrowest first.
+_LADDER = (torch.float16, torch.bfloat16, torch.float32)
+
+#: The name under which a parameter says what it was raised from; it goes where the parameter goes.
+_RUNGS = "everyframe_raised_from"
+
+
+def next_rung(dtype: torch.dtype, device: DeviceFacts) -> torch.dtype | None:
+    """The next wider dtype that this device computes in, None where there is none."""
+    if dtype == torch.float16 and device.has_fast_bf16 and "bfloat16" in device.dtypes:
+        return torch.bfloat16
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
+
+
+class Upcast:
+    """A module put to `dtype` at least; `undo` gives every bit back."""
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+        self._before: list[tuple[nn.Parameter, torch.dtype, Tensor | None]] = []
+        for parameter in module.parameters():
+            if is_below(parameter.dtype, dtype):
+                before = parameter.dtype
+                # bfloat16 has the range, but not all the digits of float16.
+                is_lossy = torch.finfo(dtype).eps > torch.finfo(before).eps
+                self._before.append((parameter, before, parameter.data if is_lossy else None))
+                parameter.data = parameter.data.to(dtype)
+                _set_rungs(parameter, (*_rungs(parameter), before))
+        # The first of all hooks: later ones cast to the parameters' dtype, where there are any.
+        self._handles = [
+            module.register_forward_pre_hook(_WidenInputs(dtype), prepend=True, with_kwargs=True)
+        ]
+        self._casts = _CastsOff()
+        if is_autocast_enabled():  # somebody's pipeline, within their autocast
+            self._handles += self._casts.put_on(module)
+
+    def undo(self) -> None:
+        """The module as it was before."""
+        for handle in self._handles:
+            handle.remove()
+        self._casts.leave()
+        for parameter, dtype, kept in self._before:
+            data = parameter.data if kept is None else kept.to(parameter.device)
+            parameter.data = data.to(dtype)
+            _set_rungs(parameter, _rungs(parameter)[:-1])
+        self._before = []
+
+
+def held_in(tensor: Tensor) -> torch.dtype:
+    """The dtype that says how exact the numbers of a tensor are.
+
+    A parameter's own, or a coarser one that it was raised from: raising brings no digit back.
+    """
+    rungs = _rungs(tensor)
+    if not rungs:
+        return tensor.dtype
+    return max((*rungs, tensor.dtype), key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def as_raised(fresh: Tensor, parameter: Tensor) -> Tensor:
+    """What stands for `parameter`, read anew: rounded as it was before it was raised, and raised.
+
+    So it is the same bits whether it stayed or comes again.
+    """
+    for dtype in (*_rungs(parameter), parameter.dtype):
+        fresh = fresh.to(dtype)
+    return fresh
+
+
+def as_exact_as(parameter: nn.Parameter, other: nn.Parameter) -> nn.Parameter:
+    """`other`, which takes the place of `parameter`, known to be as exact as that one."""
+    _set_rungs(other, _rungs(parameter))
+    return other
+
+
+def _rungs(parameter: Tensor) -> tuple[torch.dtype, ...]:
+    """The dtypes that a parameter was raised from, in that order."""
+    rungs: tuple[torch.dtype, ...] = getattr(parameter, _RUNGS, ())
+    return rungs
+
+
+def _set_rungs(parameter: nn.Parameter, rungs: tuple[torch.dtype, ...]) -> None:
+    setattr(parameter, _RUNGS, rungs)
+
+
+def is_below(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Whether `dtype` is a rung below `other`."""
+    return dtype in _LADDER and other in _LADDER and _LADDER.index(dtype) < _LADDER.index(other)
+
+
+def narrowest(module: nn.Module) -> torch.dtype | None:
+    """The lowest rung that a parameter of the module stands on; None without any."""
+    rungs = [_LADDER.index(p.dtype) for p in module.parameters() if p.dtype in _LADDER]
+    return _LADDER[min(rungs)] if rungs else None
+
+
+class _CastsOff:
+    """Turns somebody's autocast off while a module is called, which would narrow it again."""
+
+    def __init__(self) -> None:
+        self._inside = ExitStack()
+        self._depth = 0
+
+    def put_on(self, module: nn.Module) -> list[RemovableHandle]:
+        """Hook the module."""
+        enter = module.register_forward_pre_hook(self._enter, prepend=True)
+        return [enter, module.register_forward_hook(self._leave, always_call=True)]
+
+    def leave(self) -> None:
+        """Autocast as it was, also where a call was broken off, for which torch calls no hook."""
+        self._depth = 0
+        self._inside.close()
+
+    def _enter(self, *_: object) -> None:
+        self._depth += 1
+        if self._depth == 1:
+            self._inside.enter_context(autocast_disabled())
+
+    def _leave(self, *_: object) -> None:
+        if self._depth == 1:
+            self.leave()
+        self._depth = max(self._depth - 1, 0)
+
+
+class _WidenInputs:
+    """Casts narrower floating inputs to `dtype`."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (
+            tuple(self._wide(value) for value in args),
+            {name: self._wide(value) for name, value in kwargs.items()},
+        )
+
+    def _wide(self, value: Any) -> Any:
+        narrow = isinstance(value, Tensor) and is_below(value.dtype, self.dtype)
+        return value.to(self.dtype) if narrow else value

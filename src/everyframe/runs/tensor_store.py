@@ -1,0 +1,136 @@
+"""Tensors and arrays of a run, each in a file that is called by the hash of what is in it.
+
+So a file is never changed: what is kept again is there already, a state that names other files
+leaves the old ones as they are until it is whole itself, and whatever the disk or a stranger did to
+a file is seen when it is read. What nothing names any more is swept away.
+Read next: `run_state.py`; `everyframe.core.serialization` for all that is not bulky.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from everyframe.core.errors import CorruptRunError
+from everyframe.runs.atomic_write import checksum, write_whole
+
+_ENDING = ".safetensors"
+#: What the one tensor of a file is called.
+_NAME = "value"
+#: What lies between the values of a tensor is kept too, up to so many times as much as they are.
+_MOST_GAPS = 4
+
+
+class TensorStore:
+    """The files of one folder, which is made when the first is written."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def keep(self, value: Any) -> dict[str, Any] | None:
+        """Write a tensor, array or picture; what stands for it. None for anything else."""
+        if isinstance(value, Tensor):
+            flat, layout = flattened(value)
+            return {"as": "tensor", "hash": self._write(flat), **layout}
+        if isinstance(value, np.generic):
+            return {"as": "number", "dtype": value.dtype.name, "value": value.item()}
+        if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+            # Neither a negative stride nor a foreign byte order goes into a tensor.
+            plain = np.ascontiguousarray(value, value.dtype.newbyteorder("="))
+            return {
+                "as": "array",
+                "hash": self._write(torch.from_numpy(plain).reshape(value.shape)),
+            }
+        if isinstance(value, Image.Image):
+            written = io.BytesIO()
+            value.save(written, "PNG", exif=value.getexif())
+            data = np.frombuffer(written.getvalue(), np.uint8).copy()
+            return {"as": "picture", "hash": self._write(torch.from_numpy(data))}
+        return None
+
+    def fetch(self, kept: Mapping[str, Any]) -> Any:
+        """What `keep` was given, on the device that it was on.
+
+        Raises:
+            DamagedError: the file is not there, or not as it was written.
+        """
+        kind = kept["as"]
+        if kind == "number":
+            return np.dtype(kept["dtype"]).type(kept["value"])
+        tensor = self._read(str(kept["hash"]))
+        if kind == "tensor":
+            return laid_out(tensor, kept)
+        if kind == "array":
+            return tensor.numpy()
+        if kind == "picture":
+            return Image.open(io.BytesIO(tensor.numpy().tobytes()))
+        raise CorruptRunError(f"what was kept as {kind!r} is of no kind that is known")
+
+    def sweep(self, used: Collection[str]) -> None:
+        """Remove every file but those of these hashes."""
+        for path in self.folder.iterdir() if self.folder.is_dir() else ():
+            if path.name.removesuffix(_ENDING) not in used:
+                path.unlink(missing_ok=True)
+
+    def _write(self, tensor: Tensor) -> str:
+        data = save_tensors({_NAME: tensor})
+        name = checksum(data)
+        path = self.folder / (name + _ENDING)
+        if not path.exists():
+            self.folder.mkdir(exist_ok=True)
+            write_whole(path, data)
+        return name
+
+    def _read(self, name: str) -> Tensor:
+        path = self.folder / (Path(name).name + _ENDING)
+        try:
+            data = path.read_bytes()
+            if checksum(data) != name:
+                raise CorruptRunError(f"{path} is not as it was written")
+            return load_tensors(data)[_NAME]
+        except (OSError, SafetensorError, KeyError) as error:
+            raise CorruptRunError(f"{path} can't be read: {error}") from error
+
+
+def flattened(tensor: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    """Its values as they lie in memory, on the CPU, and how it lies there.
+
+    Layout is state: a convolution of the same numbers in another layout has other last bits.
+    """
+    tensor = tensor.detach()
+    layout: dict[str, Any] = {}
+    if tensor.device.type != "cpu":
+        layout["device"] = str(tensor.device)
+    if not tensor.is_contiguous() and tensor.numel():
+        size, strides = list(tensor.shape), list(tensor.stride())
+        span = 1 + sum((n - 1) * stride for n, stride in zip(size, strides, strict=True))
+        if span <= _MOST_GAPS * tensor.numel():
+            layout |= {"size": size, "strides": strides}
+            tensor = tensor.as_strided((span,), (1,))
+    return tensor.to("cpu", copy=True).contiguous(), layout
+
+
+def laid_out(flat: Tensor, layout: Mapping[str, Any]) -> Tensor:
+    """The tensor that `flattened` was given."""
+    tensor = flat.to(layout.get("device", "cpu"))
+    return tensor.as_strided(layout["size"], layout["strides"]) if "size" in layout else tensor
+
+
+def hashes_in(plain: Any) -> set[str]:
+    """The hashes of all files that plain data names."""
+    if isinstance(plain, list):
+        return {name for each in plain for name in hashes_in(each)}
+    if isinstance(plain, dict):
+        own = {plain["hash"]} if "as" in plain and isinstance(plain.get("hash"), str) else set()
+        return own | {name for each in plain.values() for name in hashes_in(each)}
+    return set()

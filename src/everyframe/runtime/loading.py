@@ -1,0 +1,270 @@
+"""Building one component of a plan: empty on meta, filled strictly, in the plan's precision.
+
+The same few lines for every family, so that every component is loaded in the same way. Peak memory
+is the component once, in the precision that it runs in, and `release_components` sees to it that it
+is gone when its stage is over. Read next: `checkpoints/strict_load.py`, `precision/cast_hooks.py`.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from everyframe.checkpoints.strict_load import KeyMap, check_strictly, load_strictly
+from everyframe.checkpoints.tensor_file import TensorFile, open_checkpoint
+from everyframe.core.plan import ComponentPlan, Precision
+from everyframe.fast_paths.apply import apply_fast_paths, swap_modules
+from everyframe.parallel.communicator import Communicator
+from everyframe.precision import cast_hooks, quantization
+from everyframe.precision.dtypes import torch_dtype
+from everyframe.precision.islands import parameter_dtype
+from everyframe.precision.quantization import (
+    SCALE,
+    QuantisedLinear,
+    layers,
+    quantise,
+    swap,
+    without_numbers,
+)
+from everyframe.precision.upcast import as_raised
+from everyframe.runtime import offload, repairs
+from everyframe.runtime.model_spec import NativeModelSpec
+from everyframe.runtime.prefetch import LocalWeightsProvider
+from everyframe.runtime.weight_sharding import ShardedWeightsProvider
+
+
+def fill(
+    module: nn.Module,
+    precision: Precision,
+    weights: TensorFile,
+    sources: Mapping[str, str],
+    devices: tuple[torch.device, torch.device],
+    left: Collection[str],
+) -> None:
+    """Swap the layers that keep their weights in eight bits for such as have them.
+
+    `sources` are the file's names by the module's. `devices` are where rows are rounded and where
+    the result lies; parameters in `left` stay in the file, and on meta in the module.
+    """
+    found = layers(module, precision)
+    works, lies = devices
+    # In the order of the file.
+    for target, source in sources.items():
+        name = target.removesuffix(".weight")
+        if name not in found:
+            continue
+        layer = without_numbers(found[name], precision.weights)
+        if target not in left:
+            values, scale = quantise(weights.load(source), precision.weights, works)
+            layer = QuantisedLinear(
+                precision.weights, values.to(lies), scale.to(lies), found[name].bias
+            )
+        swap(module, name, layer)
+
+
+def from_files(
+    weights: TensorFile, sources: Mapping[str, str], device: torch.device, kind: str
+) -> LocalWeightsProvider:
+    """As `offload.from_files`, for a module that keeps some weights in eight bits."""
+    if not kind:
+        return offload.from_files(weights, sources, device)
+    scales: dict[str, Tensor] = {}
+
+    def bring(name: str, waiting: nn.Parameter) -> Tensor:
+        layer, _, own = name.rpartition(".")
+        if own == SCALE and layer in scales:  # it came with the values
+            return as_raised(scales.pop(layer), waiting)
+        if own != SCALE and waiting.is_floating_point():
+            return as_raised(weights.load(sources[name], device), waiting)
+        source = weights.load(sources[f"{layer}.weight"])
+        values, scale = quantise(source, kind, device)
+        if own == SCALE:
+            return as_raised(scale, waiting)
+        scales[layer] = scale
+        return values
+
+    return LocalWeightsProvider(bring, device)
+
+
+_log = logging.getLogger(__name__)
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+#: What was loaded and still lives. Several runs may go on in several threads.
+_LOADED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_LOCK = threading.Lock()
+
+Look = Callable[[str, nn.Module], object]
+"""Shown each component by name as soon as it is loaded, before its first call."""
+
+_LOOKS: ContextVar[tuple[Look, ...]] = ContextVar("looks", default=())
+
+
+@contextmanager
+def on_component_loaded(look: Look) -> Iterator[None]:
+    """In the block, `look` is shown every component that is loaded, whatever the family.
+
+    So that hooks can be put on from outside of what loads (traces).
+    """
+    token = _LOOKS.set((*_LOOKS.get(), look))
+    try:
+        yield
+    finally:
+        _LOOKS.reset(token)
+
+
+def notify_loaded(component: str, module: nn.Module) -> None:
+    """Show a component that was loaded to all who look."""
+    for look in _LOOKS.get():
+        look(component, module)
+
+
+def load_component(
+    part: ComponentPlan,
+    build: Callable[[], ModuleT],
+    weights: Path | TensorFile,
+    keys: KeyMap,
+    outputs: tuple[str, ...] = ("",),
+    supply: Communicator | None = None,
+) -> ModuleT:
+    """The component's module with those weights, on its device, ready to be called.
+
+    `build` makes it without weights; `outputs` are the submodules whose results leave for the
+    engine (see `cast_hooks.apply`). `supply` are the ranks that keep the weights between them, if
+    the plan has that. Raises `CheckpointError` for anything missing, extra or misshapen.
+    """
+    module = build_on_meta(build)
+    swap_modules(module, part.paths)
+    persistent = set(module.state_dict())
+    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+
+    def dtype_of(name: str, own: torch.dtype) -> torch.dtype:
+        # Buffers are tables and statistics: they stay as wide as they were made.
+        if name not in parameters or name not in persistent:
+            return own
+        return torch_dtype(parameter_dtype(name, part.precision))
+
+    opened = open_checkpoint(weights)
+    where = torch.device(part.device)
+    device = torch.device("cpu") if part.offload else where
+    rounded = quantization.rows(module, part.precision).keys()
+    with quantization.as_quantised(module, part.precision):
+        # What comes at each call, from a file or from other ranks, is held against the file here
+        # and not read.
+        leave = offload.unit_parameters(module) if part.streams else frozenset[str]()
+        held = _held(module, part, supply)
+        leave = leave if held is None else held.elsewhere
+    found = load_strictly(
+        module, opened, keys=keys, dtype=dtype_of, device=device, leave=leave | rounded
+    )
+    fill(module, part.precision, opened, found.left, (where, device), leave)
+    module.eval().requires_grad_(False)
+    track_component(module)
+    put_on = cast_hooks.add_cast_hooks(module, part.precision, outputs)
+    for remedy in part.remedies:
+        repairs.put_on(module, remedy)
+    if part.offload or held is not None:
+        kind = part.precision.weights
+        files = from_files(opened, found.left, where, kind) if part.streams else None
+        offload.apply(module, where, held or files)
+    apply_fast_paths(module, part.paths, outputs, repairs.plain_parts(part.remedies))
+    notify_loaded(part.name, module)
+    _log.debug(
+        "%s: %d parameters from %s on %s in %s, %d casts at module edges",
+        part.name, part.num_parameters, opened.source, part.device, part.precision,
+        put_on.num_hooks,
+    )  # fmt: skip
+    return module
+
+
+def _held(
+    module: nn.Module, part: ComponentPlan, supply: Communicator | None
+) -> ShardedWeightsProvider | None:
+    """What brings weights that ranks keep between them, if the plan has that."""
+    if part.holders == 1:
+        return None
+    assert supply is not None, "planned for ranks"
+    return ShardedWeightsProvider(module, supply, torch.device(part.device))
+
+
+def check_contents(model: object) -> None:
+    """Hold the headers of all of a model's files against its parts, before anything is computed.
+
+    Raises:
+        CheckpointError: a tensor missing, extra or misshapen, in whichever part.
+    """
+    for each in model.contents() if isinstance(model, NativeModelSpec) else ():
+        check_strictly(each.empty(), open_checkpoint(each.weights), each.keys)
+
+
+def track_component(module: nn.Module) -> None:
+    """Have `release_components` see that this module, which was loaded just now, is gone in time.
+
+    Each of its parts, too: one may be part of a cycle and stay when the whole is gone.
+    """
+    with _LOCK:
+        _LOADED.update(module.modules())
+
+
+@contextmanager
+def release_components() -> Iterator[None]:
+    """What is loaded within lives no longer than whoever loaded it.
+
+    A module goes with the last one who holds it, so there is nothing to do as a rule. Where it is
+    part of a cycle only the collector helps, which looks at everything in the process: 0.2 s with
+    torch and diffusers in it, so it is asked only then.
+    """
+    with _LOCK:
+        before = weakref.WeakSet(_LOADED)
+    yield
+    with _LOCK:
+        is_held = any(module not in before for module in _LOADED)
+    if is_held:
+        gc.collect()
+
+
+def build_on_meta(build: Callable[[], ModuleT]) -> ModuleT:
+    """The module with sizes and no numbers; nothing is allocated."""
+    with torch.device("meta"), _NothingToDraw():
+        return build()
+
+
+class _NothingToDraw(TorchFunctionMode):
+    """First weights are not drawn where there are no numbers, which takes half of the building."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        if getattr(func, "__module__", "") == "torch.nn.init" and func.__name__.endswith("_"):
+            tensor: Tensor = args[0] if args else given["tensor"]
+            if tensor.is_meta:
+                return tensor
+        return func(*args, **given)
+
+
+def count_parameters(build: Callable[[], nn.Module]) -> dict[str, int]:
+    """Elements of each parameter and persistent buffer by name; nothing is allocated.
+
+    What one parameter has several names for (T5's embedding) is counted once.
+    """
+    return count_elements(build_on_meta(build))
+
+
+def count_elements(module: nn.Module) -> dict[str, int]:
+    """The same of a module that is there."""
+    once: dict[int, tuple[str, int]] = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        once.setdefault(id(tensor), (name, tensor.numel()))
+    return dict(once.values())

@@ -1,0 +1,127 @@
+"""What every family does to put its denoiser on several ranks, from outside.
+
+Hooks and swapped children without parameters are put on a loaded model, and taken off again; one
+rank takes the same path. A rank is called with the whole batch, works on its part of the samples'
+tokens (`everyframe.parallel.token_partition`) and gives the whole answer. Not here: what is
+exchanged where, which each family's `sharding.py` says. Read next:
+`everyframe.parallel.sharded_modules`, the modules that are swapped in.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from everyframe.ops.text_context import TextContext
+from everyframe.parallel.communicator import Communicator, SingleRank
+from everyframe.parallel.redistribute import Redistribute
+from everyframe.parallel.sharded_modules import PerSample
+from everyframe.parallel.token_partition import SampleSegment, TokenGrid, TokenPartition
+
+_PutOn = TypeVar("_PutOn", bound="ModelPatch")
+
+
+class ModelPatch:
+    """Hooks and children that are put on a model of the ranks of `team`, and taken off again.
+
+    What is put on holds the model and is held by it, so a stage takes it off when it is done
+    (``with``): the model then goes with its last holder, and nobody has to look for cycles.
+    """
+
+    def __init__(self, team: Communicator, groups: int) -> None:
+        self.team, self._groups = team, groups
+        self._swapped: list[tuple[nn.Module, str, nn.Module]] = []
+        self._handles: list[RemovableHandle] = []
+
+    def __enter__(self: _PutOn) -> _PutOn:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def remove(self) -> None:
+        """Take off every hook, and give the model its own children back."""
+        for handle in self._handles:
+            handle.remove()
+        for part, name, child in self._swapped:
+            setattr(part, name, child)
+        self._handles, self._swapped = [], []
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Within, every rank computes everything by itself: the same call, the same operations."""
+        team, self.team = self.team, SingleRank()
+        try:
+            yield
+        finally:
+            self.team = team
+
+    def _swap(self, part: nn.Module, name: str, ours: nn.Module) -> None:
+        self._swapped.append((part, name, part.get_submodule(name)))
+        setattr(part, name, ours)
+
+
+class ShardedDenoiser(ModelPatch, ABC):
+    """A denoiser on the ranks of `team`; all must put it on and call it in the same order.
+
+    With `groups` above 1 the batch is parted into so many first, each with ranks of its own. Tokens
+    lie along `stream_dim` of the model's stream.
+    """
+
+    stream_dim: int
+
+    def __init__(self, model: nn.Module, team: Communicator, groups: int) -> None:
+        super().__init__(team, groups)
+        self._switches: dict[tuple[TokenGrid, Communicator], Redistribute] = {}
+        self._switch: Redistribute | None = None
+        self._handles.append(model.register_forward_pre_hook(self._begin, with_kwargs=True))
+
+    @abstractmethod
+    def _grid_of(self, x_BCTHW: Tensor) -> TokenGrid:
+        """The tokens of those latents."""
+
+    @property
+    def switch(self) -> Redistribute:
+        """That of the grid which is computed now."""
+        assert self._switch is not None, "the denoiser was not called as a whole"
+        return self._switch
+
+    def _swap_streams(self, part: nn.Module, streams: Mapping[type[nn.Module], int]) -> None:
+        """Have each child of these types, of so many streams, work sample by sample."""
+        for name, child in list(part.named_children()):
+            if type(child) in streams:
+                ours = PerSample(child, streams[type(child)], self.stream_dim, self._segments)
+                self._swap(part, name, ours)
+
+    def _segments(self) -> tuple[SampleSegment, ...]:
+        return self.switch.segments
+
+    def _begin(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The call without the samples that this rank has no part of."""
+        grid = self._grid_of(args[0])
+        key = (grid, self.team)
+        if key not in self._switches:
+            groups = min(self._groups, self.team.size, grid.samples)
+            self._switches[key] = Redistribute(
+                TokenPartition(grid, self.team.weights, groups), self.team
+            )
+        self._switch = self._switches[key]
+        mine = self._switch.samples
+        mine_of = partial(_of_batch, samples=mine, batch=grid.samples)
+        return tuple(map(mine_of, args)), {name: mine_of(each) for name, each in kwargs.items()}
+
+
+def _of_batch(value: Any, samples: slice, batch: int) -> Any:
+    """Some samples of an argument of the denoiser; what is not of the batch stays as it is."""
+    if isinstance(value, TextContext):
+        return value.rows(samples.start, samples.stop)
+    is_of_all = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == batch
+    return value[samples] if is_of_all else value

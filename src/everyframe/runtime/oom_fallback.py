@@ -1,0 +1,214 @@
+"""Too little memory while a stage runs: done in less, from the least change to the most.
+
+Whatever is chosen holds for the rest of the stage, for all of its videos. Not here: which ways
+there are and in which order (`memory_fallbacks.py`), when they were taken (`oom_fallback.py`), and
+what a plan chooses before anything runs (`everyframe.planning.memory_fit`). Read next: `guard.py`,
+whose calls are repeated; `offload.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from torch import nn
+
+from everyframe.core.errors import CannotRunError, DistributedOutOfMemoryError, OutOfMemoryInfo
+from everyframe.core.events import Repaired
+from everyframe.core.plan import Plan
+from everyframe.hardware.memory import OutOfMemory, catch_out_of_memory, empty_cache
+from everyframe.runtime import offload
+from everyframe.runtime.interface import MemorySavings
+from everyframe.runtime.memory_fallbacks import memory_fallbacks
+from everyframe.runtime.repairs import GuardLog
+
+if TYPE_CHECKING:
+    from everyframe.runtime.interface import VideoState
+
+
+@dataclass(frozen=True)
+class OomEvent:
+    """That memory ran out in the video of `seed`, when `step` of its steps were done.
+
+    `call` counts the calls of the stage since then, from 0; `at` is the component of a pipeline.
+    """
+
+    seed: int | None
+    step: int = 0
+    call: int = 0
+    at: str = ""
+
+
+class OomLog(Protocol):
+    """Those of one stage, kept over the end of a process."""
+
+    def known(self) -> tuple[OomEvent, ...]:
+        """Those of before, in their order."""
+        ...
+
+    def keep(self, shortage: OomEvent) -> None:
+        """Keep one more, and come back when it is kept."""
+        ...
+
+
+class CallCounter:
+    """The calls of a stage, told apart in a way that holds for a run that is gone on with, too."""
+
+    def __init__(self) -> None:
+        self._take: VideoState | None = None
+        self._left: list[OomEvent] | None = None
+        self._first: dict[tuple[int | None, int], int] = {}
+
+    def of(self, take: VideoState) -> None:
+        """From here on this video is worked on."""
+        self._take = take
+        if self._left is None:
+            self._left = [] if take.shortages is None else [*take.shortages.known()]
+
+    def now(self, number: int) -> OomEvent:
+        """A shortage in the call of that number, by which the stage counts."""
+        seed, step = (None, 0) if self._take is None else (self._take.seed, self._take.step)
+        # Where other videos were done before the run was broken off, numbers are others.
+        return OomEvent(seed, step, number - self._first.setdefault((seed, step), number))
+
+    def keep(self, shortage: OomEvent) -> None:
+        """Keep it, where the video's are kept."""
+        if self._take is not None and self._take.shortages is not None:
+            self._take.shortages.keep(shortage)
+
+    def due(self, number: int) -> Iterator[bool]:
+        """For each shortage of before that was up to this call: whether it was in this very one."""
+        now = self.now(number)
+        while self._left and (self._left[0] == now or self._is_past(self._left[0], now)):
+            yield self._left.pop(0) == now
+
+    def _is_past(self, shortage: OomEvent, now: OomEvent) -> bool:
+        """Whether it was in a step, or a video, that is not computed again."""
+        if shortage.seed == now.seed:
+            return shortage.step < now.step
+        # Videos come in the order of their seeds, but where each lot of frames goes through all.
+        seen = {seed for seed, _ in self._first}
+        return shortage.seed not in seen and (shortage.seed or 0) < (now.seed or 0)
+
+
+def together(
+    stage: str, step: int, components: Iterable[str], where: str, said: str
+) -> DistributedOutOfMemoryError:
+    """The error of a rank that lacks memory while others wait for it; see `OutOfMemoryInfo`."""
+    return DistributedOutOfMemoryError(
+        f"{where}: out of memory in the middle of what several devices compute together, where "
+        "none can do with less by itself; more devices or --shard-weights may go on from the last "
+        f"step (everyframe resume), and a smaller size or num_frames does ({said})",
+        OutOfMemoryInfo(stage, step, tuple(components), where, said),
+    )
+
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True)
+class AppliedFallback:
+    """What was done, as a person reads it, and for which component."""
+
+    component: str
+    says: str
+
+    def event(self, stage: str, step: int, why: str, seed: int | None = None) -> Repaired:
+        """What tells of it: `why` it was done in that step, and for which video alone, if so."""
+        return Repaired(
+            stage, step, self.component, "", "", "memory", "", "", self.says,
+            f"{why}: {self.says}", seed,
+        )  # fmt: skip
+
+
+class MemoryFallbacks:
+    """The ways to do with less memory in a stage, each once; `settings` are those that hold by now.
+
+    `moments` says in which calls.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        parts: Mapping[str, nn.Module],
+        savings: MemorySavings | None,
+        stage: str | None = None,
+    ) -> None:
+        self.settings = plan.settings
+        self.moments = CallCounter()
+        self._plan = plan
+        self._parts = parts
+        self._savings = savings
+        self._stage = stage
+        self._left: Iterator[AppliedFallback] | None = None
+
+    def spared(
+        self,
+        calls: GuardLog,
+        step: int,
+        compute: Callable[[], _Result],
+        again: Callable[[], _Result] | None,
+    ) -> _Result:
+        """The result of `compute`, or of `again` if given once something is done; see `Guard`."""
+        for relief in self.again(step):
+            why = f"{calls.where(step)}: memory ran out here before the run was broken off"
+            calls.tell(relief.event(calls.stage, step, f"{why}; it goes on"))
+        while True:
+            result = catch_out_of_memory(compute)
+            if not isinstance(result, OutOfMemory):
+                return result
+            done = self.at(step)
+            if done is None:
+                raise CannotRunError(
+                    f"{calls.where(step)}: out of memory, and nothing is left that takes less; a "
+                    "smaller size or num_frames does, and another program may hold what the plan "
+                    f"counted on ({result.said})"
+                )
+            why = f"{calls.where(step)}: out of memory ({result.said})"
+            calls.tell(done.event(calls.stage, step, f"{why}; it goes on"))
+            compute = again or compute
+
+    def next(self) -> AppliedFallback | None:
+        """Do the next one; None where there is none left. What torch keeps is given back first."""
+        empty_cache()
+        if self._left is None:
+            # Not sooner: it holds this object and with it the parts, which would then stay in
+            # memory until the collector looks for cycles, in every stage that needs no relief.
+            self._left = self._ways()
+        return next(self._left, None)
+
+    def at(self, number: int) -> AppliedFallback | None:
+        """Do the next one for the call of that number; it is kept before, if there is one."""
+        relief = self.next()
+        if relief is not None:
+            self.moments.keep(self.moments.now(number))
+        return relief
+
+    def again(self, number: int) -> Iterator[AppliedFallback]:
+        """Do those that this run needed before it was broken off, up to the call of that number.
+
+        Yields those of the call itself, of which nobody was told.
+        """
+        for is_now in self.moments.due(number):
+            relief = self.next()
+            if relief is not None and is_now:
+                yield relief
+
+    def _ways(self) -> Iterator[AppliedFallback]:
+        on_host = self._plan.device.kind == "cpu"
+        if not on_host:
+            yield AppliedFallback("", "what was kept for later is given back")
+        names, may_wait = tuple(self._parts), not on_host
+        for way in memory_fallbacks(
+            names, self.settings, self._savings, may_wait=may_wait, stage=self._stage
+        ):
+            planned = self._plan.component(way.component)
+            if way.offload and planned.offload:
+                continue
+            if way.offload:
+                part = self._parts[way.component]
+                part.to("cpu")
+                offload.apply(part, planned.device)
+            self.settings = way.settings
+            yield AppliedFallback(way.component, way.says)

@@ -1,0 +1,130 @@
+"""Repairs that earlier runs needed, kept in the cache folder by weights and device.
+
+What overflowed once will do so again, so the next plan has it repaired from the start. Weights are
+known by their digest, a device by its name and the libraries that compute on it: when any changes
+nothing is remembered, and the guard finds out anew. Only a memory: an unreadable file is taken as
+none. Read next: `guard.py`, which finds what needs repair; `repairs.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from everyframe.checkpoints.digest import known_digest
+from everyframe.checkpoints.folder import cache_folder, write_beside
+from everyframe.core.errors import CheckpointError
+from everyframe.core.facts import DeviceFacts
+from everyframe.core.plan import ComponentPlan, Repair
+from everyframe.runtime.interface import ModelSpec
+
+_log = logging.getLogger(__name__)
+_SCHEMA = "everyframe.repairs/1"
+#: Versions that change nothing of what overflows.
+_NO_MATTER = ("python", "system")
+
+
+@dataclass(frozen=True)
+class RepairCacheKey:
+    """Weights, by their digest, on a device."""
+
+    model: str
+    device: str
+
+    @property
+    def _file(self) -> Path:
+        return cache_folder() / "repairs" / self.device / f"{self.model[:32]}.json"
+
+
+def key_of(sha256: str, device: DeviceFacts, versions: Mapping[str, str]) -> RepairCacheKey:
+    """The key of weights with that digest on that device, with software of these versions."""
+    libraries = {name: text for name, text in versions.items() if name not in _NO_MATTER}
+    told = [device.name, device.kind, device.capability, device.dtypes, sorted(libraries.items())]
+    return RepairCacheKey(sha256, hashlib.sha256(json.dumps(told).encode()).hexdigest()[:20])
+
+
+def cached_key(
+    model: ModelSpec, device: DeviceFacts, versions: Mapping[str, str]
+) -> RepairCacheKey | None:
+    """The key, if a run has hashed these very files before; nothing is hashed here.
+
+    None as well where nothing is remembered on this device, of whichever model: then files need not
+    be opened, which takes torch.
+    """
+    if model.missing() or not key_of("", device, versions)._file.parent.is_dir():
+        return None
+    try:
+        files = model.weight_files()
+    except CheckpointError:  # a part without weights: whoever loads it says so, a plan loads none
+        return None
+    sha256 = known_digest(files) if files else None
+    return None if sha256 is None else key_of(sha256, device, versions)
+
+
+def load_repairs(key: RepairCacheKey) -> tuple[Repair, ...]:
+    """The repairs of earlier runs, in the order in which they are put on."""
+    path = key._file
+    try:
+        whole = json.loads(path.read_text(encoding="utf-8"))
+        listed = whole["repairs"] if whole["schema"] == _SCHEMA else ()
+        return tuple(remedy_from(each) for each in listed)
+    except FileNotFoundError:
+        return ()
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        _log.warning("%s can't be read, so no repairs are remembered: %s", path, error)
+        return ()
+
+
+def save_repair(key: RepairCacheKey, remedy: Repair) -> None:
+    """Keep one more, in place of those that it makes needless."""
+    others = [each for each in load_repairs(key) if not _holds(remedy, each)]
+    whole = {"schema": _SCHEMA, "repairs": [asdict(each) for each in (*others, remedy)]}
+    path = key._file
+    try:
+        write_beside(path, json.dumps(whole, indent=1))
+    except OSError as error:
+        _log.warning("a repair is not remembered, %s: %s", path.parent, error)
+
+
+def delete_repairs(key: RepairCacheKey) -> int:
+    """Drop what is remembered; how many repairs that was."""
+    count = len(load_repairs(key))
+    key._file.unlink(missing_ok=True)
+    return count
+
+
+def remedy_from(told: Mapping[str, Any]) -> Repair:
+    """A remedy out of plain data, as a record or the cache holds it.
+
+    Raises:
+        TypeError: it is no such thing.
+    """
+    if not all(isinstance(value, str) for value in told.values()):
+        raise TypeError(f"not a remedy: {told}")
+    return Repair(**told)
+
+
+def remedies_for(component: str, dtype: str, remedies: Iterable[Repair]) -> tuple[Repair, ...]:
+    """Those for this component where it has that dtype."""
+    return tuple(each for each in remedies if (each.component, each.dtype) == (component, dtype))
+
+
+def repair_notes(part: ComponentPlan) -> Sequence[str]:
+    """What a plan says of the repairs in it: a line each."""
+    return [
+        f"{remedy.place} runs in {remedy.to}: in {remedy.dtype} an earlier run of this model made "
+        "values here that are not finite (--forget-repairs begins without)"
+        for remedy in part.remedies
+    ]
+
+
+def _holds(outer: Repair, inner: Repair) -> bool:
+    """Whether `outer` does what `inner` does, and maybe more."""
+    same = (outer.component, outer.to, outer.dtype) == (inner.component, inner.to, inner.dtype)
+    around = not outer.module or f"{inner.module}.".startswith(f"{outer.module}.")
+    return same and around

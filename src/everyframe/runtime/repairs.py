@@ -1,0 +1,291 @@
+"""Repairs: what is put on a module from outside so that its results are finite, and taken off.
+
+A repair is a `Repair`, which names a module and what it runs in from then on. Here is which remedy
+a fault asks for, and how one is put on; when that is done is the guard's affair. Taking off gives
+every bit back. Read next: `guard.py`, which decides; `everyframe.precision.upcast`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from everyframe.core.errors import InputError
+from everyframe.core.events import Event, Note
+from everyframe.core.facts import DeviceFacts
+from everyframe.core.plan import PLAIN, Repair
+from everyframe.fast_paths.compilation import disable_compiled
+from everyframe.hardware.memory import describe_memory_pressure
+from everyframe.numerics.fault_locator import Fault, bad_weights
+from everyframe.ops import attention
+from everyframe.precision import cast_hooks
+from everyframe.precision.cast_hooks import CastHooks
+from everyframe.precision.dtypes import dtype_name, torch_dtype
+from everyframe.precision.upcast import Upcast, is_below, narrowest, next_rung
+
+#: What undoes a repair.
+Undo = Callable[[], None]
+
+
+def put_on(component: nn.Module, remedy: Repair) -> Undo:
+    """Put a remedy on its component; what takes it off again.
+
+    Raises:
+        InputError: the component has no such module.
+    """
+    try:
+        module = component.get_submodule(remedy.module)
+    except AttributeError:
+        raise InputError(
+            f"{remedy.place} is to run in {remedy.to}, and this model has no such part; it is from "
+            "a record of another model, or of another version of it"
+        ) from None
+    if remedy.to == PLAIN:
+        return _plain(module)
+    return Upcast(module, torch_dtype(remedy.to)).undo
+
+
+def plain_parts(remedies: Iterable[Repair]) -> Sequence[str]:
+    """The modules that these have run by plain kernels, and as they are written."""
+    return [remedy.module for remedy in remedies if remedy.to == PLAIN]
+
+
+def _plain(module: nn.Module) -> Undo:
+    """Have everything in the module computed by plain kernels, and nothing by what was compiled."""
+    undo: list[Undo] = [
+        disable_compiled(module),
+        attention.attend_by(module, attention.PLAIN, inside=True).remove,
+    ]
+    for part in module.modules():
+        if getattr(part, "is_plain", None) is False:
+            undo.append(_set(part, "is_plain", True))
+        # diffusers' attention processors, of which each module has one.
+        processor = getattr(part, "processor", None)
+        if getattr(processor, "_attention_backend", None) is not None:
+            undo.append(_set(processor, "_attention_backend", None))
+
+    def undo_all() -> None:
+        for each in reversed(undo):
+            each()
+
+    return undo_all
+
+
+def _set(owner: Any, name: str, value: Any) -> Undo:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    return lambda: setattr(owner, name, before)
+
+
+class RepairSet:
+    """What is repaired in the components `parts`, by name, on that device."""
+
+    def __init__(self, device: DeviceFacts, parts: Mapping[str, nn.Module]) -> None:
+        self._device = device
+        self._parts = dict(parts)
+        self._put_on: list[tuple[Repair, Undo]] = []
+        self._tried: set[Repair] = set()
+        self._joined: list[CastHooks] = []
+        self._dtypes = {
+            name: dtype_name(narrowest(part) or torch.float32) for name, part in parts.items()
+        }
+
+    def __bool__(self) -> bool:
+        """Whether anything is."""
+        return bool(self._put_on)
+
+    def all(self) -> tuple[Repair, ...]:
+        """What is put on, in that order."""
+        return tuple(remedy for remedy, _ in self._put_on)
+
+    def for_fault(self, fault: Fault, *, whole: bool = False) -> Repair | None:
+        """The least that may help: that module one rung up, or what is around it; None: nothing.
+
+        With `whole`, the whole component. A kernel that is wrong is not used, if there is another.
+        """
+        if not fault.part or fault.cause in ("weights", "given"):
+            return None
+        if fault.cause in ("kernel", "unclear"):
+            plain = self.plainly(fault.part, fault.module)
+            if _has_two_ways(self._parts[fault.part], fault) and plain not in self._tried:
+                return plain
+        to = next_rung(fault.dtype, self._device)
+        if to is None:
+            return None
+        if fault.cause == "formula":
+            to = torch.float32
+        return self._raising(fault.part, "" if whole else fault.module, to)
+
+    def plainly(self, component: str, module: str) -> Repair:
+        """That module by plain kernels, and as it is written."""
+        return Repair(component, module, PLAIN, self._dtypes[component])
+
+    def around(self, remedy: Repair) -> Repair | None:
+        """The same for what is around that module, as two dtypes met beside it; or None."""
+        if not remedy.module or remedy.to == PLAIN:
+            return None
+        return self._raising(remedy.component, _around(remedy.module), torch_dtype(remedy.to))
+
+    def _raising(self, component: str, module: str, to: torch.dtype) -> Repair | None:
+        while module and not self._is_below(component, module, to):
+            module = _around(module)
+        if not self._is_below(component, module, to):
+            return None
+        return Repair(component, module, dtype_name(to), self._dtypes[component])
+
+    def _is_below(self, component: str, module: str, to: torch.dtype) -> bool:
+        """Whether that module was not put on that rung before."""
+        before = [
+            torch_dtype(each.to)
+            for each in self.all()
+            if (each.component, each.module) == (component, module) and each.to != PLAIN
+        ]
+        return not before or is_below(before[-1], to)
+
+    def put_on(self, remedy: Repair) -> None:
+        """Do it."""
+        part = self._parts[remedy.component]
+        # Does nothing where the plan has put casts on already; somebody else's module has none.
+        self._joined.append(cast_hooks.add_input_casts(part))
+        self._put_on.append((remedy, put_on(part, remedy)))
+        self._tried.add(remedy)
+
+    def join(self) -> None:
+        """Have each of the components take inputs that are wider than its parameters."""
+        # Does nothing where the plan has put casts already; somebody else's module has none.
+        self._joined += [cast_hooks.add_input_casts(part) for part in self._parts.values()]
+
+    def take_off(self, remedy: Repair) -> None:
+        """Undo that one, which was put on last."""
+        last, undo = self._put_on.pop()
+        assert last == remedy, "repairs come off in the opposite order"
+        undo()
+
+    def take_back(self, number: int) -> None:
+        """Undo all but the first so many."""
+        while len(self._put_on) > number:
+            self.take_off(self._put_on[-1][0])
+
+    def undo(self) -> None:
+        """Everything as it was before the first repair, bit for bit."""
+        self.take_back(0)
+        for joined in self._joined:
+            joined.remove()
+        self._joined = []
+        self._tried = set()
+
+    def widest(self) -> Sequence[Repair]:
+        """Each component that has parameters in half precision, wholly in float32."""
+        return [
+            Repair(name, "", "float32", self._dtypes[name])
+            for name, part in self._parts.items()
+            if narrowest(part) not in (None, torch.float32)
+        ]
+
+
+def _has_two_ways(part: nn.Module, fault: Fault) -> bool:
+    """Whether there are other kernels for what went wrong, which are put on by `_plain`."""
+    module = part.get_submodule(fault.module)
+    if "attention" in fault.operation:
+        return True
+    return any(getattr(each, "is_plain", None) is False for each in module.modules())
+
+
+def _around(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+#: Words of a prompt that ask for frames of one colour, and which that is: values in 0..1.
+_ASKS_FOR = {
+    r"black|dark|darkness|night|fades?|fading": (0.0, 0.1),
+    r"white|fades?|fading": (0.9, 1.0),
+}
+
+_CAUSES: dict[str, str] = {
+    "range": "in float32 it is {wide}, and {dtype} ends at {limit:.0f}",
+    "kernel": "in float32 it is {wide}, which fits into {dtype}: the kernel is wrong, or "
+    "adds up too narrowly",
+    "formula": "the same operation is not finite in float32 either",
+    "lost": "the operation alone is not finite in float32 either, the module is: {dtype} lost "
+    "something before it",
+    "compiled": "as it is written, it is {wide}: what was compiled of it is wrong",
+    "unclear": "this kernel has no float32 form to compare with",
+}
+
+
+class GuardLog:
+    """The calls of a stage on a device: how messages name each, and what is to be told of them.
+
+    What is counted, and what of: "step 3 of denoise".
+    """
+
+    def __init__(self, device: DeviceFacts, stage: str, counts: str, of: str) -> None:
+        self.stage = stage
+        self._device = device
+        self._counts, self._of = counts, of
+        self._told: list[Event] = []
+
+    def place(self, number: int) -> str:
+        """Such as "step 3 of denoise"."""
+        return f"{self._counts} {number} of {self._of}"
+
+    def where(self, number: int) -> str:
+        """The place, and whether memory is near its limit there, if the system tells."""
+        memory = describe_memory_pressure(self._device)
+        return self.place(number) + (f" ({memory})" if memory else "")
+
+    def tell(self, *events: Event) -> None:
+        """Have these handed on."""
+        self._told += events
+
+    def events(self) -> Iterator[Event]:
+        """What was told since this was last asked."""
+        told, self._told = self._told, []
+        yield from told
+
+
+def describe_fault(fault: Fault, why: str) -> str:
+    """The fault in a clause; `why` is one of `_CAUSES`."""
+    if fault.wide is None and why != "unclear":
+        return f"{fault.operation} in {fault.place} handed on values that are not finite"
+    dtype = dtype_name(fault.dtype)
+    told = _CAUSES[why].format(wide=fault.wide, dtype=dtype, limit=torch.finfo(fault.dtype).max)
+    return (
+        f"{fault.operation} in {fault.place} made values that are not finite in {dtype} "
+        f"(operands {fault.given}, result {fault.made}; {told})"
+    )
+
+
+def prompt_truncated_note(cut: str) -> Note:
+    """That a text encoder could not hold all of the prompt, and which words of it went."""
+    said = f"the prompt is too long for the model; its end is cut: {cut!r}"
+    return Note(said, in_record=True)
+
+
+def weights_told(parts: Mapping[str, nn.Module], place: str) -> str:
+    """That the weights of these components are broken, the one at `place` first."""
+    bad = bad_weights(parts)
+    name, tensor = next((each for each in bad if each[0] == place), bad[0])
+    count = int((~tensor.isfinite()).sum())
+    more = f", and {len(bad) - 1} more tensors" if len(bad) > 1 else ""
+    dtype = dtype_name(tensor.dtype)
+    why = "The file is broken"
+    if dtype != "float32":
+        why = f"Either the file is broken, or they do not fit into {dtype}; --dtype fp32 tells"
+    return (
+        f"the weights themselves are not finite: {name} in {count} of {tensor.numel()} values"
+        f"{more}. {why}. Nothing was written"
+    )
+
+
+def asks_for(prompt: str, frames_TX: Tensor) -> bool:
+    """Whether the prompt asks for frames (values 0..1) of the one colour that these are of."""
+    low, high = float(frames_TX.min()), float(frames_TX.max())
+    return any(
+        least <= low and high <= most and re.search(rf"\b({words})\b", prompt, re.IGNORECASE)
+        for words, (least, most) in _ASKS_FOR.items()
+    )
