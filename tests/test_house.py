@@ -137,7 +137,7 @@ GOOD = [
     ("families.opensora.family", "from everyframe.runtime.interface import Family"),
     ("families.registry", "where = 'everyframe.families.opensora.options'"),
     ("cli.main", "def main() -> None:\n    '''Run.'''\n    print('done'); sys.exit(0)"),
-    ("media.record", "from everyframe import __version__"),
+    ("media.record", "from everyframe._version import __version__"),
     ("ops.x", "'''No autocast here; we never print.'''"),
     ("engine.x", "try: f()\nexcept OSError as error: raise InputError('x') from error"),
     ("checkpoints.x", "torch.load(path, map_location='cpu', weights_only=True)"),

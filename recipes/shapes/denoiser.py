@@ -27,6 +27,7 @@ from everyframe.ops.text_context import TextContext
 from everyframe.samplers import rectified_flow
 from recipes.shapes import captions, latents, reader, temporal, text, world
 from recipes.shapes.autoencoder import grounds_of
+from recipes.shapes.initialise import initialise
 from recipes.shapes.latents import Latents, cached_latents, trained_vae
 from recipes.shapes.loop import Task, autocast, load_best
 from recipes.shapes.world import FORMATS, LARGE, SMALL, Format
@@ -65,7 +66,7 @@ GIVEN = {
 def build() -> nn.ModuleDict:
     """Denoiser and text encoder; only the denoiser is trained."""
     denoiser = STDiT3(SIZES)
-    denoiser.initialise()
+    initialise(denoiser)
     modules = nn.ModuleDict({"denoiser": denoiser, "text": text.encoder()})
     modules["text"].requires_grad_(False)
     return modules

@@ -77,7 +77,7 @@ def test_the_list_of_commands(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    from everyframe import __version__
+    from everyframe._version import __version__
 
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"everyframe {__version__}\n"

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from everyframe import __version__
+from everyframe._version import __version__
 from everyframe.core.errors import InputError, did_you_mean
 from everyframe.core.facts import MachineFacts
 from everyframe.core.options import explain

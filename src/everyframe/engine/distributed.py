@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from everyframe import __version__
+from everyframe._version import __version__
 from everyframe.core.errors import CannotRunError, InputError
 from everyframe.core.events import (
     AudioDecoded,

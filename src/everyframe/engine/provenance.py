@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from everyframe import __version__
+from everyframe._version import __version__
 from everyframe.checkpoints.digest import digest
 from everyframe.checkpoints.locate import locate
 from everyframe.core.errors import InputError

@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from everyframe import __version__
+from everyframe._version import __version__
 from everyframe.checkpoints.folder import cache_folder, write_beside
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import Precision

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from recipes.shapes.initialise import initialise
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -48,7 +49,7 @@ def tiny(kind: type, **sizes: Any) -> Any:
     """A model in float64 whose every parameter is drawn, so that no branch is silent."""
     model = build_model(kind(**{**SIZES, **sizes})).double()
     generator = torch.Generator().manual_seed(1)
-    model.initialise(generator)
+    initialise(model, generator)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
@@ -321,9 +322,9 @@ def test_a_timestep_is_not_rounded_to_the_parameters_dtype() -> None:
 @BOTH
 def test_initialised_models_are_silent_reproducible_and_learn(kind: type) -> None:
     model = build_model(kind(**SIZES))
-    model.initialise(torch.Generator().manual_seed(3))
+    initialise(model, torch.Generator().manual_seed(3))
     first = {name: value.clone() for name, value in model.state_dict().items()}
-    model.initialise(torch.Generator().manual_seed(3))
+    initialise(model, torch.Generator().manual_seed(3))
     assert all(value.equal(first[name]) for name, value in model.state_dict().items())
     x, text, t = randn(2, 4, 2, 4, 4).float(), randn(2, 6, 12).float(), torch.tensor([9.0, 700.0])
     assert not call(model, x, t, model.context(text)).any()

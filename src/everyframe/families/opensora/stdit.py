@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from everyframe.families.opensora.config import STDiTConfig
-from everyframe.families.opensora.initialise import initialise_stdit
 from everyframe.families.opensora.layers import (
     MLP,
     Axis,
@@ -82,7 +81,7 @@ class STDiTBlock(nn.Module):
 
 
 class STDiT(nn.Module):
-    """Open-Sora 1.0's denoiser; its values mean nothing until weights are loaded or initialised.
+    """Open-Sora 1.0's denoiser; its values mean nothing until weights are loaded.
 
     `embedders` are its parts that embed a number, and whether that is another one at every step.
     """
@@ -101,10 +100,6 @@ class STDiT(nn.Module):
         self.y_embedder = CaptionEmbedder(config.caption_channels, size, config.model_max_length)
         self.blocks = nn.ModuleList([STDiTBlock(config) for _ in range(config.depth)])
         self.final_layer = FinalLayer(size, volume * config.out_channels)
-
-    def initialise(self, generator: torch.Generator | None = None) -> None:
-        """Draw the parameters anew, to train from the start."""
-        initialise_stdit(self, generator)
 
     def null_text(self) -> Tensor:
         """(L, caption_channels): what stands in for the text encoder's states without a text."""

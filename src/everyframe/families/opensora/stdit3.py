@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from everyframe.families.opensora.config import STDiT3Config
-from everyframe.families.opensora.initialise import initialise_stdit3
 from everyframe.families.opensora.layers import (
     MLP,
     Axis,
@@ -84,7 +83,7 @@ class STDiT3Block(nn.Module):
 
 
 class STDiT3(nn.Module):
-    """Open-Sora 1.2's denoiser; its values mean nothing until weights are loaded or initialised.
+    """Open-Sora 1.2's denoiser; its values mean nothing until weights are loaded.
 
     `embedders` are its parts that embed a number, and whether that is another one at every step.
     """
@@ -110,10 +109,6 @@ class STDiT3(nn.Module):
             [STDiT3Block(config, Axis.TIME) for _ in range(config.depth)]
         )
         self.final_layer = FinalLayer(size, volume * config.out_channels)
-
-    def initialise(self, generator: torch.Generator | None = None) -> None:
-        """Draw the parameters anew, to train from the start."""
-        initialise_stdit3(self, generator)
 
     def null_text(self) -> Tensor:
         """(L, caption_channels): what stands in for the text encoder's states without a text."""

@@ -16,6 +16,8 @@ from everyframe.families.opensora.layers import (
     PatchProjection,
     ScalarEmbedder,
 )
+from everyframe.families.opensora.stdit import STDiT
+from everyframe.families.opensora.stdit3 import STDiT3
 from everyframe.ops.norm import RMSNorm
 
 SMALL = 0.02
@@ -23,8 +25,8 @@ SMALL = 0.02
 
 
 @torch.no_grad()
-def initialise_stdit(model: nn.Module, generator: torch.Generator | None = None) -> None:
-    """Draw all parameters of `model` from `generator`, or from PyTorch's own."""
+def initialise(model: STDiT | STDiT3, generator: torch.Generator | None = None) -> None:
+    """Draw all parameters of a denoiser from `generator`, or from PyTorch's own."""
     for module in model.modules():
         if isinstance(module, nn.Linear | PatchProjection):
             # As one product, also where the weight has the shape of a convolution's.
@@ -49,13 +51,8 @@ def initialise_stdit(model: nn.Module, generator: torch.Generator | None = None)
             _spread(parameter, generator)
         elif name == "t_block.1.weight":
             nn.init.normal_(parameter, std=SMALL, generator=generator)
-
-
-@torch.no_grad()
-def initialise_stdit3(model: nn.Module, generator: torch.Generator | None = None) -> None:
-    """As `initialise_stdit`; the frame rate's embedding, which only 1.2 has, begins at zero."""
-    initialise_stdit(model, generator)
-    nn.init.zeros_(model.get_parameter("fps_embedder.mlp.2.weight"))
+    if isinstance(model, STDiT3):
+        nn.init.zeros_(model.get_parameter("fps_embedder.mlp.2.weight"))
 
 
 def _normal(layer: nn.Module, generator: torch.Generator | None) -> None:
