@@ -57,7 +57,8 @@ from everyframe.precision import cast_hooks
 from everyframe.precision.dtypes import torch_dtype
 from everyframe.precision.islands import weight_bytes
 from everyframe.precision.quantization import QuantisedLinear, layers, quantise, rows, swap
-from everyframe.runtime.loading import build_on_meta, load_component
+from everyframe.runtime.loading import load_component
+from everyframe.runtime.meta_init import build_on_meta
 from everyframe.runtime.offload import resident_bytes
 
 RESULTS = Path(__file__).parent / "results"

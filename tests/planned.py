@@ -11,6 +11,7 @@ import torch
 
 from everyframe.core.events import FramesDecoded
 from everyframe.core.plan import Plan
+from everyframe.families.registry import stages_of
 from everyframe.fast_paths.certificates import Certificate, Verdict
 from everyframe.planning.resolve import PreparedPlan
 from everyframe.runtime.interface import VideoState
@@ -22,7 +23,7 @@ def frames_of(prepared: PreparedPlan, change: Callable[[Plan], Plan], **given: A
     take = VideoState(plan.settings.seed, **given)
     frames = []
     with torch.inference_mode():
-        for stage in prepared.model.stages(plan, 0):
+        for stage in stages_of(prepared.model, plan, 0):
             frames += [
                 event.frames for event in stage.run([take]) if isinstance(event, FramesDecoded)
             ]

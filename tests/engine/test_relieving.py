@@ -196,7 +196,7 @@ class Toy:
         """Nothing else is asked of it."""
         raise AssertionError
 
-    num_branches = rank_part = shared_rehearsals = shared_stages = rehearsals
+    num_branches = rank_part = shared_rehearsals = rehearsals
 
     def savings(self, component: str, settings: Settings) -> Iterator[MemorySaving]:
         yield MemorySaving(settings.with_saving("at_once", 1), "one by one")

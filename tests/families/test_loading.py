@@ -18,11 +18,10 @@ from everyframe.core.errors import CheckpointError
 from everyframe.core.plan import ComponentPlan, Precision
 from everyframe.runtime import loading
 from everyframe.runtime.loading import (
-    build_on_meta,
-    count_parameters,
     load_component,
     release_components,
 )
+from everyframe.runtime.meta_init import build_on_meta, count_elements
 
 
 class Small(nn.Module):
@@ -90,8 +89,8 @@ def test_it_is_strict(weights: Path) -> None:
 
 
 def test_parameters_are_counted_once_and_not_allocated() -> None:
-    assert count_parameters(Small) == {"inner.weight": 9, "inner.bias": 3, "table": 5}
-    huge = count_parameters(lambda: nn.Linear(1_000_000, 1_000_000, bias=False))
+    assert count_elements(build_on_meta(Small)) == {"inner.weight": 9, "inner.bias": 3, "table": 5}
+    huge = count_elements(build_on_meta(lambda: nn.Linear(1_000_000, 1_000_000, bias=False)))
     assert huge == {"weight": 10**12}
 
 

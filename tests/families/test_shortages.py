@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from everyframe.runtime.interface import VideoState
-from everyframe.runtime.oom_fallback import CallCounter, OomEvent
+from everyframe.runtime.interface import OomEvent, VideoState
+from everyframe.runtime.oom_fallback import CallCounter
 
 
 class Kept:

@@ -31,7 +31,7 @@ class TwoBranches:
     ways: tuple[str, ...] = ("",)
     in_step = True
     apart = False
-    shared_rehearsals = shared_stages = sum  # not asked here
+    shared_rehearsals = sum  # not asked here
 
     def num_branches(self, settings: Settings) -> int:
         return 1 if settings.guidance_scale == 1 else 2

@@ -45,7 +45,7 @@ from everyframe.ops.attention import plain_attention
 from everyframe.ops.device import standing_kind
 from everyframe.parallel.communicator import ONE, ParallelContext
 from everyframe.runtime.interface import ConditioningFrames, JointDryRunCall, VideoState
-from everyframe.runtime.loading import build_on_meta
+from everyframe.runtime.meta_init import build_on_meta
 
 
 def call_checked(pipe: Any, arguments: Mapping[str, Any]) -> object:

@@ -30,6 +30,7 @@ from everyframe.diffusers_pipelines.component_classes import (
 )
 from everyframe.diffusers_pipelines.components import ComponentWeights, components, held
 from everyframe.diffusers_pipelines.defaults import PipelineDefaults, denoisers
+from everyframe.diffusers_pipelines.loaded_pipeline import LoadedPipelineSpec
 from everyframe.diffusers_pipelines.oom_fallback import chunk_savings
 from everyframe.diffusers_pipelines.options import PipelineOptions
 from everyframe.diffusers_pipelines.token_splits import CUTS, TransformerSplit, rank_share
@@ -38,6 +39,7 @@ from everyframe.runtime.interface import (
     Component,
     JointDryRunCall,
     MemorySaving,
+    ModelSpec,
     RankShare,
     Stage,
     VideoGroup,
@@ -126,15 +128,10 @@ class PipelineSpec:
         """Every file that holds weights."""
         return tuple(str(file) for part in self.files.models for file in part.weights)
 
-    def stages(self, plan: Plan, clip: int) -> Sequence[Stage]:
-        """One: loading and the call."""
-        return (self._stage(plan, clip),)
-
-    def _stage(self, plan: Plan, clip: int, teams: ParallelContext | None = None) -> Stage:
+    def stage(self, plan: Plan, teams: ParallelContext) -> Stage:
+        """Its only stage: loading and the call."""
         from everyframe.diffusers_pipelines.stage import PipelineStage
-        from everyframe.parallel.communicator import ONE
 
-        assert clip == 0, "a chain is refused when the request is settled"
         interface = self.sizes.interface
         own = request_settings.check_options(interface, self.options.option)
         return PipelineStage(
@@ -143,8 +140,8 @@ class PipelineSpec:
             own,
             files=self.files,
             savings=self.savings,
-            teams=teams or ONE,
-            branches=self._dry.branches(plan.settings) if teams and teams.groups > 1 else None,
+            teams=teams,
+            branches=self._dry.branches(plan.settings) if teams.groups > 1 else None,
         )
 
 
@@ -205,10 +202,6 @@ class ShardablePipelineSpec(PipelineSpec):
         """One call as one of several ranks makes it, and each component's share in it."""
         return self._dry.rehearsals(settings, teams)
 
-    def shared_stages(self, plan: Plan, clip: int, teams: ParallelContext) -> Sequence[Stage]:
-        """The same stage for one rank of several."""
-        return (self._stage(plan, clip, teams),)
-
 
 def _can_be_shared(files: PipelineFiles) -> bool:
     """Whether its call is diffusers' own, and asks denoisers of these names."""
@@ -239,6 +232,14 @@ class DiffusersPipelineFamily:
         title = f"{files.class_name} ({PurePath(location.name).name})"
         made = ShardablePipelineSpec if _can_be_shared(files) else PipelineSpec
         return made(location.name, title, options, files, sizes)
+
+    def stages(
+        self, spec: ModelSpec, plan: Plan, clip: int, teams: ParallelContext
+    ) -> Sequence[Stage]:
+        """One: the call, with loading before it where the pipeline is not in memory."""
+        assert isinstance(spec, PipelineSpec | LoadedPipelineSpec)
+        assert clip == 0, "a chain is refused when the request is settled"
+        return (spec.stage(plan, teams),)
 
 
 def _configs(files: PipelineFiles, empty: Any) -> Mapping[str, Mapping[str, Any]]:

@@ -5,10 +5,10 @@ Its dtypes, its device and its weights are its owner's. Read next: `call.py`, `s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -33,6 +33,9 @@ from everyframe.precision.dtypes import NUM_BYTES, dtype_name
 from everyframe.precision.policy import ComponentNeeds
 from everyframe.precision.strict_float32 import switches_of
 from everyframe.runtime.interface import Component, MemorySaving, Stage
+
+if TYPE_CHECKING:
+    from everyframe.parallel.communicator import ParallelContext
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,16 +127,17 @@ class LoadedPipelineSpec:
             vae = type(self.pipe.components[component]).__name__
             yield from chunk_savings(self.sizes.interface, self.options.option, settings, vae)
 
-    def stages(self, plan: Plan, clip: int) -> Sequence[Stage]:
-        """One: the call."""
+    def stage(self, plan: Plan, teams: ParallelContext) -> Stage:
+        """Its only stage: the call. One device makes it."""
         from everyframe.diffusers_pipelines.stage import PipelineStage
 
         interface = self.sizes.interface
         own = request_settings.check_options(interface, self.options.option, is_given=True)
         own = call_options.call_values(own)
         way = InThread(self.tell) if self.tell is not None else Beside(self.thread.entered)
-        return (
-            PipelineStage(plan, interface, own, pipe=self.pipe, savings=self.savings, calling=way),
+        assert teams.world.size == 1, "a pipeline in memory is on one device"
+        return PipelineStage(
+            plan, interface, own, pipe=self.pipe, savings=self.savings, calling=way
         )
 
 

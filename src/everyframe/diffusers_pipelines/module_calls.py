@@ -31,7 +31,7 @@ from everyframe.numerics.tensor_stats import iter_tensors
 from everyframe.parallel.communicator import Communicator
 from everyframe.precision.cast_hooks import map_tensors
 from everyframe.runtime.interface import ReplayLog, VideoState
-from everyframe.runtime.loading import build_on_meta
+from everyframe.runtime.meta_init import build_on_meta
 
 _WHAT = "kept answers are handed on"
 

@@ -31,6 +31,7 @@ from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import Plan
 from everyframe.core.request import DTYPES, Request, random_seed
 from everyframe.core.serialization import from_jsonable, to_jsonable
+from everyframe.families.registry import stages_of
 from everyframe.hardware.device_loss import translate_device_loss
 from everyframe.hardware.facts import machine_facts
 from everyframe.media.pixels import to_uint8
@@ -133,9 +134,8 @@ class RankContext:
 
     def stages(self, model: ModelSpec, clip: int) -> Sequence[Stage]:
         """The stages of one clip, as they are done here."""
-        if self.teams is ONE or not isinstance(model, ShardableSpec):
-            return model.stages(self.plan, clip)
-        return model.shared_stages(self.plan, clip, self.teams)
+        parallel = self.teams if isinstance(model, ShardableSpec) else ONE
+        return stages_of(model, self.plan, clip, parallel)
 
 
 @translate_device_loss("a device", "while ranks met")

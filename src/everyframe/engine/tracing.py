@@ -24,6 +24,7 @@ from everyframe.core.plan import Plan
 from everyframe.core.request import Request
 from everyframe.engine.provenance import record_in, request_from
 from everyframe.engine.run import stream
+from everyframe.families.registry import stages_of
 from everyframe.hardware.device_loss import translate_device_loss
 from everyframe.numerics.heat_map import picture
 from everyframe.numerics.trace import file
@@ -259,10 +260,10 @@ def _record_of(about: Mapping[str, str]) -> Mapping[str, Any]:
 def _component(plan: Plan, model: Any, name: str) -> nn.Module:
     """One component, loaded as its stage loads it."""
     found: dict[str, nn.Module] = {}
-    for stage in model.stages(plan, 0):
+    for stage in stages_of(model, plan, 0):
         if plan.component(stage.component).stage != plan.component(name).stage:
             continue
-        events = stage.run([VideoState(plan.settings.seed)])
+        events: Any = stage.run([VideoState(plan.settings.seed)])
         with on_component_loaded(found.__setitem__), torch.inference_mode():
             while name not in found and next(events, None) is not None:
                 pass

@@ -5,12 +5,18 @@ Read next: `runtime/interface.py` for what a family is.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from everyframe.core.errors import InputError, did_you_mean
 from everyframe.core.options import FamilyOptions
+from everyframe.core.plan import Plan
 from everyframe.core.request import Request
-from everyframe.runtime.interface import Family
+from everyframe.runtime.interface import Family, ModelSpec, Stage
+
+if TYPE_CHECKING:
+    from everyframe.parallel.communicator import ParallelContext
 
 #: Family name -> (module and class of its options, module and name of the family object).
 _FAMILIES = {
@@ -60,6 +66,15 @@ def family(name: str) -> Family:
     module, attribute = _FAMILIES[name][1]
     found: Family = getattr(import_module(module), attribute)
     return found
+
+
+def stages_of(
+    spec: ModelSpec, plan: Plan, clip: int, parallel: ParallelContext | None = None
+) -> Sequence[Stage]:
+    """The stages of one clip, for one rank of `parallel` or for the only one."""
+    from everyframe.parallel.communicator import ONE
+
+    return family(plan.family).stages(spec, plan, clip, parallel or ONE)
 
 
 def check_option_names(request: Request) -> None:

@@ -22,8 +22,7 @@ from everyframe.media.pixels import to_uint8
 from everyframe.runs.atomic_write import UNREADABLE
 from everyframe.runs.folder import Lock, RunFolder
 from everyframe.runs.tensor_store import TensorStore, hashes_in
-from everyframe.runtime.interface import VideoState
-from everyframe.runtime.oom_fallback import OomEvent
+from everyframe.runtime.interface import OomEvent, VideoState
 
 
 class FileOomLog:

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from everyframe.core.plan import Precision
     from everyframe.parallel.communicator import ParallelContext
     from everyframe.precision.policy import ComponentNeeds
-    from everyframe.runtime.oom_fallback import OomLog
 
 
 @dataclass(frozen=True)
@@ -61,6 +60,31 @@ class ConditioningFrames:
     source: np.ndarray[Any, Any] | None = None
     as_given: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class OomEvent:
+    """That memory ran out in the video of `seed`, when `step` of its steps were done.
+
+    `call` counts the calls of the stage since then, from 0; `at` is the component of a pipeline.
+    """
+
+    seed: int | None
+    step: int = 0
+    call: int = 0
+    at: str = ""
+
+
+class OomLog(Protocol):
+    """Those of one stage, kept over the end of a process."""
+
+    def known(self) -> tuple[OomEvent, ...]:
+        """Those of before, in their order."""
+        ...
+
+    def keep(self, shortage: OomEvent) -> None:
+        """Keep one more, and come back when it is kept."""
+        ...
 
 
 @dataclass
@@ -186,10 +210,6 @@ class ModelSpec(Protocol):
 
     def smaller(self, settings: Settings) -> Iterator[Settings]:
         """Settings like these that need less memory, largest first."""
-        ...
-
-    def stages(self, plan: Plan, clip: int) -> Sequence[Stage]:
-        """The stages of one clip of a chain, in order."""
         ...
 
 
@@ -376,10 +396,6 @@ class ShardableSpec(Protocol):
         """`DryRunSpec.rehearsals` of one (imagined) rank of ``teams.team``."""
         ...
 
-    def shared_stages(self, plan: Plan, clip: int, teams: ParallelContext) -> Sequence[Stage]:
-        """`ModelSpec.stages` for one of several ranks; what they yield counts on the first."""
-        ...
-
 
 @runtime_checkable
 class CfgParallelSpec(Protocol):
@@ -399,4 +415,13 @@ class Family(Protocol):
 
     def recognise(self, location: Location, options: FamilyOptions) -> ModelSpec | None:
         """The model at that place if it is one of this family's, by its configs alone."""
+        ...
+
+    def stages(
+        self, spec: ModelSpec, plan: Plan, clip: int, teams: ParallelContext
+    ) -> Sequence[Stage]:
+        """The stages of one clip of a chain, in order, as one rank runs them.
+
+        What they yield counts on the first rank of a video.
+        """
         ...

@@ -15,11 +15,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from everyframe.checkpoints.strict_load import KeyMap, check_strictly, load_strictly
 from everyframe.checkpoints.tensor_file import TensorFile, open_checkpoint
@@ -39,6 +37,7 @@ from everyframe.precision.quantization import (
 )
 from everyframe.precision.upcast import as_raised
 from everyframe.runtime import offload, repairs
+from everyframe.runtime.meta_init import ModuleT, build_on_meta
 from everyframe.runtime.model_spec import NativeModelSpec
 from everyframe.runtime.prefetch import LocalWeightsProvider
 from everyframe.runtime.weight_sharding import ShardedWeightsProvider
@@ -99,7 +98,6 @@ def from_files(
 
 _log = logging.getLogger(__name__)
 
-ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 #: What was loaded and still lives. Several runs may go on in several threads.
 _LOADED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -232,39 +230,3 @@ def release_components() -> Iterator[None]:
         is_held = any(module not in before for module in _LOADED)
     if is_held:
         gc.collect()
-
-
-def build_on_meta(build: Callable[[], ModuleT]) -> ModuleT:
-    """The module with sizes and no numbers; nothing is allocated."""
-    with torch.device("meta"), _NothingToDraw():
-        return build()
-
-
-class _NothingToDraw(TorchFunctionMode):
-    """First weights are not drawn where there are no numbers, which takes half of the building."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        given = kwargs or {}
-        if getattr(func, "__module__", "") == "torch.nn.init" and func.__name__.endswith("_"):
-            tensor: Tensor = args[0] if args else given["tensor"]
-            if tensor.is_meta:
-                return tensor
-        return func(*args, **given)
-
-
-def count_parameters(build: Callable[[], nn.Module]) -> dict[str, int]:
-    """Elements of each parameter and persistent buffer by name; nothing is allocated.
-
-    What one parameter has several names for (T5's embedding) is counted once.
-    """
-    return count_elements(build_on_meta(build))
-
-
-def count_elements(module: nn.Module) -> dict[str, int]:
-    """The same of a module that is there."""
-    once: dict[int, tuple[str, int]] = {}
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        once.setdefault(id(tensor), (name, tensor.numel()))
-    return dict(once.values())

@@ -10,7 +10,7 @@ component.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -23,8 +23,8 @@ from everyframe.checkpoints.hub_part import HubPart
 from everyframe.checkpoints.locate import PartLocation
 from everyframe.core.errors import CorruptRunError
 from everyframe.core.options import FamilyOptions
-from everyframe.core.plan import Plan, Settings
-from everyframe.runtime.interface import DryRunCall, MemorySaving, Stage
+from everyframe.core.plan import Settings
+from everyframe.runtime.interface import DryRunCall, MemorySaving
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
     from everyframe.checkpoints.strict_load import KeyMap
     from everyframe.checkpoints.tensor_file import TensorFile
-    from everyframe.parallel.communicator import ParallelContext
 
 
 class ModuleBuilder:
@@ -63,7 +62,7 @@ class ModuleBuilder:
         saved = _counted(file.read(), self.parts)
         if saved is not None:
             return saved
-        from everyframe.runtime.loading import count_elements
+        from everyframe.runtime.meta_init import count_elements
 
         found = {name: count_elements(self.empty(name)) for name in self.parts}
         file.write(found)
@@ -99,7 +98,7 @@ class ModuleBuilder:
         return made
 
     def _built(self, component: str) -> nn.Module:
-        from everyframe.runtime.loading import build_on_meta, count_elements
+        from everyframe.runtime.meta_init import build_on_meta, count_elements
 
         module = build_on_meta(partial(self.build, component))
         counted: Mapping[str, Mapping[str, int]] = vars(self).get("num_elements", {})
@@ -200,10 +199,6 @@ class NativeModelSpec(ABC, Generic[_Options, _Files, _Sizes]):
     def savings(self, component: str, settings: Settings) -> Iterator[MemorySaving]:
         """Ways to run a component in less memory."""
 
-    @abstractmethod
-    def shared_stages(self, plan: Plan, clip: int, teams: ParallelContext) -> Sequence[Stage]:
-        """The stages of one clip for one rank of several."""
-
     @property
     def components_on_disk(self) -> tuple[str, ...]:
         """The components in the order in which their files make up the model's digest."""
@@ -231,12 +226,6 @@ class NativeModelSpec(ABC, Generic[_Options, _Files, _Sizes]):
         """What each component's files must hold; asked when nothing is missing any more."""
         for name in self.components_on_disk:
             yield ComponentFiles(partial(self.sizes.empty, name), *self.weights(name))
-
-    def stages(self, plan: Plan, clip: int) -> Sequence[Stage]:
-        """The stages of one clip where one device does all."""
-        from everyframe.parallel.communicator import ONE
-
-        return self.shared_stages(plan, clip, ONE)
 
 
 _Key = TypeVar("_Key")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import nn
 
@@ -19,37 +19,12 @@ from everyframe.core.events import Repaired
 from everyframe.core.plan import Plan
 from everyframe.hardware.memory import OutOfMemory, catch_out_of_memory, empty_cache
 from everyframe.runtime import offload
-from everyframe.runtime.interface import MemorySavings
+from everyframe.runtime.interface import MemorySavings, OomEvent
 from everyframe.runtime.memory_fallbacks import memory_fallbacks
 from everyframe.runtime.repairs import GuardLog
 
 if TYPE_CHECKING:
     from everyframe.runtime.interface import VideoState
-
-
-@dataclass(frozen=True)
-class OomEvent:
-    """That memory ran out in the video of `seed`, when `step` of its steps were done.
-
-    `call` counts the calls of the stage since then, from 0; `at` is the component of a pipeline.
-    """
-
-    seed: int | None
-    step: int = 0
-    call: int = 0
-    at: str = ""
-
-
-class OomLog(Protocol):
-    """Those of one stage, kept over the end of a process."""
-
-    def known(self) -> tuple[OomEvent, ...]:
-        """Those of before, in their order."""
-        ...
-
-    def keep(self, shortage: OomEvent) -> None:
-        """Keep one more, and come back when it is kept."""
-        ...
 
 
 class CallCounter:

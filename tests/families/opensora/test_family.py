@@ -19,6 +19,7 @@ from everyframe.checkpoints.locate import locate
 from everyframe.core.errors import InputError
 from everyframe.families.opensora.family import OPEN_SORA
 from everyframe.families.opensora.options import OpenSoraOptions
+from everyframe.families.registry import stages_of
 
 T5_XXL = 4_762_310_656
 #: The released counts (research report and hub cards), which count the checkpoint's parameters.
@@ -97,8 +98,8 @@ def test_stages_of_each_clip(tmp_path: Path) -> None:
 
     def names(clip: int, chain: int, *given: str) -> list[str]:
         settings = SimpleNamespace(chain=chain, given_frames=given, saving=lambda name, own: own)
-        plan: Any = SimpleNamespace(settings=settings)
-        return [stage.name for stage in model.stages(plan, clip)]
+        plan: Any = SimpleNamespace(family="opensora", settings=settings)
+        return [stage.name for stage in stages_of(model, plan, clip)]
 
     assert names(0, 1) == ["text", "denoise", "decode"]
     assert names(0, 1, "image") == ["text", "given frames", "denoise", "decode"]

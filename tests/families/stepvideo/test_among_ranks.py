@@ -20,6 +20,7 @@ from everyframe.core.plan import Plan
 from everyframe.core.request import Request
 from everyframe.engine.distributed import Rendezvous
 from everyframe.engine.run import stream
+from everyframe.families.registry import stages_of
 from everyframe.families.stepvideo import stages
 from everyframe.parallel.communicator import Communicator, ParallelContext, SingleRank
 from everyframe.parallel.head_partition import ATTENDING
@@ -68,7 +69,7 @@ def staged(
     found, _ = find_model(asked(model), False)
     assert isinstance(found, ShardableSpec)
     take, events, latents = VideoState(5), [], []
-    for stage in found.shared_stages(plan, 0, ParallelContext(team, team, groups, way)):
+    for stage in stages_of(found, plan, 0, ParallelContext(team, team, groups, way)):
         take.begin_stage()
         events += list(stage.run([take]))
         if stage.name == "denoise":

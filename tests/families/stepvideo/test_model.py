@@ -20,7 +20,7 @@ from everyframe.families.stepvideo.llm import StepLLM
 from everyframe.families.stepvideo.model import StepVideoModel
 from everyframe.ops.rope import axes_table, rotate_axes
 from everyframe.precision import cast_hooks
-from everyframe.runtime.loading import build_on_meta, count_parameters
+from everyframe.runtime.meta_init import build_on_meta, count_elements
 
 TINY = StepVideoConfig(
     num_attention_heads=3,
@@ -69,7 +69,7 @@ proj_out\.(weight|bias)
 
 
 def test_names_and_number_of_tensors_are_upstream_s() -> None:
-    found = count_parameters(lambda: StepVideoModel(StepVideoConfig()))
+    found = count_elements(build_on_meta(lambda: StepVideoModel(StepVideoConfig())))
     patterns = NAMES.split()
     for name in found:
         assert any(re.fullmatch(pattern, name) for pattern in patterns), name
@@ -81,7 +81,7 @@ def test_names_and_number_of_tensors_are_upstream_s() -> None:
 
 
 def test_number_of_step_llm_s_parameters() -> None:
-    found = count_parameters(lambda: StepLLM(StepLLMConfig()))
+    found = count_elements(build_on_meta(lambda: StepLLM(StepLLMConfig())))
     assert sum(found.values()) == pytest.approx(19.58e9, rel=1e-3)  # 39.16 GB of bfloat16
 
 

@@ -28,6 +28,7 @@ from everyframe.core.errors import InputError
 from everyframe.core.events import ComponentLoaded, FramesDecoded, Note, StageDone, VideoDone
 from everyframe.core.plan import Plan
 from everyframe.core.request import Request
+from everyframe.families.registry import stages_of
 from everyframe.families.stepvideo.config import StepLLMConfig, StepVideoConfig
 from everyframe.families.stepvideo.llm import StepLLM
 from everyframe.families.stepvideo.model import StepVideoModel
@@ -172,7 +173,7 @@ def test_weights_that_come_block_by_block_give_the_same_frames(folder: Path, str
     def frames(plan: Plan) -> np.ndarray[Any, Any]:
         take, made = VideoState(5), []
         with torch.inference_mode():
-            for stage in prepared.model.stages(plan, 0):
+            for stage in stages_of(prepared.model, plan, 0):
                 take.begin_stage()
                 made += [
                     each.frames for each in stage.run([take]) if isinstance(each, FramesDecoded)

@@ -26,7 +26,7 @@ from everyframe.parallel import distributed_moments
 from everyframe.parallel.communicator import Communicator, FakeCommunicator, SingleRank
 from everyframe.parallel.token_partition import TokenGrid, TokenPartition
 from everyframe.precision import cast_hooks
-from everyframe.runtime.loading import build_on_meta
+from everyframe.runtime.meta_init import build_on_meta
 from on_ranks import RELATIVE, answered, worst
 from ranks import Group, in_every_size, ranks
 

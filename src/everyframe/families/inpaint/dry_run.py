@@ -107,7 +107,7 @@ def _encode(
 ) -> object:
     import torch
 
-    from everyframe.families.inpaint.vae_stages import posterior
+    from everyframe.families.inpaint.vae import posterior
 
     size = geometry_of(config, settings).padded
     pictures = torch.zeros(frames, 3, *size, device=device)
@@ -120,10 +120,10 @@ def _decode(
 ) -> object:
     import torch
 
-    from everyframe.families.inpaint.vae_stages import decoded
+    from everyframe.families.inpaint.vae import decode
 
     latents = torch.zeros(frames, *latent_shape(config, settings), device=device)
-    return decoded(vae, latents, settings, most_tiles=tiling.REHEARSED)
+    return decode(vae, latents, settings, most_tiles=tiling.REHEARSED)
 
 
 def _steer(

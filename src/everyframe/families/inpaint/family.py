@@ -1,147 +1,24 @@
-"""The family of ControlNet inpainting: a part of a picture or video is painted anew.
+"""The Inpaint family object: detect a checkpoint, build the stages of its run.
 
-Upstream: Stable Diffusion 1 and 2 in diffusers' folders, with the ControlNets of lllyasviel and
-others; diffusers' `StableDiffusionControlNetInpaintPipeline` is what results are held against.
-Read next: `checkpoint.py` (what lies where), `settings.py` (request to settings), `inputs.py` (what
-is given), `components.py` (parts and memory), `stages.py` (the run).
+Read next: `spec.py` (one checkpoint), `stages.py` (its stages).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from math import ceil, prod
+from collections.abc import Sequence
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from everyframe.checkpoints.locate import Location
 from everyframe.core.options import FamilyOptions
-from everyframe.core.plan import Plan, Settings
-from everyframe.core.request import Request
-from everyframe.families.inpaint import settings as request_settings
-from everyframe.families.inpaint.checkpoint import InpaintFiles, find_files
-from everyframe.families.inpaint.components import InpaintBuilder, components, controlnet_name
-from everyframe.families.inpaint.config import InpaintConfig
-from everyframe.families.inpaint.dry_run import dry_run_calls, memory_savings
+from everyframe.core.plan import Plan
+from everyframe.families.inpaint.checkpoint import find_files
 from everyframe.families.inpaint.options import InpaintOptions
-from everyframe.families.inpaint.scheduler import num_timesteps
-from everyframe.runtime.interface import (
-    Component,
-    DryRunCall,
-    MemorySaving,
-    RankShare,
-    Stage,
-    VideoGroup,
-)
-from everyframe.runtime.model_spec import NativeModelSpec
-from everyframe.runtime.rank_shares import active_ranks, batch_share
+from everyframe.families.inpaint.spec import InpaintSpec, read_spec
+from everyframe.runtime.interface import ModelSpec, Stage
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from everyframe.checkpoints.strict_load import KeyMap
     from everyframe.parallel.communicator import ParallelContext
-
-
-@dataclass(frozen=True)
-class InpaintSpec(NativeModelSpec[InpaintOptions, InpaintFiles, InpaintBuilder]):
-    """One checkpoint of this family, its configs read and its weights not."""
-
-    title: str
-    led = ("text_encoder",)
-    ways = ("",)
-    in_step = False
-    apart = False
-
-    def settle(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
-        """Every value of the request settled, and notes."""
-        facts = request_settings.InpaintFacts(
-            self.title, self.sizes.config, self.files.pipeline, self.files.has_safety_checker
-        )
-        return request_settings.resolve_settings(facts, request, self.options, seed)
-
-    def unread(self, settings: Settings) -> tuple[str, ...]:
-        """What CLIP has no room for."""
-        if self.files.folder is None:
-            return ()
-        from everyframe.families.inpaint.text import load_tokenizer, tokens_of
-        from everyframe.runtime.repairs import prompt_truncated_note
-
-        tokenizer = load_tokenizer(self.files.part("tokenizer"))
-        tokens = tokens_of(tokenizer, settings, self.sizes.config.num_tokens)
-        return tuple(prompt_truncated_note(cut).text for *_, cut in tokens if cut)
-
-    def smaller(self, settings: Settings) -> Iterator[Settings]:
-        """Settings like these that need less memory."""
-        return request_settings.smaller_settings(settings)
-
-    def components(self, settings: Settings) -> tuple[Component, ...]:
-        """Text encoder, autoencoder, ControlNets, denoiser."""
-        where = self.files.where
-        places = {name: f"{where}/{name}" for name in ("text_encoder", "vae", "unet")}
-        places |= {
-            controlnet_name(number): net.where for number, net in enumerate(self.files.controlnets)
-        }
-        return components(self.sizes, places)
-
-    def rehearsals(self, settings: Settings) -> tuple[DryRunCall, ...]:
-        """A call of every stage."""
-        return dry_run_calls(self.sizes, settings)
-
-    def num_branches(self, settings: Settings) -> int:
-        """One: ranks have whole frames, with both branches of guidance."""
-        return 1
-
-    def rank_part(
-        self, settings: Settings, crew: VideoGroup, rank: int, element_bytes: int
-    ) -> RankShare:
-        """Whole batches of frames; their latents are sent when they are done."""
-        config, together = self.sizes.config, int(settings.option("frames_at_once"))
-        strength, steps = float(settings.option("strength")), settings.num_inference_steps
-        frames = prod(request_settings.latent_shape(config, settings)) * together
-        # Once a round, so a little of it at each of its steps.
-        sent = (
-            4 * frames * (len(crew.weights) - 1) // num_timesteps(config.scheduler, steps, strength)
-        )
-        batches = ceil(request_settings.num_painted(settings) / together)
-        how = "--frames-at-once 1 has a batch for each frame"
-        return batch_share(batches, crew.weights, rank, sent, how)
-
-    def shared_rehearsals(
-        self, settings: Settings, teams: ParallelContext
-    ) -> tuple[DryRunCall, ...]:
-        """A call of every stage as one of several ranks makes it."""
-        return dry_run_calls(self.sizes, settings, len(active_ranks(teams.team.weights)))
-
-    def savings(self, component: str, settings: Settings) -> Iterator[MemorySaving]:
-        """Ways to run a component in less memory."""
-        return memory_savings(self.sizes.config, component, settings)
-
-    def fetched(self) -> InpaintSpec:
-        """The same model with all of its files on this disk."""
-        return _model(self.name, self.title, self.files.fetched(), self.options)
-
-    @property
-    def components_on_disk(self) -> tuple[str, ...]:
-        """ControlNets come last: they are of files of their own."""
-        return tuple(sorted(self.sizes.parts, key=lambda name: name.startswith("controlnet")))
-
-    def weights(self, component: str) -> tuple[Path, KeyMap]:
-        """Where a component's weights are, and how their names become the module's."""
-        from everyframe.families.inpaint.checkpoint import keys_of
-
-        names = self.sizes.num_elements["text_encoder"]
-        return self.files.weights(component), keys_of(component, names)
-
-    def shared_stages(self, plan: Plan, clip: int, teams: ParallelContext) -> Sequence[Stage]:
-        """Text, given frames, denoise, decode."""
-        from everyframe.families.inpaint.stage_context import InpaintContext
-        from everyframe.families.inpaint.stages import DenoiseStage, TextEncodeStage
-        from everyframe.families.inpaint.vae_stages import DecodeStage, SourceLatentStage
-
-        assert clip == 0, "a chain is refused when the request is settled"
-        job = InpaintContext(plan, self, teams)
-        return (TextEncodeStage(job), SourceLatentStage(job), DenoiseStage(job), DecodeStage(job))
 
 
 class InpaintFamily:
@@ -159,12 +36,20 @@ class InpaintFamily:
             return None
         known = location.known
         title = known.title if known else f"{self.title} ({PurePath(location.name).name})"
-        return _model(location.name, title, files, options)
+        return read_spec(location.name, title, files, options)
 
+    def stages(
+        self, spec: ModelSpec, plan: Plan, clip: int, teams: ParallelContext
+    ) -> Sequence[Stage]:
+        """Text, given frames, denoise, decode."""
+        from everyframe.families.inpaint.stage_context import InpaintContext
+        from everyframe.families.inpaint.stages import DenoiseStage, TextEncodeStage
+        from everyframe.families.inpaint.vae_stages import DecodeStage, SourceLatentStage
 
-def _model(name: str, title: str, files: InpaintFiles, options: InpaintOptions) -> InpaintSpec:
-    config = InpaintConfig.from_json(files.where, files.configs(), files.controlnet_configs())
-    return InpaintSpec(name, options, files, InpaintBuilder(config), title)
+        assert isinstance(spec, InpaintSpec)
+        assert clip == 0, "a chain is refused when the request is settled"
+        job = InpaintContext(plan, spec, teams)
+        return (TextEncodeStage(job), SourceLatentStage(job), DenoiseStage(job), DecodeStage(job))
 
 
 INPAINT = InpaintFamily()

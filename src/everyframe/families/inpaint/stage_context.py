@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from everyframe.families.inpaint.config import InpaintConfig
-from everyframe.families.inpaint.family import InpaintSpec
 from everyframe.families.inpaint.inputs import Geometry, Grey, Inputs, open_inputs
 from everyframe.families.inpaint.scheduler import begin, make_scheduler, num_timesteps
 from everyframe.families.inpaint.settings import geometry_of, latent_shape, num_painted
+from everyframe.families.inpaint.spec import InpaintSpec
 from everyframe.media.pixels import Frames
 from everyframe.runtime import stages
 from everyframe.runtime.interface import VideoState

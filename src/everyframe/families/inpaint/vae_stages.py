@@ -20,11 +20,11 @@ from einops import rearrange
 from torch import Tensor
 
 from everyframe.core.events import AudioDecoded, Event, FramesDecoded, Note, Step
-from everyframe.core.plan import Settings
+from everyframe.families.inpaint import vae as vae_calls
 from everyframe.families.inpaint.inputs import WHITE
 from everyframe.families.inpaint.stage_context import ConditioningLatents, InpaintContext, batched
 from everyframe.families.inpaint.stages import hear, share
-from everyframe.runtime import stages, tiling
+from everyframe.runtime import stages
 from everyframe.runtime.guard import Guard
 from everyframe.runtime.interface import VideoState
 from everyframe.runtime.rank_shares import active_ranks, batch_owner
@@ -111,49 +111,9 @@ class SourceLatentStage:
     def _latents(self, vae: Any, guard: Guard, picture_FCHW: Tensor, noise_1Chw: Tensor) -> Tensor:
         """Scaled latents of pictures, the posterior sampled by that noise."""
         config, given = self.job.config, picture_FCHW.to(self.job.device("vae"))
-        mean, deviation = posterior(vae, given, config.spatial_factor, guard.settings)
+        mean, deviation = vae_calls.posterior(vae, given, config.spatial_factor, guard.settings)
         latents: Tensor = config.scaling_factor * (mean + deviation * noise_1Chw)
         return latents
-
-
-def posterior(
-    vae: Any,
-    picture_FCHW: Tensor,
-    factor: int,
-    settings: Settings,
-    *,
-    most_tiles: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation (F, 4, h, w) of a picture's latents; float32, on the CPU.
-
-    A latent stands for `factor` rows and columns. The settings say how many frames are encoded at
-    once, and in which tiles.
-    """
-    side = settings.saving(tiling.ENCODE, 0)
-
-    def encode(part: Tensor) -> Tensor:
-        found = vae.encode(part).latent_dist
-        return torch.cat([found.mean, found.std], dim=1)
-
-    lots = torch.split(picture_FCHW, settings.saving(tiling.FRAMES, len(picture_FCHW)))
-    made = [tiling.encode_in_tiles(encode, lot, factor, side, most=most_tiles) for lot in lots]
-    mean, deviation = torch.cat(made).to("cpu", torch.float32).chunk(2, dim=1)
-    return mean, deviation
-
-
-def decoded(
-    vae: Any, latents_FChw: Tensor, settings: Settings, *, most_tiles: int | None = None
-) -> Tensor:
-    """Pixels (F, 3, H, W) around -1..1 of unscaled latents; float32, on the CPU."""
-    side = settings.saving(tiling.DECODE, 0)
-
-    def decode(part: Tensor) -> Tensor:
-        pixels: Tensor = vae.decode(part).sample
-        return pixels
-
-    lots = torch.split(latents_FChw, settings.saving(tiling.FRAMES, len(latents_FChw)))
-    made = [tiling.decode_in_tiles(decode, lot, side, most=most_tiles) for lot in lots]
-    return torch.cat([each.to("cpu", torch.float32) for each in made])
 
 
 @dataclass(frozen=True)
@@ -260,7 +220,7 @@ class DecodeStage:
 
         def decode() -> Tensor:
             # As it was planned, or in less where memory ran out.
-            return decoded(vae, scaled, guard.settings)
+            return vae_calls.decode(vae, scaled, guard.settings)
 
         made = stages.as_frames(guard.decoded(number, decode, scaled, is_asked=is_asked))
         made = made[:, : job.geometry.height, : job.geometry.width].contiguous()

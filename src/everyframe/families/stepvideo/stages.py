@@ -18,7 +18,6 @@ from torch import Tensor
 from everyframe.core.events import Event, Note
 from everyframe.families.stepvideo import sharding
 from everyframe.families.stepvideo.denoiser import Denoiser, PromptEmbeds
-from everyframe.families.stepvideo.family import StepVideoSpec
 from everyframe.families.stepvideo.model import StepVideoModel
 from everyframe.families.stepvideo.prompt_tokens import (
     clip_tokenizer,
@@ -27,6 +26,7 @@ from everyframe.families.stepvideo.prompt_tokens import (
     tokens_of,
 )
 from everyframe.families.stepvideo.settings import latent_shape
+from everyframe.families.stepvideo.spec import StepVideoSpec
 from everyframe.families.stepvideo.text import TextStates, clip_states, llm_states
 from everyframe.families.stepvideo.vae import SeamBlender, StepVAE, decode_frames
 from everyframe.runtime import stages

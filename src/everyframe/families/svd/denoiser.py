@@ -6,6 +6,7 @@ next: `unet.py`.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,21 @@ from torch import Tensor
 
 from everyframe.core.plan import Settings
 from everyframe.families.svd.config import SVDConfig
-from everyframe.families.svd.stages import ImageConditioning
 from everyframe.families.svd.unet import VideoUNet
 from everyframe.media.pixels import fit_image
 from everyframe.runtime.memory_fallbacks import cfg_batch_size
 from everyframe.runtime.stages import as_floats
+
+
+@dataclass(frozen=True)
+class ImageConditioning:
+    """The given picture as the denoiser sees it: CLIP's embedding (1, 1, D), latents (1, C, h, w).
+
+    `latents` is None until the autoencoder has run. Both in float32 on the CPU.
+    """
+
+    embedding: Tensor
+    latents: Tensor | None = None
 
 
 class Denoiser:

@@ -95,10 +95,10 @@ def _image(sizes: SVDBuilder, encoder: Any, device: str) -> object:
 def _encode(sizes: SVDBuilder, settings: Settings, vae: Any, device: str) -> object:
     import torch
 
-    from everyframe.families.svd.stages import encoded
+    from everyframe.families.svd.vae import encode
 
     picture = torch.zeros(1, 3, settings.height, settings.width, device=device)
-    latents = encoded(vae, sizes.config, picture, settings, most_tiles=tiling.REHEARSED)
+    latents = encode(vae, sizes.config, picture, settings, most_tiles=tiling.REHEARSED)
     return latents.to("cpu", torch.float32)
 
 
@@ -123,8 +123,7 @@ def _denoise(
 def _one_step(sizes: SVDBuilder, settings: Settings, unet: Any, device: str) -> object:
     import torch
 
-    from everyframe.families.svd.denoiser import Denoiser
-    from everyframe.families.svd.stages import ImageConditioning
+    from everyframe.families.svd.denoiser import Denoiser, ImageConditioning
     from everyframe.samplers import euler_karras
 
     config = sizes.config
@@ -140,9 +139,9 @@ def _one_step(sizes: SVDBuilder, settings: Settings, unet: Any, device: str) -> 
 def _decode(sizes: SVDBuilder, settings: Settings, chunk: int, vae: Any, device: str) -> object:
     import torch
 
-    from everyframe.families.svd.stages import decoded
+    from everyframe.families.svd.vae import decode
 
     config = sizes.config
     latents = torch.zeros(chunk, *latent_shape(config, settings)[1:], device=device)
-    pixels = decoded(vae, config, latents, settings, most_tiles=tiling.REHEARSED)
+    pixels = decode(vae, config, latents, settings, most_tiles=tiling.REHEARSED)
     return pixels.to("cpu", torch.float32)

@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 
 from everyframe.core.events import Event
-from everyframe.core.plan import Settings
 from everyframe.families.svd import denoiser, sharding
+from everyframe.families.svd import vae as vae_calls
 from everyframe.families.svd.config import SVDConfig
-from everyframe.families.svd.denoiser import Denoiser
-from everyframe.families.svd.family import SVDSpec
+from everyframe.families.svd.denoiser import Denoiser, ImageConditioning
 from everyframe.families.svd.settings import latent_shape
+from everyframe.families.svd.spec import SVDSpec
 from everyframe.families.svd.unet import VideoUNet
-from everyframe.runtime import stages, tiling
+from everyframe.runtime import stages
 from everyframe.runtime.guard import Guard
 from everyframe.runtime.interface import VideoState
 from everyframe.runtime.stages import DecodePieces, GuardedDenoiser, run_sharded_denoising
@@ -55,17 +55,6 @@ class SVDContext(stages.StageContext[SVDSpec]):
     def fit(self) -> str:
         """How a picture of other proportions is fitted."""
         return str(self.settings.option("fit"))
-
-
-@dataclass(frozen=True)
-class ImageConditioning:
-    """The given picture as the denoiser sees it: CLIP's embedding (1, 1, D), latents (1, C, h, w).
-
-    `latents` is None until the autoencoder has run. Both in float32 on the CPU.
-    """
-
-    embedding: Tensor
-    latents: Tensor | None = None
 
 
 def given_picture(take: VideoState) -> Any:
@@ -153,44 +142,6 @@ class DenoiseStage:
         return euler_karras.sample(denoise, start.to(device) * scale, sigmas)
 
 
-def encoded(
-    vae: Any,
-    config: SVDConfig,
-    picture_BCHW: Tensor,
-    settings: Settings,
-    *,
-    most_tiles: int | None = None,
-) -> Tensor:
-    """Latents (B, C, h, w) of pictures in -1..1, not scaled; in tiles if the settings say so."""
-    side = settings.saving(tiling.ENCODE, 0)
-
-    def encode(part: Tensor) -> Tensor:
-        latents: Tensor = vae.encode(part).latent_dist.mode()
-        return latents
-
-    factor = config.spatial_factor
-    return tiling.encode_in_tiles(encode, picture_BCHW, factor, side, most=most_tiles)
-
-
-def decoded(
-    vae: Any,
-    config: SVDConfig,
-    latents_TCHW: Tensor,
-    settings: Settings,
-    *,
-    most_tiles: int | None = None,
-) -> Tensor:
-    """Pixels (T, 3, H, W) around -1..1 of latents that are decoded together."""
-    side = settings.saving(tiling.DECODE, 0)
-    together = {"num_frames": len(latents_TCHW)} if config.decodes_together else {}
-
-    def decode(part: Tensor) -> Tensor:
-        pixels: Tensor = vae.decode(part, **together).sample
-        return pixels
-
-    return tiling.decode_in_tiles(decode, latents_TCHW, side, most=most_tiles)
-
-
 @dataclass(frozen=True)
 class ImageLatentStage:
     """The picture, with a little noise on it, through the autoencoder's encoder."""
@@ -230,7 +181,7 @@ class ImageLatentStage:
         if strength:
             picture = picture + strength * noise.plain_noise(take.seed, picture.shape)
         picture = picture.to(job.device(self.component))
-        return encoded(vae, job.config, picture, guard.settings).to("cpu", torch.float32)
+        return vae_calls.encode(vae, job.config, picture, guard.settings).to("cpu", torch.float32)
 
 
 @dataclass(frozen=True)
@@ -282,6 +233,8 @@ class DecodeStage:
             # A chunk as it was planned, or in smaller ones where memory ran out.
             at_once = int(guard.settings.option("decode_chunk_size"))
             parts = torch.split(latents, at_once)
-            return torch.cat([decoded(vae, config, part, guard.settings) for part in parts])
+            return torch.cat(
+                [vae_calls.decode(vae, config, part, guard.settings) for part in parts]
+            )
 
         return stages.as_frames(guard.decoded(step, decode, latents, is_asked=is_asked))

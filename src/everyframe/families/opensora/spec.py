@@ -1,0 +1,213 @@
+"""The Open-Sora family: versions 1.0 (`STDiT`, IDDPM) and 1.2 (`STDiT3`, rectified flow).
+
+Upstream: hpcaitech/Open-Sora, tags v1.0.0 and v1.2.0. 1.1, 1.3 and 2.0 are recognised and refused
+by name. Read next: `checkpoint.py` (what lies where), `settings.py` (request to settings),
+`components.py` (parts and memory), `stages.py` (the run).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+
+from everyframe.core.errors import CheckpointError
+from everyframe.core.plan import Settings
+from everyframe.core.request import Request
+from everyframe.families.opensora import settings as request_settings
+from everyframe.families.opensora.checkpoint import OpenSoraFiles
+from everyframe.families.opensora.components import (
+    OpenSoraBuilder,
+    components,
+    sent_bytes,
+    token_sizes,
+)
+from everyframe.families.opensora.config import STDiT3Config, STDiTConfig
+from everyframe.families.opensora.dry_run import dry_run_calls, memory_savings
+from everyframe.families.opensora.options import OpenSoraOptions
+from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConfig
+from everyframe.parallel.token_partition import TokenGrid, TokenPartition
+from everyframe.runtime.interface import (
+    Component,
+    DryRunCall,
+    MemorySaving,
+    RankShare,
+    VideoGroup,
+)
+from everyframe.runtime.model_spec import ComponentSource, NativeModelSpec
+from everyframe.runtime.rank_shares import grid_share
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from everyframe.checkpoints.strict_load import KeyMap
+    from everyframe.parallel.communicator import ParallelContext
+
+#: T5 v1.1 XXL's encoder, for plans made before it is fetched.
+_T5_XXL: Mapping[str, Any] = {
+    "model_type": "t5", "d_model": 4096, "d_ff": 10240, "d_kv": 64, "num_heads": 64,
+    "num_layers": 24, "vocab_size": 32128, "feed_forward_proj": "gated-gelu",
+    "tie_word_embeddings": False,
+}  # fmt: skip
+#: 1.0's released sizes by the side of the square in pixels: (input_size, space_scale).
+_RELEASED_1_0 = {256: ((16, 32, 32), 0.5), 512: ((16, 64, 64), 1.0)}
+
+
+@dataclass(frozen=True)
+class OpenSoraSpec(NativeModelSpec[OpenSoraOptions, OpenSoraFiles, OpenSoraBuilder]):
+    """One checkpoint of this family, its configs read and its weights not."""
+
+    facts: request_settings.OpenSoraFacts
+    led = ("text_encoder",)
+    ways = ("",)
+    in_step = True
+    apart = False
+
+    @property
+    def title(self) -> str:
+        """What it is, for a person."""
+        return self.facts.title
+
+    def settle(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
+        """Every value of the request settled, and notes."""
+        return request_settings.resolve_settings(self.facts, request, self.options, seed)
+
+    def unread(self, settings: Settings) -> tuple[str, ...]:
+        """What T5 has no room for."""
+        place = self.files.tokenizer.path
+        if place is None:
+            return ()
+        from everyframe.families.opensora.prompt_tokens import load_tokenizer, read_prompts
+
+        most = self.sizes.denoiser.model_max_length
+        cuts = [cut for _, cut in read_prompts(load_tokenizer(place), settings, most) if cut]
+        if not cuts:
+            return ()
+        from everyframe.runtime.repairs import prompt_truncated_note
+
+        return tuple(prompt_truncated_note(cut).text for cut in cuts)
+
+    def smaller(self, settings: Settings) -> Iterator[Settings]:
+        """Settings like these that need less memory."""
+        return request_settings.smaller_settings(self.facts, settings)
+
+    def components(self, settings: Settings) -> tuple[Component, ...]:
+        """Text encoder, denoiser, autoencoder."""
+        sources = {name: source.where for name, source in self.files.sources().items()}
+        prefers = str(self.facts.defaults.get("dtype", "bfloat16"))
+        return components(self.sizes, sources, prefers)
+
+    def rehearsals(self, settings: Settings) -> tuple[DryRunCall, ...]:
+        """A call of every stage."""
+        return dry_run_calls(self.sizes, self.facts, settings)
+
+    def num_branches(self, settings: Settings) -> int:
+        """With guidance two, the text and none of it."""
+        return 1 if settings.guidance_scale == 1 else 2
+
+    def rank_part(
+        self, settings: Settings, crew: VideoGroup, rank: int, element_bytes: int
+    ) -> RankShare:
+        """Columns and, for attention in space, rows; what is sent for that and at the end."""
+        grid = TokenGrid(self.num_branches(settings), *token_sizes(self.sizes, settings))
+        deal = TokenPartition(grid, crew.weights, crew.groups)
+        return grid_share(deal, rank, sent_bytes(self.sizes.denoiser, deal, rank, element_bytes))
+
+    def shared_rehearsals(
+        self, settings: Settings, teams: ParallelContext
+    ) -> tuple[DryRunCall, ...]:
+        """A call of every stage as one of several ranks makes it."""
+        return dry_run_calls(self.sizes, self.facts, settings, teams.team, teams.groups)
+
+    def savings(self, component: str, settings: Settings) -> Iterator[MemorySaving]:
+        """Ways to run a component in less memory."""
+        return memory_savings(self.sizes, component, settings)
+
+    def fetched(self) -> OpenSoraSpec:
+        """The same model with all of its files on this disk."""
+        return read_spec(self.name, self.files.fetched(), self.options, self.title)
+
+    def weights(self, component: str) -> tuple[Path, KeyMap]:
+        """Where a component's weights are, and how their names become the module's."""
+        from everyframe.families.opensora.checkpoint import keys_of
+
+        return self.files.weights(component), keys_of(component, self.files.version)
+
+
+def read_spec(
+    name: str, files: OpenSoraFiles, options: OpenSoraOptions, title: str | None = None
+) -> OpenSoraSpec:
+    denoiser, side = _denoiser_config(files, name)
+    vae = _vae_config(files)
+    sizes = OpenSoraBuilder(denoiser, vae, files.text_encoder.config() or _T5_XXL)
+    _check_fit(sizes)
+    facts = request_settings.OpenSoraFacts(
+        version=files.version,
+        title=title or f"Open-Sora {files.version} ({PurePath(name).name})",
+        vae=vae,
+        patch=denoiser.patch_size,
+        defaults=files.defaults,
+        has_scores=files.version == "1.2"
+        and bool(files.defaults.get("has_scores", not files.defaults)),
+        square=side,
+    )
+    return OpenSoraSpec(name, options, files, sizes, facts)
+
+
+def _denoiser_config(
+    files: OpenSoraFiles, name: str
+) -> tuple[STDiTConfig | STDiT3Config, int | None]:
+    config = files.denoiser.config()
+    if files.version == "1.2":
+        return (STDiT3Config.from_json(config) if config else STDiT3Config()), None
+    if config is not None:
+        found = STDiTConfig.from_json(config)
+        return found, found.input_size[1] * 8
+    side = _side(files.denoiser, name)
+    input_size, space_scale = _RELEASED_1_0[side]
+    return STDiTConfig(input_size=input_size, space_scale=space_scale), side
+
+
+def _side(denoiser: ComponentSource, name: str) -> int:
+    """1.0's square by the length of the position table in the file, else by its name.
+
+    A folder's name does not count: it may hold both.
+    """
+    if denoiser.path is not None:
+        from everyframe.checkpoints.tensor_file import open_checkpoint
+
+        tensors = open_checkpoint(denoiser.path)
+        if "pos_embed" in tensors:
+            side = math.isqrt(tensors.shape("pos_embed")[1]) * 16
+            if side in _RELEASED_1_0:
+                return side
+    for side in _RELEASED_1_0:
+        if f"{side}x{side}" in f"{PurePath(name).name} {denoiser.where}":
+            return side
+    raise CheckpointError(
+        f"{denoiser.where}: which Open-Sora 1.0 this is can't be told; put 256x256 or 512x512 "
+        "into the file's name, or a config.json with the model's sizes beside it"
+    )
+
+
+def _vae_config(files: OpenSoraFiles) -> ImageVAEConfig | VideoVAEConfig:
+    config = files.vae.config()
+    if files.version == "1.0":
+        return ImageVAEConfig.from_json(config) if config else ImageVAEConfig()
+    return VideoVAEConfig.from_json(config) if config else VideoVAEConfig()
+
+
+def _check_fit(sizes: OpenSoraBuilder) -> None:
+    """Parts of different models, put together by options, are told before anything is loaded."""
+    pairs = (
+        ("latent channels", "autoencoder", sizes.vae.latent_channels, sizes.denoiser.in_channels),
+        ("text channels", "text encoder", sizes.text["d_model"], sizes.denoiser.caption_channels),
+    )
+    for what, part, gives, takes in pairs:
+        if gives != takes:
+            raise CheckpointError(
+                f"the {part} has {gives} {what}, but the denoiser takes {takes}; "
+                "these parts belong to different models"
+            )

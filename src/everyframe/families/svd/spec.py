@@ -1,0 +1,118 @@
+"""The Stable Video Diffusion family: a picture becomes a video, with diffusers' modules.
+
+Upstream: Stability-AI/generative-models, released as `stable-video-diffusion-img2vid`, `-xt` and
+`-xt-1-1`; diffusers' `StableVideoDiffusionPipeline` is what results are held against. Read next:
+`checkpoint.py` (what lies where), `settings.py` (request to settings), `components.py` (parts and
+memory), `stages.py` (the run).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from everyframe.core.plan import Settings
+from everyframe.core.request import Request
+from everyframe.families.svd import settings as request_settings
+from everyframe.families.svd.checkpoint import SVDFiles
+from everyframe.families.svd.components import SVDBuilder, components, sent_bytes
+from everyframe.families.svd.config import SVDConfig
+from everyframe.families.svd.dry_run import dry_run_calls, memory_savings
+from everyframe.families.svd.options import SVDOptions
+from everyframe.parallel.token_partition import TokenGrid, TokenPartition
+from everyframe.runtime.interface import (
+    Component,
+    DryRunCall,
+    MemorySaving,
+    RankShare,
+    VideoGroup,
+)
+from everyframe.runtime.model_spec import NativeModelSpec
+from everyframe.runtime.rank_shares import grid_share
+
+if TYPE_CHECKING:
+    from everyframe.checkpoints.strict_load import KeyMap
+    from everyframe.checkpoints.tensor_file import TensorFile
+    from everyframe.parallel.communicator import ParallelContext
+
+
+@dataclass(frozen=True)
+class SVDSpec(NativeModelSpec[SVDOptions, SVDFiles, SVDBuilder]):
+    """One checkpoint of this family, its configs read and its weights not."""
+
+    title: str
+    led = ("image_encoder",)
+    ways = ("",)
+    in_step = True
+    apart = False
+
+    @property
+    def config(self) -> SVDConfig:
+        """The configs of the parts."""
+        return self.sizes.config
+
+    def settle(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
+        """Every value of the request settled, and notes."""
+        settings, notes = request_settings.resolve_settings(
+            self.config, self.title, request, self.options, seed
+        )
+        frames = self.files.assumed_frames
+        if frames is not None and request.num_frames is None and request.seconds is None:
+            notes += (
+                f"{self.files.where} does not tell whether it was trained on 14 or 25 frames; by "
+                f"its name it is taken for {frames} (num_frames sets another length)",
+            )
+        if self.files.stands_in is not None:
+            notes += (f"its {self.files.stands_in} weights are read: no others are on this disk",)
+        return settings, notes
+
+    def smaller(self, settings: Settings) -> Iterator[Settings]:
+        """Settings like these that need less memory."""
+        return request_settings.smaller_settings(self.config, settings)
+
+    def components(self, settings: Settings) -> tuple[Component, ...]:
+        """Image encoder, autoencoder, denoiser."""
+        return components(self.sizes, self.files.where)
+
+    def rehearsals(self, settings: Settings) -> tuple[DryRunCall, ...]:
+        """A call of every stage."""
+        return dry_run_calls(self.sizes, settings)
+
+    def num_branches(self, settings: Settings) -> int:
+        """With guidance two, with the picture and without."""
+        return 2 if settings.guidance_scale > 1 else 1
+
+    def rank_part(
+        self, settings: Settings, crew: VideoGroup, rank: int, element_bytes: int
+    ) -> RankShare:
+        """Pixels of the latents in time, whole frames in space; what is sent between the two."""
+        frames, _, rows, columns = request_settings.latent_shape(self.config, settings)
+        grid = TokenGrid(self.num_branches(settings), frames, rows * columns)
+        deal = TokenPartition(grid, crew.weights, crew.groups)
+        unet = self.sizes.empty("unet")
+        sent = sent_bytes(unet, (rows, columns), deal, rank, element_bytes)
+        return grid_share(deal, rank, sent, "work in space")
+
+    def shared_rehearsals(
+        self, settings: Settings, teams: ParallelContext
+    ) -> tuple[DryRunCall, ...]:
+        """A call of every stage as one of several ranks makes it."""
+        return dry_run_calls(self.sizes, settings, teams.team, teams.groups)
+
+    def savings(self, component: str, settings: Settings) -> Iterator[MemorySaving]:
+        """Ways to run a component in less memory."""
+        return memory_savings(self.config, component, settings, self.options)
+
+    def fetched(self) -> SVDSpec:
+        """The same model with all of its files on this disk."""
+        return read_spec(self.name, self.title, self.files.fetched(), self.options)
+
+    def weights(self, component: str) -> tuple[TensorFile, KeyMap]:
+        """Where a component's weights are, and how their names become the module's."""
+        return self.files.weights(component)
+
+
+def read_spec(name: str, title: str, files: SVDFiles, options: SVDOptions) -> SVDSpec:
+    config = SVDConfig.from_json(files.where, files.configs())
+    return SVDSpec(name, options, files, SVDBuilder(config), title)

@@ -1,0 +1,52 @@
+"""Stable Video Diffusion's autoencoder: encode a picture, decode frames, in tiles where asked.
+
+The module is diffusers' `AutoencoderKLTemporalDecoder`, or `AutoencoderKL`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from everyframe.core.plan import Settings
+from everyframe.families.svd.config import SVDConfig
+from everyframe.runtime import tiling
+
+
+def encode(
+    vae: Any,
+    config: SVDConfig,
+    picture_BCHW: Tensor,
+    settings: Settings,
+    *,
+    most_tiles: int | None = None,
+) -> Tensor:
+    """Latents (B, C, h, w) of pictures in -1..1, not scaled; in tiles if the settings say so."""
+    side = settings.saving(tiling.ENCODE, 0)
+
+    def encode_tile(part: Tensor) -> Tensor:
+        latents: Tensor = vae.encode(part).latent_dist.mode()
+        return latents
+
+    factor = config.spatial_factor
+    return tiling.encode_in_tiles(encode_tile, picture_BCHW, factor, side, most=most_tiles)
+
+
+def decode(
+    vae: Any,
+    config: SVDConfig,
+    latents_TCHW: Tensor,
+    settings: Settings,
+    *,
+    most_tiles: int | None = None,
+) -> Tensor:
+    """Pixels (T, 3, H, W) around -1..1 of latents that are decoded together."""
+    side = settings.saving(tiling.DECODE, 0)
+    together = {"num_frames": len(latents_TCHW)} if config.decodes_together else {}
+
+    def decode_tile(part: Tensor) -> Tensor:
+        pixels: Tensor = vae.decode(part, **together).sample
+        return pixels
+
+    return tiling.decode_in_tiles(decode_tile, latents_TCHW, side, most=most_tiles)
