@@ -1,3 +1,1 @@
-"""Any diffusers video pipeline, run through its own `__call__`. Read next:
-`diffusers_pipelines/family.py`.
-"""
+"""Any diffusers video pipeline, run through its own `__call__`."""

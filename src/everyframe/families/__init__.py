@@ -1,1 +1,1 @@
-"""Model families: one folder each, with the same files in each as far as it needs them."""
+"""Our own models, a folder each, and the registry that names them."""

@@ -131,5 +131,6 @@ class InpaintSpec(NativeModelSpec[InpaintOptions, InpaintFiles, InpaintBuilder])
 
 
 def read_spec(name: str, title: str, files: InpaintFiles, options: InpaintOptions) -> InpaintSpec:
+    """Read the configs of a checkpoint."""
     config = InpaintConfig.from_json(files.where, files.configs(), files.controlnet_configs())
     return InpaintSpec(name, options, files, InpaintBuilder(config), title)

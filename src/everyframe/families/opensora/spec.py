@@ -139,6 +139,11 @@ class OpenSoraSpec(NativeModelSpec[OpenSoraOptions, OpenSoraFiles, OpenSoraBuild
 def read_spec(
     name: str, files: OpenSoraFiles, options: OpenSoraOptions, title: str | None = None
 ) -> OpenSoraSpec:
+    """Read the configs of a checkpoint.
+
+    Raises:
+        CheckpointError: its parts belong to different models, or their sizes are unknown.
+    """
     denoiser, side = _denoiser_config(files, name)
     vae = _vae_config(files)
     sizes = OpenSoraBuilder(denoiser, vae, files.text_encoder.config() or _T5_XXL)

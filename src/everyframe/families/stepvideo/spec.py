@@ -125,6 +125,11 @@ class StepVideoSpec(NativeModelSpec[StepVideoOptions, StepVideoFiles, StepVideoB
 def read_spec(
     name: str, title: str, files: StepVideoFiles, options: StepVideoOptions
 ) -> StepVideoSpec:
+    """Read the configs of a checkpoint.
+
+    Raises:
+        CheckpointError: its parts belong to different models.
+    """
     denoiser = _config(files, "denoiser")
     llm = _config(files, "step_llm")
     sizes = StepVideoBuilder(

@@ -114,5 +114,6 @@ class SVDSpec(NativeModelSpec[SVDOptions, SVDFiles, SVDBuilder]):
 
 
 def read_spec(name: str, title: str, files: SVDFiles, options: SVDOptions) -> SVDSpec:
+    """Read the configs of a checkpoint."""
     config = SVDConfig.from_json(files.where, files.configs())
     return SVDSpec(name, options, files, SVDBuilder(config), title)

@@ -1,38 +1,57 @@
-"""The house's rules, each a function from one parsed module to the violations in it.
+"""The rules of the architecture, each a function from one parsed module to the violations in it.
 
-Not here: which files they are applied to and the proof that each can fail (`test_house.py`). The
-rules read the source and import nothing. They are told in prose in `docs/explanation/house.md`.
+Not here: which files they are applied to and the proof that each can fail (`test_architecture.py`).
+The rules read the source and import nothing. In prose they stand in
+`docs/explanation/architecture.md`.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-#: The rooms from the top of the house to the ground. A room imports itself and what is below it.
+#: The packages from the top down. A package imports itself and those below it.
 ROOMS = (
     "cli",
     "server",
     "doctor",
     "api",
     "engine",
-    "runs",
     "planning",
     "families",
-    "optimize",
-    "precision",
+    "diffusers_pipelines",
+    "adapters",
+    "runs",
+    "runtime",
+    "fast_paths",
+    "dry_run",
     "parallel",
-    "samplers",
     "numerics",
+    "precision",
+    "samplers",
     "ops",
     "checkpoints",
     "media",
     "hardware",
     "core",
 )
+#: Packages that know nothing of each other, though one stands above the other in the list.
+SIBLINGS = (("families", "diffusers_pipelines"),)
+#: The registry names each family's module as a string and imports it on demand.
+BY_NAME = "everyframe.families.registry"
+
+#: Words that name no module: participles, prepositions and words of our own.
+NOT_A_MODULE = frozenset({
+    "ahead", "again", "apart", "asked", "asking", "awaited", "coming", "cuts", "dealing", "empty",
+    "gathering", "given", "handed", "holding", "keeping", "kept", "last_words", "meeting",
+    "moments", "moving", "obituary", "patience", "put_on", "quiet", "rehearsals", "relieving",
+    "reliefs", "remembered", "reporting", "resuming", "rounds", "said", "settle", "settling",
+    "shortages", "sources", "sparing", "staged", "stepping", "telling", "told", "trail", "turns",
+    "untouched",
+})  # fmt: skip
 
 MAX_MODULE_LINES = 400
 MAX_FUNCTION_LINES = 60
@@ -97,15 +116,15 @@ def _dotted(node: ast.AST) -> str:
     return ""
 
 
-def _imports(module: Module) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of all that is imported, also in functions and by name as a string."""
+def _imports(module: Module, *, strings: bool = True) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of all that is imported, also in functions and by name in `strings`."""
     docstrings = {id(node.value) for node in module.every_node if isinstance(node, ast.Expr)}
     for node in module.every_node:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        elif strings and isinstance(node, ast.Constant) and isinstance(node.value, str):
             if id(node) not in docstrings and _MODULE_NAME.fullmatch(node.value):
                 yield node.lineno, node.value
 
@@ -121,11 +140,69 @@ def imports_go_down(module: Module) -> Iterator[str]:
     allowed = ROOMS[ROOMS.index(module.room) :]
     for line, name in _imports(module):
         parts = name.split(".")
-        if parts[0] != PACKAGE or name == f"{PACKAGE}.__version__":
+        if parts[0] != PACKAGE or name == f"{PACKAGE}._version.__version__":
             continue
         room = parts[1] if len(parts) > 1 else "the package itself"
         if room not in allowed:
             yield f"{line}: {module.room} imports {name}; it may import {', '.join(allowed)}"
+        elif module.name != BY_NAME and any({module.room, room} == {*pair} for pair in SIBLINGS):
+            yield f"{line}: {module.room} imports {name}; the two know nothing of each other"
+
+
+def modules_have_searchable_names(module: Module) -> Iterator[str]:
+    """A module's name is a noun of the field, not a participle, a preposition or our own word."""
+    name = module.name.rpartition(".")[2]
+    if name in NOT_A_MODULE:
+        yield f"1: {name} says nothing to somebody who searches; name it by its subject"
+
+
+def import_circles(modules: Sequence[Module]) -> list[list[str]]:
+    """Groups of modules that import each other, also within functions and for types alone."""
+    names = {module.name.removesuffix(".__init__") for module in modules}
+    graph = {
+        module.name.removesuffix(".__init__"): _imported_modules(module, names)
+        for module in modules
+    }
+    return [sorted(group) for group in _strong_components(graph) if len(group) > 1]
+
+
+def _imported_modules(module: Module, names: set[str]) -> set[str]:
+    own = module.name.removesuffix(".__init__")
+    found = set()
+    for _, name in _imports(module, strings=False):
+        target = name if name in names else name.rpartition(".")[0]
+        # A package's __init__ may import its own modules.
+        if target in names and target != own and not target.startswith(f"{own}."):
+            found.add(target)
+    return found
+
+
+def _strong_components(graph: dict[str, set[str]]) -> Iterator[set[str]]:
+    """Tarjan's algorithm (1972), with a stack of its own in place of recursion."""
+    order: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    for root in graph:
+        work = [(root, iter(sorted(graph[root])))] if root not in order else []
+        while work:
+            node, rest = work[-1]
+            if node not in order:
+                order[node] = low[node] = len(order)
+                stack.append(node)
+            for other in rest:
+                if other not in order:
+                    work.append((other, iter(sorted(graph[other]))))
+                    break
+                if other in stack:
+                    low[node] = min(low[node], order[other])
+            else:
+                work.pop()
+                if work:
+                    low[work[-1][0]] = min(low[work[-1][0]], low[node])
+                if low[node] == order[node]:
+                    group = set(stack[stack.index(node) :])
+                    del stack[stack.index(node) :]
+                    yield group
 
 
 def families_stand_alone(module: Module) -> Iterator[str]:
@@ -283,6 +360,7 @@ def methods_are_not_assigned(module: Module) -> Iterator[str]:
 RULES: tuple[Rule, ...] = (
     imports_go_down,
     families_stand_alone,
+    modules_have_searchable_names,
     core_is_plain_data,
     modules_are_short,
     functions_are_short,

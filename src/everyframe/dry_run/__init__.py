@@ -1,0 +1,1 @@
+"""Run a call on meta tensors: memory, work and dtype errors without a device or weights."""

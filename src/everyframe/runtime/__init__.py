@@ -1,0 +1,1 @@
+"""What a component needs while it runs: loading, guard, repairs, memory fallbacks, offload."""
