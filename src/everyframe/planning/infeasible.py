@@ -21,7 +21,8 @@ def infeasible_reason(
         return None
     if fitted.fits:
         return (
-            f"{describe_findings(plan)}: it would fail on {plan.device.name}; the first is {plan.clashes[0]} "
+            f"{describe_findings(plan)}: it would fail on {plan.device.name}; the first is "
+            f"{plan.clashes[0]} "
             "(--dtype fp32 has none where the model itself asks for no dtype)"
         )
     too_many = _too_many_processes(plan, facts)
