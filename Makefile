@@ -21,7 +21,7 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
-.PHONY: help install run test test-isa lint types format docs clean
+.PHONY: help install run test test-isa lint types format docs site clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,6 +60,9 @@ types: $(READY)  ## check types
 format: $(READY)  ## put the code in form
 	@$(BIN)/ruff check --fix-only --quiet .
 	@$(BIN)/ruff format .
+
+site: $(READY)  ## build the site of docs/ into build/site, strictly
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 docs: $(READY)  ## write the reference pages that are made from the code
 	@$(BIN)/python docs/generate.py

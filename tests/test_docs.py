@@ -37,7 +37,7 @@ def readers(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Reader]:
 
 
 #: Pages whose commands take half a minute and more.
-LONG = ("paths.md", "trace.md", "devices.md")
+LONG = ("fast-paths.md", "trace.md", "devices.md", "tutorial.md")
 
 
 @pytest.mark.parametrize(

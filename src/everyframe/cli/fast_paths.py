@@ -1,7 +1,7 @@
 """``everyframe paths``: which fast paths a request could run by here, and what came of each.
 
 A line a path, with its verdict, error, gain and reason. It takes the options of ``generate``; none
-is needed. Read next: `everyframe.planning.list_fast_paths`, ``docs/how-to/paths.md``.
+is needed. Read next: `everyframe.planning.list_fast_paths`, ``docs/how-to/fast-paths.md``.
 """
 
 from __future__ import annotations
