@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from versions import versions_of
 
-from everyframe.checkpoints.strict_load import KeyMap
+from everyframe.checkpoints.key_map import KeyMap
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import ComponentPlan, Precision
 from everyframe.dry_run.executor import dry_run_module

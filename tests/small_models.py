@@ -18,9 +18,9 @@ from everyframe.families.inpaint.options import InpaintOptions
 from everyframe.families.opensora.checkpoint import OpenSoraFiles
 from everyframe.families.opensora.components import OpenSoraBuilder
 from everyframe.families.opensora.config import STDiT3Config, STDiTConfig
-from everyframe.families.opensora.family import OpenSoraSpec
 from everyframe.families.opensora.options import OpenSoraOptions
 from everyframe.families.opensora.settings import OpenSoraFacts
+from everyframe.families.opensora.spec import OpenSoraSpec
 from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConfig
 from everyframe.families.stepvideo import components as stepvideo_parts
 from everyframe.families.stepvideo.config import StepLLMConfig, StepVideoConfig

@@ -194,7 +194,8 @@ def test_an_embedded_model_that_was_not_installed_is_incomplete(tmp_path: Path) 
 def test_listing_imports_no_torch() -> None:
     code = (
         "import sys\n"
-        "from everyframe.checkpoints import digest, download, locate, folder, safetensors_header, model_zoo, folder\n"
+        "from everyframe.checkpoints import digest, download, folder, locate, model_zoo\n"
+        "from everyframe.checkpoints import safetensors_header\n"
         "locate.overview(); locate.locate('opensora-1.2')\n"
         "print('torch' in sys.modules)"
     )

@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from everyframe.checkpoints.strict_load import KeyMap, load_strictly
+from everyframe.checkpoints.key_map import KeyMap
+from everyframe.checkpoints.strict_load import load_strictly
 from everyframe.checkpoints.tensor_file import TensorFile, open_checkpoint
 from everyframe.core.errors import CheckpointError
 from everyframe.hardware.isolation import run_isolated

@@ -640,6 +640,7 @@ def test_an_autoencoder_that_overflows_is_repaired() -> None:
 
 
 def test_events_are_plain_data() -> None:
-    event = guard_module.Repaired("denoise", 1, "unet", "conv", "conv2d", "range", "float16", "conv",
-                              "float32", "text")  # fmt: skip
+    event = guard_module.Repaired(
+        "denoise", 1, "unet", "conv", "conv2d", "range", "float16", "conv", "float32", "text"
+    )
     assert event.to_json()["type"] == "repaired"

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import tiny
-from everyframe.checkpoints.strict_load import KeyMap
+from everyframe.checkpoints.key_map import KeyMap
 from everyframe.checkpoints.tensor_file import TensorFile
 from everyframe.core.plan import ComponentPlan, Precision
 from everyframe.families.opensora import sharding as of_opensora

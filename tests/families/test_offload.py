@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import small_models
 import tiny
-from everyframe.checkpoints.strict_load import KeyMap
+from everyframe.checkpoints.key_map import KeyMap
 from everyframe.core.errors import CheckpointError
 from everyframe.core.plan import ComponentPlan, Precision
 from everyframe.precision import cast_hooks

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from everyframe.checkpoints.strict_load import KeyMap
+from everyframe.checkpoints.key_map import KeyMap
 from everyframe.core.plan import ComponentPlan, Precision
 from everyframe.runtime import offload
 from everyframe.runtime.loading import load_component

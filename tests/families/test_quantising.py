@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from everyframe.checkpoints.strict_load import KeyMap
+from everyframe.checkpoints.key_map import KeyMap
 from everyframe.checkpoints.tensor_file import TensorFile
 from everyframe.core.errors import CheckpointError
 from everyframe.core.plan import ComponentPlan, Precision

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from everyframe.runtime.interface import OomEvent, VideoState
+from everyframe.runtime.interface import VideoState
 from everyframe.runtime.oom_fallback import CallCounter
+from everyframe.runtime.run_logs import OomEvent
 
 
 class Kept:

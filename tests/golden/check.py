@@ -26,7 +26,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from everyframe.checkpoints.strict_load import KeyMap, load_strictly
+from everyframe.checkpoints.key_map import KeyMap
+from everyframe.checkpoints.strict_load import load_strictly
 from everyframe.checkpoints.tensor_file import open_checkpoint
 from everyframe.core.errors import EveryframeError, InputError
 from everyframe.numerics.tensor_stats import Difference, largest_error

@@ -15,7 +15,8 @@ from everyframe.core.parallel_plan import ParallelPlan, parse_shares, parse_ways
 from everyframe.core.plan import Plan, Settings
 from everyframe.core.request import Request
 from everyframe.parallel.token_partition import TokenGrid, TokenPartition
-from everyframe.planning.parallelism import StepCost, asked_devices, idle_notes, make_parallel_plan
+from everyframe.planning.load_balancing import idle_notes
+from everyframe.planning.parallelism import StepCost, asked_devices, make_parallel_plan
 from everyframe.planning.resolve import prepare
 from everyframe.runtime.interface import RankShare, VideoGroup
 from everyframe.runtime.rank_shares import grid_share

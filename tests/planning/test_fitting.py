@@ -14,7 +14,7 @@ from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import ComponentPlan, Precision, peak_of
 from everyframe.families.opensora.components import OpenSoraBuilder
 from everyframe.families.opensora.config import STDiT3Config
-from everyframe.families.opensora.family import _T5_XXL
+from everyframe.families.opensora.spec import _T5_XXL
 from everyframe.families.opensora.vae_config import VideoVAEConfig
 from everyframe.families.svd.components import SVDBuilder as SVDSizes
 from everyframe.families.svd.config import RELEASED, SVDConfig

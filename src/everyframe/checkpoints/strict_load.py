@@ -11,7 +11,6 @@ after loading. Read next: `tensors`.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,36 +18,12 @@ import torch
 from torch import nn
 
 from everyframe.checkpoints.folder import listing
+from everyframe.checkpoints.key_map import KeyMap
 from everyframe.checkpoints.tensor_file import TensorFile
 from everyframe.core.errors import CheckpointError, did_you_mean
 
 DtypeRule = Callable[[str, torch.dtype], torch.dtype]
 """(name in the module, dtype in the module) -> wanted dtype; asked for floating tensors only."""
-
-
-@dataclass(frozen=True)
-class KeyMap:
-    """How a checkpoint's names become a module's.
-
-    Attributes:
-        rename: (regular expression, replacement), all applied in order with `re.sub`.
-        ignore: regular expressions; a tensor whose name in the checkpoint matches one as a whole
-            is not for this module.
-        tied: groups of module names that are one parameter; the checkpoint must hold at least
-            one of each group, and where it holds several they must be equal.
-    """
-
-    rename: tuple[tuple[str, str], ...] = ()
-    ignore: tuple[str, ...] = ()
-    tied: tuple[tuple[str, ...], ...] = ()
-
-    def target(self, name: str) -> str | None:
-        """The module's name for a checkpoint's `name`, or None where it is ignored."""
-        if any(re.fullmatch(pattern, name) for pattern in self.ignore):
-            return None
-        for pattern, replacement in self.rename:
-            name = re.sub(pattern, replacement, name)
-        return name
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from everyframe._version import __version__
 from everyframe.cli.streams import is_of_output, mute_output, prepare_streams, tell
 from everyframe.cli.tables import error_line, printable
-from everyframe._version import __version__
 from everyframe.core.errors import EveryframeError, ExitCode, InputError, did_you_mean
 from everyframe.engine.torchrun import Terminated, after_others, under_torchrun
 

@@ -30,8 +30,9 @@ from everyframe.diffusers_pipelines.step_tracking import StepTracker, notify_ste
 from everyframe.numerics.tensor_stats import iter_tensors
 from everyframe.parallel.communicator import Communicator
 from everyframe.precision.cast_hooks import map_tensors
-from everyframe.runtime.interface import ReplayLog, VideoState
+from everyframe.runtime.interface import VideoState
 from everyframe.runtime.meta_init import build_on_meta
+from everyframe.runtime.run_logs import ReplayLog
 
 _WHAT = "kept answers are handed on"
 

@@ -21,9 +21,10 @@ from everyframe.diffusers_pipelines.loading import set_tiling, wait_elsewhere
 from everyframe.diffusers_pipelines.signature import CallSignature
 from everyframe.hardware.memory import empty_cache
 from everyframe.runtime import offload
-from everyframe.runtime.interface import MemorySaving, MemorySavings, OomEvent, VideoState
+from everyframe.runtime.interface import MemorySaving, MemorySavings, VideoState
 from everyframe.runtime.memory_fallbacks import BY_TURNS, MemoryFallback, memory_fallbacks
 from everyframe.runtime.oom_fallback import AppliedFallback
+from everyframe.runtime.run_logs import OomEvent
 
 
 class PipelineMemoryFallbacks:

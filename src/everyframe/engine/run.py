@@ -9,18 +9,16 @@ bit for bit what that seed alone gives. Read next: `runtime/interface.py`, `prov
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from everyframe.core.errors import CannotRunError, InputError, NumericsError
+from everyframe.core.errors import CannotRunError, NumericsError
 from everyframe.core.events import (
     Event,
     Events,
@@ -36,114 +34,28 @@ from everyframe.core.events import (
     VideoDone,
     WeightsReady,
 )
-from everyframe.core.plan import Plan, Repair, Settings
+from everyframe.core.plan import Plan, Repair
 from everyframe.core.request import Request
 from everyframe.engine.distributed import RankContext, Rendezvous, gathered, join_plan, meet_peers
 from everyframe.engine.owner_switches import thread_count_notes, threads_for, with_owner_switches
 from everyframe.engine.persistence import create_run, saved_run, writer_for_rank
 from everyframe.engine.provenance import for_seed, make_record
 from everyframe.engine.repair_report import loaded_in, with_repair_report
+from everyframe.engine.request_inputs import read_given, start_noise
 from everyframe.hardware.cpu import cpu_threads
 from everyframe.hardware.device_loss import translate_device_loss
 from everyframe.hardware.memory import empty_cache, is_out_of_memory
 from everyframe.hardware.switches import Turn
-from everyframe.hardware.thread_state import autocast_disabled
-from everyframe.media.output_path import check_folder, exact_fps, sidecar_of
-from everyframe.media.pixels import check_range, fit_image, to_uint8
-from everyframe.media.read import picture_as_given, read_image, read_video
-from everyframe.media.video import Video
+from everyframe.hardware.thread_state import without_casts
+from everyframe.media.output_path import check_folder
 from everyframe.ops.attention import kernels_kept
 from everyframe.planning.resolve import LoadedModel, check_feasible, prepare
 from everyframe.precision.strict_float32 import strict_float32
 from everyframe.runs.folder import runs_folder
 from everyframe.runs.run_state import RunState, RunStateWriter, SaveOptions
-from everyframe.runtime.interface import ConditioningFrames, ModelSpec, Stage, VideoState
+from everyframe.runtime.interface import ModelSpec, Stage, VideoState
 from everyframe.runtime.loading import check_contents, release_components
 from everyframe.runtime.repair_cache import RepairCacheKey, delete_repairs, key_of, save_repair
-
-#: A video to go on from is kept whole in the result; this bounds what is read of it.
-_MAX_SOURCE_FRAMES = 20_000
-
-
-def read_given(request: Request, settings: Settings) -> ConditioningFrames:
-    """The pictures and videos of a request, read and, unless the family does it, fitted.
-
-    Those that a foreign pipeline is to have as they are, are opened and no more. Raises
-    `MediaError` for a file that is none.
-    """
-    as_given = {name: picture_as_given(getattr(request, name)) for name, _ in settings.given_forms}
-
-    def picture(source: Any) -> np.ndarray[Any, Any]:
-        read = read_image(source)
-        if settings.fit is None:
-            return read[None]
-        return fit_image(read, settings.height, settings.width, settings.fit)[None]
-
-    fitted = {
-        name: picture(given)
-        for name in ("image", "last_image")
-        if name not in as_given and (given := getattr(request, name)) is not None
-    }
-    source: np.ndarray[Any, Any] | None = None
-    notes: tuple[str, ...] = ()
-    if request.extend is not None:
-        source, notes = _source(request.extend, settings)
-    return ConditioningFrames(
-        notes=notes,
-        first=fitted.get("image"),
-        last=fitted.get("last_image"),
-        source=source,
-        as_given=as_given,
-    )
-
-
-def _source(extend: Any, settings: Settings) -> tuple[np.ndarray[Any, Any], tuple[str, ...]]:
-    """The video to go on from, fitted, and what is to be said of its frame rate."""
-    fps = rate = exact_fps(settings.fps)
-    if isinstance(extend, Video):
-        check_range(extend.frames, "extend")
-        frames, rate = to_uint8(extend.frames), extend.fps
-    elif isinstance(extend, np.ndarray):
-        if extend.ndim != 4 or extend.shape[-1] != 3 or not len(extend):
-            raise InputError(f"extend must be frames (T, H, W, 3), got {extend.shape}")
-        check_range(extend, "extend")
-        frames = to_uint8(extend)
-    elif not isinstance(extend, (str, os.PathLike)):
-        raise InputError(
-            "extend must be a path, an array of frames (T, H, W, 3) or a Video, "
-            f"got {type(extend).__name__}"
-        )
-    else:
-        # Pictures in a folder have no rate of their own; they are taken to have the result's.
-        bare = Path(extend).is_dir() and not sidecar_of(f"{extend}/").is_file()
-        size = (settings.height, settings.width)
-        frames, rate = read_video(extend, fps=fps if bare else None, size=size)
-    if len(frames) > _MAX_SOURCE_FRAMES:
-        raise InputError(
-            f"the video to go on from has {len(frames)} frames, "
-            f"at most {_MAX_SOURCE_FRAMES} are read"
-        )
-    notes: tuple[str, ...] = ()
-    if rate != fps:
-        notes = (
-            f"the given video has {float(rate):g} frames a second and the result {float(fps):g}, "
-            f"so it will not play at its own speed; --fps {float(rate):g} keeps that",
-        )
-    return fit_image(frames, settings.height, settings.width), notes
-
-
-def start_noise(request: Request) -> torch.Tensor | None:
-    """What sampling begins with in place of the seed's noise, float32 on the CPU, if it was given.
-
-    Raises `InputError` if it is not finite.
-    """
-    if request.latents is None:
-        return None
-    noise = torch.as_tensor(request.latents).to("cpu", torch.float32)
-    if not torch.isfinite(noise).all():
-        raise InputError("latents hold values that are not finite")
-    return noise
-
 
 _log = logging.getLogger(__name__)
 _Which = tuple[int, "int | None"]
@@ -269,7 +181,7 @@ def _switched(plan: Plan, turn: Turn) -> Iterator[None]:
         # An interrupt inside of a module would leave its kernels of attention to what comes.
         kernels_kept(),
         strict_float32(),
-        autocast_disabled(),
+        without_casts(),
         torch.inference_mode(),
     ):
         yield

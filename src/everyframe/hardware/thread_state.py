@@ -95,13 +95,13 @@ class ThreadState:
             yield
 
 
-def autocast_disabled() -> AbstractContextManager[Any]:
+def without_casts() -> AbstractContextManager[Any]:
     """Within, somebody's autocast does nothing in this thread."""
     context: AbstractContextManager[Any] = torch._C._DisableAutocast()
     return context
 
 
-def is_autocast_enabled() -> bool:
+def has_casts() -> bool:
     """Whether autocast is on in this thread, for any device."""
     return torch._C._is_any_autocast_enabled()
 

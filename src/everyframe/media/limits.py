@@ -51,7 +51,10 @@ def open_video(path: str | PathLike[str]) -> InputContainer:
     """
     import av
 
-    return av.open(str(path), container_options=FFMPEG_OPTIONS, metadata_errors="replace")
+    options = FFMPEG_OPTIONS
+    container: InputContainer
+    container = av.open(str(path), container_options=options, metadata_errors="replace")
+    return container
 
 
 def check_picture(width: int, height: int, name: str) -> None:

@@ -169,24 +169,6 @@ def _branchings(
     return tuple(range(1, model.num_branches(settings) + 1))
 
 
-def idle_notes(division: ParallelPlan | None) -> tuple[str, ...]:
-    """Which ranks have nothing to do at times, and why."""
-    whys: dict[str, list[int]] = {}
-    for rank, plan in enumerate(division.ranks if division is not None else ()):
-        if plan.idle:
-            whys.setdefault(plan.idle, []).append(rank)
-    return tuple(f"{_listed(ranks)}: {why}" for why, ranks in whys.items())
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    """Ranks in words; many in a row by the first and the last."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    first, last = ranks[0], ranks[-1]
-    in_a_row = len(ranks) > 2 and len(ranks) == last - first + 1
-    return f"ranks {first} to {last}" if in_a_row else f"ranks {', '.join(map(str, ranks))}"
-
-
 def sending_seconds(division: ParallelPlan | None) -> float:
     """How long a step's bytes are on their way, by the nominal speed of the way between devices."""
     if division is None:

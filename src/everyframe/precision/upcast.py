@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from everyframe.core.facts import DeviceFacts
-from everyframe.hardware.thread_state import autocast_disabled, is_autocast_enabled
+from everyframe.hardware.thread_state import has_casts, without_casts
 
 #: Narrowest first.
 _LADDER = (torch.float16, torch.bfloat16, torch.float32)
@@ -50,7 +50,7 @@ class Upcast:
             module.register_forward_pre_hook(_WidenInputs(dtype), prepend=True, with_kwargs=True)
         ]
         self._casts = _CastsOff()
-        if is_autocast_enabled():  # somebody's pipeline, within their autocast
+        if has_casts():  # somebody's pipeline, within their autocast
             self._handles += self._casts.put_on(module)
 
     def undo(self) -> None:
@@ -133,7 +133,7 @@ class _CastsOff:
     def _enter(self, *_: object) -> None:
         self._depth += 1
         if self._depth == 1:
-            self._inside.enter_context(autocast_disabled())
+            self._inside.enter_context(without_casts())
 
     def _leave(self, *_: object) -> None:
         if self._depth == 1:

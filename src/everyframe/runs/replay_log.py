@@ -124,7 +124,7 @@ def _name(number: int, data: bytes) -> str:
 
 
 def _whole(path: Path, number: int) -> bytes:
-    """The bytes of the answer of that number. Raises `CorruptRunError` if they are not as written."""
+    """The bytes of the answer of that number; `CorruptRunError` if they are not as written."""
     try:
         data = path.read_bytes()
     except OSError as error:

@@ -22,7 +22,8 @@ from everyframe.media.pixels import to_uint8
 from everyframe.runs.atomic_write import UNREADABLE
 from everyframe.runs.folder import Lock, RunFolder
 from everyframe.runs.tensor_store import TensorStore, hashes_in
-from everyframe.runtime.interface import OomEvent, VideoState
+from everyframe.runtime.interface import VideoState
+from everyframe.runtime.run_logs import OomEvent
 
 
 class FileOomLog:

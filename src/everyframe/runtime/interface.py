@@ -15,6 +15,7 @@ from everyframe.core.events import Event
 from everyframe.core.options import FamilyOptions
 from everyframe.core.plan import Plan, Repair, Settings, Switches
 from everyframe.core.request import Request
+from everyframe.runtime.run_logs import OomLog, ReplayLog
 
 if TYPE_CHECKING:
     import numpy as np
@@ -62,31 +63,6 @@ class ConditioningFrames:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class OomEvent:
-    """That memory ran out in the video of `seed`, when `step` of its steps were done.
-
-    `call` counts the calls of the stage since then, from 0; `at` is the component of a pipeline.
-    """
-
-    seed: int | None
-    step: int = 0
-    call: int = 0
-    at: str = ""
-
-
-class OomLog(Protocol):
-    """Those of one stage, kept over the end of a process."""
-
-    def known(self) -> tuple[OomEvent, ...]:
-        """Those of before, in their order."""
-        ...
-
-    def keep(self, shortage: OomEvent) -> None:
-        """Keep one more, and come back when it is kept."""
-        ...
-
-
 @dataclass
 class VideoState:
     """One video in the making: what its stages hand on to each other.
@@ -120,29 +96,6 @@ class VideoState:
         """Forget how far the stage before was."""
         self.step, self.memory, self.finished = 0, None, ()
         self.remedies = ()
-
-
-class ReplayLog(Protocol):
-    """What a foreign pipeline's models answered, call by call, kept over the end of a process."""
-
-    def next(self, call: str) -> Any:
-        """The answer to the next call; None where the call has to be made.
-
-        `call` is a digest of what it is given: only to the same was there the same answer.
-        """
-        ...
-
-    def keep(self, answer: Any, remedies: tuple[Repair, ...]) -> None:
-        """Keep the answer to the oldest call that was made since, with the repairs it needed."""
-        ...
-
-    def again(self) -> None:
-        """From the first call on."""
-        ...
-
-    def remedies(self) -> tuple[Repair, ...]:
-        """The repairs of the last answer that is there."""
-        ...
 
 
 class Stage(Protocol):

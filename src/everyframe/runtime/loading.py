@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from everyframe.checkpoints.strict_load import KeyMap, check_strictly, load_strictly
+from everyframe.checkpoints.key_map import KeyMap
+from everyframe.checkpoints.strict_load import check_strictly, load_strictly
 from everyframe.checkpoints.tensor_file import TensorFile, open_checkpoint
 from everyframe.core.plan import ComponentPlan, Precision
 from everyframe.fast_paths.apply import apply_fast_paths, swap_modules

@@ -19,9 +19,10 @@ from everyframe.core.events import Repaired
 from everyframe.core.plan import Plan
 from everyframe.hardware.memory import OutOfMemory, catch_out_of_memory, empty_cache
 from everyframe.runtime import offload
-from everyframe.runtime.interface import MemorySavings, OomEvent
+from everyframe.runtime.interface import MemorySavings
 from everyframe.runtime.memory_fallbacks import memory_fallbacks
 from everyframe.runtime.repairs import GuardLog
+from everyframe.runtime.run_logs import OomEvent
 
 if TYPE_CHECKING:
     from everyframe.runtime.interface import VideoState

@@ -39,7 +39,8 @@ def answer(branches: int, guess: bool, at_once: int, step: int = 0) -> Tensor:
         masked=torch.randn(2, 4, 4, 4, generator=draw),
     )
     denoise = Denoiser(
-        unet, [net, net], conditions, [ControlNetScale(0.5, 0.0, 0.5), ControlNetScale(2.0, 0.5, 1.0)],
+        unet, [net, net], conditions,
+        [ControlNetScale(0.5, 0.0, 0.5), ControlNetScale(2.0, 0.5, 1.0)],
         guidance_scale=3.0, guess_mode=guess, num_steps=2, branches_at_once=at_once,
     )  # fmt: skip
     denoise.step = step

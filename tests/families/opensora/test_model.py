@@ -17,8 +17,10 @@ from torch import Tensor, nn
 
 from everyframe.core.errors import InputError
 from everyframe.core.plan import Precision
-from everyframe.families.opensora.components import STDiT, STDiT3, build_model
+from everyframe.families.opensora.components import build_model
 from everyframe.families.opensora.config import STDiT3Config, STDiTConfig
+from everyframe.families.opensora.stdit import STDiT
+from everyframe.families.opensora.stdit3 import STDiT3
 from everyframe.precision import cast_hooks
 
 GOLDEN = Path(__file__).parents[2] / "golden"

@@ -28,8 +28,9 @@ import tiny
 from everyframe.core.errors import InputError
 from everyframe.core.events import ComponentLoaded, Note, StageDone
 from everyframe.families.opensora import stages as stages_module
-from everyframe.families.opensora.components import STDiT3, build_model
+from everyframe.families.opensora.components import build_model
 from everyframe.families.opensora.config import STDiT3Config, STDiTConfig
+from everyframe.families.opensora.stdit3 import STDiT3
 from everyframe.families.opensora.vae import ImageVAE, VideoVAE
 from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConfig
 from everyframe.ops.attention import by_kernel

@@ -16,11 +16,10 @@ from typing import Any
 
 from everyframe.checkpoints.folder import describe_missing, listing, read_json
 from everyframe.checkpoints.hub_part import HubPart
-from everyframe.checkpoints.key_map import OLD_VAE_ATTENTION
+from everyframe.checkpoints.key_map import OLD_VAE_ATTENTION, KeyMap
 from everyframe.checkpoints.locate import Location, PartLocation, find_part
 from everyframe.checkpoints.model_zoo import CONTROLNETS, controlnet_part
 from everyframe.checkpoints.refuse_pickles import refuse_pickled
-from everyframe.checkpoints.strict_load import KeyMap
 from everyframe.core.errors import CheckpointError, InputError, did_you_mean
 from everyframe.core.paths import expand_path
 from everyframe.families.inpaint.components import controlnet_name

@@ -35,7 +35,7 @@ from everyframe.runtime.rank_shares import active_ranks, batch_share
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from everyframe.checkpoints.strict_load import KeyMap
+    from everyframe.checkpoints.key_map import KeyMap
     from everyframe.parallel.communicator import ParallelContext
 
 

@@ -15,10 +15,9 @@ from typing import Any
 
 from everyframe.checkpoints.folder import WEIGHT_SUFFIXES
 from everyframe.checkpoints.hub_part import HubPart
-from everyframe.checkpoints.key_map import OLD_VAE_ATTENTION
+from everyframe.checkpoints.key_map import OLD_VAE_ATTENTION, KeyMap
 from everyframe.checkpoints.locate import Location, find_part
 from everyframe.checkpoints.model_zoo import KNOWN, SUPPORTED_VERSIONS, T5_XXL
-from everyframe.checkpoints.strict_load import KeyMap
 from everyframe.core.errors import CheckpointError, InputError
 from everyframe.core.paths import expand_path
 from everyframe.families.opensora.options import OpenSoraOptions

@@ -13,10 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from everyframe.core.plan import Settings
 from everyframe.families.opensora.config import STDiT3Config, STDiTConfig
-from everyframe.families.opensora.stdit import STDiT
-from everyframe.families.opensora.stdit3 import STDiT3
 from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConfig
-from everyframe.ops.text_context import TextContext
 from everyframe.precision.policy import ComponentNeeds
 from everyframe.runtime.interface import Component
 from everyframe.runtime.model_spec import ModuleBuilder
@@ -24,15 +21,17 @@ from everyframe.runtime.model_spec import ModuleBuilder
 if TYPE_CHECKING:
     from torch import nn
 
-    pass
+    from everyframe.families.opensora.stdit import STDiT
+    from everyframe.families.opensora.stdit3 import STDiT3
     from everyframe.families.opensora.vae import ImageVAE, VideoVAE
     from everyframe.parallel.token_partition import TokenPartition
-
-__all__ = ["STDiT", "STDiT3", "TextContext", "build_model"]
 
 
 def build_model(config: STDiTConfig | STDiT3Config) -> STDiT | STDiT3:
     """The module of these sizes; make it under ``torch.device("meta")`` if weights are to come."""
+    from everyframe.families.opensora.stdit import STDiT
+    from everyframe.families.opensora.stdit3 import STDiT3
+
     return STDiT3(config) if isinstance(config, STDiT3Config) else STDiT(config)
 
 

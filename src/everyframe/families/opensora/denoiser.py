@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from everyframe.core.plan import Settings
-from everyframe.families.opensora.components import STDiT, STDiT3
 from everyframe.families.opensora.settings import PICTURE_FPS, OpenSoraFacts
+from everyframe.families.opensora.stdit import STDiT
+from everyframe.families.opensora.stdit3 import STDiT3
 from everyframe.families.opensora.text import TextEmbedding
 from everyframe.runtime.memory_fallbacks import cfg_batch_size
 from everyframe.samplers import rectified_flow

@@ -18,8 +18,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from everyframe.families.opensora.components import STDiT, STDiT3
 from everyframe.families.opensora.layers import Axis, CrossAttention, SelfAttention, token_grid
+from everyframe.families.opensora.stdit import STDiT
+from everyframe.families.opensora.stdit3 import STDiT3
 from everyframe.ops.modulation import GatedAdd, Modulate, SelectByFrame
 from everyframe.parallel.communicator import Communicator
 from everyframe.parallel.sharded_modules import CrossAttentionPerSample

@@ -42,7 +42,7 @@ from everyframe.runtime.rank_shares import grid_share
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from everyframe.checkpoints.strict_load import KeyMap
+    from everyframe.checkpoints.key_map import KeyMap
     from everyframe.parallel.communicator import ParallelContext
 
 #: T5 v1.1 XXL's encoder, for plans made before it is fetched.

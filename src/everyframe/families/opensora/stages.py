@@ -17,11 +17,12 @@ from torch import Tensor
 
 from everyframe.core.events import Event, FramesDecoded
 from everyframe.families.opensora import sharding
-from everyframe.families.opensora.components import STDiT, STDiT3
 from everyframe.families.opensora.denoiser import Denoiser, PromptEmbeds, timesteps_of
 from everyframe.families.opensora.prompt_tokens import load_tokenizer
 from everyframe.families.opensora.settings import PIECE, known_frames
 from everyframe.families.opensora.spec import OpenSoraSpec
+from everyframe.families.opensora.stdit import STDiT
+from everyframe.families.opensora.stdit3 import STDiT3
 from everyframe.families.opensora.text import TextEmbedding, embed, tokens_of
 from everyframe.families.opensora.vae import FrameChunk, ImageVAE, VideoVAE, decode_frames, encoded
 from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConfig

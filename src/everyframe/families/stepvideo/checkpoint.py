@@ -13,9 +13,9 @@ from pathlib import Path, PurePath
 
 from everyframe.checkpoints.folder import read_json
 from everyframe.checkpoints.hub_part import HubPart
+from everyframe.checkpoints.key_map import KeyMap
 from everyframe.checkpoints.locate import Location, find_part
 from everyframe.checkpoints.model_zoo import STEP_VIDEO_PARTS
-from everyframe.checkpoints.strict_load import KeyMap
 from everyframe.core.errors import CheckpointError, InputError
 from everyframe.core.paths import expand_path
 from everyframe.runtime import model_spec

@@ -43,7 +43,7 @@ from everyframe.runtime.model_spec import NativeModelSpec
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from everyframe.checkpoints.strict_load import KeyMap
+    from everyframe.checkpoints.key_map import KeyMap
     from everyframe.parallel.communicator import ParallelContext
 
 

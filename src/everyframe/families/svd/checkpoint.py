@@ -21,7 +21,7 @@ from everyframe.families.svd import single_file
 from everyframe.families.svd.config import IMAGE_VAE, RELEASED
 
 if TYPE_CHECKING:
-    from everyframe.checkpoints.strict_load import KeyMap
+    from everyframe.checkpoints.key_map import KeyMap
     from everyframe.checkpoints.tensor_file import TensorFile
 
 PIPELINE = "StableVideoDiffusionPipeline"

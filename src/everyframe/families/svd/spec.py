@@ -32,7 +32,7 @@ from everyframe.runtime.model_spec import NativeModelSpec
 from everyframe.runtime.rank_shares import grid_share
 
 if TYPE_CHECKING:
-    from everyframe.checkpoints.strict_load import KeyMap
+    from everyframe.checkpoints.key_map import KeyMap
     from everyframe.checkpoints.tensor_file import TensorFile
     from everyframe.parallel.communicator import ParallelContext
 

@@ -13,9 +13,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from everyframe.checkpoints.key_map import OLD_VAE_ATTENTION
+from everyframe.checkpoints.key_map import OLD_VAE_ATTENTION, KeyMap
 from everyframe.checkpoints.reshape import TensorReshape
-from everyframe.checkpoints.strict_load import KeyMap
 from everyframe.families.svd.config import TEMPORAL_VAE
 from everyframe.families.svd.single_file import CLIP, DECODER, DENOISER, PICTURE_ENCODER
 
