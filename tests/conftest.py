@@ -31,7 +31,8 @@ os.environ["EVERYFRAME_CACHE"] = str(Path(_CACHE.name, "everyframe"))
 os.environ["EVERYFRAME_IN_PROCESS"] = "1"
 os.environ["EVERYFRAME_RUNS"] = str(Path(_CACHE.name, "runs"))
 # A plan that is shown tries what it will spend its time on, for most of a second where the model is
-# large. By less of it a forecast is as much a forecast; `hardware/test_rates.py` has the whole.
+# large. By less of it a forecast is as much a forecast; `hardware/test_throughput.py` has the
+# whole.
 throughput._CPU_OPERATIONS, throughput._ENOUGH = 6e6, 0.0
 #: What processes of the tests are forked from has imported these, whoever starts the first one:
 #: there is one such server for all of them, and diffusers takes seconds in each that lacks it.
@@ -47,9 +48,9 @@ forkserver.set_forkserver_preload = lambda modules: None
 #: The files that take longest, which are begun first: else one worker has one of them at the end.
 LONG = (
     "recipes/test_shipped.py", "test_docs.py", "engine/test_memory.py",
-    "families/inpaint/test_stages.py", "families/pipeline/test_pipelines.py",
-    "families/svd/test_single.py", "families/svd/test_stages.py", "engine/test_workers.py",
-    "engine/test_moving.py", "engine/test_ranks.py", "golden/test_check.py",
+    "families/inpaint/test_stages.py", "diffusers_pipelines/test_pipelines.py",
+    "families/svd/test_single_file.py", "families/svd/test_stages.py", "engine/test_workers.py",
+    "engine/test_replan_moving.py", "engine/test_distributed.py", "golden/test_check.py",
     "engine/test_killed.py",
 )  # fmt: skip
 

@@ -1,7 +1,7 @@
 """A rank that hangs: the run ends within half a minute, names it, and leaves nothing behind.
 
 Real runs that wait for fifteen seconds, so slow; what is decided by which signs is tested without
-any in `tests/engine/test_patience.py`.
+any in `tests/engine/test_worker_monitor.py`.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import tiny
-from engine.test_resuming import OPEN_SORA, begun
+from engine.test_resume import OPEN_SORA, begun
 from everyframe.cli.main import main
 from everyframe.core.events import RunSaved, Step
 from everyframe.runs.folder import RunFolder, all_runs

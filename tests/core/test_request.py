@@ -1,6 +1,6 @@
 """Values of options from Python: numbers of any kind are numbers, and what is none is told as that.
 
-What a command line says of the same is in `tests/cli/test_usage.py`.
+What a command line says of the same is in `tests/cli/test_help_format.py`.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import tiny
-from engine.test_resuming import OPEN_SORA, begun
+from engine.test_resume import OPEN_SORA, begun
 from everyframe.core.events import Event
 
 

@@ -222,7 +222,7 @@ def test_overflow_anywhere_is_repaired(
 
 
 def test_faults_are_planted_in_forty_places() -> None:
-    """With those of `tests/families/pipeline/test_guarded.py`, over all families."""
+    """With those of `tests/diffusers_pipelines/test_guard.py`, over all families."""
     here = sum(len(modules) for files in PLANTED.values() for modules in files.values())
     assert here >= 43
 

@@ -1,7 +1,7 @@
 """A device that is lost in a run: told as that, the state stays good, and the run goes on anew.
 
 From the first error on every call of a device fails, also of what cleans up (`dying_device`). What
-errors are taken for a loss is in `tests/hardware/test_lost.py`.
+errors are taken for a loss is in `tests/hardware/test_device_loss.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import nn
 import everyframe
 import tiny_pipelines
 from dying_device import ADVICE, Device, dying_device
-from engine.test_resuming import OPEN_SORA, begun, same
+from engine.test_resume import OPEN_SORA, begun, same
 from everyframe.core.errors import CannotRunError, DeviceLostError, WorkerDiedError
 from everyframe.core.events import Event, Step
 from everyframe.engine import launcher, resume, run

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import tiny
-from engine.test_resuming import OPEN_SORA, PICTURE, begun, broken_off, same
+from engine.test_resume import OPEN_SORA, PICTURE, begun, broken_off, same
 from everyframe.core.errors import CorruptRunError, ExitCode
 from everyframe.core.events import Event, Note, Step
 from everyframe.engine import resume

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from engine.test_resuming import OPEN_SORA, begun, same
+from engine.test_resume import OPEN_SORA, begun, same
 from everyframe.core.errors import InputError, RunLockedError
 from everyframe.core.events import Event, Note
 from everyframe.engine import resume

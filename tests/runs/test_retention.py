@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import tiny
-from engine.test_resuming import OPEN_SORA, begun
+from engine.test_resume import OPEN_SORA, begun
 from everyframe.cli.main import main
 from everyframe.core.errors import InputError
 from everyframe.core.events import Note

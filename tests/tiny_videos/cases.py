@@ -1,7 +1,7 @@
 """What a tiny checkpoint of one pipeline class is: how it is made, and what it is then asked for.
 
 Not here: the checkpoints themselves, by family in the modules beside this one; what is compared
-(`tests/families/pipeline/test_every_pipeline.py`).
+(`tests/diffusers_pipelines/test_every_pipeline.py`).
 """
 
 from __future__ import annotations

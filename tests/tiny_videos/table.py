@@ -1,8 +1,8 @@
 """The page of every video pipeline class that diffusers has: which run, and why others don't.
 
 ``python -m tiny_videos.table`` in ``tests/`` writes ``docs/reference/pipelines.md``;
-`tests/families/pipeline/test_every_pipeline.py` holds it to the checkpoints that are there, and to
-the installed diffusers.
+`tests/diffusers_pipelines/test_every_pipeline.py` holds it to the checkpoints that are there, and
+to the installed diffusers.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _HEAD = """# Every video pipeline of diffusers
 All that diffusers 0.42 has. *Runs* means: a tiny random checkpoint of it, in diffusers' own layout,
 was planned for an RTX 2080 Ti and an Apple GPU, made a video in float32 twice with the same bits,
 and gave what the pipeline's own call gives with the same seed, to 1e-4 of a frame's range
-(22 November 2026; `make test ARGS="--slow tests/families/pipeline/test_every_pipeline.py"`).
+(22 November 2026; `make test ARGS="--slow tests/diffusers_pipelines/test_every_pipeline.py"`).
 
 *Given* is what it is made of beside the text: `--image` and `--last-image`, or
 `--option NAME=FILE`; how, is told in [run any pipeline](../how-to/pipeline.md).

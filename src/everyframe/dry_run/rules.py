@@ -1,7 +1,7 @@
 """What may meet in an operation, and what a device lacks: the rules of a dry run, as data.
 
 torch's meta kernels multiply float32 with float16 without a word, and a device that is not here
-can't be asked; so the rules stand here, and `tests/precision/test_rules.py` holds them against what
+can't be asked; so the rules stand here, and `tests/dry_run/test_rules.py` holds them against what
 torch's own kernels say on real numbers. Read next: `everyframe.dry_run.executor`.
 """
 

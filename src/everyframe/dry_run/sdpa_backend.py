@@ -3,7 +3,7 @@
 Where none takes what it is given torch writes the scores out, as two products and a softmax. The
 rules are those of torch 2.13 (`aten/src/ATen/native/transformers/sdp_utils_cpp.cpp` and
 `cuda/sdp_utils.cpp`); what its kernels need of addresses is left out. Those of a CPU are held
-against torch's own choice by `tests/precision/test_fused.py`.
+against torch's own choice by `tests/dry_run/test_sdpa_backend.py`.
 Not here: which kernel a run is put on (`everyframe.ops.attention`, `everyframe.fast_paths`).
 """
 

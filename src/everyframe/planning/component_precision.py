@@ -162,7 +162,7 @@ class _Weighed(NamedTuple):
 
 
 #: How far the result of a layer is from that with all weights whole, its norm over the other's; of
-#: weights as they are trained, few of a row being large (tests/precision/test_quantised.py).
+#: weights as they are trained, few of a row being large (tests/precision/test_quantization.py).
 ERRORS = {"int8": 0.01, "fp8": 0.03}
 
 #: What is tried of itself: the closer of the two, of which the other has no more to give.

@@ -1,7 +1,7 @@
 """Whole runs with weights in eight bits, against the same run of a checkpoint with those weights.
 
 The other checkpoint is written by hand: each linear layer's weight replaced by what it is rounded
-to, which `tests/precision/test_quantised.py` holds against torchao.
+to, which `tests/precision/test_quantization.py` holds against torchao.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Whole runs of each family with weights in eight bits, against a checkpoint with those weights.
 
 The other checkpoint is written here: the weights of those linear layers replaced by what they are
-rounded to, which `tests/precision/test_quantised.py` holds against torchao. The same products of
+rounded to, which `tests/precision/test_quantization.py` holds against torchao. The same products of
 the same numbers have the same bits. Step-Video's is `stepvideo/test_quantised.py`.
 """
 

@@ -20,7 +20,7 @@ from torch.nn.modules.module import register_module_forward_hook
 import everyframe
 import tiny_pipelines
 from engine.test_out_of_memory import no_room
-from engine.test_resuming import OPEN_SORA, PICTURE, begun, broken_off, same, videos
+from engine.test_resume import OPEN_SORA, PICTURE, begun, broken_off, same, videos
 from everyframe.core.errors import CannotRunError, InputError, MediaError, RunLockedError
 from everyframe.core.events import Event, Note, RunSaved, Step, VideoDone
 from everyframe.core.plan import Repair

@@ -18,10 +18,10 @@ from diffusers.models.unets.unet_2d_blocks import UNetMidBlock2D
 from torch import nn
 
 import everyframe
+from diffusers_pipelines.test_pipelines import state_of
 from everyframe.cli.main import main
 from everyframe.core.errors import InputError
 from everyframe.core.events import Note, RunSaved, Step, VideoDone
-from families.pipeline.test_pipelines import state_of
 from scarce import TOO_LITTLE, before_calls
 from tiny_pipelines import CALLS, SHORT, TINY, loaded, ltx_parts, wan
 from tiny_videos import CASES
