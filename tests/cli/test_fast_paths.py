@@ -1,4 +1,4 @@
-"""``everyframe paths``: a line a path, what was asked for by name, and the exit codes."""
+"""``everyframe fast-paths``: a line a path, what was asked for by name, and the exit codes."""
 
 from __future__ import annotations
 
@@ -54,3 +54,11 @@ def test_a_wrong_name_is_told_with_the_nearest(
 ) -> None:
     assert main(["paths", "--model", model, *words]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_the_earlier_name_of_the_command_stays(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["paths", "--help"]) == 0
+    earlier = capsys.readouterr().out
+    assert main(["fast-paths", "--help"]) == 0
+    assert earlier == capsys.readouterr().out
+    assert "everyframe fast-paths" in earlier

@@ -1,4 +1,4 @@
-"""``everyframe paths``: which fast paths a request could run by here, and what came of each.
+"""``everyframe fast-paths``: which fast paths a request could run by here, and what came of each.
 
 A line a path, with its verdict, error, gain and reason. It takes the options of ``generate``; none
 is needed. Read next: `everyframe.planning.list_fast_paths`, ``docs/how-to/fast-paths.md``.
@@ -111,7 +111,7 @@ def print_paths(found: FastPathList, file: IO[str]) -> None:
         for row in found.rows
     )
     if untried:
-        out.print(f"{untried} not tried here yet: everyframe paths --certify", style="dim")
+        out.print(f"{untried} not tried here yet: everyframe fast-paths --certify", style="dim")
 
 
 COMMAND = make_command(

@@ -64,7 +64,7 @@ COMMANDS = {
     "generate": ("everyframe.cli.generate:COMMAND", "Make a video of a prompt."),
     "resume": ("everyframe.cli.resume:COMMAND", "Go on with a run that was broken off."),
     "plan": ("everyframe.cli.plan:COMMAND", "Say what would run; nothing is loaded or fetched."),
-    "paths": ("everyframe.cli.fast_paths:COMMAND", "List fast paths, and what came of each here."),
+    "fast-paths": ("everyframe.cli.fast_paths:COMMAND", "List fast paths and their certificates."),
     "doctor": ("everyframe.cli.doctor:COMMAND", "Check this machine, and say what mends it."),
     "inspect": ("everyframe.cli.inspect:COMMAND", "Say what made a video."),
     "models": ("everyframe.cli.models:COMMAND", "List known models and what they need."),
@@ -75,6 +75,9 @@ COMMANDS = {
 #: Commands of two words: the first -> its line in the list of commands.
 GROUPS = {"trace": "Keep what every module computed, and compare two runs."}
 
+#: Earlier names of commands.
+ALIASES = {"paths": "fast-paths"}
+
 #: What a lone ``-`` is called while the words are parsed, which would take it for an option. No
 #: word of a real command line can hold a NUL.
 _DASH = "\0-"
@@ -83,6 +86,7 @@ _DASH = "\0-"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (this process's own if None); the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    words[:1] = [ALIASES.get(word, word) for word in words[:1]]
     ranks = under_torchrun()
     if ranks is not None and ranks.rank and not {"generate", "resume"} & {*words[:1]}:
         return int(ExitCode.DONE)  # rank 0 does it for all

@@ -191,7 +191,7 @@ class Request(Options):
         person_only=True,
     )
     without: tuple[str, ...] = option(
-        "A fast path that is not to be used, as `everyframe paths` names it; may be repeated.",
+        "A fast path that is not to be used, as `everyframe fast-paths` names it; may be repeated.",
         group="Machine",
         default=(),
     )

@@ -1,8 +1,9 @@
 """Certificates of a plan's components: which are there, which are missing, and making those.
 
 Before a run what it needs at once is tried for some seconds, if it is long enough that this pays;
-`everyframe paths --certify` tries everything. Read next: `choose_fast_paths.py`, `blocked_paths.py`
-(what stands against a path whatever a trial says), `everyframe.fast_paths.certify`.
+`everyframe fast-paths --certify` tries everything. Read next: `choose_fast_paths.py`,
+`blocked_paths.py` (what stands against a path whatever a trial says),
+`everyframe.fast_paths.certify`.
 """
 
 from __future__ import annotations

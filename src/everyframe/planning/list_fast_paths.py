@@ -1,4 +1,4 @@
-"""Every fast path of a request's components with what is known of it, for `everyframe paths`.
+"""Every fast path of a request's components with what is known of it, for `everyframe fast-paths`.
 
 Read next: `choose_fast_paths.py`, `component_certificates.py`.
 """
