@@ -150,8 +150,7 @@ class ModelSpec(Protocol):
         ...
 
     def settle(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
-        """Resolve the request into settings, with notes. `InputError` for what the model can't do.
-        """
+        """Resolve the request into settings and notes. `InputError` for what the model can't do."""
         ...
 
     def components(self, settings: Settings) -> tuple[Component, ...]:
@@ -339,8 +338,7 @@ class ShardableSpec(Protocol):
 
     @property
     def in_step(self) -> bool:
-        """Whether all ranks call the denoiser together and load it here, as weight sharding needs.
-        """
+        """Whether all ranks load the denoiser and call it together, as weight sharding needs."""
         ...
 
     @property

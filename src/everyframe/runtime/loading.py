@@ -137,11 +137,11 @@ def load_component(
     outputs: tuple[str, ...] = ("",),
     supply: Communicator | None = None,
 ) -> ModuleT:
-    """The component's module with those weights, on its device, ready to be called.
+    """Load one component with its weights onto its device, ready to call.
 
-    `build` makes it without weights; `outputs` are the submodules whose results leave for the
-    engine (see `cast_hooks.apply`). `supply` are the ranks that keep the weights between them, if
-    the plan has that. Raises `CheckpointError` for anything missing, extra or misshapen.
+    `build` makes it without weights; `outputs` are the submodules whose results the engine
+    receives (see `cast_hooks.add_cast_hooks`). `supply` are the ranks that shard the weights, if
+    the plan shards any. Raises `CheckpointError` for a missing, extra or misshapen tensor.
     """
     module = build_on_meta(build)
     swap_modules(module, part.paths)
