@@ -5,7 +5,6 @@ Each component result is checked with one min/max reduction. On NaN or infinity 
   2. reruns the module around it in the next wider dtype or with plain kernels,
 and repeats both until the result is finite or no repair is left (NumericsError with the place).
 Stages yield its `events`. A run without faults computes exactly what it would without the guard.
-Read next: `repair_search.py`, `repairs.py`, `everyframe.numerics.fault_locator`.
 """
 
 from __future__ import annotations

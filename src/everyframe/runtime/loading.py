@@ -2,7 +2,6 @@
 
 Every family loads components through this module. Peak memory is one copy of the component in the
 dtype that it runs in; `release_components` makes sure it is freed when its stage ends.
-Read next: `checkpoints/strict_load.py`, `precision/cast_hooks.py`.
 """
 
 from __future__ import annotations
