@@ -1,6 +1,11 @@
-"""Tensors and ranks: who has which part, and how parts come from one rank to another.
+"""Communication and partitioning for several ranks; knows no model family and no plan.
 
-No model family and no plan here: `partition` (uneven shares), `grid` (tokens of videos dealt out by
-places or by frames), `team` (ranks that work together), `switch` (from one way of dealing to the
-other). Which model is cut where is told by its family's `sharding.py`.
+  - `communicator`: broadcast, gather, all-to-all and send within a group of ranks
+  - `rendezvous`: join and split torch.distributed groups
+  - `uneven_split`, `token_partition`, `head_partition`, `cfg_groups`: which rank computes what, as
+    numbers without tensors
+  - `redistribute`, `ulysses`, `ring_attention`, `sharded_modules`: exchange and compute tensors
+  - `ordered_map`: run independent pieces of work, such as decoding
+  - `distributed_moments`: group norm over split samples
+A family's `sharding.py` decides which of its modules are split, and how.
 """

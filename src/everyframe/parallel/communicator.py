@@ -1,13 +1,12 @@
-"""Ranks that work together, and the few ways in which they exchange tensors.
+"""Communicators: groups of ranks that exchange tensors by all-to-all, gather, broadcast and send.
 
-Three kinds with one interface: `SingleRank` (one rank, nothing is sent), `TorchCommunicator`
-(processes joined by torch.distributed, gloo on CPUs and NCCL on CUDA) and `FakeCommunicator` (a
-rank of a team that is not there, for dry runs: shapes are right, numbers are not). All know who
-sends how much before they do, so parts may be of any size, none included, and nothing is padded.
-Tensors travel as bytes: any dtype, and what arrives is bit for bit what was sent. Every byte that
-leaves a rank is counted.
-
-Not here: how processes come to be and meet. Read next: `switch`, `meeting`.
+Three kinds share one interface:
+  - `TorchCommunicator`: processes in a torch.distributed group, gloo on CPUs and NCCL on CUDA
+  - `SingleRank`: one rank, sends nothing
+  - `FakeCommunicator`: one rank of a simulated group for dry runs: right shapes, wrong numbers
+All ranks know all sizes in advance, so shares may be uneven or empty, and nothing is padded.
+Tensors travel as bytes, so any dtype works and the received bits equal the sent bits. Every byte
+that leaves a rank is counted. Processes are joined in `rendezvous`.
 """
 
 from __future__ import annotations
@@ -34,11 +33,13 @@ def _nobody_asks(what: str) -> None:
 
 
 class Communicator(ABC):
-    """One rank's view of its team: `rank` of `size`, and the speeds of all as `weights`.
+    """One rank's view of a group. All ranks must call the same exchanges in the same order.
 
-    `sent` counts the bytes that left this rank, by what they were for. ``waits(what)`` is called
-    before this rank waits for others, and with an empty text after it. All ranks of a team must
-    call the same exchanges in the same order.
+    Attributes:
+        rank, size: index of this rank, and number of ranks.
+        weights: speeds of all ranks.
+        sent: bytes that left this rank, by purpose.
+        waits: called as ``waits(what)`` before this rank waits for others, and with "" afterwards.
     """
 
     def __init__(self, rank: int, weights: Sequence[float]) -> None:
@@ -49,28 +50,28 @@ class Communicator(ABC):
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return len(self.weights)
 
     @property
     def is_lead(self) -> bool:
-        """Whether this is the rank that speaks for the team: the first."""
+        """Whether this is rank 0, which reports for the group."""
         return self.rank == 0
 
     def all_to_all(self, x: Tensor, sizes: Sequence[Sequence[int]], what: str) -> Tensor:
-        """Rows of `x` (n, ...) go to their ranks, and what came for this one is given back.
+        """Send rows of `x` (n, ...) to their ranks, and return the rows that this rank receives.
 
-        ``sizes[p][q]`` rows go from rank p to rank q, and every rank knows all of them. Rows are
-        sent in the order of the ranks that get them, and arrive in the order of those that sent.
+        ``sizes[p][q]`` rows go from rank p to rank q; every rank knows all sizes. Rows are sent in
+        the order of the receiving ranks and arrive in the order of the sending ranks.
         """
         return self.start_all_to_all(x, sizes, what, at_once=True).wait()
 
     def start_all_to_all(
         self, x: Tensor, sizes: Sequence[Sequence[int]], what: str, *, at_once: bool = False
     ) -> PendingReceive:
-        """`all_to_all` that goes on while this rank computes; `x` must not be changed meanwhile.
+        """Asynchronous `all_to_all`; `x` must not change until it is waited for.
 
-        With `at_once` it is over when this returns.
+        With `at_once` it is finished on return.
         """
         mine, theirs = sizes[self.rank], [row[self.rank] for row in sizes]
         assert x.shape[0] == sum(mine), f"{x.shape[0]} rows to send, {sum(mine)} told"
@@ -84,7 +85,7 @@ class Communicator(ABC):
         )
 
     def gather(self, x: Tensor, sizes: Sequence[int], what: str) -> Tensor:
-        """The rows of all ranks, one behind the other, on every rank; rank p has ``sizes[p]``."""
+        """Concatenate the rows of all ranks on every rank; rank p has ``sizes[p]`` rows."""
         assert x.shape[0] == sizes[self.rank], f"{x.shape[0]} rows, {sizes[self.rank]} told"
         if self.size == 1:
             return x
@@ -96,7 +97,7 @@ class Communicator(ABC):
         return out
 
     def broadcast(self, x: Tensor, source: int, what: str) -> Tensor:
-        """`x` of rank `source` on every rank; elsewhere `x` is what it is written into."""
+        """`x` of rank `source` on every rank; elsewhere `x` is overwritten with it."""
         if self.size > 1 and x.numel():
             x = x.contiguous()
             if self.rank == source:
@@ -105,9 +106,9 @@ class Communicator(ABC):
         return x
 
     def start_broadcast(self, parts: Sequence[tuple[Tensor, int]], what: str) -> PendingSend:
-        """`broadcast` of contiguous tensors, each of the rank beside it, while this one computes.
+        """Asynchronous `broadcast` of contiguous tensors, each from the rank beside it.
 
-        None of them may be read or changed before the `PendingSend` was waited for.
+        None may be read or changed until the `PendingSend` is waited for.
         """
         if self.size == 1:
             return PendingSend([], self._told(what))
@@ -118,7 +119,7 @@ class Communicator(ABC):
         return PendingSend(works, self._told(what))
 
     def sum(self, x: Tensor, what: str) -> Tensor:
-        """The sum over all ranks, added up in their order: the same bits on every rank."""
+        """Sum over all ranks, added in rank order: the same bits on every rank."""
         each = self.gather(x[None], [1] * self.size, what)
         total = each[0]
         for other in each[1:]:
@@ -126,9 +127,9 @@ class Communicator(ABC):
         return total
 
     def share(self, values: Sequence[Tensor] | None, source: int, what: str) -> list[Tensor]:
-        """Tensors of rank `source`, whose number and shapes the others don't know, on the CPU.
+        """Copy CPU tensors of rank `source` to all ranks, which need not know number and shapes.
 
-        They lie in memory as there: a convolution's last bits may depend on it.
+        The memory layout is preserved: the last bits of a convolution may depend on it.
         """
         if self.size == 1:
             assert values is not None
@@ -149,7 +150,7 @@ class Communicator(ABC):
         ]
 
     def tell(self, value: Any, source: int, what: str) -> Any:
-        """Plain data (what JSON holds) of rank `source` on every rank."""
+        """Broadcast plain data (JSON values) of rank `source`."""
         if self.size == 1:
             return value
         written = json.dumps(value).encode() if self.rank == source else b""
@@ -160,13 +161,13 @@ class Communicator(ABC):
         return json.loads(bytes(self.broadcast(data, source, what).tolist()))
 
     def tell_all(self, value: Any, what: str) -> list[Any]:
-        """Plain data of every rank, in their order, on every rank."""
+        """Plain data of every rank, in rank order, on every rank."""
         return [self.tell(value, source, what) for source in range(self.size)]
 
     def send(self, values: Sequence[Tensor], told: Any, target: int, what: str) -> PendingSend:
-        """Tensors on the CPU and plain data to one other rank, which must `receive` them.
+        """Send CPU tensors and plain data to one rank, which must `receive` them.
 
-        They must not be changed before the `PendingSend` was waited for.
+        They must not change until the `PendingSend` is waited for.
         """
         shapes = [[list(value.shape), _name(value.dtype)] for value in values]
         head = torch.frombuffer(bytearray(json.dumps([shapes, told]).encode()), dtype=torch.uint8)
@@ -175,7 +176,7 @@ class Communicator(ABC):
         return PendingSend(self._send(parts, target, what), self._told(what))
 
     def receive(self, source: int, what: str) -> tuple[list[Tensor], Any]:
-        """What that rank sent to this one."""
+        """Receive the tensors and plain data that rank `source` sent."""
         length = torch.zeros(1, dtype=torch.int64)
         self._receive([length], source, what)
         head = torch.empty(int(length), dtype=torch.uint8)
@@ -204,23 +205,23 @@ class Communicator(ABC):
         what: str,
         at_once: bool,
     ) -> Any:
-        """Contiguous `x` to `out`; what is to be waited for, None if it is over."""
+        """Exchange contiguous `x` into `out`; returns what to wait for, None if finished."""
 
     def _broadcast(self, parts: Sequence[tuple[Tensor, int]], what: str) -> None:
-        """Each contiguous tensor is filled with what its source rank has in it."""
+        """Fill each contiguous tensor with the data of its source rank."""
         with self._told(what):
             for work in self._start_broadcast(parts):
                 work.wait()
 
     @abstractmethod
     def _start_broadcast(self, parts: Sequence[tuple[Tensor, int]]) -> list[Any]:
-        """What is to be waited for until `_broadcast` is done."""
+        """Asynchronous `_broadcast`; returns what to wait for."""
 
 
 class FakeCommunicator(Communicator):
-    """A rank of a team that is not there; what it would receive is left as it was made.
+    """A rank of a simulated group: receives uninitialised tensors.
 
-    What another would tell is taken to be what this one would.
+    Plain data of another rank is assumed to equal this rank's.
     """
 
     def tell(self, value: Any, source: int, what: str) -> Any:
@@ -241,7 +242,7 @@ class FakeCommunicator(Communicator):
 
 
 class SingleRank(FakeCommunicator):
-    """A team of one, which has nobody to send to."""
+    """A group of one rank; sends nothing."""
 
     def __init__(self) -> None:
         super().__init__(0, (1.0,))
@@ -249,13 +250,17 @@ class SingleRank(FakeCommunicator):
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """A rank among all ranks, and among those that make the same videos.
+    """Communicators of one rank.
 
-    `groups` is into how many parts the branches of guidance are dealt, each with ranks of its own,
-    `way` how attention's tokens are exchanged, where the model has several ways. `supply` are the
-    ranks of `team` once more, on a way of their own, where they keep weights between them: those
-    come while tokens are exchanged. `inside` are those of `team` with the same part of the
-    branches, where a model's ranks call its denoiser apart from those that have another.
+    Attributes:
+        world: all ranks.
+        team: ranks that compute the same videos (video group).
+        groups: number of groups that split the guidance branches.
+        way: sequence-parallel backend, "ulysses" or "ring"; empty if the model has one only.
+        supply: a second group over the ranks of `team`, so that broadcasts of sharded weights
+            overlap with token exchange.
+        inside: ranks of `team` with the same guidance branches, if each such group calls the
+            denoiser independently.
     """
 
     world: Communicator
@@ -267,16 +272,16 @@ class ParallelContext:
 
     @property
     def sharing(self) -> Communicator:
-        """Those that call the denoiser together."""
+        """Ranks that call the denoiser together."""
         return self.team if self.inside is None else self.inside
 
 
-#: One rank that does everything.
+#: Context of a run on a single rank.
 ONE = ParallelContext(SingleRank(), SingleRank())
 
 
 class TorchCommunicator(Communicator):
-    """This process among those of a torch.distributed group; None is the group of all."""
+    """This process in a torch.distributed group; None is the group of all processes."""
 
     def __init__(
         self, weights: Sequence[float] | None = None, group: dist.ProcessGroup | None = None
@@ -323,7 +328,7 @@ class TorchCommunicator(Communicator):
 
 
 class _Sent:
-    """One tensor on its way, held until it has left."""
+    """One tensor in transfer, referenced until it is sent."""
 
     def __init__(self, part: Tensor, target: int, group: dist.ProcessGroup | None) -> None:
         self._part = part
@@ -335,7 +340,7 @@ class _Sent:
 
 
 class _Told(AbstractContextManager[None]):
-    """An exchange that breaks is told as what it is: another rank went away or does not answer."""
+    """Report a failed exchange as a `PeerLostError`: another rank died or does not answer."""
 
     def __init__(self, what: str, waits: Callable[[str], None]) -> None:
         self._what, self._waits = what, waits
@@ -354,7 +359,7 @@ class _Told(AbstractContextManager[None]):
 
 
 def _bytes(x: Tensor) -> Tensor:
-    """A contiguous tensor seen as its bytes."""
+    """View a contiguous tensor as its bytes."""
     return x.view(-1).view(torch.uint8)
 
 
@@ -367,7 +372,7 @@ def _row_bytes(x: Tensor) -> int:
 
 
 def memory_order(x: Tensor) -> list[int]:
-    """The dimensions as they lie in memory, the outermost first."""
+    """Dimensions in memory order, outermost first."""
     return sorted(range(x.ndim), key=lambda dim: -x.stride()[dim])
 
 

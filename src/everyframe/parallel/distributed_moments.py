@@ -1,10 +1,10 @@
-"""Mean and variance of samples that lie in parts with several ranks.
+"""Mean and variance of samples that are split across ranks (distributed group norm).
 
-Each rank takes those of its own part, in float32 at least, and sends them, a few numbers a group,
-to the ranks that have another part of the same sample, and to nobody else. Merged they are in
-float64 by Chan's formula, which subtracts no large sums from each other: with float64 tensors they
-are what one device finds, but for rounding. Source: Chan, Golub and LeVeque 1983, "Algorithms for
-computing the sample variance". Read next: `everyframe.ops.norm`, `team`.
+Each rank computes the moments of its own part, in float32 or wider, and sends them, a few numbers
+per group, only to the ranks that have another part of the same sample. They are merged in float64
+with Chan's formula, which subtracts no large sums. With float64 tensors the result equals that of
+one device up to rounding. Source: Chan, Golub and LeVeque 1983, "Algorithms for computing the
+sample variance". The norm itself is in `everyframe.ops.norm`.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from everyframe.ops.dtypes import upcast_to_float32
 from everyframe.parallel.communicator import Communicator
 from everyframe.parallel.token_partition import cut
 
-#: Bytes of one number as it is sent.
+#: Bytes of one number in transfer (float64).
 _BYTES = 8
 
 
 class DistributedMoments:
-    """Of samples `length` long, dealt out as one list: `spans` are the ranks' parts of it."""
+    """Moments of samples of `length`, concatenated and split; `spans` are the ranks' parts."""
 
     def __init__(self, spans: Sequence[range], length: int, team: Communicator) -> None:
         held = _held(spans, length)
         mine = held[team.rank]
         self._team = team
-        #: How much this rank has of each of its samples, in order.
+        #: Length of this rank's part of each of its samples, in order.
         self.parts = tuple(mine.values())
         self.is_whole = bool(mine) and all(part == length for part in self.parts)
         shared = [_shared(held, rank) for rank in range(team.size)]
@@ -50,10 +50,10 @@ class DistributedMoments:
         ).view(len(samples), len(told), 1)
 
     def merged(self, x: Tensor, dim: int, groups: int) -> tuple[Tensor, Tensor] | None:
-        """Mean and variance (samples, groups) in float64, of the samples that this rank has any of.
+        """Mean and variance (samples, groups) in float64 of this rank's samples.
 
-        `x` (1, C, ...) is what it has, one sample behind the other along `dim`. None if it has all
-        of them whole: then it only stands by while others merge.
+        `x` (1, C, ...) is the rank's part, its samples concatenated along `dim`. Returns None if
+        all of its samples are whole: then it joins the exchange, but merges nothing.
         """
         own = x.new_empty(0, 2, groups, dtype=torch.float64)
         if not self.is_whole and self.parts:
@@ -70,17 +70,17 @@ class DistributedMoments:
 
 
 def sent_bytes(spans: Sequence[range], length: int, rank: int, groups: int) -> int:
-    """Bytes that leave that rank whenever the ranks of these spans merge."""
+    """Bytes that rank sends in each merge over these spans."""
     return sum(map(len, _shared(_held(spans, length), rank))) * 2 * groups * _BYTES
 
 
 def _held(spans: Sequence[range], length: int) -> list[dict[int, int]]:
-    """How much of each of its samples each rank has."""
+    """For each rank, the length of its part of each of its samples."""
     return [{sample: stop - start for sample, start, stop in cut(s, length)} for s in spans]
 
 
 def _shared(held: Sequence[dict[int, int]], rank: int) -> list[list[int]]:
-    """For each rank, the samples of which that one and it have a part; for itself none."""
+    """For each other rank, the samples that it and `rank` both have a part of."""
     mine = held[rank]
     return [
         [] if other == rank else [sample for sample in mine if sample in theirs]
@@ -91,7 +91,7 @@ def _shared(held: Sequence[dict[int, int]], rank: int) -> list[list[int]]:
 def _moments(part: Tensor, groups: int) -> Tensor:
     """Mean and variance (2, groups) of a part (1, C, ...) of a sample, in float64.
 
-    Channel by channel in two passes, which memory is laid out for, and then the channels merged.
+    Channels are reduced in two passes, which suits their memory layout, and then merged.
     """
     wide, places = upcast_to_float32(part), list(range(2, part.ndim))
     means = wide.mean(places, keepdim=True)

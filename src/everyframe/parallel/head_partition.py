@@ -1,12 +1,10 @@
-"""Attention of all tokens to all, dealt out over ranks: who looks with which heads from where.
+"""Partition attention heads and queries over ranks for Ulysses attention.
 
-Tokens are held as a `TokenPartition` of samples, heads and tokens has its columns. The work of
-attention is dealt out as one long list, sample after sample and head after head. Heads stay whole
-where that gives nobody a tenth more than its share; else the list is cut anywhere, so that several
-ranks share a head by its queries, and no number of heads leaves a rank without work.
-
-Numbers only, no tensors. Read next: `ulysses`, which moves tensors so, and `ring`, which needs no
-heads at all.
+Tokens are a `TokenPartition` whose rows are heads and whose columns are tokens. The work is one
+long list, sample by sample and head by head. Heads stay whole if no rank then gets over 10 % more
+than its share. Otherwise the list is cut anywhere: several ranks share a head by its queries, so no
+number of heads leaves a rank idle. Numbers only, no tensors; `ulysses` moves the tensors.
+`ring_attention` needs no heads.
 """
 
 from __future__ import annotations
@@ -18,16 +16,16 @@ from functools import cached_property
 
 from everyframe.parallel.token_partition import TokenPartition, cut
 
-#: Ways to attend from all tokens to all among ranks.
+#: Sequence-parallel attention backends.
 ATTENDING = ("ulysses", "ring")
 
-#: Heads are cut where a rank would have so many times its share with whole ones.
+#: Heads are cut if whole heads would give a rank over this multiple of its share.
 _FAIR = Fraction(11, 10)
 
 
 @dataclass(frozen=True)
 class HeadBlock:
-    """Some heads of a sample and those of their queries that look, at all tokens of the sample."""
+    """Heads of one sample with some of their queries, which attend to all tokens of the sample."""
 
     sample: int
     heads: range
@@ -36,7 +34,7 @@ class HeadBlock:
 
 @dataclass(frozen=True)
 class KeyBlock:
-    """Heads of a sample whose keys and values a rank needs, of all tokens."""
+    """Heads of one sample whose keys and values, of all tokens, a rank needs."""
 
     sample: int
     heads: range
@@ -44,9 +42,9 @@ class KeyBlock:
 
 @dataclass(frozen=True)
 class HeadPartition:
-    """The attention of a grid (samples, heads, tokens) dealt out over the ranks of `deal`.
+    """Attention over a grid (samples, heads, tokens), partitioned over the ranks of `deal`.
 
-    What is sent is counted in vectors: one token's channels of one head.
+    Traffic is counted in vectors: the channels of one token in one head.
     """
 
     deal: TokenPartition
@@ -62,7 +60,7 @@ class HeadPartition:
 
     @cached_property
     def bricks(self) -> tuple[tuple[HeadBlock, ...], ...]:
-        """The work of each rank: of every sample three bricks at most, one of whole heads."""
+        """Blocks of each rank: at most three per sample, one of them whole heads."""
         tokens = self.deal.grid.places
         if self.cuts_heads:
             spans = self.deal.cells
@@ -72,11 +70,11 @@ class HeadPartition:
 
     @cached_property
     def keys(self) -> tuple[tuple[KeyBlock, ...], ...]:
-        """What each rank looks at, sample by sample."""
+        """Keys and values that each rank needs, sample by sample."""
         return tuple(tuple(_merged(bricks)) for bricks in self.bricks)
 
     def queries_sent(self, source: int, target: int) -> int:
-        """Vectors of queries that a rank holds and another works with; as many answers go back."""
+        """Query vectors that `source` holds and `target` computes; as many results return."""
         held = {each.sample: each.places for each in self.deal.held[source]}
         return sum(
             len(brick.heads) * len(overlap(brick.queries, held[brick.sample]))
@@ -85,18 +83,18 @@ class HeadPartition:
         )
 
     def keys_sent(self, source: int, target: int) -> int:
-        """Vectors of keys that a rank holds and another looks at; as many of values go along."""
+        """Key vectors that `source` holds and `target` needs; as many value vectors go along."""
         held = {each.sample: len(each.places) for each in self.deal.held[source]}
         return sum(len(keys.heads) * held.get(keys.sample, 0) for keys in self.keys[target])
 
     def moved(self, rank: int) -> int:
-        """Vectors that leave a rank: queries, keys and values of others' work, and its answers."""
+        """Vectors that leave a rank: queries, keys and values, and results of others' queries."""
         others = [other for other in range(self.deal.num_ranks) if other != rank]
         there = sum(self.queries_sent(rank, q) + 2 * self.keys_sent(rank, q) for q in others)
         return there + sum(self.queries_sent(p, rank) for p in others)
 
     def share(self, rank: int) -> float:
-        """The part (0..1) of all of this attention's work that is a rank's."""
+        """Fraction (0..1) of all attention work that the rank does."""
         grid = self.deal.grid
         mine = sum(len(brick.heads) * len(brick.queries) for brick in self.bricks[rank])
         return mine / grid.num_tokens
@@ -119,7 +117,7 @@ class HeadPartition:
 
 
 def sent_vectors(deal: TokenPartition, rank: int) -> int:
-    """Vectors of keys and values that leave a rank at each attention where they go round."""
+    """Key and value vectors that leave a rank in one ring attention."""
     mine = {each.sample: each for each in deal.held[rank]}
     tokens = sum(
         len(mine[theirs.sample].places)
@@ -132,13 +130,13 @@ def sent_vectors(deal: TokenPartition, rank: int) -> int:
 
 
 def overlap(one: range, other: range) -> range:
-    """What two ranges have in common; an empty one where that is nothing."""
+    """Intersection of two ranges; may be empty."""
     start = max(one.start, other.start)
     return range(start, max(start, min(one.stop, other.stop)))
 
 
 def within(part: range, whole: range) -> slice:
-    """Where a part of a range lies in it."""
+    """Position of a subrange within `whole`."""
     return slice(part.start - whole.start, part.stop - whole.start)
 
 

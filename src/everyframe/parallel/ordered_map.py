@@ -1,8 +1,8 @@
-"""Pieces of work that know nothing of each other, dealt out over ranks; results come in order.
+"""Run independent pieces of work on several ranks; the lead rank gets the results in order.
 
-Which pieces there are follows from the work alone, never from the number of ranks, and each is
-computed whole by one of them: what comes out is bit for bit what one rank would give. A rank goes
-on with its next piece while the first rank fetches the one before. Read next: `team`.
+The pieces depend on the work alone, never on the number of ranks, and one rank computes each whole,
+so results are bit for bit those of one rank. A rank starts its next piece while the lead rank still
+fetches its previous one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from everyframe.parallel.pending import PendingSend
 
 
 def assign_pieces(num_pieces: int, weights: Sequence[float]) -> tuple[int, ...]:
-    """Who does each piece: whoever would be done with it first, in the order of the pieces."""
+    """Rank of each piece: the one that would finish it first, in the order of the pieces."""
     speeds = [Fraction(weight) for weight in weights]
     done = [Fraction(0)] * len(speeds)
     chosen = []
@@ -38,10 +38,10 @@ def run_in_order(
     compute: Callable[[int], tuple[Tensor, Any]],
     what: str,
 ) -> Iterator[tuple[Tensor, Any]]:
-    """On the lead: each piece's tensor (on the CPU) and plain data, in order; elsewhere nothing.
+    """On the lead rank: yield each piece's tensor (on the CPU) and plain data, in order.
 
-    ``compute(number)`` makes them, and is called for this rank's own pieces only, as soon as
-    `owner` has said whose it is.
+    Other ranks yield nothing. ``compute(number)`` runs for this rank's pieces only, as soon as
+    `owner` has named their rank.
     """
     sending: PendingSend | None = None
     for number, rank in enumerate(owner):

@@ -1,7 +1,4 @@
-"""Exchanges that go on while a rank computes: what is on its way from it, and to it.
-
-Read next: `team`, which begins them.
-"""
+"""Handles of asynchronous sends and receives, which `communicator` starts."""
 
 from __future__ import annotations
 
@@ -13,13 +10,13 @@ from torch import Tensor
 
 
 class PendingSend:
-    """What is on its way to another rank; it is kept alive until `wait` returns."""
+    """Data in transfer to other ranks, referenced until `wait` returns."""
 
     def __init__(self, works: Sequence[Any], told: AbstractContextManager[None]) -> None:
         self._works, self._told = list(works), told
 
     def wait(self) -> None:
-        """Until it was fetched."""
+        """Block until the data is sent."""
         with self._told:
             for work in self._works:
                 work.wait()
@@ -27,7 +24,7 @@ class PendingSend:
 
 
 class PendingReceive:
-    """What is on its way to this rank; what it sends meanwhile is kept alive until `wait`."""
+    """Data in transfer to this rank; the tensor that it sends itself is referenced until `wait`."""
 
     def __init__(
         self,
@@ -39,7 +36,7 @@ class PendingReceive:
         self._out, self._given, self._work, self._told = out, given, work, told
 
     def wait(self) -> Tensor:
-        """What came, once all of it is there."""
+        """Block until all data has arrived, and return it."""
         if self._told is not None:
             with self._told:
                 self._work.wait()

@@ -1,14 +1,14 @@
-"""Tokens moved from one way of dealing to the other: a rank's columns to its rows, and back.
+"""Redistribute tokens across ranks by all-to-all: from columns (places) to rows (frames) and back.
 
-One uneven all-to-all each way. A rank sends those of its tokens that lie in other ranks' rows and
-nothing else: with equal shares of N tokens over P ranks that is N (P - 1) / P^2. No head is split,
-nothing is padded, no number is computed: what arrives is bit for bit what one device would have.
-Source of the idea: DSP (arXiv 2403.10266), there with padding. Read next: `grid`, `team`.
+One uneven all-to-all each way. A rank sends only those of its tokens that lie in other ranks' rows:
+N (P - 1) / P^2 tokens with equal shares of N tokens over P ranks. No head is split, nothing is
+padded and nothing is computed, so the tokens are bit for bit those of one device. Idea: DSP (arXiv
+2403.10266), which pads. The partition is in `token_partition`.
 
-Shapes: (B, T, S, C) of the whole batch, or of the `samples` that a rank has a part of. A rank's
+Shapes: (B, T, S, C) of the whole batch, or of the `samples` that a rank has tokens of. A rank's
 columns are (b, T, s, C): some samples b with the same places s of each, or b = 1 and s columns of
-several samples beside each other (see `TokenPartition.segments`). A rank's rows are (1, r, S, C):
-whole frames of any samples.
+several samples concatenated (see `TokenPartition.segments`). A rank's rows are (1, r, S, C): whole
+frames of any samples.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from everyframe.parallel.token_partition import SampleSegment, TokenPartition
 
 
 class Redistribute:
-    """Moves tensors of one grid for one rank; what goes where is worked out once."""
+    """Redistribute tensors of one grid on one rank; the indices are computed once."""
 
     def __init__(self, deal: TokenPartition, team: Communicator) -> None:
         assert deal.num_ranks == team.size
@@ -43,19 +43,19 @@ class Redistribute:
         self._arrive_order = _order(self._holders(self._row_tokens(team.rank)))
 
     def take(self, x_BTSC: Tensor) -> Tensor:
-        """This rank's columns (b, T, s, C) of all that is of its samples."""
+        """This rank's columns (b, T, s, C) of the tokens of its samples."""
         parts = [x_BTSC[each.samples, :, each.places] for each in self.segments]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
     def to_rows(self, x_bTsC: Tensor) -> Tensor:
-        """This rank's rows (1, r, S, C) of what lies dealt out by columns."""
+        """Columns (b, T, s, C) to this rank's rows (1, r, S, C)."""
         flat = self._ordered(x_bTsC.flatten(0, 2), "send", self._send_order)
         came = self.team.all_to_all(flat, self._sizes, "frames are gathered")
         rows = self._placed(came, "arrive", self._arrive_order)
         return rows.view(1, -1, self.deal.grid.places, x_bTsC.shape[-1])
 
     def to_columns(self, x_1rSC: Tensor) -> Tensor:
-        """This rank's columns (b, T, s, C) of what lies dealt out by rows."""
+        """Rows (1, r, S, C) to this rank's columns (b, T, s, C)."""
         flat = self._ordered(x_1rSC.flatten(0, 2), "arrive", self._arrive_order)
         back = [list(column) for column in zip(*self._sizes, strict=True)]
         came = self.team.all_to_all(flat, back, "frames are given back")
@@ -75,12 +75,12 @@ class Redistribute:
         return whole.view(grid.samples, grid.frames, grid.places, -1)
 
     def _row_tokens(self, rank: int) -> Tensor:
-        """Numbers of the tokens in a rank's rows, in order."""
+        """Indices of the tokens in a rank's rows, in order."""
         rows, places = self.deal.rows[rank], self.deal.grid.places
         return torch.arange(rows.start * places, rows.stop * places)
 
     def _column_tokens(self, rank: int) -> Tensor:
-        """Numbers of the tokens in a rank's columns, in order."""
+        """Indices of the tokens in a rank's columns, in order."""
         columns = self._columns_of(self._tokens)
         mine = self.deal.columns[rank]
         return self._tokens[(columns >= mine.start) & (columns < mine.stop)]
@@ -91,12 +91,12 @@ class Redistribute:
         return samples * grid.places + tokens % grid.places
 
     def _holders(self, tokens: Tensor) -> Tensor:
-        """The rank in whose columns each token lies."""
+        """The rank whose columns contain each token."""
         ends = torch.tensor([columns.stop for columns in self.deal.columns])
         return torch.searchsorted(ends, self._columns_of(tokens), right=True)
 
     def _sizes_of(self, rank: int) -> list[int]:
-        """How many tokens that rank sends to each other one."""
+        """Number of tokens that the rank sends to each other rank."""
         rows = self._column_tokens(rank).div(self.deal.grid.places, rounding_mode="floor")
         return [int(((rows >= r.start) & (rows < r.stop)).sum()) for r in self.deal.rows]
 
@@ -106,13 +106,13 @@ class Redistribute:
         return flat_NC.index_select(0, self._here(name, order, flat_NC))
 
     def _placed(self, flat_NC: Tensor, name: str, order: Tensor | None) -> Tensor:
-        """What `_ordered` undoes."""
+        """Inverse of `_ordered`."""
         if order is None:
             return flat_NC
         return torch.empty_like(flat_NC).index_copy_(0, self._here(name, order, flat_NC), flat_NC)
 
     def _here(self, name: str, order: Tensor, beside: Tensor) -> Tensor:
-        """`order` on the device of `beside`, brought there once."""
+        """`order` on the device of `beside`, copied once."""
         key = (name, str(beside.device))
         if key not in self._on_device:
             self._on_device[key] = order.to(beside.device)
@@ -120,7 +120,7 @@ class Redistribute:
 
 
 def _order(keys: Tensor) -> Tensor | None:
-    """Where to take from so that `keys` ascend, equal ones as they stood; None if they do now."""
+    """Stable argsort of `keys`; None if they are sorted already."""
     if bool((keys[1:] >= keys[:-1]).all()):
         return None
     return torch.argsort(keys, stable=True)

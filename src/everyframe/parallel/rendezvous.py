@@ -1,9 +1,8 @@
-"""How ranks meet: processes find each other, agree that they are to do the same, and part.
+"""Rendezvous: join processes into torch.distributed groups, compare their plans, and leave.
 
-On one machine they meet by a file and talk over the loopback address, so that nothing can be
-reached from outside; under torchrun by what it has put into the environment. CPUs talk over gloo,
-CUDA devices over NCCL (and over gloo of what lies on the host). Not here: how processes are started
-and what happens when one dies (`everyframe.engine`). Read next: `team`.
+On one machine ranks meet through a file and use the loopback address only, so nothing is reachable
+from outside. Under torchrun they use its environment variables. CPUs use gloo; CUDA devices use
+NCCL, and gloo for host tensors. Process start and crash handling are in `everyframe.engine`.
 """
 
 from __future__ import annotations
@@ -33,15 +32,18 @@ def join_ranks(
     is_local: bool = True,
     patience: float = 1800.0,
 ) -> Communicator:
-    """Join the others as `rank`; a team of all. `weights` are the speeds of all ranks.
+    """Join the other processes as `rank`; returns the communicator of all ranks.
 
     Args:
-        rank: from 0; its device must have been chosen (``torch.cuda.set_device``).
-        weights: of every rank, so their number too.
-        place: a file that is not there yet, on this machine; None under torchrun.
+        rank: from 0; its device must be selected already (``torch.cuda.set_device``).
+        weights: speed of every rank, so also the number of ranks.
+        place: a file that does not exist yet, on this machine; None under torchrun.
         kind: torch's device type.
-        is_local: whether all ranks are on this machine; then they talk over loopback alone.
-        patience: seconds that an exchange waits for the others.
+        is_local: whether all ranks are on this machine; they then use loopback only.
+        patience: timeout of an exchange in seconds.
+
+    Raises:
+        InputError: devices of this kind can't work together.
     """
     if kind not in _BACKENDS:
         raise InputError(f"several devices can be {' or '.join(_BACKENDS)}, not {kind}")
@@ -59,9 +61,9 @@ def join_ranks(
 
 
 def split(team: Communicator, groups: Sequence[Sequence[int]]) -> Communicator:
-    """This rank's own team when all ranks of `team` go apart into `groups`.
+    """Split `team` into `groups` and return this rank's group.
 
-    Every rank must be in one group, and all must call this with the same groups.
+    Every rank must be in exactly one group, and all must call this with the same groups.
     """
     assert sorted(rank for group in groups for rank in group) == list(range(team.size))
     return team if len(groups) == 1 else new_group(team, groups)
@@ -70,10 +72,10 @@ def split(team: Communicator, groups: Sequence[Sequence[int]]) -> Communicator:
 def new_group(
     team: Communicator, groups: Sequence[Sequence[int]], weights: Sequence[float] | None = None
 ) -> Communicator:
-    """As `split`, and always another team: what it exchanges goes beside what the first does.
+    """Like `split`, but always a new group, whose exchanges do not queue behind the team's.
 
-    Its ranks have their `weights` among those of all, where these are others than the team's. All
-    processes of the world are in `team`: each of them has to take part.
+    `weights` are speeds of all ranks, by default the team's. `team` must contain all processes of
+    the world: each of them has to take part.
     """
     if any(len(group) > 1 for group in groups):
         assert team.size == dist.get_world_size(), "processes that are in no group would be missed"
@@ -90,9 +92,9 @@ def new_group(
 
 
 def check_equal_on_ranks(team: Communicator, facts: Mapping[str, Any], what: str) -> None:
-    """Raise `InputError` if a rank holds other `facts` than the first one; names both.
+    """Raise `InputError` if a rank's `facts` differ from those of the first; names both values.
 
-    Facts are plain data. What isn't the same at the start would be a hang or a wrong video later.
+    Facts are plain data. A difference at the start would become a hang or a wrong video later.
     """
     for rank, other in enumerate(team.tell_all(dict(facts), "ranks compare their plans")):
         for name in {**facts, **other}:
@@ -104,12 +106,12 @@ def check_equal_on_ranks(team: Communicator, facts: Mapping[str, Any], what: str
 
 
 def destroy() -> None:
-    """Part from the others; ports are closed."""
+    """Leave the group and close its ports."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def set_device(device: str) -> None:
-    """Make a CUDA device the one that NCCL and new tensors use."""
+    """Select the CUDA device for NCCL and new tensors; does nothing for other devices."""
     if torch.device(device).type == "cuda":
         torch.cuda.set_device(device)

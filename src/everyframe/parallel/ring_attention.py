@@ -1,14 +1,13 @@
-"""Attention of all tokens to all among ranks, by tokens: keys and values go round, queries stay.
+"""Ring attention: keys and values move between ranks, queries stay.
 
-Each rank looks from its own tokens at one rank's keys after the other, while the next ones are on
-their way, and merges the answers by their log-sum-exp. Needs no heads, and holds two ranks' keys at
-a time; sends 2 N (P - 1) / P vectors a rank, P / 2 times as many as `ulysses`, and computes by
-plain products. In step i each rank sends to the one i places on, who needs it, and not to its
-neighbour to be handed on: as many bytes, and a rank gets nothing of samples that it has no tokens
-of.
-Source of the idea: Ring Attention (arXiv 2310.01889).
+Each rank attends from its own tokens to one rank's keys after the other, while the next ones are in
+transfer, and merges the results by log-sum-exp. It needs no heads and holds two ranks' keys at a
+time. It sends 2 N (P - 1) / P vectors a rank, P / 2 times as many as `ulysses`, and computes with
+plain matrix products. In step i each rank sends directly to the rank i places further, not to its
+neighbour to pass on: as many bytes, and a rank receives nothing of samples that it has no tokens
+of. Idea: Ring Attention (arXiv 2310.01889).
 
-Shapes as in `ulysses`. Read next: `everyframe.parallel.ring_attention`.
+Shapes as in `ulysses`.
 """
 
 from __future__ import annotations
@@ -26,14 +25,15 @@ from everyframe.parallel.pending import PendingReceive
 from everyframe.parallel.token_partition import LocalTokens, TokenPartition
 from everyframe.parallel.ulysses import Core
 
-#: So many scores are made at once.
+#: Maximum number of attention scores in memory.
 _SCORES = 1 << 25
 
 
 class Partial(NamedTuple):
-    """Answers (B, heads, Q, D) to some of the keys, and the log-sum-exp (B, heads, Q) of scores.
+    """Results (B, heads, Q, D) over some of the keys, and their log-sum-exp (B, heads, Q).
 
-    Both float32 at least. A query that may look at none of these keys has zeros and minus infinity.
+    Both are float32 or wider. A query that may attend to none of these keys has zeros and minus
+    infinity.
     """
 
     out: Tensor
@@ -43,10 +43,10 @@ class Partial(NamedTuple):
 def partial_attention(
     q_BHQD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, mask: Tensor | None = None
 ) -> Partial:
-    """``softmax(q k^T / sqrt(D)) v`` of these keys.
+    """``softmax(q k^T / sqrt(D)) v`` over these keys.
 
-    `mask` broadcasts to (B, heads, Q, L); boolean, it is True where a key may be looked at,
-    floating, it is added to the scores.
+    `mask` broadcasts to (B, heads, Q, L). A boolean mask is True where a query may attend; a
+    floating one is added to the scores.
     """
     wide = float32_or_wider(v_BHLD.dtype)
     batch, heads, length, width = q_BHQD.shape
@@ -73,7 +73,7 @@ def partial_attention(
 
 
 def merge(one: Partial, other: Partial) -> Partial:
-    """Attention to the keys of both."""
+    """Combine attention over two sets of keys."""
     lse = torch.logaddexp(one.lse, other.lse)
     base = _finite(lse)
     weights = ((part.lse - base).exp()[..., None] for part in (one, other))
@@ -82,12 +82,12 @@ def merge(one: Partial, other: Partial) -> Partial:
 
 
 def _finite(x: Tensor) -> Tensor:
-    """Zero where there was nothing to look at: then differences from it are minus infinity."""
+    """Replace minus infinity (no keys) by 0, so that differences from it stay minus infinity."""
     return x.masked_fill(x == -torch.inf, 0)
 
 
 class Ring:
-    """Attention of one grid (samples, heads, tokens) for one rank."""
+    """Ring attention of one grid (samples, heads, tokens) on one rank."""
 
     def __init__(self, deal: TokenPartition, team: Communicator) -> None:
         assert deal.num_ranks == team.size
@@ -98,9 +98,9 @@ class Ring:
     def attend(
         self, core: Core, q_bHnD: Tensor, k_bHnD: Tensor, v_bHnD: Tensor, mask: Tensor | None = None
     ) -> Tensor:
-        """(b, heads, n, D) in the dtype of `v`, for this rank's tokens.
+        """Attention results (b, heads, n, D) for this rank's tokens, in the dtype of `v`.
 
-        A sample that lies here alone is computed by `core`, as one device does it.
+        Samples that this rank holds whole are computed by `core`, as on one device.
         """
         q, k = q_bHnD.to(v_bHnD.dtype), k_bHnD.to(v_bHnD.dtype)
         if all(map(self._is_whole, self._mine)):
@@ -134,7 +134,7 @@ class Ring:
         return len(held.places) == self.deal.grid.places
 
     def _send(self, step: int, both_bHnE: Tensor) -> PendingReceive:
-        """Keys and values, beside each other, of the tokens that the rank so many on looks at."""
+        """Start sending keys and values, concatenated, to the rank `step` places further."""
         rank, size = self.team.rank, self.team.size
         target = (rank + step) % size
         sizes = [[0] * size for _ in range(size)]
@@ -152,14 +152,14 @@ class Ring:
         return self.team.start_all_to_all(rows, sizes, "keys and values go round")
 
     def _common(self, source: int, target: int) -> list[LocalTokens]:
-        """What a rank holds of the samples that another one holds some of, too."""
+        """Tokens of `source` in samples that `target` has tokens of, too."""
         wanted = {each.sample for each in self._held[target]}
         return [each for each in self._held[source] if each.sample in wanted]
 
     def _blocks(
         self, step: int, both_bHnE: Tensor, came: Tensor | None
     ) -> Iterator[tuple[LocalTokens, range, Tensor]]:
-        """This rank's tokens, which places they look at in this step, and those (1, H, l, 2 D)."""
+        """This rank's tokens, the places they attend to in this step, and those (1, H, l, 2 D)."""
         mine = {each.sample: each for each in self._mine}
         if came is None:
             for held in self._mine:
@@ -180,14 +180,14 @@ class Ring:
         both_1HlE: Tensor,
         mask: Tensor | None,
     ) -> Partial:
-        """The answers to one sample's queries here by the keys of some places."""
+        """Attention of one sample's local queries to the keys of some places."""
         q = q_bHnD[held.row : held.row + 1, :, held.here]
         k, v = both_1HlE.chunk(2, dim=-1)
         return partial_attention(q, k, v, _of(mask, held, places))
 
 
 def _of(mask: Tensor | None, held: LocalTokens, places: range) -> Tensor | None:
-    """What of a mask (B, heads, N, N) concerns these queries and keys."""
+    """The part of a mask (B, heads, N, N) for these queries and keys."""
     if mask is None:
         return None
     wanted = {0: range(held.sample, held.sample + 1), 2: held.places, 3: places}

@@ -1,9 +1,9 @@
-"""Modules that stand in a model for some of its own while ranks share its tokens.
+"""Modules that replace some of a model's own while ranks share its tokens.
 
-They have no parameters, and what they stand for is their child `inner`, so that hooks on it, its
-kernel and its repairs stay. A rank may hold tokens of several samples beside each other: what
-belongs to a sample (tables of a timestep, keys of a text) is then applied piece by piece. Which
-modules are swapped is the family's to say (its `sharding.py`). Read next: `grid`, `ulysses`.
+They have no parameters. The replaced module is their child `inner`, so its hooks, kernel and
+repairs remain. A rank may hold tokens of several samples side by side; inputs of one sample
+(timestep tables, text keys) are then applied segment by segment. A family's `sharding.py` decides
+which modules are replaced.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from everyframe.parallel.ulysses import Core, Ulysses
 
 
 class SequenceParallelAttention(Protocol):
-    """Attention among ranks, as `Ulysses` and `Ring` do it."""
+    """Sequence-parallel attention, such as `Ulysses` and `Ring`."""
 
     def attend(
         self, core: Core, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
     ) -> Tensor:
-        """The answers to this rank's tokens."""
+        """Attention results for this rank's tokens."""
         ...
 
 
 def attending(way: str, deal: TokenPartition, team: Communicator) -> SequenceParallelAttention:
-    """Attention of a grid (samples, heads, tokens) by one of `ATTENDING`."""
+    """Build the attention backend `way`, of `ATTENDING`, for a grid (samples, heads, tokens)."""
     return Ring(deal, team) if way == "ring" else Ulysses(deal, team)
 
 
 class ShardedAttentionCore(nn.Module):
-    """An attention's core whose tokens lie on several ranks: (b, heads, n, D) of this one's."""
+    """Attention core over tokens of all ranks; inputs (b, heads, n, D) are this rank's."""
 
     def __init__(self, inner: nn.Module, now: Callable[[], SequenceParallelAttention]) -> None:
         super().__init__()
@@ -48,9 +48,10 @@ class ShardedAttentionCore(nn.Module):
 
 
 class PerSample(nn.Module):
-    """A module of the stream (so many times) and of tables (B, ...), sample by sample.
+    """Apply a module segment by segment, with the tables (B, ...) of each segment's samples.
 
-    `dim` is that of the stream along which tokens of several samples may lie.
+    The first `num_streams` inputs are hidden states, whose dimension `dim` may hold tokens of
+    several samples; the others are tables.
     """
 
     def __init__(
@@ -77,10 +78,10 @@ class PerSample(nn.Module):
 
 
 class CrossAttentionPerSample(nn.Module):
-    """A cross-attention's core: every token looks at the text of its own sample.
+    """Cross-attention core in which every token attends to the text of its own sample.
 
-    Queries are (b, heads, frames * s, D): s places of so many frames, one where all tokens of a
-    sample are one row.
+    Queries are (b, heads, frames * s, D): s places of so many frames; frames is 1 if all tokens of
+    a sample form one row.
     """
 
     def __init__(
@@ -107,10 +108,10 @@ class CrossAttentionPerSample(nn.Module):
 
 
 def of_samples(table: Tensor, segment: SampleSegment) -> Tensor:
-    """A table's samples that a segment is of; one for all stays so."""
+    """Rows of a table for a segment's samples; a table with one row is for all."""
     return table if table.shape[0] == 1 else table[segment.samples]
 
 
 def beside(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """The parts one behind the other; one part is itself."""
+    """Concatenate; a single part is returned as it is."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)

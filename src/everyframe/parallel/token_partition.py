@@ -1,12 +1,11 @@
-"""The tokens of several videos and how they are dealt out over ranks: by places, or by frames.
+"""Partition the tokens of a batch of videos over ranks, by place or by frame.
 
-A batch of videos has B samples of T frames of S places. A *column* is one place of one sample
-through all of its frames, a *row* one frame of one sample with all of its places. What works on
-columns alone (attention in time, to a text, a feed-forward) runs where the columns are, what works
-on rows where the rows are. Both are dealt out as one long list, sample after sample, so shares are
-as even as can be whatever B, T and S are; with a rank a sample nothing has to move at all.
-
-Numbers only, no tensors. Read next: `switch`, which moves tokens from columns to rows.
+A batch has B samples of T frames of S places. A *column* is one place of one sample in all frames;
+a *row* is one frame of one sample with all places. Layers that work on columns alone (temporal
+attention, cross-attention, feed-forward) run on the column partition, layers that work on rows
+(spatial attention) on the row partition. Both split one long list, sample after sample, so shares
+are as even as possible for any B, T and S; with one rank per sample nothing has to move. Numbers
+only, no tensors; `redistribute` moves tokens from columns to rows.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ class TokenGrid:
 
     @property
     def num_tokens(self) -> int:
-        """All of them."""
+        """Number of tokens in all samples."""
         return self.samples * self.frames * self.places
 
 
 @dataclass(frozen=True)
 class SampleSegment:
-    """Some samples' places, the same for each; `here` is where they lie in the rank's own part.
+    """Some samples with the same places of each; `here` is their position in the rank's own part.
 
-    Samples are counted among those that the rank has any of, `here` in columns.
+    Samples are counted among those that the rank has tokens of, `here` in columns.
     """
 
     samples: slice
@@ -47,9 +46,9 @@ class SampleSegment:
 
 @dataclass(frozen=True)
 class LocalTokens:
-    """The places of one sample that a rank has, and where in its own part they lie.
+    """Places of one sample that a rank holds, and their position in its own part.
 
-    `row` counts the samples of its part, `start` is where these places begin there.
+    `row` is the index of the sample in that part, `start` where the places begin there.
     """
 
     sample: int
@@ -59,16 +58,16 @@ class LocalTokens:
 
     @property
     def here(self) -> slice:
-        """These places in the rank's own part."""
+        """Position of these places in the rank's own part."""
         return slice(self.start, self.start + len(self.places))
 
 
 @dataclass(frozen=True)
 class TokenPartition:
-    """A grid dealt out over ranks of these weights.
+    """A grid split over ranks in proportion to their `weights`.
 
-    With `groups` above 1 the samples are parted first and each part has ranks of its own (guidance
-    branches apart); else all ranks share in all samples, each in as few as can be.
+    With `groups` above 1 the samples are split first, and each group has ranks of its own (CFG
+    groups). Otherwise all ranks share all samples, each rank as few as possible.
     """
 
     grid: TokenGrid
@@ -77,7 +76,7 @@ class TokenPartition:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks there are, those with nothing to do counted in."""
+        """Number of ranks, including idle ones."""
         return len(self.weights)
 
     @cached_property
@@ -92,18 +91,18 @@ class TokenPartition:
 
     @cached_property
     def cells(self) -> tuple[range, ...]:
-        """Each rank's part of the rows where they may be cut anywhere (B * T * S tokens)."""
+        """Each rank's share of the rows if they may be cut anywhere (B * T * S tokens)."""
         return self._dealt(self.grid.frames * self.grid.places)
 
     def samples(self, rank: int) -> slice:
-        """The samples that a rank has any columns of; one of them where it has none."""
+        """Samples that a rank has columns of; a single one if it has no columns."""
         mine, places = self.columns[rank], self.grid.places
         if not mine:
             return slice(0, 1)
         return slice(mine.start // places, (mine.stop - 1) // places + 1)
 
     def segments(self, rank: int) -> tuple[SampleSegment, ...]:
-        """A rank's columns by sample; one segment where all of its samples have the same places.
+        """A rank's columns by sample; one segment if all of its samples have the same places.
 
         Never empty: a rank without columns has one segment of no places.
         """
@@ -125,7 +124,7 @@ class TokenPartition:
 
     @cached_property
     def held(self) -> tuple[tuple[LocalTokens, ...], ...]:
-        """Each rank's columns sample by sample; none where it has none."""
+        """Each rank's columns by sample; empty for a rank without columns."""
         return tuple(self._held(rank) for rank in range(self.num_ranks))
 
     def _held(self, rank: int) -> tuple[LocalTokens, ...]:
@@ -140,7 +139,7 @@ class TokenPartition:
         )
 
     def moved(self, rank: int) -> int:
-        """Tokens that a rank sends to others on the way from columns to rows and back."""
+        """Tokens that a rank sends to others from columns to rows and back."""
         grid, kept = self.grid, 0
         rows = {sample: range(a, b) for sample, a, b in cut(self.rows[rank], grid.frames)}
         for sample, start, stop in cut(self.columns[rank], grid.places):
@@ -149,7 +148,7 @@ class TokenPartition:
         return held - 2 * kept
 
     def _dealt(self, length: int) -> tuple[range, ...]:
-        """B * `length` things dealt out, sample by sample."""
+        """Split B * `length` items, sample by sample."""
         parts = uneven_sizes(self.grid.samples, [1] * self.groups)
         dealt: list[range] = []
         start = 0
@@ -163,10 +162,10 @@ class TokenPartition:
 
 @dataclass(frozen=True)
 class UnevenTokenPartition(TokenPartition):
-    """One sample whose columns lie as others have cut them: `lengths` of the ranks', in order.
+    """One sample whose columns are already split: `lengths` are the ranks' numbers, in order.
 
-    Several kinds of tokens beside each other, each dealt out by the weights, come to parts that
-    all of them together would not have. Rows and cells are dealt out by the weights.
+    Several kinds of tokens, each split by the weights and then concatenated, give shares that a
+    split of the whole would not give. Rows and cells are split by the weights.
     """
 
     lengths: tuple[int, ...] = ()
@@ -181,7 +180,7 @@ class UnevenTokenPartition(TokenPartition):
 
 
 def cut(span: Sequence[int], length: int) -> Iterator[tuple[int, int, int]]:
-    """A range through all samples as (sample, start, stop) in each of them."""
+    """Split a range through all samples into (sample, start, stop) pieces."""
     at = span[0] if span else 0
     end = at + len(span)
     while at < end:

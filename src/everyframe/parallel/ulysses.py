@@ -1,15 +1,15 @@
-"""Attention of all tokens to all among ranks, by heads: each has some heads of every token.
+"""Ulysses attention: all-to-all so that each rank has some heads of every token.
 
-One uneven all-to-all brings queries, keys and values of a rank's heads to it, one brings the
-answers back: with equal shares of N tokens over P ranks 4 N (P - 1) / P^2 a rank. Heads and tokens
-need not divide by anything, nothing is padded, and no sum is parted: each answer is one softmax
-over all keys, computed by the kernel that one device would use. Where there are too few heads
-several ranks share one by its queries (see `heads`). Source of the idea: DeepSpeed Ulysses (arXiv
-2309.14509), there with heads that divide.
+One uneven all-to-all brings the queries, keys and values of its heads to a rank, another returns
+the results: 4 N (P - 1) / P^2 vectors a rank with equal shares of N tokens over P ranks. Heads and
+tokens need not be divisible and nothing is padded. Each result is one softmax over all keys,
+computed by the kernel that one device would use. If there are too few heads, several ranks share
+one by its queries (`head_partition`). Idea: DeepSpeed Ulysses (arXiv 2309.14509), which needs
+divisible heads.
 
-Shapes: (b, heads, n, D) of a rank's own tokens, dealt out as `grid` says; b samples with n tokens
-each, or b = 1 and tokens of several samples beside each other. A mask broadcasts to (B, heads, N,
-N) of the whole batch, and every rank has all of it. Read next: `ring`, `heads`.
+Shapes: (b, heads, n, D) of a rank's own tokens, as `token_partition` splits them: b samples with n
+tokens each, or b = 1 and tokens of several samples concatenated. A mask broadcasts to (B, heads, N,
+N) of the whole batch, and every rank has all of it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Core = Callable[..., Tensor]
 
 
 class Ulysses:
-    """Attention of one grid (samples, heads, tokens) for one rank."""
+    """Ulysses attention of one grid (samples, heads, tokens) on one rank."""
 
     def __init__(self, deal: TokenPartition, team: Communicator) -> None:
         assert deal.num_ranks == team.size
@@ -50,7 +50,7 @@ class Ulysses:
     def attend(
         self, core: Core, q_bHnD: Tensor, k_bHnD: Tensor, v_bHnD: Tensor, mask: Tensor | None = None
     ) -> Tensor:
-        """(b, heads, n, D) in the dtype of `v`: what `core` gives for this rank's tokens."""
+        """Results (b, heads, n, D) of `core` for this rank's tokens, in the dtype of `v`."""
         # What travels is in the precision that attention would cast it to anyhow.
         q, k = q_bHnD.to(v_bHnD.dtype), k_bHnD.to(v_bHnD.dtype)
         if self._is_apart:
@@ -77,7 +77,7 @@ class Ulysses:
         return self._heads.bricks[self.team.rank]
 
     def _alone(self, core: Core, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Whole samples, or nothing at all: there is nothing to exchange with anybody."""
+        """Compute whole samples, or nothing, on this rank; nothing is exchanged."""
         nothing = v.new_empty(0, v.shape[-1])
         self.team.all_to_all(nothing, self._there, "heads are gathered")
         if mask is not None and mask.shape[0] > 1:
@@ -87,7 +87,7 @@ class Ulysses:
         return answer
 
     def _given(self, target: int, q: Tensor, k: Tensor, v: Tensor) -> Iterator[Tensor]:
-        """What a rank gets of this one's tokens (H, n, D): queries, then keys and values."""
+        """What `target` receives of this rank's tokens (H, n, D): queries, then keys and values."""
         mine = {each.sample: each for each in self._held[self.team.rank]}
         for brick in self._heads.bricks[target]:
             if brick.sample in mine:
@@ -102,7 +102,7 @@ class Ulysses:
                     yield each[held.row, _slice(keys.heads), held.here]
 
     def _arranged(self, came: Tensor) -> tuple[list[Tensor], dict[int, tuple[KeyBlock, Tensor]]]:
-        """Queries of each brick (H, Q, D), and keys and values (2, H, N, D) by sample."""
+        """Queries of each block (H, Q, D), and keys and values (2, H, N, D) by sample."""
         tokens, width = self.deal.grid.places, came.shape[-1]
         mine = self._heads.keys[self.team.rank]
         queries = [came.new_empty(len(b.heads), len(b.queries), width) for b in self._bricks]
@@ -126,13 +126,13 @@ class Ulysses:
     def _told(
         self, brick: HeadBlock, query_HQD: Tensor, seen: dict[int, tuple[KeyBlock, Tensor]]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values (1, heads, ., D) of one brick."""
+        """Queries, keys and values (1, heads, ., D) of one block."""
         keys, both = seen[brick.sample]
         k, v = both[:, within(brick.heads, keys.heads)]
         return query_HQD[None], k[None], v[None]
 
     def _returned(self, holder: int, answers: Sequence[Tensor]) -> Iterator[Tensor]:
-        """What a rank gets of this one's answers (H, n, D)."""
+        """What `holder` receives of this rank's results (H, n, D)."""
         held = {each.sample: each.places for each in self._held[holder]}
         for brick, answer in zip(self._bricks, answers, strict=True):
             if brick.sample in held:
@@ -140,7 +140,7 @@ class Ulysses:
                 yield answer[:, within(part, brick.queries)]
 
     def _own(self, back: Tensor, like_bHnD: Tensor) -> Tensor:
-        """The answers to this rank's own queries, in their places."""
+        """The results of this rank's own queries, in place."""
         out = torch.empty_like(like_bHnD, memory_format=torch.contiguous_format)
         mine = {each.sample: each for each in self._held[self.team.rank]}
         taken = _Taken(back)
@@ -155,7 +155,7 @@ class Ulysses:
 
 
 def _packed(parts_HnD: Iterable[Tensor], num_vectors: int, like: Tensor) -> Tensor:
-    """All of the parts as vectors (num_vectors, D), each copied once."""
+    """Copy all parts into one tensor of vectors (num_vectors, D)."""
     packed, at = like.new_empty(num_vectors, like.shape[-1]), 0
     for part in parts_HnD:
         stop = at + part.shape[0] * part.shape[1]
@@ -166,7 +166,7 @@ def _packed(parts_HnD: Iterable[Tensor], num_vectors: int, like: Tensor) -> Tens
 
 
 class _Taken:
-    """Vectors (n, D) that are taken away from the front."""
+    """Read vectors (n, D) from the front, one block after the other."""
 
     def __init__(self, vectors: Tensor) -> None:
         self._vectors, self._at = vectors, 0
@@ -183,7 +183,7 @@ def _slice(numbers: range) -> slice:
 
 
 def _of(mask: Tensor | None, brick: HeadBlock) -> Tensor | None:
-    """What of a mask concerns a brick; a length of one is that of all."""
+    """The part of a mask for a block; a dimension of length 1 applies to all."""
     if mask is None:
         return None
     wanted = (range(brick.sample, brick.sample + 1), brick.heads, brick.queries)

@@ -1,7 +1,7 @@
-"""Uneven shares of a whole: how many rows each rank gets, without a rule of divisibility.
+"""Split a length into uneven shares, one per rank, without divisibility rules.
 
-Numbers only, no tensors. Every rank computes all shares by itself and they must come out alike, so
-nothing here rounds: weights are taken as exact fractions. Read next: `grid`.
+Numbers only, no tensors. Every rank computes all shares itself and must get the same ones, so
+nothing here rounds: weights are exact fractions.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from itertools import accumulate, pairwise
 
 from everyframe.core.errors import InputError
 
-#: How long a team takes that has no speed at all.
+#: Time of a group without any speed.
 _NEVER = Fraction(10**18)
 
 
 def uneven_sizes(length: int, weights: Sequence[float]) -> tuple[int, ...]:
-    """`length` in whole parts as near to `weights` as can be; their sum is `length`.
+    """Split `length` into whole parts as close to `weights` as possible; they sum to `length`.
 
-    By largest remainders: no part is a whole one away from its exact share, equal weights give
-    parts that differ by one at most, a weight of 0 gives 0. Ties go to whoever comes first.
+    Largest remainder method: every part is less than 1 away from its exact share, equal weights
+    give parts that differ by at most 1, a weight of 0 gives 0. Ties go to the first.
 
     Raises:
         InputError: a weight is below 0 or not finite, or none is above 0.
@@ -43,7 +43,7 @@ def _shares(length: int, weights: tuple[float, ...]) -> tuple[int, ...]:
 
 
 def uneven_ranges(length: int, weights: Sequence[float], start: int = 0) -> tuple[range, ...]:
-    """`uneven_sizes` as ranges one behind the other, from `start` on."""
+    """`uneven_sizes` as consecutive ranges from `start`."""
     bounds = accumulate(uneven_sizes(length, weights), initial=start)
     return tuple(range(low, high) for low, high in pairwise(bounds))
 
@@ -51,9 +51,9 @@ def uneven_ranges(length: int, weights: Sequence[float], start: int = 0) -> tupl
 def group_ranks(
     num_ranks: int, loads: Sequence[float], weights: Sequence[float]
 ) -> tuple[range, ...]:
-    """Ranks in consecutive teams, one for each of `loads`, so that the slowest is done soonest.
+    """Group consecutive ranks, one group per load, so that the slowest group finishes earliest.
 
-    No team is empty. `weights` are the ranks' speeds.
+    No group is empty. `weights` are the ranks' speeds.
 
     Raises:
         InputError: there are fewer ranks than loads.

@@ -1,1 +1,4 @@
-"""What a component needs while it runs: loading, guard, repairs, memory fallbacks, offload."""
+"""What a component needs while it runs: loading, guard, repairs, memory fallbacks, offload.
+
+Read next: `interface.py` (what the engine asks of a family), `loading.py`, `stages.py`, `guard.py`.
+"""

@@ -1,11 +1,10 @@
-"""The guard: what a stage computes is watched, and what goes wrong is repaired where it arose.
+"""Numerics guard: detect non-finite results and repair them by raising precision.
 
-Every result of a component is looked at by one reduction. When it is not finite the call, whose
-inputs are still there, is repeated, the operation is found that the result comes of, and the module
-around it is raised by one rung of precision; so on until the result is finite, or no rung is left,
-which is an error that names the place. A stage hands on `events` of what was repaired. Without a
-hit nothing is computed that would not be without a guard, so nothing changes. Read next:
-`repair_search.py`, `repairs.py`, `stages.py`, `everyframe.numerics.fault_locator`.
+Each component result is checked with one min/max reduction. On NaN or infinity the guard
+  1. replays the call with the same inputs to find the operation that the result comes from,
+  2. reruns the module around it in the next wider dtype or with plain kernels,
+and repeats both until the result is finite or no repair is left (NumericsError with the place).
+Stages yield its `events`. A run without faults computes exactly what it would without the guard.
 """
 
 from __future__ import annotations
@@ -32,24 +31,21 @@ from everyframe.runtime.repairs import GuardLog, RepairSet, asks_for, describe_f
 
 _Result = TypeVar("_Result")
 
-#: A step's answer this many times as large as any before is told.
+#: A denoiser output this many times as large as any before is noted.
 _JUMP = 100.0
 #: Frames whose values (-1..1) differ by less than one of 255 steps are of one colour.
 _ONE_COLOUR = 2 / 255
 
 
 class GivenError(NumericsError):
-    """What a component was called with is not finite; whoever calls it says so as a NumericsError.
-
-    Others know it by that name alone, so it is not to leave a stage.
-    """
+    """The inputs of a component are not finite; its caller reports this as a NumericsError."""
 
 
 class Guard:
-    """Watches the components `parts` of one stage, by name, for as long as the stage runs.
+    """Watch the components `parts`, by name, during one stage.
 
-    What it counts, and what of, is told in its messages: "step 3 of denoise", where nothing else is
-    said. Ranks that compute one answer together look for its fault each by itself, in ``apart()``.
+    `counts` and `of` name a call in messages, by default "step 3 of denoise". Ranks that compute
+    one result together each locate its fault alone, inside ``apart()``.
     """
 
     def __init__(
@@ -73,24 +69,21 @@ class Guard:
         self._is_probed = False
 
     def apart(self) -> AbstractContextManager[None]:
-        """Within, this process computes alone what others have a part in."""
+        """Context: run the components unsharded on this rank (no communication)."""
         return nullcontext() if self._apart is None else self._apart()
 
     @property
     def settings(self) -> Settings:
-        """The plan's settings, with what had to be done by now to need less memory."""
+        """The plan's settings plus the memory fallbacks applied so far."""
         return self._reliefs.settings
 
     @property
     def has_repaired(self) -> bool:
-        """Whether anything is repaired for the video that is being made."""
+        """Whether a repair is active for the current video."""
         return bool(self._repairs)
 
     def take(self, take: VideoState) -> None:
-        """From here on this video is worked on, as it would be alone.
-
-        It has the repairs that it needed before in this stage, and not those of another.
-        """
+        """Switch to another video: undo the last video's repairs and apply this one's."""
         if take is self._take:
             return
         self._repairs.undo()
@@ -101,28 +94,28 @@ class Guard:
         self._reliefs.moments.of(take)
 
     def join(self) -> None:
-        """Have the components take what is handed on to them wider than they are, until `end`."""
+        """Let the components accept inputs wider than their parameters, until `end`."""
         self._repairs.join()
 
     def end(self) -> None:
-        """Take every repair off; the components are as they were, bit for bit."""
+        """Undo every repair; the components are as before, bit for bit."""
         self._repairs.undo()
 
     def events(self) -> Iterator[Event]:
-        """What was repaired and noticed since this was last asked."""
+        """Repairs and notes since the last call."""
         return self._calls.events()
 
     def hear(self, events: Iterable[Event]) -> None:
-        """Hand on with its own what the guards of other ranks told."""
+        """Add the events of guards on other ranks to its own."""
         self._calls.tell(*events)
 
     def call(self, step: int, compute: Callable[[], _Result]) -> _Result:
-        """The result of `compute`, all of whose floating tensors are finite.
+        """Return the result of `compute` with all floating tensors finite, repeating it if needed.
 
-        `compute` is called again where they are not. `step` counts the stage's calls from 1.
+        `step` counts the stage's calls from 1.
 
         Raises:
-            NumericsError: no rung of precision helps; names step, module and operation.
+            NumericsError: no wider precision helps; names step, module and operation.
         """
         probe = self.probe()
         with probe or nullcontext():
@@ -132,9 +125,9 @@ class Guard:
         return self.probed(step, probe, result, compute)
 
     def probe(self) -> OverflowProbe | None:
-        """For a video's first call of components in float16, what it is to be made within.
+        """Overflow probe for a video's first call of float16 components, to run that call inside.
 
-        Ranks that compute one answer together have none: each sees its own share alone.
+        None for ranks that compute one result together: each sees its own share only.
         """
         if self._is_probed or self._apart is not None:
             return None
@@ -148,7 +141,7 @@ class Guard:
         result: _Result,
         compute: Callable[[], _Result],
     ) -> _Result:
-        """The result of `compute`, which was finite, or a better one: see `of_swallowed`."""
+        """Return the finite result, or a repaired one; see `RepairSearch.of_swallowed`."""
         if probe is None or not probe.has_seen():
             return result
         search = RepairSearch(self._parts, self._repairs, compute, {})
@@ -167,12 +160,12 @@ class Guard:
         compute: Callable[[], _Result],
         again: Callable[[], _Result] | None = None,
     ) -> _Result:
-        """The result of `compute`, done in less memory if there is too little.
+        """Return the result of `compute`, with memory fallbacks if memory runs out.
 
-        `again` is called in its place then, if it is given. See `settings`.
+        After a fallback `again` is called instead, if there is one. See `settings`.
 
         Raises:
-            CannotRunError: there is too little for any way that is known.
+            CannotRunError: no known fallback frees enough memory.
         """
         if self._apart is None:
             return self._reliefs.spared(self._calls, step, compute, again)
@@ -182,7 +175,7 @@ class Guard:
         raise together(self._calls.stage, step, self._parts, self._where(step), result.said)
 
     def answered(self, step: int, seen: Range) -> None:
-        """Note an answer of a denoiser that is far larger than any before."""
+        """Note a denoiser output over 100 times as large as any before."""
         if self._largest and seen.largest > _JUMP * self._largest:
             self.note(
                 f"{self.place(step)}: the model's answer reaches {seen.largest:.3g}, and none "
@@ -191,10 +184,10 @@ class Guard:
         self._largest = max(self._largest, seen.largest)
 
     def latents(self, step: int, latents: Tensor) -> None:
-        """Look at a sampler's state.
+        """Check a sampler's state.
 
         Raises:
-            NumericsError: not finite although the denoiser's answers were.
+            NumericsError: not finite although the denoiser's outputs were.
         """
         if not value_range(latents).is_finite:
             raise NumericsError(
@@ -205,10 +198,7 @@ class Guard:
     def decoded(
         self, step: int, compute: Callable[[], Tensor], latents: Tensor, *, is_asked: bool = False
     ) -> Tensor:
-        """Pixels (T, ...) around -1..1 that are finite and, if it can be helped, not blank.
-
-        See `not_blank`.
-        """
+        """Return finite pixels (T, ...) around -1..1, recomputed if blank; see `not_blank`."""
         pixels = self.call(step, compute)
         return self.not_blank(step, pixels, compute, latents, is_asked=is_asked)
 
@@ -222,10 +212,11 @@ class Guard:
         *,
         is_asked: bool = False,
     ) -> _Result:
-        """The result, which `compute` gave, or a better one; `pixels_of` it: frames (T, 3, H, W).
+        """Return the `result` of `compute`, or a better one if its frames are blank.
 
-        Frames of one colour from latents that aren't are decoded again in float32. What stays blank
-        is noted, unless the prompt asks for that colour or `is_asked` (a given frame is).
+        Frames of one colour from latents that vary are decoded again in float32. Frames that stay
+        blank are noted, unless the prompt asks for that colour or `is_asked` (a conditioning frame
+        has it). `pixels_of` gives the frames (T, 3, H, W) of a result.
         """
         pixels = pixels_of(result)
         blank = blank_frames(pixels, -1, 1, _ONE_COLOUR)
@@ -250,7 +241,7 @@ class Guard:
         return result
 
     def note(self, text: str, *, in_record: bool = False) -> None:
-        """Something to be told, though nothing was changed; `in_record` for what is in frames."""
+        """Add a note without a change; `in_record` if it concerns the frames."""
         self._calls.tell(Note(text, in_record, self._seed))
 
     def repaired(
@@ -259,12 +250,12 @@ class Guard:
         compute: Callable[[], _Result],
         given: Mapping[str, Any] = MappingProxyType({}),
     ) -> _Result:
-        """The result of `compute`, which was not finite, with as little raised as helps.
+        """Repair the non-finite result of `compute`, with as few modules raised as possible.
 
-        `given` is what is called with, by name.
+        `given` are the inputs by name.
 
         Raises:
-            NumericsError: nothing helps. GivenError: what was given is not finite.
+            NumericsError: nothing helps. GivenError: an input is not finite.
         """
         outcome = RepairSearch(self._parts, self._repairs, compute, given).until_finite()
         if outcome.result is None:
@@ -275,7 +266,7 @@ class Guard:
         return outcome.result
 
     def _tell(self, repaired: Iterable[Repaired]) -> None:
-        """Hand on what was repaired, and keep with the video what it has now."""
+        """Emit repair events and save the active repairs with the video."""
         self._calls.tell(*repaired)
         if self._take is not None:
             others = [each for each in self._take.remedies if each.component not in self._parts]
@@ -330,7 +321,7 @@ class Guard:
         pixels_of: Callable[[Any], Tensor],
         num_blank: int,
     ) -> _Result | None:
-        """The result by whole components in float32, which stay so if fewer frames are blank."""
+        """Recompute with whole components in float32; stays so if fewer frames are blank."""
         for remedy in wide:
             self._repairs.put_on(remedy)
         result = compute()
@@ -352,7 +343,7 @@ class Guard:
         return result
 
     def place(self, step: int) -> str:
-        """Such as "step 3 of denoise"."""
+        """Name of a call, such as "step 3 of denoise"."""
         return self._calls.place(step)
 
     def _where(self, step: int) -> str:

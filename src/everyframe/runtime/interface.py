@@ -1,8 +1,8 @@
-"""What the engine and the resolver ask of a model family: protocols and plain values, no torch.
+"""Model family interface: the protocols and plain values that engine and planner use. No torch.
 
-A family recognises its checkpoints by their configs, settles a request against one, names its
-components, and gives the stages that run them. It is told device and precision by the plan and
-chooses neither. Read next: `registry.py`, `model_spec.py`, `opensora/family.py`.
+A family recognises its checkpoints by their configs, resolves a request into settings, lists its
+components and provides the stages that run them. The plan decides device and precision.
+Read next: `families/registry.py`, `model_spec.py`, `families/opensora/family.py`.
 """
 
 from __future__ import annotations
@@ -28,12 +28,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Component:
-    """One part of a model before a device is chosen for it.
+    """One component of a model, before a device is chosen for it.
 
-    `num_elements` counts each tensor of its weights by name. The peak memory beside them is that
-    of its rehearsals; a model without any gives `working_bytes(bytes_per_element)`.
-    Components of the same `stage` are in memory together. `has_precision` is that of a component
-    that is loaded already, by somebody else: then nothing is chosen for it.
+    Attributes:
+        stage: components of the same stage are in memory together.
+        num_elements: elements of each weight tensor, by name.
+        working_bytes: peak memory beside the weights, from bytes per element; only for a model
+            without dry runs, which measure it otherwise.
+        has_precision: precision of a component that the caller has loaded; nothing is chosen then.
     """
 
     name: str
@@ -48,12 +50,15 @@ class Component:
 
 @dataclass(frozen=True)
 class ConditioningFrames:
-    """Pictures and videos that came with the request, read: uint8 (T, H, W, 3).
+    """Images and videos of the request, decoded to uint8 (T, H, W, 3).
 
-    Fitted to the video's size, but for pictures where ``Settings.fit`` is None.
-    `first` are frames that the video begins with (one for a picture), `last` the one it ends with.
-    `as_given` holds instead, by the request's name, the pictures that a foreign pipeline is given
-    as they are: Pillow's, tensors, arrays, lists of them. `notes` is what the person should know.
+    They are fitted to the video's size, except images where ``Settings.fit`` is None.
+
+    Attributes:
+        first, last: frames that the video begins with (one for an image), and the one it ends with.
+        as_given: unchanged inputs of a diffusers pipeline by request field: Pillow images, tensors,
+            arrays or lists of them.
+        notes: messages for the user.
     """
 
     first: np.ndarray[Any, Any] | None = None
@@ -65,17 +70,20 @@ class ConditioningFrames:
 
 @dataclass
 class VideoState:
-    """One video in the making: what its stages hand on to each other.
+    """State of one video while its stages run.
 
-    `text` and `known` are the family's own: what it made of prompts and of given frames.
-    `latents` come of denoising, `tail` are the last frames of the clip before (float32 0..1,
-    (T, H, W, 3)) that a chained clip goes on from.
-
-    While a stage that `goes_on` runs, `step` counts its steps that are done for this take,
-    `latents` is the state after them, `memory` what else the sampler needs to go on, and `finished`
-    the latents of batches before the one that is worked on. `remedies` are the repairs that it
-    needed in the stage that runs, `shortages` are when memory ran out in it.
-    `answers` are those of a foreign pipeline's models, for a stage that is gone on with by replay.
+    Attributes:
+        seed: noise seed; identifies the video within a request.
+        given: conditioning frames of the request.
+        text, known: encoded prompts and conditioning frames (family-specific).
+        latents: denoised latents; in a stage that `goes_on`, the state after `step` steps.
+        tail: last frames of the previous clip, float32 in 0..1, (T, H, W, 3); a chained clip
+            continues from them.
+        memory: what else the sampler needs to resume.
+        finished: latents of the batches before the current one.
+        remedies: repairs that the video needed in the current stage.
+        shortages: out-of-memory events of the current stage.
+        answers: model outputs of a diffusers pipeline, for a stage that resumes by replay.
     """
 
     seed: int
@@ -93,43 +101,43 @@ class VideoState:
     answers: ReplayLog | None = None
 
     def begin_stage(self) -> None:
-        """Forget how far the stage before was."""
+        """Reset the progress of the previous stage."""
         self.step, self.memory, self.finished = 0, None, ()
         self.remedies = ()
 
 
 class Stage(Protocol):
-    """One stretch of a run: loads its component, works on every take, frees it on return."""
+    """One stage of a run: load its component, process every video, free the component on return."""
 
     @property
     def name(self) -> str:
-        """What the stage does, in a word or two."""
+        """Short name of the stage."""
         ...
 
     @property
     def component(self) -> str:
-        """The component that it loads."""
+        """Name of the component that the stage loads."""
         ...
 
     @property
     def goes_on(self) -> bool:
-        """Whether its takes say at every `Step` how far they are, so that it can go on from there.
+        """Whether the stage resumes in the middle, from the progress in its videos at each `Step`.
 
-        Any other stage is done again from its beginning, with takes as they were then.
+        Any other stage restarts from its beginning, with the videos as they were then.
         """
         ...
 
     def num_steps(self, num_takes: int) -> int:
-        """How many `Step` events it will yield."""
+        """Number of `Step` events that the stage yields."""
         ...
 
     def run(self, takes: Sequence[VideoState]) -> Iterator[Event]:
-        """Do it. The component lives only as long as this generator."""
+        """Run the stage. Its component is freed when this generator ends."""
         ...
 
 
 class ModelSpec(Protocol):
-    """A checkpoint whose configs were read. Its weights were not."""
+    """A checkpoint whose configs were read, and whose weights were not."""
 
     @property
     def name(self) -> str:
@@ -138,43 +146,45 @@ class ModelSpec(Protocol):
 
     @property
     def title(self) -> str:
-        """What it is, for a person."""
+        """Display name."""
         ...
 
     def settle(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
-        """Every value of the request settled, and notes; `InputError` for what it can't do."""
+        """Resolve the request into settings and notes. `InputError` for what the model can't do."""
         ...
 
     def components(self, settings: Settings) -> tuple[Component, ...]:
-        """The parts that run, in the order of their stages."""
+        """The components that run, in the order of their stages."""
         ...
 
     def missing(self) -> tuple[str, ...]:
-        """What must be fetched first, a line each."""
+        """Files to download first, one line each."""
         ...
 
     def fetch(self) -> ModelSpec:
-        """Fetch what is missing; the model as it then is. Called by the engine only."""
+        """Download missing files and return the complete model. Only the engine calls this."""
         ...
 
     def weight_files(self) -> tuple[str, ...]:
-        """The files whose digest identifies the model."""
+        """Files whose digest identifies the model."""
         ...
 
     def smaller(self, settings: Settings) -> Iterator[Settings]:
-        """Settings like these that need less memory, largest first."""
+        """Similar settings that need less memory, largest first."""
         ...
 
 
 @dataclass(frozen=True)
 class DryRunCall:
-    """One call of a component as its stage makes it, for a dry run on tensors without numbers.
+    """One call of a component, as its stage makes it, for a dry run on meta tensors.
 
-    `module` gives the component's module, empty, on meta; a shared one may be given again.
-    ``call(module, device)`` does what the stage does once, with what is around the model (guidance,
-    a sampler's step) and everything on `device` that would be there; `num_calls` is how often the
-    stage does that for one video. Calls with equal `key` find the same. `outputs` are those that
-    the stage loads the component with (see `precision.edges.apply`).
+    Attributes:
+        module: builds the component on meta without weights; may return a shared module again.
+        call: ``call(module, device)`` does one step of the stage on `device`, with what surrounds
+            the model (guidance, a sampler step) and every tensor that the stage has there.
+        num_calls: how often the stage does that for one video.
+        key: calls with equal keys have equal results.
+        outputs: the component's outputs, as in `precision.cast_hooks.add_cast_hooks`.
     """
 
     stage: str
@@ -187,21 +197,23 @@ class DryRunCall:
 
     @property
     def denoises(self) -> bool:
-        """Whether it is of the steps, whose work several ranks share."""
+        """Whether the call is a denoising step, whose work several ranks share."""
         return self.stage == "denoise"
 
     def part(self) -> Any:
-        """The component's own module."""
+        """The module of this component."""
         return self.module()
 
 
 @dataclass(frozen=True)
 class JointDryRunCall(DryRunCall):
-    """The share of one component in a call in which all components of the stage work.
+    """One component's share of a call in which all components of the stage run.
 
-    Here `module` gives every component's module by name, and ``call(modules, device)`` is handed
-    those; it may be code that no dry run can follow. `outputs_of` takes the place of `outputs`.
-    `model` stands for the model alone, whatever is asked of it.
+    Attributes:
+        module: returns all components' modules by name.
+        call: ``call(modules, device)``; may run code that no dry run can trace.
+        outputs_of: replaces `outputs`.
+        model: identifies the model alone, independent of the request.
     """
 
     outputs_of: Callable[[Any], tuple[str, ...]] = lambda module: ("",)
@@ -214,16 +226,18 @@ class JointDryRunCall(DryRunCall):
         return self.is_of_step
 
     def part(self) -> Any:
-        """The component's own module."""
+        """The module of this component."""
         return self.module()[self.component]
 
 
 @dataclass(frozen=True)
 class MemorySaving:
-    """Settings with which a component takes less memory, and what the plan says of the change.
+    """Settings with which a component needs less memory.
 
-    What `is_lossy` shows in the picture, and is taken after everything that doesn't. `stage` is the
-    one in which it helps, where the component works in several; empty for all of them.
+    Attributes:
+        says: the plan's note on the change.
+        is_lossy: the frames change; lossy savings come after all exact ones.
+        stage: the stage in which it helps, for a component of several; empty for all stages.
     """
 
     settings: Settings
@@ -233,55 +247,55 @@ class MemorySaving:
 
 
 MemorySavings = Callable[[str, Settings], Iterator[MemorySaving]]
-"""What a family offers for a component at these settings; see `DryRunSpec.savings`."""
+"""Memory savings of a family for a component at these settings; see `DryRunSpec.savings`."""
 
 
 @runtime_checkable
 class DryRunSpec(Protocol):
-    """A model whose stages can be run dry, so that plans know clashes, memory and time of them."""
+    """A model with dry runs: the planner learns its dtype conflicts, memory and time from them."""
 
     def rehearsals(self, settings: Settings) -> Sequence[DryRunCall]:
-        """A call of every stage, in their order."""
+        """One dry-run call for every stage, in order."""
         ...
 
     def savings(self, component: str, settings: Settings) -> Iterator[MemorySaving]:
-        """Ways to run that component in less memory, from the least change to the most.
+        """Memory savings for a component, smallest change first, lossy ones last.
 
-        Each has those of its stage and of all stages before it in it, and nothing that helps in
-        another stage alone; lossy ones come last. Nothing that the request asked for by name is
-        changed.
+        Each includes the earlier ones of its stage and of the stages before, and none for another
+        stage alone. What the request sets explicitly stays unchanged.
         """
         ...
 
 
 @runtime_checkable
 class InMemory(Protocol):
-    """A model that somebody has in memory: torch is as its owner has set it while it runs."""
+    """A model that the caller holds in memory: it runs under the caller's torch settings."""
 
     @property
     def switches(self) -> Switches:
-        """How that is."""
+        """The caller's torch settings."""
         ...
 
 
 @runtime_checkable
 class PromptReadingSpec(Protocol):
-    """A model that knows, before anything is loaded, how much of a prompt its encoders read."""
+    """A model that knows before loading how much of a prompt its text encoders read."""
 
     def unread(self, settings: Settings) -> Sequence[str]:
-        """What no encoder reads of the prompts, a line each; nothing before tokenizers are fetched.
+        """Truncated ends of the prompts, one line each; empty until tokenizers are downloaded.
 
         Raises:
-            InputError: a prompt is too long and may not be cut; says what would be.
+            InputError: a prompt is too long and must not be truncated; quotes what would be lost.
         """
         ...
 
 
 @dataclass(frozen=True)
 class VideoGroup:
-    """Ranks of these speeds that make one video together, its branches in so many `groups`.
+    """Ranks of these speeds (`weights`) that compute one video together.
 
-    `way` is one of those that the model has.
+    `groups` is the number of groups that split the guidance branches, `way` the sequence-parallel
+    backend, one of the model's `ways`.
     """
 
     weights: tuple[float, ...]
@@ -291,11 +305,14 @@ class VideoGroup:
 
 @dataclass(frozen=True)
 class RankShare:
-    """What one rank does of each step: parts (0..1) of all tokens, and of the attention or layers
-    for which they are dealt out in another way; the bytes that leave it.
+    """One rank's share of each step.
 
-    `idle` says when it has nothing to do, empty if it always has; one that never `works` is not
-    waited for.
+    Attributes:
+        tokens: fraction (0..1) of all tokens.
+        attention: fraction (0..1) of attention, or of the layers that use another partition.
+        sent_bytes: bytes that leave the rank.
+        idle: why the rank is idle at times; empty if it never is.
+        works: False if it never works; the others then do not wait for it.
     """
 
     tokens: float
@@ -307,67 +324,64 @@ class RankShare:
 
 @runtime_checkable
 class ShardableSpec(Protocol):
-    """A model of which several ranks make one video together."""
+    """A model that several ranks can run together for one video."""
 
     @property
     def led(self) -> tuple[str, ...]:
-        """The components that the first of all ranks alone loads, for all of them."""
+        """Components that only rank 0 loads, for all ranks."""
         ...
 
     @property
     def ways(self) -> tuple[str, ...]:
-        """Its ways to exchange what attention needs: ("",) where there is but one, none where the
-        tokens of a video can't be dealt out.
-        """
+        """Sequence-parallel backends; ("",) for a single one, empty if tokens can't be split."""
         ...
 
     @property
     def in_step(self) -> bool:
-        """Whether ranks call the denoiser, which is loaded here, together: then they can keep its
-        weights between them.
-        """
+        """Whether all ranks load the denoiser and call it together, as weight sharding needs."""
         ...
 
     @property
     def apart(self) -> bool:
-        """Whether ranks with other branches call the denoiser apart, in teams of their own, so that
-        it is to be weighed whether they do; else tokens of all branches are dealt out as one list.
+        """Whether ranks with different guidance branches call the denoiser independently.
+
+        The planner then weighs CFG groups; else the tokens of all branches form one list.
         """
         ...
 
     def num_branches(self, settings: Settings) -> int:
-        """How many branches of guidance one step computes, which ranks can have apart."""
+        """Number of guidance branches in a step, which ranks can split."""
         ...
 
     def rank_part(
         self, settings: Settings, crew: VideoGroup, rank: int, element_bytes: int
     ) -> RankShare:
-        """That rank's part of a video, with products in numbers of so many bytes."""
+        """Share of that rank in a video; `element_bytes` is that of intermediate results."""
         ...
 
     def shared_rehearsals(self, settings: Settings, teams: ParallelContext) -> Sequence[DryRunCall]:
-        """`DryRunSpec.rehearsals` of one (imagined) rank of ``teams.team``."""
+        """`DryRunSpec.rehearsals` of one (simulated) rank of ``teams.team``."""
         ...
 
 
 @runtime_checkable
 class CfgParallelSpec(Protocol):
-    """A model that knows why its branches of guidance can't be computed apart, where they can't."""
+    """A model that can explain why its guidance branches can't be split across ranks."""
 
     def why_one_branch(self, settings: Settings) -> str:
-        """Why; empty where they can."""
+        """The reason; empty where they can be split."""
         ...
 
 
 class Family(Protocol):
-    """One model family."""
+    """A model family."""
 
     name: str
     title: str
     options: type[FamilyOptions]
 
     def recognise(self, location: Location, options: FamilyOptions) -> ModelSpec | None:
-        """The model at that place if it is one of this family's, by its configs alone."""
+        """The model at that location if its configs are of this family; reads no weights."""
         ...
 
     def stages(
@@ -375,6 +389,6 @@ class Family(Protocol):
     ) -> Sequence[Stage]:
         """The stages of one clip of a chain, in order, as one rank runs them.
 
-        What they yield counts on the first rank of a video.
+        Only the events from the first rank of a video are used.
         """
         ...

@@ -1,8 +1,7 @@
-"""Building one component of a plan: empty on meta, filled strictly, in the plan's precision.
+"""Load one component of a plan: build it on meta, load it strictly, in the plan's precision.
 
-The same few lines for every family, so that every component is loaded in the same way. Peak memory
-is the component once, in the precision that it runs in, and `release_components` sees to it that it
-is gone when its stage is over. Read next: `checkpoints/strict_load.py`, `precision/cast_hooks.py`.
+Every family loads components through this module. Peak memory is one copy of the component in the
+dtype that it runs in; `release_components` makes sure it is freed when its stage ends.
 """
 
 from __future__ import annotations
@@ -52,10 +51,10 @@ def fill(
     devices: tuple[torch.device, torch.device],
     left: Collection[str],
 ) -> None:
-    """Swap the layers that keep their weights in eight bits for such as have them.
+    """Replace the layers that store 8-bit weights by quantised ones.
 
-    `sources` are the file's names by the module's. `devices` are where rows are rounded and where
-    the result lies; parameters in `left` stay in the file, and on meta in the module.
+    `sources` maps module names to file names. `devices` are where rows are quantised and where the
+    result is stored; parameters in `left` stay in the file, and on meta in the module.
     """
     found = layers(module, precision)
     works, lies = devices
@@ -76,7 +75,7 @@ def fill(
 def from_files(
     weights: TensorFile, sources: Mapping[str, str], device: torch.device, kind: str
 ) -> LocalWeightsProvider:
-    """As `offload.from_files`, for a module that keeps some weights in eight bits."""
+    """`offload.from_files` for a module with some 8-bit weights."""
     if not kind:
         return offload.from_files(weights, sources, device)
     scales: dict[str, Tensor] = {}
@@ -100,21 +99,21 @@ def from_files(
 _log = logging.getLogger(__name__)
 
 
-#: What was loaded and still lives. Several runs may go on in several threads.
+#: Loaded modules that are still alive. Several runs may be active in several threads.
 _LOADED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _LOCK = threading.Lock()
 
 Look = Callable[[str, nn.Module], object]
-"""Shown each component by name as soon as it is loaded, before its first call."""
+"""Called with each component's name and module right after loading, before its first call."""
 
 _LOOKS: ContextVar[tuple[Look, ...]] = ContextVar("looks", default=())
 
 
 @contextmanager
 def on_component_loaded(look: Look) -> Iterator[None]:
-    """In the block, `look` is shown every component that is loaded, whatever the family.
+    """Context: call `look` with every component that is loaded, of any family.
 
-    So that hooks can be put on from outside of what loads (traces).
+    Traces use it to add their hooks from outside.
     """
     token = _LOOKS.set((*_LOOKS.get(), look))
     try:
@@ -124,7 +123,7 @@ def on_component_loaded(look: Look) -> Iterator[None]:
 
 
 def notify_loaded(component: str, module: nn.Module) -> None:
-    """Show a component that was loaded to all who look."""
+    """Pass a loaded component to every active `on_component_loaded` callback."""
     for look in _LOOKS.get():
         look(component, module)
 
@@ -137,11 +136,11 @@ def load_component(
     outputs: tuple[str, ...] = ("",),
     supply: Communicator | None = None,
 ) -> ModuleT:
-    """The component's module with those weights, on its device, ready to be called.
+    """Load one component with its weights onto its device, ready to call.
 
-    `build` makes it without weights; `outputs` are the submodules whose results leave for the
-    engine (see `cast_hooks.apply`). `supply` are the ranks that keep the weights between them, if
-    the plan has that. Raises `CheckpointError` for anything missing, extra or misshapen.
+    `build` makes it without weights; `outputs` are the submodules whose results the engine
+    receives (see `cast_hooks.add_cast_hooks`). `supply` are the ranks that shard the weights, if
+    the plan shards any. Raises `CheckpointError` for a missing, extra or misshapen tensor.
     """
     module = build_on_meta(build)
     swap_modules(module, part.paths)
@@ -190,7 +189,7 @@ def load_component(
 def _held(
     module: nn.Module, part: ComponentPlan, supply: Communicator | None
 ) -> ShardedWeightsProvider | None:
-    """What brings weights that ranks keep between them, if the plan has that."""
+    """Provider of weights that ranks shard between them, if the plan shards any."""
     if part.holders == 1:
         return None
     assert supply is not None, "planned for ranks"
@@ -198,19 +197,19 @@ def _held(
 
 
 def check_contents(model: object) -> None:
-    """Hold the headers of all of a model's files against its parts, before anything is computed.
+    """Check the headers of all weight files of a model against its components before computing.
 
     Raises:
-        CheckpointError: a tensor missing, extra or misshapen, in whichever part.
+        CheckpointError: a tensor of any component is missing, extra or misshapen.
     """
     for each in model.contents() if isinstance(model, NativeModelSpec) else ():
         check_strictly(each.empty(), open_checkpoint(each.weights), each.keys)
 
 
 def track_component(module: nn.Module) -> None:
-    """Have `release_components` see that this module, which was loaded just now, is gone in time.
+    """Register a loaded module, and each submodule, for `release_components`.
 
-    Each of its parts, too: one may be part of a cycle and stay when the whole is gone.
+    Submodules count too: one in a reference cycle can outlive the whole module.
     """
     with _LOCK:
         _LOADED.update(module.modules())
@@ -218,11 +217,10 @@ def track_component(module: nn.Module) -> None:
 
 @contextmanager
 def release_components() -> Iterator[None]:
-    """What is loaded within lives no longer than whoever loaded it.
+    """Context: free components that were loaded inside it.
 
-    A module goes with the last one who holds it, so there is nothing to do as a rule. Where it is
-    part of a cycle only the collector helps, which looks at everything in the process: 0.2 s with
-    torch and diffusers in it, so it is asked only then.
+    A module normally goes with its last reference. Only one in a reference cycle needs the garbage
+    collector, which takes 0.2 s with torch and diffusers loaded, so it runs only then.
     """
     with _LOCK:
         before = weakref.WeakSet(_LOADED)

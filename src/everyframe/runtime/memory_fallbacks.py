@@ -1,9 +1,11 @@
-"""The ways to do with less memory, in the one order that plans and runs take them in.
+"""Memory fallbacks in the one order that plans and runs use.
 
-Exact savings of a family come first, then ranks keep weights between them, then these wait on the
-host, then what shows in the picture.
-A plan takes as few of them as make it fit (`everyframe.planning.memory_fit`); a stage that runs out
-of memory takes the next one (`oom_fallback.py`). Read next: `family.Saving`, `offload.py`.
+  1. exact memory savings of the family,
+  2. weight sharding across ranks,
+  3. offload of weights to the host,
+  4. lossy savings of the family.
+A plan uses as few as make it fit (`everyframe.planning.memory_fit`); a stage that runs out of
+memory applies the next one (`oom_fallback.py`).
 """
 
 from __future__ import annotations
@@ -14,17 +16,22 @@ from dataclasses import dataclass
 from everyframe.core.plan import Settings
 from everyframe.runtime.interface import MemorySaving, MemorySavings
 
-#: The saving by which fewer branches of guidance are computed together.
+#: Name of the saving that computes fewer guidance branches in one call.
 _BRANCHES = "branches_at_once"
 
 
 @dataclass(frozen=True)
 class MemoryFallback:
-    """One more thing done for `component`: `settings` hold then, with all that was done before.
+    """One more memory fallback for a component, on top of all earlier ones.
 
-    With `offload` this one is that its weights wait on the host, with `holders` above 1 that so
-    many ranks keep them between them, in which nothing changes but the time; else it is a saving of
-    the family, with what is said of it, for that `stage` or all.
+    Either weights move, which changes only the time, or it is a memory saving of the family.
+
+    Attributes:
+        settings: settings with this and every earlier fallback.
+        says: note for the user.
+        offload: the weights are offloaded to the host.
+        stage: the stage of a memory saving; empty for all.
+        holders: number of ranks that shard the weights; 1 is no sharding.
     """
 
     component: str
@@ -37,7 +44,7 @@ class MemoryFallback:
 
     @property
     def moves_weights(self) -> bool:
-        """Whether it is about where weights are, and not a saving of the family."""
+        """Whether it moves weights, and is no memory saving of the family."""
         return self.offload or self.holders > 1
 
 
@@ -50,9 +57,10 @@ def memory_fallbacks(
     stage: str | None = None,
     holders: int = 1,
 ) -> Iterator[MemoryFallback]:
-    """All that can be done for these components; weights wait only where they `may_wait`.
+    """Yield all fallbacks for these components, in order.
 
-    With `stage`, only what helps in that one. `holders` ranks can keep weights between them.
+    Weights are offloaded only if `may_wait`, and sharded across `holders` ranks if above 1. `stage`
+    limits memory savings to that stage.
     """
     for is_lossy in (False, True):
         for name in components if savings is not None else ():
@@ -71,28 +79,28 @@ def memory_fallbacks(
 
 
 def cfg_batch_size(settings: Settings, branches: int) -> int:
-    """How many of a step's branches of guidance are computed together."""
+    """Number of guidance branches that one call of a step computes."""
     return min(branches, settings.saving(_BRANCHES, branches))
 
 
 def split_cfg_saving(settings: Settings) -> MemorySaving:
-    """The saving of every denoiser whose guidance has two branches."""
+    """Memory saving of a denoiser with two guidance branches: one after the other."""
     says = "the two branches of guidance are computed one after the other"
     return MemorySaving(settings.with_saving(_BRANCHES, 1), says)
 
 
 def _stages(savings: MemorySavings, name: str, settings: Settings, only: str | None) -> list[str]:
-    """The stages that there are savings for, those for all stages first."""
+    """Stages with memory savings, "" (all stages) first."""
     found = dict.fromkeys(saving.stage for saving in savings(name, settings))
     return sorted((at for at in found if only is None or at in ("", only)), key=bool)
 
 
 BY_TURNS = "its parts wait in the host's memory, and come to the device by turns"
-"""What is said of parts that are not on the device together."""
+"""Note for components that are offloaded as a whole, one on the device at a time."""
 
 
 def held_says(holders: int) -> str:
-    """What is said of weights that so many ranks keep between them."""
+    """Note for weights that `holders` ranks shard."""
     return (
         f"each of {holders} devices keeps a part of its weights and hands them to the others, "
         "block by block"

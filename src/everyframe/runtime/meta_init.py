@@ -13,13 +13,13 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 def build_on_meta(build: Callable[[], ModuleT]) -> ModuleT:
-    """Build a module on the meta device: sizes without numbers, nothing allocated."""
+    """Build a module on the meta device: shapes only, no memory allocated."""
     with torch.device("meta"), _SkipInit():
         return build()
 
 
 class _SkipInit(TorchFunctionMode):
-    """Skip `torch.nn.init` on meta tensors, which is half of the building time."""
+    """Skip `torch.nn.init` on meta tensors, which is half of the build time."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

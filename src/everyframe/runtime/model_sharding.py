@@ -1,10 +1,10 @@
-"""What every family does to put its denoiser on several ranks, from outside.
+"""Sequence parallelism for denoisers: apply it to a loaded model from outside, and remove it.
 
-Hooks and swapped children without parameters are put on a loaded model, and taken off again; one
-rank takes the same path. A rank is called with the whole batch, works on its part of the samples'
-tokens (`everyframe.parallel.token_partition`) and gives the whole answer. Not here: what is
-exchanged where, which each family's `sharding.py` says. Read next:
-`everyframe.parallel.sharded_modules`, the modules that are swapped in.
+Hooks and parameter-free child modules are swapped in; a single rank takes the same path. A rank is
+called with the whole batch, computes its share of the samples' tokens
+(`everyframe.parallel.token_partition`) and returns the whole result. What is exchanged where
+stands in each family's `sharding.py`; the swapped modules are in
+`everyframe.parallel.sharded_modules`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _PutOn = TypeVar("_PutOn", bound="ModelPatch")
 
 
 class ModelPatch:
-    """Hooks and children that are put on a model of the ranks of `team`, and taken off again.
+    """Removable hooks and child modules on a model that the ranks of `team` run.
 
-    What is put on holds the model and is held by it, so a stage takes it off when it is done
-    (``with``): the model then goes with its last holder, and nobody has to look for cycles.
+    Patch and model hold references to each other. A stage removes the patch when it is done
+    (``with``), so that the model is freed with its last reference, without garbage collection.
     """
 
     def __init__(self, team: Communicator, groups: int) -> None:
@@ -46,7 +46,7 @@ class ModelPatch:
         self.remove()
 
     def remove(self) -> None:
-        """Take off every hook, and give the model its own children back."""
+        """Remove every hook and restore the model's own children."""
         for handle in self._handles:
             handle.remove()
         for part, name, child in self._swapped:
@@ -55,7 +55,7 @@ class ModelPatch:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Within, every rank computes everything by itself: the same call, the same operations."""
+        """Context: run the module unsharded on this rank, with the same operations."""
         team, self.team = self.team, SingleRank()
         try:
             yield
@@ -68,10 +68,10 @@ class ModelPatch:
 
 
 class ShardedDenoiser(ModelPatch, ABC):
-    """A denoiser on the ranks of `team`; all must put it on and call it in the same order.
+    """A denoiser on the ranks of `team`; all ranks must apply it and call it in the same order.
 
-    With `groups` above 1 the batch is parted into so many first, each with ranks of its own. Tokens
-    lie along `stream_dim` of the model's stream.
+    With `groups` above 1 the batch is first split into that many groups, each with ranks of its
+    own. Tokens lie along dimension `stream_dim` of the model's hidden states.
     """
 
     stream_dim: int
@@ -84,16 +84,16 @@ class ShardedDenoiser(ModelPatch, ABC):
 
     @abstractmethod
     def _grid_of(self, x_BCTHW: Tensor) -> TokenGrid:
-        """The tokens of those latents."""
+        """The token grid of those latents."""
 
     @property
     def switch(self) -> Redistribute:
-        """That of the grid which is computed now."""
+        """The redistribution of the current grid."""
         assert self._switch is not None, "the denoiser was not called as a whole"
         return self._switch
 
     def _swap_streams(self, part: nn.Module, streams: Mapping[type[nn.Module], int]) -> None:
-        """Have each child of these types, of so many streams, work sample by sample."""
+        """Make each child of these types (with its number of token streams) work per sample."""
         for name, child in list(part.named_children()):
             if type(child) in streams:
                 ours = PerSample(child, streams[type(child)], self.stream_dim, self._segments)
@@ -105,7 +105,7 @@ class ShardedDenoiser(ModelPatch, ABC):
     def _begin(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The call without the samples that this rank has no part of."""
+        """Drop the samples from the call that this rank has no tokens of."""
         grid = self._grid_of(args[0])
         key = (grid, self.team)
         if key not in self._switches:
@@ -120,7 +120,7 @@ class ShardedDenoiser(ModelPatch, ABC):
 
 
 def _of_batch(value: Any, samples: slice, batch: int) -> Any:
-    """Some samples of an argument of the denoiser; what is not of the batch stays as it is."""
+    """Select samples of a denoiser argument; anything without a batch dimension stays unchanged."""
     if isinstance(value, TextContext):
         return value.rows(samples.start, samples.stop)
     is_of_all = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == batch

@@ -1,10 +1,9 @@
-"""A model whose stages load one component at a time: what the families with their own stages share.
+"""Model specs and module builders of the families that have stages of their own.
 
-Such a family says where its parts lie (`checkpoint.py`), how each is built (`components.py`) and
-how the names in its files become the module's (`weights.py`); the rest follows here. No torch
-before a part is asked for. Not here: diffusers pipelines, whose parts are loaded together.
-Read next: `interface.py` for what a model is asked, `stages.py` for how its stages load a
-component.
+Such a family defines where its files are (`checkpoint.py`), how each component is built
+(`components.py`) and how checkpoint keys map to the module's (key maps); the rest is here. Its
+stages load one component at a time. Torch is imported only when a component is built. Diffusers
+pipelines, which load all components together, have their own in `everyframe.diffusers_pipelines`.
 """
 
 from __future__ import annotations
@@ -36,27 +35,27 @@ if TYPE_CHECKING:
 
 
 class ModuleBuilder:
-    """Base of what makes a model's parts from its configs."""
+    """Base class that builds a model's components from its configs."""
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The components' names."""
+        """Names of the components."""
         raise NotImplementedError
 
     def build(self, component: str) -> nn.Module:
-        """One part, without weights, wherever torch makes tensors now."""
+        """Build one component without weights, on torch's current default device."""
         raise NotImplementedError
 
     def outputs(self, component: str) -> tuple[str, ...]:
-        """Which of its submodules' results leave for the engine, in float32 at least."""
+        """Submodules whose results the engine receives, in float32 or wider."""
         raise NotImplementedError
 
     @cached_property
     def num_elements(self) -> Mapping[str, Mapping[str, int]]:
         """Elements of each tensor of each component.
 
-        Counted once and saved in the cache folder, for building takes a while. Whoever builds a
-        part holds it against what was counted.
+        Counted once and saved in the cache folder, because building is slow. Each later build is
+        checked against the saved counts.
         """
         file = self._count
         saved = _counted(file.read(), self.parts)
@@ -81,16 +80,16 @@ class ModuleBuilder:
         return set()
 
     def empty(self, component: str) -> nn.Module:
-        """One part on meta, the same object at every call, to be looked at and not changed."""
+        """One component on meta. Every call returns the same module; do not change it."""
         if component not in self._made:
             self._made[component] = self._built(component)
         return self._made[component]
 
     def taken(self, component: str) -> nn.Module:
-        """One part on meta that is the caller's own, to be filled and changed.
+        """One component on meta that the caller owns and may fill and change.
 
-        It is the one that was counted, if no dry run has had it, and built anew else: building
-        takes longer than all that a plan asks of it.
+        It reuses the module of `empty` unless a dry run had it, and builds another one then:
+        building takes longer than everything else in a plan.
         """
         made = self._made.pop(component, None)  # before the question: a dry run may begin now
         if made is None or component in self._rehearsed:
@@ -112,7 +111,7 @@ class ModuleBuilder:
         return module
 
     def _for_dry_runs(self, component: str) -> nn.Module:
-        """One part that a dry run casts, and may swap layers of; none of it ever gets weights."""
+        """One component that a dry run may cast and swap layers of; it never gets weights."""
         self._rehearsed.add(component)
         return self.empty(component)
 
@@ -124,9 +123,9 @@ class ModuleBuilder:
         num_calls: float,
         *told: Hashable,
     ) -> DryRunCall:
-        """A call of a component that a stage makes so often for one video; see `DryRunCall`.
+        """The dry-run call of a component, which its stage makes `num_calls` times per video.
 
-        `told` is what it depends on beside the sizes of the parts.
+        `told` is what it depends on besides the components' sizes. See `DryRunCall`.
         """
         return DryRunCall(
             stage,
@@ -140,7 +139,7 @@ class ModuleBuilder:
 
 
 def _counted(data: Any, parts: Sequence[str]) -> dict[str, dict[str, int]] | None:
-    """Elements by component and tensor, if that is what was read."""
+    """Validate cached element counts by component and tensor; None if they do not fit."""
     if not isinstance(data, dict) or list(data) != list(parts):
         return None
     for each in data.values():
@@ -153,10 +152,12 @@ def _counted(data: Any, parts: Sequence[str]) -> dict[str, dict[str, int]] | Non
 
 @dataclass(frozen=True)
 class ComponentFiles:
-    """What the files of a component must hold.
+    """Expected contents of a component's files.
 
-    `empty` gives its module on meta, `weights` is a file, a folder or what was opened of them, and
-    `keys` how the names there become the module's.
+    Attributes:
+        empty: returns the module on meta.
+        weights: a file, a folder or an opened checkpoint.
+        keys: maps the checkpoint's keys to the module's.
     """
 
     empty: Callable[[], nn.Module]
@@ -165,10 +166,10 @@ class ComponentFiles:
 
 
 class SpecFiles(Protocol):
-    """Where a model's parts lie, as a family's `checkpoint.py` finds them."""
+    """Locations of a model's components, as a family's `checkpoint.py` finds them."""
 
     def missing(self) -> tuple[str, ...]:
-        """What must be fetched first, a line each."""
+        """Files to download first, one line each."""
         ...
 
 
@@ -180,7 +181,7 @@ _Model = TypeVar("_Model", bound="NativeModelSpec")  # type: ignore[type-arg]
 
 @dataclass(frozen=True)
 class NativeModelSpec(ABC, Generic[_Options, _Files, _Sizes]):
-    """One checkpoint, its configs read and its weights not."""
+    """One checkpoint of a family with its own stages: configs read, weights not."""
 
     name: str
     options: _Options
@@ -189,31 +190,31 @@ class NativeModelSpec(ABC, Generic[_Options, _Files, _Sizes]):
 
     @abstractmethod
     def weights(self, component: str) -> tuple[Path | TensorFile, KeyMap]:
-        """Where a component's weights are, and how their names become the module's."""
+        """Location of a component's weights, and the key map from their names to the module's."""
 
     @abstractmethod
     def fetched(self: _Model) -> _Model:
-        """The same model with all of its files on this disk, of which some are missing now."""
+        """The same model after downloading all of its files, some of which are missing now."""
 
     @abstractmethod
     def savings(self, component: str, settings: Settings) -> Iterator[MemorySaving]:
-        """Ways to run a component in less memory."""
+        """Memory savings for a component; see `DryRunSpec.savings`."""
 
     @property
     def components_on_disk(self) -> tuple[str, ...]:
-        """The components in the order in which their files make up the model's digest."""
+        """The components, in the order in which their files enter the model's digest."""
         return self.sizes.parts
 
     def missing(self) -> tuple[str, ...]:
-        """What must be fetched first."""
+        """Files to download first, one line each."""
         return self.files.missing()
 
     def fetch(self: _Model) -> _Model:
-        """The same model with all of its files on this disk."""
+        """The same model with all of its files on this disk, downloaded if missing."""
         return self.fetched() if self.missing() else self
 
     def weight_files(self) -> tuple[str, ...]:
-        """Every file that holds weights, each once."""
+        """All weight files, without duplicates."""
         from everyframe.checkpoints.tensor_file import open_checkpoint
 
         found: dict[str, None] = {}
@@ -223,7 +224,7 @@ class NativeModelSpec(ABC, Generic[_Options, _Files, _Sizes]):
         return tuple(found)
 
     def contents(self) -> Iterator[ComponentFiles]:
-        """What each component's files must hold; asked when nothing is missing any more."""
+        """Expected contents of each component's files. Call only when no file is missing."""
         for name in self.components_on_disk:
             yield ComponentFiles(partial(self.sizes.empty, name), *self.weights(name))
 
@@ -233,9 +234,9 @@ _Key = TypeVar("_Key")
 
 @dataclass(frozen=True)
 class ComponentSource:
-    """Where one part of a model is read from: a place on this disk, or a hub repository.
+    """Source of one component: a path on this disk or a hub repository.
 
-    `path` is None until the part is fetched. `where` is for people and for records.
+    `path` is None until it is downloaded. `where` is its name in messages and records.
     """
 
     where: str
@@ -243,11 +244,11 @@ class ComponentSource:
     part: PartLocation | None = None
 
     def missing(self) -> tuple[str, ...]:
-        """What must be fetched, a line each."""
+        """Files to download, one line each."""
         return () if self.part is None else self.part.to_fetch()
 
     def config(self, name: str = "config.json") -> dict[str, Any] | None:
-        """The JSON file of that name beside the weights, None if it is not there."""
+        """The parsed JSON file beside the weights, or None if there is none."""
         if self.path is None:
             return None
         folder = self.path if self.path.is_dir() else self.path.parent
@@ -255,14 +256,14 @@ class ComponentSource:
 
 
 def missing(sources: Iterable[ComponentSource]) -> tuple[str, ...]:
-    """What must be fetched of these parts, a line each."""
+    """Files to download for these components, one line each."""
     return tuple(line for source in sources for line in source.missing())
 
 
 def downloaded(
     sources: Mapping[_Key, ComponentSource], of_part: Callable[[HubPart], ComponentSource]
 ) -> dict[_Key, ComponentSource]:
-    """The same parts with all files on this disk; ``of_part(part)`` is the source of one there."""
+    """Download all files of these components; ``of_part(part)`` makes the source of a local one."""
     places = {place.part.part: place.part for place in sources.values() if place.part is not None}
     # All at once, so that somebody without a network is told of all that is missing.
     found = {place.part: of_part(place.part) for place in fetch_parts([*places.values()])}

@@ -1,15 +1,13 @@
-"""Offload block by block: weights wait elsewhere and come for their call.
+"""Offload weights: copy each block to the device for its call, and free it afterwards.
 
-Put on a loaded module from outside. A *unit* is a part small enough to come as a whole, such as a
-block; when it is called its parameters are brought to the device, and let go when it returns; the
-next one is then already on its way (`ahead`). A part of a unit that is called by itself (keys and
-values of a text, before any block runs) comes alone. What belongs to no unit, and every buffer,
-stays on the device. The arithmetic is the same, so the result is too, bit for bit; the price is the
-way of all weights to the device at every call.
+A *unit* is a submodule small enough to move as a whole, such as a transformer block. Its parameters
+come to the device when it is called and leave when it returns; the next unit is already being
+copied then (`prefetch`). A submodule of a unit that is called on its own (keys and values of the
+text, before any block runs) is copied alone. Parameters outside units and all buffers stay on the
+device. Results are the same bit for bit; the cost is one transfer of all weights per call.
 
-They wait on the host, in their files, or with other ranks (`holding`).
-Read next: `everyframe.runtime.loading`, which puts it on; `everyframe.planning.memory_fit`, which
-decides where.
+Offloaded weights are in host memory, in their files, or on other ranks (`weight_sharding`).
+`ModelOffload` moves whole modules instead, one on the device at a time.
 """
 
 from __future__ import annotations
@@ -30,22 +28,22 @@ from everyframe.precision.quantization import as_quantised
 from everyframe.precision.upcast import as_exact_as, as_raised
 from everyframe.runtime.prefetch import LocalWeightsProvider, Prefetcher, WeightsProvider
 
-#: A unit has at most this share of all parameters, if its parts allow it.
+#: Maximum share of all parameters in a unit, if its submodules allow it.
 _SHARE = 1 / 12
 
 
 def units(module: nn.Module) -> dict[str, nn.Module]:
-    """The parts that come and go as a whole, by dotted name; they are disjoint.
+    """Offload units (disjoint submodules, each at most 1/12 of all parameters if possible) by name.
 
-    They follow from the module's structure and sizes alone, never from a device. A module that
-    calls its layers piece by piece, so more or less often, says that it `comes_whole`.
+    They depend on the module's structure and sizes, never on a device. A module that calls its
+    layers piecemeal, and so more or less often, sets `comes_whole` and is one unit.
     """
     limit = _count(module) * _SHARE
     return dict(_split(module, "", limit))
 
 
 def unit_parameters(module: nn.Module) -> frozenset[str]:
-    """Dotted names of the parameters that belong to units."""
+    """Dotted names of the parameters in units."""
     return frozenset(
         f"{unit}.{name}"
         for unit, part in units(module).items()
@@ -54,16 +52,16 @@ def unit_parameters(module: nn.Module) -> frozenset[str]:
 
 
 def resident_bytes(module: nn.Module, precision: Precision) -> int:
-    """Bytes of parameters that are on the device at most, when `module` is offloaded.
+    """Maximum bytes of parameters on the device while `module` is offloaded.
 
-    The largest unit and the next largest: one computes, one is on its way.
+    Two units count, the largest and the next largest: one computes, one is being copied.
     """
     of_units, rest = unit_bytes(module, precision)
     return rest + sum(sorted(of_units.values())[-2:])
 
 
 def unit_bytes(module: nn.Module, precision: Precision) -> tuple[dict[str, int], int]:
-    """Bytes of each unit's parameters by its name, and of those that belong to none."""
+    """Bytes of each unit's parameters by unit name, and bytes outside units."""
     with as_quantised(module, precision):
         sizes = {
             name: each.numel() * num_bytes(parameter_dtype(name, precision))
@@ -80,7 +78,7 @@ def unit_bytes(module: nn.Module, precision: Precision) -> tuple[dict[str, int],
 
 
 def from_host(device: torch.device) -> LocalWeightsProvider:
-    """Copies of what waits in the host's memory, made even where the device is the host."""
+    """Provider of weights in host memory. It copies even if the device is the host."""
 
     def bring(name: str, waiting: nn.Parameter) -> Tensor:
         return torch.empty_like(waiting, device=device).copy_(waiting)
@@ -91,9 +89,10 @@ def from_host(device: torch.device) -> LocalWeightsProvider:
 def from_files(
     weights: TensorFile, sources: Mapping[str, str], device: torch.device
 ) -> LocalWeightsProvider:
-    """Parameters read out of their files again; `sources` are the file's names by the module's.
+    """Provider that reads parameters from their files at each call.
 
-    Nothing of them waits anywhere: in the module they lie on meta.
+    `sources` maps module names to file names. No copy stays in memory: the module's own parameters
+    are on meta.
     """
 
     def bring(name: str, waiting: nn.Parameter) -> Tensor:
@@ -103,10 +102,9 @@ def from_files(
 
 
 class BlockOffload:
-    """What `apply` has put on a module; `remove` takes it off and leaves the weights waiting.
+    """Block offload that `apply` adds to a module; `remove` leaves the weights offloaded.
 
-    `most_bytes` is the most that came for units and was there at once since it was put on, those on
-    their way included.
+    `most_bytes` is the peak of unit parameters on the device so far, prefetched ones included.
     """
 
     def __init__(self, module: nn.Module, device: torch.device, carrier: WeightsProvider) -> None:
@@ -131,7 +129,7 @@ class BlockOffload:
                     part._buffers[name] = buffer.to(device)
 
     def remove(self) -> None:
-        """Take the hooks off. A second call does nothing."""
+        """Remove the hooks. A second call does nothing."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -178,7 +176,7 @@ class BlockOffload:
         self._handles.append(part.register_forward_hook(go, always_call=True))
 
     def _of(self, part: str) -> dict[str, nn.Parameter]:
-        """The parameters of that part that wait, by their names."""
+        """The offloaded parameters of that submodule, by name."""
         module = next((each for each, name in self._names.items() if name == part), None)
         if module is None:
             return {}
@@ -190,17 +188,14 @@ class BlockOffload:
         }
 
     def _named(self, layer: nn.Module, name: str) -> str:
-        """A parameter's dotted name in the whole module."""
+        """Dotted name of a parameter in the whole module."""
         return f"{self._names[layer]}.{name}".lstrip(".")
 
 
 def apply(
     module: nn.Module, device: str | torch.device, carrier: WeightsProvider | None = None
 ) -> BlockOffload:
-    """Offload a module whose weights lie on the host, or wherever `carrier` gets them from.
-
-    It then computes on `device`.
-    """
+    """Offload a module that computes on `device`; `carrier` brings its weights (default: host)."""
     device = torch.device(device)
     return BlockOffload(module, device, carrier or from_host(device))
 
@@ -214,7 +209,7 @@ def _own(layer: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _for(waiting: nn.Parameter, tensor: Tensor) -> nn.Parameter:
-    """The parameter that takes the place of one that waits."""
+    """The parameter that replaces an offloaded one during its call."""
     return as_exact_as(waiting, nn.Parameter(tensor.detach(), requires_grad=False))
 
 
@@ -230,7 +225,7 @@ def _split(module: nn.Module, name: str, limit: float) -> Iterator[tuple[str, nn
 
 
 def _only_holds(module: nn.Module) -> bool:
-    """Lists are never called themselves, so they can't be waited for."""
+    """Whether it is a container: containers are never called, so they can't be units."""
     return isinstance(module, (nn.ModuleList, nn.ModuleDict))
 
 
@@ -239,9 +234,9 @@ def _count(module: nn.Module) -> int:
 
 
 class ModelOffload:
-    """What `take_turns` has put on modules; `remove` takes it off and leaves weights on the host.
+    """Whole-module offload that `take_turns` adds; `remove` leaves the weights on the host.
 
-    `most_bytes` is the most that their parameters had on the device at once.
+    `most_bytes` is the peak of the modules' parameters on the device so far.
     """
 
     def __init__(self, modules: Iterable[nn.Module], device: torch.device) -> None:
@@ -260,7 +255,7 @@ class ModelOffload:
                 self._handles.append(hook)
 
     def remove(self) -> None:
-        """Take the hooks off. A second call does nothing."""
+        """Remove the hooks. A second call does nothing."""
         self._leave()
         for handle in self._handles:
             handle.remove()
@@ -296,11 +291,11 @@ class ModelOffload:
 
 
 def take_turns(modules: Iterable[nn.Module], device: str | torch.device) -> ModelOffload:
-    """Have modules, whose weights lie on the host, come to `device` one at a time as a whole."""
+    """Keep modules on the host; each is copied to `device` as a whole when it is called."""
     return ModelOffload(modules, torch.device(device))
 
 
 def _moved(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """A copy on the device, made even where the device is the host: it is let go afterwards."""
+    """Copy a parameter to the device, even if that is the host, because it is freed afterwards."""
     copy = torch.empty_like(parameter, device=device).copy_(parameter)
     return nn.Parameter(copy, requires_grad=False)

@@ -1,9 +1,8 @@
-"""Too little memory while a stage runs: done in less, from the least change to the most.
+"""Out-of-memory handling in a running stage: apply memory fallbacks and repeat the call.
 
-Whatever is chosen holds for the rest of the stage, for all of its videos. Not here: which ways
-there are and in which order (`memory_fallbacks.py`), when they were taken (`oom_fallback.py`), and
-what a plan chooses before anything runs (`everyframe.planning.memory_fit`). Read next: `guard.py`,
-whose calls are repeated; `offload.py`.
+Fallbacks are tried from the smallest change to the largest (`memory_fallbacks.py`). Each holds for
+the rest of the stage, for all of its videos. What a plan chooses before the run is in
+`everyframe.planning.memory_fit`.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class CallCounter:
-    """The calls of a stage, told apart in a way that holds for a run that is gone on with, too."""
+    """Identify the calls of a stage, the same way in a resumed run."""
 
     def __init__(self) -> None:
         self._take: VideoState | None = None
@@ -37,30 +36,30 @@ class CallCounter:
         self._first: dict[tuple[int | None, int], int] = {}
 
     def of(self, take: VideoState) -> None:
-        """From here on this video is worked on."""
+        """Switch to another video."""
         self._take = take
         if self._left is None:
             self._left = [] if take.shortages is None else [*take.shortages.known()]
 
     def now(self, number: int) -> OomEvent:
-        """A shortage in the call of that number, by which the stage counts."""
+        """Out-of-memory event for the call that the stage counts as `number`."""
         seed, step = (None, 0) if self._take is None else (self._take.seed, self._take.step)
         # Where other videos were done before the run was broken off, numbers are others.
         return OomEvent(seed, step, number - self._first.setdefault((seed, step), number))
 
     def keep(self, shortage: OomEvent) -> None:
-        """Keep it, where the video's are kept."""
+        """Save the event with its video, if the run saves any."""
         if self._take is not None and self._take.shortages is not None:
             self._take.shortages.keep(shortage)
 
     def due(self, number: int) -> Iterator[bool]:
-        """For each shortage of before that was up to this call: whether it was in this very one."""
+        """For each saved event up to this call: whether it happened in exactly this call."""
         now = self.now(number)
         while self._left and (self._left[0] == now or self._is_past(self._left[0], now)):
             yield self._left.pop(0) == now
 
     def _is_past(self, shortage: OomEvent, now: OomEvent) -> bool:
-        """Whether it was in a step, or a video, that is not computed again."""
+        """Whether the event was in a step or video that a resumed run does not compute again."""
         if shortage.seed == now.seed:
             return shortage.step < now.step
         # Videos come in the order of their seeds, but where each lot of frames goes through all.
@@ -71,7 +70,7 @@ class CallCounter:
 def together(
     stage: str, step: int, components: Iterable[str], where: str, said: str
 ) -> DistributedOutOfMemoryError:
-    """The error of a rank that lacks memory while others wait for it; see `OutOfMemoryInfo`."""
+    """Error of a rank that is out of memory while others wait for it; see `OutOfMemoryInfo`."""
     return DistributedOutOfMemoryError(
         f"{where}: out of memory in the middle of what several devices compute together, where "
         "none can do with less by itself; more devices or --shard-weights may go on from the last "
@@ -85,13 +84,13 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class AppliedFallback:
-    """What was done, as a person reads it, and for which component."""
+    """A memory fallback that was applied to a component, with its note."""
 
     component: str
     says: str
 
     def event(self, stage: str, step: int, why: str, seed: int | None = None) -> Repaired:
-        """What tells of it: `why` it was done in that step, and for which video alone, if so."""
+        """The event: `why` it was applied in that step; `seed` if it concerns one video only."""
         return Repaired(
             stage, step, self.component, "", "", "memory", "", "", self.says,
             f"{why}: {self.says}", seed,
@@ -99,9 +98,11 @@ class AppliedFallback:
 
 
 class MemoryFallbacks:
-    """The ways to do with less memory in a stage, each once; `settings` are those that hold by now.
+    """Apply the memory fallbacks of a stage, each once.
 
-    `moments` says in which calls.
+    Attributes:
+        settings: the plan's settings plus the fallbacks so far.
+        moments: identifies the calls in which they were applied.
     """
 
     def __init__(
@@ -126,7 +127,13 @@ class MemoryFallbacks:
         compute: Callable[[], _Result],
         again: Callable[[], _Result] | None,
     ) -> _Result:
-        """The result of `compute`, or of `again` if given once something is done; see `Guard`."""
+        """Run `compute`, applying fallbacks until it fits; see `Guard.spared`.
+
+        After the first fallback `again` is called in its place, if there is one.
+
+        Raises:
+            CannotRunError: no fallback is left.
+        """
         for relief in self.again(step):
             why = f"{calls.where(step)}: memory ran out here before the run was broken off"
             calls.tell(relief.event(calls.stage, step, f"{why}; it goes on"))
@@ -146,7 +153,7 @@ class MemoryFallbacks:
             compute = again or compute
 
     def next(self) -> AppliedFallback | None:
-        """Do the next one; None where there is none left. What torch keeps is given back first."""
+        """Apply the next fallback, after emptying torch's cache. None if there is none left."""
         empty_cache()
         if self._left is None:
             # Not sooner: it holds this object and with it the parts, which would then stay in
@@ -155,16 +162,16 @@ class MemoryFallbacks:
         return next(self._left, None)
 
     def at(self, number: int) -> AppliedFallback | None:
-        """Do the next one for the call of that number; it is kept before, if there is one."""
+        """Apply the next fallback for that call, and save an out-of-memory event if one is left."""
         relief = self.next()
         if relief is not None:
             self.moments.keep(self.moments.now(number))
         return relief
 
     def again(self, number: int) -> Iterator[AppliedFallback]:
-        """Do those that this run needed before it was broken off, up to the call of that number.
+        """Reapply the fallbacks of the interrupted run, up to that call.
 
-        Yields those of the call itself, of which nobody was told.
+        Yields those of the call itself, which have had no event yet.
         """
         for is_now in self.moments.due(number):
             relief = self.next()

@@ -1,9 +1,9 @@
-"""Weights brought to the device one part ahead: while a part computes, the next one is on its way.
+"""Prefetch offloaded weights: copy the next block while the current one computes.
 
-Which part is next is learnt from the last pass; a wrong guess costs its way and nothing else. How
-weights come is their `WeightsProvider`'s affair: here is the one that fetches what waits in this
-process's reach; ranks that keep weights between them have another (`holding`). Not here: which
-parts there are and when they come and go (`offload`).
+The next block is predicted from the order of the previous pass; a wrong prediction costs one
+wasted copy. On CUDA, copies run on their own stream in a worker thread. A `WeightsProvider` says
+where weights come from: `LocalWeightsProvider` is for host memory and files, `weight_sharding` has
+one for other ranks. `offload` decides which blocks exist and when they come and go.
 """
 
 from __future__ import annotations
@@ -19,43 +19,43 @@ import torch
 from torch import Tensor, nn
 
 Placeholders = Mapping[str, nn.Parameter]
-"""What stands in the module for parameters that are elsewhere, by their dotted names."""
+"""Stand-ins in the module for parameters that are elsewhere, by dotted name."""
 
 LoadWeight = Callable[[str, nn.Parameter], Tensor]
-"""Brings what waits under that dotted name to the device, in the dtype of what stands for it."""
+"""Loads the parameter of that name onto the device, in the dtype of its stand-in."""
 
-#: Where copies in another thread are known to be safe beside the computation.
+#: Device types on which copies in another thread are safe during computation.
 _KINDS = ("cpu", "cuda")
 
 
 class PendingWeights(Protocol):
-    """Parameters that come while something else is computed, and the bytes that they take."""
+    """Weights in transfer, and the bytes that they take on the device."""
 
     num_bytes: int
 
     def arrived(self) -> dict[str, Tensor]:
-        """All of them, once they are there."""
+        """Wait for the weights and return them."""
         ...
 
     def dropped(self) -> None:
-        """They are not wanted; none is on its way any more when this returns."""
+        """Cancel; no transfer is in progress any more when this returns."""
         ...
 
 
 class WeightsProvider(Protocol):
-    """Brings parameters to the device, each in the dtype of what stands for it."""
+    """Source of offloaded parameters; each comes in the dtype of its stand-in."""
 
     def bring(self, waiting: Placeholders) -> dict[str, Tensor]:
-        """All of these, now."""
+        """Load all of these now."""
         ...
 
     def send_for(self, waiting: Placeholders) -> PendingWeights | None:
-        """Begin to bring them; None where nothing can come meanwhile."""
+        """Start a transfer in the background; None if the device can't do that."""
         ...
 
 
 class Prefetcher:
-    """Brings parts by name, each in full; `order` is a first guess at which follows which."""
+    """Load blocks by name, one ahead; `order` is the first prediction of what follows what."""
 
     def __init__(self, carrier: WeightsProvider, order: Sequence[str]) -> None:
         self._carrier = carrier
@@ -65,11 +65,11 @@ class Prefetcher:
 
     @property
     def num_bytes(self) -> int:
-        """Of what is on its way or has arrived and was not taken."""
+        """Bytes that are in transfer, or have arrived and are not used yet."""
         return 0 if self._sent is None else self._sent[1].num_bytes
 
     def take(self, part: str, waiting: Placeholders) -> dict[str, Tensor]:
-        """The part's tensors on the device: those that were sent for, and the others now."""
+        """Return the block's tensors on the device: prefetched ones, and the rest loaded now."""
         if self._last is not None:
             self._next[self._last] = part
         self._last = part
@@ -85,21 +85,21 @@ class Prefetcher:
         return {**came, **(self._carrier.bring(left) if left else {})}
 
     def following(self, part: str) -> str | None:
-        """The part that came after this one last time."""
+        """The block that followed this one last time."""
         return self._next.get(part)
 
     def send_for(self, part: str, waiting: Placeholders) -> None:
-        """Begin to bring a part that will be taken next."""
+        """Start prefetching a block."""
         if self._sent is None and waiting:
             coming = self._carrier.send_for(waiting)
             self._sent = None if coming is None else (part, coming)
 
     def forget(self) -> None:
-        """Let go of what was sent for."""
+        """Drop the prefetched weights."""
         self._arrived("")
 
     def _arrived(self, part: str) -> dict[str, Tensor]:
-        """What was sent for, if it is that part; else nothing of it is left."""
+        """The prefetched weights if they are of that block; otherwise they are dropped."""
         sent, self._sent = self._sent, None
         if sent is None:
             return {}
@@ -110,7 +110,7 @@ class Prefetcher:
 
 
 class LocalWeightsProvider:
-    """A carrier that brings one parameter after the other; what comes meanwhile, in a thread."""
+    """Provider that loads one parameter after the other, in a thread when it prefetches."""
 
     def __init__(self, bring: LoadWeight, device: torch.device) -> None:
         self._bring = bring
@@ -155,7 +155,7 @@ class LocalWeightsProvider:
 
 @dataclass
 class _InThread:
-    """What a thread brings; `device` is set where it does so in a stream of its own."""
+    """Weights that a thread loads; `device` is set if it uses a CUDA stream of its own."""
 
     num_bytes: int
     coming: Future[dict[str, Tensor]]

@@ -1,6 +1,6 @@
-"""A rank's part of a video that is dealt out by places and frames, or by batches of frames.
+"""Compute each rank's share of a video that is split by tokens, or by batches of frames.
 
-No torch: plans are made without it. Read next: `everyframe.parallel.token_partition`, `sharded`.
+No torch: the planner uses it. See `everyframe.parallel.token_partition` for the partition.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from everyframe.runtime.interface import ModelSpec, RankShare, ShardableSpec
 def grid_share(
     deal: TokenPartition, rank: int, sent_bytes: int, in_rows: str = "attention in space"
 ) -> RankShare:
-    """The part of a rank that holds columns, and works on rows where that is needed: `in_rows`."""
+    """Share of a rank that holds columns, and computes on rows in the layers named by `in_rows`."""
     grid = deal.grid
     columns, rows = len(deal.columns[rank]), len(deal.rows[rank])
     idle = ""
@@ -36,8 +36,9 @@ def grid_share(
 def branch_groups(
     model: ModelSpec, settings: Settings, division: ParallelPlan, ranks: Sequence[int]
 ) -> CfgGroups | None:
-    """Of these ranks, which make one video, those that call the denoiser apart from others, as they
-    have other branches of guidance; None where all call it together.
+    """CFG groups of these ranks of one video, if each group calls the denoiser independently.
+
+    None if all ranks call it together.
     """
     if division.cfg == 1 or not isinstance(model, ShardableSpec) or not model.apart:
         return None
@@ -46,12 +47,12 @@ def branch_groups(
 
 
 def active_ranks(weights: Sequence[float]) -> tuple[int, ...]:
-    """The ranks that have a batch in each round: all but those whose share is 0."""
+    """Ranks with one batch per round: all whose share is not 0."""
     return tuple(rank for rank, weight in enumerate(weights) if weight)
 
 
 def batch_owner(number: int, weights: Sequence[float]) -> int:
-    """The rank that has that batch; they are dealt out round by round."""
+    """The rank that has that batch; batches are assigned round-robin."""
     ranks = active_ranks(weights)
     return ranks[number % len(ranks)]
 
@@ -59,9 +60,9 @@ def batch_owner(number: int, weights: Sequence[float]) -> int:
 def batch_share(
     count: int, weights: Sequence[float], rank: int, sent_bytes: int, how: str
 ) -> RankShare:
-    """The part of a rank that has some of so many batches; a batch sends so much a step.
+    """Share of a rank that has some of `count` batches and sends `sent_bytes` a step.
 
-    `how` there would be more of them.
+    `how` tells the user how to get more batches.
     """
     mine = sum(batch_owner(number, weights) == rank for number in range(count))
     idle = "" if mine else f"there are fewer batches of frames than devices; {how}"

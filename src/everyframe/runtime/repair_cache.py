@@ -1,9 +1,9 @@
-"""Repairs that earlier runs needed, kept in the cache folder by weights and device.
+"""Cache of the repairs that earlier runs needed, by weights and device, in the cache folder.
 
-What overflowed once will do so again, so the next plan has it repaired from the start. Weights are
-known by their digest, a device by its name and the libraries that compute on it: when any changes
-nothing is remembered, and the guard finds out anew. Only a memory: an unreadable file is taken as
-none. Read next: `guard.py`, which finds what needs repair; `repairs.py`.
+What overflowed once will overflow again, so the next plan has the repair from the start. Weights
+are identified by digest, a device by its name and the versions of its libraries; when any of them
+changes, the cache has no entry and the guard finds the repairs anew. An unreadable file counts as
+empty.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from everyframe.runtime.interface import ModelSpec
 
 _log = logging.getLogger(__name__)
 _SCHEMA = "everyframe.repairs/1"
-#: Versions that change nothing of what overflows.
+#: Versions that do not affect what overflows.
 _NO_MATTER = ("python", "system")
 
 
 @dataclass(frozen=True)
 class RepairCacheKey:
-    """Weights, by their digest, on a device."""
+    """Digest of the weights, and of the device with its libraries."""
 
     model: str
     device: str
@@ -42,7 +42,7 @@ class RepairCacheKey:
 
 
 def key_of(sha256: str, device: DeviceFacts, versions: Mapping[str, str]) -> RepairCacheKey:
-    """The key of weights with that digest on that device, with software of these versions."""
+    """Key of weights with that digest on that device with these library versions."""
     libraries = {name: text for name, text in versions.items() if name not in _NO_MATTER}
     told = [device.name, device.kind, device.capability, device.dtypes, sorted(libraries.items())]
     return RepairCacheKey(sha256, hashlib.sha256(json.dumps(told).encode()).hexdigest()[:20])
@@ -51,10 +51,10 @@ def key_of(sha256: str, device: DeviceFacts, versions: Mapping[str, str]) -> Rep
 def cached_key(
     model: ModelSpec, device: DeviceFacts, versions: Mapping[str, str]
 ) -> RepairCacheKey | None:
-    """The key, if a run has hashed these very files before; nothing is hashed here.
+    """The key, if an earlier run has hashed these files; hashes nothing itself.
 
-    None as well where nothing is remembered on this device, of whichever model: then files need not
-    be opened, which takes torch.
+    Also None if there are no repairs for this device at all: then no file is opened, which would
+    import torch.
     """
     if model.missing() or not key_of("", device, versions)._file.parent.is_dir():
         return None
@@ -67,7 +67,7 @@ def cached_key(
 
 
 def load_repairs(key: RepairCacheKey) -> tuple[Repair, ...]:
-    """The repairs of earlier runs, in the order in which they are put on."""
+    """Repairs of earlier runs, in the order in which they are applied."""
     path = key._file
     try:
         whole = json.loads(path.read_text(encoding="utf-8"))
@@ -81,7 +81,7 @@ def load_repairs(key: RepairCacheKey) -> tuple[Repair, ...]:
 
 
 def save_repair(key: RepairCacheKey, remedy: Repair) -> None:
-    """Keep one more, in place of those that it makes needless."""
+    """Save one more repair, and drop those that it covers."""
     others = [each for each in load_repairs(key) if not _holds(remedy, each)]
     whole = {"schema": _SCHEMA, "repairs": [asdict(each) for each in (*others, remedy)]}
     path = key._file
@@ -92,17 +92,17 @@ def save_repair(key: RepairCacheKey, remedy: Repair) -> None:
 
 
 def delete_repairs(key: RepairCacheKey) -> int:
-    """Drop what is remembered; how many repairs that was."""
+    """Delete the saved repairs and return how many there were."""
     count = len(load_repairs(key))
     key._file.unlink(missing_ok=True)
     return count
 
 
 def remedy_from(told: Mapping[str, Any]) -> Repair:
-    """A remedy out of plain data, as a record or the cache holds it.
+    """Build a repair from plain data, as records and the cache store it.
 
     Raises:
-        TypeError: it is no such thing.
+        TypeError: the data is not a repair.
     """
     if not all(isinstance(value, str) for value in told.values()):
         raise TypeError(f"not a remedy: {told}")
@@ -110,12 +110,12 @@ def remedy_from(told: Mapping[str, Any]) -> Repair:
 
 
 def remedies_for(component: str, dtype: str, remedies: Iterable[Repair]) -> tuple[Repair, ...]:
-    """Those for this component where it has that dtype."""
+    """The repairs for this component in that dtype."""
     return tuple(each for each in remedies if (each.component, each.dtype) == (component, dtype))
 
 
 def repair_notes(part: ComponentPlan) -> Sequence[str]:
-    """What a plan says of the repairs in it: a line each."""
+    """The plan's notes on its repairs, one line each."""
     return [
         f"{remedy.place} runs in {remedy.to}: in {remedy.dtype} an earlier run of this model made "
         "values here that are not finite (--forget-repairs begins without)"
@@ -124,7 +124,7 @@ def repair_notes(part: ComponentPlan) -> Sequence[str]:
 
 
 def _holds(outer: Repair, inner: Repair) -> bool:
-    """Whether `outer` does what `inner` does, and maybe more."""
+    """Whether `outer` covers `inner`."""
     same = (outer.component, outer.to, outer.dtype) == (inner.component, inner.to, inner.dtype)
     around = not outer.module or f"{inner.module}.".startswith(f"{outer.module}.")
     return same and around

@@ -1,10 +1,9 @@
-"""The search for repairs that make a call's result finite, or that bring back what it lost.
+"""Search for the repairs that make a result finite, or restore what an overflow changed.
 
-The call is repeated, the fault that its result comes of is found, and the module around it is
-raised by one rung of precision; so on until the result is finite. Where no rung is left for a
-module, whole components are tried in float32. What does not help is taken off again. Here nothing
-is told and no error is raised for a fault. Read next: `guard.py`,
-`everyframe.numerics.fault_locator`.
+The call is replayed to locate the fault that its result comes from, and the module around it is
+raised to the next wider dtype; this repeats until the result is finite. If no wider dtype is left
+for a module, whole components are tried in float32. Repairs that do not help are undone. The search
+emits no events and raises no error for a fault; `guard.py` does.
 """
 
 from __future__ import annotations
@@ -25,32 +24,32 @@ from everyframe.runtime.repairs import RepairSet
 
 _Result = TypeVar("_Result")
 
-#: So many modules of one call are raised one by one; then the whole component is.
+#: Maximum number of modules raised one by one in a call; then the whole component is raised.
 _MAX_RAISED = 24
-#: What overflows after what was raised is looked for so often.
+#: Number of searches for modules that overflow after others were raised.
 _ROUNDS = 4
-#: A result is another one beyond this share of its largest value; rounding in float16 is below.
+#: Results differ above this share of the largest value; float16 rounding stays below.
 _FAR = 0.02
 
 
 @dataclass(frozen=True)
 class RepairStep:
-    """A fault, and what was done about it."""
+    """A fault and its repair."""
 
     fault: Fault
     remedy: Repair
 
     def is_vain(self, next_fault: Fault) -> bool:
-        """Whether the same went wrong again although other kernels compute it."""
+        """Whether the same module failed again although it uses plain kernels."""
         same = (next_fault.part, next_fault.module) == (self.fault.part, self.fault.module)
         return same and self.remedy.to == PLAIN
 
 
 @dataclass(frozen=True)
 class RepairOutcome(Generic[_Result]):
-    """The call's last result, and the repairs that are put on now.
+    """The call's last result and the repairs that are active now.
 
-    Where nothing helped there is neither, and `fault` is why, if any operation is.
+    If nothing helped there is neither, and `fault` is the cause, if it is a single operation.
     """
 
     result: _Result | None
@@ -59,9 +58,9 @@ class RepairOutcome(Generic[_Result]):
 
 
 class RepairSearch(Generic[_Result]):
-    """Finds what has to be put on for `compute`, which calls the components `parts`.
+    """Find the repairs that `compute`, which calls the components `parts`, needs.
 
-    `given` is what it is called with, by name; what of that is not finite is no module's fault.
+    `given` are its inputs by name; a non-finite input is no module's fault.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class RepairSearch(Generic[_Result]):
         self._done: list[RepairStep] = []
 
     def until_finite(self) -> RepairOutcome[_Result]:
-        """Repair a result that was not finite, with as little raised as helps."""
+        """Repair a non-finite result with as few modules raised as possible."""
         while True:
             located = self._located()
             if located is None:
@@ -99,9 +98,9 @@ class RepairSearch(Generic[_Result]):
         return RepairOutcome(result, tuple(self._done))
 
     def of_swallowed(self, result: _Result) -> RepairOutcome[_Result]:
-        """Repair a finite result in which infinities came to nothing, if it is another one then.
+        """Repair a finite result whose infinities vanished on the way, if the result changes.
 
-        An infinity that changes nothing, as a mask's, is let be.
+        An infinity that changes nothing, such as that of a mask, stays.
         """
         repaired: _Result | None = None
         try:
@@ -120,9 +119,9 @@ class RepairSearch(Generic[_Result]):
         return RepairOutcome(self._compute())
 
     def _raise_swallowed(self) -> bool:
-        """Raise what makes infinities that come to nothing; whether there is any.
+        """Raise the modules whose infinities vanished later; return whether there are any.
 
-        What they are handed on to in float16 overflows next, so it is looked for again.
+        In float16 the next module may overflow on what they pass on, so the search repeats.
         """
         for _ in range(_ROUNDS):
             located = locate_fault(self._parts, self._compute, self._given)
@@ -141,8 +140,9 @@ class RepairSearch(Generic[_Result]):
         return bool(self._done)
 
     def _located(self) -> Located | None:
-        """The faults of the call as it is repaired by now; None: two dtypes met, and it is put on
-        what is around the last one as well.
+        """Locate the faults under the current repairs.
+
+        None after a dtype mismatch: then the parent of the last repaired module is raised, too.
         """
         try:
             located = locate_fault(self._parts, self._compute, self._given)
@@ -163,7 +163,7 @@ class RepairSearch(Generic[_Result]):
         return None
 
     def _repair_of(self, located: Located) -> RepairStep | None:
-        """The least that may help against what the result comes of."""
+        """Smallest repair to try next for what the result comes from."""
         if any(each.cause == "weights" for each in located.faults):
             return None
         if self._done and located.fault is not None and self._done[-1].is_vain(located.fault):
@@ -171,7 +171,7 @@ class RepairSearch(Generic[_Result]):
         return self._first(located.faults)
 
     def _first(self, faults: Iterable[Fault]) -> RepairStep | None:
-        """The first of these for which there is a remedy."""
+        """The first of these faults that has a repair."""
         whole = len(self._done) >= _MAX_RAISED
         for fault in faults:
             remedy = self._repairs.for_fault(fault, whole=whole)
@@ -184,9 +184,9 @@ class RepairSearch(Generic[_Result]):
         self._done.append(repair)
 
     def _by_whole_components(self, fault: Fault) -> RepairOutcome[_Result]:
-        """The last try, where nothing is left to be raised around a fault: all of it in float32.
+        """Last attempt, when nothing around a fault can be raised: whole components in float32.
 
-        What a module is given may have lost its digits long before.
+        The module's input may have lost its precision long before.
         """
         self._repairs.take_back(self._before)
         whole = self._repairs.widest()

@@ -1,8 +1,7 @@
-"""Repairs: what is put on a module from outside so that its results are finite, and taken off.
+"""Repairs: run a module in a wider dtype or with plain kernels, applied from outside.
 
-A repair is a `Repair`, which names a module and what it runs in from then on. Here is which remedy
-a fault asks for, and how one is put on; when that is done is the guard's affair. Taking off gives
-every bit back. Read next: `guard.py`, which decides; `everyframe.precision.upcast`.
+A `Repair` names a module and what it runs in from then on. This module chooses the repair for a
+fault, applies it and undoes it bit for bit; the guard decides when (`guard.py`).
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from everyframe.precision.cast_hooks import CastHooks
 from everyframe.precision.dtypes import dtype_name, torch_dtype
 from everyframe.precision.upcast import Upcast, is_below, narrowest, next_rung
 
-#: What undoes a repair.
+#: Undoes a repair.
 Undo = Callable[[], None]
 
 
 def put_on(component: nn.Module, remedy: Repair) -> Undo:
-    """Put a remedy on its component; what takes it off again.
+    """Apply a repair to its component and return its undo function.
 
     Raises:
         InputError: the component has no such module.
@@ -50,12 +49,12 @@ def put_on(component: nn.Module, remedy: Repair) -> Undo:
 
 
 def plain_parts(remedies: Iterable[Repair]) -> Sequence[str]:
-    """The modules that these have run by plain kernels, and as they are written."""
+    """Names of the modules that these repairs run uncompiled and with plain kernels."""
     return [remedy.module for remedy in remedies if remedy.to == PLAIN]
 
 
 def _plain(module: nn.Module) -> Undo:
-    """Have everything in the module computed by plain kernels, and nothing by what was compiled."""
+    """Run everything in the module with plain kernels, and nothing compiled."""
     undo: list[Undo] = [
         disable_compiled(module),
         attention.attend_by(module, attention.PLAIN, inside=True).remove,
@@ -82,7 +81,7 @@ def _set(owner: Any, name: str, value: Any) -> Undo:
 
 
 class RepairSet:
-    """What is repaired in the components `parts`, by name, on that device."""
+    """Active repairs of the components `parts`, by name, on that device."""
 
     def __init__(self, device: DeviceFacts, parts: Mapping[str, nn.Module]) -> None:
         self._device = device
@@ -95,17 +94,17 @@ class RepairSet:
         }
 
     def __bool__(self) -> bool:
-        """Whether anything is."""
+        """Whether any repair is active."""
         return bool(self._put_on)
 
     def all(self) -> tuple[Repair, ...]:
-        """What is put on, in that order."""
+        """Active repairs, in the order in which they were applied."""
         return tuple(remedy for remedy, _ in self._put_on)
 
     def for_fault(self, fault: Fault, *, whole: bool = False) -> Repair | None:
-        """The least that may help: that module one rung up, or what is around it; None: nothing.
+        """Smallest repair to try: the module, or its parent, one dtype wider. None if exhausted.
 
-        With `whole`, the whole component. A kernel that is wrong is not used, if there is another.
+        `whole` raises the whole component. A faulty kernel is replaced by a plain one, if any.
         """
         if not fault.part or fault.cause in ("weights", "given"):
             return None
@@ -121,11 +120,11 @@ class RepairSet:
         return self._raising(fault.part, "" if whole else fault.module, to)
 
     def plainly(self, component: str, module: str) -> Repair:
-        """That module by plain kernels, and as it is written."""
+        """Repair that runs that module uncompiled and with plain kernels."""
         return Repair(component, module, PLAIN, self._dtypes[component])
 
     def around(self, remedy: Repair) -> Repair | None:
-        """The same for what is around that module, as two dtypes met beside it; or None."""
+        """The same repair for the parent module, after a dtype mismatch beside it; or None."""
         if not remedy.module or remedy.to == PLAIN:
             return None
         return self._raising(remedy.component, _around(remedy.module), torch_dtype(remedy.to))
@@ -138,7 +137,7 @@ class RepairSet:
         return Repair(component, module, dtype_name(to), self._dtypes[component])
 
     def _is_below(self, component: str, module: str, to: torch.dtype) -> bool:
-        """Whether that module was not put on that rung before."""
+        """Whether that module has not been raised to that dtype yet."""
         before = [
             torch_dtype(each.to)
             for each in self.all()
@@ -147,7 +146,7 @@ class RepairSet:
         return not before or is_below(before[-1], to)
 
     def put_on(self, remedy: Repair) -> None:
-        """Do it."""
+        """Apply a repair."""
         part = self._parts[remedy.component]
         # Does nothing where the plan has put casts on already; somebody else's module has none.
         self._joined.append(cast_hooks.add_input_casts(part))
@@ -155,23 +154,23 @@ class RepairSet:
         self._tried.add(remedy)
 
     def join(self) -> None:
-        """Have each of the components take inputs that are wider than its parameters."""
+        """Let each component accept inputs wider than its parameters."""
         # Does nothing where the plan has put casts already; somebody else's module has none.
         self._joined += [cast_hooks.add_input_casts(part) for part in self._parts.values()]
 
     def take_off(self, remedy: Repair) -> None:
-        """Undo that one, which was put on last."""
+        """Undo that repair, which must be the last one applied."""
         last, undo = self._put_on.pop()
         assert last == remedy, "repairs come off in the opposite order"
         undo()
 
     def take_back(self, number: int) -> None:
-        """Undo all but the first so many."""
+        """Undo all but the first `number` repairs."""
         while len(self._put_on) > number:
             self.take_off(self._put_on[-1][0])
 
     def undo(self) -> None:
-        """Everything as it was before the first repair, bit for bit."""
+        """Undo everything; the components are as before the first repair, bit for bit."""
         self.take_back(0)
         for joined in self._joined:
             joined.remove()
@@ -179,7 +178,7 @@ class RepairSet:
         self._tried = set()
 
     def widest(self) -> Sequence[Repair]:
-        """Each component that has parameters in half precision, wholly in float32."""
+        """Repairs that run each half-precision component wholly in float32."""
         return [
             Repair(name, "", "float32", self._dtypes[name])
             for name, part in self._parts.items()
@@ -188,7 +187,7 @@ class RepairSet:
 
 
 def _has_two_ways(part: nn.Module, fault: Fault) -> bool:
-    """Whether there are other kernels for what went wrong, which are put on by `_plain`."""
+    """Whether `_plain` has other kernels for the faulty operation."""
     module = part.get_submodule(fault.module)
     if "attention" in fault.operation:
         return True
@@ -199,7 +198,7 @@ def _around(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-#: Words of a prompt that ask for frames of one colour, and which that is: values in 0..1.
+#: Prompt words that ask for frames of one colour, and the range of that colour in 0..1.
 _ASKS_FOR = {
     r"black|dark|darkness|night|fades?|fading": (0.0, 0.1),
     r"white|fades?|fading": (0.9, 1.0),
@@ -218,9 +217,9 @@ _CAUSES: dict[str, str] = {
 
 
 class GuardLog:
-    """The calls of a stage on a device: how messages name each, and what is to be told of them.
+    """Events of a stage's calls, and how messages name a call: "step 3 of denoise".
 
-    What is counted, and what of: "step 3 of denoise".
+    `counts` is what is counted ("step"), `of` what it belongs to ("denoise").
     """
 
     def __init__(self, device: DeviceFacts, stage: str, counts: str, of: str) -> None:
@@ -230,26 +229,26 @@ class GuardLog:
         self._told: list[Event] = []
 
     def place(self, number: int) -> str:
-        """Such as "step 3 of denoise"."""
+        """Name of a call, such as "step 3 of denoise"."""
         return f"{self._counts} {number} of {self._of}"
 
     def where(self, number: int) -> str:
-        """The place, and whether memory is near its limit there, if the system tells."""
+        """Name of a call, with a remark if memory is near its limit and the system reports it."""
         memory = describe_memory_pressure(self._device)
         return self.place(number) + (f" ({memory})" if memory else "")
 
     def tell(self, *events: Event) -> None:
-        """Have these handed on."""
+        """Add events."""
         self._told += events
 
     def events(self) -> Iterator[Event]:
-        """What was told since this was last asked."""
+        """Events added since the last call."""
         told, self._told = self._told, []
         yield from told
 
 
 def describe_fault(fault: Fault, why: str) -> str:
-    """The fault in a clause; `why` is one of `_CAUSES`."""
+    """Describe a fault in one clause; `why` is a key of `_CAUSES`."""
     if fault.wide is None and why != "unclear":
         return f"{fault.operation} in {fault.place} handed on values that are not finite"
     dtype = dtype_name(fault.dtype)
@@ -261,13 +260,13 @@ def describe_fault(fault: Fault, why: str) -> str:
 
 
 def prompt_truncated_note(cut: str) -> Note:
-    """That a text encoder could not hold all of the prompt, and which words of it went."""
+    """Note that a text encoder truncated the prompt; quotes the lost words."""
     said = f"the prompt is too long for the model; its end is cut: {cut!r}"
     return Note(said, in_record=True)
 
 
 def weights_told(parts: Mapping[str, nn.Module], place: str) -> str:
-    """That the weights of these components are broken, the one at `place` first."""
+    """Message for non-finite weights in these components, beginning with the one at `place`."""
     bad = bad_weights(parts)
     name, tensor = next((each for each in bad if each[0] == place), bad[0])
     count = int((~tensor.isfinite()).sum())
@@ -283,7 +282,7 @@ def weights_told(parts: Mapping[str, nn.Module], place: str) -> str:
 
 
 def asks_for(prompt: str, frames_TX: Tensor) -> bool:
-    """Whether the prompt asks for frames (values 0..1) of the one colour that these are of."""
+    """Whether the prompt asks for frames (values 0..1) of the single colour that these have."""
     low, high = float(frames_TX.min()), float(frames_TX.max())
     return any(
         least <= low and high <= most and re.search(rf"\b({words})\b", prompt, re.IGNORECASE)

@@ -1,7 +1,7 @@
-"""What several families ask of a request alike: its size, its length, how pictures fit. No torch.
+"""Request checks that families share: size, length, prompt, image fit, start noise. No torch.
 
-Each function refuses what can't be had by an `InputError` that says what can. Not here: which
-sizes and lengths a model has, which is its family's. Read next: a family's `settle.py`.
+Each check raises an `InputError` that says what is possible instead. The sizes and lengths of a
+model are in its family's `settings.py`.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from everyframe.core.errors import InputError, did_you_mean
 from everyframe.core.plan import Settings
 from everyframe.core.request import MAX_FRAMES, Request
 
-#: Of one video whose latents are in memory all at once: the longest clip, of a megapixel a frame.
+#: Maximum pixels of a video with all latents in memory: the longest clip at a megapixel a frame.
 MAX_PIXELS = 100 * 10**9
 
-#: How a picture of other proportions is fitted, and what it then is.
+#: Fits for an image of another aspect ratio, and the participle for messages.
 _FITTED = {"crop": "cropped", "pad": "padded", "stretch": "stretched"}
 
 
 def check_used(title: str, request: Request, without: Mapping[str, str]) -> None:
-    """Refuse options that have no effect on a model that makes one clip; `without`: what instead.
+    """Reject options without effect on a single-clip model; `without` maps each to an alternative.
 
     Raises:
-        InputError: names the option, and what to give in its place.
+        InputError: names the option and its alternative.
     """
     for name, instead in without.items():
         if getattr(request, name) is not None:
@@ -36,7 +36,7 @@ def check_used(title: str, request: Request, without: Mapping[str, str]) -> None
 
 
 def check_prompt(prompt: str) -> None:
-    """Refuse a prompt without a word, for a model that draws what a prompt says."""
+    """Reject an empty prompt, for a model that draws what a prompt says."""
     if not prompt.strip():
         raise InputError(
             "the prompt is empty; say what the video shows, "
@@ -45,7 +45,7 @@ def check_prompt(prompt: str) -> None:
 
 
 def check_size(height: int, width: int, step: int) -> None:
-    """Refuse sides that are no multiples of `step` pixels; names the nearest that are."""
+    """Reject sides that are no multiple of `step` pixels; names the nearest that are."""
     for name, given in (("height", height), ("width", width)):
         if given % step:
             low = max(given // step * step, step)
@@ -54,7 +54,7 @@ def check_size(height: int, width: int, step: int) -> None:
 
 
 def check_amount(num_frames: int, height: int, width: int) -> None:
-    """Refuse a video that is beyond any device, before a plan is sought for it."""
+    """Reject a video that is too large for any device, before planning starts."""
     if num_frames * height * width > MAX_PIXELS:
         given = num_frames * height * width / 1e9
         raise InputError(
@@ -64,7 +64,7 @@ def check_amount(num_frames: int, height: int, width: int) -> None:
 
 
 def frames_in(seconds: float, fps: float) -> int:
-    """The frames of so many seconds, at least one. Raises `InputError` for too many."""
+    """Number of frames in that many seconds, at least 1. Raises `InputError` for too many."""
     wanted = seconds * fps
     if wanted > MAX_FRAMES:
         raise InputError(
@@ -75,26 +75,26 @@ def frames_in(seconds: float, fps: float) -> int:
 
 
 def in_pieces(seconds: float, fps: float, frames: int, piece: int) -> str:
-    """What is said of seconds that become other frames, in whole pieces of so many."""
+    """Note on a duration that is rounded to whole chunks of `piece` frames."""
     return (
         f"{seconds:g} s become {frames} frames ({frames / fps:.2f} s): "
         f"the autoencoder works in pieces of {piece} frames"
     )
 
 
-#: What our own models do where nobody says how.
+#: Fit of our own models if the request sets none.
 DEFAULT_FIT = "crop"
 
 
 def check_fit(fit: str | None) -> None:
-    """Refuse a way to fit pictures that there is none of."""
+    """Reject an unknown fit."""
     if fit is not None and fit not in _FITTED:
         hint = did_you_mean(fit, _FITTED)
         raise InputError(f"fit must be one of {', '.join(_FITTED)}, got {fit!r}{hint}")
 
 
 def told_of_fit(what: str, given: tuple[int, int], size: tuple[int, int], fit: str) -> str | None:
-    """What is said of a picture whose (height, width) has other proportions; None if it has not."""
+    """Note on an image whose (height, width) has another aspect ratio; None if it is the same."""
     (height, width), (to_height, to_width) = given, size
     if height * to_width == width * to_height:
         return None
@@ -106,7 +106,7 @@ def told_of_fit(what: str, given: tuple[int, int], size: tuple[int, int], fit: s
 
 
 def shorter_lengths(num_frames: int, piece: int) -> list[int]:
-    """Lengths down to one piece, each about half of the one before, in whole pieces."""
+    """Lengths down to one chunk, each about half of the one before, in whole chunks."""
     lengths = [num_frames]
     while lengths[-1] > piece:
         lengths.append(max(lengths[-1] // 2 // piece, 1) * piece)
@@ -114,7 +114,7 @@ def shorter_lengths(num_frames: int, piece: int) -> list[int]:
 
 
 def smaller_sizes(height: int, width: int, step: int, least: int) -> list[tuple[int, int]]:
-    """Sizes in steps of pixels, each three quarters of the one before, no side below `least`."""
+    """Sizes in steps of `step` pixels, each 3/4 of the one before, no side below `least`."""
     sides = [(height, width)]
     while min(sides[-1]) * 3 // 4 >= least:
         height, width = (side * 3 // 4 // step * step for side in sides[-1])
@@ -125,7 +125,7 @@ def smaller_sizes(height: int, width: int, step: int, least: int) -> list[tuple[
 def smaller_videos(
     settings: Settings, lengths: Sequence[int], sides: Sequence[tuple[int, int]]
 ) -> Iterator[Settings]:
-    """The same video shorter, smaller or both, the one with most pixels first."""
+    """The same video shorter, smaller or both, most pixels first."""
     choices = [(height, width, frames) for height, width in sides for frames in lengths]
     for height, width, frames in sorted(choices[1:], key=math.prod, reverse=True):
         yield replace(settings, height=height, width=width, num_frames=frames)
@@ -141,7 +141,7 @@ class LatentSize(NamedTuple):
 
 @dataclass(frozen=True)
 class FrameChunk:
-    """Frames ``frame_start:frame_stop`` of a video and the latent frames that hold them alone."""
+    """Frames ``frame_start:frame_stop`` of a video, and the latent frames of exactly these."""
 
     frame_start: int
     frame_stop: int
@@ -154,35 +154,35 @@ class FrameChunk:
 
 
 class AutoencoderSizes:
-    """Sizes by the config of the autoencoder, `vae`; diffusers' defaults where it is silent."""
+    """Sizes from the autoencoder config `vae`, with diffusers' defaults for absent keys."""
 
     vae: Mapping[str, Any]
 
     @property
     def spatial_factor(self) -> int:
-        """Pixels of one latent, along each side."""
+        """Pixels per latent, along each side."""
         return int(2 ** (len(self.vae.get("block_out_channels", (64,))) - 1))
 
     @property
     def latent_channels(self) -> int:
-        """Channels of the latents that are made."""
+        """Channels of the latents."""
         return int(self.vae.get("latent_channels", 4))
 
     @property
     def scaling_factor(self) -> float:
-        """Latents of the denoiser over latents of the autoencoder."""
+        """Denoiser latents divided by autoencoder latents."""
         return float(self.vae.get("scaling_factor", 0.18215))
 
     @property
     def force_upcast(self) -> bool:
-        """Whether the autoencoder overflows half precision, by its own word."""
+        """Whether the config says that the autoencoder overflows half precision."""
         return bool(self.vae.get("force_upcast", True))
 
 
 def check_latents(latents: Any, expected: tuple[int, ...], meaning: str) -> None:
-    """Raise `InputError` if start noise was given and has not the shape `expected`.
+    """Raise `InputError` if start noise is given with another shape than `expected`.
 
-    `meaning` says in the message what the shape stands for.
+    `meaning` explains the shape in the message.
     """
     if latents is None:
         return

@@ -10,9 +10,9 @@ from everyframe.core.plan import Repair
 
 @dataclass(frozen=True)
 class OomEvent:
-    """That memory ran out in the video of `seed`, when `step` of its steps were done.
+    """An out-of-memory event in the video of `seed`, after `step` finished steps.
 
-    `call` counts the calls of the stage since then, from 0; `at` is the component of a pipeline.
+    `call` counts the stage's calls since then, from 0; `at` is the component of a pipeline.
     """
 
     seed: int | None
@@ -22,35 +22,35 @@ class OomEvent:
 
 
 class OomLog(Protocol):
-    """Those of one stage, kept over the end of a process."""
+    """Out-of-memory events of one stage, saved beyond the process."""
 
     def known(self) -> tuple[OomEvent, ...]:
-        """Those of before, in their order."""
+        """Saved events, in order."""
         ...
 
     def keep(self, shortage: OomEvent) -> None:
-        """Keep one more, and come back when it is kept."""
+        """Save one event; returns when it is saved."""
         ...
 
 
 class ReplayLog(Protocol):
-    """What a foreign pipeline's models answered, call by call, kept over the end of a process."""
+    """Outputs of a diffusers pipeline's models, call by call, saved beyond the process."""
 
     def next(self, call: str) -> Any:
-        """The answer to the next call; None where the call has to be made.
+        """Saved output of the next call; None if the call has to run.
 
-        `call` is a digest of what it is given: only to the same was there the same answer.
+        `call` is a digest of its inputs: an output is reused for the same inputs only.
         """
         ...
 
     def keep(self, answer: Any, remedies: tuple[Repair, ...]) -> None:
-        """Keep the answer to the oldest call that was made since, with the repairs it needed."""
+        """Save the output of the oldest call that has run since, with the repairs it needed."""
         ...
 
     def again(self) -> None:
-        """From the first call on."""
+        """Restart from the first call."""
         ...
 
     def remedies(self) -> tuple[Repair, ...]:
-        """The repairs of the last answer that is there."""
+        """Repairs of the last saved output."""
         ...

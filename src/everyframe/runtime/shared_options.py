@@ -1,6 +1,6 @@
-"""Options that more than one family knows: each written once, for their `options.py`. No torch.
+"""Request options that several families share, each defined once for their `options.py`. No torch.
 
-Not here: options that every family shares, which are `everyframe.core.request`.
+Options of all families are in `everyframe.core.request`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from everyframe.core.options import option
 
 
 def fit_option() -> Any:
-    """How a picture of other proportions is brought to the size that is worked at."""
+    """How an image of another aspect ratio is fitted to the video's size."""
     return option(
         "Bring given pictures and videos to the video's size: crop, pad or stretch; without it our "
         "own models crop, and a diffusers pipeline has them as they are.",
@@ -20,7 +20,7 @@ def fit_option() -> Any:
 
 
 def variant_option() -> Any:
-    """Which of several sets of the same weights is read."""
+    """Which stored precision of the weights is read, if there are several."""
     return option(
         "Stored precision of the weights to take where a model has several, such as fp16.",
         group="Family",
@@ -29,7 +29,7 @@ def variant_option() -> Any:
 
 
 def truncate_prompt_option() -> Any:
-    """Whether a prompt that the text encoder can't hold is cut."""
+    """Whether a prompt too long for the text encoder is truncated."""
     return option(
         "Go on with the beginning of a prompt that is too long.", group="Family", default=False
     )

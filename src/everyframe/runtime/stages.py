@@ -1,9 +1,8 @@
-"""The loop that every denoising stage has: each take through its sampler, each step an event.
+"""Stage loops that families share: encode, denoise and decode, with events, guard and ranks.
 
-After each step the take says how far it is, so that a run that is broken off goes on from there.
-Each state is looked at by the stage's guard, and what that repaired comes before the step's event.
-
-Not here: which sampler, and what it is given; that is the family's. Read next: `interface.py`.
+After each denoising step the video's state is saved in its `VideoState`, so that an interrupted
+run resumes there. The guard checks each state, and its repair events come before the step's event.
+The family chooses the sampler and its inputs.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _Model = TypeVar("_Model", bound=NativeModelSpec[Any, Any, Any])
 
 @dataclass(frozen=True)
 class StageContext(Generic[_Model]):
-    """The plan, the model and the ranks of a run."""
+    """Plan, model and ranks of a run."""
 
     plan: Plan
     model: _Model
@@ -48,11 +47,11 @@ class StageContext(Generic[_Model]):
         return self.plan.settings
 
     def device(self, component: str) -> str:
-        """Where a component runs."""
+        """Device of a component."""
         return self.plan.component(component).device
 
     def loaded(self, component: str) -> Generator[Event, None, Any]:
-        """A component with its weights, and an event that says how long that took."""
+        """Load a component, and yield an event with the loading time."""
         began = time.perf_counter()
         sizes = self.model.sizes
         module = load_component(
@@ -71,16 +70,16 @@ class StageContext(Generic[_Model]):
         parts: Mapping[str, nn.Module],
         apart: Callable[[], AbstractContextManager[None]] | None = None,
     ) -> Guard:
-        """What watches these components in that stage; see `Guard`."""
+        """The guard of these components in that stage; see `Guard`."""
         return Guard(self.plan, stage, parts, savings=self.model.savings, apart=apart)
 
 
 @dataclass(frozen=True)
 class SamplerBatch:
-    """Batches of a take that are worked on at the same time, by `count` ranks; one as a rule.
+    """Batches of a video that `count` ranks (usually 1) compute at the same time.
 
-    `steps` are those of this rank's batch, and the state after the last is that of them all. When
-    they are over, `end` steps of the take are done: those of each batch count.
+    `steps` are the steps of this rank's batch; the state after the last one includes all batches.
+    `end` is the number of the video's finished steps then, counting those of each batch.
     """
 
     steps: Iterator[SamplerStep]
@@ -89,15 +88,15 @@ class SamplerBatch:
 
 
 SamplerBatches = Callable[[VideoState], Iterable[SamplerBatch]]
-"""A take's lots from that one on which `VideoState.step` is in, begun at that step."""
+"""Yields a video's batches from the one that contains `VideoState.step`, begun at that step."""
 
 
 def run_denoising(
     stage: str, takes: Sequence[VideoState], num_steps: int, guard: Guard, lots: SamplerBatches
 ) -> Iterator[Event]:
-    """Fill each take's `latents` with what its samplers make of it, one lot after the other.
+    """Run each video's sampler batches and fill its `latents`.
 
-    `num_steps` is of one take. The latents of several batches are joined along the first axis.
+    `num_steps` is per video. Latents of several batches are joined along the first axis.
     """
     for number, take in enumerate(takes):
         if take.step == num_steps:
@@ -125,10 +124,10 @@ def run_sharded_denoising(
     takes: Sequence[VideoState],
     sample: Callable[[Guard, VideoState], Iterator[SamplerStep]],
 ) -> Iterator[Event]:
-    """Fill each take's `latents` by a denoiser that all ranks of a video call together.
+    """Fill each video's `latents` with a denoiser that all its ranks call together.
 
-    `put_on` is what was put on it for them, and is taken off. ``sample(guard, take)`` are a take's
-    steps, from that one on which it is in.
+    `put_on` is the denoiser's sharding, which is removed at the end. ``sample(guard, take)`` yields
+    a video's steps from its current one.
     """
     with put_on:
         apart = put_on.apart if put_on.team.size > 1 else None
@@ -142,7 +141,7 @@ def run_sharded_denoising(
 
 
 def _take_step(take: VideoState, step: SamplerStep, done: int, num_steps: int) -> None:
-    """Put the state after a step into its take, whole at every moment in which others see it."""
+    """Store the state after a step in its video, consistent whenever others can see it."""
     take.step = done
     take.latents, take.memory = step.x, step.memory
     if step.index + 1 == step.num_steps:
@@ -159,9 +158,9 @@ _Result = TypeVar("_Result")
 def on_lead_rank(
     team: Communicator, encoded: Generator[Event, None, Sequence[Tensor]], what: str
 ) -> Generator[Event, None, list[Tensor]]:
-    """On every rank what `encoded` makes on the first; elsewhere it is not begun.
+    """Run `encoded` on the lead rank and share its result with every rank.
 
-    `what` is said of the wait, such as "the text is handed on".
+    `what` names the wait in messages, such as "the text is handed on".
     """
     mine = (yield from encoded) if team.is_lead else None
     return team.share(mine, 0, what)
@@ -170,7 +169,7 @@ def on_lead_rank(
 def encode_once(
     stage: str, guard: Guard, takes: Sequence[VideoState], calls: Sequence[Callable[[], _Result]]
 ) -> Generator[Event, None, list[_Result]]:
-    """The result of each call, which is for all takes: a step each."""
+    """Run calls whose results are for all videos; one step each."""
     results = []
     for step, encode in enumerate(calls, start=1):
         results.append((yield from _step(stage, guard, takes[0], step, len(calls), encode)))
@@ -180,7 +179,7 @@ def encode_once(
 def encode_per_video(
     stage: str, guard: Guard, takes: Sequence[VideoState], encode: Callable[[VideoState], _Result]
 ) -> Generator[Event, None, list[_Result]]:
-    """What `encode` makes for each take, which has repairs of its own: a step each."""
+    """Run `encode` for each video, with that video's repairs; one step each."""
     results = []
     for step, take in enumerate(takes, start=1):
         guard.take(take)
@@ -201,11 +200,11 @@ def _step(
 
 @dataclass(frozen=True)
 class DecodePieces:
-    """The pieces that a take's latents are decoded in.
+    """Pieces in which a video's latents are decoded.
 
-    ``decode(number, step)`` makes one, on the host, in that step of the stage.
-    ``ready(number, piece)`` is asked on the first rank, piece by piece, and gives the frames
-    (T, H, W, 3) in 0..1 that are finished then; as a rule the piece's own.
+    ``decode(number, step)`` decodes one, on the host, in that step of the stage.
+    ``ready(number, piece)`` is called on the lead rank, piece by piece, and returns the frames
+    (T, H, W, 3) in 0..1 that are finished then; usually the piece's own.
     """
 
     num: int
@@ -216,9 +215,9 @@ class DecodePieces:
 def distribute_pieces(
     team: Communicator, guard: Guard, owner: Iterable[int], decode: Callable[[int], Tensor]
 ) -> Iterator[tuple[Tensor, list[Event]]]:
-    """What `decode` makes of each piece and what happened meanwhile, in order, on the first rank.
+    """Decode pieces across ranks; yield each with its events, in order, on the lead rank.
 
-    `decode(number)` is called for a rank's own pieces, those that `owner` says are its.
+    ``decode(number)`` runs for the pieces that `owner` assigns to this rank.
     """
 
     def make(number: int) -> tuple[Tensor, list[Any]]:
@@ -237,7 +236,7 @@ def decode_pieces(
     team: Communicator,
     pieces: DecodePieces,
 ) -> Iterator[Event]:
-    """Yield the frames of the take at `place`; several ranks deal out its pieces."""
+    """Yield the frames of the video at index `place`; several ranks share its pieces."""
     take, first, begun = takes[place], place * pieces.num + 1, time.perf_counter()
     guard.take(take)
 
@@ -257,21 +256,21 @@ def decode_pieces(
 
 
 def as_floats(frames: Any) -> Tensor:
-    """8-bit frames in 0..1, float32."""
+    """8-bit frames as float32 in 0..1."""
     return torch.from_numpy(frames).to(torch.float32) / 255
 
 
 def as_frames(pixels_TCHW: Tensor) -> Tensor:
-    """Frames (T, H, W, 3) in 0..1 of pixels around -1..1, on the host."""
+    """Frames (T, H, W, 3) in 0..1 on the host, from pixels around -1..1."""
     frames_THWC = rearrange(pixels_TCHW, "t c h w -> t h w c").to("cpu", torch.float32)
     return (frames_THWC / 2 + 0.5).clamp(0, 1).contiguous()
 
 
 class GuardedDenoiser:
-    """``denoise`` as `make` makes it, which is made again whenever its guard changed a module.
+    """A guarded ``denoise``, which `make` builds again whenever the guard has changed a module.
 
-    For what it keeps of a text was computed by modules, too. It is made with the guard's `settings`
-    of then, also where memory ran out. `start` steps were done before.
+    It caches results of modules for the text, so a change makes them stale. It is built with the
+    guard's current `settings`, also after a memory fallback. `start` steps are already done.
     """
 
     def __init__(

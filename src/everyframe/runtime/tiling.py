@@ -1,11 +1,10 @@
-"""Decoding and encoding in tiles: overlapping squares, one after the other, that are blended.
+"""Tiled VAE encoding and decoding: overlapping tiles, computed one at a time and blended.
 
-Lossy: an autoencoder's norms and its attention see one tile at a time, so each differs a little
-from the same place in the whole picture, and most where two of them meet. Across the overlap one
-fades into the next. Memory is that of one tile, and of the whole result. Sides count rows and
-columns of latents both ways, so that a tile is as large a part of the picture in either.
-
-Not here: when it is done. That is a saving of a family
+Lossy: norms and attention of an autoencoder see one tile at a time, so each tile differs slightly
+from the same area of the whole image, most where two tiles meet. Tiles fade into each other across
+the overlap. Memory is that of one tile and of the whole result. Tile sides are rows and columns of
+latents both ways, so that a tile is the same fraction of the image when encoding and decoding.
+Tiling is used when a memory saving of a family asks for it
 (`everyframe.runtime.interface.MemorySaving`).
 """
 
@@ -25,32 +24,32 @@ if TYPE_CHECKING:
 #: Rows and columns of latents in a tile, largest first; 512, 256 and 128 pixels in most models.
 SIDES = (64, 32, 16)
 
-#: Tiles of a dry run: the second is decoded while the result so far is held, as all others are.
+#: Tiles in a dry run: the second runs while the result so far is in memory, like all others.
 REHEARSED = 2
 
-#: Names of the savings in settings: rows and columns of latents in a tile.
+#: Names of the memory savings in settings; the value is the tile side in latents.
 DECODE, ENCODE = "decode_tile", "encode_tile"
 
-#: Name of the saving that comes before them: frames in one call of an autoencoder of pictures.
+#: Name of the saving before them: frames in one call of an image autoencoder.
 FRAMES = "vae_frames"
 
-#: The stage that each of the two is for, and how it is told.
+#: Stage of each of the two, and words for its note.
 _SAYS = {
     DECODE: ("decode", "frames are decoded", "decoder"),
     ENCODE: ("given frames", "given frames are encoded", "encoder"),
 }
 
-#: Share of a tile, along each side, in which it fades into its neighbour.
+#: Fraction of a tile, along each side, that overlaps its neighbour.
 OVERLAP = 1 / 4
 
 
 def decode_in_tiles(
     decode: Callable[[Tensor], Tensor], latents: Tensor, side: int, *, most: int | None = None
 ) -> Tensor:
-    """``decode(latents)`` put together of tiles; `side` 0 or as large as the latents is no tiles.
+    """``decode(latents)`` in tiles; a `side` of 0, or as large as the latents, is a single call.
 
-    `latents` (..., h, w) become pixels (..., H, W), H and W the same multiple of h and w. With
-    `most`, no more than so many tiles are decoded: for a dry run, in which they are alike.
+    `latents` (..., h, w) become pixels (..., H, W), where H and W are the same multiple of h and w.
+    `most` limits the number of tiles, for a dry run, in which all tiles are alike.
     """
     height, width = latents.shape[-2:]
     return _in_tiles(decode, latents, (height, width), 1, side, most)
@@ -64,10 +63,10 @@ def encode_in_tiles(
     *,
     most: int | None = None,
 ) -> Tensor:
-    """``encode(pixels)`` put together of tiles; `side` and `most` as in `decode_in_tiles`.
+    """``encode(pixels)`` in tiles; `side` and `most` as in `decode_in_tiles`.
 
-    `pixels` (..., H, W) become latents (..., h, w), one for `factor` rows and columns of pixels;
-    what is over at the end belongs to none, or to the last.
+    `pixels` (..., H, W) become latents (..., h, w), one for `factor` rows and columns of pixels.
+    Pixels left over at the end belong to no latent, or to the last.
     """
     height, width = (length // factor for length in pixels.shape[-2:])
     return _in_tiles(encode, pixels, (height, width), factor, side, most)
@@ -81,7 +80,7 @@ def _in_tiles(
     side: int,
     most: int | None,
 ) -> Tensor:
-    """What `compute` makes of tiles of `given`, which has `each` rows for one of `size`."""
+    """Compute tiles of `given`, which has `each` rows for one of `size`, and blend them."""
     height, width = size
     corners = list(product(_starts(height, side), _starts(width, side)))
     if len(corners) == 1:
@@ -110,18 +109,18 @@ def _in_tiles(
 
 
 def num_tiles(height: int, width: int, side: int) -> int:
-    """How many tiles there are for latents of that size."""
+    """Number of tiles for latents of that size."""
     return len(_starts(height, side)) * len(_starts(width, side))
 
 
 def num_repeats(height: int, width: int, side: int) -> float:
-    """How often what is rehearsed is done for latents of that size."""
+    """How often the run does what the dry run does once, for latents of that size."""
     tiles = num_tiles(height, width, side)
     return tiles / min(tiles, REHEARSED)
 
 
 def fewer_frames(settings: Settings, usual: int) -> Iterator[MemorySaving]:
-    """Half as many frames at once, and again, down to one; each is coded by itself."""
+    """Yield savings that halve the frames per call, down to 1; each frame is coded on its own."""
     frames = settings.saving(FRAMES, usual)
     while frames > 1:
         frames = ceil(frames / 2)
@@ -139,9 +138,9 @@ def tile_savings(
     name: str = DECODE,
     sides: Sequence[int] | None = None,
 ) -> Iterator[MemorySaving]:
-    """Smaller and smaller tiles for latents of that size, in which is done what `name` says.
+    """Yield savings with smaller and smaller tiles for latents of that size.
 
-    `sides` are those of the tiles, `SIDES` as a rule.
+    `name` is `DECODE` or `ENCODE`, `sides` the tile sides, by default `SIDES`.
     """
     stage, what, who = _SAYS[name]
     by_now = settings.saving(name, max(height, width))
@@ -158,7 +157,7 @@ def tile_savings(
 
 
 def _starts(length: int, side: int) -> list[int]:
-    """Where tiles begin along one side: as few as overlap enough, evenly spread."""
+    """Tile starts along one side: the fewest with enough overlap, evenly spaced."""
     if not side or length <= side:
         return [0]
     overlap = int(side * OVERLAP)
@@ -167,7 +166,7 @@ def _starts(length: int, side: int) -> list[int]:
 
 
 def _fading(length: int, like: Tensor) -> Tensor:
-    """Weights of a tile along one side: 1 in the middle, less and less towards both ends."""
+    """Blend weights of a tile along one side: 1 in the middle, falling towards both ends."""
     import torch
 
     places = torch.arange(length, device=like.device, dtype=like.dtype) + 0.5

@@ -1,16 +1,14 @@
-"""Weights that several ranks keep between them: each has some units, and hands them to the others.
+"""Shard weights across ranks by block: each rank stores some blocks and broadcasts them on use.
 
-A rank reads its own units alone and keeps them on its device. When one is about to be called its
-holder sends it to all, who let go of it after the call, as of any weights that come for their call
-(`offload`); the next one is already on its way. So a model may be larger than a device, in any
-number of parts, and each product is computed by what was read from the file, bit for bit.
+A rank reads only its own blocks and holds them on its device. Before a block is called its owner
+broadcasts it, and the other ranks free it after the call, like any offloaded weights (`offload`);
+the next block is prefetched. So a model may be larger than a device, over any number of ranks, and
+every product uses the bits that were read from the file.
 
-Units and not slices of each tensor (as PyTorch's FSDP2 has them): what has to be there whole for
-one product comes from one rank, nothing is padded or put together, any number of ranks will do, and
-hooks, casts and repairs that sit on modules see plain parameters. All ranks must call the same
-units in the same order, also those that have no tokens.
-
-Read next: `offload.py`; `everyframe.planning.component_memory`, which forecasts it.
+Unlike FSDP2, which slices every tensor, whole blocks are owned by one rank. Nothing is padded or
+reassembled, any number of ranks works, and hooks, casts and repairs see ordinary parameters. All
+ranks must call the same blocks in the same order, also ranks without tokens. The planner estimates
+the memory in `everyframe.planning.component_memory`.
 """
 
 from __future__ import annotations
@@ -28,14 +26,14 @@ from everyframe.precision.quantization import as_quantised
 from everyframe.runtime import offload
 from everyframe.runtime.prefetch import PendingWeights, Placeholders
 
-#: What is sent, by which it is counted and waited for.
+#: Label of the exchange in byte counts and wait messages.
 WEIGHTS = "weights are handed on"
 
 
 def assign_units(unit_sizes: Mapping[str, int], room: Sequence[float]) -> dict[str, int]:
-    """Which rank keeps each unit: the largest first, each by who is least full with it.
+    """Owner rank of each unit: largest unit first, to the rank that is then least full.
 
-    `room` is how much of the weights each rank may keep beside the others; one without keeps none.
+    `room` is how much of the weights each rank may store, relative to the others; 0 stores none.
     """
     held = {rank: 0 for rank, much in enumerate(room) if much}
     found: dict[str, int] = {}
@@ -47,7 +45,7 @@ def assign_units(unit_sizes: Mapping[str, int], room: Sequence[float]) -> dict[s
 
 
 def sharded_bytes(module: nn.Module, precision: Precision, room: Sequence[float]) -> list[int]:
-    """Bytes of units that each rank keeps for all; see `assign_units`."""
+    """Bytes of the units that each rank owns; see `assign_units`."""
     sizes, _ = offload.unit_bytes(module, precision)
     with as_quantised(module, precision):
         rank_of = assign_units(_elements(module), room)
@@ -58,19 +56,19 @@ def sharded_bytes(module: nn.Module, precision: Precision, room: Sequence[float]
 def on_device_bytes(
     module: nn.Module, precision: Precision, room: Sequence[float], rank: int | None = None
 ) -> int:
-    """Bytes of parameters that that rank has on its device at most; None is who has most.
+    """Maximum bytes of parameters on the device of `rank`, or of the fullest rank if None.
 
-    What it keeps, what belongs to no unit, and two units of others: one computes, one comes.
+    They are its own units, parameters outside units, and two units of other ranks: one computes,
+    one is in transfer.
     """
     kept = sharded_bytes(module, precision, room)
     return offload.resident_bytes(module, precision) + (max(kept) if rank is None else kept[rank])
 
 
 class ShardedWeightsProvider:
-    """A `WeightsProvider` for a module whose weights the ranks of `team` keep between them, by its
-    weights.
+    """`WeightsProvider` for a module that `team` shards in proportion to the ranks' `weights`.
 
-    They talk of nothing else meanwhile: what they compute is exchanged by another team.
+    This group carries weights only; activations use another group.
     """
 
     def __init__(self, module: nn.Module, team: Communicator, device: torch.device) -> None:
@@ -85,7 +83,7 @@ class ShardedWeightsProvider:
 
     @property
     def elsewhere(self) -> frozenset[str]:
-        """The parameters that other ranks keep."""
+        """Parameters that other ranks own."""
         mine = self._team.rank
         return frozenset(name for name, rank in self._holder.items() if rank != mine)
 
@@ -111,7 +109,7 @@ class ShardedWeightsProvider:
 
 @dataclass
 class _Handed:
-    """What other ranks send, and this one's own."""
+    """Weights in transfer from other ranks, and this rank's own."""
 
     num_bytes: int
     tensors: dict[str, Tensor]
@@ -126,7 +124,7 @@ class _Handed:
 
 
 def _elements(module: nn.Module) -> dict[str, int]:
-    """Elements of each unit; who keeps it depends on no precision."""
+    """Elements of each unit; the owner does not depend on precision."""
     return {
         name: sum(parameter.numel() for parameter in unit.parameters())
         for name, unit in offload.units(module).items()
