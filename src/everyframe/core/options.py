@@ -116,7 +116,7 @@ class FamilyOptions(Options):
     """Options of one model family. Subclass it in the family's `options.py`."""
 
     def check_named(self) -> None:
-        """Raise `MediaError` for a file that an option names and that does not exist; opens nothing."""
+        """Raise `MediaError` for a missing file that an option names; opens nothing."""
 
 
 #: Options that a tokenizer reads, which must be valid text; file names may hold any bytes.

@@ -18,10 +18,10 @@ from everyframe.core.errors import CorruptRunError, NotSerializableError
 from everyframe.core.options import Options
 
 Keep = Callable[[Any], "dict[str, Any] | None"]
-"""Puts a bulky value away; plain data that stands for it, or None if it is no such value."""
+"""Save an array or tensor and return its JSON reference; None for any other value."""
 
 Fetch = Callable[[Mapping[str, Any]], Any]
-"""The value that `SaveOptions` gave this data for."""
+"""Read back the value for which `Keep` returned this data."""
 
 #: Key of tagged JSON objects. A mapping that has it as a key is written as a list.
 _MARK = "$"
