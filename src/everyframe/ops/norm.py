@@ -58,8 +58,8 @@ class RMSNorm(nn.Module):
 
 
 Statistics = Callable[[Tensor, int], tuple[Tensor, Tensor] | None]
-"""``statistics(x, num_groups)``: mean and variance of channel groups, where x (B, C, ...) may be one
-shard of the sample. They broadcast to x with groups in place of channels. None: x is the whole.
+"""``statistics(x, num_groups)``: mean and variance of channel groups, for an x (B, C, ...) that is
+a shard of a sample. They broadcast to x with groups in place of channels. None: x is the whole.
 """
 
 
@@ -83,7 +83,7 @@ class WideGroupNorm(nn.GroupNorm):
         return _in_its_dtype(norm, x, self.weight)
 
     def _by(self, x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
-        """Normalise with one scale and one shift a channel, computed in the dtype of the statistics."""
+        """Normalise with one scale and one shift a channel, in the dtype of the statistics."""
         size = self.num_channels // self.num_groups
         per_channel = (-1, *[1] * (x.ndim - 2))
         inverse = torch.rsqrt(variance + self.eps).repeat_interleave(size, dim=1)

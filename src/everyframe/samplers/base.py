@@ -12,14 +12,14 @@ from torch import Tensor
 from everyframe.core.errors import InputError
 
 Denoise: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""``denoise(x, t)``: state (B, C, ...) and timestep (B,) to the model's guided answer."""
+"""``denoise(x, t)``: state (B, C, ...) and timestep (B,) to the guided prediction of the model."""
 
 MaskedDenoise: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 """``denoise(x, t, x_mask)``: the same, told which frames (B, T) are being denoised (true) and
 which are given (false)."""
 
 Noise: TypeAlias = Callable[[int], Tensor]
-"""``noise(step)``: the unit-variance noise of one step, shaped like x; the same at every call."""
+"""``noise(step)``: unit-variance noise of one step, shaped like x; the same at every call."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -46,7 +46,7 @@ def start_scale(sigmas: Tensor) -> Tensor:
 
 
 def sample(denoise: Denoise, x: Tensor, sigmas: Tensor, *, start: int = 0) -> Iterator[Step]:
-    """Sample by Euler steps from x (B, ...) at ``sigmas[start]`` along `sigmas` (see `schedule`)."""
+    """Euler steps from x (B, ...) at ``sigmas[start]`` along `sigmas` (see `schedule`)."""
     num_steps = len(sigmas) - 1
     check_start(start, num_steps)
     x = as_state(x)

@@ -69,7 +69,7 @@ def _before(kept: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Coefficients:
-    """Coefficients of one step: x0 from x and noise, posterior mean from x0 and x, variance bounds."""
+    """Coefficients of one step: x0 from x and noise, mean from x0 and x, variance bounds."""
 
     x0_of_x: float
     x0_of_eps: float
