@@ -28,7 +28,7 @@ class Turn:
 
     An exclusive turn excludes all other turns. Entering again has no effect in the same run, also
     in a thread that was started within with a copy of its context. Entering within another run's
-    turn (from a hook of that run) suspends that turn.
+    turn (from a hook of that run) suspends that turn, or becomes a part of it if it is exclusive.
     """
 
     def __init__(self, *, is_alone: bool) -> None:

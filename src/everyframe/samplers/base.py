@@ -15,8 +15,9 @@ Denoise: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """``denoise(x, t)``: state (B, C, ...) and timestep (B,) to the guided prediction of the model."""
 
 MaskedDenoise: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""``denoise(x, t, x_mask)``: the same, told which frames (B, T) are being denoised (true) and
-which are given (false)."""
+"""``denoise(x, t, x_mask)``: the same with a mask (B, T), True for frames that are denoised and
+False for conditioning frames.
+"""
 
 Noise: TypeAlias = Callable[[int], Tensor]
 """``noise(step)``: unit-variance noise of one step, shaped like x; the same at every call."""
