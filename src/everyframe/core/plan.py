@@ -162,7 +162,7 @@ class ComponentPlan:
         remedies: repairs that it has from the start.
         paths: fast paths that it runs by (`everyframe.fast_paths`); None if torch chooses.
         choices: decisions about these and the rejected fast paths.
-        by_turns: loaded only while it computes, so it shares no memory with others of its stage.
+        by_turns: on the device only while it computes, in host memory while others of its stage do.
         holders: ranks that its weights are sharded over; 1 without weight sharding.
     """
 
