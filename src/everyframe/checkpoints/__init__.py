@@ -1,8 +1,9 @@
-"""Finding, fetching, verifying and strictly loading checkpoints. No model code lives here.
+"""Checkpoints: locate, download, verify and strictly load them. No model code.
 
-Read next: `known` (the models that have a short name), `find` (what a name means and what of it
-is on disk), `fetch` (the only module that uses the network), `headers` (facts of a file without
-torch), `tensors` (one tensor at a time), `strict` (into a module, nothing missing, nothing left
-over), `digest` (the hash in the provenance record). Nothing here imports torch until tensors are
-read, so that listing and planning stay quick.
+Modules import torch only where tensors are read, so listing and planning stay fast.
+
+Read next: `model_zoo` (models with a short name), `locate` (what a name means and what of it is on
+disk), `download` (the only module that uses the network), `safetensors_header` (facts of a file
+without torch), `tensor_file` (one tensor at a time), `strict_load` (into a module, nothing missing
+and nothing left over), `digest` (the hash in the provenance record).
 """

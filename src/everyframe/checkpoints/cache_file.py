@@ -1,10 +1,9 @@
-"""A small result that is made again where it is missing: a JSON file in our cache folder.
+"""Disk cache for small results that can be recomputed: one JSON file each.
 
-A file is whole or not there: it is put in its place by one rename, and says what it is of (a digest
-of its key) and what it holds (a digest of its text). Anything else in its place is taken as
-nothing, whoever put it there, and written over by the next one who has the result. Several
-processes may write at once; the last one's stays. What was read is plain data, which whoever asked
-for it has to check. Not here: what a result depends on beside the software. Read next: `places`.
+A file is complete or absent: it is written to a temporary file and renamed. It contains a digest of
+its key and a digest of its text; a file that does not match counts as absent and is overwritten.
+Several processes may write at once, and the last one wins. The content is plain data, which the
+caller validates.
 """
 
 from __future__ import annotations
@@ -26,19 +25,21 @@ from everyframe.checkpoints.folder import cache_folder, package_folder, write_be
 _log = logging.getLogger(__name__)
 _SCHEMA = "everyframe.cache/1"
 
-#: A larger file is not read and none is written; of one kind the oldest beyond so many are removed.
+#: Larger files are neither read nor written. Beyond this number the oldest files of a kind are
+#: deleted.
 MAX_BYTES, MAX_FILES = 4 << 20, 1024
 
-#: Packages whose code a result may come from, and beginnings of variables that steer them.
+#: Packages whose code may produce a result, and prefixes of variables that affect them.
 _PACKAGES = ("torch", "diffusers", "transformers")
 _STEER = ("DIFFUSERS_", "TRANSFORMERS_", "TORCH", "PYTORCH_")
 
 
 @dataclass(frozen=True)
 class CacheFile:
-    """The file of one result. `key` tells all that it depends on beside the software.
+    """Cache file of one result.
 
-    `kind` is the folder, in which all files hold results of one sort.
+    `kind` is the folder, one per type of result. `key` contains everything that the result depends
+    on beside the software.
     """
 
     kind: str
@@ -46,7 +47,7 @@ class CacheFile:
 
     @property
     def path(self) -> Path:
-        """Where it lies."""
+        """Path of the file."""
         return cache_folder() / self.kind / f"{self._digest[:32]}.json"
 
     @property
@@ -55,7 +56,7 @@ class CacheFile:
         return hashlib.sha256(told.encode()).hexdigest()
 
     def read(self) -> Any:
-        """The result as plain data; None if there is none, or something else in its place."""
+        """Result as plain data; None if it is absent or does not match."""
         path = self.path
         try:
             if not path.is_file() or path.stat().st_size > MAX_BYTES:
@@ -71,7 +72,7 @@ class CacheFile:
         return None
 
     def write(self, value: Any) -> None:
-        """Put the result there, where that is possible."""
+        """Store the result if possible."""
         text = json.dumps(value)
         if len(text) > MAX_BYTES // 2:
             return
@@ -82,7 +83,7 @@ class CacheFile:
             _log.info("%s can't be written, so it will be made again: %s", self.path, error)
 
     def remove(self) -> None:
-        """Have it made again."""
+        """Delete the result, so that it is computed again."""
         self.path.unlink(missing_ok=True)
 
     def _head(self, text: str) -> dict[str, str]:
@@ -98,9 +99,10 @@ def _remove_oldest(folder: Path) -> None:
 
 @cache
 def software_key() -> str:
-    """A digest of what computes here: our own source, other packages, what steers them.
+    """Digest of the software: our own source, other packages, and variables that affect them.
 
-    Files are known by size and time: a changed one is another version, also where nobody says so.
+    Files are identified by size and time, so an edited file counts as another version even if its
+    version number is unchanged.
     """
     own = package_folder(".")
     files = [
@@ -118,7 +120,7 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 
 def _stamp_of(package: str) -> tuple[int, ...]:
-    """That of a package's first file, which an installation writes anew; nothing is imported."""
+    """Size and time of a package's first file, which an installation rewrites; imports nothing."""
     spec = find_spec(package)
     return () if spec is None or spec.origin is None else _stamp(Path(spec.origin))
 

@@ -1,7 +1,7 @@
-"""Turn what foreign code raises over a checkpoint's configs into an error that names it.
+"""Convert errors that a checkpoint's configs cause in foreign code to `CheckpointError`.
 
-Configs go into constructors of transformers, diffusers and torch, which raise whatever a value
-breaks (TypeError, IndexError, ZeroDivisionError, validation errors of their own).
+Configs are passed to constructors of transformers, diffusers and torch, which raise whatever a bad
+value causes (TypeError, IndexError, ZeroDivisionError, validation errors of their own).
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 
 from everyframe.core.errors import CheckpointError, EveryframeError
 
-#: The most layers that a released model has is about 100; building one on meta takes milliseconds.
+#: Released models have about 100 layers at most; building one on meta takes milliseconds.
 MAX_LAYERS = 2_000
 _COUNTS = ("layers", "blocks", "depth", "num_layers_per_block")
 
 
 @contextmanager
 def config_errors(where: str) -> Iterator[None]:
-    """Raise `CheckpointError` for anything but our own errors and the system's."""
+    """Context: raise `CheckpointError` for any error but our own and the system's."""
     try:
         yield
     except (EveryframeError, OSError, MemoryError):
@@ -36,7 +36,7 @@ def config_errors(where: str) -> Iterator[None]:
 
 @contextmanager
 def foreign_errors(said: str) -> Iterator[None]:
-    """Raise `CheckpointError`, beginning with `said`, for what a library's loader raises."""
+    """Context: raise `CheckpointError`, beginning with `said`, for errors of a library's loader."""
     try:
         yield
     except (EveryframeError, MemoryError):
@@ -47,7 +47,7 @@ def foreign_errors(said: str) -> Iterator[None]:
 
 
 def check_counts(config: Mapping[str, Any], where: str) -> None:
-    """Raise `CheckpointError` for more layers than any model has, which take hours to build."""
+    """Raise `CheckpointError` for layer counts beyond any real model, which take hours to build."""
     for name, value in config.items():
         for each in value if isinstance(value, list) else (value,):
             if isinstance(each, Mapping):
@@ -59,7 +59,7 @@ def check_counts(config: Mapping[str, Any], where: str) -> None:
 
 
 def check_positive(config: Mapping[str, Any], names: Sequence[str], where: str) -> None:
-    """Raise `CheckpointError` for what is there and is not a positive number, or some of them."""
+    """Raise `CheckpointError` for present values that are not positive numbers or lists of them."""
     for name in names:
         given = config.get(name)
         for each in given if isinstance(given, (list, tuple)) else (given,):

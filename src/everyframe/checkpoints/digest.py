@@ -1,9 +1,8 @@
-"""The hash of a checkpoint for the provenance record: sha256, remembered between runs.
+"""Checkpoint hash for the provenance record: sha256, cached between runs.
 
-A file's sha256 is remembered by what `_known_by` says of it in `places.cache_folder`, since hashing
-19 GB takes a minute and planning must not. Whoever sets the modification time of a file that was
-changed sets the time of the change of its inode, too, which nobody can put back. Read next:
-`places`.
+Hashing 19 GB takes a minute, which planning cannot afford. The sha256 of a file is cached in
+`folder.cache_folder` by path, size, modification time, inode change time and inode. Resetting the
+modification time of a changed file updates the inode's change time, which no program can set back.
 """
 
 from __future__ import annotations
@@ -24,12 +23,13 @@ _FILE = "digests.json"
 
 
 def digest(files: Sequence[str | Path]) -> str:
-    """sha256 in hex of one file; of several, the sha256 of their sha256s in the order given.
+    """sha256 in hex of one file; for several files, the sha256 of their sha256s in the given order.
 
-    Paths do not enter, so the same weights have the same digest wherever they lie.
+    Paths do not enter, so the same weights have the same digest at any location.
 
     Raises:
-        CheckpointError: a file can't be read. ValueError: `files` is empty.
+        CheckpointError: a file cannot be read.
+        ValueError: `files` is empty.
     """
     if not files:
         raise ValueError("digest needs at least one file")
@@ -37,7 +37,7 @@ def digest(files: Sequence[str | Path]) -> str:
 
 
 def known_digest(files: Sequence[str | Path]) -> str | None:
-    """The digest of these files if all were hashed before and are as they were; nothing is read."""
+    """Cached digest of these files; None if one was never hashed or has changed. Reads no file."""
     table = _remembered()
     each = [_known(Path(path), table) for path in files]
     known = [value for value in each if value is not None]
@@ -45,7 +45,7 @@ def known_digest(files: Sequence[str | Path]) -> str | None:
 
 
 def _known(path: Path, table: Mapping[str, object]) -> str | None:
-    """What was remembered of a file that has not changed since."""
+    """Cached sha256 of a file that has not changed since."""
     try:
         real = path.resolve(strict=True)
         stat = real.stat()
@@ -58,7 +58,7 @@ def _known(path: Path, table: Mapping[str, object]) -> str | None:
 
 
 def _known_by(stat: os.stat_result) -> list[int]:
-    """What a file has to have kept so that its bytes are taken to be the same."""
+    """File status that must be unchanged for the bytes to count as unchanged."""
     return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
 
 
@@ -69,7 +69,7 @@ def _together(each: Sequence[str]) -> str:
 
 
 def file_digest(path: str | Path) -> str:
-    """sha256 in hex of one file's bytes, from memory where the file has not changed since."""
+    """sha256 in hex of one file, from the cache if the file has not changed."""
     path = Path(path)
     known = _known(path, _remembered())
     if known is not None:
@@ -89,7 +89,7 @@ def file_digest(path: str | Path) -> str:
 
 
 def _remembered() -> dict[str, object]:
-    """What earlier runs hashed; an absent or broken file means nothing, it is only a memory."""
+    """Cached hashes of earlier runs; empty if the cache is absent or broken."""
     try:
         table = json.loads((cache_folder() / _FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -1,8 +1,8 @@
-"""Fetching from the Hugging Face hub: the only module here that uses the network.
+"""Download from the Hugging Face hub; the only module here that uses the network.
 
-Asks the hub once, with a short limit, before any download starts, so that a machine without a
-route gets its answer within seconds; then `huggingface_hub` downloads, resumes and verifies.
-Read next: `find`, which says what is missing.
+It queries the hub once, with a short time limit, before a download starts: a machine without a
+connection gets its error within seconds. `huggingface_hub` then downloads, resumes and verifies.
+`locate` determines what is missing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from everyframe.core.errors import CheckpointError, InputError
 
 _Answer = TypeVar("_Answer")
 
-#: What makes a repository a diffusers pipeline.
+#: Files that mark a repository as a diffusers pipeline.
 _INDEXES = {"model_index.json", "modular_model_index.json"}
 
 ETAG_TIMEOUT_S = 3.0
@@ -32,7 +32,7 @@ FIRST_ANSWER_TIMEOUT_S = 4.0  # all of it: name lookup, connection, answer
 
 @dataclass(frozen=True)
 class Wanted:
-    """Files of one hub repository: shell patterns of their names, at a branch, tag or commit."""
+    """Files of one hub repository: shell patterns of names, at a branch, tag or commit."""
 
     repo_id: str
     patterns: tuple[str, ...]
@@ -40,7 +40,7 @@ class Wanted:
 
     @property
     def command(self) -> str:
-        """The shell command that gets the same files with the hub's own tool."""
+        """Shell command that downloads the same files with the hub's own tool."""
         return download_command(self.repo_id, self.patterns, self.revision)
 
 
@@ -52,27 +52,27 @@ def fetch(
     hub_cache: Path | None = None,
     hint: str = "",
 ) -> Path:
-    """Download the files of `repo_id` that match `patterns`; what is there is not fetched again.
+    """Download the files of `repo_id` that match `patterns` and are not on disk yet.
 
     Args:
         repo_id: hub id, ``owner/name``.
         patterns: shell patterns of file names, such as ``*.safetensors``.
         revision: branch, tag or commit; by default the main branch.
         hub_cache: the hub's cache folder; by default the user's own.
-        hint: a clause for the error text, see `find.Location.hint`.
+        hint: a clause for the error text, see `locate.Location.hint`.
 
     Returns:
         The snapshot's folder.
 
     Raises:
-        InputError: offline (within 5 s), no such repository, gated, or the disk is full. One line
-            that says what is missing, the command that gets it, and what is on disk.
+        InputError: offline (detected within 5 s), no such repository, gated, or the disk is full.
+            One line says what is missing, which command downloads it, and what is on disk.
     """
     return _fetch((Wanted(repo_id, tuple(patterns), revision),), hub_cache, hint)
 
 
 def fetch_missing(location: Location, *, hub_cache: Path | None = None) -> Location:
-    """Fetch whatever `location` lacks and say where it lies now; nothing to do is no network.
+    """Download what `location` lacks and return its new location; no network if it is complete.
 
     Raises:
         InputError: see `fetch`; also for a local or embedded model that lacks files.
@@ -91,10 +91,10 @@ def fetch_missing(location: Location, *, hub_cache: Path | None = None) -> Locat
 def fetch_parts(
     parts: Sequence[PartLocation], *, hub_cache: Path | None = None, hint: str = ""
 ) -> tuple[PartLocation, ...]:
-    """Those parts with all of their files on this disk.
+    """Download the missing files of these components and return their locations.
 
     Raises:
-        InputError: see `fetch`; without a network it tells of every part that lacks something.
+        InputError: see `fetch`; without a network the text lists every incomplete component.
     """
     whole = list(parts)
     lacking = [number for number, place in enumerate(whole) if not place.complete]
@@ -106,7 +106,7 @@ def fetch_parts(
 
 
 def _fetch(wanted: tuple[Wanted, ...], hub_cache: Path | None, hint: str) -> Path:
-    """Fetch the first of `wanted`; the others are told of when there is no network."""
+    """Download the first of `wanted`; a network error mentions the others too."""
     from huggingface_hub import snapshot_download
 
     first = wanted[0]
@@ -141,7 +141,7 @@ def _fetched(place: PartLocation, hub_cache: Path | None, hint: str) -> PartLoca
 
 
 def download_command(repo_id: str, patterns: Sequence[str], revision: str | None = None) -> str:
-    """The shell command that gets the same files with the hub's own tool."""
+    """Shell command that downloads the same files with the hub's own tool."""
     words = ["hf", "download", repo_id]
     for pattern in patterns:
         words += ["--include", pattern]
@@ -151,10 +151,10 @@ def download_command(repo_id: str, patterns: Sequence[str], revision: str | None
 
 
 def _of_pipeline(patterns: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
-    """The files that a diffusers pipeline among `names` is loaded from; none if it is no pipeline.
+    """Files among `names` that a diffusers pipeline loads; none if it is no pipeline.
 
-    Repositories often hold the same weights again: in one file at the top, for other programs, and
-    pickled. Only asked where every kind of weights is wanted.
+    Repositories often hold the same weights twice: pickled, or in one file at the top for other
+    programs. Used only if every kind of weights is wanted.
     """
     if "*.safetensors" not in patterns or not _INDEXES & set(names):
         return ()
@@ -174,9 +174,9 @@ def _of_pipeline(patterns: Sequence[str], names: Sequence[str]) -> tuple[str, ..
 def _ask(
     wanted: tuple[Wanted, ...], hub_cache: Path | None, hint: str
 ) -> tuple[str, tuple[str, ...]]:
-    """The commit that the first's revision stands for and the names of its files.
+    """Commit of the first one's revision, and the names of its files.
 
-    Raises an error for the person who asked.
+    Raises an error for the user.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import (
@@ -232,7 +232,7 @@ def _on_disk(hub_cache: Path | None) -> str:
 
 
 def _transport_errors() -> tuple[type[Exception], ...]:
-    """What a broken or absent connection, or a full disk, raises out of the hub's client."""
+    """Errors that the hub's client raises for a broken or absent connection, or a full disk."""
     from huggingface_hub import errors
 
     # `HTTPError` is the root of whichever HTTP client this version of the hub's library uses.
@@ -246,9 +246,9 @@ def _first_line(error: BaseException) -> str:
 
 
 def _within(seconds: float, ask: Callable[[], _Answer]) -> _Answer:
-    """`ask()` in a thread that is left behind when it takes longer.
+    """Call `ask` in a thread, and abandon the thread on timeout.
 
-    A thread, because a name lookup takes no timeout and can hang for half a minute.
+    A name lookup has no timeout of its own and can hang for half a minute.
     """
     answers: list[_Answer] = []
     errors: list[Exception] = []

@@ -1,7 +1,4 @@
-"""What lies in a folder, in words for a person; JSON files with errors that name them.
-
-Read next: `find`, `tensors`.
-"""
+"""Checkpoint folders: cache paths, JSON files, weight files, and descriptions for error texts."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from everyframe.core.paths import expand_path, home_folder
 
 
 def cache_folder() -> Path:
-    """``EVERYFRAME_CACHE``, else ``XDG_CACHE_HOME/everyframe``, else in ``~/.cache``."""
+    """Our cache: ``EVERYFRAME_CACHE``, else ``XDG_CACHE_HOME/everyframe``, else in ``~/.cache``."""
     own = os.environ.get("EVERYFRAME_CACHE")
     if own:
         return expand_path(own, "EVERYFRAME_CACHE")
@@ -28,21 +25,21 @@ def cache_folder() -> Path:
 
 
 def hub_cache_folder() -> Path:
-    """The Hugging Face hub's cache, as ``huggingface_hub`` itself resolves it (``HF_HOME`` …)."""
+    """Hugging Face hub cache, as ``huggingface_hub`` resolves it (``HF_HOME`` …)."""
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE)
 
 
 def package_folder(relative: str) -> Path:
-    """A folder that ships inside this package, such as ``checkpoints/shapes``."""
+    """Folder inside this package, such as ``checkpoints/shapes``."""
     return Path(__file__).resolve().parent.parent / relative
 
 
 def write_beside(path: Path, text: str) -> None:
-    """Put `text` in the place of `path`: written beside it and renamed, so nobody reads half of it.
+    """Replace `path` by `text` atomically: write a temporary file beside it, then rename.
 
-    Several may do so at once; the last one's stays. Raises `OSError`.
+    Several processes may do so at once; the last one wins. Raises `OSError`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
@@ -56,14 +53,14 @@ def write_beside(path: Path, text: str) -> None:
 
 
 PICKLE_SUFFIXES = (".pth", ".pt", ".bin", ".ckpt")
-#: Bytes of a config or an index; the index of a large model has some megabytes.
+#: Largest config or index in bytes; the index of a large model has some megabytes.
 _MOST_JSON = 1 << 28
 
 WEIGHT_SUFFIXES = (".safetensors", *PICKLE_SUFFIXES)
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
-    """The JSON object in `path`.
+    """Read the JSON object in `path`.
 
     Raises:
         CheckpointError: there is no such file, it is not UTF-8 JSON, or it is not an object.
@@ -96,7 +93,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether it names something in the very folder that it is looked for in."""
+    """Whether it names a file directly in the folder, without a path."""
     return (
         bool(name) and name not in (".", "..") and PurePath(name).name == name and "\\" not in name
     )
@@ -105,7 +102,7 @@ def is_plain_name(name: str) -> bool:
 def check_inside(root: Path, paths: Iterable[Path]) -> None:
     """Raise `CheckpointError` for a path that a link leads out of `root`.
 
-    The hub's cache is made of links from its snapshots to its blobs: those may be followed.
+    Links from a hub cache's snapshots to its blobs are allowed.
     """
     real = root.resolve()
     allowed = [real]
@@ -123,7 +120,7 @@ def check_inside(root: Path, paths: Iterable[Path]) -> None:
 
 
 def _repository_of(snapshot: Path) -> list[Path]:
-    """The folder of a repository in a hub's cache that this is a snapshot of, or lies in one."""
+    """Repository folder in the hub cache that contains this snapshot."""
     for place in (snapshot, *snapshot.parents):
         if place.parent.name == "snapshots" and place.parent.parent.name.startswith("models--"):
             return [place.parent.parent]
@@ -131,16 +128,16 @@ def _repository_of(snapshot: Path) -> list[Path]:
 
 
 def without_notes(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What diffusers' config says itself: names with an underscore say who saved the file."""
+    """Config without its ``_`` names, in which diffusers records who saved it."""
     return {name: value for name, value in config.items() if not name.startswith("_")}
 
 
 def describe_missing(folder: str | Path, expected: Sequence[str]) -> str:
-    """One line: what was looked for in `folder`, and what lies there instead.
+    """One line: what was looked for in `folder`, and what is there instead.
 
     Args:
-        folder: the folder that was given; it need not exist.
-        expected: file names or patterns that a checkpoint of the kind would hold.
+        folder: the given folder; it need not exist.
+        expected: file names or patterns of a checkpoint of this kind.
     """
     folder = Path(folder)
     wanted = listing(expected)
@@ -157,14 +154,14 @@ def describe_missing(folder: str | Path, expected: Sequence[str]) -> str:
 
 
 def listing(names: Sequence[str], limit: int = 4) -> str:
-    """``"a, b, c, d and 3 more"``."""
+    """Join names for a message: ``"a, b, c, d and 3 more"``."""
     shown = ", ".join(names[:limit])
     rest = len(names) - limit
     return f"{shown} and {rest} more" if rest > 0 else shown
 
 
 def weight_files(folder: str | Path) -> list[Path]:
-    """Every weight file in `folder` and one level below, in the order of their names."""
+    """Weight files in `folder` and one level below, sorted by name."""
     folder = Path(folder)
     found = [p for depth in ("*", "*/*") for p in folder.glob(depth)]
     return sorted(p for p in found if p.suffix in WEIGHT_SUFFIXES and p.is_file())

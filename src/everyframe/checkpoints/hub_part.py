@@ -1,30 +1,31 @@
-"""A model in hub repositories, part by part: which files each needs, and how large it is. No data.
+"""Models in hub repositories: the files and size of each component. Types only.
 
-Read next: `known`, the models that have a short name; `find`, which looks for their files.
+`model_zoo` holds the models with a short name; `locate` looks for their files.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-#: Bytes of a parameter in the variant of that name.
+#: Bytes of a parameter by variant.
 _VARIANT_BYTES = {"fp16": 2, "bf16": 2}
 _WEIGHTS = ".safetensors"
 
 
 @dataclass(frozen=True)
 class HubPart:
-    """One piece of a model in one hub repository.
+    """One component of a model in a hub repository.
 
     Attributes:
         role: ``denoiser``, ``vae``, ``text_encoder``, ``image_encoder``, ``controlnet``, or a name
             of the family's own.
         repo_id: hub id, ``owner/name``.
-        needs: groups of file patterns; a file of each group must be there, any one of its
-            alternatives will do. All patterns together are what is fetched.
-        num_parameters: None where it is not known (a hub id that nobody listed).
+        needs: groups of alternative file patterns; each group needs one match. All patterns are
+            downloaded.
+        extras: patterns that are downloaded too but not needed.
+        num_parameters: None if unknown (a hub id that is not listed).
         variant: which of several stored precisions of the weights, such as ``fp16``.
-        parameter_bytes: of a parameter as it is stored where there is no variant.
+        parameter_bytes: bytes of a stored parameter without a variant.
     """
 
     role: str
@@ -36,19 +37,19 @@ class HubPart:
     parameter_bytes: int = 4
 
     def as_variant(self, variant: str) -> HubPart:
-        """The same part with its weights in that variant: ``*.fp16.safetensors``."""
+        """Copy with the weight files of that variant: ``*.fp16.safetensors``."""
         needs = tuple(tuple(_as_variant(p, variant) for p in group) for group in self.needs)
         extras = tuple(_as_variant(p, variant) for p in self.extras)
         return replace(self, needs=needs, extras=extras, variant=variant)
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """Every file pattern to fetch."""
+        """All file patterns to download."""
         return tuple(pattern for group in self.needs for pattern in group) + self.extras
 
     @property
     def num_bytes(self) -> int | None:
-        """About what the files take, by the bytes of a parameter. Nothing was asked of the hub."""
+        """Approximate size of the files, from the parameter count; does not query the hub."""
         if self.num_parameters is None:
             return None
         return self.num_parameters * _VARIANT_BYTES.get(self.variant or "", self.parameter_bytes)
@@ -59,8 +60,9 @@ class KnownModel:
     """A model with a short name.
 
     Attributes:
-        embedded: folder inside this package that holds the whole model, else None and `parts`.
-        licence: of the weights, as far as we know; each repository's own card decides.
+        embedded: folder inside this package that holds the whole model; None for a model of
+            `parts`.
+        licence: of the weights, to our knowledge; each repository's own card decides.
     """
 
     name: str
@@ -74,17 +76,17 @@ class KnownModel:
 
     @property
     def num_parameters(self) -> int | None:
-        """Of all parts together; None where one is not known or the model is embedded."""
+        """Parameters of all components; None if one is unknown or the model is embedded."""
         return _sum(tuple(part.num_parameters for part in self.parts))
 
     @property
     def num_bytes(self) -> int | None:
-        """About what all parts take on disk; None where one is not known."""
+        """Approximate size of all components on disk; None if one is unknown."""
         return _sum(tuple(part.num_bytes for part in self.parts))
 
 
 def _as_variant(pattern: str, variant: str) -> str:
-    """``model.safetensors`` as ``model.fp16.safetensors``; what holds no weights stays."""
+    """``model.safetensors`` as ``model.fp16.safetensors``; other files keep their names."""
     if not pattern.endswith(_WEIGHTS):
         return pattern
     return f"{pattern.removesuffix(_WEIGHTS)}.{variant}{_WEIGHTS}"

@@ -1,6 +1,6 @@
-"""How tensor names of a checkpoint map to a module's, as data. No torch.
+"""Key maps: rename a checkpoint's tensors to a module's names, as data. Imports no torch.
 
-Loading is `strict_load.py`; maps of one family alone stand in its `checkpoint.py`.
+`strict_load.py` applies them. Maps of one family only are in its `checkpoint.py`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-#: diffusers renamed the attention of its autoencoders; files from before have these names.
+#: Names in older files: diffusers renamed the attention of its autoencoders.
 OLD_VAE_ATTENTION = (
     (r"(\.attentions\.\d+)\.query\.", r"\1.to_q."),
     (r"(\.attentions\.\d+)\.key\.", r"\1.to_k."),
@@ -19,14 +19,13 @@ OLD_VAE_ATTENTION = (
 
 @dataclass(frozen=True)
 class KeyMap:
-    """How a checkpoint's names become a module's.
+    """Mapping from tensor names of a checkpoint to those of a module.
 
     Attributes:
         rename: (regular expression, replacement), all applied in order with `re.sub`.
-        ignore: regular expressions; a tensor whose name in the checkpoint matches one as a whole
-            is not for this module.
-        tied: groups of module names that are one parameter; the checkpoint must hold at least
-            one of each group, and where it holds several they must be equal.
+        ignore: regular expressions; a checkpoint tensor whose whole name matches one is skipped.
+        tied: groups of module names that share one parameter. The checkpoint must hold at least one
+            of each group; if it holds several, they must be equal.
     """
 
     rename: tuple[tuple[str, str], ...] = ()
@@ -34,7 +33,7 @@ class KeyMap:
     tied: tuple[tuple[str, ...], ...] = ()
 
     def target(self, name: str) -> str | None:
-        """The module's name for a checkpoint's `name`, or None where it is ignored."""
+        """Module name for the checkpoint's `name`, or None if it is ignored."""
         if any(re.fullmatch(pattern, name) for pattern in self.ignore):
             return None
         for pattern, replacement in self.rename:

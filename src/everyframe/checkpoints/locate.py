@@ -1,8 +1,8 @@
-"""What a model's name means, and what of it is on disk. Never uses the network, never loads.
+"""Resolve a model's name and find its files on disk. Uses no network and loads nothing.
 
-A name is, in this order: a short name or alias of `known`, a folder or file that exists, a hub id
-(``owner/name``). Anything else is an error with the closest names. Fetching what is missing is
-`fetch`; reading it is `tensors`; which files of a folder make up a model is the family's business.
+A name is, in this order: a short name or alias of `model_zoo`, an existing folder or file, or a hub
+id (``owner/name``). Any other name is an error with the closest matches. Missing files are fetched
+by `download` and read by `tensor_file`; each family decides which files of a folder form a model.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*")
 
 @dataclass(frozen=True)
 class PartLocation:
-    """One part of a model and what of it is on disk.
+    """One component of a model and its files on disk.
 
     Attributes:
-        folder: the hub cache's snapshot folder, where there is one.
-        files: files on disk that belong to the part.
-        missing: patterns or file names of which nothing is there; empty means complete.
-        bytes_to_fetch: about; 0 when complete, None when nobody knows.
+        folder: snapshot folder in the hub cache, if there is one.
+        files: files on disk that belong to the component.
+        missing: patterns or file names without any match; empty means complete.
+        bytes_to_fetch: approximate; 0 if complete, None if unknown.
     """
 
     part: HubPart
@@ -60,11 +60,11 @@ class PartLocation:
 
     @property
     def complete(self) -> bool:
-        """Nothing of this part has to be fetched."""
+        """Whether all files of the component are on disk."""
         return not self.missing
 
     def to_fetch(self) -> tuple[str, ...]:
-        """What has to be fetched of it, a line for a person; none if it is complete."""
+        """Lines for the user that list what has to be downloaded; none if complete."""
         if self.complete:
             return ()
         about = f", about {self.bytes_to_fetch / 1e9:.1f} GB" if self.bytes_to_fetch else ""
@@ -73,14 +73,14 @@ class PartLocation:
 
 @dataclass(frozen=True)
 class Location:
-    """What a name means. Exactly one of `path` (local) and `parts` (hub) is filled.
+    """Meaning of a model's name. Exactly one of `path` (local) and `parts` (hub) is set.
 
     Attributes:
-        asked: the name as it was given.
-        known: the table's row, also when an alias or a part's hub id was given.
+        asked: the name as given.
+        known: the row of `model_zoo`, also for an alias or a component's hub id.
         path: the embedded model's folder, or the local folder or file.
-        missing: for a local model, what it lacks; for hub models see each part.
-        hint: a clause such as ``"; did you mean 'opensora-1.2'?"`` for a hub id nobody listed.
+        missing: what a local model lacks; for hub models see each component.
+        hint: a clause such as ``"; did you mean 'opensora-1.2'?"`` for an unlisted hub id.
     """
 
     asked: str
@@ -93,17 +93,17 @@ class Location:
 
     @property
     def name(self) -> str:
-        """The short name where there is one, else what was given."""
+        """Short name if there is one, else the given name."""
         return self.known.name if self.known else self.asked
 
     @property
     def complete(self) -> bool:
-        """Everything is on disk; it can run without a network."""
+        """Whether all files are on disk, so that it runs without a network."""
         return not self.missing and all(part.complete for part in self.parts)
 
     @property
     def bytes_on_disk(self) -> int:
-        """Bytes of the weight files here (local) or of all files of the parts (hub)."""
+        """Bytes of the weight files (local) or of all files of the components (hub)."""
         if self.path is None:
             return sum(part.bytes_on_disk for part in self.parts)
         files = [self.path] if self.path.is_file() else weight_files(self.path)
@@ -111,7 +111,7 @@ class Location:
 
     @property
     def bytes_to_fetch(self) -> int | None:
-        """About how much must be fetched; None when it is not known for some part."""
+        """Approximate bytes to download; None if unknown for a component."""
         total = 0
         for part in self.parts:
             if part.bytes_to_fetch is None:
@@ -120,7 +120,7 @@ class Location:
         return total
 
     def part(self, role: str) -> PartLocation:
-        """The part that plays `role`; KeyError where the model has none of its own."""
+        """Component with this `role`; raises KeyError if the model has none of its own."""
         for part in self.parts:
             if part.part.role == role:
                 return part
@@ -134,17 +134,17 @@ def locate(
     registry: Sequence[KnownModel] = KNOWN,
     hub_cache: Path | None = None,
 ) -> Location:
-    """Say what `name` means and what of it is on disk. Takes milliseconds and no network.
+    """Resolve `name` and list its files on disk. Takes milliseconds and no network.
 
     Args:
         name: short name, alias, folder, file, or hub id.
-        variant: of a hub model, which of several stored precisions is meant, such as ``fp16``.
-            Without one, float32 is; or fp16, where that is all there is on this disk.
+        variant: of a hub model, which of several stored precisions, such as ``fp16``. Default:
+            float32, or fp16 if only that is on disk.
         registry: the models with short names.
         hub_cache: the hub's cache folder; by default the user's own.
 
     Raises:
-        InputError: an unknown name (closest names given), or a model that can't be run.
+        InputError: an unknown name (closest names given), or a model that is not supported.
         CheckpointError: a path without anything that looks like a checkpoint.
     """
     given = name.strip()
@@ -163,7 +163,7 @@ def locate(
 
 
 def is_listed(name: str) -> bool:
-    """Whether it is a model, or a part of one, of our own tables: a short name or a hub id."""
+    """Whether our tables list this short name or hub id, as a model or a component of one."""
     parts = {part.repo_id for model in KNOWN for part in model.parts}
     ids = {each.casefold() for each in (*parts, *CONTROLNETS, *CONTROLNETS.values())}
     given = name.strip()
@@ -173,20 +173,20 @@ def is_listed(name: str) -> bool:
 def overview(
     *, registry: Sequence[KnownModel] = KNOWN, hub_cache: Path | None = None
 ) -> tuple[Location, ...]:
-    """Where each known model stands on this disk, in the order of the table."""
+    """Location of each known model, in the order of the table."""
     return tuple(_locate_known(model.name, model, hub_cache) for model in registry)
 
 
 def names_on_disk(
     *, registry: Sequence[KnownModel] = KNOWN, hub_cache: Path | None = None
 ) -> tuple[str, ...]:
-    """Short names of the known models that can run without fetching anything."""
+    """Short names of the known models that are completely on disk."""
     places = overview(registry=registry, hub_cache=hub_cache)
     return tuple(place.name for place in places if place.complete)
 
 
 def find_part(part: HubPart, *, hub_cache: Path | None = None) -> PartLocation:
-    """What of one hub part is on disk, judged by the files in the hub's cache."""
+    """Find the files of one hub component in the hub cache."""
     folder = _snapshot(part.repo_id, hub_cache)
     files = _files(folder) if folder is not None else {}
     mine = {name: path for name, path in files.items() if _matches(name, part.patterns)}
@@ -225,7 +225,7 @@ def _holders(folded: str, registry: Sequence[KnownModel]) -> list[tuple[KnownMod
 
 
 def _refuse_by_name(given: str, registry: Sequence[KnownModel]) -> None:
-    """Names that mean something else than a model that can be run here."""
+    """Raise `InputError` for names of models that cannot run here."""
     folded = given.casefold()
     for name, version in REFUSED.items():
         if name.casefold() == folded:
@@ -308,7 +308,7 @@ def _unknown(given: str, path: Path, registry: Sequence[KnownModel]) -> str:
 
 
 def _snapshot(repo_id: str, hub_cache: Path | None) -> Path | None:
-    """The hub cache's folder for the default revision of `repo_id`, complete or not."""
+    """Hub cache folder of the default revision of `repo_id`, complete or not."""
     cache = hub_cache if hub_cache is not None else hub_cache_folder()
     if not (cache / f"models--{repo_id.replace('/', '--')}").is_dir():
         return None  # spares the import of the hub's client where nothing was ever fetched
@@ -326,7 +326,7 @@ def _snapshot(repo_id: str, hub_cache: Path | None) -> Path | None:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """Relative name -> path of every file that is really there (no dangling links)."""
+    """Relative name -> path of every existing file (no dangling links)."""
     return {
         path.relative_to(folder).as_posix(): path
         for path in sorted(folder.rglob("*"))
@@ -339,9 +339,9 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _missing_shards(files: dict[str, Path]) -> list[str]:
-    """Shards that an index among `files`, or another shard's own name, tells of and that lack.
+    """Missing shards that an index among `files` or another shard's name refers to.
 
-    Only when no whole file of the same format is there: some repositories hold both.
+    Empty if a whole file of the same format is present: some repositories hold both.
     """
     missing: list[str] = []
     for name, path in files.items():

@@ -1,7 +1,7 @@
-"""The models that have a short name: where their parts come from, how large they are. Data only.
+"""Models with a short name: repositories, files and sizes. Data only.
 
-A model that is not listed here can still be given as a folder, a file or a hub id; this table is
-what `everyframe models` lists and what misspelt names are compared with. Read next: `part`, `find`.
+A model that is not listed can still be given as a folder, a file or a hub id. `everyframe models`
+lists this table, and misspelt names are compared with it. `hub_part` defines the types.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SD_VAE_EMA = HubPart(
 
 
 def _svd(name: str, repo: str, title: str, aliases: tuple[str, ...], note: str) -> KnownModel:
-    """A diffusers folder: the denoiser with the pipeline's own files, and its two encoders."""
+    """Diffusers folder of an SVD model: denoiser with the pipeline's files, and two encoders."""
 
     def files(folder: str, weights: str) -> tuple[tuple[str, ...], ...]:
         return ((f"{folder}/config.json",), (f"{folder}/{weights}.safetensors",))
@@ -59,7 +59,7 @@ def _svd(name: str, repo: str, title: str, aliases: tuple[str, ...], note: str) 
     )
 
 
-#: ControlNets by the names that people call them by: version 1.1, for Stable Diffusion 1.5.
+#: ControlNets by their usual names: version 1.1, for Stable Diffusion 1.5.
 CONTROLNETS: Mapping[str, str] = {
     name: f"lllyasviel/control_v11{version}_sd15_{name}"
     for name, version in (
@@ -70,7 +70,7 @@ CONTROLNETS: Mapping[str, str] = {
 
 
 def controlnet_part(repo_id: str) -> HubPart:
-    """A ControlNet's repository, as diffusers saves it; its size is known where it is listed."""
+    """Repository of a ControlNet in diffusers' format; its size is known if it is listed."""
     is_listed = repo_id in CONTROLNETS.values()
     return HubPart(
         role="controlnet",
@@ -83,7 +83,7 @@ def controlnet_part(repo_id: str) -> HubPart:
 def _inpaint(
     name: str, repo: str, title: str, num_parameters: int, aliases: tuple[str, ...]
 ) -> KnownModel:
-    """A diffusers folder of Stable Diffusion 1.5, and the ControlNet that was made to inpaint."""
+    """Diffusers folder of Stable Diffusion 1.5, and the ControlNet for inpainting."""
     repo_id = f"stable-diffusion-v1-5/{repo}"
     unet, vae = (
         ((f"{part}/config.json",), (f"{part}/diffusion_pytorch_model.safetensors",))
@@ -114,7 +114,7 @@ def _inpaint(
 
 
 def _svd_image_decoder(name: str, repo: str, num_frames: int) -> KnownModel:
-    """Released as one file only; its decoder sees each frame alone."""
+    """SVD release in one file only; its decoder handles each frame separately."""
     file = f"{name.replace('-', '_')}.safetensors"
     return KnownModel(
         name=name,
@@ -152,13 +152,13 @@ _STEP_VIDEO = "stepfun-ai/stepvideo-t2v"
 
 
 def _step_video_denoiser(repo_id: str) -> HubPart:
-    """Six shards in bfloat16, as diffusers saves them."""
+    """Step-Video denoiser: six bfloat16 shards in diffusers' format."""
     needs = (("transformer/config.json",), ("transformer/*.safetensors",))
     extras = ("transformer/*.index.json", "scheduler/scheduler_config.json", "model_index.json")
     return HubPart("denoiser", repo_id, needs, extras, 29_342_478_400, parameter_bytes=2)
 
 
-#: Both variants read the same three other parts, which lie in the base model's repository.
+#: Components that both variants share, from the base model's repository.
 STEP_VIDEO_PARTS = (
     HubPart(
         "step_llm",

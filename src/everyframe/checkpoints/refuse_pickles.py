@@ -1,7 +1,7 @@
-"""Weights in pickles, where safetensors alone are taken: refused, with how they are converted.
+"""Refuse pickled weights where only safetensors are accepted, and say how to convert them.
 
-That is everywhere but in the releases that have no other files, Open-Sora's and parts of
-Step-Video's: of these `pickles` reads tensors and nothing else.
+Pickles are accepted only for releases without other files (Open-Sora and components of Step-Video);
+`torch_file` reads tensors from these and nothing else.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from everyframe.core.errors import CheckpointError
 
 SAFE = ".safetensors"
 
-#: Tensors of a pickle, and nothing else of it, as safetensors.
+#: Program that copies the tensors of a pickle, and nothing else, to safetensors.
 _CONVERT = (
     "import sys, torch; from safetensors.torch import save_file; a, b = sys.argv[1:]; "
     "d = torch.load(a, map_location='cpu', weights_only=True); d = d.get('state_dict', d); "
@@ -24,12 +24,12 @@ _CONVERT = (
 
 
 def refuse_pickled(where: str, name: str, folder: Path, loader: str = "DiffusionPipeline") -> None:
-    """Raise `CheckpointError` if `folder` holds the weights of the part `name` in pickles only.
+    """Raise `CheckpointError` if `folder` holds the weights of a component as pickles only.
 
     Args:
         where: what diffusers' `loader` would load: a folder or a hub id.
-        name: the part, for people.
-        folder: where its weights lie; one that does not exist is somebody else's to tell of.
+        name: the component, for the message.
+        folder: where its weights are; a missing folder is reported elsewhere.
         loader: diffusers' class that reads pickles and writes safetensors.
     """
     if folder.is_dir():
@@ -40,8 +40,10 @@ def refuse_pickled(where: str, name: str, folder: Path, loader: str = "Diffusion
 
 
 def refuse_pickled_files(where: str, patterns: Sequence[str], names: Sequence[str]) -> None:
-    """The same before anything is fetched: `names` are the files of the repository `where`,
-    `patterns` are what is wanted of them."""
+    """Like `refuse_pickled`, before the download.
+
+    `names` are the files of the repository `where`, `patterns` those that are wanted.
+    """
     if any(pattern.endswith(PICKLE_SUFFIXES) for pattern in patterns):
         return
     for folder in {PurePosixPath(each).parent for each in patterns if each.endswith(SAFE)}:
@@ -52,14 +54,14 @@ def refuse_pickled_files(where: str, patterns: Sequence[str], names: Sequence[st
 
 
 def refuse_pickled_file(path: Path) -> NoReturn:
-    """Raise `CheckpointError` for a pickle that is a whole model by itself."""
+    """Raise `CheckpointError` for a pickle that is a whole model."""
     safe = path.with_suffix(SAFE).name
     how = f'python -c "{_CONVERT}" {path} {safe} writes safetensors; then give {safe}'
     raise _refusal(str(path), "its weights are", path.name, how)
 
 
 def _refusal(where: str, what: str, file: str, how: str) -> CheckpointError:
-    """`how` they are converted, as a command and what to do then."""
+    """Error with the conversion command and the step after it in `how`."""
     return CheckpointError(
         f"{where}: {what} pickled ({file}), and reading a pickle can run any program. Take the "
         f"safetensors of the same release; or, if you trust whoever made them, convert them once: "

@@ -1,8 +1,8 @@
-"""A file's tensors in other shapes: cut into pieces, transposed, kernels of one position flattened.
+"""Reshaped views of a file's tensors: split, transposed, or 1x1 kernels flattened to matrices.
 
-Nothing is read or copied: a piece is another place in the same file, so a checkpoint of another
-layout loads tensor by tensor like any other. Which tensors are cut how is data (`TensorReshape`);
-what the pieces are then called in a module is `strict.KeyMap`. Read next: `entries`, `tensors`.
+Nothing is read or copied: a piece is another byte range of the same file, so a checkpoint with
+another layout loads tensor by tensor like any other. `TensorReshape` says how tensors are split;
+`key_map.KeyMap` renames the pieces.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from everyframe.core.errors import CheckpointError
 
 @dataclass(frozen=True)
 class TensorReshape:
-    """What becomes of the tensors whose whole name matches `pattern`.
+    r"""Reshape of the tensors whose whole name matches `pattern`.
 
     Attributes:
         pattern: a regular expression for the name.
-        names: the name of each piece, in which ``\\1`` is the pattern's first group; the first
-            dimension is dealt out evenly among them.
+        names: name of each piece, in which ``\1`` is the pattern's first group; the first dimension
+            is split evenly among them.
         transposed: a matrix becomes its transpose.
-        is_kernel: a convolution kernel of one position becomes the matrix that it is.
+        is_kernel: a convolution kernel of one position becomes a matrix.
     """
 
     pattern: str
@@ -35,10 +35,10 @@ class TensorReshape:
 
 
 def rearranged(checkpoint: TensorFile, cuts: Sequence[TensorReshape]) -> TensorFile:
-    """`checkpoint` with every tensor that a cut matches as its pieces, the rest as they are.
+    """Copy of `checkpoint` with every matching tensor replaced by its pieces.
 
     Raises:
-        CheckpointError: a tensor that can't be cut so, named.
+        CheckpointError: a tensor that cannot be split so, named.
     """
     entries: dict[str, TensorLocation] = {}
     for name in checkpoint:

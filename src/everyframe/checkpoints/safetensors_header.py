@@ -1,9 +1,9 @@
-"""Facts of a safetensors file (name -> dtype, shape, place), read from its header without torch.
+"""Safetensors headers: name, dtype, shape and position of each tensor, read without torch.
 
 A safetensors file is eight bytes of little-endian header length, a JSON header, and the tensors'
-bytes without gaps. Everything that the header says is checked against the file's size before
-anybody reads a tensor, so that a truncated or foreign file is told by name and not met halfway.
-Format: https://github.com/huggingface/safetensors (README, "Format"). Read next: `tensors`.
+bytes without gaps. The header is validated against the file's size before any tensor is read, so a
+truncated or foreign file gives an error that names it.
+Format: https://github.com/huggingface/safetensors (README, "Format").
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _FOREIGN_STARTS: tuple[tuple[bytes, str], ...] = (
 
 @dataclass(frozen=True)
 class TensorFact:
-    """One tensor of a file: `dtype` in safetensors' spelling, `offset` in bytes from the start."""
+    """One tensor of a file: `dtype` in safetensors' spelling, `offset` in bytes."""
 
     name: str
     dtype: str
@@ -58,7 +58,7 @@ class TensorFact:
 
 @dataclass(frozen=True)
 class SafetensorsHeader:
-    """All tensors of one file in the order in which they lie, and its free-form metadata."""
+    """All tensors of one file in file order, and its free-form metadata."""
 
     path: Path
     tensors: Mapping[str, TensorFact]
@@ -66,21 +66,21 @@ class SafetensorsHeader:
 
     @property
     def num_parameters(self) -> int:
-        """Elements in all tensors together, buffers included."""
+        """Elements of all tensors, buffers included."""
         return sum(math.prod(fact.shape) for fact in self.tensors.values())
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors together, the header not counted."""
+        """Bytes of all tensors, without the header."""
         return sum(fact.num_bytes for fact in self.tensors.values())
 
 
 def read_header(path: str | Path) -> SafetensorsHeader:
-    """Read and check the header of one safetensors file; the tensors are not read.
+    """Read and validate the header of one safetensors file; reads no tensors.
 
     Raises:
-        CheckpointError: no such file; not a safetensors; truncated; or a header that contradicts
-            itself. The text names the file and says what is wrong.
+        CheckpointError: no such file; not a safetensors; truncated; or an inconsistent header. The
+            text names the file and the fault.
     """
     path = Path(path)
     try:
@@ -98,7 +98,7 @@ def read_header(path: str | Path) -> SafetensorsHeader:
 
 @lru_cache(maxsize=32)
 def _checked(path: Path, size: int, raw: bytes) -> SafetensorsHeader:
-    """What a header says in a file of that size. A run asks for it several times over."""
+    """Parse a header in a file of that size; cached, as a run reads it several times."""
     table = _parse(path, raw)
     metadata = table.pop("__metadata__", {})
     if not isinstance(metadata, dict):
@@ -192,7 +192,7 @@ def _fact(path: Path, name: str, entry: Any, data_start: int) -> TensorFact:
 
 
 def _check_layout(path: Path, facts: list[TensorFact], data_start: int, size: int) -> None:
-    """No overlap, no gap, nothing behind the end; short of that, the file is truncated."""
+    """Check that tensors have no overlaps or gaps and end within the file, else it is truncated."""
     position = data_start
     previous = "the header"
     for fact in facts:

@@ -1,10 +1,9 @@
-"""Which prompts the embedded model `shapes` can draw, and the words it knows. No torch here.
+"""Prompt parser of the embedded model `shapes`: its vocabulary, and which prompts it can draw.
 
-The model's whole world is here as data: four shapes, eight colours, five backgrounds, eight
-motions, and the words for them. `recipes/shapes` writes its training captions with these tables.
-`read_prompt` says whether a prompt lies inside that world; it does not guess: one unknown word,
-and the answer is no. Not here: drawing (`recipes/shapes/world.py`) and the weights (`shapes/`,
-beside this file).
+The vocabulary is data: four shapes, eight colours, five backgrounds, eight motions, and the words
+for them. `recipes/shapes` writes its training captions from these tables. `read_prompt` does not
+guess: a prompt with one unknown word is refused. Imports no torch. Drawing is in
+`recipes/shapes/world.py`, and the weights are in `shapes/`, beside this file.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ BACKGROUNDS: dict[str, tuple[str, ...]] = {
     "brown": ("brown",),
     "blue": ("blue",),
 }
-"""Each name's own words, the name first."""
+"""Words for each name, the name first."""
 
 MOTIONS: dict[str, tuple[str, ...]] = {
     "right": (
@@ -96,7 +95,7 @@ DEFAULT_MOTION = "still"
 
 @dataclass(frozen=True)
 class Scene:
-    """What a prompt asks for; each word a key of the table of the same name."""
+    """Content of a prompt; each word is a key of the table of the same name."""
 
     shape: str
     colour: str
@@ -106,7 +105,7 @@ class Scene:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why `shapes` can't draw a prompt: a clause for a person, without a full stop."""
+    """Reason why `shapes` cannot draw a prompt: a clause for the user, without a full stop."""
 
     reason: str
 
@@ -120,10 +119,9 @@ CAN_DRAW = (
 
 
 def read_prompt(prompt: str) -> Scene | Refusal:
-    """The scene that a prompt describes, or why it lies outside of the world of `shapes`.
+    """Parse a prompt to a scene, or return why `shapes` cannot draw it.
 
-    A background that is not named is black and a motion that is not named is none, as in the
-    training captions.
+    The default background is black and the default motion is none, as in the training captions.
     """
     # Two stars hold a place, so that words which stood apart never come to stand together.
     text = " " + " ".join(re.findall(r"[\w'-]+", prompt.casefold())) + " "
@@ -157,7 +155,7 @@ def read_prompt(prompt: str) -> Scene | Refusal:
 
 
 def why_not(scene: Scene) -> str | None:
-    """Why a scene of known words is no scene of this world, or None."""
+    """Reason why known words form no scene of this vocabulary, or None."""
     if scene.shape == "circle" and scene.motion == "turning":
         return "a turning circle looks like one that does not turn"
     if scene.colour == scene.background:
@@ -166,7 +164,7 @@ def why_not(scene: Scene) -> str | None:
 
 
 def _take(text: str, table: dict[str, tuple[str, ...]]) -> tuple[list[str], str]:
-    """The names in `table` that the text says, and the text without them; long phrases first."""
+    """Find names of `table` in the text, long phrases first; return them and the remaining text."""
     names = {phrase: name for name, phrases in table.items() for phrase in phrases}
     found: list[str] = []
     for phrase in sorted(names, key=len, reverse=True):
@@ -177,7 +175,7 @@ def _take(text: str, table: dict[str, tuple[str, ...]]) -> tuple[list[str], str]
 
 
 def _take_backgrounds(text: str) -> tuple[list[str], str]:
-    """Colours that a preposition or a noun such as "background" says are the ground's."""
+    """Find background colours, marked by a preposition or a noun such as "background"."""
     phrases = {phrase: name for name, words in BACKGROUNDS.items() for phrase in words}
     colour = "|".join(sorted(phrases, key=len, reverse=True))
     noun = "|".join(BACKGROUND_NOUNS)

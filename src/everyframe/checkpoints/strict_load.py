@@ -1,12 +1,12 @@
-"""Loading a checkpoint into a module so that nothing is missing, left over or misshapen.
+"""Strict loading: a missing, extra or misshapen tensor is an error.
 
-All names, shapes and kinds are compared from headers first; then one tensor after the other is
-read straight into its place. Build the module under ``torch.device("meta")`` and the peak memory
-is the module once and one tensor more. Renames, ignored names and tied weights are data (`KeyMap`).
+All names, shapes and kinds are compared from headers first; then each tensor is read straight into
+its place. For a module built under ``torch.device("meta")`` the peak memory is one module plus one
+tensor. Renames, ignored names and tied weights are data (`KeyMap`).
 
 A module that computes its buffers (non-persistent: frequencies, tables) and is built on meta must
 have a method ``reset_buffers()`` that computes them again on the default device; it is called
-after loading. Read next: `tensors`.
+after loading.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ DtypeRule = Callable[[str, torch.dtype], torch.dtype]
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What was loaded: names in the module and bytes, and which names were ignored.
+    """Names in the module and bytes of the loaded tensors, and ignored names.
 
-    `left` are those that were to stay in the files: their names there by their names in the module.
+    `left` maps names in the module to names in the files, for tensors that were left unread.
     """
 
     loaded: tuple[str, ...]
@@ -54,16 +54,16 @@ def load_strictly(
         module: on the meta device (then nothing is allocated twice) or on a real one.
         checkpoint: from `open_checkpoint`.
         keys: renames, ignored names, tied weights.
-        dtype: of floating tensors in the module: one for all, or a rule per name; None keeps the
-            module's own. Integer and boolean tensors always keep the module's.
+        dtype: of floating tensors in the module: one for all, or a rule per name; None leaves the
+            module's own. Integer and boolean tensors always have the module's dtype.
         device: where the tensors go.
-        leave: names in the module that are compared like all others and not read: they are put on
-            meta, in their dtype, for whoever reads them later.
+        leave: names in the module that are compared like all others but not read: they are meta
+            tensors of their dtype, to be read later.
 
     Raises:
-        CheckpointError: a tensor missing, extra, misshapen, of another kind, or two for one
-            place; names the first few and counts them. The module is untouched then, except
-            where tied tensors turn out to differ.
+        CheckpointError: a tensor is missing, extra, misshapen or of another kind, or two have one
+            place; names the first few and counts them. The module is then unchanged, unless tied
+            tensors turn out to differ.
         AssertionError: a buffer is left on meta (see this module's docstring).
     """
     keys = keys or KeyMap()
@@ -94,10 +94,10 @@ def load_strictly(
 
 
 def check_strictly(module: nn.Module, checkpoint: TensorFile, keys: KeyMap | None = None) -> None:
-    """What `load_strictly` would say of names, shapes and kinds; nothing but headers is read.
+    """Raise the errors of `load_strictly` for names, shapes and kinds; reads headers only.
 
     Raises:
-        CheckpointError: as there.
+        CheckpointError: as in `load_strictly`.
     """
     keys, slots = keys or KeyMap(), _slots(module)
     _compared(checkpoint, keys, slots, _groups(slots, keys.tied))
@@ -109,7 +109,7 @@ def _compared(
     slots: Mapping[str, _Slot],
     groups: Mapping[str, list[str]],
 ) -> tuple[dict[str, str], tuple[str, ...]]:
-    """See `_map_names`; raises `CheckpointError` unless all is as it should be."""
+    """Result of `_map_names`; raises `CheckpointError` on any mismatch."""
     sources, ignored = _map_names(checkpoint, keys)
     _compare_names(checkpoint, sources, slots, groups)
     _compare_facts(checkpoint, sources, slots)
@@ -118,7 +118,7 @@ def _compared(
 
 @dataclass
 class _Slot:
-    """A place in the module: the owner's table and the key in it."""
+    """Place of a tensor in the module: the owner's table and the key in it."""
 
     table: dict[str, torch.Tensor | None]
     key: str
@@ -131,7 +131,7 @@ class _Slot:
 
 
 def _slots(module: nn.Module) -> dict[str, _Slot]:
-    """Name -> place of everything that a checkpoint must hold; tied places each by its name."""
+    """Name -> place of each tensor that a checkpoint must hold; tied ones under each name."""
     slots: dict[str, _Slot] = {}
     for prefix, owner in module.named_modules(remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""
@@ -146,7 +146,7 @@ def _slots(module: nn.Module) -> dict[str, _Slot]:
 
 
 def _groups(slots: Mapping[str, _Slot], tied: Sequence[Sequence[str]]) -> dict[str, list[str]]:
-    """Name -> all names of the same parameter (itself included), the list shared by its members.
+    """Name -> all names of the same parameter, itself included; its members share one list.
 
     Tied by the module itself (one object under several names) or by `tied`.
     """
@@ -167,7 +167,7 @@ def _groups(slots: Mapping[str, _Slot], tied: Sequence[Sequence[str]]) -> dict[s
 
 
 def _map_names(checkpoint: TensorFile, keys: KeyMap) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Module name -> checkpoint name in the order of the file, and what is ignored."""
+    """Module name -> checkpoint name in file order, and the ignored names."""
     sources: dict[str, str] = {}
     ignored: list[str] = []
     for name in checkpoint:
@@ -233,7 +233,7 @@ def _wanted_dtype(
 
 
 def _place(tensor: torch.Tensor, slots: Iterable[_Slot]) -> None:
-    """Put `tensor` into every slot of one group; a parameter stays one object for all of them."""
+    """Put `tensor` into every slot of one group; a tied parameter stays one object."""
     replacement: torch.Tensor | None = None
     for slot in slots:
         old = slot.tensor
@@ -255,7 +255,7 @@ def _check_equal(checkpoint: TensorFile, source: str, filled: _Slot) -> None:
 
 
 def _reset_buffers(module: nn.Module, device: torch.device) -> None:
-    """Compute again what lay on meta, and see that nothing is left there."""
+    """Recompute buffers on meta, and check that none is left there."""
     for owner in module.modules():
         on_meta = any(b is not None and b.is_meta for b in owner._buffers.values())
         reset = getattr(owner, "reset_buffers", None)

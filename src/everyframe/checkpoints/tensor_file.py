@@ -1,8 +1,7 @@
-"""A checkpoint's tensors by name, one at a time: a file, a set of shards, or a folder of either.
+"""Read a checkpoint's tensors by name: from a file, a set of shards, or a folder of either.
 
-Opening reads headers only; `TensorFile.load` reads one tensor into fresh memory of its own.
-Nothing is unpickled beyond tensors (`pickles`).
-Read next: `headers`, `pickles`, `entries`, `strict`.
+Opening reads headers only; `TensorFile.load` reads one tensor into memory of its own. From pickles
+only tensors are read (`torch_file`).
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ DTYPES: Mapping[str, torch.dtype] = {
 }  # fmt: skip
 
 _INDEX = ".index.json"
-#: Of a variant: ``model.safetensors.index.fp16.json``.
+#: Matches a variant's index too: ``model.safetensors.index.fp16.json``.
 _IS_INDEX = re.compile(r".*\.index(\.\w+)?\.json")
 
 # Where a folder's weights are looked for, first found wins: whole files before shards (a folder
@@ -59,10 +58,10 @@ _STANDARD_NAMES = (
 
 
 class TensorFile:
-    """Tensors by name, read one at a time; what `open_checkpoint` returns.
+    """Tensors by name, read one at a time; returned by `open_checkpoint`.
 
     Attributes:
-        source: the file or index that was opened, for error texts.
+        source: the opened file or index, for error texts.
     """
 
     def __init__(self, source: Path, entries: Mapping[str, TensorLocation]) -> None:
@@ -80,24 +79,24 @@ class TensorFile:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The files that hold the tensors, for a digest; in the order of their names."""
+        """Files that hold the tensors, for a digest; sorted by name."""
         return tuple(sorted({entry.path for entry in self._entries.values()}))
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors together, as stored."""
+        """Bytes of all tensors, as stored."""
         return sum(entry.num_bytes for entry in self._entries.values())
 
     def names(self) -> tuple[str, ...]:
-        """All tensor names, in the order in which they lie in the files."""
+        """All tensor names, in file order."""
         return tuple(self._entries)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape as stored."""
+        """Stored shape."""
         return self.entry(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype as stored."""
+        """Stored dtype."""
         return self.entry(name).dtype
 
     def load(
@@ -106,21 +105,21 @@ class TensorFile:
         device: str | torch.device = "cpu",
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """Read one tensor into memory that nobody else holds.
+        """Read one tensor into memory that it shares with no other.
 
         Args:
             name: its name in the checkpoint.
-            device: where it is wanted.
-            dtype: cast to this; as stored where None.
+            device: target device.
+            dtype: cast to this; as stored if None.
 
         Raises:
-            CheckpointError: no such tensor, or the file has changed or can't be read.
+            CheckpointError: no such tensor, or the file has changed or cannot be read.
         """
         entry = self.entry(name)
         return read_entry(entry, name).to(device=device, dtype=dtype)
 
     def entry(self, name: str) -> TensorLocation:
-        """Where one tensor lies; `CheckpointError` if there is none of that name."""
+        """Location of one tensor; raises `CheckpointError` if there is none of that name."""
         try:
             return self._entries[name]
         except KeyError:
@@ -131,15 +130,15 @@ class TensorFile:
 def open_checkpoint(
     path: str | Path | TensorFile, *, payload: str | None = None, variant: str | None = None
 ) -> TensorFile:
-    """Open a checkpoint; headers are read and checked, tensors are not.
+    """Open a checkpoint; reads and validates headers, but no tensors.
 
     Args:
         path: a ``.safetensors`` file, a ``.pth``/``.pt``/``.bin``/``.ckpt`` pickle of tensors, an
-            ``.index.json`` of shards of either, or a folder that holds one of these. What is open
-            already is given back.
-        payload: for a pickle that holds several state dicts, the key of the one that is meant,
-            such as ``"ema"``.
-        variant: of a folder, which of several stored precisions is meant: ``"fp16"`` opens
+            ``.index.json`` of shards of either, or a folder that holds one of these. An open
+            `TensorFile` is returned as it is.
+        payload: for a pickle that holds several state dicts, the key of the wanted one, such as
+            ``"ema"``.
+        variant: of a folder, which of several stored precisions: ``"fp16"`` opens
             ``model.fp16.safetensors``. Without one, the plain names come first.
 
     Raises:
@@ -193,7 +192,7 @@ def _safetensors_entries(path: Path) -> dict[str, TensorLocation]:
 
 
 def _open_shards(index: Path, payload: str | None) -> TensorFile:
-    """All tensors of all shards, also such as the index forgets: strict loading will name them."""
+    """All tensors of all shards, including those not in the index, which strict loading reports."""
     table = read_json(index).get("weight_map")
     if not isinstance(table, dict) or not all(isinstance(f, str) for f in table.values()):
         raise CheckpointError(f"{index} has no weight_map from tensor names to file names")

@@ -1,9 +1,8 @@
-"""Where the tensors of a ``torch.save`` file lie, without unpickling anything but tensors.
+"""Locate the tensors in a ``torch.save`` file; nothing but tensors is unpickled.
 
-Today's format is an uncompressed zip: torch reads its pickle under fake tensors (no memory, no
-code beyond ``weights_only=True``), which tells each tensor's place in the file, and `tensors`
-reads from there. The format of before torch 1.6 has no such places and is read whole.
-Read next: `tensors`.
+The current format is an uncompressed zip. torch reads its pickle under fake tensors (no memory, no
+code beyond ``weights_only=True``), which gives each tensor's position in the file; `read_entry`
+reads from there. The format before torch 1.6 has no such positions and is read whole.
 """
 
 from __future__ import annotations
@@ -25,10 +24,11 @@ from everyframe.core.errors import CannotRunError, CheckpointError
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """Where one tensor lies: `num_bytes` from byte `offset` of `path` on, little-endian.
+    """Location of one tensor: `num_bytes` from byte `offset` of `path`, little-endian.
 
-    `stride` is in elements, None for a contiguous tensor. `resident` is set instead of a place
-    for the old pickle format, which can only be read whole.
+    Attributes:
+        stride: in elements; None for a contiguous tensor.
+        resident: the tensor itself, for the old pickle format, which can only be read whole.
     """
 
     path: Path
@@ -41,10 +41,10 @@ class TensorLocation:
 
 
 def read_entry(entry: TensorLocation, name: str) -> torch.Tensor:
-    """The tensor that lies there, in memory that nobody else holds.
+    """Read the tensor at a location, into memory that it shares with no other.
 
     Raises:
-        CheckpointError: the file can't be read or ends too early; `name` is for that text.
+        CheckpointError: the file cannot be read or ends too early; `name` is for the text.
     """
     if entry.resident is not None:
         return entry.resident.clone()
@@ -75,11 +75,11 @@ _WRAPPERS = ("ema", "state_dict", "model", "module")
 
 
 def pickle_entries(path: Path, payload: str | None = None) -> dict[str, TensorLocation]:
-    """Name -> place of each tensor in a ``.pth``, ``.pt``, ``.bin`` or ``.ckpt``.
+    """Name -> location of each tensor in a ``.pth``, ``.pt``, ``.bin`` or ``.ckpt``.
 
     Args:
         path: the file.
-        payload: which state dict is meant, where the file holds several.
+        payload: the wanted state dict, if the file holds several.
 
     Raises:
         CheckpointError: not a torch file, truncated, needs more than tensors, or several state
@@ -118,7 +118,7 @@ def _load(path: Path, *, fake: bool) -> Any:
 
 
 def _reason(error: pickle.UnpicklingError) -> str:
-    """What torch's long advice comes down to, without its advice to switch the check off."""
+    """Core of torch's error text, without its advice to disable the check."""
     text = str(error)
     if "Unsupported global" in text or "GLOBAL" in text:
         after = text.partition("GLOBAL ")[2]
@@ -133,7 +133,7 @@ def _line(error: BaseException) -> str:
 
 
 def _check_stored(path: Path) -> None:
-    """Torch never compresses; a file that does can't be read from places."""
+    """Raise for a compressed file, whose tensors have no positions; torch never compresses."""
     try:
         with zipfile.ZipFile(path) as archive:
             packed = [i.filename for i in archive.infolist() if i.compress_type]
@@ -177,7 +177,7 @@ def _is_state_dict(value: Any) -> bool:
 
 
 def _place(path: Path, name: str, fake: torch.Tensor) -> TensorLocation:
-    """Where the tensor's own span of its storage lies in the file."""
+    """Byte range of the tensor's own span of its storage in the file."""
     if fake.layout != torch.strided or fake.is_quantized:
         raise CheckpointError(f"{path}: tensor {name!r} is not a plain tensor ({fake.layout})")
     start = getattr(fake.untyped_storage(), "_checkpoint_offset", None)

@@ -1,5 +1,5 @@
-"""The ground floor: frozen data and errors that every room speaks in. No torch here.
+"""Core types: frozen requests, plans, facts, events and errors. Imports no torch.
 
-Read next: `request` (what was asked), `plan` (what will run), `events` (what happens meanwhile),
-`video` (what comes out), `errors` (what can go wrong, and the exit code of each).
+Read next: `request` (what was asked), `plan` (what will run), `events` (progress of a run),
+`errors` (errors and their exit codes).
 """

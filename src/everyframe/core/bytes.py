@@ -1,7 +1,4 @@
-"""Amounts of memory as people write them: ``8GB``, ``7.5 GiB``, ``500MB``, or plain bytes.
-
-Read next: `everyframe.core.bytes`, which writes them.
-"""
+"""Memory sizes: parsing ``8GB``, ``7.5 GiB``, ``500MB`` or plain bytes, formatting, and fit."""
 
 from __future__ import annotations
 
@@ -20,10 +17,10 @@ _WRITTEN = re.compile(r"\s*(\d{1,20}(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
 def parse_bytes(written: str, name: str) -> int:
-    """Bytes of an amount of memory; `name` is the option that it was given to.
+    """Parse a memory size into bytes; `name` is the option that holds it.
 
     Raises:
-        InputError: no amount, or nothing at all.
+        InputError: not a memory size, or not above zero.
     """
     found = _WRITTEN.fullmatch(written)
     unit = found[2].lower() if found else None
@@ -35,34 +32,34 @@ def parse_bytes(written: str, name: str) -> int:
     return size
 
 
-#: Share of the free memory that a plan may count on: allocators keep some, forecasts err a little.
+#: Usable share of the free memory: allocators reserve some, and forecasts are slightly off.
 USABLE_SHARE = 0.92
 
-#: Bytes that the process of a rank takes for itself, before it holds anything of a model: torch and
-#: what else it has imported, written to and so its own. Measured with torch 2.13: 302 to 307 MB.
+#: Private bytes of a rank's process before it holds any part of a model: torch and the other
+#: imports. Measured with torch 2.13: 302 to 307 MB.
 PROCESS_BYTES = 305 * 10**6
 
 
 def without_processes(device: DeviceFacts, num_ranks: int) -> DeviceFacts:
-    """A CPU with the memory that so many ranks leave free on it; one works without a further."""
+    """Free CPU memory after `num_ranks` rank processes; a single rank needs no further one."""
     if device.kind != "cpu" or num_ranks == 1:
         return device
     return replace(device, free_memory=max(0, device.free_memory - num_ranks * PROCESS_BYTES))
 
 
 def fits(num_bytes: int, device: DeviceFacts) -> bool:
-    """Whether so many bytes can be had on the device now."""
+    """Whether `num_bytes` fit into the usable part of the device's free memory."""
     return share_of(num_bytes, device) <= 1
 
 
 def share_of(num_bytes: int, device: DeviceFacts) -> float:
-    """How many times what can be had on the device now that is."""
+    """Ratio of `num_bytes` to the usable part of the device's free memory."""
     usable = device.free_memory * USABLE_SHARE
     return num_bytes / usable if usable > 0 else math.inf if num_bytes else 0.0
 
 
 def format_bytes(num_bytes: int) -> str:
-    """``"18.4 GB"``, ``"52 MB"``: decimal units, as disks and cards are sold."""
+    """Format bytes in decimal units, as disks and cards are sold: ``"18.4 GB"``, ``"52 MB"``."""
     if num_bytes >= 1e9:
         return f"{num_bytes / 1e9:.1f} GB"
     if num_bytes >= 1e6:

@@ -1,8 +1,8 @@
-"""Every error that a user can meet, and the exit code that the command line gives it.
+"""Every error that a user can meet, and its exit code on the command line.
 
-The text of an error is for the person who asked: what was given, what is allowed, what to do.
-Our own broken invariants are `assert`s and never one of these. Read next: `everyframe.cli.main`,
-which turns an error into one line and an exit code.
+The text of an error is for the user: what was given, what is allowed, what to do. Broken invariants
+of our own are `assert`s and never one of these. `everyframe.cli.main` turns an error into one line
+and an exit code.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class EveryframeError(Exception):
     exit_code = ExitCode.TROUBLE
 
     def reworded(self, text: str) -> EveryframeError:
-        """The same error in other words."""
+        """Copy of the error with another text."""
         return type(self)(text)
 
 
@@ -94,7 +94,7 @@ class DistributedOutOfMemoryError(CannotRunError):
         self.scarcity = scarcity
 
     def reworded(self, text: str) -> DistributedOutOfMemoryError:
-        """The same error in other words."""
+        """Copy of the error with another text."""
         return DistributedOutOfMemoryError(text, self.scarcity)
 
 
@@ -139,7 +139,7 @@ class DeviceLostError(WorkerDiedError):
         self.loss = loss
 
     def reworded(self, text: str) -> DeviceLostError:
-        """The same error in other words."""
+        """Copy of the error with another text."""
         return DeviceLostError(text, self.loss)
 
 
@@ -162,13 +162,13 @@ class PeerLostError(WorkerDiedError):
 
 
 def closest_names(given: str, allowed: Iterable[str], count: int = 1) -> list[str]:
-    """The names in `allowed` that `given` was most likely meant to be, best first, maybe none."""
+    """Names in `allowed` closest to the misspelt `given`, best first; may be empty."""
     by_folded: dict[str, str] = {name.casefold(): name for name in allowed}
     close = difflib.get_close_matches(given.casefold(), list(by_folded), n=count, cutoff=0.5)
     return [by_folded[name] for name in close]
 
 
 def did_you_mean(given: str, allowed: Iterable[str]) -> str:
-    """A clause to append to an error, such as ``"; did you mean 'shapes'?"``, or nothing."""
+    """Clause to append to an error, such as ``"; did you mean 'shapes'?"``, or an empty string."""
     close = closest_names(given, allowed)
     return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,7 +1,7 @@
-"""What happens while a plan runs, one frozen value an event, in the order in which it happens.
+"""Events of a run: frozen values, yielded in the order in which they happen.
 
-`everyframe.stream` yields them; the command line draws its bar from them and, with ``--json``,
-prints each as one line. Arrays never go into the JSON.
+`everyframe.stream` yields them. The command line draws its progress bar from them and, with
+``--json``, prints each as one line. Arrays never go into the JSON.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ class Event:
     type: ClassVar[str] = "event"
 
     def to_json(self) -> dict[str, Any]:
-        """The event as plain data: its type, and every field that is not marked as bulky."""
+        """Plain data of the event: its type, and every field that is not marked as bulky."""
         shown = [part.name for part in fields(self) if not part.metadata.get("bulky")]
         values = {name: getattr(self, name) for name in shown}
         plain = {k: v.to_json() if hasattr(v, "to_json") else v for k, v in values.items()}
         return {"type": self.type, **plain}
 
 
-#: What a run is to whoever reads it: closing it ends the run.
+#: A running plan, as its consumer sees it: closing the generator ends the run.
 Events: TypeAlias = Generator[Event, None, None]
 
 
@@ -139,7 +139,7 @@ class Repaired(Event):
 
 
 def event_of(data: Mapping[str, Any]) -> Event:
-    """A `Note` or `Repaired` again out of its `to_json`: what one rank has to tell for another."""
+    """Rebuild a `Note` or `Repaired` from its `to_json`, as one rank sends it to another."""
     kind = next(each for each in (Note, Repaired) if each.type == data["type"])
     return kind(**{name: value for name, value in data.items() if name != "type"})
 

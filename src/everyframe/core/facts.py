@@ -1,6 +1,7 @@
-"""Facts of a machine, as data: what planning, precision and the doctor decide by.
+"""Machine facts as data: devices, throughput and software, which planning and the doctor read.
 
-`everyframe.hardware.facts` reads them off the real machine. A made-up machine is the same type.
+`everyframe.hardware.facts` reads them from the real machine. A machine profile gives the same
+types.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class OpShape:
-    """A matrix product, convolution or attention of certain sizes: what a device is fast at or not.
+    """One operation of given sizes, whose speed depends on the device.
 
-    `kind` is ``product``, ``convolution`` or ``attention``; `shapes` are those of its operands,
-    `told` a convolution's stride, padding and so on, as `torch.convolution` takes them; of an
-    attention ``masked`` where it has a mask, and then the kernel that computes it, if chosen.
+    Attributes:
+        kind: ``product``, ``convolution`` or ``attention``.
+        dtype: torch's name of the dtype.
+        shapes: shapes of the operands.
+        told: for a convolution its stride, padding and so on, in the order of `torch.convolution`;
+            for an attention ``masked`` if it has a mask, then its kernel if one is chosen.
     """
 
     kind: str
@@ -26,12 +30,17 @@ class OpShape:
 
 @dataclass(frozen=True)
 class Throughput:
-    """How fast a device is: `products` in operations a second by dtype, the rest in bytes a second.
+    """Throughput of a device: operations and bytes a second.
 
-    `memory` is what passing over tensors takes, `load` the way from a file into place, `mapping`
-    what the system takes to hand out memory in large blocks, None where that is no matter; `launch`
-    are the seconds that any operation takes at least. `source` says whether they were measured or
-    are a maker's numbers; `measured` are the rates of products that were tried by themselves.
+    Attributes:
+        products: (dtype, operations a second) of matrix products.
+        memory: bytes a second of a pass over tensors.
+        load: bytes a second from a file into place.
+        source: whether the rates were measured here or are a maker's numbers.
+        launch: seconds that any operation takes at least.
+        measured: (operation, operations a second) for operations that were timed individually.
+        mapping: bytes a second at which the system hands out large blocks of memory; None where
+            that has no cost.
     """
 
     products: tuple[tuple[str, float], ...]
@@ -43,26 +52,32 @@ class Throughput:
     mapping: float | None = None
 
     def product(self, dtype: str) -> float:
-        """Multiplications and additions a second in that dtype; as slow as the slowest if unknown.
+        """Multiplications and additions a second in `dtype`; the slowest known rate if unknown.
 
-        A dtype that nobody measured is computed in another one, with casts.
+        An unmeasured dtype is computed in another one, with casts.
         """
         known = dict(self.products)
         return known.get(dtype) or min(known.values())
 
 
-#: Floating dtypes that a device computes in unless its facts say otherwise.
+#: Floating dtypes of a device unless its facts list others.
 ALL_DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """One device that can compute. `memory` in bytes; `kind` is torch's device type.
+    """One compute device.
 
-    `dtypes` are the floating dtypes that exist on it, if only emulated; `max_array_bytes` is the
-    largest tensor that its library can address, None where memory is the only limit. `rates` are
-    those of a profile; a real device's are measured. `fp16_slowdown` is how many times as long a
-    CPU's products take in float16 as in float32, None where nobody tried.
+    Attributes:
+        kind: torch's device type.
+        memory: bytes in all.
+        free_memory: bytes that are free now.
+        capability: CUDA compute capability.
+        dtypes: floating dtypes that exist on it, emulated ones included.
+        max_array_bytes: largest tensor that its library can address; None if memory is the limit.
+        rates: throughput from a profile; that of a real device is measured.
+        fp16_slowdown: how many times as long a CPU's products take in float16 as in float32; None
+            if not measured.
     """
 
     name: str
@@ -80,19 +95,23 @@ class DeviceFacts:
 
     @property
     def torch_name(self) -> str:
-        """What `torch.device` takes, such as ``cpu`` or ``cuda:0``."""
+        """Name for `torch.device`, such as ``cpu`` or ``cuda:0``."""
         return self.kind if self.index is None else f"{self.kind}:{self.index}"
 
 
 @dataclass(frozen=True)
 class SoftwareFacts:
-    """What is around the devices: the system, packages, libraries as they are loaded, variables.
+    """Software around the devices: operating system, packages, loaded libraries, variables.
 
-    `system` is ``linux``, ``wsl``, ``macos`` or ``windows``. `packages` are what pip lists, by
-    canonical name; `libraries` what is really in the process, by name (``cublas``, ``cudnn``, …),
-    which may be another copy; `copies` the libraries of which several are. `cuda` and `rocm` are
-    those that torch was built for, `architectures` those that it has kernels for. `environment`
-    holds the variables that matter, nothing secret.
+    Attributes:
+        system: ``linux``, ``wsl``, ``macos`` or ``windows``.
+        packages: versions that pip lists, by canonical name.
+        libraries: versions of the libraries in the process, by name (``cublas``, ``cudnn``, ...);
+            they may be other copies than the packages.
+        copies: libraries that are present several times.
+        cuda: version that torch was built for; `rocm` likewise.
+        architectures: GPU architectures that torch has kernels for.
+        environment: variables that can change a result; no secrets.
     """
 
     system: str
@@ -109,23 +128,23 @@ class SoftwareFacts:
     environment: dict[str, str] = field(default_factory=dict)
 
     def library(self, name: str) -> str | None:
-        """The version of a library: the loaded one's, else that of the package that brings it."""
+        """Version of a library: the loaded one, or else that of the package that ships it."""
         if name in self.libraries:
             return self.libraries[name]
         package = self.package_of(name)
         return None if package is None else self.packages[package]
 
     def package_of(self, library: str) -> str | None:
-        """The package that brings a library of NVIDIA's; None where pip lists none."""
+        """Package that ships an NVIDIA library; None if pip lists none."""
         names = (f"nvidia-{library}", f"nvidia-{library}-cu12", f"nvidia-{library}-cu13")
         return next((each for each in names if each in self.packages), None)
 
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """A whole machine: its devices (the CPU is always the last), cores, versions and software.
+    """One machine: devices (the CPU last), cores, versions and software.
 
-    `software` is None where nobody asked for it: plans don't need it.
+    `software` is None if it was not queried: plans do not need it.
     """
 
     devices: tuple[DeviceFacts, ...]
@@ -135,7 +154,7 @@ class MachineFacts:
 
     @property
     def cpu(self) -> DeviceFacts:
-        """The processor, which is always there."""
+        """The CPU, which every machine has."""
         return next(device for device in self.devices if device.kind == "cpu")
 
     def to_json(self) -> dict[str, Any]:

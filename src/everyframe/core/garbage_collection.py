@@ -1,8 +1,8 @@
-"""The garbage collector stands still while a process of our own begins.
+"""Pause the garbage collector while one of our own processes imports its libraries.
 
-Importing torch, transformers and diffusers makes some millions of objects that stay; looking
-through them again and again takes a sixth of that time (`benchmarks/startup.py`). Only for
-processes that are ours from end to end, a command's or a worker's: nobody else's is touched.
+Importing torch, transformers and diffusers makes some millions of permanent objects. Scanning them
+repeatedly takes a sixth of the import time (`benchmarks/startup.py`). Only command and worker
+processes use this; a caller's process is left alone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Within, nothing is looked for; afterwards it is as it was."""
+    """Context: pause garbage collection, then restore its previous state."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -1,8 +1,8 @@
-"""Values that Python callers have, as the text that a command line gives for them.
+"""Convert Python values of options to the text that the command line would give.
 
-``device=torch.device("cuda:1")``, ``dtype=torch.bfloat16``, ``size=(640, 360)``,
-``devices=[0, 1]``, ``max_memory=8_000_000_000``: a request holds the same for both. What is no such
-value is refused. Read next: `request.py`.
+Examples: ``device=torch.device("cuda:1")``, ``dtype=torch.bfloat16``, ``size=(640, 360)``,
+``devices=[0, 1]``, ``max_memory=8_000_000_000``. A request holds the same text for both spellings.
+Any other value is refused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from everyframe.core.options import shown
 
 
 def _of_torch(given: Any) -> Any:
-    """``torch.float32`` and ``torch.device("cuda")`` by their names, without importing torch."""
+    """Name of ``torch.float32`` or ``torch.device("cuda")``, without importing torch."""
     is_torchs = type(given).__module__ == "torch" and type(given).__name__ in ("device", "dtype")
     return str(given).removeprefix("torch.") if is_torchs else given
 
@@ -26,18 +26,18 @@ def _is_whole(given: Any) -> bool:
 
 
 def _whole(given: Any) -> Any:
-    """A whole number as its digits."""
+    """Digits of an integer."""
     return str(int(given)) if _is_whole(given) else given
 
 
 def _pair(given: Any, between: str) -> Any:
-    """Two whole numbers, width before height."""
+    """Two integers as text, width before height."""
     is_pair = isinstance(given, (tuple, list)) and len(given) == 2 and all(map(_is_whole, given))
     return between.join(map(_whole, given)) if is_pair else given
 
 
 def _listed(given: Any) -> Any:
-    """Names or numbers with commas."""
+    """Names or numbers, joined by commas."""
     if not isinstance(given, (tuple, list)) or not given:
         return given
     texts = [_whole(_of_torch(each)) for each in given]
@@ -46,7 +46,7 @@ def _listed(given: Any) -> Any:
 
 
 _AMOUNT = "an amount such as 8GB, or bytes"
-#: How each option that Python has values for is written, and what it may be.
+#: Option -> its converter and a description of the values that it accepts.
 SPELLED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "device": (_of_torch, "a device such as cuda:1"),
     "dtype": (_of_torch, "a dtype such as bf16"),
@@ -60,10 +60,10 @@ SPELLED: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 def option_text(name: str, given: Any) -> Any:
-    """The text that stands for what was given to that option; None is nothing.
+    """Text of an option's Python value; None stays None.
 
     Raises:
-        InputError: there is none.
+        InputError: the value has no such text.
     """
     write, allowed = SPELLED[name]
     text = write(given)

@@ -1,8 +1,7 @@
-"""How an option is written down: once, as an annotated pydantic field with unit, limits and help.
+"""Option declarations: annotated pydantic fields with unit, limits and help, each written once.
 
-`Request` holds the options that every family shares; each family adds its own in its `options.py`
-by subclassing `FamilyOptions`. Command line, schema and reference page are composed from both.
-Not here: which option a model understands (`families/*/options.py`) and what it then means.
+`Request` holds the options that all families share. Each family adds its own in its `options.py`,
+as a subclass of `FamilyOptions`. Command line, schema and reference page are composed from both.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from pydantic import (
 
 from everyframe.core.errors import InputError
 
-#: The headings under which options stand in help and reference, in order.
+#: Headings of options in help and reference, in order.
 GROUPS = ("What", "Size and length", "Sampling", "Given frames", "Machine", "Family")
 
-#: So many letters of a wrong value are told.
+#: Characters of a wrong value that a message shows.
 _SHOWN = 80
 
 
@@ -43,14 +42,19 @@ def option(
     person_only: bool = False,
     **limits: Any,
 ) -> Any:
-    """A pydantic field that is also an option.
+    """Declare a pydantic field that is also an option.
 
-    `help_text` is one sentence; `unit` is printed after the value; `aliases` are further flag names
-    (``"--steps"``); `python_only` keeps it off the command line; `names_files` says that the value
-    is, or may be, a picture or video that a record keeps by name and hash, `names_model` that it is
-    a model or a part of one. `person_only` is for what counts only where a person gives it in this
-    call, and never because a file says so. `limits` are pydantic's ``ge``, ``gt``, ``le``, ``lt``,
-    ``max_length``.
+    Args:
+        help_text: one sentence.
+        group: heading in help and reference, one of `GROUPS`.
+        default: the field's default.
+        unit: printed after the value.
+        aliases: further flag names, such as ``"--steps"``.
+        python_only: the option has no command line flag.
+        names_files: the value is or may be an image or video, recorded by name and hash.
+        names_model: the value is a model or a component of one.
+        person_only: the option counts only if the user sets it in this call, never if a file does.
+        limits: pydantic's ``ge``, ``gt``, ``le``, ``lt``, ``max_length``.
     """
     assert group in GROUPS, group
     extra: dict[str, Any] = {
@@ -66,7 +70,7 @@ def option(
 
 
 class Options(BaseModel):
-    """Base of everything that is made of options: frozen, strict about names, errors for people."""
+    """Base of all option models: frozen, unknown names are errors, messages are for users."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -85,7 +89,7 @@ class Options(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _no_truth_for_a_number(cls, given: Any, info: ValidationInfo) -> Any:
-        """True is 1 in Python; where a number is asked for it is a slip."""
+        """Refuse a boolean for a number: True equals 1 in Python, and here it is a slip."""
         assert info.field_name is not None
         kinds = _kinds(cls.model_fields[info.field_name].annotation)
         # numpy's own have a dtype.
@@ -100,7 +104,7 @@ class Options(BaseModel):
         return os.fspath(given) if isinstance(given, os.PathLike) and str in kinds else given
 
     def given(self) -> dict[str, Any]:
-        """The options that were set explicitly, in the order of the fields."""
+        """Options that were set explicitly, in the order of the fields."""
         return {
             name: getattr(self, name)
             for name in type(self).model_fields
@@ -109,28 +113,28 @@ class Options(BaseModel):
 
 
 class FamilyOptions(Options):
-    """A model family's own options. Subclass it in the family's `options.py`."""
+    """Options of one model family. Subclass it in the family's `options.py`."""
 
     def check_named(self) -> None:
-        """Raise `MediaError` for what they name and is not there; opens nothing."""
+        """Raise `MediaError` for a missing file that an option names; opens nothing."""
 
 
-#: Options whose text is cut into tokens, which only text can be; names of files may be any bytes.
+#: Options that a tokenizer reads, which must be valid text; file names may hold any bytes.
 _FOR_TOKENIZERS = ("prompt", "negative_prompt", "camera_motion", "pos_magic")
 
 
 def _is_no_text(given: str) -> bool:
-    """Whether it holds halves of surrogate pairs: bytes of a command line that are no text."""
+    """Whether the string holds unpaired surrogates: command line bytes that are not text."""
     return any("\ud800" <= letter <= "\udfff" for letter in given)
 
 
 def _kinds(annotation: Any) -> set[Any]:
-    """The types in an annotation, those of a union each."""
+    """Types in an annotation; each member of a union counts."""
     return {annotation, *(typing.get_args(annotation))}
 
 
 def facts_of(model: type[Options], name: str) -> Mapping[str, Any]:
-    """The group, unit, aliases and ``python_only`` mark that `option` stored for a field."""
+    """Group, unit, aliases and ``python_only`` mark that `option` stored for a field."""
     extra = model.model_fields[name].json_schema_extra
     return extra if isinstance(extra, Mapping) else {}
 
@@ -156,9 +160,10 @@ _WORDS: dict[str, Callable[[Mapping[str, Any]], str]] = {
 
 
 def explain(error: ValidationError, *, is_flat: bool = False) -> str:
-    """One line for a person out of a pydantic error: option, what is allowed, what was given.
+    """Turn a pydantic error into one line for the user: option, allowed values, given value.
 
-    `is_flat` says that it is of options, of which each is told once, however many forms it has.
+    With `is_flat` the error is about options, and each option appears once, whatever the number of
+    its alternatives.
     """
     sentences: dict[str, str] = {}
     for problem in error.errors():
@@ -177,6 +182,6 @@ def explain(error: ValidationError, *, is_flat: bool = False) -> str:
 
 
 def shown(given: Any) -> str:
-    """What was given, as it is told; the beginning of what is long."""
+    """A given value for an error message, shortened if long."""
     text = repr(given)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

@@ -1,7 +1,6 @@
-"""How a run is divided among several devices: what was asked, and what each rank will do.
+"""Parallel layout of a run: what was asked for, and what each rank computes. Data only.
 
-Plain data, as the plan holds it. Who decides is `everyframe.planning.parallelism`; what moves
-tensors is `everyframe.parallel`. Read next: `plan.py`.
+`everyframe.planning.parallelism` makes the layout; `everyframe.parallel` moves the tensors.
 """
 
 from __future__ import annotations
@@ -11,18 +10,20 @@ from itertools import accumulate
 
 from everyframe.core.errors import InputError, did_you_mean
 
-#: Ways to share a video's tokens: as the forecast chooses, or as named. A model has some of them.
+#: Kinds of sequence parallelism: chosen by the forecast, or named. A model supports some of them.
 SEQUENCE = ("sequence", "ulysses", "ring")
 WAYS = ("data", "cfg", *SEQUENCE)
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """What ``--parallel`` asks for; None where it leaves the choice.
+    """Parsed ``--parallel``; None leaves a degree to the planner.
 
-    `data` is into how many groups the devices are parted, each with videos of its own; `cfg` into
-    how many parts the branches of guidance are, in each group; `sequence` is how many devices share
-    the tokens of those, and `way` how they exchange them, empty where that is left open.
+    Attributes:
+        data: number of video groups; each group makes videos of its own.
+        cfg: number of groups within a video group that split the guidance branches.
+        sequence: number of devices that split the tokens of one branch.
+        way: how these exchange tokens, ``ulysses`` or ``ring``; empty if open.
     """
 
     data: int | None = None
@@ -32,10 +33,10 @@ class ParallelConfig:
 
 
 def parse_ways(text: str) -> ParallelConfig:
-    """``auto``, or names with numbers such as ``cfg=2,sequence=3``.
+    """Parse ``auto``, or degrees by name such as ``cfg=2,sequence=3``.
 
     Raises:
-        InputError: it is something else; the text says what would be right.
+        InputError: anything else; the text says what is accepted.
     """
     if text.strip().casefold() == "auto":
         return ParallelConfig()
@@ -62,15 +63,15 @@ def parse_ways(text: str) -> ParallelConfig:
     )
 
 
-#: The largest share over the smallest: beyond that a device has nothing to do.
+#: Largest ratio of two shares; beyond it a device would have nothing to do.
 MOST_APART = 1_000_000
 
 
 def parse_shares(text: str, num_devices: int) -> tuple[float, ...]:
-    """As many numbers as devices, such as ``24,8``; their ratios count.
+    """Parse relative shares, one number a device, such as ``24,8``.
 
     Raises:
-        InputError: another number of them, or not all are numbers of 0 or more.
+        InputError: wrong count of numbers, or not all are numbers of 0 or more.
     """
     try:
         numbers = tuple(float(part) for part in text.split(","))
@@ -94,14 +95,19 @@ def parse_shares(text: str, num_devices: int) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What one of several ranks does.
+    """Work of one rank.
 
-    `group` counts the groups that make videos apart from each other; `weight` is its speed beside
-    those of the others. `tokens` is the part (0..1) of one video's tokens that it holds,
-    `attention` its part of what they are dealt out for in another way; `sent_bytes` leave it at
-    each step, and `weight_bytes` of the weights that it keeps for others, of which it has a part as
-    large as its `room` is beside theirs. `idle` says when it has nothing to do, empty if it always
-    has; one that never `works` has no part in any video.
+    Attributes:
+        device: torch's device name.
+        group: index of its video group.
+        weight: speed relative to the other ranks.
+        tokens: share (0..1) of one video's tokens that it holds.
+        attention: share of the tokens or heads during attention, where that is split differently.
+        sent_bytes: bytes that it sends at each step.
+        idle: when it has nothing to do; empty if it always works.
+        weight_bytes: bytes of sharded weights that it sends at each step.
+        room: memory for sharded weights relative to the other ranks; sets its share of them.
+        works: False if it computes no part of any video.
     """
 
     device: str
@@ -118,12 +124,15 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """A run on several ranks: each rank's part, and how many videos each group makes.
+    """Layout of a run on several ranks.
 
-    `cfg` is into how many parts the branches of guidance are dealt within each group, `way` how
-    tokens are exchanged where a model has several ways, `num_threads` the CPU threads of each rank.
-    `done` are the numbers of videos that were made before, by a run that was broken off; nobody
-    makes them, and `videos` doesn't count them.
+    Attributes:
+        ranks: work of each rank.
+        videos: number of videos that each video group makes.
+        cfg: number of groups within a video group that split the guidance branches.
+        num_threads: CPU threads of each rank.
+        way: token exchange, for a model that supports several.
+        done: numbers of videos that an interrupted run finished before; `videos` excludes them.
     """
 
     ranks: tuple[RankPlan, ...]
@@ -135,7 +144,7 @@ class ParallelPlan:
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each group, in order."""
+        """Ranks of each video group, in order."""
         numbers = range(len(self.videos))
         return tuple(
             tuple(rank for rank, plan in enumerate(self.ranks) if plan.group == number)
@@ -144,25 +153,25 @@ class ParallelPlan:
 
     @property
     def teams(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each group that work."""
+        """Working ranks of each video group."""
         return tuple(
             tuple(rank for rank in group if self.ranks[rank].works) for group in self.groups
         )
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """The speeds of all ranks."""
+        """Speed of each rank."""
         return tuple(rank.weight for rank in self.ranks)
 
     def speaks(self, rank: int) -> bool:
-        """Whether that rank's events count: it is the first of those that make the same videos.
+        """Whether this rank reports events: the first rank of each video group does.
 
-        What comes before the first stage is told by rank 0 alone.
+        Before the first stage only rank 0 reports.
         """
         return any(group[0] == rank for group in self.groups)
 
     def takes(self, group: int) -> tuple[int, ...]:
-        """Which of the videos that group makes."""
+        """Numbers of the videos that this video group makes."""
         ends = [0, *accumulate(self.videos)]
         everything = range(ends[-1] + len(self.done))
         left = [number for number in everything if number not in self.done]

@@ -1,7 +1,8 @@
-"""Paths as people give them, checked before a library of somebody else's meets them.
+"""Validate user-supplied paths before any library sees them.
 
-What no file can be called is wrong input and is said in one line: another type than text or a path,
-a NUL, a name longer than the system takes, ``~`` of nobody. Nothing is opened or made here.
+A value that cannot be a path is wrong input and gives a one-line error: a type other than text or
+path, a NUL, a name longer than the system allows, ``~`` of an unknown user. Nothing is opened or
+created here.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from typing import Any
 from everyframe.core.errors import InputError
 from everyframe.core.options import shown
 
-#: What the system says of a name that no file can have.
+#: Error codes of the system for names that no file can have.
 _NO_NAME = (errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.EILSEQ)
 
 
 def check_path(given: Any, what: str = "a path") -> str:
-    """The text of a path that a file may have; `what` is the option that it was given to.
+    """Text of a valid path; `what` is the option that holds it.
 
     Raises:
-        InputError: nothing can be called so.
+        InputError: no file can have this name.
     """
     text = os.fspath(given) if isinstance(given, (str, os.PathLike)) else given
     if not isinstance(text, str):
@@ -38,10 +39,10 @@ def check_path(given: Any, what: str = "a path") -> str:
 
 
 def expand_path(given: Any, what: str = "a path") -> Path:
-    """The path, ``~`` replaced by the home folder.
+    """The path with ``~`` replaced by the home folder.
 
     Raises:
-        InputError: nothing can be called so, or it is in the home of nobody.
+        InputError: no file can have this name, or the user after ``~`` is unknown.
     """
     text = check_path(given, what)
     try:
@@ -54,10 +55,10 @@ def expand_path(given: Any, what: str = "a path") -> Path:
 
 
 def home_folder() -> Path:
-    """The home folder of whoever runs this.
+    """Home folder of the current user.
 
     Raises:
-        InputError: there is none, as in a container for a user that it doesn't know.
+        InputError: there is none, as in a container that does not know the user.
     """
     try:
         return Path.home()

@@ -1,7 +1,7 @@
-"""What will run: the request with every value settled, and where each part of the model runs.
+"""Execution plan: the resolved request, and device and precision of each component.
 
-Plans are frozen and printable, and are made by `everyframe.planning.resolve` alone. Nothing was
-loaded or fetched to make one. Read next: `everyframe.engine`, which runs them.
+Plans are frozen and printable. Only `everyframe.planning.resolve` makes them, without loading or
+fetching anything; `everyframe.engine` runs them.
 """
 
 from __future__ import annotations
@@ -16,16 +16,23 @@ from everyframe.core.parallel_plan import ParallelPlan
 
 @dataclass(frozen=True)
 class Settings:
-    """The request, settled: sizes in pixels, `num_frames` per clip, options by flag name.
+    """Resolved request.
 
-    `nominal_size` (height, width) is the size as it was named, where the model is told that one and
-    works in steps that do not hit it (240p is 240x426 to Open-Sora 1.2, which makes 240x424).
-    `nominal_length` is likewise the `num_frames` that the model is told where it makes others.
-    `own_choices` are those of height, width and num_frames that nobody gave and that it isn't told.
-    `prompt` is empty for a model that takes none. `fit` is how given pictures are brought to the
-    size (``crop``, ``pad``, ``stretch``), None where the family wants them as they were given.
-    `given_forms` are what those of `given_frames` are, by name, that are handed on as they are.
-    `savings` are what the resolver chose so that less memory is needed, by the family's own names.
+    Attributes:
+        prompt: empty for a model without prompts.
+        height: pixels; `width` likewise.
+        num_frames: frames of one clip.
+        nominal_size: (height, width) of a size by name, for a model that is conditioned on it and
+            whose grid misses it (240p is 240x426 to Open-Sora 1.2, which makes 240x424).
+        nominal_length: likewise the `num_frames` that the model is conditioned on.
+        own_choices: those of height, width and num_frames that the request left open and that are
+            not passed to the model.
+        given_frames: names of the options that give conditioning frames.
+        given_forms: by option name, the kind of conditioning frames that pass through unchanged.
+        fit: how images are brought to the size (``crop``, ``pad``, ``stretch``); None if the family
+            wants them unchanged.
+        options: values of the family's own options, by flag name.
+        savings: memory savings that the resolver chose, by the family's own names.
     """
 
     prompt: str
@@ -51,33 +58,36 @@ class Settings:
 
     @property
     def told_size(self) -> tuple[int, int]:
-        """(height, width) that the model is told: the nominal one where there is one."""
+        """(height, width) that the model is conditioned on: the nominal size if there is one."""
         return self.nominal_size or (self.height, self.width)
 
     @property
     def told_length(self) -> int:
-        """Frames that the model is told: the nominal ones where there are."""
+        """Frames that the model is conditioned on: the nominal length if there is one."""
         return self.nominal_length or self.num_frames
 
     def option(self, name: str) -> Any:
-        """The settled value of a family's own option."""
+        """Resolved value of a family's own option."""
         return dict(self.options)[name]
 
     def saving(self, name: str, otherwise: int) -> int:
-        """What the resolver chose to save memory, or what holds without."""
+        """Value of a memory saving, or `otherwise` if the resolver chose none."""
         return dict(self.savings).get(name, otherwise)
 
     def with_saving(self, name: str, value: int) -> Settings:
-        """These settings with one more saving."""
+        """Copy of the settings with one more memory saving."""
         return replace(self, savings=(*dict(self.savings, **{name: value}).items(),))
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Dtypes of one component by torch's names, and the parts that stay in float32 at least.
+    """Dtypes of one component, by torch's names.
 
-    `weights` is what its linear layers keep theirs in (``int8``, ``fp8``), empty where that is the
-    dtype of all other parameters.
+    Attributes:
+        parameters: storage dtype of the parameters.
+        compute: dtype of the computation.
+        islands: modules that stay in float32 or wider.
+        weights: storage of linear layers' weights (``int8``, ``fp8``); empty if it is `parameters`.
     """
 
     parameters: str
@@ -89,16 +99,20 @@ class Precision:
         return f"{self.compute} with {self.weights} weights" if self.weights else self.compute
 
 
-#: What a remedy's module runs in whose fast kernel is wrong.
+#: Repair target of a module whose fast kernel gives wrong results.
 PLAIN = "plain kernels"
 
 
 @dataclass(frozen=True)
 class Repair:
-    """A repair: `module` of `component`, by its dotted name, runs in `to` where `dtype` is wanted.
+    """Precision repair: `module` of `component` runs in `to` instead of `dtype`.
 
-    The whole component where the name is empty. Dtypes by torch's names; `to` may also be
-    `PLAIN`, for attention, and whatever else has a fast way and a plain one, the plain way.
+    Attributes:
+        component: name of the component.
+        module: dotted name; empty for the whole component.
+        to: torch's name of a dtype, or `PLAIN` for the plain kernel of a module with a fast one,
+            such as attention.
+        dtype: torch's name of the planned dtype.
     """
 
     component: str
@@ -108,18 +122,22 @@ class Repair:
 
     @property
     def place(self) -> str:
-        """Component and module, as one dotted name."""
+        """Component and module as one dotted name."""
         return ".".join(each for each in (self.component, self.module) if each)
 
 
 @dataclass(frozen=True)
 class FastPathChoice:
-    """A fast path that was weighed for a component, and what came of it.
+    """Decision about one fast path for a component.
 
-    `verdict` is ``certified`` or ``refused`` by its certificate, ``untried`` without one,
-    ``pinned`` or ``off`` by the person who asked, ``avoided`` for a known issue, ``expected`` in a
-    plan that nobody runs yet. `error` is relative to float32, `limit` what it may be, `gain` the
-    plain path's time over its own. `despite` is the known issue that a pinned one is used with.
+    Attributes:
+        verdict: ``certified`` or ``refused`` by its certificate, ``untried`` without one,
+            ``pinned`` or ``off`` by the user, ``avoided`` for a known issue, ``expected`` in a plan
+            that is not run yet.
+        error: error relative to float32.
+        limit: largest accepted error.
+        gain: time of the plain path over its own.
+        despite: the known issue that a pinned path is used in spite of.
     """
 
     path: str
@@ -133,15 +151,19 @@ class FastPathChoice:
 
 @dataclass(frozen=True)
 class ComponentPlan:
-    """One part of the model: what it is read from, where and in which precision it runs.
+    """Source, placement and precision of one component.
 
-    `weight_bytes` is what its parameters take in that precision, `working_bytes` the forecast peak
-    of everything else while it runs. With `offload` the parameters lie in the host's memory, or in
-    their files if it `streams`; with `holders` above 1 so many ranks keep them between them. Then
-    `resident_bytes` of them at most are on the device at any time. `remedies` are repairs that it
-    has from the start. `paths` are the fast paths that it runs by (`everyframe.fast_paths`), None
-    where nobody chose and torch does as it likes; `choices` say why, of these and of those that it
-    does not run by.
+    Attributes:
+        weight_bytes: bytes of its parameters in that precision.
+        working_bytes: forecast peak of everything else while it runs.
+        offload: the parameters lie in host memory, or in their files if it `streams`.
+        resident_bytes: largest number of weight bytes on the device, with `offload` or weight
+            sharding.
+        remedies: repairs that it has from the start.
+        paths: fast paths that it runs by (`everyframe.fast_paths`); None if torch chooses.
+        choices: decisions about these and the rejected fast paths.
+        by_turns: on the device only while it computes, in host memory while others of its stage do.
+        holders: ranks that its weights are sharded over; 1 without weight sharding.
     """
 
     name: str
@@ -169,16 +191,16 @@ class ComponentPlan:
 
     @property
     def peak_bytes(self) -> int:
-        """Forecast of the device's memory that this component needs while it is loaded."""
+        """Forecast of the device memory that the component needs while it is loaded."""
         return self.held_bytes + self.working_bytes
 
 
 def peak_of(components: Iterable[ComponentPlan], copies: Mapping[str, int] | None = None) -> int:
-    """What the largest stage needs: components are loaded one stage at a time.
+    """Forecast device memory of the largest stage; components are loaded one stage at a time.
 
-    Those that share a stage are in memory together unless they come by turns, and work one after
-    the other. `copies` says how often a component is there, and works, where several ranks have
-    their memory in common; once, those that it does not name.
+    Components of one stage are in memory together unless they come by turns, and compute one after
+    the other. `copies` counts the instances of a component where several ranks share one memory;
+    unlisted components count once.
     """
     weights: dict[str, int] = {}
     working: dict[str, int] = {}
@@ -192,11 +214,13 @@ def peak_of(components: Iterable[ComponentPlan], copies: Mapping[str, int] | Non
 
 @dataclass(frozen=True)
 class StagePlan:
-    """What the dry run of a stage found.
+    """Dry-run result of one stage.
 
-    `working_bytes` is the peak beside the weights, `num_operations` those of one call, `operations`
-    the multiplications and additions of all calls for one video; `seconds` are forecast where rates
-    are known, loading counted in.
+    Attributes:
+        working_bytes: peak without the weights.
+        num_operations: operations of one call.
+        operations: multiplications and additions of all calls for one video.
+        seconds: forecast, loading included; None without known rates.
     """
 
     name: str
@@ -209,11 +233,15 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Switches:
-    """Torch's switches of whoever called: they hold for a pipeline in memory, and nobody sets them.
+    """Torch switches of the caller: an in-memory pipeline runs with them unchanged.
 
-    `casts` are the kinds of devices on which autocast is on, with its dtype. `float32` says by
-    operation how float32 is multiplied (``ieee``, ``tf32``, ``bf16``, or ``none``: as torch
-    likes). `narrow_sums` may be kept in half precision. `attention` are the kernels allowed.
+    Attributes:
+        num_threads: CPU threads.
+        casts: (device type, dtype) for each device type with autocast on.
+        float32: (operation, precision of float32 products): ``ieee``, ``tf32``, ``bf16``, or
+            ``none`` for torch's choice.
+        narrow_sums: operations that may accumulate in half precision.
+        attention: allowed attention kernels.
     """
 
     num_threads: int
@@ -225,14 +253,17 @@ class Switches:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that will happen, in the order of the stages.
+    """Everything that a run does, in the order of the stages.
 
-    `clashes` are places where the dry run broke the rules of precision: such a plan can't run.
-    `host_bytes` is what the host needs beside the device, `rates` where seconds come from, and
-    `profile` the name of the made-up machine that this is for, None for the real one. With several
-    devices, `division` is how they share the work, and components and stages are those of the rank
-    with the most to do. `switches` are set for a model in memory alone, whose owner has chosen
-    them; the plan of any other sets its own.
+    Attributes:
+        components: with several devices, those of the rank with the most to do; `stages` likewise.
+        clashes: places where the dry run broke the precision rules; such a plan cannot run.
+        host_bytes: host memory needed beside the device's.
+        rates: source of the throughput behind `seconds`.
+        profile: name of the machine profile; None for the real machine.
+        division: parallel layout; None on one device.
+        switches: torch switches of an in-memory model, chosen by its owner; other plans set their
+            own.
     """
 
     model: str
@@ -255,22 +286,22 @@ class Plan:
 
     @property
     def num_operations(self) -> int:
-        """Operations that were held against the rules of precision in the dry run; 0 without."""
+        """Operations that the dry run checked against the precision rules; 0 without a dry run."""
         return sum(stage.num_operations for stage in self.stages)
 
     @property
     def seconds(self) -> float | None:
-        """Forecast of one video from the first stage to the last; None where no rates are known."""
+        """Forecast time of one video, first stage to last; None without known rates."""
         seconds = [stage.seconds for stage in self.stages if stage.seconds is not None]
         return sum(seconds) if seconds else None
 
     def component(self, name: str) -> ComponentPlan:
-        """The component of that name."""
+        """Component of that name."""
         return next(part for part in self.components if part.name == name)
 
     @property
     def peak_bytes(self) -> int:
-        """The largest stage, not the sum; see `peak_of`."""
+        """Forecast device memory of the largest stage, not the sum; see `peak_of`."""
         return peak_of(self.components)
 
     def to_json(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""What was asked: the options that every family shares, as one frozen value.
+"""Request: the options that all families share, as one frozen value.
 
-A `Request` says nothing of the machine or of defaults; `everyframe.planning.resolve` turns it into
-a `Plan`, in which every value is settled. Read next: `plan.py`.
+A `Request` holds nothing about the machine and no defaults. `everyframe.planning.resolve` turns it
+into a `Plan`, in which every value is resolved.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from everyframe.core.options import Options, option
 from everyframe.core.parallel_plan import parse_ways
 from everyframe.core.plan import Repair
 
-#: Spellings of each precision. `auto` leaves the choice to the plan.
+#: Spellings of each precision; with `auto` the planner chooses.
 DTYPES = {
     "auto": "auto",
     "fp32": "float32",
@@ -30,19 +30,19 @@ DTYPES = {
     "float16": "float16",
 }
 
-#: What the weights of linear layers may be kept in; `auto` leaves it to the plan.
+#: Storage of linear layers' weights; with `auto` the planner chooses.
 QUANTIZE = ("auto", "none", "int8", "fp8")
 
-#: The longest clip that can be asked for, also by its seconds.
+#: Longest clip in frames, also if the length is given in seconds.
 MAX_FRAMES = 100_000
 
-#: The longest side in pixels.
+#: Longest side in pixels.
 MAX_SIDE = 16384
 
-#: Seeds must survive being written in JSON and added to.
+#: Seeds must survive JSON and additions.
 MAX_SEED = 2**53 - 1
 
-#: The lowest rate: a frame shows for 100 seconds, which every format of ours can hold.
+#: Lowest frame rate: 100 seconds a frame, which all our output formats can hold.
 MIN_FPS = 0.01
 
 _SIZE = re.compile(r"(\d{1,9})\s*[xX×]\s*(\d{1,9})")
@@ -50,11 +50,11 @@ _ASPECT = re.compile(r"(\d{1,9})\s*:\s*(\d{1,9})")
 
 
 class Request(Options):
-    """A video that somebody wants. Sizes in pixels, lengths in frames or seconds.
+    """A requested video. Sizes in pixels, lengths in frames or seconds.
 
-    Options of one family (``aesthetic``, ``motion_score``, …) are given like any other and are kept
-    in `family_options` until the model, and with it the family, is known. Raises `InputError` for
-    whatever no model could make sense of.
+    Options of one family (``aesthetic``, ``motion_score``, ...) are passed like any other. They
+    stay in `family_options` until the model, and with it the family, is known. Raises `InputError`
+    for values that no model accepts.
     """
 
     prompt: str | None = option("What the video shows.", group="What")
@@ -249,13 +249,13 @@ class Request(Options):
     @field_validator(*SPELLED, mode="before")
     @classmethod
     def _spelled(cls, given: Any, info: ValidationInfo) -> Any:
-        """What Python has a value of its own for, as the text that stands for it."""
+        """Convert Python values to their command line text."""
         return option_text(str(info.field_name), given)
 
     @field_validator("without", mode="before")
     @classmethod
     def _names(cls, given: Any) -> Any:
-        """A list of names, or names in a text with commas."""
+        """Accept a list of names, or names separated by commas."""
         listed = [given] if isinstance(given, str) else given
         if not isinstance(listed, (list, tuple)):
             return given
@@ -265,7 +265,7 @@ class Request(Options):
     @model_validator(mode="before")
     @classmethod
     def _collect_family_options(cls, values: Any) -> Any:
-        """Whatever is no common option may be a family's; the resolver refuses it otherwise."""
+        """Collect unknown options as family options; the resolver refuses foreign ones."""
         own = {name: value for name, value in values.items() if name in cls.model_fields}
         rest = {name: value for name, value in values.items() if name not in cls.model_fields}
         if rest:
@@ -331,7 +331,7 @@ class Request(Options):
                 )
 
     def asked_size(self) -> tuple[int, int] | None:
-        """(height, width) in pixels if they were given as numbers."""
+        """(height, width) in pixels if given as numbers."""
         if self.size is not None:
             match = _SIZE.fullmatch(self.size.strip())
             assert match is not None
@@ -341,7 +341,7 @@ class Request(Options):
         return None
 
     def asked_aspect(self) -> tuple[int, int] | None:
-        """(width, height) of the aspect ratio, if one was given."""
+        """(width, height) of the aspect ratio, if given."""
         if self.aspect is None:
             return None
         width, height = self.aspect.split(":")
@@ -349,14 +349,14 @@ class Request(Options):
 
     @property
     def num_ranks(self) -> int:
-        """How many devices work together."""
+        """Number of devices that work together."""
         return len(self.devices.split(",")) if self.devices is not None else self.num_devices or 1
 
     def has_given_frames(self) -> bool:
-        """Whether some frames are given: a first or last picture, or a video to go on from."""
+        """Whether conditioning frames are given: a first or last image, or a video to extend."""
         return any(given is not None for given in (self.image, self.last_image, self.extend))
 
 
 def random_seed() -> int:
-    """A seed for whoever gave none: 31 bits from the operating system."""
+    """Random seed: 31 bits from the operating system."""
     return int.from_bytes(os.urandom(4), "little") >> 1

@@ -1,9 +1,8 @@
-"""Our own values as JSON can hold them, and back: dataclasses, requests, tuples, paths.
+"""JSON serialization of our own values: dataclasses, requests, tuples, paths.
 
-For run folders and for messages between our own processes. Only classes of this package are made
-again, and only frozen data: nothing here runs what a file says. What is bulky (arrays, tensors) is
-no affair of this module: `keep` puts it somewhere and gives what stands for it, `fetch` brings it.
-Read next: `everyframe.runs.tensor_store`, `everyframe.engine.worker_process`.
+Used for run folders and for messages between our own processes. Only frozen data classes of this
+package are rebuilt, so a file can run no code. Arrays and tensors are stored elsewhere: `keep`
+saves one and returns a JSON reference, `fetch` reads it back.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from everyframe.core.errors import CorruptRunError, NotSerializableError
 from everyframe.core.options import Options
 
 Keep = Callable[[Any], "dict[str, Any] | None"]
-"""Puts a bulky value away; plain data that stands for it, or None if it is no such value."""
+"""Save an array or tensor and return its JSON reference; None for any other value."""
 
 Fetch = Callable[[Mapping[str, Any]], Any]
-"""The value that `SaveOptions` gave this data for."""
+"""Read back the value for which `Keep` returned this data."""
 
-#: The key that marks what is not simply JSON. A mapping that has it as a key is written as a list.
+#: Key of tagged JSON objects. A mapping that has it as a key is written as a list.
 _MARK = "$"
 _PACKAGE = __name__.partition(".")[0]
 
@@ -34,10 +33,10 @@ def _has_nothing(kept: Mapping[str, Any]) -> Any:
 
 
 def to_jsonable(value: Any, keep: Keep = lambda value: None) -> Any:
-    """`value` as JSON can hold it; without `keep` one that holds nothing bulky.
+    """Convert `value` to JSON data; arrays and tensors need `keep`.
 
     Raises:
-        NotPlainError: it holds what neither this nor `keep` knows.
+        NotSerializableError: it holds a value that neither this function nor `keep` knows.
     """
     if value is None or type(value) in (bool, int, float, str):
         return value
@@ -84,10 +83,10 @@ def _fields(value: Any) -> dict[str, Any]:
 
 
 def from_jsonable(data: Any, fetch: Fetch = _has_nothing) -> Any:
-    """What `to_jsonable` was given.
+    """Rebuild the value from the data of `to_jsonable`.
 
     Raises:
-        DamagedError: it is nothing that `to_jsonable` writes.
+        CorruptRunError: the data is nothing that `to_jsonable` writes.
     """
     if isinstance(data, list):
         return [from_jsonable(each, fetch) for each in data]

@@ -1,8 +1,9 @@
-"""Facts of this machine: what can compute here, how much memory it has, which versions are there.
+"""Facts of this machine: devices, memory, software, throughput and known issues.
 
-Nothing here decides anything: `everyframe.precision` and `everyframe.planning` do, by these facts.
-Read next: `facts` (the one function that planning calls), `processor` (cores, memory and
-instructions of the CPU), `accelerators` (what torch sees beside it).
+Facts only: `everyframe.precision` and `everyframe.planning` decide by them.
+
+Read next: `facts` (the entry point of planning), `cpu` (cores, memory and instructions),
+`accelerators` (devices that torch finds), `known_issues` (conditions on the facts).
 """
 
 from everyframe.hardware.facts import machine_facts, pick_device

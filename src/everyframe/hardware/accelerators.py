@@ -1,8 +1,8 @@
-"""What torch sees beside the CPU: CUDA and ROCm cards, and Apple's MPS.
+"""Accelerators that torch finds: CUDA and ROCm GPUs, and Apple's MPS.
 
-torch is imported inside the functions. Not here: any computation on a device. A CUDA context takes
-hundreds of MB of the card, so free memory is asked of nvidia-smi; only where that is not to be had
-is the driver asked through torch, which makes a context. Read next: `everyframe.hardware.facts`.
+torch is imported inside the functions, and nothing is computed on a device. A CUDA context takes
+hundreds of MB of the GPU, so free memory comes from nvidia-smi; only without it is the driver asked
+through torch, which creates a context.
 """
 
 from __future__ import annotations
@@ -13,42 +13,42 @@ import subprocess
 from everyframe.core.facts import DeviceFacts
 from everyframe.hardware.device_loss import translate_device_loss
 
-#: The first CUDA capability with bf16 matrix instructions. `torch.cuda.is_bf16_supported()` is not
-#: asked: by default it says yes to older cards too, which emulate it.
+#: First CUDA capability with bf16 matrix instructions. `torch.cuda.is_bf16_supported()` is not
+#: used: by default it also accepts older GPUs, which emulate bf16.
 BF16_CAPABILITY = (8, 0)
 
-#: Floating dtypes of Apple's GPUs: Metal has no float64 (torch refuses it by name), and bfloat16
-#: came with macOS 14 (torch asks for that version).
+#: Floating dtypes of Apple's GPUs: Metal has no float64 (torch raises an error), and bfloat16 needs
+#: macOS 14 (torch checks the version).
 MPS_DTYPES = ("float32", "float16")
 _MPS_BF16_MACOS = 14
 
-#: MPSGraph addresses arrays up to this many bytes; larger ones abort the process.
+#: Largest array that MPSGraph addresses, in bytes; a larger one aborts the process.
 MPS_MAX_ARRAY_BYTES = 1 << 32
 
-#: Capabilities below tensor cores (7.0) whose fp16 arithmetic is faster than their float32.
+#: Capabilities before tensor cores (7.0) with fp16 arithmetic faster than float32.
 _FAST_FP16_BEFORE_7 = ((5, 3), (6, 0), (6, 2))
 
-#: The first ROCm architectures with bf16 matrix instructions, by the start of their name.
+#: First ROCm architectures with bf16 matrix instructions, by prefix of the name.
 _ROCM_BF16 = ("gfx908", "gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
 
 
 def may_have_any(torch_version: str) -> bool:
-    """Whether a torch of that version can drive an accelerator at all (the CPU's wheels can't)."""
+    """Whether this torch build supports any accelerator (CPU wheels do not)."""
     return bool(torch_version) and not torch_version.endswith("+cpu")
 
 
 def has_fast_bf16(capability: tuple[int, int]) -> bool:
-    """Whether CUDA cards of that capability multiply bf16 in hardware."""
+    """Whether CUDA GPUs of this capability multiply bf16 in hardware."""
     return capability >= BF16_CAPABILITY
 
 
 def has_fast_fp16(capability: tuple[int, int]) -> bool:
-    """Whether CUDA cards of that capability multiply fp16 faster than float32."""
+    """Whether CUDA GPUs of this capability multiply fp16 faster than float32."""
     return capability >= (7, 0) or capability in _FAST_FP16_BEFORE_7
 
 
 def accelerator_facts() -> tuple[DeviceFacts, ...]:
-    """The accelerators in torch's order: CUDA or ROCm cards, then MPS."""
+    """Accelerators in torch's order: CUDA or ROCm GPUs, then MPS."""
     import torch
 
     devices: list[DeviceFacts] = []
@@ -63,7 +63,7 @@ def accelerator_facts() -> tuple[DeviceFacts, ...]:
 
 
 def accelerator_versions() -> dict[str, str]:
-    """Versions of the libraries that compute on the accelerators, those that torch has."""
+    """Versions of the accelerator libraries that this torch has."""
     import torch
 
     found = {
@@ -129,7 +129,7 @@ def _macos_major() -> int:
 
 
 def _free_by_uuid() -> dict[str, int]:
-    """Free bytes of each NVIDIA card by its bare UUID; empty without a working nvidia-smi."""
+    """Free bytes of each NVIDIA GPU by bare UUID; empty without a working nvidia-smi."""
     command = ["nvidia-smi", "--query-gpu=uuid,memory.free", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
@@ -139,7 +139,7 @@ def _free_by_uuid() -> dict[str, int]:
 
 
 def _parse_free(text: str) -> dict[str, int]:
-    """Lines ``GPU-<uuid>, <MiB>`` of nvidia-smi; a card that doesn't tell is left out."""
+    """Parse lines ``GPU-<uuid>, <MiB>`` of nvidia-smi; GPUs that report no number are left out."""
     free = {}
     for line in text.splitlines():
         uuid, _, mebibytes = line.partition(",")

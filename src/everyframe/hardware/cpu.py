@@ -1,8 +1,8 @@
-"""The CPU: its name, the cores and the memory that this process may really use, bf16 instructions.
+"""CPU facts: name, instruction sets, and the cores and memory that this process may use.
 
-A container sees all cores and all memory of its host and may use a part of them; so affinity and
-the control group's limits count too (versions 1 and 2). Not here: how fast it is.
-Read next: `everyframe.hardware.facts`.
+A container sees all cores and memory of its host but may use only some of them, so CPU affinity and
+control group limits (versions 1 and 2) are included. Throughput is in
+`everyframe.hardware.throughput`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import psutil
 
 from everyframe.core.facts import DeviceFacts
 
-#: CPU flags, as Linux spells them, of instructions that multiply bf16 matrices, and fp16 ones.
+#: CPU flags, in Linux's spelling, of instructions that multiply bf16 and fp16 matrices.
 BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16", "svebf16"})
 FP16_FLAGS = frozenset({"avx512_fp16", "amx_fp16"})
 
-#: Variables that hold oneDNN, which computes torch's products on a CPU, to older instructions; and
-#: flags that each of their values (and all before it) leaves out. Other values leave out nothing.
+#: Variables that restrict oneDNN, which computes torch's products on a CPU, to older instructions.
+#: Each value excludes its flags and those of all values before it; other values exclude nothing.
 _LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 _LEAVES_OUT = (
     ("AVX512_CORE_AMX", ("amx_fp16",)),
@@ -40,7 +40,7 @@ _LEAVES_OUT = (
     ("SSE41", ("avx",)),
 )
 
-#: Limits above this are version 1's way to say "none".
+#: Limits above this mean "no limit" in version 1.
 _NO_LIMIT = 1 << 60
 
 _PROC = Path("/proc")
@@ -49,7 +49,7 @@ _CPUS = Path("/sys/devices/system/cpu")
 
 
 def processor_facts() -> DeviceFacts:
-    """The CPU as a device. `memory` is what this process may use at most, in bytes."""
+    """The CPU as a device. `memory` is the most that this process may use, in bytes."""
     total, available = usable_memory()
     return DeviceFacts(
         name=processor_name(),
@@ -63,16 +63,16 @@ def processor_facts() -> DeviceFacts:
 
 
 def processor_name() -> str:
-    """The name on the package, or the architecture where the system doesn't tell."""
+    """Product name of the CPU, or the architecture if the system does not report one."""
     if sys.platform == "darwin":
         return _sysctl("machdep.cpu.brand_string") or platform.machine()
     return _cpuinfo("model name") or platform.processor() or platform.machine() or "CPU"
 
 
 def processor_flags() -> frozenset[str]:
-    """The instruction sets that may be used, by Linux's names; on macOS only ``bf16`` is asked for.
+    """Usable instruction sets, by Linux's names; on macOS only ``bf16`` is queried.
 
-    Those that ``ONEDNN_MAX_CPU_ISA`` forbids are not among them.
+    Instruction sets that ``ONEDNN_MAX_CPU_ISA`` forbids are excluded.
     """
     if sys.platform == "darwin":
         return frozenset({"bf16"} if _sysctl("hw.optional.arm.FEAT_BF16") == "1" else ())
@@ -88,9 +88,9 @@ def _forbidden() -> frozenset[str]:
 
 
 def num_usable_cores() -> int:
-    """Physical cores that the scheduler lets this process have, at least 1.
+    """Physical cores that this process may use, at least 1.
 
-    Two threads of one core share its multipliers, so they count once.
+    Two hardware threads of one core share its multipliers, so they count once.
     """
     if hasattr(os, "sched_getaffinity"):
         cpus = os.sched_getaffinity(0)
@@ -102,7 +102,7 @@ def num_usable_cores() -> int:
 
 
 def usable_memory() -> tuple[int, int]:
-    """Bytes that this process may use at most, and those that are free now."""
+    """Bytes that this process may use at most, and bytes that are free now."""
     total, available = _system_memory()
     for limit, used in _memory_limits():
         total = min(total, limit)
@@ -116,7 +116,7 @@ def _system_memory() -> tuple[int, int]:
 
 
 def _memory_limits() -> Iterator[tuple[int, int]]:
-    """(limit, used without what the kernel would give back) of this group and those around it."""
+    """(limit, use without reclaimable memory) of this control group and its ancestors."""
     for folder in _groups("memory"):
         limit = _number(_read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes"))
         if limit is None or limit >= _NO_LIMIT:
@@ -129,7 +129,7 @@ def _memory_limits() -> Iterator[tuple[int, int]]:
 
 
 def _quotas() -> Iterator[float]:
-    """Cores' worth of time that each control group around this process may take."""
+    """CPU quota in cores of each control group around this process."""
     for folder in _groups("cpu"):
         pair = _read(folder / "cpu.max").split()
         if not pair:
@@ -140,7 +140,7 @@ def _quotas() -> Iterator[float]:
 
 
 def _groups(controller: str) -> Iterator[Path]:
-    """Folders of the control groups that this process is in, from its own up to the root."""
+    """Control group folders of this process, from its own up to the root."""
     for line in _read(_PROC / "self" / "cgroup").splitlines():
         number, controllers, path = line.split(":", 2)
         if number == "0" and not controllers:
@@ -174,7 +174,7 @@ def _number(text: str) -> int | None:
 
 
 def _read(path: Path) -> str:
-    """The text of a file of the kernel's; empty where there is none or it may not be read."""
+    """Text of a kernel file; empty if it is missing or unreadable."""
     try:
         return path.read_text(errors="replace").strip()
     except OSError:
@@ -195,10 +195,10 @@ def _output(command: list[str]) -> str:
 
 @contextmanager
 def cpu_threads(number: int) -> Iterator[None]:
-    """So many threads within, in this thread, and as many as before afterwards.
+    """Context: use `number` CPU threads in this thread, then restore the earlier number.
 
-    A thread that computes for the first time meanwhile begins with that number as well, so nothing
-    is set where it holds already.
+    A thread that first computes within the context starts with that number too. Nothing is set if
+    the number is already right.
     """
     import torch
 

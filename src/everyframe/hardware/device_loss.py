@@ -1,10 +1,10 @@
-"""A device that this process has lost: how that is known from an error, and what is likely.
+"""Device loss: recognise it from an error, and give the likely cause and fix.
 
-After a fault of the card or of a kernel on it (an Xid of the driver, a memory error, a fall off
-the bus) the process's context there is dead: every later call fails too, those that clean up among
-them. So an error is judged by the first of those that led to it. Not here: lack of memory
-(`memory.py`), which a process lives on after, and what becomes of the run
-(`everyframe.engine.run`). No torch here: the process that hears of a dead worker has none.
+After a fault of the GPU or of a kernel (an Xid of the driver, a memory error, a bus drop-out) the
+process's context on the device is dead. Every later call fails too, clean-up included, so the first
+error of the chain decides. Imports no torch: the process that handles a dead worker has none.
+Out-of-memory errors, which a process survives, are in `memory.py`; what becomes of the run is
+decided in `everyframe.engine.run`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from everyframe.core.errors import CannotRunError, DeviceLoss, DeviceLostError, 
 
 _LOG = "`sudo dmesg | grep -iE 'xid|amdgpu'` says what the driver saw"
 
-#: By words of CUDA, ROCm, NCCL, Level Zero or Metal, as patterns, of which the first that fits
-#: counts. Texts are those of cudaGetErrorString, which HIP has taken over.
+#: Patterns in error texts of CUDA, ROCm, NCCL, Level Zero and Metal; the first match counts. Texts
+#: are those of cudaGetErrorString, which HIP has adopted.
 _KINDS: Mapping[str, DeviceLoss] = {
     r"\becc error|nvlink error|hipErrorECCNotCorrectable": DeviceLoss(
         "its memory gave wrong bits",
@@ -64,14 +64,14 @@ _KINDS: Mapping[str, DeviceLoss] = {
 }
 _ANY = DeviceLoss("the driver ended this process's work on it", f"{_LOG}; `everyframe doctor`")
 
-#: What says so of a torch error that has no class of its own.
+#: Marks a device error among torch errors without a class of their own.
 _OF_A_DEVICE = re.compile(
     r"CUDA|cuDNN|cuBLAS|NVML|NVIDIA|ROCm|HIP error|hipError|MIOpen|NCCL|RCCL|UR_RESULT|level_zero|"
     r"\bXPU\b|\bMPS\b|Metal|Memory access fault by GPU|command buffer",
     re.IGNORECASE,
 )
 
-#: A device that refuses a call and goes on, and an allocator that finds nothing.
+#: Errors after which the device still works: a refused call, or no free memory.
 _GOES_ON = re.compile(
     r"no kernel image|invalid device function|device kernel image is invalid|invalid argument|"
     r"invalid configuration|too many resources|not supported|invalid device ordinal|"
@@ -80,17 +80,17 @@ _GOES_ON = re.compile(
     re.IGNORECASE,
 )
 
-#: A line that tells of an error; what only might go wrong is a warning.
+#: Output lines that report an error rather than a warning.
 _PRINTED = re.compile(r"error:|fault by GPU|NCCL|RCCL", re.IGNORECASE)
 
-#: What torch adds to every error of a device: advice, among it words that are errors' own.
+#: Advice that torch adds to every device error; it contains words of other errors.
 _ADVICE = re.compile(
     r"\s*(CUDA kernel errors|HIP kernel errors|For debugging|Compile with|Search for)"
 )
 
 
 def parse_device_loss(error: BaseException) -> DeviceLoss | None:
-    """What this error says of a device that is lost; None where it is about something else."""
+    """Device loss that the error reports; None if it is about something else."""
     if isinstance(error, DeviceLostError):
         return error.loss
     text = "\n".join(_told(str(error)))
@@ -104,7 +104,7 @@ def parse_device_loss(error: BaseException) -> DeviceLoss | None:
 
 
 def loss_in(printed: str) -> DeviceLoss | None:
-    """What a dead process printed of it, such as NCCL's watchdog, which ends its process then."""
+    """Device loss in a dead process's output, such as NCCL's watchdog prints."""
     for line in _told(printed):
         is_error = _PRINTED.search(line) and not _GOES_ON.search(line)
         if is_error and (kind := _kind_of(line)) is not None:
@@ -113,19 +113,19 @@ def loss_in(printed: str) -> DeviceLoss | None:
 
 
 def is_device_loss(error: BaseException) -> bool:
-    """Whether this error says that a device is lost."""
+    """Whether the error reports a lost device."""
     return parse_device_loss(error) is not None
 
 
 @contextmanager
 def translate_device_loss(device: str, where: str = "") -> Iterator[None]:
-    """Within, an error that comes of a lost device is told as that, whatever came after it.
+    """Context: convert errors of a lost device to `DeviceLostError`, clean-up errors included.
 
-    What is raised while cleaning up comes on top of the first error and does not hide it.
+    Errors during clean-up chain to the first error and do not hide it.
 
     Raises:
-        DeviceLostError: names the device, what was said, what is likely, and what mends it.
-        CannotRunError: the device refuses a call, and is there.
+        DeviceLostError: names the device, the error text, the likely cause and the fix.
+        CannotRunError: the device refuses a call but is not lost.
     """
     # Whoever calls may be handling an error of their own, which is none of ours.
     theirs = sys.exc_info()[1]
@@ -150,9 +150,9 @@ def translate_device_loss(device: str, where: str = "") -> Iterator[None]:
 
 
 def loss_behind(error: BaseException, theirs: BaseException | None = None) -> DeviceLoss | None:
-    """The loss of the first of the errors that led to this one; none of `theirs` led to it.
+    """Device loss of the earliest error in the chain of `error`; the chain ends before `theirs`.
 
-    Where one was told as that already, as it was told.
+    An error that was converted before keeps its description.
     """
     found: DeviceLoss | None = None
     at: BaseException | None = error
@@ -167,7 +167,7 @@ def loss_behind(error: BaseException, theirs: BaseException | None = None) -> De
 
 
 def _told(text: str) -> Iterator[str]:
-    """The lines of an error without torch's advice and without its stack."""
+    """Lines of an error without torch's advice and stack trace."""
     for line in text.strip().splitlines():
         if line.startswith("Exception raised from"):
             return
@@ -179,7 +179,7 @@ def _told(text: str) -> Iterator[str]:
 
 
 def _kind_of(text: str) -> DeviceLoss | None:
-    """The loss that the text tells of, before anything was said of it."""
+    """Matching entry of the known device losses, without the error's own text."""
     if not _OF_A_DEVICE.search(text):
         return None
     found = (loss for words, loss in _KINDS.items() if re.search(words, text, re.IGNORECASE))
@@ -187,5 +187,5 @@ def _kind_of(text: str) -> DeviceLoss | None:
 
 
 def _is_of_an_accelerator(error: BaseException) -> bool:
-    """Whether it is torch's own error for a call of a device that failed."""
+    """Whether the error is torch's own for a failed device call."""
     return any(kind.__name__ == "AcceleratorError" for kind in type(error).__mro__)

@@ -1,8 +1,7 @@
-"""The facts of the real machine, taken once, and the device that a request means.
+"""Read the facts of the real machine, and select the device of a request.
 
-Only reading: nothing is chosen by speed, nothing is probed by running it. torch is imported only
-where an accelerator may exist. Read next: `everyframe.core.facts` (the types), `processor` and
-`accelerators` (where each fact comes from), `everyframe.precision.policy` (what follows from them).
+Facts are read, not benchmarked. torch is imported only if an accelerator may exist. The types are
+in `everyframe.core.facts`, the sources in `cpu` and `accelerators`.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from everyframe.hardware.cpu import num_usable_cores, processor_facts
 from everyframe.hardware.isolation import ProcessResult, run_isolated
 from everyframe.hardware.software import software_facts, with_loaded
 
-#: Packages whose version changes what comes out, in the order in which they are printed.
+#: Packages whose version changes results, in printing order.
 _PACKAGES = ("torch", "diffusers", "transformers")
 
 
 def machine_facts(device: str = "auto") -> MachineFacts:
-    """The facts of this machine: accelerators first, the CPU last.
+    """Facts of this machine: accelerators first, the CPU last.
 
-    `device` is what was asked: with ``"cpu"`` accelerators are not looked for, and torch is not
-    imported. Free memory is that of this moment, in bytes. No CUDA context is made as long as
-    nvidia-smi is there to tell free memory.
+    `device` is the requested device: with ``"cpu"`` accelerators are not queried and torch is not
+    imported. Free memory is that of this moment, in bytes. With nvidia-smi present, no CUDA context
+    is created.
     """
     versions = _versions()
     devices: tuple[DeviceFacts, ...] = ()
@@ -47,10 +46,10 @@ def machine_facts(device: str = "auto") -> MachineFacts:
 
 
 def pick_device(facts: MachineFacts, asked: str = "auto") -> DeviceFacts:
-    """The device that `asked` means: ``auto`` is the first one, ``cuda`` the first of its kind.
+    """Device that `asked` names: ``auto`` is the first one, ``cuda`` the first of its kind.
 
     Raises:
-        InputError: this machine has no such device; the text lists those that it has.
+        InputError: this machine has no such device; the text lists its devices.
     """
     wanted = asked.strip().casefold()
     if wanted == "auto":
@@ -86,9 +85,10 @@ def _versions() -> dict[str, str]:
 
 @cache
 def package_versions() -> Mapping[str, str]:
-    """Versions of the packages whose code computes.
+    """Versions of the installed packages that compute.
 
-    Looked up once a process: it parses pages of text, and what is imported doesn't change."""
+    Read once a process: it parses long texts, and imported packages do not change.
+    """
     versions = {}
     for package in _PACKAGES:
         try:
@@ -104,15 +104,15 @@ def _system() -> str:
     return f"{platform.system()} {platform.machine()}"
 
 
-#: Importing torch from a cold disk takes long; beyond this it hangs.
+#: Time limit in seconds: importing torch from a cold disk is slow; beyond this it hangs.
 _SECONDS = 120.0
 
 
 @dataclass(frozen=True)
 class MachineQuery:
-    """The facts, and how the process that was asked for them `ended`.
+    """Machine facts, and how the process that queried them `ended`.
 
-    Where it ended badly these are the facts that are left without torch.
+    If it failed, the facts are those that need no torch.
     """
 
     machine: MachineFacts
@@ -120,19 +120,19 @@ class MachineQuery:
 
 
 def query_machine() -> MachineQuery:
-    """Every fact of this machine; whatever torch does when it is asked, this returns."""
+    """Facts of this machine, read in a separate process; returns even if torch crashes or hangs."""
     ended = run_isolated(_as_plain, seconds=_SECONDS)
     return MachineQuery(from_jsonable(ended.value) if ended.is_well else without_torch(), ended)
 
 
 def whole_machine() -> MachineFacts:
-    """Every fact of this machine, with what torch loaded. Imports torch; may touch the cards."""
+    """Machine facts including libraries that torch loads. Imports torch; may touch the GPUs."""
     machine = machine_facts()
     return replace(machine, software=with_loaded(software_facts()))
 
 
 def without_torch() -> MachineFacts:
-    """The facts that are left where torch can't be asked: the processor and the software."""
+    """Facts that need no torch: CPU and software."""
     return replace(machine_facts("cpu"), software=software_facts())
 
 

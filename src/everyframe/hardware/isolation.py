@@ -1,9 +1,9 @@
-"""A function in a process of its own, with a time limit: whatever it does, the caller lives on.
+"""Run a function in a separate process with a time limit, so that its crash or hang is a result.
 
-SIGFPE in a matrix library, a hang in a collective, a process that the kernel kills for its memory:
-none can be caught in Python, all are an ordinary value here. Processes are forked from one that has
-torch imported and nothing else (where the system can), so each costs a tenth of a second. What the
-function prints is kept and not shown. Read next: `everyframe.doctor.probes`.
+SIGFPE in a matrix library, a hang in a collective and a kill by the out-of-memory killer cannot be
+caught in Python; here each is an ordinary value. Processes are forked from one that has only torch
+imported (where the system allows), so each costs a tenth of a second. Output of the function is
+captured and not shown. `everyframe.doctor.probes` uses this.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from everyframe.core.errors import DeviceLoss
 from everyframe.core.safe_path import SAFE_PATH, SAFE_PATH_VARIABLE
 from everyframe.hardware.device_loss import loss_behind, loss_in
 
-#: How much of what a process printed is kept, in letters.
+#: Characters of a process's output that are returned.
 _KEPT = 2000
 
 _STARTING = threading.Lock()
@@ -40,10 +40,12 @@ _STARTING = threading.Lock()
 
 @dataclass(frozen=True)
 class ProcessResult:
-    """How a process ended: with a `value`, an `error`, a `signal` by name, or `timed_out`.
+    """Result of a process: exactly one of `value`, `error`, `signal` (by name) and `timed_out`.
 
-    Exactly one of the four is set. `seconds` is how long it took, `printed` the end of what it
-    wrote to either output, `loss` the device that it lost, if that is why it ended badly.
+    Attributes:
+        seconds: time that it took.
+        printed: end of what it wrote to stdout and stderr.
+        loss: the lost device, if that is why it failed.
     """
 
     value: Any = None
@@ -56,7 +58,7 @@ class ProcessResult:
 
     @property
     def is_well(self) -> bool:
-        """Whether it returned."""
+        """Whether the function returned."""
         return self.error is None and self.signal is None and not self.timed_out
 
     def __str__(self) -> str:
@@ -68,11 +70,12 @@ class ProcessResult:
 
 
 def run_isolated(function: Callable[..., Any], *arguments: Any, seconds: float) -> ProcessResult:
-    """Call ``function(*arguments)`` in a process of its own and say how it ended.
+    """Call ``function(*arguments)`` in a new process and return how it ended.
 
-    `function` is one of a module and not of a script; its value is plain data that JSON can hold,
-    and its arguments are what pickle can send, which only this process and its child read. The
-    process and all that it started are killed after `seconds`.
+    Args:
+        function: defined in a module, not in a script; returns data that JSON can hold.
+        arguments: picklable values; only this process and its child read them.
+        seconds: time limit, after which the process and all its children are killed.
     """
     began = time.monotonic()
     ended = _run(_context(), function, arguments, began, seconds)
@@ -92,7 +95,7 @@ def _run(
     began: float,
     seconds: float,
 ) -> ProcessResult | None:
-    """How it ended; None if no process could be started."""
+    """Result of the process; None if no process could be started."""
     ours, theirs = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory(prefix="everyframe-") as folder:
         log = Path(folder, "printed")
@@ -144,7 +147,7 @@ def _ended(
 
 
 def signal_name(number: int) -> str:
-    """``SIGFPE`` of 8; the number itself where the system has no name for it."""
+    """Name of a signal, such as ``SIGFPE`` for 8; the number if the system has no name."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -152,9 +155,9 @@ def signal_name(number: int) -> str:
 
 
 def _context(*, fresh: bool = False) -> Any:
-    """How processes are made: forked from a clean one, or started anew.
+    """Start method of processes: fork from a clean server process, or spawn.
 
-    On macOS a process that has Metal's libraries must not fork; Windows can't.
+    On macOS a process with Metal's libraries must not fork; Windows cannot fork.
     """
     if fresh or not sys.platform.startswith("linux"):
         return multiprocessing.get_context("spawn")
@@ -165,10 +168,10 @@ def _context(*, fresh: bool = False) -> Any:
 
 @contextmanager
 def _nobodys_script() -> Iterator[None]:
-    """Within, the program that runs is none that a new process would import.
+    """Context: hide the caller's script from multiprocessing.
 
-    multiprocessing imports the caller's own script in every process that it starts, to find
-    functions there. Ours are in modules; and a script that makes a video would make it twice.
+    multiprocessing imports that script in every process that it starts, to find functions. Ours are
+    in modules, and a script that makes a video would make it twice.
     """
     script = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
@@ -180,10 +183,10 @@ def _nobodys_script() -> Iterator[None]:
 
 @contextmanager
 def safe_start() -> Iterator[None]:
-    """Within, multiprocessing starts Python without the current folder on its path.
+    """Context: multiprocessing starts Python without the current folder on `sys.path`.
 
-    It has no option for that, so the one function that starts all of its processes is another one
-    meanwhile, under a lock. What others start at that moment is as safe.
+    multiprocessing has no option for this, so its function that starts processes is replaced
+    meanwhile, under a lock. Processes that other threads start at that moment are as safe.
     """
     with _STARTING:
         begin = util.spawnv_passfds
@@ -203,7 +206,7 @@ def safe_start() -> Iterator[None]:
 
 
 def _answer(connection: Connection, deadline: float) -> bytes | None:
-    """What the process sent; None if it sent nothing before it ended or the time was over."""
+    """Message of the process; None if it ended or timed out without one."""
     with connection:
         try:
             if connection.poll(max(0.0, deadline - time.monotonic())):
@@ -214,7 +217,7 @@ def _answer(connection: Connection, deadline: float) -> bytes | None:
 
 
 def _kill_all(process: Any) -> None:
-    """End the process and its group: a hanging compiler must not outlive it."""
+    """Kill the process and its process group: a hanging compiler must not outlive it."""
     if process.pid is None:
         return
     if hasattr(os, "killpg"):
@@ -230,7 +233,7 @@ def _kill_all(process: Any) -> None:
 def _serve(
     connection: Connection, log: str, function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
-    """In the new process: call the function and send what came of it."""
+    """Child process: call the function and send the result."""
     os.environ[SAFE_PATH_VARIABLE] = "1"  # for compilers that start Python themselves
     if sys.platform != "win32":
         import resource
@@ -255,7 +258,7 @@ def _serve(
 
 @contextmanager
 def ends_after(seconds: float) -> Iterator[None]:
-    """Within, this process ends by itself after so many seconds, with exit code 1."""
+    """Context: this process exits with code 1 after `seconds`."""
     faulthandler.dump_traceback_later(max(seconds, 0.01), exit=True, file=2)
     try:
         yield

@@ -1,9 +1,9 @@
-"""Known issues as data, and which of them a machine has: conditions against facts, nothing run.
+"""Known issues as data, and a matcher that compares their conditions with machine facts.
 
-``known_issues.yaml`` holds the entries; `Issue` is their schema. `find` says of each whether the
-facts meet its conditions and whether what it needs to be used is used. Not here: probes that settle
-the rest by trying (`everyframe.doctor.probes`), and what is told of it (`everyframe.doctor`).
-Read next: `everyframe.core.facts`, ``docs/reference/known-issues.md``.
+``known_issues.yaml`` holds the entries and `Issue` is their schema. `find` reports which issues
+match the facts and whether the affected features are in use; it runs nothing. Probes that test the
+rest are in `everyframe.doctor.probes`. ``docs/reference/known-issues.md`` is generated from the
+entries.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ Kind = Literal[
     "memory", "slow", "differs",
 ]  # fmt: skip
 
-#: What an issue does to a run, worst first.
+#: Effect of an issue on a run, worst first.
 Severity = Literal["crash", "hang", "wrong", "error", "memory", "slow", "differs"]
 
-#: Severities that stop or spoil a run; the others cost time or memory.
+#: Severities that stop a run or spoil its result; the others cost time or memory.
 SEVERE = ("crash", "hang", "wrong", "error")
 
 Vendor = Literal["nvidia", "amd", "apple", "intel", "ascend", "cpu"]
@@ -42,11 +42,18 @@ Vendor = Literal["nvidia", "amd", "apple", "intel", "ascend", "cpu"]
 class Condition(Options):
     """Conditions on a machine; all that are given must hold. Versions are PEP 440 specifiers.
 
-    `vendor`, `capability`, `name` (a regular expression) and `arch` (patterns of ROCm's names) are
-    asked of one device; ``cpu`` is a machine that computes on its processor. `devices` counts
-    accelerators, `devices_not_dividing` holds if their number does not divide this one.
-    `packages` must be installed; `cublas` and `cudnn` are the loaded ones. `set` and `unless_set`
-    are regular expressions for whole values of variables. One of `any` must hold too.
+    Attributes:
+        vendor: vendor of one device; ``cpu`` for a machine that computes on its CPU.
+        capability: CUDA capability of the same device.
+        name: regular expression for its name.
+        arch: patterns of ROCm architecture names.
+        devices: number of accelerators.
+        devices_not_dividing: holds if the number of accelerators does not divide this one.
+        packages: installed packages.
+        cublas: the loaded version; `cudnn` likewise.
+        set: regular expressions that whole values of variables match; `unless_set`: that they do
+            not.
+        any: one of these conditions must hold too.
     """
 
     vendor: Vendor | None = None
@@ -95,10 +102,13 @@ class Fix(Options):
 class Issue(Options):
     """One known issue.
 
-    `uses` are tags of what must be used for it to matter (``dtype:float16``, ``model:flux``);
-    `decided_by` says what settles it: ``facts`` do, or only a ``probe`` or a ``plan`` can. `set`
-    are variables that mend it; `here` is what Everyframe does about it, and `avoided` that it can't
-    happen in its runs for that. `probe` names the doctor's probe nearest to it.
+    Attributes:
+        uses: features that must be in use for it to matter (``dtype:float16``, ``model:flux``).
+        decided_by: what settles whether it applies: ``facts``, a ``probe`` or a ``plan``.
+        set: variables that fix it.
+        here: what Everyframe does about it.
+        avoided: that makes it impossible in Everyframe's runs.
+        probe: the doctor's nearest probe.
     """
 
     id: str = Field(pattern=r"^[a-z0-9-]+$")
@@ -121,16 +131,16 @@ class Issue(Options):
 
     @property
     def is_severe(self) -> bool:
-        """Whether it stops or spoils a run."""
+        """Whether it stops a run or spoils its result."""
         return self.severity in SEVERE
 
 
 @dataclass(frozen=True)
 class Match:
-    """An issue whose conditions the facts meet; `device` is the one that does, if one is asked.
+    """An issue whose conditions the facts meet.
 
-    `unused` are those of its tags that are not known to be used; `needs` is what the facts can't
-    settle: ``probe``, ``plan`` or nothing.
+    `device` is the matching device, if the conditions are about one. `unused` are its features that
+    are not known to be in use.
     """
 
     issue: Issue
@@ -139,19 +149,19 @@ class Match:
 
     @property
     def needs(self) -> str | None:
-        """``probe`` or ``plan`` where the facts alone prove nothing."""
+        """``probe`` or ``plan`` if the facts alone prove nothing, else None."""
         return None if self.issue.decided_by == "facts" else self.issue.decided_by
 
 
 @cache
 def known_issues() -> tuple[Issue, ...]:
-    """Every entry of the file, checked, in its order."""
+    """All entries of the file, validated, in order."""
     text = files("everyframe.hardware").joinpath("known_issues.yaml").read_text(encoding="utf-8")
     return parse(text)
 
 
 def parse(text: str) -> tuple[Issue, ...]:
-    """The issues of a YAML list. Raises `InputError` that names the entry that is wrong."""
+    """Parse the issues of a YAML list. Raises `InputError` that names the invalid entry."""
     entries = read_yaml(text)
     if not isinstance(entries, list):
         raise InputError("known issues must be a list")
@@ -168,12 +178,12 @@ def parse(text: str) -> tuple[Issue, ...]:
 
 
 def read_yaml(text: str) -> Any:
-    """Plain data of a YAML text; by libyaml where it is there, which is ten times as fast."""
+    """Parse YAML to plain data; with libyaml, if present, ten times as fast."""
     return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 def find(machine: MachineFacts, uses: Collection[str] = ()) -> tuple[Match, ...]:
-    """The known issues whose conditions this machine meets. `uses` are tags of what is used."""
+    """Known issues whose conditions this machine meets. `uses` are the features in use."""
     if machine.software is None:
         raise ValueError("known issues need the facts of the software too")
     matches = []
@@ -186,7 +196,7 @@ def find(machine: MachineFacts, uses: Collection[str] = ()) -> tuple[Match, ...]
 
 
 def explaining(message: str) -> tuple[Issue, ...]:
-    """The known issues that print a text like this one."""
+    """Known issues whose messages match this text."""
     return tuple(
         issue for issue in known_issues() if any(known in message for known in issue.messages)
     )
@@ -194,13 +204,13 @@ def explaining(message: str) -> tuple[Issue, ...]:
 
 @dataclass(frozen=True)
 class _Place:
-    """That conditions hold, and on which device."""
+    """Marks conditions as met, and on which device."""
 
     device: DeviceFacts | None
 
 
 def _where(where: Condition, machine: MachineFacts, software: SoftwareFacts) -> _Place | None:
-    """Where the conditions hold; None if they don't, or if a fact that they ask for is unknown."""
+    """Place where the conditions hold; None if they do not, or if a fact is unknown."""
     place = _Place(None)
     if where.vendor or where.capability or where.name or where.arch or where.cpu_lacks:
         devices = [device for device in machine.devices if _is_device(where, device, software)]
@@ -268,7 +278,7 @@ def vendor_of(device: DeviceFacts, software: SoftwareFacts) -> str:
 
 
 def _fits(version: str | None, versions: str) -> bool:
-    """Whether a version is in those; development builds count, an unknown version does not."""
+    """Whether a version meets the specifier; development builds count, unknown versions do not."""
     if not version:
         return False
     try:

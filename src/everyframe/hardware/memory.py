@@ -1,7 +1,6 @@
-"""The most memory that this process has held on a device so far, whether it was too much, and what
-torch keeps of it.
+"""Peak memory of this process on a device, out-of-memory detection, and torch's memory cache.
 
-Not here: forecasts (`everyframe.core.bytes`) and limits (`facts.py`).
+Memory forecasts are in `everyframe.core.bytes`, limits in `facts.py`.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from everyframe.core.facts import DeviceFacts
 
 _Result = TypeVar("_Result")
 
-#: Above this share of a device's memory, memory may be what is wrong.
+#: Above this share of a device's memory, memory may be the cause of a failure.
 _NEAR = 0.95
 
 
 def peak_bytes(device: DeviceFacts) -> int | None:
-    """Bytes; None where the system doesn't tell."""
+    """Peak memory of this process on the device in bytes; None if the system reports none."""
     if device.kind == "cuda":
         import torch
 
@@ -35,10 +34,10 @@ def peak_bytes(device: DeviceFacts) -> int | None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether that is an allocator that found no memory.
+    """Whether the error is an out-of-memory error.
 
-    torch has a class of its own for accelerators only; elsewhere it says so in words, and for
-    what cuBLAS and cuDNN find no room for in the names of their codes.
+    torch has an error class for accelerators only. Elsewhere the text is matched, and for cuBLAS
+    and cuDNN the names of their status codes.
     """
     import torch
 
@@ -50,15 +49,15 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """What an allocator `said` that found no memory."""
+    """Out-of-memory message of an allocator, in `said`."""
 
     said: str
 
 
 def catch_out_of_memory(compute: Callable[[], _Result]) -> _Result | OutOfMemory:
-    """The result of `compute`, or what was said where memory ran out.
+    """Result of `compute`, or `OutOfMemory` if memory ran out.
 
-    Told and not raised, so that nothing holds what the failed call had made.
+    Returned and not raised, because a traceback would keep the failed call's tensors alive.
     """
     try:
         return compute()
@@ -69,7 +68,7 @@ def catch_out_of_memory(compute: Callable[[], _Result]) -> _Result | OutOfMemory
 
 
 def empty_cache() -> None:
-    """Have torch return to accelerators what it keeps of their memory for later."""
+    """Release torch's cached accelerator memory."""
     import torch
 
     for accelerator in (torch.cuda, torch.mps):
@@ -78,7 +77,7 @@ def empty_cache() -> None:
 
 
 def describe_memory_pressure(device: DeviceFacts) -> str:
-    """Whether memory was near its limit, in a clause; empty where the system doesn't tell."""
+    """Clause that says whether memory was near its limit; empty if the system reports none."""
     peak = peak_bytes(device)
     if peak is None or not device.memory:
         return ""

@@ -1,10 +1,9 @@
-"""Machines that are not here, as data: what ``--as`` names or reads from a file.
+"""Machine profiles: facts of machines that are not present, for ``--as NAME|FILE``.
 
-A profile holds facts (memory, floating dtypes that exist, what is fast) and a maker's rates with
-their sources; what follows from the facts is decided where it is for a real machine. The shipped
-devices lie in ``profiles.json``, whole machines with their software in ``machines.json``; a file of
-one's own has an entry of either. No torch here.
-Read next: `everyframe.core.facts`, `everyframe.precision.policy`.
+A profile holds facts (memory, floating dtypes, what is fast) and a maker's rates with their
+sources. Conclusions are drawn from them by the same code as for a real machine. Shipped devices are
+in ``profiles.json``, whole machines with their software in ``machines.json``; a user's file holds
+one entry of either kind. Imports no torch.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ _KINDS = ("cpu", "cuda", "mps", "xpu")
 
 
 class ProfileRates(Options):
-    """Peak `products` a second by dtype, `memory` and `load` in bytes a second.
+    """Peak rates: `products` a second by dtype, `memory` and `load` in bytes a second.
 
-    `share` is how much of the peak a large matrix product usually reaches.
+    `share` is the part of the peak that a large matrix product usually reaches.
     """
 
     products: dict[str, float]
@@ -38,7 +37,7 @@ class ProfileRates(Options):
 
 
 class ProfileSoftware(Options):
-    """What is installed, loaded and set on that machine. See `SoftwareFacts` for the facts."""
+    """Software of the machine; fields as in `SoftwareFacts`."""
 
     system: str = "linux"
     system_version: str = ""
@@ -53,14 +52,14 @@ class ProfileSoftware(Options):
     environment: dict[str, str] = Field(default_factory=dict)
 
     def facts(self) -> SoftwareFacts:
-        """The same as facts."""
+        """Convert to `SoftwareFacts`."""
         return SoftwareFacts(**self.model_dump())
 
 
 class Profile(Options):
-    """A device, `count` of it, and the machine around; memory in bytes. See `DeviceFacts`.
+    """A device, `count` of it, and its host; memory in bytes. See `DeviceFacts`.
 
-    Without `software` nothing is known of what is installed there.
+    Without `software` the installed software is unknown.
     """
 
     name: str
@@ -80,7 +79,7 @@ class Profile(Options):
     sources: tuple[str, ...] = ()
 
     def machine(self) -> MachineFacts:
-        """The facts of that machine: its devices first, the processor last."""
+        """Facts of the machine: its devices first, the CPU last."""
         devices: tuple[DeviceFacts, ...]
         if self.kind == "cpu":
             devices = (self._device(0),)
@@ -113,20 +112,20 @@ class Profile(Options):
 
 
 def profile_names() -> tuple[str, ...]:
-    """The names of the shipped devices."""
+    """Names of the shipped devices."""
     return tuple(_shipped("profiles.json"))
 
 
 def machine_names() -> tuple[str, ...]:
-    """The names of the shipped machines, whose software is known too."""
+    """Names of the shipped machines, whose software is known too."""
     return tuple(_shipped("machines.json"))
 
 
 def find_profile(name: str | Path) -> Profile:
-    """The shipped device or machine of that name, or the one in the JSON file at that path.
+    """Shipped device or machine of that name, or the one in the JSON file at that path.
 
     Raises:
-        InputError: neither; or the file holds something else, and what.
+        InputError: there is neither, or the file is invalid; the text says how.
     """
     shipped = {**_shipped("profiles.json"), **_shipped("machines.json")}
     if str(name) in shipped:
@@ -165,7 +164,7 @@ def _checked(given: Any, source: str) -> Profile:
 
 
 def _filled_in(given: dict[str, Any]) -> dict[str, Any]:
-    """An entry with what it leaves out taken from the shipped device that it is `like`."""
+    """Entry whose missing fields come from the shipped device that it is `like`."""
     if "like" not in given:
         return given
     devices = _shipped("profiles.json")
@@ -179,7 +178,7 @@ def _filled_in(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _versions(software: SoftwareFacts | None) -> dict[str, str]:
-    """What plans and records keep of the software, as for a machine that is here."""
+    """Versions that plans and records contain, as for a real machine."""
     if software is None:
         return {}
     named = {name: software.packages.get(name) for name in ("torch", "diffusers", "transformers")}

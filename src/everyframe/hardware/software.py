@@ -1,7 +1,7 @@
-"""What is around the devices: system, packages, driver, processor's instructions, variables.
+"""Software facts: operating system, packages, driver, CPU instructions, environment variables.
 
-Nothing here imports torch, so it answers where torch can't even be imported. What torch has really
-loaded is added by `loaded`, in a process that has imported it. Read next: `everyframe.core.facts`.
+Nothing here imports torch at module level, so the facts are available even if torch cannot be
+imported. `with_loaded` adds the libraries that torch has loaded, in a process that imports it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from packaging.version import Version
 from everyframe.core.facts import SoftwareFacts
 from everyframe.hardware.cpu import processor_flags
 
-#: Packages that change what comes out, or that known issues are about. What begins with ``nvidia-``
-#: counts too.
+#: Packages that change results, or that known issues are about. Names that begin with ``nvidia-``
+#: are included too.
 PACKAGES = (
     "torch", "torchvision", "triton", "triton-windows", "pytorch-triton-rocm", "diffusers",
     "transformers", "accelerate", "safetensors", "numpy", "av",
@@ -33,7 +33,7 @@ PACKAGES = (
     "oneflow", "onediff", "onediffx", "nexfort", "imaginairy", "opensora", "everyframe",
 )  # fmt: skip
 
-#: Variables that change what is computed, by which kernel, or how fast.
+#: Variables that change the result, the kernel or the speed.
 _PREFIXES = (
     "ONEFLOW_", "NEXFORT_", "ONEDIFF_", "CUDA_", "CUBLAS", "CUDNN_", "NVIDIA_TF32", "TORCH",
     "PYTORCH_", "NCCL_", "GLOO_", "MIOPEN_", "HSA_", "HIP_", "ROCR_", "ROCBLAS_", "MKL_", "OMP_",
@@ -45,7 +45,7 @@ _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASS|CREDENTIAL", re.IGNORECASE)
 
 
 def software_facts() -> SoftwareFacts:
-    """The facts of this machine that need no torch."""
+    """Software facts of this machine that need no torch."""
     return SoftwareFacts(
         system=_system(),
         system_version=_system_version(),
@@ -58,7 +58,7 @@ def software_facts() -> SoftwareFacts:
 
 
 def variables_that_matter(environment: Mapping[str, str]) -> dict[str, str]:
-    """Those of these variables that can change a result; none whose name speaks of a secret."""
+    """Variables that can change a result; none whose name suggests a secret."""
     return {
         name: value
         for name, value in sorted(environment.items())
@@ -88,7 +88,7 @@ def _system_version() -> str:
 
 
 def driver_version() -> str | None:
-    """NVIDIA's driver by the kernel's own word, else by nvidia-smi; None without one."""
+    """Version of the NVIDIA driver from the kernel, else from nvidia-smi; None without one."""
     try:
         text = Path("/proc/driver/nvidia/version").read_text()
     except OSError:
@@ -107,7 +107,8 @@ def _driver_by_smi() -> str | None:
     return found[0] if done.returncode == 0 and found else None
 
 
-#: Library -> how its file is called. The engines beside cuDNN's main library carry its version too.
+#: Library -> pattern of its file name. The engine files beside cuDNN's main library have its
+#: version.
 _FILES = {
     "cublas": r"libcublas\.so[.\d]*|cublas64_\d+\.dll",
     "cublaslt": r"libcublasLt\.so[.\d]*|cublasLt64_\d+\.dll",
@@ -119,7 +120,7 @@ _FILES = {
 
 
 def with_loaded(software: SoftwareFacts) -> SoftwareFacts:
-    """These facts with what torch was built for and what it has loaded. Imports torch."""
+    """Add torch's build targets and the libraries that it loads. Imports torch."""
     import torch
 
     paths = loaded_files(_maps())
@@ -136,14 +137,14 @@ def with_loaded(software: SoftwareFacts) -> SoftwareFacts:
 
 
 def loaded_versions() -> dict[str, str]:
-    """Library -> its version, of those that are in this process."""
+    """Library -> version, for those loaded in this process."""
     paths = loaded_files(_maps())
     versions = {name: _version(name, found[0]) for name, found in paths.items()}
     return {name: version for name, version in versions.items() if version}
 
 
 def loaded_files(maps: str) -> dict[str, list[str]]:
-    """Library -> the files of it in a ``/proc/self/maps``, in the order of their addresses."""
+    """Library -> its files in a ``/proc/self/maps``, by address."""
     found: dict[str, list[str]] = {}
     for line in maps.splitlines():
         path = line.split(maxsplit=5)[5:]
@@ -157,16 +158,16 @@ def loaded_files(maps: str) -> dict[str, list[str]]:
 
 
 def _maps() -> str:
-    """The kernel's list of what is in this process; empty where there is no such thing."""
+    """Memory map of this process; empty if the system has none."""
     if not sys.platform.startswith("linux"):
         return ""
     return Path("/proc/self/maps").read_text(errors="replace")
 
 
 def _version(name: str, path: str) -> str | None:
-    """What the library says, made whole by pip's word where that is the same version.
+    """Version that the library reports, completed from pip if both agree.
 
-    cuBLAS tells three numbers of four, and known issues are about the fourth too.
+    cuBLAS reports three numbers of four, and known issues depend on the fourth too.
     """
     ask = _ASK.get(name)
     told = ask(path) if ask else None
@@ -218,12 +219,12 @@ _ASK: dict[str, Callable[[str], str | None]] = {
 
 
 def dotted(number: int, first: int) -> str:
-    """``9.10.2`` of 91002, where the first part counts `first` and the second 100."""
+    """``9.10.2`` for 91002, where the first part counts `first` and the second 100."""
     return f"{number // first}.{number % first // 100}.{number % 100}"
 
 
 def _listed_around(path: str) -> Iterator[str]:
-    """Versions of the ``nvidia`` packages whose own folder this file lies in."""
+    """Versions of the ``nvidia`` packages whose folder contains this file."""
     parts = Path(path).parts
     if "nvidia" not in parts:
         return

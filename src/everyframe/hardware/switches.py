@@ -1,13 +1,13 @@
-"""Torch's switches that hold for the whole process, and who may set them: one run at a time.
+"""Exclusive access to torch's process-wide switches: one run at a time sets them.
 
-Kernels of attention, TF32, the width of sums: of each torch keeps one value for all threads. A run
-that needs its own values sets them while it computes an event, alone; it puts them back before
-anybody else computes. Runs that set nothing (a pipeline in memory) compute side by side. Whoever
-waits is served in the order of coming, and holds nothing meanwhile, so nobody waits in a circle.
-Not here: the switches themselves (`everyframe.ops.attention`,
-`everyframe.precision.strict_float32`); what torch keeps for each thread (`thread_state.py`).
-Threads that are not ours are not asked: their attention may run on another kernel while an event of
-ours is computed.
+Attention kernels, TF32 and accumulation width are one value each for all threads. A run that needs
+its own values sets them while it computes one event, exclusively, and restores them before another
+run computes. Runs that set nothing (an in-memory pipeline) compute concurrently. Waiting threads
+are served in order of arrival and hold no turn meanwhile, so they cannot deadlock. Threads of
+others are not blocked: their attention may use another kernel while a run of ours computes.
+
+The switches are in `everyframe.ops.attention` and `everyframe.precision.strict_float32`; torch's
+state per thread is in `thread_state.py`.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from queue import Empty, SimpleQueue
 
-#: Seconds after which a thread that waits looks up, so that an exception sent to it is raised.
+#: Seconds between wake-ups of a waiting thread, so that it raises exceptions sent to it.
 _PATIENCE = 0.2
 
 
 class Turn:
-    """A run's turns at computing: entered for each event, left while the event is read.
+    """Reentrant lock of one run: entered to compute an event, left while the event is read.
 
-    With `is_exclusive` nobody else's turn overlaps. Entered again by the same run, also in a thread
-    that was started within with a copy of its context, it does nothing. Entered within another
-    run's turn (from a hook of that run) it takes that one's place for the time.
+    An exclusive turn excludes all other turns. Entering again has no effect in the same run, also
+    in a thread that was started within with a copy of its context. Entering within another run's
+    turn (from a hook of that run) suspends that turn, or becomes a part of it if it is exclusive.
     """
 
     def __init__(self, *, is_alone: bool) -> None:
@@ -39,7 +39,7 @@ class Turn:
 
     @property
     def is_held(self) -> bool:
-        """Whether it is this run's turn."""
+        """Whether this run has the turn."""
         return _PROCESS.is_held(self)
 
     def __enter__(self) -> Turn:
@@ -71,9 +71,9 @@ class Turn:
 
     @contextmanager
     def left(self) -> Iterator[None]:
-        """Within, it is nobody's turn; afterwards this run's again, unless an exception is raised.
+        """Context: release the turn, then take it again unless an exception is raised.
 
-        Whoever leaves by an exception may not wait for others.
+        An exception must propagate without waiting for other runs.
         """
         was_held = self.is_held
         _PROCESS.give(self)
@@ -83,10 +83,10 @@ class Turn:
 
 
 class _Process:
-    """Who computes just now, and who waits.
+    """Runs that hold a turn in this process, and threads that wait for one.
 
-    A turn is given back without a lock: that may happen while a forgotten generator is collected,
-    at any place of a thread that has the lock.
+    A turn is released without a lock: garbage collection of an abandoned generator may release it
+    at any point of a thread that has the lock.
     """
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class _Process:
         return turn in self._holders
 
     def take(self, turn: Turn) -> None:
-        """Wait until it can be this one's turn."""
+        """Wait for the turn."""
         place: SimpleQueue[None] = SimpleQueue()
         self._waiting.append(place)
         try:
@@ -110,7 +110,7 @@ class _Process:
             self._wake()
 
     def give(self, turn: Turn) -> None:
-        """It is over; nothing if it was not this one's."""
+        """Release the turn; does nothing if it is not held."""
         self._holders.discard(turn)
         self._wake()
 
@@ -135,23 +135,23 @@ os.register_at_fork(after_in_child=_PROCESS.__init__)  # type: ignore[misc]
 
 
 def is_exclusive() -> bool:
-    """Whether it is the turn of a run that computes alone, here or in the thread that waits."""
+    """Whether the current turn is exclusive, here or in the thread that waits for this one."""
     turn = _TURN.get()
     return turn is not None and turn.is_alone and turn.is_held
 
 
 @contextmanager
 def exclusive() -> Iterator[None]:
-    """Within, this thread alone may set switches that hold for the process, if it puts them back.
+    """Context: this thread alone may set process-wide switches, and must restore them.
 
-    In the turn of a run that is alone it does nothing.
+    It does nothing within an exclusive turn.
     """
     with Turn(is_alone=True):
         yield
 
 
 def stay_exclusive() -> None:
-    """From here on to its end the run whose turn it is computes alone; without one nothing."""
+    """Make the current run exclusive until its end; does nothing outside of a turn."""
     turn = _TURN.get()
     if turn is not None and turn.is_held and not turn.is_alone:
         _PROCESS.give(turn)

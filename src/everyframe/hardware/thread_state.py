@@ -1,9 +1,9 @@
-"""What torch keeps for each thread, taken from one and put on another that is begun for it.
+"""Copy torch's per-thread state from one thread to another.
 
-So a pipeline's call computes in a thread of its own as it would in its owner's. Here alone autocast
-is known: somebody else's is carried, or turned off where a model of ours computes. Switches that
-hold for the process are `switches.py`'s. What torch shows nobody (a profiler's records, hooks for
-saved tensors) and what others keep by `threading.local` stays behind.
+A pipeline's call then computes in a new thread as it would in its caller's. This is the only module
+that handles autocast: a caller's is carried over, or turned off where a model of ours computes.
+Process-wide switches are in `switches.py`. State that torch does not expose (a profiler's records,
+saved-tensor hooks) and `threading.local` data of others is not copied.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _MODES: Any = torch.overrides
 
 @dataclass(frozen=True)
 class ThreadState:
-    """One thread's threads of the CPU, gradients, autocast, modes, card and streams.
+    """CPU threads, gradient mode, autocast, torch modes, current GPU and streams of one thread.
 
-    `casts` has each kind of device with whether autocast is on there, and its dtype.
+    `casts` holds (device type, autocast on, its dtype) for each device type.
     """
 
     num_threads: int
@@ -42,7 +42,7 @@ class ThreadState:
 
     @classmethod
     def here(cls) -> ThreadState:
-        """This thread's."""
+        """State of the current thread."""
         cuda: Any = torch.cuda
         has_cards = cuda.is_available() and cuda.is_initialized()
         cards = range(torch.cuda.device_count()) if has_cards else ()
@@ -63,14 +63,14 @@ class ThreadState:
 
     @property
     def casts_to(self) -> tuple[tuple[str, str], ...]:
-        """The kinds of devices on which autocast is on, with its dtype there."""
+        """(device type, dtype) for each device type with autocast on."""
         return tuple(
             (kind, str(dtype).removeprefix("torch.")) for kind, is_on, dtype in self.casts if is_on
         )
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Within, this thread is so: a new one, which ends with what it does within."""
+        """Context: apply the state to this thread, a new one that ends with the block."""
         for kind, is_on, dtype in self.casts:
             torch.set_autocast_enabled(kind, is_on)
             torch.set_autocast_dtype(kind, dtype)
@@ -96,7 +96,7 @@ class ThreadState:
 
 
 def without_casts() -> AbstractContextManager[Any]:
-    """Within, somebody's autocast does nothing in this thread."""
+    """Context: disable autocast in this thread."""
     context: AbstractContextManager[Any] = torch._C._DisableAutocast()
     return context
 
@@ -107,6 +107,6 @@ def has_casts() -> bool:
 
 
 def _kinds() -> list[str]:
-    """Kinds of devices that this torch can be asked about."""
+    """Device types that this torch supports."""
     known: list[str] = torch._C._autocast_supported_devices()
     return [kind for kind in known if torch.amp.is_autocast_available(kind)]

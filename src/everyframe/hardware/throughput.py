@@ -1,9 +1,9 @@
-"""How fast the device here is, by trying: the very products that a plan spends its time on.
+"""Throughput measurement: time the operations that a plan spends its time on.
 
-A few of them, cut to some hundredths of a second, and one pass over memory: under a second in all,
-and once a process. A device that is not here has a maker's numbers instead (`profiles`). Not here:
-where trials of earlier processes are saved (`everyframe.planning.throughput_cache`).
-Read next: `everyframe.planning.dry_runs`, which makes seconds of them.
+A few operations, each cut to some hundredths of a second, and one pass over memory: under a second
+in all, once a process. A machine that is not present has a maker's rates instead (`profiles`).
+`everyframe.planning.throughput_cache` stores the trials and `everyframe.planning.dry_runs` turns
+them into seconds.
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ from everyframe.hardware.cpu import cpu_threads
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: Operations that one trial is cut to.
+#: Operations of one trial at most.
 _CPU_OPERATIONS, _CARD_OPERATIONS = 6e8, 2e11
 
-#: A convolution is tried on so many places in any case: on a few of them it is slow.
+#: Positions that a convolution is timed on at least: on a few of them it is slow.
 _PLACES = 2048
 
-#: Bytes of the tensor that passes through memory: on a CPU less than what an allocator asks the
-#: system for each time, and of the one that is.
+#: Bytes of the tensor in the memory trial. On a CPU the first is below the size from which an
+#: allocator asks the system each time, and `_MAPPED_BYTES` above it.
 _CPU_BYTES, _CARD_BYTES = 16 << 20, 512 << 20
 _MAPPED_BYTES = 64 << 20
 
-#: A trial is repeated until it took so many seconds in all, or so often.
+#: A trial is repeated until it took so many seconds in all, or so many times.
 _ENOUGH, _MOST_RUNS = 0.1, 8
 
-#: Bytes a second from a file that lies in the system's memory into place, cast on the way. Measured
-#: on a server with local disks; a first read from disk is slower and can't be told in advance.
+#: Bytes a second from a file in the page cache into place, cast on the way. Measured on a server
+#: with local disks; a first read from disk is slower and cannot be predicted.
 _LOAD = 1.2e9
 
 
-#: A trial that did not wait for a core longer than this share of its time says what the machine
-#: can. One that did says too little, so others follow, and the fastest of so many is taken.
+#: A trial is sufficient if it waited for a core for at most this share of its time. Otherwise more
+#: trials follow, up to this number, and the fastest counts.
 _WAITED, ENOUGH_TRIALS = 0.05, 3
 
 Kernels = Callable[[str], AbstractContextManager[None]]
-"""Within what it gives, torch's attention is computed by the kernel of that name."""
+"""Returns a context in which SDPA uses the kernel of that name."""
 
 Saved = MutableMapping[str, list[float]]
-"""Trials of a device with so many threads by name: how often it was tried, and what came of it,
-larger numbers being faster. `ENOUGH_TRIALS` also stands for one that did not wait.
+"""Name -> number of trials of a device with so many threads, then their results, larger meaning
+faster. `ENOUGH_TRIALS` also marks a trial that did not wait.
 """
 
-#: What this process tried.
+#: Trials of this process.
 _TRIED: dict[Hashable, list[float]] = {}
 _MAX_TRIED = 512
 
@@ -67,10 +67,14 @@ def measured_rates(
     kernels: Kernels | None = None,
     saved: Saved | None = None,
 ) -> Throughput:
-    """Rates of these products, and of memory, on the device of that torch name.
+    """Rates of these operations, and of memory, on a device.
 
-    `kernels` are asked for where a product names the kernel of its attention. What is `saved` of
-    earlier trials is not tried again where that was enough, and new trials are added to it.
+    Args:
+        products: operations to time.
+        device: torch's device name.
+        num_threads: CPU threads.
+        kernels: context that selects the attention kernel that a product names.
+        saved: earlier trials; sufficient ones are not repeated, and new trials are added.
     """
     saved = {} if saved is None else saved
 
@@ -102,10 +106,10 @@ def measured_rates(
 
 
 def with_fp16_tried(device: DeviceFacts) -> DeviceFacts:
-    """A CPU with how many times as long its products take in float16 as in float32.
+    """CPU facts with the measured slowdown of float16 products relative to float32.
 
-    The CPU that is here is tried, for a tenth of a second: its flags don't say what torch does with
-    them. A made-up one has it by its rates; of another device it is no question.
+    The CPU present is timed for a tenth of a second, because its flags do not say what torch does
+    with them. A profile's slowdown follows from its rates. Other devices are returned unchanged.
     """
     if device.kind != "cpu":
         return device
@@ -119,8 +123,8 @@ def with_fp16_tried(device: DeviceFacts) -> DeviceFacts:
     return replace(device, fp16_slowdown=max(wide / narrow for wide, narrow in tried))
 
 
-#: A linear layer and a convolution, of which the slower one counts. Small ones, for the sake of
-#: CPUs that take hundreds of times as long in float16.
+#: A linear layer and a convolution, of which the slower counts. They are small because some CPUs
+#: take hundreds of times as long in float16.
 _OF_BOTH: tuple[Callable[[str], OpShape], ...] = (
     lambda dtype: OpShape("product", dtype, ((64, 256), (256, 256))),
     lambda dtype: OpShape(
@@ -137,7 +141,7 @@ def _name(product: OpShape) -> str:
 
 
 def _best(name: str, trial: Callable[[], tuple[float, ...]], saved: Saved) -> list[float]:
-    """The fastest of what was saved and, if that was not enough, one more trial."""
+    """Best of the saved trials and, if these are insufficient, of one more trial."""
     number, *before = saved.get(name, [0.0])
     if number >= ENOUGH_TRIALS:
         return before
@@ -152,7 +156,7 @@ def _best(name: str, trial: Callable[[], tuple[float, ...]], saved: Saved) -> li
 
 
 def _waited_seconds() -> float | None:
-    """How long threads of this process waited for a core so far; None where the system is silent.
+    """Seconds that threads of this process have waited for a core; None if not reported.
 
     It is the second number of a thread's ``schedstat``, in ns.
     """
@@ -164,7 +168,7 @@ def _waited_seconds() -> float | None:
 
 
 def _rate(product: OpShape, kernels: Kernels | None, device: str, num_threads: int) -> tuple[float]:
-    """Operations a second of that product, cut to a fraction where it is large."""
+    """Operations a second of one operation, which is cut down if large."""
     most = _CPU_OPERATIONS if device == "cpu" else _CARD_OPERATIONS
     with cpu_threads(num_threads):
         run, operations = _TRIALS[product.kind](product, device, most)
@@ -177,7 +181,7 @@ def _names_kernel(product: OpShape) -> bool:
 
 
 def _mapping(device: str, num_threads: int) -> tuple[float]:
-    """Bytes a second that the system hands out to a CPU's work, zeroed, on top of their use."""
+    """Bytes a second at which the system hands out zeroed memory, the time of use subtracted."""
     import torch
 
     with cpu_threads(num_threads):
@@ -188,7 +192,7 @@ def _mapping(device: str, num_threads: int) -> tuple[float]:
 
 
 def _memory(device: str, num_threads: int) -> tuple[float, float]:
-    """Bytes that are read and written, and operations on next to nothing, each a second."""
+    """Bytes read and written a second, and launches of tiny operations a second."""
     import torch
 
     size = _CPU_BYTES if device == "cpu" else _CARD_BYTES
@@ -201,9 +205,9 @@ def _memory(device: str, num_threads: int) -> tuple[float, float]:
 
 
 def _seconds(run: Callable[[], object], device: str) -> float:
-    """The fastest of a few runs after a first one, which may choose its kernels.
+    """Fastest of a few runs after a warm-up, which may choose kernels.
 
-    Whatever else the machine does makes a run slower and none faster.
+    Other load on the machine makes runs slower and never faster, so the minimum counts.
     """
     import torch
 

@@ -1,1 +1,1 @@
-"""Operations that every model family shares: the one place where a kernel is chosen."""
+"""Operations that all model families share; kernels are chosen here only."""

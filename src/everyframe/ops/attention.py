@@ -1,9 +1,9 @@
-"""Softmax attention: the one place where its kernel is chosen.
+"""Softmax attention, and the choice of its kernel.
 
-PyTorch's `scaled_dot_product_attention` has several kernels and never needs anything compiled or
-installed. `attend_by` puts a module, ours or a foreign one, on one of them. Which one a run takes
-is not decided here (`everyframe.fast_paths`); splitting a row over devices and projecting tokens to
-queries, keys and values are not done here, see the models in `everyframe.families`.
+PyTorch's `scaled_dot_product_attention` (SDPA) has several kernels, and none needs anything
+compiled or installed. `attend_by` selects one for a module, ours or a foreign one. The kernels of a
+run are decided in `everyframe.fast_paths`; sequence parallelism is in `everyframe.parallel`, and
+the projections to queries, keys and values are in the models.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from torch.utils.hooks import RemovableHandle
 from everyframe.hardware.switches import exclusive, stay_exclusive
 from everyframe.ops.device import kind_of
 
-#: The plain kernel: two products and a softmax in float32, on every device. It holds all scores.
+#: Plain kernel: two products and a softmax in float32, on every device. It stores all scores.
 PLAIN = "math"
 
-#: torch's kernels by our names. CUDA has all of them, a CPU has `flash`; elsewhere there is one.
+#: SDPA kernels by our names. CUDA has all of them, a CPU has `flash`; other devices have one.
 KERNELS: dict[str, SDPBackend] = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -48,10 +48,15 @@ def attention(
 ) -> Tensor:
     """``softmax(q k^T scale) v`` as (B, heads, Q, D) in the dtype of `v`.
 
-    `mask` broadcasts to (B, heads, Q, L); boolean, it is True where a key may be looked at,
-    floating, in the dtype of `v`, it is added to the scores. With `is_causal` a query looks at the
-    keys up to its own place. A query that may look at no key has no defined result, so every row
-    needs one True. `scale` defaults to ``1 / sqrt(D)``.
+    Args:
+        q_BHQD: queries.
+        k_BHLD: keys.
+        v_BHLD: values.
+        mask: broadcasts to (B, heads, Q, L). Boolean: True where a key is visible. Floating, in the
+            dtype of `v`: added to the scores. Each row needs one visible key, or its result is
+            undefined.
+        scale: defaults to ``1 / sqrt(D)``.
+        is_causal: each query sees the keys up to its own position.
     """
     if 0 in q_BHQD.shape:  # a rank without a row has nothing to ask, and kernels refuse that
         return v_BHLD.new_empty((*q_BHQD.shape[:-1], v_BHLD.shape[-1]))
@@ -67,7 +72,7 @@ def attention(
 
 
 class AttentionCore(nn.Module):
-    """`attention` as a child module, so that it can be watched, hooked or swapped from outside."""
+    """`attention` as a child module without parameters, for hooks and replacement from outside."""
 
     def __init__(self, is_causal: bool = False) -> None:
         super().__init__()
@@ -80,19 +85,19 @@ class AttentionCore(nn.Module):
 
 
 def split_heads(x: Tensor, num_heads: int) -> Tensor:
-    """(B, N, heads * D) seen as (B, heads, N, D); nothing is copied."""
+    """View (B, N, heads * D) as (B, heads, N, D); copies nothing."""
     return torch.unflatten(x, -1, (num_heads, -1)).transpose(1, 2)
 
 
 def merge_heads(x_BHND: Tensor) -> Tensor:
-    """(B, heads, N, D) to (B, N, heads * D)."""
+    """Reshape (B, heads, N, D) to (B, N, heads * D)."""
     return x_BHND.transpose(1, 2).flatten(2)
 
 
 def keys_with_a_place_to_look(mask_BL: Tensor) -> Tensor:
-    """`mask_BL` with the first key opened in rows that have none.
+    """Make the first key visible in mask rows that have no visible key.
 
-    The caller sets that key's value to zero, so attention over nothing is zero and not NaN.
+    The caller sets that key's value to zero, so attention over nothing gives zero and not NaN.
     """
     first = torch.zeros_like(mask_BL)
     first[:, 0] = ~mask_BL.any(dim=1)
@@ -101,9 +106,9 @@ def keys_with_a_place_to_look(mask_BL: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Kernels:
-    """Which kernels torch may choose from, and in which order it tries all that there are.
+    """SDPA kernels that torch may use, and the order in which it tries all that exist.
 
-    torch's own `sdpa_kernel` keeps the order of those alone that were allowed.
+    torch's own `sdpa_kernel` restores the order of the allowed ones only.
     """
 
     allowed: tuple[SDPBackend, ...]
@@ -111,23 +116,22 @@ class Kernels:
 
     @classmethod
     def now(cls) -> Kernels:
-        """As it is in this process."""
+        """Current setting of this process."""
         order = map(int, torch._C._get_sdp_priority_order())
         return cls(tuple(_cur_sdpa_kernel_backends()), tuple(order))
 
     def use(self) -> None:
-        """Have it so in the whole process: only for a run that computes alone."""
+        """Apply the setting to the whole process; only for a run that computes alone."""
         _sdpa_kernel(self.allowed)
         torch._C._set_sdp_priority_order(list(self.order))
 
 
 @contextmanager
 def by_kernel(*kernels: str, strictly: bool = False) -> Iterator[None]:
-    """Within, torch's attention is computed by the first of these `KERNELS` that takes it.
+    """Context: SDPA uses the first of these `KERNELS` that supports its inputs.
 
-    Where none takes what is given (a mask, a dtype) the plain kernel does it; `strictly` torch
-    raises a `RuntimeError` there. The choice is the process': no other run of ours computes
-    meanwhile.
+    If none does (a mask, a dtype), the plain kernel computes; with `strictly` torch raises
+    `RuntimeError`. The setting is process-wide, so no other run computes meanwhile.
     """
     with kernels_kept():
         _sdpa_kernel(_wanted(kernels, strictly), set_priority=True)
@@ -151,7 +155,7 @@ def plain_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """torch's attention by its plain kernel, whichever the process chooses; nothing is switched."""
+    """SDPA by its plain kernel, whatever the process-wide setting; changes no setting."""
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         added = torch.zeros_like(attn_mask, dtype=query.dtype)
         attn_mask = added.masked_fill_(attn_mask.logical_not(), -torch.inf)
@@ -163,10 +167,10 @@ def plain_attention(
 
 @contextmanager
 def kernels_kept() -> Iterator[None]:
-    """However the block ends, torch chooses kernels afterwards as it did before.
+    """Context: restore torch's kernel setting afterwards, however the block ends.
 
-    Torch calls no hook for what is not an `Exception` (an interrupt, the end of a search for a
-    fault), so a module of `attend_by` is not left then. No other run of ours computes meanwhile.
+    After an exception that is not an `Exception` (an interrupt, the end of a fault search) torch
+    calls no hooks, so hooks of `attend_by` do not restore it. No other run computes meanwhile.
     """
     with exclusive():
         before = Kernels.now()
@@ -178,9 +182,9 @@ def kernels_kept() -> Iterator[None]:
 
 @contextmanager
 def kernels_lent(to: Kernels | None = None) -> Iterator[None]:
-    """Within, others choose kernels, of `to` at first; afterwards they are as before.
+    """Context: start with the setting `to`, let foreign code change it, then restore it.
 
-    Not after an exception: whoever leaves by one computes no more.
+    It is not restored after an exception, because the run ends there.
     """
     before = Kernels.now()
     if to is not None:
@@ -190,7 +194,7 @@ def kernels_lent(to: Kernels | None = None) -> Iterator[None]:
 
 
 def takes(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> bool:
-    """Whether that kernel computes attention of such tensors here, as torch itself knows."""
+    """Whether the kernel supports these inputs on this machine, tested by calling it."""
     with by_kernel(kernel, strictly=True):
         try:
             F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
@@ -201,12 +205,12 @@ def takes(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = No
     return True
 
 
-#: What torch says where no kernel that it may use takes what it is given.
+#: Errors of torch when no allowed kernel supports the inputs.
 _NONE_TAKES = ("No available kernel", "No viable backend", "no viable backend")
 
 
 class AttendBy:
-    """What `attend_by` has put on a module; `remove` takes it off. A second call does nothing."""
+    """Handle of the hooks of `attend_by`; `remove` may be called twice."""
 
     def __init__(self, parts: Sequence[nn.Module], kernels: Sequence[str], *, inside: bool) -> None:
         self._kernels = tuple(kernels)
@@ -221,7 +225,7 @@ class AttendBy:
             self._handles += [enter, leave]
 
     def remove(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -239,13 +243,17 @@ class AttendBy:
 def attend_by(
     module: nn.Module, *kernels: str, parts: Sequence[str] = ("",), inside: bool = False
 ) -> AttendBy:
-    """Compute every attention inside of `module` as `by_kernel` does, until it is removed.
+    """Select SDPA kernels for all attention inside `module`, as `by_kernel` does, until removed.
 
-    `parts` are the dotted names of what is really called, ``""`` the module itself; an autoencoder
-    whose ``decode`` is called needs its decoder's. The innermost of several wins, so one attention
-    can be put on the plain kernel inside of a model that is on a fast one; of several on the same
-    module that is the one which is put `inside`, whichever came first. The choice is the process',
-    so the run that does this computes alone from here on.
+    The setting is process-wide, so the run computes alone from this call on. The innermost
+    selection wins: one attention can use the plain kernel inside a model on a fast one.
+
+    Args:
+        module: ours or a foreign one.
+        kernels: names of `KERNELS`, first choice first.
+        parts: dotted names of the submodules that are called, ``""`` for the module itself; an
+            autoencoder whose ``decode`` is called needs its decoder's.
+        inside: wins over other selections on the same module, in whatever order they were made.
     """
     stay_exclusive()
     return AttendBy([module.get_submodule(part) for part in parts], kernels, inside=inside)

@@ -1,9 +1,9 @@
-"""Which kind of device a tensor is on, in a dry run as well.
+"""Device type of a tensor, also in a dry run.
 
-There it is on meta, which stands for a device that need not be here; what is computed in one way on
-a CPU and in another elsewhere asks here, so that a dry run sees what a run does. What is done many
-times alike is done once there, and told to count as often. Not here: what is done about it.
-Read next: `everyframe.dry_run.executor`, `families/svd/layers.py`.
+Dry-run tensors are on meta, which stands for a device that this machine may not have. Code that
+computes differently by device type asks here, so a dry run takes the same branches as a run. Work
+that repeats identically is computed once in a dry run and counted as often as it would happen
+(`everyframe.dry_run.executor`).
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ _TIMES: ContextVar[float] = ContextVar("times", default=1.0)
 
 
 def kind_of(x: Tensor) -> str:
-    """Torch's device type of where `x` is; on meta, of the device that it stands for."""
+    """Torch's device type of `x`; for meta, the type that meta stands for."""
     kind = x.device.type
     return _STANDS_FOR.get() if kind == "meta" else kind
 
 
 def standing_kind() -> str:
-    """What meta stands for, by torch's device type; ``meta`` outside of a dry run."""
+    """Device type that meta stands for; ``meta`` outside of a dry run."""
     return _STANDS_FOR.get()
 
 
 @contextmanager
 def standing_for(kind: str) -> Iterator[None]:
-    """Within, meta stands for a device of that kind."""
+    """Context: meta stands for a device of that type."""
     token = _STANDS_FOR.set(kind)
     try:
         yield
@@ -41,7 +41,7 @@ def standing_for(kind: str) -> Iterator[None]:
 
 @contextmanager
 def counted(times: float) -> Iterator[None]:
-    """Within, what is computed on meta counts as if it were done so many times, one by one."""
+    """Context: operations on meta count `times` times."""
     token = _TIMES.set(_TIMES.get() * times)
     try:
         yield
@@ -50,5 +50,5 @@ def counted(times: float) -> Iterator[None]:
 
 
 def times() -> float:
-    """How often what is computed now on meta counts."""
+    """Current multiplier of operations on meta."""
     return _TIMES.get()

@@ -1,7 +1,7 @@
-"""How numbers are widened where rounding would show: never below float32, never narrowed.
+"""Upcasts where rounding would show: to float32 at least, never narrower.
 
-Used for timesteps, angles, positions, modulation tables and the residual stream. Which parameters
-are stored in which precision is not decided here, but from outside the models.
+Used for timesteps, angles, positions, modulation tables and the residual stream. Storage dtypes of
+parameters are chosen from outside the models.
 """
 
 from __future__ import annotations
@@ -16,5 +16,5 @@ def float32_or_wider(dtype: torch.dtype) -> torch.dtype:
 
 
 def upcast_to_float32(x: Tensor) -> Tensor:
-    """`x` in float32, or as it is when it is float32 or float64 already (no copy then)."""
+    """`x` in float32; unchanged and not copied if it is float32 or float64."""
     return x.to(float32_or_wider(x.dtype))

@@ -1,8 +1,8 @@
-"""Sinusoidal embedding of timesteps and of other single numbers, such as frames per second.
+"""Sinusoidal embeddings of timesteps, positions and other numbers such as frames per second.
 
-One number that is rounded here steers every block (bfloat16 turns timestep 999.4 into 1000), so
-this is float32 at least whatever the dtype of the parameters. Not here: the learned layers after
-it, see the models in `everyframe.families`.
+One rounded number here affects every block (bfloat16 turns timestep 999.4 into 1000), so this
+computes in float32 at least, whatever the dtype of the parameters. The learned layers after it are
+in the models.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from everyframe.ops.dtypes import float32_or_wider, upcast_to_float32
 
 
 def timestep_embedding(t_B: Tensor, dim: int, max_period: float = 10000.0) -> Tensor:
-    """(B,) numbers to (B, dim): ``[cos(t f) | sin(t f)]`` with f from 1 down to 1/max_period.
+    """Embed (B,) numbers as (B, dim): ``[cos(t f) | sin(t f)]``, f from 1 down to 1/max_period.
 
-    The result is float64 when `t_B` is, else float32. The order cosine first is that of DiT
-    (Peebles and Xie, arXiv 2212.09748); `dim` is even.
+    The result is float64 if `t_B` is, else float32. Cosine first is the order of DiT (Peebles and
+    Xie, arXiv 2212.09748). `dim` is even.
     """
     t_B = upcast_to_float32(t_B)
     f = torch.tensor(_frequencies(dim // 2, max_period, t_B.dtype), device=t_B.device)
@@ -34,9 +34,9 @@ def timestep_embedding(t_B: Tensor, dim: int, max_period: float = 10000.0) -> Te
 
 @cache
 def _frequencies(num: int, max_period: float, dtype: torch.dtype) -> npt.NDArray[np.floating[Any]]:
-    """``max_period^(-i / num)``, (num,), from exponents in that precision, as upstream's are.
+    """``max_period^(-i / num)``, (num,), from exponents in `dtype`, as upstream computes them.
 
-    On the host, by an exponential that is rounded once: devices' own differ in the last bit, and t
+    Computed on the host with a correctly rounded exponential: devices differ in the last bit, and t
     is up to 1000.
     """
     kind = np.float64 if dtype == torch.float64 else np.float32
@@ -64,7 +64,7 @@ def sincos_1d(
     device: torch.device | str | None = None,
     max_period: float = 10000.0,
 ) -> Tensor:
-    """N positions to (N, dim): ``[sin(p w) | cos(p w)]`` with w_k = max_period^(-2k/dim)."""
+    """Embed N positions as (N, dim): ``[sin(p w) | cos(p w)]`` with w_k = max_period^(-2k/dim)."""
     frequencies = max_period ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     angles = torch.outer(torch.tensor(positions, dtype=torch.float64), frequencies)
     table = torch.cat((angles.sin(), angles.cos()), dim=-1)
@@ -82,7 +82,7 @@ def sincos_2d(
 ) -> Tensor:
     """(rows * columns, dim), row by row: half the channels for the *column*, then half for the row.
 
-    Columns first is what PixArt and both Open-Sora versions were trained with.
+    PixArt and both Open-Sora versions were trained with the column first.
     """
     of_columns = sincos_1d(columns, dim // 2, dtype=dtype, device=device)
     of_rows = sincos_1d(rows, dim // 2, dtype=dtype, device=device)

@@ -1,11 +1,11 @@
-"""Modulation by the timestep: scale and shift after a norm, and a gate on what a branch adds.
+"""Timestep modulation (adaLN): scale and shift after a norm, and a gate on the branch.
 
-One rounded number here multiplies all tokens alike, an error that does not average out, so the
-tables are float32 at least. Source: adaLN-single of PixArt-alpha (arXiv 2310.00426). Each step is
-also a module without parameters, to be watched, hooked or swapped from outside.
+A rounding error here scales all tokens alike and does not average out, so the tables are float32 at
+least. Source: adaLN-single of PixArt-alpha (arXiv 2310.00426). Each step also exists as a module
+without parameters, for hooks and replacement from outside.
 
-Shapes: B batch, F frames or 1 for all of them, K tables, C channels; tokens are (B, T, S, C). Where
-all tokens of a sample are one row, (B, N, C), there is no F.
+Shapes: B batch, F frames or 1 for all of them, K tables, C channels; tokens are (B, T, S, C). For
+tokens (B, N, C) in one row per sample there is no F.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from everyframe.ops.dtypes import upcast_to_float32
 
 
 def modulation_tables(table_KC: Tensor, t_BFKC: Tensor) -> tuple[Tensor, ...]:
-    """The K tables ``table + t``, each (B, F, 1, C), or (B, 1, C), and float32 at least."""
+    """The K tables ``table + t``, each (B, F, 1, C) or (B, 1, C), in float32 at least."""
     tables = upcast_to_float32(table_KC) + upcast_to_float32(t_BFKC)
     return tuple(table.unsqueeze(-2) for table in tables.unbind(-2))
 
@@ -28,12 +28,12 @@ def modulate(x_BTSC: Tensor, shift_BF1C: Tensor, scale_BF1C: Tensor) -> Tensor:
 
 
 def gated_add(x_BTSC: Tensor, branch_BTSC: Tensor, gate_BF1C: Tensor) -> Tensor:
-    """``x + gate * branch``: a float32 residual stream stays so under bfloat16 branches."""
+    """``x + gate * branch``; a float32 residual stream stays float32 under bfloat16 branches."""
     return torch.addcmul(x_BTSC, branch_BTSC, gate_BF1C)
 
 
 def pick_frames(x_BTSC: Tensor, other_BTSC: Tensor, mask_BT11: Tensor) -> Tensor:
-    """`x` in frames where the mask is True, `other` in those where it is False."""
+    """`x` in frames where the mask is True, `other` where it is False."""
     return torch.where(mask_BT11, x_BTSC, other_BTSC)
 
 

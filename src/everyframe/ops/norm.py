@@ -1,8 +1,8 @@
-"""Normalisation over the last dimension with statistics in float32 at least.
+"""Normalisation over the last dimension, with statistics in float32 at least.
 
-PyTorch's own kernels for `layer_norm` and `rms_norm` hold that promise for half precisions; a
-formula written out, such as ``x.pow(2).mean()``, overflows float16 above 256. `WideGroupNorm` and
-`WideLayerNorm` take the place of PyTorch's in a foreign module whose norms are float32 islands.
+PyTorch's kernels of `layer_norm` and `rms_norm` guarantee this for half precision; a formula such
+as ``x.pow(2).mean()`` overflows float16 above 256. `WideGroupNorm` and `WideLayerNorm` replace
+PyTorch's norms in foreign modules whose norms are float32 islands.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
 
 
 class LayerNorm(nn.Module):
-    """`layer_norm` as a module; it has no parameters, the modulation after it scales and shifts."""
+    """`layer_norm` as a module without parameters; the modulation after it scales and shifts."""
 
     def __init__(self, eps: float = 1e-6) -> None:
         super().__init__()
@@ -58,16 +58,16 @@ class RMSNorm(nn.Module):
 
 
 Statistics = Callable[[Tensor, int], tuple[Tensor, Tensor] | None]
-"""``statistics(x, num_groups)``: mean and variance of the groups of x (B, C, ...), which may be a
-part of what they are of. They broadcast to x with groups in place of channels; None: it is whole.
+"""``statistics(x, num_groups)``: mean and variance of channel groups, for an x (B, C, ...) that is
+a shard of a sample. They broadcast to x with groups in place of channels. None: x is the whole.
 """
 
 
 class WideGroupNorm(nn.GroupNorm):
-    """`nn.GroupNorm` with parameters in float32 for input of any precision, which it keeps.
+    """`nn.GroupNorm` with float32 parameters for input of any dtype; the output has that dtype.
 
-    Of the same parameter names. Nothing is widened in memory where the kernel can do without.
-    Who has a part of a sample only brings `statistics`.
+    Parameter names are unchanged. The input is upcast in memory only where the kernel needs it.
+    A rank with a shard of a sample passes `statistics` of the whole.
     """
 
     takes_any_dtype = True
@@ -83,7 +83,7 @@ class WideGroupNorm(nn.GroupNorm):
         return _in_its_dtype(norm, x, self.weight)
 
     def _by(self, x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
-        """One factor and one summand a channel, made in the precision of the statistics."""
+        """Normalise with one scale and one shift a channel, in the dtype of the statistics."""
         size = self.num_channels // self.num_groups
         per_channel = (-1, *[1] * (x.ndim - 2))
         inverse = torch.rsqrt(variance + self.eps).repeat_interleave(size, dim=1)
@@ -94,7 +94,7 @@ class WideGroupNorm(nn.GroupNorm):
 
 
 class WideLayerNorm(nn.LayerNorm):
-    """`nn.LayerNorm` with parameters in float32 for input of any precision, which it keeps."""
+    """`nn.LayerNorm` with float32 parameters for input of any dtype; the output has that dtype."""
 
     takes_any_dtype = True
 
@@ -113,9 +113,9 @@ def _in_its_dtype(norm: Callable[[Tensor], Tensor], x: Tensor, weight: Tensor) -
 
 
 def widen_norms(module: nn.Module) -> None:
-    """Put `WideGroupNorm` and `WideLayerNorm` in the place of every norm inside that has weights.
+    """Replace norms with weights inside `module` by `WideGroupNorm` and `WideLayerNorm`.
 
-    Parameters are those that were there: they only have another owner.
+    The parameters remain the same objects.
     """
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):

@@ -1,9 +1,9 @@
-"""Rotary position embedding with interleaved pairs: channels 2i and 2i+1 turn together.
+"""Rotary position embedding (RoPE) on interleaved pairs: channels 2i and 2i+1 rotate together.
 
-Angles are large numbers whose last digits matter, so tables are made in float64 and kept in
-float32 at least, the rotation is done in that precision, and the result is cast at the end.
-Source: Su et al., "RoFormer" (arXiv 2104.09864). Read next: `everyframe.ops.embeddings` for
-positions that are added instead.
+Angles are large and their last digits matter. So tables are computed in float64 and stored in
+float32 at least, rotation runs in that precision, and the result is cast at the end.
+Source: Su et al., "RoFormer" (arXiv 2104.09864). Additive position embeddings are in
+`everyframe.ops.embeddings`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from everyframe.ops.dtypes import float32_or_wider
 
 
 class RotaryTable(NamedTuple):
-    """What a rotation needs of the positions; both (N, D) and in float32 or float64.
+    """Cosines and sines of a rotation; both (N, D), in float32 or float64.
 
-    ``cos`` holds the cosine of each pair's angle twice, ``sin`` its sine as (-sin, +sin), so that
-    a pair (a, b) becomes (a cos - b sin, b cos + a sin).
+    ``cos`` holds the cosine of each pair's angle twice, ``sin`` its sine as (-sin, +sin): a pair
+    (a, b) becomes (a cos - b sin, b cos + a sin).
     """
 
     cos: Tensor
@@ -39,7 +39,7 @@ def rotary_table(
 ) -> RotaryTable:
     """Table for `positions` (N,), or for 0..N-1 given as a number; pair i turns by p theta^(-2i/D).
 
-    `dtype` below float32 is widened to it. Made on the CPU, as some devices have no float64.
+    A `dtype` below float32 becomes float32. Computed on the CPU, as some devices have no float64.
     """
     if isinstance(positions, int):
         positions = torch.arange(positions)
@@ -53,7 +53,7 @@ def rotary_table(
 
 
 def rotate(x: Tensor, table: RotaryTable) -> Tensor:
-    """Turn `x` (..., N, D) by the table's angles; computed in its precision, in `x`'s dtype."""
+    """Rotate `x` (..., N, D) by the table; computed in the table's dtype, returned in `x`'s."""
     wide = x.to(torch.promote_types(x.dtype, table.cos.dtype))
     if kind_of(wide) == "cpu":
         # One pass over memory where the formula below takes three. Elsewhere complex numbers are
@@ -66,7 +66,7 @@ def rotate(x: Tensor, table: RotaryTable) -> Tensor:
 
 
 class RotaryEmbedding(nn.Module):
-    """Makes the table that a forward pass shares between its blocks. No parameters."""
+    """Compute the `RotaryTable` that the blocks of a forward pass share. No parameters."""
 
     def __init__(self, dim: int, theta: float = 10000.0) -> None:
         super().__init__()
@@ -84,9 +84,9 @@ class Rotate(nn.Module):
 
 
 class AxesTable(NamedTuple):
-    """Cosines and sines of every token's angles, (N, D/2) each, the axes one after the other.
+    """Cosines and sines of each token's angles on several axes, (N, D/2) each, axis after axis.
 
-    ``widths`` are the axes' channels. A part of the tokens is a part of the rows.
+    ``widths`` are the channels of each axis. A slice of the tokens is a slice of the rows.
     """
 
     cos: Tensor
@@ -94,18 +94,18 @@ class AxesTable(NamedTuple):
     widths: tuple[int, ...]
 
     def rows(self, start: int, stop: int) -> AxesTable:
-        """The table of tokens ``start:stop``; nothing is copied."""
+        """Table of tokens ``start:stop``; copies nothing."""
         return self._replace(cos=self.cos[start:stop], sin=self.sin[start:stop])
 
 
 def grid_positions(sizes: Sequence[int]) -> Tensor:
-    """(N, axes) integer positions of a grid's tokens, the last axis fastest."""
+    """Integer positions of a grid's tokens, (N, axes), the last axis fastest."""
     axes = [torch.arange(size, device="cpu") for size in sizes]
     return torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).flatten(0, -2)
 
 
 def axis_angles(positions_N: Tensor, width: int, theta: float = 10000.0) -> Tensor:
-    """(N, width / 2) angles, float64 on the CPU: ``p theta^(-2k / width)``."""
+    """Angles ``p theta^(-2k / width)``, (N, width / 2), float64 on the CPU."""
     exponents = torch.arange(0, width, 2, dtype=torch.float64, device="cpu") / width
     return torch.outer(positions_N.to("cpu", torch.float64), theta**-exponents)
 
@@ -118,7 +118,7 @@ def axes_table(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> AxesTable:
-    """The table of a whole grid; `dtype` below float32 is widened to it."""
+    """Table of a whole grid; a `dtype` below float32 becomes float32."""
     dtype = float32_or_wider(dtype)
     cosines: list[Tensor] = []
     sines: list[Tensor] = []
@@ -135,7 +135,7 @@ def axes_table(
 
 
 def rotate_axes(x: Tensor, table: AxesTable) -> Tensor:
-    """Turn `x` (..., N, D) by the table's angles; computed in its precision, in `x`'s dtype."""
+    """Rotate `x` (..., N, D) by the table; computed in the table's dtype, returned in `x`'s."""
     wide = torch.promote_types(x.dtype, table.cos.dtype)
     halves = [width // 2 for width in table.widths]
     turned = []
@@ -153,7 +153,7 @@ def rotate_axes(x: Tensor, table: AxesTable) -> Tensor:
 
 
 class RotaryAxes(nn.Module):
-    """Makes the table that a forward pass shares between its blocks. No parameters."""
+    """Compute the `AxesTable` that the blocks of a forward pass share. No parameters."""
 
     def __init__(self, widths: Sequence[int], theta: float = 10000.0) -> None:
         super().__init__()

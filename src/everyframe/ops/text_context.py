@@ -1,7 +1,7 @@
-"""What a denoiser's blocks need of a text, computed once a prompt and then given to every step.
+"""Text context: cross-attention keys and values, computed once a prompt and used in every step.
 
-A context is a value: it belongs to the parameters that made it, is never changed, and gradients
-flow through it. Not here: text encoders and the layers, which are the families'.
+A context is a value: it belongs to the parameters that made it and never changes. Gradients flow
+through it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class KeysValues(NamedTuple):
 
 @dataclass(frozen=True)
 class TextContext:
-    """Keys and values for each block in the order in which the blocks run, and their mask.
+    """Keys and values of each block, in the order in which the blocks run, and their mask.
 
-    `mask` is (B, 1, 1, L), True where there is a token, or None where every row is full.
+    `mask` is (B, 1, 1, L), True for a token; None if every row is full.
     """
 
     blocks: tuple[KeysValues, ...]
@@ -36,7 +36,7 @@ class TextContext:
         return self.blocks[0].keys.shape[0]
 
     def rows(self, start: int, stop: int) -> TextContext:
-        """The part that belongs to samples ``start:stop`` of the batch; nothing is copied."""
+        """Context of samples ``start:stop`` of the batch; copies nothing."""
         return TextContext(
             tuple(KeysValues(k[start:stop], v[start:stop]) for k, v in self.blocks),
             None if self.mask is None else self.mask[start:stop],
@@ -46,10 +46,10 @@ class TextContext:
 def context_of(
     blocks: Sequence[KeysValues], mask_BL: Tensor | None, empty_B: Tensor | None
 ) -> TextContext:
-    """The context of each block's keys and values.
+    """Build the context from the keys and values of each block.
 
-    `mask_BL` is True where there is a token and, as attention needs a place to look, in one place
-    of each row that `empty_B` calls empty: such rows attend to zero. None: every row is full.
+    `mask_BL` is True for a token. Attention needs one visible key, so rows that `empty_B` marks as
+    empty have one too; they attend to zero. None: every row is full.
     """
     if mask_BL is None or empty_B is None:
         return TextContext(tuple(blocks), None)

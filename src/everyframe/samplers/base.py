@@ -1,4 +1,4 @@
-"""What every sampler speaks in: a step's result, and the callables that it is given."""
+"""Common types of all samplers: the step result and the denoiser and noise callables."""
 
 from __future__ import annotations
 
@@ -12,24 +12,26 @@ from torch import Tensor
 from everyframe.core.errors import InputError
 
 Denoise: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""``denoise(x, t)``: state (B, C, ...) and timestep (B,) to the model's guided answer."""
+"""``denoise(x, t)``: state (B, C, ...) and timestep (B,) to the guided prediction of the model."""
 
 MaskedDenoise: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""``denoise(x, t, x_mask)``: the same, told which frames (B, T) are being denoised (true) and
-which are given (false)."""
+"""``denoise(x, t, x_mask)``: the same with a mask (B, T), True for frames that are denoised and
+False for conditioning frames.
+"""
 
 Noise: TypeAlias = Callable[[int], Tensor]
-"""``noise(step)``: the unit-variance noise of one step, shaped like x; the same at every call."""
+"""``noise(step)``: unit-variance noise of one step, shaped like x; the same at every call."""
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """The state after one step.
+    """State after one sampling step. To resume, pass its `x`, its `memory` and ``start=index + 1``.
 
-    `index` counts up from 0; `t` (B,) is the timestep that the denoiser was called with; `x` is
-    what the next step begins with, and after the last step the sample. `memory` is what else the
-    next step depends on, for samplers that look back. To go on from a saved step, pass its `x`, its
-    `memory` where there is one, and ``start=index + 1``.
+    Attributes:
+        index: counts from 0.
+        t: timestep that the denoiser was called with, (B,).
+        x: input of the next step; after the last step, the sample.
+        memory: further state of samplers that use earlier steps, else None.
     """
 
     index: int
@@ -40,11 +42,11 @@ class Step:
 
 
 def as_state(x: Tensor) -> Tensor:
-    """`x` in float32 at least: sums over many steps are not kept in half precision."""
+    """`x` in float32 at least: sums over many steps need more than half precision."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def check_start(start: int, num_steps: int) -> None:
-    """Raises `InputError` unless a run of `num_steps` can go on from step `start`."""
+    """Raise `InputError` unless a run of `num_steps` steps can resume at step `start`."""
     if not 0 <= start <= num_steps:
         raise InputError(f"start must be 0 to {num_steps} for {num_steps} steps, got {start}")

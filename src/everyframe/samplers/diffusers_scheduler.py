@@ -1,11 +1,9 @@
-"""Sampling along one of diffusers' schedulers, whichever a checkpoint was released with.
+"""Sampling with a diffusers scheduler, whichever a checkpoint ships with.
 
-The scheduler knows the noise levels, what the model is to be given and how a step is made; here is
-the loop around it, and what inpainting adds for a model that knows no masks: after each step the
-known latents, with as much noise as the step has left, are put back outside of the mask (Avrahami
-et al. 2022, "Blended Latent Diffusion", arXiv 2206.02779). The order of operations is that of
-diffusers' inpainting pipelines. Not here: guidance, which the denoiser has inside.
-Read next: `step`.
+The scheduler defines noise levels, model input and step formula; this module is the loop around it.
+For inpainting with a model without mask input, the known latents, noised to the level of the step,
+replace the result outside of the mask after each step (Avrahami et al. 2022, "Blended Latent
+Diffusion", arXiv 2206.02779). The order of operations is that of diffusers' inpainting pipelines.
 """
 
 from __future__ import annotations
@@ -24,8 +22,13 @@ from everyframe.samplers.base import Denoise, Step, check_start
 
 @dataclass(frozen=True, eq=False)
 class KnownLatents:
-    """What stays: clean latents (B, C, h, w), mask (B, 1, h, w) with 1 where it is denoised, and
-    the noise (B, C, h, w) that is added to them."""
+    """Known content in inpainting.
+
+    Attributes:
+        latents: clean latents (B, C, h, w).
+        mask: (B, 1, h, w), 1 where it is denoised.
+        noise: (B, C, h, w), added to the latents.
+    """
 
     latents: Tensor
     mask: Tensor
@@ -43,11 +46,11 @@ def sample(
     start: int = 0,
     memory: Mapping[str, Any] | None = None,
 ) -> Iterator[Step]:
-    """From x (B, ...) at ``timesteps[start]`` along `timesteps`, which `scheduler` is set to.
+    """Sample from x (B, ...) at ``timesteps[start]`` along `timesteps`.
 
-    `scheduler` is fresh: it counts its steps and remembers earlier answers, which is the `memory`
-    of a step, and what a `start` in the middle needs. `generators` gives those of one step, one for
-    each of the batch, to a scheduler that draws noise.
+    `scheduler` is fresh and set to `timesteps`. It counts steps and stores earlier outputs: that is
+    a step's `memory`, which a `start` above 0 needs. `generators` returns the generators of a step,
+    one per sample, for schedulers that draw noise.
     """
     num_steps = len(timesteps)
     check_start(start, num_steps)
@@ -74,7 +77,7 @@ def sample(
 
 
 def _memory(scheduler: Any) -> dict[str, Any]:
-    """Everything that a scheduler is, but its config; lists are its own and are copied."""
+    """State of a scheduler without its config; lists are copied."""
     return {
         name: list(value) if isinstance(value, list) else value
         for name, value in vars(scheduler).items()

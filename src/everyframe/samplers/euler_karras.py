@@ -1,14 +1,13 @@
-"""Euler steps along Karras' noise levels with v-prediction, as Stable Video Diffusion samples.
+"""Euler sampler on Karras sigmas with v-prediction, as Stable Video Diffusion samples.
 
 The state at noise level sigma is ``x0 + sigma noise``. The model is given ``x / sqrt(sigma^2 + 1)``
-and the timestep ``log(sigma) / 4`` and answers v, from which ``x0 = x / (sigma^2 + 1) - v sigma /
+and the timestep ``log(sigma) / 4`` and predicts v, from which ``x0 = x / (sigma^2 + 1) - v sigma /
 sqrt(sigma^2 + 1)``. Karras et al. 2022 (arXiv 2206.00364), equation 5 and algorithm 1 without
 churn; v-prediction is Salimans and Ho 2022 (arXiv 2202.00512), appendix D.
 
-Sigmas and all that is squared from them are float32 at least: 700 squared is infinite in half
-precision. The order of operations is that of diffusers' `EulerDiscreteScheduler`, so that a float32
-run gives its bits and no difference is there for a network to enlarge.
-Not here: guidance, which the denoiser has inside. Read next: `step`.
+Sigmas and their squares are float32 at least: 700 squared is infinite in half precision. The order
+of operations is that of diffusers' `EulerDiscreteScheduler`, so a float32 run matches it bit for
+bit.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from torch import Tensor
 from everyframe.core.errors import InputError
 from everyframe.samplers.base import Denoise, Step, as_state, check_start
 
-#: Karras' exponent: how much of the steps goes to low noise.
+#: Karras' exponent: larger values put more steps at low noise.
 RHO = 7.0
 
 
 def schedule(num_steps: int, sigma_min: float, sigma_max: float, rho: float = RHO) -> Tensor:
-    """(num_steps + 1,) noise levels from `sigma_max` down to `sigma_min`, then 0; float64, CPU."""
+    """Sigmas (num_steps + 1,) from `sigma_max` down to `sigma_min`, then 0; float64, on the CPU."""
     if num_steps < 1:
         raise InputError(f"a sampler needs 1 step or more, got {num_steps}")
     if not 0 < sigma_min <= sigma_max:
@@ -38,16 +37,16 @@ def schedule(num_steps: int, sigma_min: float, sigma_max: float, rho: float = RH
 
 
 def start_scale(sigmas: Tensor) -> Tensor:
-    """What noise of unit variance is multiplied with to begin: ``sqrt(sigma^2 + 1)``.
+    """Scale of the initial unit-variance noise: ``sqrt(sigma^2 + 1)``.
 
-    Karras has plain sigma; diffusers' "leading" timesteps, which Stable Video Diffusion was
-    released with, count the variance of the data in.
+    Karras uses sigma. diffusers' "leading" timesteps, which Stable Video Diffusion was released
+    with, include the variance of the data.
     """
     return (sigmas[0].to(torch.float32) ** 2 + 1) ** 0.5
 
 
 def sample(denoise: Denoise, x: Tensor, sigmas: Tensor, *, start: int = 0) -> Iterator[Step]:
-    """Euler from x (B, ...) at ``sigmas[start]`` along `sigmas` (see `schedule`)."""
+    """Euler steps from x (B, ...) at ``sigmas[start]`` along `sigmas` (see `schedule`)."""
     num_steps = len(sigmas) - 1
     check_start(start, num_steps)
     x = as_state(x)

@@ -1,10 +1,10 @@
 """Flow matching from noise at 0 to data at 1 by Euler steps, as Step-Video samples.
 
-The state at sigma is ``sigma data + (1 - sigma) noise`` and the model answers its slope,
-``data - noise``. The time shift, which keeps more of the steps at high noise, is Esser et al. 2024
-(arXiv 2403.03206), section 5.3.2. The same path as `rflow`, walked the other way: there timesteps
-fall from 1000. Source: stepfun-ai/Step-Video-T2V, stepvideo/diffusion/scheduler.py.
-Not here: guidance (`guidance`), where noise comes from (`noise`).
+The state at sigma is ``sigma data + (1 - sigma) noise`` and the model predicts its slope,
+``data - noise``. The time shift, which puts more steps at high noise, is Esser et al. 2024
+(arXiv 2403.03206), section 5.3.2. `rectified_flow` follows the same path in the other direction,
+with timesteps that fall from 1000. Source: stepfun-ai/Step-Video-T2V,
+stepvideo/diffusion/scheduler.py.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from everyframe.samplers.rectified_flow import transform
 
 
 def schedule(num_steps: int, shift: float, *, reverse: bool = False) -> Tensor:
-    """(num_steps + 1,) sigmas, float64 on the CPU, rising from 0 (noise) to 1 (data).
+    """Sigmas (num_steps + 1,), float64 on the CPU, rising from 0 (noise) to 1 (data).
 
-    With `shift` above 1 more of the steps are at high noise. `reverse` has them fall from 1 to 0,
-    for a model whose data is at 0. All but the last are the timesteps that a model is asked at.
+    A `shift` above 1 puts more steps at high noise. With `reverse` they fall from 1 to 0, for a
+    model whose data is at 0. All but the last are timesteps of model calls.
     """
     if num_steps < 1:
         raise InputError(f"a sampler needs 1 step or more, got {num_steps}")
@@ -37,7 +37,7 @@ def schedule(num_steps: int, shift: float, *, reverse: bool = False) -> Tensor:
 
 
 def sample(denoise: Denoise, x: Tensor, sigmas: Tensor, *, start: int = 0) -> Iterator[Step]:
-    """Euler from noise x (B, ...) along `sigmas` (see `schedule`), one `Step` a step."""
+    """Sample by Euler steps from noise x (B, ...) along `sigmas` (see `schedule`)."""
     num_steps = len(sigmas) - 1
     check_start(start, num_steps)
     x = as_state(x)

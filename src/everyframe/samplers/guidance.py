@@ -1,6 +1,6 @@
-"""Classifier-free guidance: one answer from a model's conditional and unconditional answers.
+"""Classifier-free guidance: combine conditional and unconditional predictions.
 
-Ho and Salimans 2022 (arXiv 2207.12598). It sits inside the denoiser that a sampler is given.
+Ho and Salimans 2022 (arXiv 2207.12598). The denoiser of a sampler applies it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from torch import Tensor
 def guide(cond: Tensor, uncond: Tensor, scale: float, channels: int | None = None) -> Tensor:
     """``uncond + scale (cond - uncond)`` for (B, C, ...), in float32 at least.
 
-    With `channels` only that many first channels are guided and the others are `cond`'s: Open-Sora
-    1.0 guides 3 of its 4 noise channels, and its published samples were made so. None guides all.
+    With `channels` only the first `channels` are guided and the others come from `cond`: Open-Sora
+    1.0 guides 3 of its 4 noise channels, as in its published samples. None guides all.
     """
     dtype = torch.promote_types(cond.dtype, torch.float32)
     cond, uncond = cond.to(dtype), uncond.to(dtype)

@@ -1,9 +1,9 @@
-"""Improved DDPM with a learned variance, ancestral sampling, as Open-Sora 1.0 samples.
+"""Improved DDPM: ancestral sampling with a learned variance, as Open-Sora 1.0 samples.
 
-Nichol and Dhariwal 2021 (arXiv 2102.09672): linear betas over 1000 steps, respaced to fewer; the
-model answers noise and, per element, where between two bounds the variance lies. Coefficients are
-float64. Predicted x0 is not clipped, as upstream's is not. Not here: guidance (upstream guides
-three of four channels, see `guidance`), where noise comes from (`noise`).
+Nichol and Dhariwal 2021 (arXiv 2102.09672): linear betas over 1000 steps, respaced to fewer. The
+model predicts noise and, per element, the position of the variance between two bounds. Coefficients
+are float64. Like upstream, predicted x0 is not clipped. The caller applies guidance (upstream
+guides three of four channels, see `guidance`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from everyframe.samplers.base import Denoise, Noise, Step, as_state, check_start
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """Respaced betas (N,) float64 and the original timestep (N,) int64 of each, low to high."""
+    """Respaced betas (N,) float64 and their original timesteps (N,) int64, low to high."""
 
     betas: Tensor
     timestep_map: Tensor
@@ -38,11 +38,11 @@ def schedule(
     beta_start: float = 1e-4,
     beta_end: float = 2e-2,
 ) -> Schedule:
-    """`num_steps` of `num_timesteps`, evenly spaced with both ends among them.
+    """Choose `num_steps` of `num_timesteps`, evenly spaced, both ends included.
 
-    Upstream adds up its stride, so a place halfway between two timesteps (499.5, wherever
-    `num_steps` is odd) goes to the one that the sum's rounding chooses; 278 numbers of steps of
-    1000 would get another timestep by a product.
+    Upstream accumulates its stride, so a point halfway between two timesteps (499.5, for every odd
+    `num_steps`) goes to the one that the sum's rounding selects. With a product, 278 step counts of
+    1000 would select another timestep.
     """
     if not 1 <= num_steps <= num_timesteps:
         raise InputError(f"IDDPM needs 1 to {num_timesteps} steps, got {num_steps}")
@@ -63,13 +63,13 @@ def schedule(
 
 
 def _before(kept: Tensor) -> Tensor:
-    """The share of signal kept one level lower; all of it below the lowest."""
+    """Signal share one level lower; 1 below the lowest."""
     return torch.cat([torch.ones_like(kept[:1]), kept[:-1]])
 
 
 @dataclass(frozen=True)
 class _Coefficients:
-    """Of one step: x0 from x and noise, the posterior's mean from x0 and x, variance bounds."""
+    """Coefficients of one step: x0 from x and noise, mean from x0 and x, variance bounds."""
 
     x0_of_x: float
     x0_of_eps: float
@@ -104,11 +104,11 @@ def sample(
     *,
     start: int = 0,
 ) -> Iterator[Step]:
-    """From noise x (B, C, ...) to a sample, one `Step` a step, the highest timestep first.
+    """Sample from noise x (B, C, ...), the highest timestep first.
 
-    ``denoise(x, t)`` gets original timesteps (B,) and answers (B, 2C, ...): guided noise, then the
-    variance's place between its bounds (-1 low, 1 high). ``noise(step)`` counts steps as they are
-    taken, and is not asked for the last one.
+    ``denoise(x, t)`` is called with original timesteps (B,) and returns (B, 2C, ...): guided noise,
+    then the position of the variance between its bounds (-1 low, 1 high). ``noise(step)`` counts
+    steps in running order and is not called for the last one.
     """
     num_steps = plan.num_steps
     check_start(start, num_steps)

@@ -1,9 +1,9 @@
-"""Noise that depends on the seed alone: the same whatever the device, their number or the batch.
+"""Seeded noise that is independent of device, number of devices and batch.
 
-Every draw has a generator of its own, seeded with a hash of (seed, label, step), so nothing depends
-on what was drawn before it: a resumed run draws what the unbroken one would have drawn. Numbers are
-drawn on the CPU, one sample at a time, in float64 and then rounded to float32: PyTorch's float32
-normals come from vector code that differs in the last bits between kinds of CPU.
+Each draw has its own generator, seeded with a hash of (seed, label, step). No draw depends on an
+earlier one, so a resumed run draws the same noise as an uninterrupted one. Numbers are drawn on the
+CPU, one sample at a time, in float64 and then rounded to float32: PyTorch's float32 normals come
+from vector code that differs in the last bits between kinds of CPU.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from torch import Tensor
 
 
 def start_noise(seed: int, shape: Sequence[int]) -> Tensor:
-    """What one sample begins with: unit variance, float32, on the CPU.
+    """Initial noise of one sample: unit variance, float32, on the CPU.
 
-    `shape` is one sample's, without the batch: stack those of several seeds.
+    `shape` has no batch dimension: stack the noise of several seeds.
     """
     return _normal(generator(seed, "start"), shape)
 
 
 def step_noise(seed: int, step: int, shape: Sequence[int]) -> Tensor:
-    """What one sample is given at step `step` (counted from 0), as `start_noise` gives it."""
+    """Noise of one sample at step `step` (from 0), with the properties of `start_noise`."""
     return _normal(generator(seed, "step", step), shape)
 
 
 def plain_noise(seed: int, shape: Sequence[int], draw: int = 0) -> Tensor:
-    """What a CPU generator of that very seed draws, float32: what a diffusers pipeline draws.
+    """Noise as diffusers pipelines draw it: float32, from a CPU generator with this very seed.
 
-    The first time, or after `draw` times of the same shape. For small noise that has to be
-    comparable with such a pipeline. PyTorch's float32 normals may differ in the last bits between
-    kinds of CPU; whatever is large is drawn by `start_noise`.
+    `draw` counts earlier draws of the same shape. For small noise that must match such a pipeline.
+    PyTorch's float32 normals may differ in the last bits between kinds of CPU; use `start_noise`
+    for large noise.
     """
     source = torch.Generator(device="cpu")
     source.manual_seed(seed)
@@ -43,9 +43,9 @@ def plain_noise(seed: int, shape: Sequence[int], draw: int = 0) -> Tensor:
 
 
 def generator(seed: int, label: str, step: int = 0) -> torch.Generator:
-    """A CPU generator for one purpose: blake2b of ``"seed/label/step"``, its first 8 bytes.
+    """CPU generator for one purpose: blake2b of ``"seed/label/step"``, its first 8 bytes.
 
-    Bytes are read as a big-endian number, and the top bit is dropped.
+    The bytes form a big-endian number without its top bit.
     """
     made = torch.Generator(device="cpu")
     made.manual_seed(derived_seed(seed, label, step))
@@ -53,7 +53,7 @@ def generator(seed: int, label: str, step: int = 0) -> torch.Generator:
 
 
 def derived_seed(seed: int, label: str, number: int = 0) -> int:
-    """Another seed for a purpose of its own, such as each clip of a chain; see `generator`."""
+    """Seed derived for one purpose, such as each clip of a chain; see `generator`."""
     digest = hashlib.blake2b(f"{seed}/{label}/{number}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") & (2**63 - 1)
 

@@ -1,13 +1,12 @@
 """Rectified flow by Euler steps, as Open-Sora 1.2 samples.
 
-The state at timestep t is ``(1 - s) x0 + s noise`` with ``s = t / 1000``, and the model answers
+The state at timestep t is ``(1 - s) x0 + s noise`` with ``s = t / 1000``, and the model predicts
 ``x0 - noise``. Liu et al. 2022, "Flow Straight and Fast" (arXiv 2209.03003); the timestep
-transform is Esser et al. 2024 (arXiv 2403.03206), section 5.3.2, carried over to frames by
+transform is Esser et al. 2024 (arXiv 2403.03206), section 5.3.2, extended to frames by
 hpcaitech/Open-Sora v1.2.0, opensora/schedulers/rf.
 
-Frame masks: 1 = make this frame, 0 = it is given, in between = edit it, the more the higher. A
+Frame masks: 1 = generate, 0 = conditioning frame, in between = edit; higher values edit more. A
 frame is active once ``t <= mask * 1000``; an edited one gets noise of that level at that moment.
-Not here: guidance (`guidance`), where noise comes from (`noise`).
 """
 
 from __future__ import annotations
@@ -32,12 +31,18 @@ def schedule(
     num_frames: int | float | Tensor | None = None,
     shift: float = 1.0,
 ) -> Tensor:
-    """The timesteps from `num_timesteps` down to 0, float64 on the CPU.
+    """Timesteps from `num_timesteps` down to 0, float64 on the CPU.
 
-    (num_steps + 1, 1), or (num_steps + 1, B) where sizes are given per sample. With `resolution`
-    (height and width in pixels) and `num_frames` (frames of the video, not of its latents), both or
-    neither, they are transformed: larger and longer videos stay longer at high noise. `shift` does
-    the same for a model whose sizes are its own: above 1, more of the steps are at high noise.
+    The shape is (num_steps + 1, 1), or (num_steps + 1, B) if sizes are given per sample.
+
+    Args:
+        num_steps: number of steps.
+        num_timesteps: the highest timestep.
+        resolution: height and width in pixels. With `num_frames` (both or neither), timesteps are
+            transformed: larger and longer videos spend more steps at high noise.
+        num_frames: frames of the video, not of its latents.
+        shift: the same transform for models with sizes of their own; above 1, more steps are at
+            high noise.
     """
     if num_steps < 1:
         raise InputError(f"a sampler needs 1 step or more, got {num_steps}")
@@ -54,10 +59,10 @@ def schedule(
 def size_ratio(
     height: float | Tensor, width: float | Tensor, num_frames: int | float | Tensor
 ) -> Tensor:
-    """How much larger than one frame of 512x512 a video is: (1,) or (B,), float64.
+    """Size of a video relative to one frame of 512x512: (1,) or (B,), float64.
 
-    The latent frames counted are upstream's ``num_frames // 17 * 5``, or 1 for less than 17 (for
-    2 to 16 frames upstream's formula gives 0, and with it no usable schedule).
+    Latent frames are upstream's ``num_frames // 17 * 5``, or 1 below 17 frames (for 2 to 16 frames
+    upstream's formula gives 0, and with it no usable schedule).
     """
     height, width, frames = (
         torch.as_tensor(value, dtype=torch.float64, device="cpu").reshape(-1)
@@ -68,9 +73,9 @@ def size_ratio(
 
 
 def transform(s: Tensor, ratio: float | Tensor) -> Tensor:
-    """``ratio s / (1 + (ratio - 1) s)`` for s in 0..1, written so that 0 and 1 stay what they are.
+    """``ratio s / (1 + (ratio - 1) s)`` for s in 0..1, in a form that maps 0 and 1 exactly.
 
-    Where 1 came out as 1 + 1e-16, a frame to be made would not be active at the first step.
+    If 1 became 1 + 1e-16, a frame to generate would not be active at the first step.
     """
     return s / (s + (1.0 - s) / ratio)
 
@@ -88,7 +93,7 @@ def sample(
     num_timesteps: int = NUM_TIMESTEPS,
     start: int = 0,
 ) -> Iterator[Step]:
-    """Euler from noise x (B, ...) along `timesteps` (see `schedule`), one `Step` a step."""
+    """Sample by Euler steps from x (B, ...) along `timesteps` (see `schedule`)."""
     num_steps = len(timesteps) - 1
     check_start(start, num_steps)
     x = as_state(x)
@@ -109,11 +114,11 @@ def sample_masked(
     num_timesteps: int = NUM_TIMESTEPS,
     start: int = 0,
 ) -> Iterator[Step]:
-    """`sample` with frames given or edited: x (B, C, T, H, W), mask (B, T) in 0..1.
+    """`sample` with conditioning or edited frames: x (B, C, T, H, W), mask (B, T) in 0..1.
 
-    `x` holds noise where mask is 1 and clean latents elsewhere. ``denoise(x, t, x_mask)`` is told
-    which frames are active (bool, (B, T)); its answer for others is ignored. `noise` is asked in
-    those steps only in which an edited frame becomes active.
+    `x` holds noise where mask is 1 and clean latents elsewhere. ``denoise(x, t, x_mask)`` gets the
+    active frames (bool, (B, T)); its output for other frames is ignored. `noise` is called only in
+    steps in which an edited frame becomes active.
     """
     num_steps = len(timesteps) - 1
     check_start(start, num_steps)
