@@ -71,7 +71,7 @@ class Mp4Encoder:
         self.num_frames += 1
 
     def finish(self, comment: str, sound: Audio | None = None) -> None:
-        """Flush the encoder, write `path` with `comment` and audio, then verify it by reading it."""
+        """Flush the encoder, write `path` with `comment` and audio, and verify it by reading it."""
         self._container.mux(self._stream.encode())
         self._container.close()
         _copy_with_comment(self._encoded, self._path, comment, sound)

@@ -85,7 +85,7 @@ def exact_fps(fps: Fraction | float | str) -> Fraction:
 
 
 def sidecar_of(path: PathLike) -> Path:
-    """Path of the sidecar record: ``clip.json`` for ``clip.mp4``, ``record.json`` inside a folder."""
+    """Path of the sidecar record: ``clip.json`` for ``clip.mp4``, ``record.json`` in a folder."""
     place = Path(path)
     if kind_of(path) is OutputFormat.FRAMES:
         return place / FOLDER_RECORD
@@ -93,7 +93,7 @@ def sidecar_of(path: PathLike) -> Path:
 
 
 def numbered(path: PathLike, number: int) -> str:
-    """Output path of one of several videos: ``clip-7.mp4`` or ``clip-7/`` for ``clip.mp4``, ``clip/``.
+    """Path of one of several videos: ``clip-7.mp4`` or ``clip-7/`` for ``clip.mp4`` or ``clip/``.
 
     Pass the seed as `number`, so that a name does not depend on the number of videos.
     """
@@ -156,7 +156,7 @@ def check_here() -> None:
 
 
 def check_folder(folder: PathLike) -> Path:
-    """Check the path of a report folder. Raises `InputError` where no such folder can be created."""
+    """Check the path of a report folder. Raises `InputError` if no such folder can be created."""
     path = Path(check_path(folder, "report"))
     for place in (path, *path.parents):
         if place.is_dir():

@@ -90,7 +90,7 @@ class Video:
 
     @classmethod
     def load(cls, path: PathLike) -> Video:
-        """Load a video from a file or folder, with its record if there is one; audio is not read."""
+        """Load a video from a file or folder, with its record if there is one, without audio."""
         from everyframe.core.errors import MediaError
         from everyframe.media.read import read_video
 

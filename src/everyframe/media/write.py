@@ -254,7 +254,7 @@ def _explained(error: Exception, path: Path) -> MediaError:
 
 
 class FrameSpool:
-    """Spool frames of several videos, uint8 (t, H, W, 3), in one temporary file beside the output."""
+    """Spool frames of several videos, uint8 (t, H, W, 3), in a temporary file beside the output."""
 
     def __init__(self, beside: PathLike) -> None:
         self._folder = Path(os.path.abspath(beside)).parent

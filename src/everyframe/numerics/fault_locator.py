@@ -234,7 +234,7 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """True, because flex_attention compiles itself, which torch refuses within any other mode."""
+        """True, because flex_attention compiles itself, which torch refuses in any other mode."""
         return True
 
     def __init__(self, known: Mapping[int, Fault]) -> None:
@@ -254,7 +254,7 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.in_order(_Seen.of(result, self._origins_of).origins)
 
     def handed_on(self, given: Any, result: Any) -> None:
-        """Check a module's result for non-finite values that no operation made, as a hook's may be."""
+        """Record non-finite values of a module's result that no operation made, as from a hook."""
         self._is_looking = True
         inputs = {_storage(each) for each in iter_tensors(given)}
         for tensor in iter_tensors(result):

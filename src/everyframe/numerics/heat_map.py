@@ -76,7 +76,7 @@ def heat_map(
 def _shortened(
     table: npt.NDArray[np.float64], names: list[str], marks: set[_Cell]
 ) -> tuple[npt.NDArray[np.float64], list[str], set[_Cell]]:
-    """Merge rows down to `MAX_ROWS`: the largest value of rows with the same beginning of their name."""
+    """Merge rows down to `MAX_ROWS`: the maximum of rows with the same beginning of their name."""
     depth = max(name.count(".") for name in names) + 1
     groups = names
     while len(set(groups)) > MAX_ROWS and depth > 1:
@@ -190,7 +190,7 @@ def _cut(name: str) -> str:
 
 
 def picture(compared: Comparison, title: str) -> bytes:
-    """Heat map (png) of the relative differences of module outputs; the first finding has a frame."""
+    """Heat map (png) of relative differences of module outputs; the first finding has a frame."""
     trace = compared.a
     called = dict.fromkeys(call.part for call in trace.calls)
     rows = {part: row for row, part in enumerate(called)}

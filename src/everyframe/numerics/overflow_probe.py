@@ -25,7 +25,7 @@ class OverflowProbe(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """True: compiled code runs as it would without the probe; flex_attention compiles itself."""
+        """True: compiled code runs as without the probe; flex_attention compiles itself."""
         return True
 
     def __init__(self) -> None:
@@ -51,6 +51,6 @@ class OverflowProbe(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def may_overflow(module: nn.Module) -> bool:
-    """Whether the module computes in float16 with visible operations; compiled modules show none."""
+    """Whether the module computes in float16 and is not compiled (a graph hides its operations)."""
     is_compiled = any(each._compiled_call_impl is not None for each in module.modules())
     return not is_compiled and any(each.dtype == torch.float16 for each in module.parameters())

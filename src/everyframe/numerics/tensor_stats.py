@@ -40,7 +40,7 @@ class Range:
 
 
 def iter_tensors(value: Any) -> Iterator[Tensor]:
-    """Yield non-empty floating tensors, also from inside tuples, lists, mappings and dataclasses."""
+    """Yield non-empty floating tensors, also from tuples, lists, mappings and dataclasses."""
     if isinstance(value, Tensor):
         if value.is_floating_point() and value.numel():
             yield value
@@ -72,9 +72,9 @@ def value_range(value: Any) -> Range:
 
 
 def blank_frames(pixels_TCHW: Tensor, low: float, high: float, tolerance: float) -> list[int]:
-    """Indices of single-coloured frames: in each channel, clamped values differ by under `tolerance`.
+    """Indices of single-coloured frames: each channel varies by less than `tolerance`.
 
-    Values are clamped to `low`..`high`. The colour may be any: black, grey, green.
+    Values are first clamped to `low`..`high`. The colour may be any: black, grey, green.
     """
     rows = pixels_TCHW.flatten(2)
     # Along a dimension, a CPU does these two ten times as fast as aminmax (measured, torch 2.13).
@@ -120,7 +120,7 @@ _WAITING = 256
 
 
 class Magnitudes:
-    """Record the largest magnitude of each module's output with hooks, from `watch` until `remove`."""
+    """Record the largest magnitude of each module's output, from `watch` until `remove`."""
 
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []

@@ -89,7 +89,7 @@ def difference(a: _Numbers, b: _Numbers) -> float:
 
 
 def is_mask(numbers: _Numbers) -> bool:
-    """Whether the fingerprint is of an additive attention mask: values of 0 or a large negative number."""
+    """Whether the fingerprint is of an additive attention mask: 0 or a large negative number."""
     return bool(numbers[HIGH] == 0 and numbers[LOW] <= _MASKED)
 
 

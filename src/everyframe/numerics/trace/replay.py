@@ -1,4 +1,4 @@
-"""Replay one call in float32 on the inputs of each run: does the module cause a difference or grow it?
+"""Replay one call in float32 on the inputs of each run, to tell growth from source.
 
 A run that is far from float32 on its own inputs computes that module wrong. If both runs are close
 to float32, the module only amplifies a difference that arose earlier. Needs the module itself and
@@ -24,7 +24,7 @@ from everyframe.numerics.trace.diff import Comparison, rounding, unit_of
 from everyframe.numerics.trace.trace import Trace
 
 See = Callable[[str, Tensor], int]
-"""Told of each tensor and its name; gives the number by which it is found again."""
+"""Callback for each tensor and its name; returns the number that finds it again."""
 
 
 def packed(value: Any, name: str, see: See) -> Any:
