@@ -78,7 +78,10 @@ def is_fused(asked: SdpaCall, device: DeviceFacts) -> bool:
 
 
 def _has_shapes(asked: SdpaCall) -> bool:
-    """Whether shapes suit a fused kernel: 4-D, one batch size, matching heads, dense non-empty rows."""
+    """Whether shapes suit a fused kernel.
+
+    Four dimensions, one batch size, matching heads, no empty rows, contiguous channels.
+    """
     query, key, value = asked.operands
     if any(each.ndim != 4 or each.stride(-1) != 1 for each in asked.operands):
         return False

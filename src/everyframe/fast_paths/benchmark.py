@@ -122,7 +122,10 @@ def _error(contest: Comparison, *, is_exact: bool) -> tuple[float, float]:
 
 
 def _times(contest: Comparison, device: str, deadline: float) -> tuple[float, float]:
-    """Median seconds of plain torch and the fast path; alternating runs share any background load."""
+    """Median seconds of plain torch and the fast path, in alternating runs.
+
+    Other load on the machine slows both.
+    """
     plain: list[float] = []
     fast: list[float] = []
     while len(plain) < _FEWEST or (len(plain) < _MOST and sum(plain) + sum(fast) < _ENOUGH):

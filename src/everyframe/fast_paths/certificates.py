@@ -140,7 +140,7 @@ def _torch_version() -> str:
 
 
 def _torch_capability() -> str:
-    """Environment variable that limits torch's CPU kernels to older instructions; empty if unset."""
+    """Value of the variable that limits torch's CPU kernels to older instructions, or empty."""
     return os.environ.get("ATEN_CPU_CAPABILITY", "")
 
 

@@ -60,7 +60,7 @@ class JointTargetCall(TargetCall):
         return found
 
     def rehearse(self, precision: Precision, device: DeviceFacts) -> None:
-        """Dry-run the call, with the target in that precision and the other components in theirs."""
+        """Dry-run the call, with the target in that precision and the others in the plan's."""
         from everyframe.dry_run.executor import DryRunModule, dry_run_modules
 
         modules = self.module()

@@ -8,7 +8,7 @@ import sys
 
 
 def why_not() -> str | None:
-    """What is missing for compilation on a CPU, with the command that installs it; None if nothing."""
+    """What is missing for compilation on a CPU, with its install command; None if nothing."""
     if sys.platform == "win32":
         return (
             None if shutil.which("cl") else "no C++ compiler: install Visual Studio's build tools"

@@ -223,7 +223,7 @@ def _factors(product: OpShape, subject: CertificationTarget) -> tuple[Tensor, Te
 
 
 def _filters(product: OpShape, subject: CertificationTarget) -> tuple[Tensor, Tensor, float]:
-    """A float32 convolution's input, reduced in samples and size, its weight, the inverse of its FLOPs."""
+    """A convolution's reduced float32 input, its weight, and the inverse of the trial's FLOPs."""
     (batch, channels, *sides), weight = product.shapes[:2]
     least = [2 * side for side in weight[2:]]
     inner = weight[0] * prod(weight[1:])
