@@ -3,9 +3,9 @@
 The module is on torch's meta device with its precision applied, as in a real run. Meta stands for
 the plan's device, whose facts are passed as data. Every operation is checked against `rules`, live
 results are counted as memory, and work is added up (`counters`). So dtype clashes, peak memory and
-the amount of work are known without the hardware, the weights or the time. Branches on values (``if
-mask.all()``) are answered with no. Host tensors are real and small. Read next:
-`everyframe.runtime.interface.DryRunCall`, `everyframe.core.bytes`.
+the amount of work are known without the hardware, the weights or the time. Branches on values, such
+as ``if mask.all()``, are answered with no. Host tensors are real and small.
+Read next: `everyframe.runtime.interface.DryRunCall`, `everyframe.core.bytes`.
 """
 
 from __future__ import annotations
