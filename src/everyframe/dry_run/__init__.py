@@ -1,1 +1,4 @@
-"""Run a call on meta tensors: memory, work and dtype errors without a device or weights."""
+"""Dry run: run a call on meta tensors for memory, work and dtype errors, without device or weights.
+
+Read next: `everyframe.dry_run.executor`.
+"""

@@ -1,8 +1,8 @@
-"""Counts the work of a dry run: operations of products by kind and dtype, bytes that pass by.
+"""Dry-run counters: FLOPs by kind and dtype, bytes moved, live memory, kernel workspace.
 
-Operation counts of products are torch's own (`torch.utils.flop_counter`); everything else is taken
-to cost the bytes that it reads and writes. Not here: how fast a device is
-(`everyframe.hardware.throughput`) and the seconds that follow (`everyframe.core.bytes`).
+FLOPs of products come from torch (`torch.utils.flop_counter`); every other operation costs the
+bytes that it reads and writes. `everyframe.hardware.throughput` knows how fast a device is, and
+`everyframe.core.bytes` turns both into seconds.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from everyframe.dry_run.result import DryRunFinding, DryRunResult, Work
 from everyframe.ops.device import times
 from everyframe.precision.dtypes import dtype_name
 
-#: Operations that compute longer than their bytes take to pass, and how many times as long.
-#: Measured on a CPU with AVX-512: GELU of 39 million float32 took 6.4 ns each, passing 2 ns.
+#: Operations that compute longer than their bytes take to move, with the factor. Measured on a CPU
+#: with AVX-512: GELU of 39 million float32 took 6.4 ns each, moving them 2 ns.
 _COSTLY = {"aten::gelu": 3}
 
 
-#: Blocks beyond this are the system's own, as glibc hands them out: new, and zeroed page by page.
+#: Larger blocks are mapped by the system each time, as in glibc: new, and zeroed page by page.
 MAPPED = 32 << 20
 
 
 class WorkCounter:
-    """Adds up operations as they are seen; `total` gives them as a value."""
+    """Accumulate the work of operations; `total` returns it."""
 
     def __init__(self) -> None:
         self._products: Counter[OpShape] = Counter()
@@ -41,7 +41,7 @@ class WorkCounter:
     def attention(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
     ) -> None:
-        """One fused attention, (B, heads, Q, D) with (B, heads, L, D)."""
+        """Count one fused attention, (B, heads, Q, D) with (B, heads, L, D)."""
         shapes = (tuple(query.shape), tuple(key.shape), tuple(value.shape))
         told = () if mask is None else ("masked",)
         product = OpShape("attention", dtype_name(query.dtype), shapes, told)
@@ -52,7 +52,7 @@ class WorkCounter:
     def operation(
         self, func: Any, args: Sequence[Any], ins: Sequence[Tensor], outs: Sequence[Tensor]
     ) -> None:
-        """One operation that is no view, with its tensors."""
+        """Count one operation that is not a view, with its tensors."""
         self._kernels += times()
         self._mapped += times() * sum(
             size for size in map(_bytes, outs) if size > MAPPED and not _in_place(func)
@@ -70,7 +70,7 @@ class WorkCounter:
         self._products[product] += int(count(*args, out_val=outs[0]) * times())
 
     def total(self) -> Work:
-        """Everything so far."""
+        """Work so far."""
         return Work(
             tuple(self._products.items()), int(self._moved), int(self._kernels), int(self._mapped)
         )
@@ -89,7 +89,7 @@ def _plain(value: Any) -> Any:
 
 
 class MemoryTracker:
-    """`now` and `peak` in bytes, and `peak_at`, what was running then."""
+    """Live and peak memory in bytes (`now`, `peak`), and the operation at the peak (`peak_at`)."""
 
     def __init__(self) -> None:
         self.now = self.peak = 0
@@ -97,22 +97,22 @@ class MemoryTracker:
         self._seen: dict[int, weakref.ref[Any]] = {}
 
     def known(self, tensors: Iterable[Tensor]) -> None:
-        """These were there before: not counted, unless they were made under our eyes."""
+        """Register tensors that existed before; they are not counted."""
         for tensor in tensors:
             self._add(tensor, 0)
 
     def made(self, tensors: Iterable[Tensor], place: str) -> None:
-        """These came out of an operation at `place`; views of what is known count nothing."""
+        """Count tensors that an operation at `place` made; views of known tensors count nothing."""
         for tensor in tensors:
             self._add(tensor, tensor.untyped_storage().nbytes())
         self._at_most(self.now, place)
 
     def workspace(self, num_bytes: int, place: str) -> None:
-        """A kernel at `place` held so many bytes beside its operands for a moment."""
+        """Count a kernel's temporary memory at `place`, beside its operands."""
         self._at_most(self.now + num_bytes, place)
 
     def take_peak(self) -> tuple[int, str]:
-        """`peak` and `peak_at` until now; from here on they count anew."""
+        """Return `peak` and `peak_at`, and reset them."""
         taken = self.peak, self.peak_at
         self.peak, self.peak_at = self.now, ""
         return taken
@@ -135,12 +135,12 @@ class MemoryTracker:
             self.peak, self.peak_at = num_bytes, place
 
 
-#: A broken module repeats itself; so many findings are kept of each component.
+#: Most findings stored per component, as a broken module repeats itself.
 MAX_FINDINGS = 20
 
 
 class ComponentTally:
-    """What was found of one part."""
+    """Findings, work and peak memory of one component."""
 
     def __init__(self, precision: Precision | None) -> None:
         self.islands = precision.islands if precision is not None else ()
@@ -161,15 +161,15 @@ class ComponentTally:
         )
 
 
-#: Below this product of an input's first four sizes PyTorch takes its own 3-D convolution, which
-#: writes every patch out, and not oneDNN's.
+#: Below this product of an input's first four sizes PyTorch uses its own 3-D convolution, which
+#: materialises every patch, instead of oneDNN's.
 _OWN_CONVOLUTION = 20480
 
 
 def workspace(
     operation: str, tensors: Sequence[Tensor], results: Sequence[Tensor], device: DeviceFacts
 ) -> int:
-    """Bytes that a kernel holds for a moment beside `tensors` and `results`."""
+    """Bytes of temporary memory that a kernel needs beside `tensors` and `results`."""
     if device.kind != "cpu" or not tensors:
         return 0
     if operation == "aten::native_group_norm":

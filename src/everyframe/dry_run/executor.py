@@ -1,11 +1,11 @@
-"""The dry run: a component is called as in a real run, on tensors that have sizes and no numbers.
+"""Dry-run executor: run a component's call on tensors that have shapes and no values.
 
-The module is on torch's meta device with its precision put on from outside, as in a real run; meta
-stands for the device of the plan, whose facts come along as data. Every operation is held against
-`rules`, its results are counted while they live (`live`), and its work is added up (`work`). So a
-dtype clash, the peak of memory and the amount of work are known without the hardware, the weights
-or the time. What depends on numbers (``if mask.all()``) is answered with no. Host tensors are real
-and small. Read next: `everyframe.runtime.interface.DryRunCall`, `everyframe.core.bytes`.
+The module is on torch's meta device with its precision applied, as in a real run. Meta stands for
+the plan's device, whose facts are passed as data. Every operation is checked against `rules`, live
+results are counted as memory, and work is added up (`counters`). So dtype clashes, peak memory and
+the amount of work are known without the hardware, the weights or the time. Branches on values, such
+as ``if mask.all()``, are answered with no. Host tensors are real and small.
+Read next: `everyframe.runtime.interface.DryRunCall`, `everyframe.core.bytes`.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ from everyframe.precision.dtypes import dtype_name
 from everyframe.precision.islands import in_island
 from everyframe.precision.quantization import as_quantised
 
-#: A call of code that nobody wrote for dry runs is followed for so many operations.
+#: Operations after which a dry run of foreign code is stopped.
 MAX_OPERATIONS = 30_000
 
 
 @dataclass(frozen=True)
 class DryRunModule:
-    """A module of a dry run, empty, and how its precision is put on (see `cast_hooks.apply`)."""
+    """A module without weights, and its precision; see `cast_hooks.add_cast_hooks`."""
 
     module: nn.Module
     precision: Precision | None
@@ -71,10 +71,10 @@ def dry_run_module(
     device: DeviceFacts,
     outputs: tuple[str, ...] = ("",),
 ) -> DryRunResult:
-    """Run ``call(module, STAND_IN)`` dry and say what it found.
+    """Dry-run ``call(module, STAND_IN)`` and return its findings.
 
-    `module` is without weights and is given back as it was, but for the dtype of its parameters,
-    which say nothing. With `precision` None the module is taken as it is, whoever cast it.
+    `module` has no weights and is restored afterwards, except for the dtypes of its parameters.
+    With `precision` None it runs in the dtypes it has.
     """
     run = _Run(device, {"": precision})
     # Why it failed is among the findings.
@@ -85,10 +85,13 @@ def dry_run_module(
 
 @dataclass(frozen=True)
 class JointDryRunResult:
-    """What a dry run of a call found of each part that it came to the end of.
+    """Results of a dry run over several components; components it did not finish are missing.
 
-    `stopped` is why it did not come to its own end, empty if it did; `at` is the part where.
-    `returned` is what the call gave.
+    Attributes:
+        found: result by component.
+        stopped: why the call stopped early; empty if it did not.
+        at: the component in which it stopped.
+        returned: what the call returned.
     """
 
     found: Mapping[str, DryRunResult]
@@ -100,12 +103,13 @@ class JointDryRunResult:
 def dry_run_modules(
     parts: Mapping[str, DryRunModule], call: Callable[[str], object], device: DeviceFacts
 ) -> JointDryRunResult:
-    """Run ``call(STAND_IN)``, in which several modules work, and say what it found for each.
+    """Dry-run ``call(STAND_IN)``, which uses several modules, and return the findings for each.
 
-    What happens around the modules counts for the one that worked last, and the peak of each is of
-    all that was alive then. `call` is code that nobody wrote for dry runs: what is small there
-    keeps its numbers, and tensors of the host stand for the device's where they meet. It may come
-    to what needs other numbers, or a real device. What it gives is kept: it should be no tensor.
+    Operations between modules count for the module that ran last, and each module's peak includes
+    everything alive then. `call` is foreign code not written for dry runs: small tensors keep their
+    values, and host tensors stand for device tensors where the two meet. The call may still stop
+    early, where it needs other values or a real device. What it returns is stored, so it should
+    hold no tensor.
     """
     run = _Run(device, {name: part.precision for name, part in parts.items()}, is_lenient=True)
     stopped, returned = "", None
@@ -134,7 +138,7 @@ def dry_run_modules(
 
 @contextmanager
 def _prepared(parts: Mapping[str, DryRunModule], run: _Run) -> Iterator[None]:
-    """Within, the parts are on the stand-in, in their precisions, and every operation is seen."""
+    """Context: modules are on the stand-in in their precisions, and every operation is recorded."""
     with ExitStack() as stack:
         for name, part in parts.items():
             stack.enter_context(as_quantised(part.module, part.precision))
@@ -155,12 +159,12 @@ def _prepared(parts: Mapping[str, DryRunModule], run: _Run) -> Iterator[None]:
 
 
 class _Failed(Exception):  # noqa: N818 - never leaves this module
-    """An operation raised; what it said is among the findings."""
+    """An operation raised; the message is among the findings."""
 
 
 @contextmanager
 def _names(part: str, module: nn.Module, run: _Run) -> Iterator[None]:
-    """Tells `run` which part works, and in which of its modules."""
+    """Context: report to `run` the current component and module."""
 
     def entering(name: str) -> Callable[..., None]:
         return lambda *_: run.enter(part, name)
@@ -181,9 +185,9 @@ def _names(part: str, module: nn.Module, run: _Run) -> Iterator[None]:
 
 
 class _Attention(TorchFunctionMode):
-    """Attention as the device computes it: on meta torch would always write its scores out.
+    """Function mode: compute attention as the device does, where meta would materialise scores.
 
-    And what is made there of a list of numbers, which no operation is seen of.
+    It also handles tensors made from Python lists, for which torch dispatches no operation.
     """
 
     def __init__(self, run: _Run) -> None:
@@ -215,7 +219,7 @@ class _Attention(TorchFunctionMode):
 
 
 class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every operation on the stand-in device, for the parts of those precisions."""
+    """Dispatch mode that records every operation on the stand-in device, by component."""
 
     def __init__(
         self,
@@ -230,13 +234,13 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # On a CPU, both are the same memory.
         self._mixes = is_lenient or device.kind == "cpu"
         self._tallies = {name: ComponentTally(precision) for name, precision in precisions.items()}
-        #: The part that works, or worked last.
+        #: Component that runs, or ran last.
         self.at = next(iter(self._tallies))
         self._modules: list[str] = []
         self.live = MemoryTracker()
 
     def enter(self, part: str, module: str) -> None:
-        """A module of a part is about to be called."""
+        """Record that a module of a component is about to be called."""
         self._modules.append(module)
         if part != self.at:
             self._close()
@@ -252,12 +256,12 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._tallies[self.at]
 
     def leave(self, module: str) -> None:
-        """That module has returned, if it was entered: somebody's hook before ours may end it."""
+        """Record that a module returned, if it was entered (an earlier foreign hook may raise)."""
         if self._modules[-1:] == [module]:
             self._modules.pop()
 
     def found(self) -> dict[str, DryRunResult]:
-        """What was found of each part."""
+        """Result of each component."""
         self._close()
         return {name: tally.found() for name, tally in self._tallies.items()}
 
@@ -320,19 +324,19 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def fails(
         self, operation: str, error: RuntimeError | ValueError, kind: str = "fails"
     ) -> NoReturn:
-        """An operation raised: a finding, and the end of this run."""
+        """Record that an operation raised, and end the run."""
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
         self._find(operation, [(kind, said)])
         raise _Failed(f"{self._place(operation)}: {said}") from error
 
     def listed(self, func: Callable[..., Tensor], args: Any, kwargs: dict[str, Any]) -> Tensor:
-        """A tensor of a list; it keeps its numbers where somebody may ask for them."""
+        """Make a tensor from a list; it keeps its values where code may read them."""
         made = func(*args, **{**kwargs, "device": "cpu"})
         keeps = self.is_lenient and made.numel() <= KNOWN_ELEMENTS
         return made if keeps else made.to(STAND_IN)
 
     def attention(self, asked: SdpaCall) -> Tensor:
-        """Attention as it is computed there: by a fused kernel, or with its scores written out."""
+        """Attention as the device computes it: by a fused kernel, or with materialised scores."""
         if clashes := list(rules.check_attention(*asked.operands, asked.attn_mask)):
             self._find("attention", clashes)
             asked = asked.in_one_dtype()  # to see what comes after
@@ -341,7 +345,7 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._fused(asked)
 
     def _fused(self, asked: SdpaCall) -> Tensor:
-        """The result of one kernel, laid out as the kernels lay it out, and its costs."""
+        """Result of a fused kernel in that kernel's memory layout, and its cost."""
         self._now.num_operations += 1
         query, key, value = asked.operands
         batch, heads, length, _ = query.shape

@@ -1,10 +1,8 @@
-"""Tensors of a dry run: what is on the device that stands for the plan's, and what has numbers.
+"""Meta device of a dry run: which tensors stand for the plan's device, and which keep values.
 
-What is on the stand-in has shape and dtype alone. Code that nobody wrote for that asks for numbers:
-a pipeline's own call looks at which expert takes this timestep and how long the text is. All of
-that is small, so there it is made on the host for real. Where a mask is not known, everything in it
-counts as set, which is the most that it can select.
-Read next: `everyframe.dry_run.executor`.
+A tensor on the stand-in has shape and dtype only. Foreign code asks for values: a pipeline looks up
+which expert serves this timestep, or how long the text is. Those tensors are small, so they are
+really computed on the host. An unknown mask counts as fully set, the most that it can select.
 """
 
 from __future__ import annotations
@@ -17,21 +15,22 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-#: The device that stands for the plan's; it computes shapes and dtypes.
+#: Device that stands for the plan's; it computes shapes and dtypes.
 STAND_IN = "meta"
 
-#: Tensors of so few elements keep their numbers.
+#: Tensors of at most this many elements keep their values.
 KNOWN_ELEMENTS = 4096
 
-#: What the host computes of such is made for real up to so many elements.
+#: Largest host result, in elements, that is computed for real.
 HOST_ELEMENTS = 1 << 24
 
 
 def computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """What an operation on the stand-in gives.
+    """Result of an operation on the stand-in.
 
-    torch takes a group norm apart there, into some twenty operations of Python: most of the time of
-    a decoder's dry run, for a result of its input's shape and dtype, and two statistics a group.
+    Torch decomposes group norm there into about twenty Python operations, most of the time of a
+    decoder's dry run. The shortcut returns a tensor of the input's shape and dtype, and two
+    statistics per group.
     """
     # What torch does in Python for that is none of the model's own calls.
     with torch._C.DisableTorchFunction():
@@ -43,9 +42,10 @@ def computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 class MetaKernelCache:
-    """`computed`, once for calls that are alike: the blocks of a model are, and a model's dry runs
-    for several devices; and torch works most sizes out in Python, some hundred times as slowly as
-    it is to remember them.
+    """Cache of `computed` for equal calls.
+
+    The blocks of a model are alike, and so are its dry runs for several devices. Torch computes
+    most shapes in Python, about a hundred times slower than a lookup.
     """
 
     def __init__(self, most: int = 1 << 14) -> None:
@@ -53,7 +53,7 @@ class MetaKernelCache:
         self._most = most
 
     def __call__(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """What the operation gives; its results are new ones each time."""
+        """Result of the operation; always new tensors."""
         key = (func, *_described((args, kwargs))) if _makes_new(func) else None
         if key is None or None in key:
             return computed(func, args, kwargs)
@@ -76,7 +76,7 @@ class MetaKernelCache:
         return again[0] if is_one else tuple(again)
 
 
-#: What all dry runs of this process have in common.
+#: Cache shared by all dry runs of this process.
 COMPUTED = MetaKernelCache()
 
 _Sizes = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
@@ -84,7 +84,7 @@ _Sizes = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 @cache
 def _makes_new(func: Any) -> bool:
-    """Whether all that this operation gives is new, of a size that depends on no numbers."""
+    """Whether all results are new tensors whose sizes depend on no values."""
     return not (
         func.is_view
         or func._schema.is_mutable
@@ -94,7 +94,7 @@ def _makes_new(func: Any) -> bool:
 
 
 def _described(value: Any) -> Iterator[Any]:
-    """All that sizes depend on, as what can be looked up; None for what can't be."""
+    """Cache key of operands: everything that sizes depend on; None for what can't be a key."""
     if isinstance(value, Tensor):
         yield (value.shape, value.stride(), value.dtype) if stands_in(value) else None
     elif isinstance(value, (tuple, list)):
@@ -110,7 +110,7 @@ def _described(value: Any) -> Iterator[Any]:
 
 
 def _sizes_of(answer: Any, given: list[Tensor]) -> list[_Sizes] | None:
-    """Those of the results; None where one is not new, or not all that its memory is for."""
+    """Sizes of the results; None if one is not new or does not fill its storage."""
     results = [answer] if isinstance(answer, Tensor) else answer
     if not isinstance(results, (tuple, list)):
         return None
@@ -127,10 +127,10 @@ def _sizes_of(answer: Any, given: list[Tensor]) -> list[_Sizes] | None:
 
 
 def placed(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """`kwargs` of what makes tensors, in code that asks for numbers, with another device in them.
+    """Redirect the device in `kwargs` of a tensor factory called by foreign code.
 
-    What would be on the device, and is small, is made on the host; what would be on the host, and
-    is large (noise is drawn there), has no numbers.
+    Small device tensors are made on the host, with values. Large host tensors (noise is drawn
+    there) are made on the stand-in, without.
     """
     on_device_asked = made_on_device(kwargs)
     if "device" not in kwargs or (not on_device_asked and _has_tensors(args)):
@@ -145,7 +145,7 @@ def placed(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def on_host(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """An operation on host tensors; its result has no numbers where it would be large."""
+    """Run an operation on host tensors; a large result is made without values."""
     try:
         dry = func(*tree_map(to_stand_in, args), **tree_map(to_stand_in, kwargs))
     except (RuntimeError, TypeError):  # its sizes depend on numbers, or it is for real ones alone
@@ -160,7 +160,7 @@ def _has_tensors(values: Any) -> bool:
 
 
 def without_masks(operation: str, args: Any) -> Any:
-    """The operands of an indexing with its masks as indices, which need no numbers to be used."""
+    """Operands of an indexing, with boolean masks replaced by indices that need no values."""
     if operation not in ("aten::index", "aten::index_put", "aten::index_put_"):
         return args
     indices: list[Any] = []
@@ -173,31 +173,31 @@ def without_masks(operation: str, args: Any) -> Any:
 
 
 def places(mask: Tensor) -> Tensor:
-    """Where a tensor is not zero, (N, dimensions): N as known, or all of them."""
+    """Indices of non-zero elements, (N, dimensions); all elements if the values are unknown."""
     if mask.device.type != STAND_IN:
         return mask.nonzero().to(STAND_IN)
     return torch.empty(mask.numel(), mask.ndim, dtype=torch.int64, device=STAND_IN)
 
 
 def stands_in(tensor: Tensor) -> bool:
-    """Whether a tensor is on the stand-in; asked some ten times an operation."""
+    """Whether a tensor is on the stand-in; called about ten times per operation."""
     return tensor.is_meta
 
 
 def on_device(values: Any) -> list[Tensor]:
-    """Those of the tensors that are on the stand-in."""
+    """Tensors among `values` that are on the stand-in."""
     return [each for each in tensors_of(values) if stands_in(each)]
 
 
 def to_stand_in_all(values: Any) -> Any:
-    """`values` with `to_stand_in` of each; the same ones where there is nothing to be done."""
+    """Apply `to_stand_in` to all tensors; returns the same object if nothing changes."""
     if all(stands_in(each) for each in tensors_of(values)):
         return values
     return tree_map(to_stand_in, values)
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors among an operation's operands, or results."""
+    """Tensors among an operation's operands or results."""
     # Not torch's pytree, which knows many more kinds of trees than operations are given, and took
     # a fifth of a dry run.
     found: list[Tensor] = []
@@ -228,14 +228,14 @@ def made_on_device(kwargs: dict[str, Any]) -> bool:
 
 
 def to_stand_in(value: Any) -> Any:
-    """A host tensor without its numbers; anything else, and single numbers, as they are."""
+    """Host tensor without its values; scalars and other values are returned unchanged."""
     if isinstance(value, Tensor) and value.device.type == "cpu" and value.ndim:
         return torch.empty_like(value, device=STAND_IN)
     return value
 
 
 def widened(args: Any) -> Any:
-    """Floating tensors among the operands brought to the widest dtype of all."""
+    """Promote the floating tensors among the operands to their widest dtype."""
     dtypes = [t.dtype for t in on_device(args) if t.is_floating_point()]
     widest = dtypes[0]
     for dtype in dtypes[1:]:

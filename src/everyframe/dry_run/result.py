@@ -1,7 +1,6 @@
-"""The result of a dry run as a value: findings, peak of memory, work. No torch here.
+"""Dry-run result as a value: findings, peak memory, work. Imports no torch.
 
-It can be saved as JSON and read again, and what was read is checked field by field: a file holds
-what somebody wrote into it. Read next: `rehearse`, which makes it; `everyframe.planning.dry_runs`.
+It is saved as JSON; reading checks every field, as the file may have been edited.
 """
 
 from __future__ import annotations
@@ -12,18 +11,24 @@ from typing import Any, NoReturn
 from everyframe.core.facts import OpShape
 from everyframe.precision.islands import in_island
 
-#: Kinds of findings that stop a run or make it wrong; the others cost time or digits.
+#: Finding kinds that stop a run or make it wrong; the others cost time or digits.
 FATAL = frozenset({"clash", "missing", "too large", "island", "fails"})
 
 
 @dataclass(frozen=True)
 class DryRunFinding:
-    """Something that a plan would meet on its device, with the place.
+    """A problem that a plan would meet on its device, and where.
 
-    `kind` is ``clash`` (two dtypes in one operation), ``missing`` (a dtype that the device does not
-    have), ``too large`` (a tensor that it can't address), ``island`` (narrow where the plan says
-    float32), ``fails`` (the operation raises), ``emulated`` or ``narrow`` (statistics in half).
-    `module` is its dotted name in the component, empty for what is around it.
+    `kind` is one of:
+      ``clash``: two dtypes in one operation;
+      ``missing``: a dtype that the device does not have;
+      ``too large``: a tensor that the device can't address;
+      ``island``: narrow compute where the plan says float32;
+      ``fails``: the operation raises;
+      ``emulated``: the device has no instructions for the dtype;
+      ``narrow``: statistics in half precision.
+
+    `module` is the dotted name in the component, empty outside of it.
     """
 
     kind: str
@@ -43,9 +48,13 @@ class DryRunFinding:
 
 @dataclass(frozen=True)
 class Work:
-    """What one call takes: products with their operations, other bytes, number of kernels.
+    """Work of one call.
 
-    `mapped_bytes` are of results so large that an allocator asks the system for each of them.
+    Attributes:
+        products: matrix products, convolutions and attentions, with their FLOPs.
+        moved_bytes: bytes read and written by all other operations.
+        num_kernels: number of kernels.
+        mapped_bytes: bytes of results so large that the allocator asks the system for each.
     """
 
     products: tuple[tuple[OpShape, float], ...] = ()
@@ -55,16 +64,21 @@ class Work:
 
     @property
     def operations(self) -> float:
-        """Multiplications and additions of all products."""
+        """FLOPs of all products: multiplications and additions."""
         return sum(operations for _, operations in self.products)
 
 
 @dataclass(frozen=True)
 class DryRunResult:
-    """What a dry run of one call found.
+    """Result of a dry run of one call.
 
-    `working_bytes` is the peak of what was alive beside the parameters, at `peak_at`; `seen` holds
-    each (module, operation, dtype of its first operand) once, in order.
+    Attributes:
+        num_operations: operations recorded.
+        findings: problems, each once.
+        working_bytes: peak of live memory beside the parameters.
+        peak_at: where that peak was.
+        work: FLOPs, bytes and kernels.
+        seen: (module, operation, dtype of its first operand), each once, in order.
     """
 
     num_operations: int
@@ -76,18 +90,18 @@ class DryRunResult:
 
     @property
     def clashes(self) -> bool:
-        """Whether two dtypes met in an operation that takes one."""
+        """Whether two dtypes met in an operation that requires one."""
         return any(finding.kind == "clash" for finding in self.findings)
 
     def dtypes_in(self, part: str) -> frozenset[str]:
-        """Floating dtypes that operations took in the modules of that name or pattern."""
+        """Floating dtypes of operations in the modules of that name or pattern."""
         return frozenset(
             dtype for module, _, dtype in self.seen if dtype and in_island(module or ".", (part,))
         )
 
 
 def result_to_json(result: DryRunResult) -> dict[str, Any]:
-    """Plain data that `result_from_json` makes the same result of."""
+    """Plain data of a result; `result_from_json` reads it."""
     work = result.work
     return {
         "num_operations": result.num_operations,
@@ -101,7 +115,7 @@ def result_to_json(result: DryRunResult) -> dict[str, Any]:
 
 
 def result_from_json(data: Any) -> DryRunResult | None:
-    """The result that this was made of; None if it was made of none."""
+    """Result from plain data; None if the data is not of a dry run."""
     try:
         moved, kernels, mapped = map(_number, data["moved"])
         return DryRunResult(
@@ -123,7 +137,7 @@ def _product(data: Any) -> tuple[OpShape, float]:
 
 
 def _told(data: Any) -> Any:
-    """Numbers, words, and rows of them, as `torch.convolution` takes them."""
+    """Parse numbers, strings, and rows of them: the arguments of `torch.convolution`."""
     if isinstance(data, list):
         return tuple(map(_told, data))
     return data if isinstance(data, (bool, int, str)) else _refused(data)
@@ -140,7 +154,7 @@ def _text(value: Any) -> str:
 
 
 def _number(value: Any) -> int:
-    """A count: whole, and not below nothing."""
+    """Parse a count: an integer of 0 or more."""
     return value if type(value) is int and value >= 0 else _refused(value)
 
 

@@ -1,8 +1,8 @@
-"""What may meet in an operation, and what a device lacks: the rules of a dry run, as data.
+"""Dry-run rules: which dtypes may meet in an operation, and what a device lacks, as data.
 
-torch's meta kernels multiply float32 with float16 without a word, and a device that is not here
-can't be asked; so the rules stand here, and `tests/dry_run/test_rules.py` holds them against what
-torch's own kernels say on real numbers. Read next: `everyframe.dry_run.executor`.
+Torch's meta kernels silently accept float32 with float16, and a device that is not present can't be
+asked. So the rules are written here, and `tests/dry_run/test_rules.py` checks them against
+torch's own kernels on real numbers.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 from everyframe.core.facts import DeviceFacts
 from everyframe.precision.dtypes import dtype_name
 
-#: Operations that multiply or write their floating operands in one dtype, and refuse two, on every
-#: device: the places of those operands among the arguments.
+#: Operations that require one dtype of their floating operands on every device, with the positions
+#: of those operands among the arguments.
 ONE_DTYPE: Mapping[str, tuple[int, ...]] = {
     "aten::mm": (0, 1),
     "aten::bmm": (0, 1),
@@ -32,21 +32,21 @@ ONE_DTYPE: Mapping[str, tuple[int, ...]] = {
     "aten::grid_sampler_2d": (0, 1),
 }
 
-#: Norms whose kernels take parameters of the input's dtype; a CPU's take float32 ones beside a
-#: narrower input as well.
+#: Norms whose kernels require parameters in the input's dtype; CPU kernels also accept float32
+#: parameters with a narrower input.
 NORMS: Mapping[str, tuple[int, ...]] = {
     "aten::native_layer_norm": (0, 2, 3),
     "aten::native_group_norm": (0, 1, 2),
 }
 
-#: Products, which a device without instructions for a dtype emulates.
+#: Operations that a device emulates in a dtype for which it has no instructions.
 PRODUCTS = frozenset(
     {"aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", "aten::convolution", "attention"}
 )
 
-#: What angles, noise levels and hand-written statistics are made with. In half precision a square
-#: is infinite above 256 and an angle is off by radians. Kernels that compute a whole norm or
-#: softmax hold their statistics in float32 themselves, and are not among these.
+#: Operations of angles, noise levels and hand-written statistics. In half precision a square is
+#: infinite above 256 and an angle is off by radians. Kernels for a whole norm or softmax accumulate
+#: in float32 themselves and are not listed.
 STATISTICS = frozenset(
     {
         "aten::sin", "aten::cos", "aten::exp", "aten::log", "aten::rsqrt", "aten::square",
@@ -60,7 +60,7 @@ _NARROW = ("float16", "bfloat16")
 def check_operands(
     operation: str, args: Sequence[Any], device: DeviceFacts
 ) -> Iterator[tuple[str, str]]:
-    """(kind, problem) for operands that can't meet on that device."""
+    """Yield (kind, problem) for operands whose dtypes can't meet on that device."""
     if operation in ONE_DTYPE:
         names = _dtypes(args, ONE_DTYPE[operation])
         if len(set(names)) > 1:
@@ -76,7 +76,7 @@ def check_operands(
 def check_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 ) -> Iterator[tuple[str, str]]:
-    """(kind, problem) of fused attention's operands."""
+    """Yield (kind, problem) for the operands of fused attention."""
     names = [dtype_name(each.dtype) for each in (query, key, value)]
     if len(set(names)) > 1:
         yield "clash", f"query, key and value in {_listed(names)}, must have one dtype"
@@ -87,7 +87,7 @@ def check_attention(
 def check_device(
     operation: str, tensors: Sequence[Tensor], results: Sequence[Tensor], device: DeviceFacts
 ) -> Iterator[tuple[str, str]]:
-    """(kind, problem) for what that device has no way, or only a slow one, to compute."""
+    """Yield (kind, problem) for what that device can't compute, or only slowly."""
     floating = [t for t in (*tensors, *results) if t.is_floating_point()]
     for name in dict.fromkeys(dtype_name(tensor.dtype) for tensor in floating):
         if name not in device.dtypes and not name.startswith("float8"):
@@ -104,7 +104,7 @@ def check_device(
 def check_statistics(
     operation: str, args: Sequence[Any], tensors: Sequence[Tensor]
 ) -> Iterator[tuple[str, str]]:
-    """(kind, problem) for angles, powers and statistics below float32."""
+    """Yield (kind, problem) for angles, powers and statistics below float32."""
     power = args[1] if operation == "aten::pow" and len(args) > 1 else None
     squares = isinstance(power, (int, float)) and power == 2
     if operation not in STATISTICS and not squares:
@@ -115,7 +115,7 @@ def check_statistics(
 
 
 def check_island(operation: str, tensors: Sequence[Tensor]) -> Iterator[tuple[str, str]]:
-    """(kind, problem) for a product or norm below float32, in a part that the plan keeps wide."""
+    """Yield (kind, problem) for a product or norm below float32 inside a float32 island."""
     if operation not in PRODUCTS and operation not in NORMS:
         return
     names = {dtype_name(tensor.dtype) for tensor in tensors}

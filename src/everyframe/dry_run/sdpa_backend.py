@@ -1,10 +1,8 @@
-"""Whether torch computes an attention by a fused kernel, on a device that is not here.
+"""Predict whether torch uses a fused attention kernel on a device that is not present.
 
-Where none takes what it is given torch writes the scores out, as two products and a softmax. The
-rules are those of torch 2.13 (`aten/src/ATen/native/transformers/sdp_utils_cpp.cpp` and
-`cuda/sdp_utils.cpp`); what its kernels need of addresses is left out. Those of a CPU are held
-against torch's own choice by `tests/dry_run/test_sdpa_backend.py`.
-Not here: which kernel a run is put on (`everyframe.ops.attention`, `everyframe.fast_paths`).
+Without one, torch materialises the scores as two products and a softmax. The rules are those of
+torch 2.13 (`aten/src/ATen/native/transformers/sdp_utils_cpp.cpp` and `cuda/sdp_utils.cpp`), except
+for address alignment. `tests/dry_run/test_sdpa_backend.py` checks the CPU rules against torch's choice.
 """
 
 from __future__ import annotations
@@ -19,13 +17,13 @@ from everyframe.precision.dtypes import dtype_name
 
 _HALF = ("float16", "bfloat16")
 
-#: The largest head that flash attention takes on a card.
+#: Largest head size that flash attention supports on CUDA.
 _LARGEST_HEAD = 256
 
 
 @dataclass(frozen=True)
 class SdpaCall:
-    """What `scaled_dot_product_attention` is given, (…, Q, D), (…, L, D) and (…, L, V)."""
+    """Arguments of `scaled_dot_product_attention`: (…, Q, D), (…, L, D) and (…, L, V)."""
 
     query: Tensor
     key: Tensor
@@ -42,7 +40,7 @@ class SdpaCall:
         return self.query, self.key, self.value
 
     def in_one_dtype(self) -> SdpaCall:
-        """The same, all of it in the dtype of the values."""
+        """The same call with all operands in the dtype of the values."""
         mask, dtype = self.attn_mask, self.value.dtype
         if mask is not None and mask.is_floating_point():
             mask = mask.to(dtype)
@@ -50,24 +48,24 @@ class SdpaCall:
 
     @property
     def dtype(self) -> str:
-        """The query's dtype, by its name."""
+        """Name of the query's dtype."""
         return dtype_name(self.query.dtype)
 
     @property
     def head(self) -> int:
-        """Numbers of one head."""
+        """Head size (channels per head)."""
         return self.query.shape[-1]
 
     @property
     def has_one_size_of_head(self) -> bool:
-        """Whether query, key and value have heads of one size."""
+        """Whether query, key and value have the same head size."""
         return len({each.shape[-1] for each in self.operands}) == 1
 
 
 def is_fused(asked: SdpaCall, device: DeviceFacts) -> bool:
-    """Whether one of the fused kernels that are allowed just now computes this there.
+    """Whether one of the currently allowed fused kernels computes this call on the device.
 
-    On Apple's devices it is one of their graph, which holds the scores; it counts as a kernel too.
+    On Apple devices MPSGraph computes it as one kernel, which holds the scores; it counts as fused.
     """
     allowed = _cur_sdpa_kernel_backends()
     if device.kind == "cpu":
@@ -80,7 +78,10 @@ def is_fused(asked: SdpaCall, device: DeviceFacts) -> bool:
 
 
 def _has_shapes(asked: SdpaCall) -> bool:
-    """Four dimensions, one batch, heads that go together, no empty rows, numbers side by side."""
+    """Whether shapes suit a fused kernel.
+
+    Four dimensions, one batch size, matching heads, no empty rows, contiguous channels.
+    """
     query, key, value = asked.operands
     if any(each.ndim != 4 or each.stride(-1) != 1 for each in asked.operands):
         return False

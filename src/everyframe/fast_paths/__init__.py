@@ -1,7 +1,7 @@
-"""Fast paths and their certificates: what may take the place of plain torch, once it was tried.
+"""Fast paths: attention kernels, dtypes, fusions and compilation, used only with a certificate.
 
-A path is used on a device after a process of its own ran it there without dying, its error was
-inside the budget and it was faster; what is refused is refused with a reason. Read next:
-`catalogue` (which paths there are), `certificate`, `certify` (how one is made), `choosing` (which
-paths follow from them), `put_on` (how they get onto a module).
+A path is certified for a component on a device by a trial in a process of its own: it must not
+crash, its error must be within the budget, and it must be faster. A refusal states its reason. Read
+next: `registry` (all paths), `certificates` (data and store), `certify` and `trials` (making them),
+`apply` (using them on a module).
 """

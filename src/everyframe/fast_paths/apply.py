@@ -1,7 +1,8 @@
-"""Puts fast paths on a plain module from outside: children swapped, hooks around its calls.
+"""Apply fast paths to a plain module from outside: swap children, hook calls, compile blocks.
 
-A swap comes before the weights, as casts at the edges sit on the children (`precision.edges`);
-everything else after. Precisions are no matter of this module. Read next: `catalogue`, `fused`.
+Swaps come before weights and cast hooks, as those hooks sit on the children
+(`everyframe.precision.cast_hooks`). Everything else comes after. The `precision` group of paths is
+not handled here.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from everyframe.ops.attention import PLAIN, attend_by
 
 
 def block_names(module: nn.Module) -> tuple[str, ...]:
-    """The items of the outermost lists of modules: what a model does again and again."""
+    """Names of the items in the outermost module lists: the repeated blocks of a model."""
     return tuple(_blocks(module, ""))
 
 
@@ -32,10 +33,10 @@ def _blocks(module: nn.Module, name: str) -> Iterator[str]:
 
 
 def applies_to(name: str, module: nn.Module, *, is_quantised: bool = False) -> bool:
-    """Whether the path of that name finds anything in the module that it could take the place of.
+    """Whether the module contains anything that this fast path can replace.
 
-    Only for paths that are known by the modules that they need; others say so when they are tried.
-    Layers that keep their weights in eight bits (`is_quantised`) are swapped already.
+    Only for paths that are recognised by their modules; for others the trial decides. Quantized
+    layers (`is_quantised`) are swapped already.
     """
     if name not in _PLACES:
         return True
@@ -43,7 +44,7 @@ def applies_to(name: str, module: nn.Module, *, is_quantised: bool = False) -> b
 
 
 def swap_modules(module: nn.Module, paths: Sequence[str] | None) -> None:
-    """Swap children for those of the fast paths of these names; parameters keep their names."""
+    """Swap children for those of these fast paths; parameters keep their names."""
     for name in paths or ():
         swap = _SWAPS.get(name)
         if swap is not None:
@@ -56,11 +57,16 @@ def apply_fast_paths(
     called: Sequence[str] = ("",),
     plain: Sequence[str] = (),
 ) -> None:
-    """Put these fast paths around a module that has its weights and precision.
+    """Apply these fast paths to a module that has its weights and precision.
 
-    `called` are the parts that are really called, ``""`` is the module. Without a path for it
-    attention is computed plainly; with None nobody chose, and torch does as it likes. Parts with
-    the names `plain` stay as they are written.
+    Without an attention path, attention runs the plain kernel; with `paths` None torch chooses
+    freely.
+
+    Args:
+        module: the component.
+        paths: names of fast paths, or None.
+        called: dotted names of the submodules that are really called; ``""`` is the module.
+        plain: dotted names of submodules that stay uncompiled.
     """
     if paths is None:
         return
@@ -90,7 +96,7 @@ def _keep(module: nn.Module, blocks: tuple[str, ...]) -> None:
     keep(module, embedders(module))
 
 
-#: What a path can take the place of, for those that are known by it.
+#: Finds what a path can replace, for paths that are recognised by their modules.
 _PLACES: Mapping[str, Callable[[nn.Module], Sized]] = {
     "linear-gelu": _pairs,
     "kept-embeddings": embedders,
@@ -105,7 +111,7 @@ _AROUND: Mapping[str, Callable[[nn.Module, Sequence[str]], None]] = {"compile": 
 
 
 def import_function(place: str) -> Callable[..., Any]:
-    """The function at ``module:name``."""
+    """Import the function at ``module:name``."""
     module, _, name = place.partition(":")
     found: Callable[..., Any] = getattr(import_module(module), name)
     return found

@@ -1,9 +1,9 @@
-"""A fast path against the plain way: error first, then time, by turns.
+"""Benchmark a fast path against plain torch: error first, then time, in alternating runs.
 
-The budget is that of flash-attention's own tests: at most twice the error that the plain formula
-has in the same precision, and a floor of 1e-5 for float32, where that is zero. An error is the norm
-of the difference to float32, over float32's norm. What calls itself exact is held against the plain
-way instead, and may differ in no bit. Read next: `trials`, which makes contests.
+The error budget follows flash-attention's own tests: at most twice the error of the plain formula
+in the same precision, plus a floor of 1e-5 for float32, where that error is zero. An error is the
+norm of the difference to float32, over float32's norm. A path that claims to be exact is compared
+with plain torch and may not differ in any bit.
 """
 
 from __future__ import annotations
@@ -20,25 +20,29 @@ from torch import Tensor
 
 from everyframe.precision.cast_hooks import map_tensors
 
-#: So many times the plain formula's error in the same precision is allowed, and so much besides.
+#: Error budget: this multiple of the plain formula's error in the same precision, plus the floor.
 TIMES_PLAIN, FLOOR = 2.0, 1e-5
 
-#: Rounds of a contest, and the seconds after which there are no more than the fewest.
+#: Fewest and most timing rounds, and the seconds after which only the fewest are run.
 _FEWEST, _MOST, _ENOUGH = 3, 15, 0.3
 
 
 class OutOfTimeError(Exception):
-    """The time was over before there was an answer."""
+    """The deadline passed before there was a result."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One thing computed in several ways; all give the same tensors but for rounding.
+    """One computation in several implementations, equal up to rounding.
 
-    `truth` computes in float32, `plain` is the way that runs where the path is not used, `fast` the
-    path. `yardstick` is the plain formula in the same precision where `plain` is wider than that.
-    `allowed` overrules the budget, where there is no such formula. `weight` is how often it happens
-    in a run; 0 is for the error alone.
+    Attributes:
+        name: for messages.
+        truth: computes in float32.
+        plain: the implementation that runs without the fast path.
+        fast: the fast path.
+        yardstick: the plain formula in the same precision, where `plain` is wider than that.
+        allowed: overrides the error budget, where there is no such formula.
+        weight: how often the computation occurs in a run; 0 measures the error alone.
     """
 
     name: str
@@ -52,7 +56,14 @@ class Comparison:
 
 @dataclass(frozen=True)
 class ComparisonResult:
-    """The largest error for its limit, of the contest `worst`, and the gain in all."""
+    """Largest error relative to its budget, and the total speedup.
+
+    Attributes:
+        error: error of the comparison `worst`.
+        limit: its budget.
+        gain: time of plain torch over time of the fast path.
+        worst: name of the comparison nearest to, or over, its budget.
+    """
 
     error: float
     limit: float
@@ -61,20 +72,20 @@ class ComparisonResult:
 
     @property
     def is_right(self) -> bool:
-        """Whether every error is inside its budget."""
+        """Whether every error is within its budget."""
         return self.error <= self.limit
 
 
 def run_comparisons(
     contests: Iterable[Comparison], device: str, deadline: float, *, is_exact: bool = False
 ) -> ComparisonResult:
-    """Hold all contests, and stop at the first whose error is over its budget.
+    """Run all comparisons, and stop at the first whose error exceeds its budget.
 
-    With `is_exact` an error is that to the plain way, and none is allowed.
+    With `is_exact` the error is measured against plain torch and must be zero.
 
     Raises:
-        OutOfTimeError: `deadline`, on the monotonic clock, was over before the last one.
-        ValueError: there is no contest.
+        OutOfTimeError: `deadline`, on the monotonic clock, passed before the last one.
+        ValueError: there is no comparison.
     """
     worst: ComparisonResult | None = None
     plain = fast = 0.0
@@ -99,7 +110,7 @@ def run_comparisons(
 
 
 def _error(contest: Comparison, *, is_exact: bool) -> tuple[float, float]:
-    """The error of the fast way, and what it may be."""
+    """Error of the fast path, and its budget."""
     if is_exact:
         return relative_error(contest.fast(), contest.plain()), 0.0
     truth = contest.truth()
@@ -111,7 +122,10 @@ def _error(contest: Comparison, *, is_exact: bool) -> tuple[float, float]:
 
 
 def _times(contest: Comparison, device: str, deadline: float) -> tuple[float, float]:
-    """Median seconds of the plain and the fast way; whatever else runs slows both."""
+    """Median seconds of plain torch and the fast path, in alternating runs.
+
+    Other load on the machine slows both.
+    """
     plain: list[float] = []
     fast: list[float] = []
     while len(plain) < _FEWEST or (len(plain) < _MOST and sum(plain) + sum(fast) < _ENOUGH):
@@ -138,9 +152,9 @@ def _finished(device: str) -> None:
 
 
 def relative_error(got: Any, want: Any) -> float:
-    """The norm of the difference over the norm of `want`, of all tensors in each; NaN if any is.
+    """Norm of the difference over the norm of `want`, over all tensors; NaN if any value is NaN.
 
-    Infinite where the shapes differ.
+    Infinite if the shapes differ.
     """
     ours, theirs = _floats(got), _floats(want)
     if [each.shape for each in ours] != [each.shape for each in theirs] or not ours:

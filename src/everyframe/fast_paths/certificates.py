@@ -1,6 +1,6 @@
-"""A certificate: what one fast path did for one component on one device, and the verdict.
+"""Certificates: the verdict on one fast path for one component on one device, and their store.
 
-Frozen data; how it is made is told in `certify`, where it is kept in `store`.
+`certify` makes them. They are saved as JSON in the cache folder, one file per device and plan key.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from everyframe.hardware.software import driver_version, loaded_versions
 
 Verdict = Literal["certified", "refused"]
 
-#: Less than this is not told from chance by the few rounds of a trial.
+#: A smaller speedup can't be told from noise in the few rounds of a trial.
 LEAST_GAIN = 1.03
 
 
@@ -35,10 +35,20 @@ LEAST_GAIN = 1.03
 class Certificate:
     """One verdict.
 
-    `what` is the path's name. `device` and `plan` are keys (see `keys`): another driver, library or
-    model has another one. `error` is the norm of the difference to float32 over float32's norm (of
-    an exact path, to the plain way), `limit` what it may be; `gain` is the plain way's time over
-    this one's. All three are None where the trial did not come so far, `date` is ISO's.
+    `error`, `limit` and `gain` are None if the trial did not get that far.
+
+    Attributes:
+        what: name of the fast path.
+        component: name of the component.
+        device: key of the device (`device_key`); changes with driver and libraries.
+        plan: key of the component (`plan_key`); changes with model, sizes and precision.
+        verdict: certified or refused.
+        reason: why.
+        error: norm of the difference to float32 over float32's norm; for an exact path, to plain
+            torch.
+        limit: largest allowed error.
+        gain: time of plain torch over time of the path.
+        date: ISO date.
     """
 
     what: str
@@ -53,12 +63,12 @@ class Certificate:
     date: str
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Convert to plain data."""
         return asdict(self)
 
 
 def judge(error: float, limit: float, gain: float) -> tuple[Verdict, str]:
-    """The verdict on a path that ran to its end, and why. Not a number is never good enough."""
+    """Verdict on a completed trial, with the reason. NaN is always refused."""
     if not error <= limit:
         said = "is not finite" if not math.isfinite(error) else f"is off by {error:.1e}"
         allowed = f"allowed {limit:.1e} of float32" if limit else "and may not differ in a bit"
@@ -69,7 +79,7 @@ def judge(error: float, limit: float, gain: float) -> tuple[Verdict, str]:
 
 
 def from_json(value: Any) -> Certificate | None:
-    """The certificate in plain data, or None if it is no such thing."""
+    """Certificate from plain data, or None if it is not one."""
     if not isinstance(value, Mapping) or set(value) != {part.name for part in fields(Certificate)}:
         return None
     texts = (value[name] for name in ("what", "component", "device", "plan", "reason", "date"))
@@ -84,12 +94,12 @@ def from_json(value: Any) -> Certificate | None:
 
 
 def device_key(device: DeviceFacts, num_threads: int) -> str:
-    """The key of this device as it is now: driver, packages, and the libraries really loaded."""
+    """Key of this device: driver, packages, and the libraries really loaded."""
     return digest(device_facts(device, num_threads))
 
 
 def device_facts(device: DeviceFacts, num_threads: int) -> dict[str, Any]:
-    """What a device's key is made of. Imports torch for any other than a CPU."""
+    """Facts that form a device's key. Imports torch for any device but a CPU."""
     facts: dict[str, Any] = {
         "everyframe": __version__,
         "name": device.name,
@@ -106,7 +116,7 @@ def device_facts(device: DeviceFacts, num_threads: int) -> dict[str, Any]:
 
 
 def plan_key(component: str, precision: Precision, calls: Iterable[Hashable]) -> str:
-    """The key of a component: its config and sizes, as `calls` tell them, and its precision."""
+    """Key of a component: its config and sizes, as in `calls`, and its precision."""
     told = sorted(repr(call) for call in calls)
     islands = [precision.parameters, precision.compute, *precision.islands]
     islands += [precision.weights] if precision.weights else []
@@ -114,7 +124,7 @@ def plan_key(component: str, precision: Precision, calls: Iterable[Hashable]) ->
 
 
 def digest(value: Any) -> str:
-    """Twenty letters that stand for plain data."""
+    """Hash of plain data, 20 hexadecimal digits."""
     text = json.dumps(value, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:20]
 
@@ -130,7 +140,7 @@ def _torch_version() -> str:
 
 
 def _torch_capability() -> str:
-    """What holds torch's own kernels to older instructions than the processor's; empty: nothing."""
+    """Value of the variable that limits torch's CPU kernels to older instructions, or empty."""
     return os.environ.get("ATEN_CPU_CAPABILITY", "")
 
 
@@ -148,17 +158,17 @@ _log = logging.getLogger(__name__)
 
 _SCHEMA = "everyframe.certificates/1"
 
-#: What could not be written, for this process.
+#: Certificates that could not be written, for this process.
 _UNWRITTEN: dict[Path, dict[str, Certificate]] = {}
 
 
 def folder() -> Path:
-    """The folder of all certificates."""
+    """Folder of all certificates."""
     return cache_folder() / "certificates"
 
 
 def find(device: str, plan: str) -> dict[str, Certificate]:
-    """The certificates of this device and plan by the names of their paths."""
+    """Certificates of this device and plan, by path name."""
     path = _file(device, plan)
     found = {**_read(path), **_UNWRITTEN.get(path, {})}
     # A file says for whom it is; one that was copied from elsewhere is for nobody here.
@@ -168,7 +178,7 @@ def find(device: str, plan: str) -> dict[str, Certificate]:
 
 
 def keep(certificates: Iterable[Certificate]) -> None:
-    """Keep these beside the others, in place of older ones of the same name."""
+    """Save certificates, replacing older ones of the same name."""
     by_file: dict[Path, list[Certificate]] = {}
     for each in certificates:
         by_file.setdefault(_file(each.device, each.plan), []).append(each)

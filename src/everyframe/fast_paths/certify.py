@@ -1,8 +1,8 @@
-"""Makes certificates: tries fast paths in a process of its own, and words the verdicts.
+"""Create certificates: run trials of fast paths in a separate process and judge the results.
 
-A path whose trial dies is refused with the signal's name, one that hangs with the time that it was
-given; those after it are tried in another process. What there was no time for has no certificate,
-and is tried the next time. Read next: `trials` (what happens in the process), `store`.
+A path whose trial crashes is refused with the signal's name, one that hangs with its time limit; a
+new process tries the remaining paths. A path that was out of time gets no certificate and is tried
+again next time. `trials` runs in the process; `certificates` stores the results.
 """
 
 from __future__ import annotations
@@ -26,18 +26,22 @@ from everyframe.hardware.isolation import ProcessResult, run_isolated
 
 _log = logging.getLogger(__name__)
 
-#: Seconds for a process to start: it imports torch, and for a family's modules diffusers too.
+#: Seconds allowed for a process to start: it imports torch, and for some families diffusers.
 _START = 60.0
 
-#: Seconds beyond its time after which a trial is taken to hang.
+#: Seconds after its deadline at which a trial counts as hung.
 GRACE = 10.0
 
 
 @dataclass(frozen=True)
 class CertifyResult:
-    """The certificates that were made, and `untried` paths with the reason.
+    """Certificates that were made.
 
-    `seconds` is how long it took, `tried_seconds` without the starts of processes.
+    Attributes:
+        certificates: one per path that was tried.
+        untried: reason by path name.
+        seconds: total time.
+        tried_seconds: total time without process starts.
     """
 
     certificates: tuple[Certificate, ...]
@@ -49,9 +53,9 @@ class CertifyResult:
 def certify(
     subject: CertificationTarget, paths: Sequence[FastPath], seconds: float, *, grace: float = GRACE
 ) -> CertifyResult:
-    """Try these paths for up to so many seconds, and keep the certificates.
+    """Try these paths for up to `seconds`, and save the certificates.
 
-    The start of the process does not count, as it depends on the model and not on the paths.
+    Process starts do not count towards `seconds`, as they depend on the model and not on the paths.
     """
     began = time.monotonic()
     left, made, untried = list(paths), [], {}
@@ -92,7 +96,7 @@ def certify(
 
 @dataclass(frozen=True)
 class _Told:
-    """What a process wrote: what came of each path, the one that was `running` last, its time."""
+    """Messages of a trial process: result by path, the path that was `running` last, its time."""
 
     ended: dict[str, dict[str, Any]]
     running: str | None
@@ -158,5 +162,5 @@ def _certificate(
 
 
 def _finite(value: float | None) -> float | None:
-    """The value, or None where JSON has no word for it; the reason tells."""
+    """The value, or None if JSON can't express it; the reason then states it."""
     return value if value is not None and math.isfinite(value) else None

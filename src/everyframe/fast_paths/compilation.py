@@ -1,10 +1,9 @@
-"""torch.compile block by block, so that what was compiled can never be stale.
+"""torch.compile per block, with guards that keep a compiled graph from being stale.
 
-A block is compiled where it stands: its name, parameters and hooks stay. torch guards a graph by
-the shapes, dtypes and plain values that it was made for, and takes weights as inputs; hooks it does
-not guard unless told, and a hook is how a precision is raised and a kernel chosen, so it is told
-here. Compilation needs a C++ compiler and takes minutes: only on demand. Read next: `compiler`,
-`tools`, `put_on`.
+A block is compiled in place: its name, parameters and hooks stay. Torch guards a graph by shapes,
+dtypes and plain values, and takes weights as inputs. It guards hooks only on request; repairs and
+kernel choices are hooks, so that guard is enabled here. Compilation needs a C++ compiler and takes
+minutes, so it runs on request only. `toolchain` checks for the compiler.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from everyframe.numerics.tensor_stats import iter_tensors, value_range
 
 _log = logging.getLogger(__name__)
 
-#: In the environment: where torch keeps what it compiles.
+#: Environment variable of torch's compile cache folder.
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 _SCRIPT = """\
@@ -60,10 +59,10 @@ fi
 
 
 def prepare() -> None:
-    """Have this process's torch compile in a cache of ours, by a compiler that leaves no halves.
+    """Set up torch's compile cache in our folder, with a compiler wrapper that writes atomically.
 
-    A cache that the environment names is used as it is named. Nothing changes where there is no
-    such compiler (torch tells so itself, and on Windows it has another one).
+    A cache folder set in the environment is used as it is. Nothing changes without a known
+    compiler: torch reports that itself, and on Windows it uses another one.
     """
     import torch._inductor.config
 
@@ -87,13 +86,13 @@ def prepare() -> None:
 
 
 def _found(asked: Any) -> str | None:
-    """The path of the compiler that torch would take, or of another one that it knows."""
+    """Path of the compiler that torch would use, or of another one that it knows."""
     names = [asked] if isinstance(asked, str) else [name for name in asked if name]
     return next((path for name in (*names, "clang++") if (path := shutil.which(name))), None)
 
 
 def _cache() -> Path:
-    """The folder that torch keeps it in, which is there. Raises `OSError`."""
+    """Create and return torch's cache folder. Raises `OSError`."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     # torch names its own there as soon as its compiler is imported.
@@ -115,12 +114,13 @@ def _write(path: Path, text: str) -> None:
     os.replace(unfinished, path)
 
 
-#: A graph is wrong beyond this share of the largest value; rounding in bfloat16 is a tenth of it.
+#: Largest difference of a correct graph, as a share of the largest value; bfloat16 rounding is a
+#: tenth of it.
 _FAR = 0.1
 
 
 def disable_compiled(module: nn.Module) -> Callable[[], None]:
-    """Take compilation off every part of the module; what puts it on again."""
+    """Disable compilation in every submodule; returns a function that enables it again."""
     compiled = [(part, part._compiled_call_impl) for part in module.modules() if is_compiled(part)]
     for part, _ in compiled:
         part._compiled_call_impl = None
@@ -133,17 +133,17 @@ def disable_compiled(module: nn.Module) -> Callable[[], None]:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether the module itself is, whatever its parts are."""
+    """Whether the module itself is compiled, whatever its submodules are."""
     return module._compiled_call_impl is not None
 
 
 def find_wrong_graphs(
     parts: Mapping[str, nn.Module], compute: Callable[[], object]
 ) -> Sequence[Fault]:
-    """The compiled blocks of these components that are wrong in `compute`: not finite, or far from
-    what the block gives as it is written on the same inputs.
+    """Find compiled blocks whose result in `compute` is not finite, or far from the eager result.
 
-    `compute` goes on with what that gives, so that one call finds them all.
+    Both run on the same inputs, and `compute` continues with the eager result, so one call finds
+    all wrong graphs.
     """
     found: dict[tuple[str, str], Fault] = {}
     undo = []
@@ -191,7 +191,7 @@ def _is_far(result: Any, written: Any) -> bool:
 def compile_blocks(
     module: nn.Module, names: Iterable[str], backend: str | Callable[..., Any] = "inductor"
 ) -> None:
-    """Compile the parts with these dotted names in place; the first call of each takes long."""
+    """Compile the submodules with these names in place; the first call of each is slow."""
     if backend == "inductor":
         prepare()
     # torch's switches are made at import, so type checkers see none of them.

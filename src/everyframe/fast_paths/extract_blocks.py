@@ -1,9 +1,8 @@
-"""Blocks of a component, alone: with numbers in place of weights, called as the dry run calls them.
+"""Extract blocks from a component and run them alone, with random weights and inputs.
 
-A component is rehearsed without numbers and every block notes what it is given. Then the block is
-filled with numbers of a trained model's size, and what it is given too, so that it can be computed
-without the rest of the model and before any weights are there. Equal blocks stand for each other.
-Read next: `trials`.
+A dry run of the component records the inputs of every block. Block and inputs are then filled with
+values as large as in a trained model, so the block runs without the rest of the model and before
+any weights are loaded. One block represents all equal ones.
 """
 
 from __future__ import annotations
@@ -23,21 +22,21 @@ from everyframe.precision import cast_hooks
 from everyframe.precision.islands import in_island
 from everyframe.precision.quantization import quantise_layers
 
-#: Some channels of what a block is given are so many times as large as the others, as in trained
-#: models; sums that are kept too narrowly overflow there.
+#: Every 64th input channel is 20 times as large as the others, as in trained models; accumulation
+#: in a narrow dtype overflows there.
 _LARGE, _EVERY = 20.0, 64
 
 
 @dataclass(frozen=True)
 class BlockInputs:
-    """What a block is called with: positional and keyword arguments, tensors on meta."""
+    """Inputs of a block: positional and keyword arguments, tensors on meta."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
 class BlockLocation(nn.Module):
-    """A block where it stands in a model, an item of a list, without the rest of the model."""
+    """A block as an item of a module list, as in its model, without the rest of the model."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -49,10 +48,15 @@ class BlockLocation(nn.Module):
 
 @dataclass(frozen=True)
 class ExtractedBlock:
-    """A block with numbers, in float32 on the device, and what it is given.
+    """A block filled with values, in float32 on the device, with its inputs.
 
-    `count` blocks are alike. `given` are the arguments as the plan's precision has them, `wide`
-    those in float32, of the same numbers.
+    Attributes:
+        name: dotted name in the component.
+        count: number of equal blocks.
+        module: the block.
+        given: inputs in the plan's precision.
+        wide: the same values in float32.
+        precision: the plan's precision, with islands as names in `BlockLocation`.
     """
 
     name: str
@@ -63,7 +67,7 @@ class ExtractedBlock:
     precision: Precision
 
     def alone(self, paths: Sequence[str], *, in_float32: bool = False) -> BlockLocation:
-        """A copy in the plan's precision or in float32 that runs by these paths, as in a run."""
+        """Copy the block in the plan's precision or float32, with these fast paths applied."""
         alone = BlockLocation(copy.deepcopy(self.module))
         swap_modules(alone, paths)
         wide = Precision("float32", "float32")
@@ -77,9 +81,9 @@ class ExtractedBlock:
 def blocks_of(
     subject: CertificationTarget, parts: Callable[[nn.Module], Iterable[str]] = block_names
 ) -> Iterator[ExtractedBlock]:
-    """Every kind of block of the component that is called as a whole, filled with numbers.
+    """Yield one block of every kind in the component, filled with values.
 
-    `parts` says which parts of the module are taken for its blocks.
+    `parts` returns the names of the submodules that count as blocks.
     """
     for call in subject.calls:
         module = call.part()
@@ -97,7 +101,7 @@ def blocks_of(
 def _noted(
     subject: CertificationTarget, call: TargetCall, names: tuple[str, ...], precision: Precision
 ) -> dict[str, BlockInputs]:
-    """What each of these parts is given first, in that precision."""
+    """Inputs of each submodule's first call, in that precision."""
     module = call.part()
     given: dict[str, BlockInputs] = {}
 
@@ -122,7 +126,7 @@ def _noted(
 
 
 def _kind(module: nn.Module, given: BlockInputs) -> Any:
-    """What makes two blocks alike: class, parameters, sizes of what they are given."""
+    """Key of equal blocks: class, parameter shapes, input shapes."""
     shapes: list[Any] = [type(module)]
     shapes += [(name, tuple(p.shape)) for name, p in module.named_parameters()]
 
@@ -157,7 +161,7 @@ def _block(
 
 
 def _fill(module: nn.Module) -> None:
-    """Numbers of the size that layers are trained to: a product keeps its input's magnitude."""
+    """Fill a module with values of trained magnitude: a product preserves its input's magnitude."""
     generator = torch.Generator().manual_seed(0)
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if not tensor.is_floating_point():
@@ -174,7 +178,7 @@ def _fill(module: nn.Module) -> None:
 
 
 def _numbers(given: BlockInputs, device: str) -> BlockInputs:
-    """The same arguments with numbers, equal in every precision but for rounding."""
+    """Fill the arguments with values, equal in every precision up to rounding."""
     generator = torch.Generator().manual_seed(1)
 
     def filled(tensor: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
-"""A linear layer and the GELU after it as one kernel of oneDNN, of the same parameter names.
+"""Fused linear + GELU (one oneDNN kernel), and a cache of scalar embeddings, as module swaps.
 
-torch has this kernel for what its compiler makes, as a private operator; so it may be gone in the
-next version, and whether it is here, right and faster is asked by a trial each time. On one
-processor it halved the time of GELU, on another it took half as long again as the plain way.
-Read next: `put_on`.
+Parameter names stay the same. The oneDNN kernel is a private torch operator, made for torch's
+compiler, and may be gone in the next version; a trial checks each time whether it exists, is right
+and is faster. On one processor it halved the time of GELU, on another it took half as long again as
+plain torch.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from torch import Tensor, nn
 
 from everyframe.numerics.tensor_stats import value_range
 
-#: What the kernel computes in at all.
+#: Dtypes that the kernel supports.
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
 class LinearGelu(nn.Linear):
-    """``gelu(x W^T + b)``; `approximate` is `F.gelu`'s. Without a kernel for it, the plain way.
+    """``gelu(x W^T + b)``; `approximate` as in `F.gelu`.
+
+    Falls back to plain torch without the kernel.
 
     A repair that wants plain kernels sets `is_plain`.
     """
@@ -52,10 +54,10 @@ class LinearGelu(nn.Linear):
 def pairs(
     module: nn.Module, inside: Iterable[str]
 ) -> list[tuple[nn.Module, tuple[str, nn.Linear], tuple[str, nn.GELU]]]:
-    """Linear layers with a GELU behind them, by name, and the modules that hold both.
+    """List linear layers followed by a GELU, by name, with the modules that hold both.
 
-    Only inside of the parts with these dotted names. That one is called after the other is taken
-    from their order in the module, so a trial has to show it.
+    Searches only the submodules named in `inside`. The order of children in the module stands for
+    the order of calls, so a trial has to confirm it.
     """
     return [
         (parent, (name, linear), (after, gelu))
@@ -67,20 +69,21 @@ def pairs(
 
 
 def fuse(module: nn.Module, inside: Iterable[str]) -> None:
-    """Swap each of the `pairs` for a `LinearGelu` and for nothing."""
+    """Replace each of the `pairs` by a `LinearGelu` and an identity."""
     for parent, (name, linear), (after, gelu) in pairs(module, inside):
         setattr(parent, name, LinearGelu(linear, gelu.approximate))
         setattr(parent, after, nn.Identity())
 
 
-#: So many results are kept, the last ones: a few kilobytes each.
+#: Most cached results, a few kilobytes each; the oldest are dropped.
 _MOST = 256
 
 
 class CachedEmbedding(nn.Module):
-    """Put before a module's own class, it keeps what that gives for numbers (B,) on a CPU.
+    """Mixin that caches a module's results for inputs (B,) on a CPU.
 
-    Elsewhere they would have to be waited for. A repair that wants the plain way sets `is_plain`.
+    On other devices reading the input would synchronise. A repair that wants plain kernels sets
+    `is_plain`.
     """
 
     is_plain = False
@@ -106,9 +109,9 @@ class CachedEmbedding(nn.Module):
 
 
 def _made_of(module: nn.Module) -> Iterator[Hashable]:
-    """What else its result depends on: which weights, and what was put on from outside.
+    """Cache key of a module's state: its weights and hooks.
 
-    Asked at every call; `parameters` and `modules` would take as long as a small embedding.
+    Evaluated at every call; `parameters` and `modules` would take as long as a small embedding.
     """
     for each in (*module._parameters.values(), *module._buffers.values()):
         if each is not None:
@@ -121,13 +124,13 @@ def _made_of(module: nn.Module) -> Iterator[Hashable]:
 
 
 def embedders(module: nn.Module) -> Mapping[str, bool]:
-    """The parts that embed numbers, and whether theirs is another one at every step."""
+    """Submodules that embed scalars, and whether the scalar differs at every step."""
     found: Any = getattr(module, "embedders", {})
     return found if isinstance(found, Mapping) else {}
 
 
 def keep(module: nn.Module, parts: Iterable[str]) -> None:
-    """Have the parts with these dotted names keep what they give; all of their names stay."""
+    """Enable caching in these submodules; all names stay."""
     for name in parts:
         part = module.get_submodule(name)
         part.__class__ = _kind(type(part))
@@ -135,13 +138,13 @@ def keep(module: nn.Module, parts: Iterable[str]) -> None:
 
 
 def forget(module: nn.Module) -> None:
-    """Let go of all that its parts keep."""
+    """Clear the caches of all submodules."""
     for part in module.modules():
         if isinstance(part, CachedEmbedding):
             part._kept.clear()
 
 
-#: A module's class -> the one that keeps.
+#: Module class -> its caching subclass.
 _KINDS: dict[type[nn.Module], type[nn.Module]] = {}
 
 

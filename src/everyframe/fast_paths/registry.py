@@ -1,7 +1,6 @@
-"""The fast paths that there are, as data: names, devices, how close they are to the plain one.
+"""Registry of fast paths, as data: names, devices, exactness.
 
-Not here: how one is tried (`trials`) and put on a module (`put_on`). Imports no torch, so plans and
-the command line can ask. Read next: `choosing`.
+Imports no torch, so plans and the command line can use it.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ from typing import Literal
 from everyframe.core.errors import InputError, did_you_mean
 from everyframe.core.facts import DeviceFacts
 
-#: Names of fast paths that are off, with commas, for every run.
+#: Environment variable: comma-separated names of fast paths that are off in every run.
 WITHOUT_VARIABLE = "EVERYFRAME_WITHOUT"
 
-#: The kernel of attention that needs no certificate; see `everyframe.ops.attention`.
+#: Attention kernel that needs no certificate; see `everyframe.ops.attention`.
 PLAIN = "math"
 
 _ATTENTION = "attention-"
@@ -25,13 +24,19 @@ _ATTENTION = "attention-"
 
 @dataclass(frozen=True)
 class FastPath:
-    """Something that may take the place of the plain way.
+    """A faster replacement of plain torch.
 
-    `kinds` are torch's device types that have it. `closeness` says whether its results are the
-    plain way's to the bit or but for rounding; it is tried as what it says it is. `trial`
-    is the function, as ``module:name``, that makes its contests out of a `CertificationTarget`.
-    `uses` are the tags of known issues that are about it. `at_once` ones are tried by the first run
-    of a plan, from the sizes of its dry run alone; `on_demand` ones only where they were asked for.
+    Attributes:
+        name: as in the catalogue.
+        title: description.
+        group: paths that replace the same thing.
+        kinds: torch device types that have it.
+        trial: function, as ``module:name``, that makes comparisons from a `CertificationTarget`.
+        uses: tags of known issues about it.
+        closeness: "exact" if results equal plain torch to the bit, else "rounding"; trials check
+            it.
+        at_once: tried in the first run of a plan, from the sizes of its dry run alone.
+        on_demand: tried only on request.
     """
 
     name: str
@@ -73,44 +78,44 @@ _ALL = (
              uses=("compiler:inductor",), on_demand=True),
 )  # fmt: skip
 
-#: Every fast path by its name.
+#: All fast paths by name.
 CATALOGUE: Mapping[str, FastPath] = {path.name: path for path in _ALL}
 
-#: Which precision each path of that group stands for.
+#: Dtype of each path in the precision group.
 PRECISIONS = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 def for_device(device: DeviceFacts) -> tuple[FastPath, ...]:
-    """The paths that this kind of device has."""
+    """Fast paths of this kind of device."""
     return tuple(path for path in CATALOGUE.values() if device.kind in path.kinds)
 
 
 def kernels_for(device: DeviceFacts) -> tuple[str, ...]:
-    """Names of attention's kernels on that kind of device, the plain one last."""
+    """Attention kernels of this kind of device, the plain one last."""
     return (*(kernel_of(path.name) or "" for path in for_device(device) if kernel_of(path.name)),
             PLAIN)  # fmt: skip
 
 
 def kernel_of(name: str) -> str | None:
-    """``flash`` of ``attention-flash``; None for what is no attention."""
+    """``flash`` for ``attention-flash``; None for a path that is not attention."""
     return name.removeprefix(_ATTENTION) if name.startswith(_ATTENTION) else None
 
 
 def kernel_used(paths: Sequence[str]) -> str:
-    """The kernel of attention that is used with these paths: the plain one where none is named."""
+    """Attention kernel selected by these paths; the plain one by default."""
     return next((kernel for each in paths if (kernel := kernel_of(each))), PLAIN)
 
 
 def path_of_kernel(kernel: str) -> str:
-    """``attention-flash`` of ``flash``."""
+    """``attention-flash`` for ``flash``."""
     return f"{_ATTENTION}{kernel}"
 
 
 def check_kernel(given: str, device: DeviceFacts) -> str:
-    """`given` as one of that device's kernels.
+    """Validate the name of an attention kernel of that device, and normalise it.
 
     Raises:
-        InputError: there is none of that name there; says which there are.
+        InputError: unknown on that device; lists the allowed names.
     """
     wanted = given.strip().casefold()
     known = kernels_for(device)
@@ -123,10 +128,10 @@ def check_kernel(given: str, device: DeviceFacts) -> str:
 
 
 def switched_off(asked: Iterable[str]) -> frozenset[str]:
-    """The paths that are off: those asked for, and those of ``EVERYFRAME_WITHOUT``.
+    """Fast paths that are off: those requested, and those in ``EVERYFRAME_WITHOUT``.
 
     Raises:
-        InputError: no path of that name; names the nearest.
+        InputError: unknown path; suggests the nearest name.
     """
     off = set()
     for place, names in (("without", asked), (WITHOUT_VARIABLE, _of_variable())):

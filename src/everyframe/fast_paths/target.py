@@ -1,7 +1,6 @@
-"""What a certificate is made of: one component with its calls, as plain values.
+"""Certification target: one component with its calls, as plain picklable values.
 
-A subject is sent to the process that tries it, so it holds functions of modules and data only.
-Read next: `trials`, `certify`.
+It is sent to the trial process, so it holds only functions that build modules, and data.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TargetCall:
-    """One call of a component as its stage makes it; see `families.family.Rehearsal`.
+    """One call of a component as its stage makes it; see `everyframe.runtime.interface.DryRunCall`.
 
-    ``call(module, device)`` runs it; `module` gives the module on meta.
+    ``call(module, device)`` runs it; `module` builds the module on meta.
     """
 
     module: Callable[[], Any]
@@ -30,12 +29,12 @@ class TargetCall:
     outputs: tuple[str, ...] = ("",)
 
     def part(self) -> nn.Module:
-        """The component's own module, on meta."""
+        """Build the component's module on meta."""
         found: nn.Module = self.module()
         return found
 
     def rehearse(self, precision: Precision, device: DeviceFacts) -> None:
-        """Make the call dry, with the component in that precision."""
+        """Dry-run the call, with the component in that precision."""
         from everyframe.dry_run.executor import dry_run_module
 
         dry_run_module(self.module(), precision, self.call, device, self.outputs)
@@ -43,10 +42,12 @@ class TargetCall:
 
 @dataclass(frozen=True)
 class JointTargetCall(TargetCall):
-    """One in which several components work, of which `component` is meant.
+    """A call that uses several components, one of which is the target.
 
-    `module` gives all of them by name; `precisions` are those of the plan. `outputs_of` takes the
-    place of `outputs`.
+    Attributes:
+        component: the target.
+        precisions: the plan's precisions by component.
+        outputs_of: replaces `outputs`; `module` returns all components by name.
     """
 
     component: str = ""
@@ -54,12 +55,12 @@ class JointTargetCall(TargetCall):
     outputs_of: Callable[[Any], tuple[str, ...]] = lambda module: ("",)
 
     def part(self) -> nn.Module:
-        """The component's own module, on meta."""
+        """Build the target's module on meta."""
         found: nn.Module = self.module()[self.component]
         return found
 
     def rehearse(self, precision: Precision, device: DeviceFacts) -> None:
-        """Make the call dry, with the component in that precision and the others in theirs."""
+        """Dry-run the call, with the target in that precision and the others in the plan's."""
         from everyframe.dry_run.executor import DryRunModule, dry_run_modules
 
         modules = self.module()
@@ -73,11 +74,18 @@ class JointTargetCall(TargetCall):
 
 @dataclass(frozen=True)
 class CertificationTarget:
-    """A component on a device: `precision` is that of the plan, `plan_key` and `device_key` what
-    its certificates are found by.
+    """A component on a device, for which fast paths are tried.
 
-    `products` are those of its calls with all their operations in a run, heaviest first, as the dry
-    run counted them.
+    Attributes:
+        component: its name.
+        device: facts of the device.
+        num_threads: CPU threads.
+        precision: the plan's precision.
+        plan_key: key of its certificates, by plan.
+        device_key: key of its certificates, by device.
+        calls: its calls.
+        products: products of its calls with their FLOPs per run, the most expensive first, as
+            counted by the dry run.
     """
 
     component: str

@@ -1,7 +1,4 @@
-"""What compiling needs beside torch, and how that is got. Imports no torch.
-
-Read next: `compiling`.
-"""
+"""Check for the C++ compiler that torch.compile needs. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import sys
 
 
 def why_not() -> str | None:
-    """What is missing for compiling on a CPU, and the command that brings it; None if nothing."""
+    """What is missing for compilation on a CPU, with its install command; None if nothing."""
     if sys.platform == "win32":
         return (
             None if shutil.which("cl") else "no C++ compiler: install Visual Studio's build tools"

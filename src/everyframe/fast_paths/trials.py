@@ -1,8 +1,7 @@
-"""How each kind of fast path is tried: contests on a component's own sizes.
+"""Trials of fast paths: comparisons on a component's own sizes, run in a separate process.
 
-Called in a process of its own (`certify`), where whatever a kernel does ends nobody else. What is
-tried is what the dry run counted: attentions and products with fewer rows where they are large, and
-whole blocks. Read next: `measure`, which holds the contests; `blocks`.
+`certify` starts the process, so a crashing kernel ends nothing else. The sizes come from the dry
+run: attentions and products, with fewer rows where they are large, and whole blocks.
 """
 
 from __future__ import annotations
@@ -33,28 +32,28 @@ from everyframe.ops.attention import PLAIN, by_kernel, takes
 from everyframe.precision.dtypes import torch_dtype
 from everyframe.precision.strict_float32 import strict_float32
 
-#: Operations that one attention or product of a trial is cut to.
+#: FLOPs to which one attention or product of a trial is cut.
 _CPU_OPERATIONS, _CARD_OPERATIONS = 4e8, 2e11
 
-#: So many different attentions or products of a component are tried, the heaviest.
+#: Number of different attentions or products that are tried per component, the most expensive.
 _MOST = 4
 
-#: A rehearsed product in half precision may be so far from float32: some roundings of its operands
-#: and its result. Blocks of models in bfloat16 were measured at 0.3 to 2 %, and 5 % is a defect.
+#: Allowed error of a half precision product against float32: some roundings of operands and result.
+#: Blocks of models in bfloat16 were measured at 0.3 to 2 %; 5 % is a defect.
 _ALLOWED = {"bfloat16": 2e-2, "float16": 3e-3}
 
-#: Steps of a run, in which some numbers come again.
+#: Steps of a simulated run, in which some numbers repeat.
 _STEPS = 20
 
-#: Scores of such queries and keys are beyond float16 (65504) before they are scaled.
+#: Unscaled attention scores of such queries and keys exceed float16's 65504.
 _BEYOND_HALF = 7.5e4
 
 
 def attention(subject: CertificationTarget, path: FastPath) -> Iterator[Comparison]:
-    """Each kind of attention of the component by that kernel, against torch's plain one.
+    """Compare each attention of the component by that kernel with torch's plain kernel.
 
-    The formula in the same precision is the yardstick; keys as large as some models have them come
-    too, on which sums in half precision are infinite.
+    The yardstick is the formula in the same precision. For half precision, large keys as in some
+    models are tried too, on which half precision accumulation overflows.
     """
     kernel = kernel_of(path.name)
     assert kernel is not None
@@ -89,9 +88,9 @@ def attention(subject: CertificationTarget, path: FastPath) -> Iterator[Comparis
 
 
 def precision(subject: CertificationTarget, path: FastPath) -> Iterator[Comparison]:
-    """The heaviest products and convolutions of the component in its precision, against float32.
+    """Compare the most expensive products and convolutions in half precision with float32.
 
-    Layers are these two; what is between them stays as wide as the islands say.
+    These are the layers; operations between them stay as wide as the islands demand.
     """
     for product, weight in (*_kinds(subject, "product"), *_kinds(subject, "convolution")):
         if product.dtype not in _ALLOWED:
@@ -113,7 +112,7 @@ def precision(subject: CertificationTarget, path: FastPath) -> Iterator[Comparis
 
 
 def block(subject: CertificationTarget, path: FastPath) -> Iterator[Comparison]:
-    """Each kind of block of the component with that path on it, against the block as it is."""
+    """Compare each kind of block with the fast path applied to the block without it."""
     for each in blocks_of(subject):
         if applies_to(path.name, BlockLocation(each.module)):
             yield Comparison(
@@ -126,7 +125,7 @@ def block(subject: CertificationTarget, path: FastPath) -> Iterator[Comparison]:
 
 
 def embeddings(subject: CertificationTarget, path: FastPath) -> Iterator[Comparison]:
-    """The embeddings of numbers in all steps of a run, kept and not: the same but for the time."""
+    """Compare scalar embeddings over all steps of a run, with and without the cache."""
     steps: dict[str, bool] = {}
     for call in subject.calls:
         steps |= embedders(call.part())
@@ -144,7 +143,7 @@ def embeddings(subject: CertificationTarget, path: FastPath) -> Iterator[Compari
 
 
 def _stepped(module: BlockLocation, given: BlockInputs, *, is_new: bool) -> list[Tensor]:
-    """What a part gives in so many steps for its number, another one each time if it `is_new`."""
+    """Results of a module over `_STEPS` steps; its number changes at each step if `is_new`."""
     forget(module)
     number, *rest = given.args
     return [
@@ -157,7 +156,7 @@ def _called(module: nn.Module, given: BlockInputs) -> Any:
 
 
 def _kinds(subject: CertificationTarget, kind: str) -> list[tuple[OpShape, float]]:
-    """The heaviest products of that kind, those that differ only in rows taken together."""
+    """The most expensive products of that kind; products that differ only in rows are merged."""
     alike: dict[Any, tuple[OpShape, float]] = {}
     for product, operations in subject.products:
         if product.kind == kind:
@@ -168,7 +167,7 @@ def _kinds(subject: CertificationTarget, kind: str) -> list[tuple[OpShape, float
 
 
 def _unlike(product: OpShape) -> list[tuple[int, ...]]:
-    """The sizes that make two products of a kind different ones."""
+    """Sizes that distinguish two products of a kind."""
     if product.kind == "convolution":
         return [product.shapes[0][1:2], product.shapes[1]]
     return [shape[-2:] if product.kind == "attention" else shape[-1:] for shape in product.shapes]
@@ -181,7 +180,7 @@ def _limit(subject: CertificationTarget) -> float:
 def _operands(
     product: OpShape, subject: CertificationTarget
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, float]:
-    """Queries, keys, values and mask with fewer rows, and one over a trial's operations."""
+    """Queries, keys, values and mask with fewer rows, and the inverse of the trial's FLOPs."""
     (batch, heads, length, size), (*_, keys, _), (*_, width) = product.shapes
     each = 2.0 * length * keys * (size + width)
     rows = max(1, min(batch * heads, int(_limit(subject) / each)))
@@ -204,7 +203,7 @@ def _operands(
 
 
 def _factors(product: OpShape, subject: CertificationTarget) -> tuple[Tensor, Tensor, float]:
-    """Two factors in float32 with fewer rows, and one over a trial's operations."""
+    """Two float32 factors with fewer rows, and the inverse of the trial's FLOPs."""
     left, right = product.shapes[-2:]
     *batch, rows, inner = left
     columns = right[-1]
@@ -224,8 +223,7 @@ def _factors(product: OpShape, subject: CertificationTarget) -> tuple[Tensor, Te
 
 
 def _filters(product: OpShape, subject: CertificationTarget) -> tuple[Tensor, Tensor, float]:
-    """A convolution's input in float32, of fewer samples and less wide, its weight, one over its
-    operations."""
+    """A convolution's reduced float32 input, its weight, and the inverse of the trial's FLOPs."""
     (batch, channels, *sides), weight = product.shapes[:2]
     least = [2 * side for side in weight[2:]]
     inner = weight[0] * prod(weight[1:])
@@ -254,7 +252,7 @@ def _attend(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -
 
 
 def _formula(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention written out in the dtype of its operands, with the softmax in float32."""
+    """Attention written out in the operands' dtype, with the softmax in float32."""
     scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
@@ -263,7 +261,7 @@ def _formula(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _large(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys of one sign pattern, whose products are beyond half precision."""
+    """Queries and keys with a common sign pattern, whose products exceed half precision."""
     size = (_BEYOND_HALF / q.shape[-1]) ** 0.5
     signs = q[:1, :1, :1].sign() * size
     return (0.1 * q + signs).to(q.dtype), (0.1 * k + signs).to(k.dtype)
@@ -282,10 +280,16 @@ def _sizes(product: OpShape) -> str:
 
 @dataclass(frozen=True)
 class TrialRequest:
-    """What a process is to try: paths on a subject, until `seconds` after it began.
+    """Work order of a trial process.
 
-    A trial that is not over `grace` seconds later hangs, and ends the process. What happens is
-    written to the file `told`, a line of JSON each time.
+    A trial that runs `grace` seconds past its deadline counts as hung and ends the process.
+
+    Attributes:
+        subject: the component.
+        paths: fast paths to try, in order.
+        told: file that receives one line of JSON per event.
+        seconds: time limit, from the start of the process.
+        grace: seconds.
     """
 
     subject: CertificationTarget

@@ -1,7 +1,7 @@
-"""Frames to files and back: mp4, gif, webp, png, folders of png, and the record of what made them.
+"""Media files: read and write mp4, gif, webp, png and png folders, with their provenance record.
 
-Nothing is imported here, so that a command's help need not load numpy, Pillow or FFmpeg. Take names
-from the modules: `paths` (endings, checks before a run, names), `write` and `video` (writing),
-`read` (pictures and videos), `record` (provenance), `pixels` (numbers to 8-bit colours, fitting).
-Read next: `everyframe.media.write`.
+This package imports nothing, so a command's help loads neither numpy, Pillow nor FFmpeg. Import
+from the modules: `output_path` (endings, checks before a run, default names), `write` and `video`
+(writing), `read` (pictures and videos), `record` (provenance), `pixels` (8-bit conversion and
+resizing). Read next: `everyframe.media.write`.
 """

@@ -1,7 +1,6 @@
-"""Sound that belongs to a video: samples in memory, and AAC packets for a file.
+"""Audio track of a video: samples in memory, AAC packets in an mp4.
 
-What a file does with them is `everyframe.media.mp4`; no other kind of file that is written here
-has room for sound.
+`everyframe.media.mp4` muxes the packets. No other output format here has room for audio.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import numpy.typing as npt
 
 from everyframe.core.errors import InputError, NumericsError
 
-#: Samples a second that AAC knows (ISO/IEC 14496-3, table of sampling frequencies).
+#: Sample rates in Hz that AAC supports (ISO/IEC 14496-3, table of sampling frequencies).
 _RATES = (
     8000, 11025, 12000, 16000, 22050, 24000, 32000, 44100, 48000, 64000, 88200, 96000,
 )  # fmt: skip
@@ -25,10 +24,15 @@ _LAYOUTS = {1: "mono", 2: "stereo"}
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Audio:
-    """Samples (channels, n), float32 in -1..1, `rate` of them a second; one channel or two.
+    """Audio samples, float32 in -1..1.
 
-    Raises `InputError` for another shape or type, and `NumericsError` for values that are not
-    finite: they would be a loud noise.
+    Attributes:
+        samples: (channels, n); one channel or two.
+        rate: samples per second.
+
+    Raises:
+        InputError: another shape or dtype, or a rate of 0 or less.
+        NumericsError: values that are not finite; they would play as loud noise.
     """
 
     samples: npt.NDArray[Any]
@@ -55,14 +59,14 @@ class Audio:
 
 
 def add_stream(container: Any, sound: Audio) -> Any:
-    """A stream for the sound in a file that is about to be written."""
+    """Add an AAC stream for this audio to an open output container."""
     stream = container.add_stream("aac", rate=_rate(sound.rate))
     stream.codec_context.layout = _LAYOUTS[len(sound.samples)]
     return stream
 
 
 def packets(stream: Any, sound: Audio) -> Iterator[Any]:
-    """The sound as AAC packets of that stream, in order; resampled if AAC lacks its rate."""
+    """Encode the audio as AAC packets of that stream, in order; resampled if AAC lacks its rate."""
     loud = np.ascontiguousarray(np.clip(sound.samples, -1, 1))
     frame = av.AudioFrame.from_ndarray(loud, format="fltp", layout=_LAYOUTS[len(loud)])
     frame.sample_rate, frame.pts = sound.rate, 0
@@ -73,9 +77,9 @@ def packets(stream: Any, sound: Audio) -> Iterator[Any]:
 def decoded_sound(
     container: Any, stream: Any, *, until: float
 ) -> tuple[npt.NDArray[np.float32], float]:
-    """Samples (channels, n), one channel or two, of an open file, and the second of the first.
+    """Decode samples (channels, n), mono or stereo, and the time in seconds of the first one.
 
-    What begins after the second `until` is not decoded: a small file may hold hours of silence.
+    Decoding stops at second `until`, because a small file may hold hours of silence.
     """
     layout = _LAYOUTS[min(stream.codec_context.channels, 2)]
     resampler = av.AudioResampler(format="fltp", layout=layout, rate=stream.rate)
@@ -93,5 +97,5 @@ def decoded_sound(
 
 
 def _rate(rate: int) -> int:
-    """The lowest rate of AAC that loses nothing, or its highest."""
+    """Lowest AAC rate that loses nothing, or the highest AAC rate."""
     return next((known for known in _RATES if known >= rate), _RATES[-1])

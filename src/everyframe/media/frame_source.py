@@ -1,9 +1,8 @@
-"""Frames that somebody gives us, one after the other and as often as wanted, never all at once.
+"""Frame source: iterate over input frames repeatedly without loading them all at once.
 
-A picture, a folder of pictures, a video, arrays: `open_frames` takes any of them and `survey` says
-how many frames there are and of which size, by reading every one of them, so that what can't be
-read is told before anything is computed. (A gif or webp is held whole: Pillow reads no frame of it
-without those before.) Reading one picture or a whole video at once is `everyframe.media.read`.
+`open_frames` accepts a picture, a folder of pictures, a video or arrays. `survey` reads every frame
+once to get count and size, so unreadable input is reported before anything is computed. A gif or
+webp is held whole in memory, because Pillow can't decode a frame without the ones before it.
 """
 
 from __future__ import annotations
@@ -30,17 +29,20 @@ from everyframe.media.record import read_sidecar
 if TYPE_CHECKING:
     from everyframe.media.audio import Audio
 
-#: Endings of the pictures that a folder of frames may hold.
+#: File endings of pictures that a folder of frames may hold.
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".tif", ".tiff", ".bmp")
 
 
 @dataclass(frozen=True)
 class FrameSource:
-    """Frames, uint8 (H, W, 3), from their beginning each time that `read` is called.
+    """Frames, uint8 (H, W, 3); each call of `read` starts at the first one.
 
-    `name` is for people and holds no folder; `is_still` says that it is one picture, which may
-    stand for every frame; `fps` is None for what has no rate of its own. `sound` gives so many
-    seconds of what is heard with it from its first frame on, None where there is no sound.
+    Attributes:
+        name: for messages; contains no folder.
+        read: returns a new iterator over the frames.
+        is_still: a single picture, which may stand for every frame.
+        fps: None if the source has no rate.
+        sound: returns the audio of so many seconds from the first frame, or None.
     """
 
     name: str
@@ -52,7 +54,7 @@ class FrameSource:
 
 @dataclass(frozen=True)
 class FrameCount:
-    """What the frames of a source are: how many, and their size in pixels."""
+    """Number of frames of a source, and their size in pixels."""
 
     num_frames: int
     height: int
@@ -60,11 +62,11 @@ class FrameCount:
 
 
 def open_frames(given: Any, *, what: str, under: Background = "white") -> FrameSource:
-    """The frames of a file, a folder, a Pillow image, an array or a sequence of these.
+    """Open a file, folder, Pillow image, array or sequence of these as a `FrameSource`.
 
-    Arrays are one picture, (H, W) or (H, W, C), or frames (T, H, W, C) as `read_image` takes them.
-    `under` is the colour that lies under what is transparent; `what` is the option's name, for
-    errors. Raises `MediaError` for what is missing or holds nothing that can be read.
+    Arrays are one picture, (H, W) or (H, W, C), or frames (T, H, W, C), as in `read_image`. `under`
+    is the colour behind transparent pixels; `what` is the option's name, for errors. Raises
+    `MediaError` for input that is missing or holds nothing readable.
     """
     if isinstance(given, (str, os.PathLike)):
         return _of_path(expand_path(given, what), what, under)
@@ -82,9 +84,9 @@ def open_frames(given: Any, *, what: str, under: Background = "white") -> FrameS
 def survey(
     source: FrameSource, what: str, look: Callable[[int, Frames], None] | None = None
 ) -> FrameCount:
-    """Read every frame once, hand each to `look`, and say what there is.
+    """Read every frame once, pass each to `look`, and return count and size.
 
-    Raises `MediaError` for a frame that can't be read or has another size than the first.
+    Raises `MediaError` for a frame that can't be read or differs in size from the first.
     """
     count, shape = 0, (0, 0)
     for frame in source.read():
@@ -102,14 +104,14 @@ def survey(
 
 
 def picture_files(folder: Path) -> list[Path]:
-    """The pictures of a folder, in the order of our own numbering or else of their names."""
+    """Pictures of a folder, in the order of our frame numbers, else of their names."""
     files = sorted(path for path in folder.iterdir() if path.suffix.lower() in PICTURES)
     ours = [path for path in files if FRAME_NAME.fullmatch(path.name)]
     return sorted(ours, key=lambda path: (len(path.name), path.name)) or files
 
 
 def num_animated(path: str | os.PathLike[str]) -> int:
-    """Frames of a picture file; 1 for a still one, 0 for what Pillow can't open."""
+    """Number of frames of a picture file; 1 for a still picture, 0 if Pillow can't open it."""
     from PIL import UnidentifiedImageError
 
     try:
@@ -159,7 +161,7 @@ def _rate_of_folder(folder: Path) -> Fraction | None:
 
 
 def check_given(request: Request) -> None:
-    """Raise `MediaError` for a picture or video of the request that can't be read."""
+    """Raise `MediaError` for an input picture or video of the request that can't be read."""
     pictures = [each for each in (request.image, request.last_image) if each is not None]
     is_file = isinstance(request.extend, (str, os.PathLike))
     if not pictures and not is_file:

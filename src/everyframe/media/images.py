@@ -1,9 +1,9 @@
-"""gif, webp and png through Pillow: writers with the same four methods as the mp4 encoder, readers.
+"""gif, webp and png through Pillow: writers with the mp4 encoder's four methods, and readers.
 
-Both moving formats merge equal neighbours and count time in hundredths (gif) or thousandths (webp)
-of a second. So frames are timed by rounding the running time, never each duration, and a reader
-that knows the frame rate gets every frame back. Pillow writes them in one go, so their frames wait
-in memory until the end, a gif's with one byte a pixel. Read next: `everyframe.media.write`.
+Gif and webp merge equal neighbouring frames and count time in hundredths (gif) or thousandths
+(webp) of a second. The writer therefore rounds the running time and not each duration, so a reader
+that knows the frame rate recovers every frame. Pillow writes an animation in one call: all frames
+stay in memory until the end, a gif's at one byte per pixel.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from everyframe.media.record import PNG_KEY, exif_of, read_sidecar, record_of_pi
 
 _WEBP_QUALITY = 90
 
-#: Frames a second below which, and above whose inverse, no record of ours is.
+#: Lowest frame rate accepted from a record; its inverse is the highest.
 _SLOWEST = Fraction(1, 100_000)
 
 
 class AnimationWriter:
-    """Collects frames and writes them as an animated gif or webp."""
+    """Collect frames and write them as an animated gif or webp."""
 
     def __init__(self, path: Path, kind: OutputFormat, fps: Fraction) -> None:
         self._path, self._kind, self._fps = path, kind, fps
@@ -42,13 +42,13 @@ class AnimationWriter:
         return len(self._images)
 
     def add(self, frame: Frames) -> None:
-        """Take one frame (H, W, 3)."""
+        """Add one frame (H, W, 3); the data is copied."""
         # A copy: the caller may use its buffer again.
         image = Image.fromarray(np.array(frame))
         self._images.append(image.quantize(256) if self._kind is OutputFormat.GIF else image)
 
     def finish(self, comment: str) -> None:
-        """Write the file with its record, and check its size and duration by reading it."""
+        """Write the file with its record, then verify frame count and size by reading it."""
         first, rest = self._images[0], self._images[1:]
         tick = 10 if self._kind is OutputFormat.GIF else 1
         ends = [round(Fraction(1000 * i, tick) / self._fps) for i in range(len(rest) + 2)]
@@ -71,12 +71,12 @@ class AnimationWriter:
             )
 
     def abort(self) -> None:
-        """Forget the frames."""
+        """Discard the frames."""
         self._images.clear()
 
 
 class PngWriter:
-    """Writes one png file, or one a frame into a folder."""
+    """Write a single png, or one png per frame into a folder."""
 
     def __init__(self, path: Path, kind: OutputFormat) -> None:
         self._path, self._kind = path, kind
@@ -86,7 +86,7 @@ class PngWriter:
             path.mkdir()
 
     def add(self, frame: Frames) -> None:
-        """Write one frame (H, W, 3) as ``frame_00000.png``, or keep the only one until `finish`."""
+        """Write one frame (H, W, 3) as ``frame_00000.png``, or hold the only one until `finish`."""
         image = Image.fromarray(np.array(frame))
         if self._kind is OutputFormat.FRAMES:
             image.save(self._path / f"frame_{self.num_frames:05d}.png")
@@ -96,25 +96,26 @@ class PngWriter:
         self.num_frames += 1
 
     def finish(self, comment: str) -> None:
-        """Write the single png with its record; a folder's record is its ``record.json``."""
+        """Write the single png with its record. A folder has its ``record.json`` instead."""
         if self._kind is OutputFormat.PNG and self._first is not None:
             text = PngImagePlugin.PngInfo()
             text.add_text(PNG_KEY, comment)
             self._first.save(self._path, pnginfo=text)
 
     def abort(self) -> None:
-        """Nothing is held open."""
+        """Discard the frame; no file is open."""
         self._first = None
 
 
 def read_animation(
     path: Path, fps: Fraction | None = None, *, is_given: bool = True
 ) -> tuple[Frames, Fraction]:
-    """Frames (T, H, W, 3) and rate of a gif, webp or png file, evenly spaced in time.
+    """Read frames (T, H, W, 3) and frame rate of a gif, webp or png, evenly spaced in time.
 
-    The rate is `fps`, else the one in our own record, else that of the median duration. Frames that
-    are shown longer come up more than once. Raises `MediaError` if it can't be read to its end, or
-    if somebody gave it and it takes more memory than is given to frames.
+    The rate is `fps`, else the one in an Everyframe record, else the inverse of the median
+    duration. Frames that are shown longer are repeated. Raises `MediaError` if the file can't be
+    read to its end, or if it is user input (`is_given`) and needs more memory than `check_frames`
+    allows.
     """
     images: list[Frames] = []
     durations: list[int] = []
@@ -161,10 +162,10 @@ def _count_of(record: dict[str, Any], path: Path) -> int:
 
 
 def read_folder(path: Path, fps: Fraction | None = None) -> tuple[Frames, Fraction]:
-    """Frames (T, H, W, 3) and rate of a folder of png files, in the order of their names.
+    """Read frames (T, H, W, 3) and frame rate of a folder of png files, ordered by name.
 
-    The rate is `fps`, else the one in ``record.json``. Raises `MediaError` if there is neither,
-    without pictures, or if their sizes differ.
+    The rate is `fps`, else the one in ``record.json``. Raises `MediaError` if there is no rate, no
+    picture, or the sizes differ.
     """
     names = sorted(p.name for p in path.iterdir() if p.suffix.lower() == ".png")
     ours = [name for name in names if FRAME_NAME.fullmatch(name)]

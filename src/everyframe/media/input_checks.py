@@ -1,7 +1,6 @@
-"""Whether a picture or video that somebody names is there, told before anything takes long.
+"""Check that input pictures and videos exist, before any long work.
 
-Loads neither numpy nor FFmpeg, and opens no file: whether it is a picture is seen when it is read
-(`read.py`). Where a video goes is `output_path.py`.
+Loads neither numpy nor FFmpeg and opens no file; `read.py` finds out whether it is a picture.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from everyframe.media.output_path import PathLike
 
 
 def check_image(path: PathLike) -> None:
-    """Raise `MediaError` if there is no such file."""
+    """Raise `MediaError` if the file does not exist."""
     name = check_path(path, "image")
     if not os.path.isfile(name):
         what = "is a folder" if os.path.isdir(name) else "does not exist"
@@ -22,7 +21,7 @@ def check_image(path: PathLike) -> None:
 
 
 def check_video(path: PathLike) -> None:
-    """Raise `MediaError` if there is neither such a file nor such a folder of frames."""
+    """Raise `MediaError` if neither a file nor a folder of frames exists there."""
     name = check_path(path, "video")
     if not os.path.exists(name):
         raise MediaError(f"video {name!r} does not exist")

@@ -1,7 +1,6 @@
-"""How large pictures and videos may be that somebody gives us, asked before their pixels are read.
+"""Size limits for input pictures and videos, checked before their pixels are decoded.
 
-A file of some kilobytes can hold a picture of a gigapixel, or one frame that is shown for hours.
-Read next: `read.py`, `images.py`, `mp4.py`.
+A file of a few kilobytes can hold a gigapixel picture, or one frame shown for hours.
 """
 
 from __future__ import annotations
@@ -15,17 +14,17 @@ if TYPE_CHECKING:
     from av.container import InputContainer
     from PIL.ImageFile import ImageFile
 
-#: Pixels of one picture: twice what Pillow warns of, far above what a camera makes.
+#: Largest input picture in pixels: twice Pillow's warning limit, far above any camera.
 MOST_PIXELS = 178_956_970
-#: Bytes of all frames that are held at once.
+#: Largest size in bytes of all frames held in memory at once (4 GiB).
 MOST_BYTES = 1 << 32
-#: Bytes of a record beside a video or in it.
+#: Largest record in bytes, embedded or sidecar (16 MiB).
 MOST_RECORD_BYTES = 1 << 24
 
-#: Formats of pictures that are read. Pillow knows others, of which some start another program.
+#: Allowed picture formats. Pillow knows more, and some of those start another program.
 _FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "TIFF", "BMP", "PPM", "TGA", "AVIF", "JPEG2000")
-#: What FFmpeg may take a file for, and where it may read from. It knows playlists too, which name
-#: other files and addresses.
+#: Allowed FFmpeg formats and protocols. FFmpeg also reads playlists, which name other files and
+#: addresses.
 FFMPEG_OPTIONS = {
     "protocol_whitelist": "file",
     "format_whitelist": (
@@ -36,7 +35,7 @@ FFMPEG_OPTIONS = {
 
 
 def open_picture(path: str | PathLike[str]) -> ImageFile:
-    """A picture of a format that is read; what Pillow raises for what is none."""
+    """Open a picture of an allowed format. Pillow's errors pass through."""
     from PIL import Image
 
     Image.init()
@@ -45,9 +44,9 @@ def open_picture(path: str | PathLike[str]) -> ImageFile:
 
 
 def open_video(path: str | PathLike[str]) -> InputContainer:
-    """The container of a video file, read from that file alone; what PyAV raises for what is none.
+    """Open a video container from that local file alone. PyAV's errors pass through.
 
-    Tags that are not UTF-8 text are no reason to refuse the frames.
+    Tags that are not valid UTF-8 are replaced; the frames stay readable.
     """
     import av
 
@@ -58,7 +57,7 @@ def open_video(path: str | PathLike[str]) -> InputContainer:
 
 
 def check_picture(width: int, height: int, name: str) -> None:
-    """Raise `MediaError` for a picture of more pixels than are read."""
+    """Raise `MediaError` for a picture above `MOST_PIXELS`."""
     if width * height > MOST_PIXELS:
         raise MediaError(
             f"{name} is too large: {width}x{height} pixels; at most {MOST_PIXELS:,} are read, so "
@@ -67,7 +66,7 @@ def check_picture(width: int, height: int, name: str) -> None:
 
 
 def check_frames(count: int, width: int, height: int, name: str) -> None:
-    """Raise `MediaError` for frames that take more memory than is given to them."""
+    """Raise `MediaError` for RGB frames that need more than `MOST_BYTES`."""
     if count * width * height * 3 > MOST_BYTES:
         raise MediaError(
             f"{name} is too long for its size: {count} frames of {width}x{height} take "

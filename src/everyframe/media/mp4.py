@@ -1,8 +1,7 @@
-"""H.264 in mp4: the encoder, the check of what was written, and the reader of any video.
+"""H.264 in mp4: encoder, verification of the written file, and reader of any video.
 
-Pictures (gif, webp, png) are `everyframe.media.images`; who decides which and where is
-`everyframe.media.write`. Colours: BT.709 matrix, limited range, and tagged so. FFmpeg's own default
-is the BT.601 matrix without a tag, which players then guess from the size, and colours shift.
+Colours use the BT.709 matrix in limited range and are tagged so. FFmpeg's default is the BT.601
+matrix without a tag; players then guess from the size, and colours shift.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ _SCALING = 4 | 0x2000 | 0x4000 | 0x40000 | 0x80000
 
 
 class Mp4Encoder:
-    """Encodes frames as they come to `path`; `finish` gives the file its record and faststart.
+    """Encode frames to `path` as they arrive; `finish` adds the record, audio and faststart.
 
-    The record may be known only at the end, and mp4 keeps it in the header that is written first.
-    So frames go to a file of their own beside `path`, and `finish` copies its packets, unchanged,
+    The record may be known only at the end, but mp4 stores it in the header, which comes first.
+    Frames therefore go to a second file beside `path`, and `finish` copies its packets unchanged
     behind the final header.
     """
 
@@ -72,7 +71,7 @@ class Mp4Encoder:
         self.num_frames += 1
 
     def finish(self, comment: str, sound: Audio | None = None) -> None:
-        """Write the last packets, then `path` with `comment` and sound; check it by reading it."""
+        """Flush the encoder, write `path` with `comment` and audio, and verify it by reading it."""
         self._container.mux(self._stream.encode())
         self._container.close()
         _copy_with_comment(self._encoded, self._path, comment, sound)
@@ -80,7 +79,7 @@ class Mp4Encoder:
         _verify(self._path, self.num_frames, *self._size)
 
     def abort(self) -> None:
-        """Let go of the file; what it holds is of no use and is removed by the caller."""
+        """Close the unfinished file; the caller deletes it."""
         # Closing writes a trailer, which fails again where writing failed: the first error counts.
         with contextlib.suppress(av.FFmpegError, OSError):
             self._container.close()
@@ -120,9 +119,9 @@ def _verify(path: Path, num_frames: int, width: int, height: int) -> None:
 
 
 def read_frames(path: Path, size: tuple[int, int] | None = None) -> tuple[Frames, Fraction]:
-    """All frames (T, H, W, 3) and the frame rate of a video file.
+    """Read all frames (T, H, W, 3) and the frame rate of a video file.
 
-    With `size` (height, width) each frame is fitted as it is read; otherwise as `iter_frames`.
+    With `size` (height, width) each frame is resized as it is read. Otherwise as `iter_frames`.
     """
     kept: list[Frames] = []
     for frame in iter_frames(path):
@@ -133,7 +132,7 @@ def read_frames(path: Path, size: tuple[int, int] | None = None) -> tuple[Frames
 
 
 def frame_rate(path: Path) -> Fraction:
-    """Frames a second of a video file. Raises `MediaError` if it is none."""
+    """Frames per second of a video file. Raises `MediaError` if it is not a video."""
     with _opened(path) as container:
         stream = container.streams.video[0]
         rate: Fraction | None = stream.average_rate or stream.guessed_rate
@@ -143,10 +142,10 @@ def frame_rate(path: Path) -> Fraction:
 
 
 def read_sound(path: Path, seconds: float) -> Audio | None:
-    """What is heard in the first seconds of a video file; None if it has no sound.
+    """Read the audio of the first `seconds` of a video file; None if it has none.
 
-    Counted from its first frame; silence where its sound begins later or ends sooner. More than two
-    channels become two. Raises `MediaError` if it can't be decoded.
+    Time counts from the first frame; where the audio starts later or ends earlier there is silence.
+    More than two channels are mixed to two. Raises `MediaError` if it can't be decoded.
     """
     with _opened(path) as container:
         if not container.streams.audio:
@@ -169,11 +168,11 @@ def read_sound(path: Path, seconds: float) -> Audio | None:
 
 
 def iter_frames(path: Path) -> Iterator[Frames]:
-    """The frames of a video file one after the other, (H, W, 3) each; one is held at a time.
+    """Decode a video file frame by frame, (H, W, 3) each; one frame is in memory at a time.
 
-    Colours follow the file's own tags; a file without tags is taken as BT.601, as FFmpeg does. A
-    phone's rotation is applied. Raises `MediaError` if it can't be read to its end; it names the
-    first frame that can't be, counted from 0.
+    Colours follow the file's tags; an untagged file is taken as BT.601, as FFmpeg does. A phone's
+    rotation is applied. Raises `MediaError` if the file can't be read to its end, with the number
+    of the first frame that fails, counted from 0.
     """
     name, count, end = str(path), 0, 0.0
     with _opened(path) as container:
@@ -205,7 +204,7 @@ def iter_frames(path: Path) -> Iterator[Frames]:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """The container of a file that holds a video stream."""
+    """Open a file that must hold a video stream."""
     name = str(path)
     try:
         container = open_video(path)

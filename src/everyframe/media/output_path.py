@@ -1,12 +1,11 @@
-"""Where a video goes: what kind of file a path means, whether it can be written, default names.
+"""Output paths: format by ending, checks before a run, default file names.
 
-Everything here is checked *before* a run begins, so that an hour of work never ends in a typing
-error. It opens no file but an existing sidecar, and loads neither numpy nor FFmpeg.
+All checks run *before* a run begins, so a typing error never costs an hour of work. The module
+opens no file but an existing sidecar, and loads neither numpy nor FFmpeg.
 
-An existing file is replaced, in one step and only after the new one is complete: a run that fails
-leaves the old one as it was. What nobody can have meant to lose (a folder with other things than
-frames in it, a JSON file of somebody else in the sidecar's place) is refused.
-Read next: `everyframe.media.write`.
+An existing output file is replaced atomically, only after the new one is complete; a failed run
+leaves the old file unchanged. Two things are never replaced: a folder that holds anything but
+frames, and a sidecar path that holds another program's JSON.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _MAX_SLUG = 60
 
 
 class OutputFormat(Enum):
-    """The kinds of output, by their ending; `FRAMES` is a folder of png files."""
+    """Output formats by file ending; `FRAMES` is a folder of png files."""
 
     MP4 = ".mp4"
     GIF = ".gif"
@@ -51,7 +50,7 @@ _ALLOWED = ".mp4, .gif, .webp, .png (one frame), or a folder: no ending, or '/' 
 
 
 def kind_of(path: PathLike) -> OutputFormat:
-    """What `path` means as an output. Raises `MediaError` for an ending that we do not write."""
+    """Output format of `path`. Raises `MediaError` for an unsupported ending."""
     text = check_path(path)
     ending = Path(text).suffix.lower()
     if text.endswith(("/", os.sep)) or not ending:
@@ -67,9 +66,9 @@ def kind_of(path: PathLike) -> OutputFormat:
 
 
 def exact_fps(fps: Fraction | float | str) -> Fraction:
-    """A frame rate as an exact fraction, such as ``24000/1001``.
+    """Convert a frame rate to an exact fraction, such as ``24000/1001``.
 
-    A float means the nearest fraction with a denominator of at most 1001, which covers the
+    A float becomes the nearest fraction with a denominator of at most 1001, which covers the
     broadcast rates. Raises `InputError` unless 0 < fps <= 1000.
     """
     try:
@@ -86,10 +85,7 @@ def exact_fps(fps: Fraction | float | str) -> Fraction:
 
 
 def sidecar_of(path: PathLike) -> Path:
-    """Where the record of `path` lies beside it: ``clip.json`` for ``clip.mp4``.
-
-    For a folder of frames it is ``record.json`` inside.
-    """
+    """Path of the sidecar record: ``clip.json`` for ``clip.mp4``, ``record.json`` in a folder."""
     place = Path(path)
     if kind_of(path) is OutputFormat.FRAMES:
         return place / FOLDER_RECORD
@@ -97,9 +93,9 @@ def sidecar_of(path: PathLike) -> Path:
 
 
 def numbered(path: PathLike, number: int) -> str:
-    """`path` for one video of several: ``clip-7.mp4`` for ``clip.mp4``, ``clip-7/`` for ``clip/``.
+    """Path of one of several videos: ``clip-7.mp4`` or ``clip-7/`` for ``clip.mp4`` or ``clip/``.
 
-    Let `number` be the seed, so that a name stays right however many videos are asked for.
+    Pass the seed as `number`, so that a name does not depend on the number of videos.
     """
     text = os.fspath(path)
     if kind_of(path) is OutputFormat.FRAMES:
@@ -110,7 +106,7 @@ def numbered(path: PathLike, number: int) -> str:
 
 
 def is_our_record(path: Path) -> bool:
-    """Whether the file holds a record that Everyframe wrote."""
+    """Whether the file holds a record written by Everyframe."""
     try:
         value = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -127,12 +123,14 @@ def check_output(
     num_frames: int | None = None,
     fps: Fraction | float | str | None = None,
 ) -> OutputFormat:
-    """Make sure, before anything is computed, that a video of this size can be written to `path`.
+    """Check before a run that a video of this size can be written to `path`; creates nothing.
 
-    What is None is not checked. Sizes are in pixels. Creates nothing. Raises `MediaError` with one
-    line for a parent folder that is missing or can't be written, an unknown ending, a size, length
-    or frame rate that the kind of file can't have, or something that must not be replaced; and
-    `InputError` for a frame rate that no file can have.
+    Values that are None are not checked. Sizes are in pixels.
+
+    Raises:
+        MediaError: parent folder missing or not writable, unknown ending, a size, length or frame
+            rate that the format can't hold, or a target that must not be replaced.
+        InputError: a frame rate that no format can hold.
     """
     kind = kind_of(path)
     _check_place(path, kind)
@@ -152,13 +150,13 @@ def check_output(
 
 
 def check_here() -> None:
-    """Raise `MediaError` if the folder that one is in, where files without a name go, is closed."""
+    """Raise `MediaError` if the current folder, the default for outputs, is not writable."""
     if not os.access(".", os.W_OK | os.X_OK):
         raise MediaError("no permission to write in the folder you are in; name an output")
 
 
 def check_folder(folder: PathLike) -> Path:
-    """The place of the report. Raises `InputError` where there can be no such folder."""
+    """Check the path of a report folder. Raises `InputError` if no such folder can be created."""
     path = Path(check_path(folder, "report"))
     for place in (path, *path.parents):
         if place.is_dir():
@@ -214,7 +212,7 @@ def _check_old_folder(text: str, place: Path) -> None:
 
 
 def is_of_frames(entry: Path) -> bool:
-    """Whether a frames folder may hold `entry`, so that it goes when the folder is replaced."""
+    """Whether `entry` belongs to a frames folder, and so is deleted when the folder is replaced."""
     return FRAME_NAME.fullmatch(entry.name) is not None or (
         entry.name == FOLDER_RECORD and is_our_record(entry)
     )
@@ -237,12 +235,15 @@ def _check_size(path: PathLike, kind: OutputFormat, width: int, height: int) -> 
 
 
 def _evens(side: int) -> tuple[int, int]:
-    """The even sizes next to `side`, smaller and larger; `side` twice if it is even."""
+    """Even sizes next to `side`, smaller and larger; `side` twice if it is even."""
     return max(2, side - side % 2), side + side % 2
 
 
 def slug(text: str, limit: int = _MAX_SLUG) -> str:
-    """`text` as lower-case ASCII words joined by ``-``, at most `limit` long, cut between words."""
+    """Convert `text` to lower-case ASCII words joined by ``-``.
+
+    The result has at most `limit` characters and is cut between words.
+    """
     plain = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode().lower()
     whole = re.sub(r"[^a-z0-9]+", "-", plain).strip("-")
     if len(whole) <= limit:
@@ -260,10 +261,10 @@ def default_output(
     ending: str = ".mp4",
     now: datetime | None = None,
 ) -> Path:
-    """The next free name ``{date}-{time}_{model}_{prompt's words}_{seed}.mp4`` in `folder`.
+    """Next free path ``{date}-{time}_{model}_{prompt's words}_{seed}.mp4`` in `folder`.
 
-    Free means that neither the video nor its sidecar exists; else ``-2``, ``-3``, … is appended.
-    Nothing is created or reserved.
+    A path is free if neither the video nor its sidecar exists; otherwise ``-2``, ``-3``, … is
+    appended. Nothing is created or reserved.
     """
     moment = (now or datetime.now()).strftime("%Y%m%d-%H%M%S")
     # Of a hub id or a folder only the last part: names of people and places stay out of file names.

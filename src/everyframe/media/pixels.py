@@ -1,6 +1,6 @@
-"""Numbers to 8-bit colours, and pictures to another size.
+"""Pixel arrays: float to 8-bit conversion, range checks, resizing.
 
-No files here. Arrays are ``(..., H, W, 3)``, RGB. Read next: `everyframe.media.read`.
+Arrays are ``(..., H, W, 3)``, RGB. No file access.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from everyframe.core.errors import InputError, MediaError, NumericsError, did_yo
 
 Frames = npt.NDArray[np.uint8]
 
-#: How far a value may lie outside of 0..1: what resampling and half precision leave.
+#: Tolerance outside 0..1, for overshoot from resampling and half precision.
 _SLACK = 1e-2
 
 _WAYS = ("crop", "pad", "stretch")
 
 
 def to_uint8(frames: npt.NDArray[Any], *, first_index: int = 0) -> Frames:
-    """``round(255 x)`` of frames with values in 0..1; what lies outside is clipped.
+    """Convert frames in 0..1 to uint8, ``round(255 x)``; values outside are clipped.
 
-    The first axis is time for frames ``(T, H, W, 3)``; anything with fewer axes is one frame. uint8
-    frames come back as they are. Raises `NumericsError` that names the first frame, counted from
-    `first_index`, with a value that is not finite: such frames are never written, because a cast
-    would turn them black without a word. Raises `InputError` for other integers.
+    The first axis is time for ``(T, H, W, 3)``; an array with fewer axes is one frame. uint8 frames
+    are returned unchanged. Raises `NumericsError` for values that are not finite and names the
+    first such frame, counted from `first_index`: a cast would silently turn it black. Raises
+    `InputError` for other integer dtypes.
     """
     if frames.dtype == np.uint8:
         return frames
@@ -48,7 +48,7 @@ def to_uint8(frames: npt.NDArray[Any], *, first_index: int = 0) -> Frames:
 
 
 def check_range(values: npt.NDArray[Any], what: str) -> None:
-    """Raise `MediaError` for given floats that are no colours: not finite, or not in 0..1."""
+    """Raise `MediaError` for input floats that are not finite or not in 0..1."""
     if not np.issubdtype(values.dtype, np.floating) or not values.size:
         return
     least, most = float(values.min()), float(values.max())
@@ -62,11 +62,11 @@ def check_range(values: npt.NDArray[Any], what: str) -> None:
 
 
 def fit_image(image: Frames, height: int, width: int, how: str = "crop") -> Frames:
-    """`image` ``(..., H, W, 3)`` as ``(..., height, width, 3)``, by Lanczos resampling.
+    """Resize `image` ``(..., H, W, 3)`` to ``(..., height, width, 3)`` with Lanczos resampling.
 
-    ``crop`` scales until the target is covered and cuts off evenly what sticks out; ``pad`` scales
-    until it fits inside and adds black bars; ``stretch`` changes the proportions. An image of the
-    right size comes back unchanged.
+    ``crop`` scales to cover the target and cuts the excess evenly; ``pad`` scales to fit inside and
+    adds black bars; ``stretch`` changes the proportions. An image of the right size is returned
+    unchanged.
     """
     if how not in _WAYS:
         hint = did_you_mean(how, _WAYS)

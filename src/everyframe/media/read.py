@@ -1,7 +1,7 @@
-"""Reading pictures and videos that somebody gives us, as 8-bit RGB.
+"""Read input pictures and videos as 8-bit RGB.
 
-Colour profiles are not applied; values are taken as sRGB. Writing is `everyframe.media.write`;
-bringing a picture to a model's size is `everyframe.media.pixels.fit_image`.
+Colour profiles are ignored; values are taken as sRGB. `everyframe.media.pixels.fit_image` resizes a
+picture to a model's size.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
-#: What lies under the transparent parts of a picture.
+#: Colour behind transparent pixels.
 Background = Literal["white", "black"]
 
 _ANIMATED = {".gif", ".webp", ".png", ".apng"}
@@ -34,13 +34,12 @@ _ANIMATED = {".gif", ".webp", ".png", ".apng"}
 def read_image(
     source: PathLike | Image | npt.NDArray[Any] | Tensor, *, under: Background = "white"
 ) -> Frames:
-    """A picture as uint8 RGB (H, W, 3): from a file, a Pillow image, an array or a torch tensor.
+    """Read a picture as uint8 RGB (H, W, 3) from a file, Pillow image, array or torch tensor.
 
-    A camera's orientation is applied, palettes, grey and print colours become RGB, transparency is
-    laid over `under`, 16 bits are rounded to 8. Arrays are (H, W), or (H, W, C) with 1, 3 or 4
-    channels, uint8, uint16 or floats in 0..1; tensors the same, or with channels first, as (C, H,
-    W) or (1, C, H, W). Raises `MediaError` for what is missing, no picture, an animated one or cut
-    off.
+    EXIF orientation is applied; palette, grey and CMYK become RGB; transparency is composited over
+    `under`; 16 bits are rounded to 8. Arrays are (H, W) or (H, W, C) with 1, 3 or 4 channels, in
+    uint8, uint16 or floats in 0..1. Tensors may also be channels-first, (C, H, W) or (1, C, H, W).
+    Raises `MediaError` for input that is missing, not a picture, animated or truncated.
     """
     from PIL import Image, UnidentifiedImageError
 
@@ -78,10 +77,11 @@ def read_image(
 
 
 def picture_as_given(source: Any) -> Any:
-    """What was given as it is, for whoever takes it so; a file, and integers, as Pillow's picture.
+    """Load a picture for a caller that accepts many types; other values pass through unchanged.
 
-    Integers are the 0 to 255 of a picture, where a tensor or an array of floats may mean anything.
-    Of a list each. Raises `MediaError` for a file that is no picture.
+    Files and integer arrays become Pillow images: integers are pixel values in 0..255, while a
+    float array or tensor may mean anything. A list is handled item by item. Raises `MediaError` for
+    a file that is not a picture.
     """
     from PIL import Image
 
@@ -93,7 +93,7 @@ def picture_as_given(source: Any) -> Any:
 
 
 def is_picture_of_integers(value: Any) -> bool:
-    """Whether it is an array or tensor of one picture with 8 or 16 bits."""
+    """Whether the value is an array or tensor of one picture with 8 or 16 bits."""
     if is_tensor(value):
         shape, dtype = tuple(value.shape), str(value.dtype).removeprefix("torch.")
     elif isinstance(value, np.ndarray):
@@ -107,21 +107,21 @@ def is_picture_of_integers(value: Any) -> bool:
 
 
 def num_pictures(picture: Image) -> int:
-    """How many pictures follow each other in an open Pillow image; 1 for a still one.
+    """Number of frames in an open Pillow image; 1 for a still picture.
 
-    A phone's JPEG may carry small or far-sighted copies of itself (MPO): that is one picture.
+    A phone's JPEG may embed further copies of itself (MPO); that counts as one picture.
     """
     return 1 if picture.format == "MPO" else int(getattr(picture, "n_frames", 1))
 
 
 def is_tensor(value: Any) -> TypeGuard[Tensor]:
-    """Whether it is a torch tensor; torch is not imported for it."""
+    """Whether the value is a torch tensor; does not import torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
 
 def _channels_last(tensor: Tensor) -> npt.NDArray[Any]:
-    """A tensor's values as an array (H, W) or (H, W, C)."""
+    """Convert a tensor to an array (H, W) or (H, W, C)."""
     values = tensor.detach().cpu()
     if values.is_floating_point():
         values = values.float()  # NumPy has no bfloat16
@@ -182,13 +182,13 @@ def read_video(
     fps: Fraction | float | str | None = None,
     size: tuple[int, int] | None = None,
 ) -> tuple[Frames, Fraction]:
-    """Frames, uint8 (T, H, W, 3), and frame rate of a video, gif, webp or folder of png files.
+    """Read frames, uint8 (T, H, W, 3), and frame rate of a video, gif, webp or folder of png files.
 
-    With `size` (height, width) frames are fitted to it (see `fit_image`), those of a video file one
-    by one: a long one in its own size may be larger than the memory. `fps` is for what has none, a
-    folder of pictures without our ``record.json``, and sets the rate at which a gif or webp is
-    sampled; a video file has its own and refuses another. Raises `MediaError` for what is missing,
-    no video or cut off.
+    With `size` (height, width) frames are resized (see `fit_image`); those of a video file one by
+    one, as a long video in its own size may exceed memory. `fps` gives the rate of a folder without
+    our ``record.json``, and sets the sampling rate of a gif or webp. A video file has its own rate;
+    another `fps` raises `InputError`. Raises `MediaError` for input that is missing, not a video or
+    truncated.
     """
     check_video(path)
     place = Path(path)

@@ -1,13 +1,12 @@
-"""The record of what made a video: kept inside the file, and beside it.
+"""Provenance record: what made a video, embedded in the file and beside it as a JSON sidecar.
 
-A record is a plain mapping that JSON can hold; the engine decides what is in it. This module adds
-three keys, ``schema``, ``fps`` and ``num_frames``, and knows where each kind of file has room for
-text: the comment of an mp4 and of a gif, the EXIF user comment of a webp, a text chunk of a png.
-The same record lies beside the file as ``clip.json`` (in a folder of frames as ``record.json``).
+A record is a plain JSON mapping whose content the engine decides. This module adds the keys
+``schema``, ``fps`` and ``num_frames``, and knows where each format stores text: the comment of an
+mp4 or gif, the EXIF user comment of a webp, a text chunk of a png. The sidecar is ``clip.json``
+(``record.json`` in a folder of frames).
 
-When the two disagree, the one inside the file is believed: it cannot be parted from its frames,
-while a sidecar can be edited, left behind, or shared by a ``clip.mp4`` and a ``clip.gif``.
-Read next: `everyframe.media.write`.
+If the two disagree, the embedded record wins: it can't be separated from its frames, while a
+sidecar can be edited, left behind, or shared by ``clip.mp4`` and ``clip.gif``.
 """
 
 from __future__ import annotations
@@ -37,22 +36,22 @@ _ASCII_MARK = b"ASCII\x00\x00\x00"
 
 
 def complete(record: Mapping[str, Any] | None, fps: Fraction, num_frames: int) -> dict[str, Any]:
-    """`record` with ``schema``, ``fps`` (``"24"``, ``"24000/1001"``) and ``num_frames``.
+    """Return `record` with ``schema``, ``fps`` (``"24"``, ``"24000/1001"``) and ``num_frames``.
 
-    They say what the file cannot: a folder of pictures has no frame rate, a webp of equal frames
-    keeps one of them and no duration, and another program's JSON must not be taken for ours.
+    These three hold what the file may not: a folder of pictures has no frame rate, a webp merges
+    equal frames and loses their duration, and ``schema`` tells our JSON from another program's.
     """
     ours = {"schema": RECORD_SCHEMA, "fps": str(fps), "num_frames": num_frames}
     return {**ours, **(record or {}), **ours}
 
 
 def compact(record: Mapping[str, Any]) -> str:
-    """`record` as one line of ASCII JSON, which every container carries unchanged."""
+    """Serialise `record` as one line of ASCII JSON, which every container carries unchanged."""
     return json.dumps(record, allow_nan=False, separators=(",", ":"))
 
 
 def readable(record: Mapping[str, Any]) -> bytes:
-    """`record` as indented UTF-8 JSON with its own letters, for the sidecar."""
+    """Serialise `record` as indented UTF-8 JSON for the sidecar."""
     text = json.dumps(record, allow_nan=False, ensure_ascii=False, indent=2) + "\n"
     try:
         return text.encode("utf-8")
@@ -61,7 +60,7 @@ def readable(record: Mapping[str, Any]) -> bytes:
 
 
 def exif_of(text: str) -> bytes:
-    """An EXIF block whose user comment is `text`, for webp."""
+    """Build an EXIF block whose user comment is `text`, for webp."""
     from PIL import Image
 
     exif = Image.Exif()
@@ -70,7 +69,7 @@ def exif_of(text: str) -> bytes:
 
 
 def parse(text: str | bytes | None) -> dict[str, Any] | None:
-    """The record in `text`, or None if it is no record of ours."""
+    """Parse `text` as a record. None if it is not an Everyframe record."""
     if not text or len(text) > MOST_RECORD_BYTES:
         return None
     try:
@@ -83,17 +82,17 @@ def parse(text: str | bytes | None) -> dict[str, Any] | None:
 
 
 def read_sidecar(path: Path) -> dict[str, Any] | None:
-    """The record in a file of JSON; None if there is no such file, or it is no record of ours."""
+    """Read a record from a JSON file. None if the file is missing or not an Everyframe record."""
     if not path.is_file() or path.stat().st_size > MOST_RECORD_BYTES:
         return None
     return parse(path.read_bytes())
 
 
 def read_record(path: PathLike) -> dict[str, Any]:
-    """The record of a video, of a folder of frames, or in a sidecar given by its own name.
+    """Read the record of a video or folder of frames, or a sidecar given by its own name.
 
-    For a video: the one inside the file, else the sidecar. Raises `MediaError` if there is no such
-    file, or neither holds a record of ours.
+    A video's embedded record comes first, then its sidecar. Raises `MediaError` if the file does
+    not exist or neither holds an Everyframe record.
     """
     name = check_path(path)
     place = Path(name)
@@ -122,9 +121,9 @@ def read_record(path: PathLike) -> dict[str, Any]:
 
 
 def embedded_record(path: Path) -> dict[str, Any] | None:
-    """The record inside a video or picture file, or None.
+    """Read the record inside a video or picture file. None if it has none.
 
-    Raises `MediaError` if the file is neither a picture nor a video that can be opened.
+    Raises `MediaError` if the file can be opened neither as a picture nor as a video.
     """
     from PIL import UnidentifiedImageError
 
@@ -142,7 +141,7 @@ def embedded_record(path: Path) -> dict[str, Any] | None:
 
 
 def record_of_picture(picture: Any) -> dict[str, Any] | None:
-    """The record in an open Pillow image (gif, webp or png), or None."""
+    """Read the record of an open Pillow image (gif, webp or png). None if it has none."""
     # A png has it in a text; to look for more all of its pixels would be read.
     exif = {} if picture.format == "PNG" else picture.getexif().get_ifd(_EXIF_IFD)
     user_comment = exif.get(_USER_COMMENT, b"")

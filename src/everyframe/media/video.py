@@ -1,6 +1,6 @@
-"""`Video`: frames, their rate and the record of what made them, as one value.
+"""`Video`: frames, frame rate, audio and provenance record as one value.
 
-It is what generating gives back and what `save` writes. Read next: `everyframe.media.write`.
+`everyframe.generate` returns it; `Video.save` writes it.
 """
 
 from __future__ import annotations
@@ -30,11 +30,14 @@ _PIECE = 16
 class Video:
     """A video in memory.
 
-    frames: (T, H, W, 3) RGB, uint8, or float32 with values in 0..1.
-    fps: frames a second; floats are made exact fractions.
-    record: what made it, or nothing.
-    sound: what is heard with it, where a model makes that; only an .mp4 keeps it.
-    Raises `InputError` for frames of another shape or type.
+    Attributes:
+        frames: (T, H, W, 3) RGB, uint8, or float32 in 0..1.
+        fps: frames per second; floats become exact fractions.
+        record: provenance; may be empty.
+        sound: audio, where the model makes it; only .mp4 stores it.
+
+    Raises:
+        InputError: frames of another shape or dtype.
     """
 
     frames: npt.NDArray[Any]
@@ -69,13 +72,15 @@ class Video:
         return float(self.num_frames / self.fps)
 
     def pieces(self) -> Iterator[Frames]:
-        """The frames as uint8 (t, H, W, 3), a few at a time. Raises `NumericsError` as told by
-        `everyframe.media.pixels.to_uint8`."""
+        """Yield the frames as uint8 (t, H, W, 3), 16 at a time.
+
+        Raises `NumericsError` as `everyframe.media.pixels.to_uint8` does.
+        """
         for start in range(0, self.num_frames, _PIECE):
             yield to_uint8(self.frames[start : start + _PIECE], first_index=start)
 
     def save(self, path: PathLike, *, sidecar: bool = True) -> Path:
-        """Write the video, the kind told by the ending; see `everyframe.media.write.write`."""
+        """Write the video; the ending selects the format. See `everyframe.media.write.write`."""
         from everyframe.media.write import write
 
         sound = self.sound if kind_of(path) is OutputFormat.MP4 else None
@@ -85,7 +90,7 @@ class Video:
 
     @classmethod
     def load(cls, path: PathLike) -> Video:
-        """The video in a file or folder, with its record if `read_record` finds one; no sound."""
+        """Load a video from a file or folder, with its record if there is one, without audio."""
         from everyframe.core.errors import MediaError
         from everyframe.media.read import read_video
 

@@ -1,9 +1,9 @@
-"""Writing a video, as its frames come, so that there is a whole file at the end or none.
+"""Write a video frame by frame, atomically: the result is a complete file or none.
 
-Everything is written into a hidden folder beside the target and renamed when it is complete and
-was read back. On any error, Ctrl-C included, the hidden folder is removed and an older file of the
-same name stays as it was. (A killed process leaves ``.everyframe-….partial``; it can be deleted.)
-The encoders are `everyframe.media.mp4` and `everyframe.media.images`. Read next: `mp4`.
+Output goes to a hidden folder beside the target and is renamed once it is complete and verified by
+reading it back. On any error, including Ctrl-C, the hidden folder is deleted and an older file of
+the same name stays unchanged. A killed process leaves ``.everyframe-….partial``, which can be
+deleted. The encoders are `everyframe.media.mp4` and `everyframe.media.images`.
 """
 
 from __future__ import annotations
@@ -50,13 +50,12 @@ class _Encoder(Protocol):
 
 
 class VideoWriter:
-    """Writes pieces of a video to `path` as they come; a context manager.
+    """Context manager that writes a video to `path` as its frames arrive.
 
     ``with VideoWriter("clip.mp4", 24, record) as writer: writer.add(piece)``. The file appears when
-    the block ends well. `record` may be a function: it is called after the last frame, when all is
-    known that belongs into it. ``sidecar=False`` leaves out ``clip.json`` (a folder of frames keeps
-    its ``record.json``, which holds its frame rate). Sound goes into mp4 alone: `holds_sound` says
-    whether this file has room for it.
+    the block ends without an error. `record` may be a function; it is called after the last frame.
+    ``sidecar=False`` omits ``clip.json`` (a folder of frames always gets ``record.json``, which
+    holds its frame rate). Only mp4 stores audio; see `holds_sound`.
     """
 
     def __init__(
@@ -82,34 +81,36 @@ class VideoWriter:
 
     @property
     def holds_sound(self) -> bool:
-        """Whether this kind of file can hold sound."""
+        """Whether this output format can store audio."""
         return self._kind is OutputFormat.MP4
 
     def add_sound(self, sound: Audio) -> None:
-        """Give the video its sound, at any time before the end. Raises `MediaError` if the kind of
-        file has no room for it."""
+        """Set the audio, at any time before the end.
+
+        Raises `MediaError` if the format can't store it.
+        """
         if not self.holds_sound:
             raise MediaError(f"{str(self.path)!r} can't hold sound; an .mp4 can")
         self._sound = sound
 
     @property
     def _target(self) -> Path:
-        """What is written: where a link leads, so that the link stays one."""
+        """Real path that is written; a symbolic link at `path` stays a link."""
         return Path(os.path.realpath(self.path))
 
     @property
     def _name(self) -> str:
-        """The name whose ending tells the kind, which that of a link's target need not do."""
+        """File name whose ending gives the format; a link's target may have another ending."""
         return os.path.basename(os.path.abspath(self.path))
 
     def __enter__(self) -> VideoWriter:
         return self
 
     def add(self, piece: npt.NDArray[Any]) -> None:
-        """Append frames (t, H, W, 3), uint8, of the same H and W as all before.
+        """Append frames (t, H, W, 3), uint8, of the same H and W as all earlier ones.
 
-        Raises `MediaError` for a size that the file can't have or when the disk is full, and
-        `InputError` for another type or shape.
+        Raises `MediaError` for a size that the format can't hold or a full disk, and `InputError`
+        for another dtype or shape.
         """
         if piece.dtype != np.uint8 or piece.ndim != 4 or piece.shape[-1] != 3:
             raise InputError(
@@ -191,12 +192,12 @@ def write(
     sidecar: bool = True,
     sound: Audio | None = None,
 ) -> Path:
-    """Write `pieces`, uint8 arrays (t, H, W, 3), to `path` as they come; see `VideoWriter`.
+    """Write `pieces`, uint8 arrays (t, H, W, 3), to `path` as they arrive; see `VideoWriter`.
 
-    The ending tells the kind: ``.mp4`` (H.264, yuv420p, crf 17, faststart), ``.gif``, ``.webp``,
-    ``.png`` (one frame), or none or ``/`` for a folder of ``frame_00000.png``, …. The same frames
-    give the same bytes again. Raises `MediaError` in one line when it can't be written; then, and
-    when `pieces` raises, nothing new is left on the disk.
+    The ending selects the format: ``.mp4`` (H.264, yuv420p, crf 17, faststart), ``.gif``,
+    ``.webp``, ``.png`` (one frame); no ending or ``/`` means a folder of ``frame_00000.png``, ….
+    The same frames give the same bytes. Raises `MediaError` (one line) if writing fails; then, and
+    when `pieces` raises, no new file is left on disk.
     """
     with VideoWriter(path, fps, record, sidecar=sidecar) as writer:
         if sound is not None:
@@ -207,7 +208,7 @@ def write(
 
 
 def _to_disk(place: Path) -> None:
-    """Wait until the file's bytes are on the disk, so that a power cut can't leave an empty one."""
+    """Flush the file to disk, so that a power failure can't leave an empty one."""
     if place.is_file():
         # For writing, though nothing is written: Windows flushes no file that can only be read.
         with place.open("r+b") as file:
@@ -215,9 +216,11 @@ def _to_disk(place: Path) -> None:
 
 
 def _replace(new: Path, target: Path) -> None:
-    """Put `new` in the place of `target`. A full folder can't be renamed over: it steps aside.
+    """Move `new` to `target`.
 
-    What was put into it meanwhile, and is nothing of ours, goes into the new one.
+    An existing folder is first moved aside, as a rename can't replace it.
+
+    Foreign files that were added to the old folder meanwhile move into the new one.
     """
     if not (new.is_dir() and target.exists()):
         os.replace(new, target)
@@ -251,7 +254,7 @@ def _explained(error: Exception, path: Path) -> MediaError:
 
 
 class FrameSpool:
-    """Pieces of several videos, uint8 (t, H, W, 3), kept in one file beside where they will go."""
+    """Spool frames of several videos, uint8 (t, H, W, 3), in a temporary file beside the output."""
 
     def __init__(self, beside: PathLike) -> None:
         self._folder = Path(os.path.abspath(beside)).parent
@@ -259,7 +262,7 @@ class FrameSpool:
         self._pieces: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
 
     def put(self, key: int, piece: Frames) -> None:
-        """Append a piece to the video of that key. Raises `MediaError` if the disk is full."""
+        """Append frames to the video of that key. Raises `MediaError` if the disk is full."""
         try:
             if self._file is None:
                 self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 - see close
@@ -274,7 +277,7 @@ class FrameSpool:
         self._pieces.setdefault(key, []).append((start, piece.shape))
 
     def take(self, key: int) -> Iterator[Frames]:
-        """The pieces of that key in order, each once."""
+        """Yield the frames of that key in order, once; they leave the spool."""
         for start, shape in self._pieces.pop(key, ()):
             assert self._file is not None
             self._file.seek(start)
@@ -282,7 +285,7 @@ class FrameSpool:
             yield np.frombuffer(data, np.uint8).reshape(shape)
 
     def close(self) -> None:
-        """Forget everything."""
+        """Delete the spool and everything in it."""
         if self._file is not None:
             self._file.close()
         self._file, self._pieces = None, {}

@@ -1,4 +1,4 @@
-"""Looking at numbers: how far two results are apart, and later where values went bad.
+"""Numerics: compare tensors, detect and locate non-finite values, trace runs and diff the traces.
 
-Knows no model and changes nothing. Read next: `compare`.
+Depends on no model family and never changes a result. Read next: `tensor_stats`, `trace`.
 """

@@ -1,11 +1,11 @@
-"""Where a value that is not finite came from: the operation that made it, and its module.
+"""Locate the operation that made a non-finite value, and the module it belongs to.
 
-The call is repeated with every operation seen and the module on top of the stack known by hooks.
-Where an operation makes NaN or infinity out of numbers, that is a fault, and is repeated in float32
-on the same operands, which says what kind it is. What is computed of such a value carries its
-faults on, so that at the end those are known that the result comes of: an infinity that came to
-nothing (a mask, ``1 / exp(x)``) is not blamed. Slow, and run after a hit only. Not here: what is
-done about it (`everyframe.runtime.guard`). Read next: `tensor_stats.py`.
+The call is replayed under a `TorchDispatchMode` that sees every operation, while hooks track the
+current module. An operation that turns finite operands into NaN or infinity is a fault; it is
+repeated in float32 on the same operands, which tells the cause. Results computed from a non-finite
+value inherit its faults. So the faults behind the final result are known at the end, and an
+infinity that vanished (a mask, ``1 / exp(x)``) is not blamed. Slow: it runs only after a non-finite
+result was found. `everyframe.runtime.guard` repairs the fault.
 """
 
 from __future__ import annotations
@@ -30,34 +30,44 @@ from everyframe.ops.attention import kernels_kept
 
 Cause = Literal["range", "kernel", "formula", "unclear", "compiled", "weights", "given"]
 
-#: What hands out memory that nobody has filled.
+#: Operations that allocate uninitialised memory.
 _UNFILLED = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty",
              "new_empty_strided", "resize")  # fmt: skip
 
-#: Parameters of a call that hold infinities on purpose.
+#: Argument names of tensors that may hold infinities on purpose.
 _MASKS = ("mask", "bias")
 
-#: What torch calls otherwise than a person does.
+#: Names of operations for messages, where torch's name is not the usual one.
 _SPOKEN = {"to": "cast", "to_copy": "cast", "addmm": "linear"}
 
-#: A value carries so many faults on, the likeliest.
+#: Most faults that one value inherits; the likeliest are kept.
 _MOST = 8
 
 
 @dataclass(frozen=True)
 class Fault:
-    """An operation that made a value that is not finite.
+    """An operation that made a non-finite value.
 
-    `part` is the component and `module` the dotted name in it of the innermost module that ran,
-    both empty for what is outside of all of them. `cause` is ``range`` (the same in float32 is
-    finite and beyond what `dtype` holds), ``kernel`` (in float32 it is finite and would fit into
-    `dtype`: this kernel is wrong or adds up too narrowly), ``formula`` (not finite in float32
-    either), ``unclear`` (it can't be repeated in float32) or ``compiled`` (the same block as it is
-    written is finite). Two are no operation's: ``weights`` (`module` names a tensor that is not
-    finite itself) and ``given`` (`operation` names what the call was given). `given` and `made` are
-    the ranges of operands and result, `wide` that of the result in float32, or as it is written.
-    `is_planned` where -inf was put there, as a mask's is, or memory was not filled; that is a fault
-    only if nothing else is.
+    `cause` is one of:
+      ``range``: the float32 result is finite, but above the largest value of `dtype`;
+      ``kernel``: the float32 result is finite and fits into `dtype`, so this kernel is wrong or
+          accumulates too narrowly;
+      ``formula``: the float32 result is not finite either;
+      ``unclear``: the operation can't be repeated in float32;
+      ``compiled``: the same block is finite without compilation;
+      ``weights``: no operation; `module` names a tensor that is not finite itself;
+      ``given``: no operation; `operation` names the non-finite input of the call.
+
+    Attributes:
+        part: component; empty outside of all components.
+        module: dotted name, within the component, of the innermost module that ran; may be empty.
+        operation: name of the operation.
+        dtype: dtype of a cast's result, otherwise the narrowest floating dtype involved.
+        given: range of the operands.
+        made: range of the result.
+        wide: range of the result in float32, or without compilation.
+        is_planned: -inf was written on purpose, as in a mask, or memory was uninitialised. It
+            counts as a fault only if there is no other.
     """
 
     part: str
@@ -78,10 +88,12 @@ class Fault:
 
 @dataclass(frozen=True)
 class Located:
-    """What a repeated call showed.
+    """Result of a replayed call.
 
-    `faults` are those that the result comes of, the likeliest first; `swallowed` are operations
-    whose infinities came to nothing, in order. `error` is what the call raised after a fault.
+    Attributes:
+        faults: faults behind the result, the likeliest first.
+        swallowed: faults, in order, whose infinities vanished before the result.
+        error: what the call raised after a fault.
     """
 
     faults: tuple[Fault, ...]
@@ -90,7 +102,7 @@ class Located:
 
     @property
     def fault(self) -> Fault | None:
-        """The likeliest, or None where the result is finite."""
+        """The likeliest fault, or None if the result is finite."""
         return next(iter(self.faults), None)
 
 
@@ -99,9 +111,9 @@ def locate_fault(
     compute: Callable[[], object],
     given: Mapping[str, Any] = MappingProxyType({}),
 ) -> Located:
-    """Repeat `compute`, which calls these modules, and find the faults that its result comes of.
+    """Replay `compute`, which calls these components, and locate the faults behind its result.
 
-    `given` is what it is called with, by name.
+    `given` are its inputs by name.
     """
     run = _Run({**_of_inputs(parts, given), **_of_weights(parts)})
     error: Exception | None = None
@@ -121,7 +133,7 @@ def locate_fault(
 
 
 def _of_weights(parts: Mapping[str, nn.Module]) -> dict[int, Fault]:
-    """A fault for each weight that is not finite, by its storage."""
+    """Build a fault for each non-finite weight, by storage."""
     found: dict[int, Fault] = {}
     for part in parts:
         for name, tensor in bad_weights({part: parts[part]}):
@@ -132,7 +144,7 @@ def _of_weights(parts: Mapping[str, nn.Module]) -> dict[int, Fault]:
 
 
 def _of_inputs(parts: Mapping[str, nn.Module], given: Mapping[str, Any]) -> dict[int, Fault]:
-    """A fault for each tensor of `given` that is not finite, by its storage."""
+    """Build a fault for each non-finite tensor in `given`, by storage."""
     found: dict[int, Fault] = {}
     part = next(iter(parts), "")
     for name, value in given.items():
@@ -146,14 +158,15 @@ def _of_inputs(parts: Mapping[str, nn.Module], given: Mapping[str, Any]) -> dict
 
 
 def _storage(tensor: Tensor) -> int:
-    """What tells a tensor's memory from another's, for as long as it lives."""
+    """Identity of a tensor's memory while the tensor lives."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def bad_weights(parts: Mapping[str, nn.Module]) -> list[tuple[str, Tensor]]:
-    """Parameters and buffers with values that are not numbers, or infinite parameters, by name.
+    """List parameters with NaN or infinity, and buffers with NaN, by name.
 
-    Buffers may hold infinities on purpose, as masks do.
+    Buffers may hold infinities on purpose, as masks do. Offloaded (meta) parameters are skipped;
+    they are checked where they are used.
     """
     found = []
     for part, module in parts.items():
@@ -169,7 +182,7 @@ def bad_weights(parts: Mapping[str, nn.Module]) -> list[tuple[str, Tensor]]:
 
 
 def _eager() -> AbstractContextManager[Any]:
-    """What was compiled is run as it was written: to an onlooker it would be one operation."""
+    """Context: run compiled modules eagerly, as the mode would see a graph as one operation."""
     if "torch._dynamo" not in sys.modules:  # nothing was compiled, and it takes seconds to import
         return nullcontext()
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
@@ -178,7 +191,7 @@ def _eager() -> AbstractContextManager[Any]:
 
 @contextmanager
 def _followed(parts: Mapping[str, nn.Module], run: _Run) -> Iterator[None]:
-    """Keeps the component and dotted name of the module that runs on top of the run's stack."""
+    """Context: track the component and dotted name of the current module on the run's stack."""
     stack = run.stack
 
     def entering(part: str, name: str) -> Callable[..., None]:
@@ -210,18 +223,18 @@ def _followed(parts: Mapping[str, nn.Module], run: _Run) -> Iterator[None]:
 
 
 class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every operation, and which faults its result comes of; all are in `faults`.
+    """Dispatch mode that sees every operation and tracks which faults each result comes from.
 
-    `known` are faults of memory that was not finite before. Faults are carried on by the memory
-    (storage) of tensors, whose number is used again only after it was filled anew.
+    `known` are faults of memory that was non-finite before the call. Faults are tracked by storage;
+    a storage that is reused for a new tensor drops its old faults.
     """
 
-    #: Such as flex_attention, of which torch asks each mode; they have no schema.
+    #: Torch asks each mode this for operators without a schema, such as flex_attention.
     supports_higher_order_operators = True
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """flex_attention compiles itself, which torch refuses within any other mode."""
+        """True, because flex_attention compiles itself, which torch refuses in any other mode."""
         return True
 
     def __init__(self, known: Mapping[int, Fault]) -> None:
@@ -233,15 +246,15 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._is_looking = False
 
     def in_order(self, numbers: Iterable[int]) -> tuple[Fault, ...]:
-        """The faults of these numbers, the likeliest first."""
+        """Faults with these numbers, the likeliest first."""
         return tuple(self.faults[number] for number in self._sorted(numbers))
 
     def faults_in(self, result: Any) -> tuple[Fault, ...]:
-        """Those that what is not finite in a result comes of."""
+        """Faults behind the non-finite tensors of a result."""
         return self.in_order(_Seen.of(result, self._origins_of).origins)
 
     def handed_on(self, given: Any, result: Any) -> None:
-        """A module's result may hold what no operation made, as a hook's may."""
+        """Record non-finite values of a module's result that no operation made, as from a hook."""
         self._is_looking = True
         inputs = {_storage(each) for each in iter_tensors(given)}
         for tensor in iter_tensors(result):
@@ -287,7 +300,7 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return answer
 
     def _forget(self, operands: Any, answer: Any) -> None:
-        """Memory that was given out anew holds nothing of before."""
+        """Drop faults of memory that was reused for a new tensor."""
         if self._origins:
             held = {_storage(each) for each in iter_tensors(operands)}
             for tensor in iter_tensors(answer):
@@ -339,7 +352,7 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @dataclass(frozen=True)
 class _Seen:
-    """What operands are: their range, whether NaN is among them, and which faults they come of."""
+    """Operands of an operation: range, whether they hold NaN, and the faults they come from."""
 
     range: Range
     has_nan: bool
@@ -357,7 +370,7 @@ class _Seen:
 
 
 def _has_infinite_number(operands: Any) -> bool:
-    """Whether a number that is no tensor is not finite, as what a mask is filled with."""
+    """Whether a Python float among the operands is not finite, such as a mask's fill value."""
     return any(type(each) is float and not math.isfinite(each) for each in tree_leaves(operands))
 
 
@@ -370,7 +383,10 @@ def _cause(dtype: torch.dtype, in_float32: Range | None) -> Cause:
 
 
 def _widened(value: Any) -> Any:
-    """Half precision, also where it is asked for, in float32; copies, as some are written into."""
+    """Replace half precision by float32, in tensors (copied) and in dtype arguments.
+
+    The copies matter, because some operations write into their operands.
+    """
     if isinstance(value, Tensor) and value.is_floating_point():
         return value.to(max(value.dtype, torch.float32, key=lambda each: each.itemsize), copy=True)
     if isinstance(value, torch.dtype) and value in (torch.float16, torch.bfloat16):

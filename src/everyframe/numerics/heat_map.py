@@ -1,9 +1,8 @@
-"""A picture of one number for each module and step: rows are modules, columns are steps.
+"""Heat map of one number per module (rows) and step (columns), as png bytes.
 
-Pillow alone draws it, into the bytes of a png. Numbers are shown by their order of magnitude, from
-pale to dark; what is not finite has a colour of its own, and what is not there is white. Modules
-beyond what a page holds are drawn together, by the name of what is around them.
-Used by `everyframe.numerics.trace` and by the guard's report. Read next: `tensor_stats.py`.
+Drawn with Pillow alone. Colour shows the order of magnitude, pale to dark; non-finite values have
+their own colour, missing ones are white. Above `MAX_ROWS` rows, modules are merged by the common
+beginning of their names. Used by traces and by the guard's report.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from everyframe.numerics.trace.diff import Comparison
 _Cell = tuple[int, int]
 _Colour = tuple[int, int, int]
 
-#: More rows than these can't be read on one page.
+#: Most rows that are readable on one page.
 MAX_ROWS = 120
 _ROW, _GAP, _TEXT, _BAR = 14, 8, 12, 220
 _WIDEST_NAME = 60
-#: Pale to dark, readable without seeing colours: a straight line in lightness.
+#: Pale to dark with linear lightness, so that it is readable without colour vision.
 _SCALE: tuple[_Colour, ...] = (
     (247, 244, 224), (214, 227, 165), (133, 199, 163), (62, 156, 174), (51, 104, 166),
     (60, 52, 124), (38, 14, 56),
@@ -45,12 +44,16 @@ def heat_map(
     unit: str,
     marked: Collection[_Cell] = (),
 ) -> bytes:
-    """The png of `values` (rows, columns), numbers of 0 or more.
+    """Draw `values` (rows, columns), numbers of 0 or more, as a png.
 
-    Infinity is what is not finite, NaN what is not there. `title` stands on top, `unit` says beside
-    the scale what the numbers are, and a frame is drawn around each of the `marked` (row, column).
+    Args:
+        values: infinity marks non-finite, NaN missing.
+        title: text above the map.
+        unit: text beside the colour scale.
+        marked: (row, column) cells that get a frame.
 
-    Raises `InputError` for no values, or as many names as there are not.
+    Raises:
+        InputError: no values, or a number of names that does not match.
     """
     table = np.asarray(values, dtype=np.float64)
     if table.ndim != 2 or table.shape != (len(rows), len(columns)) or not table.size:
@@ -73,7 +76,7 @@ def heat_map(
 def _shortened(
     table: npt.NDArray[np.float64], names: list[str], marks: set[_Cell]
 ) -> tuple[npt.NDArray[np.float64], list[str], set[_Cell]]:
-    """At most `MAX_ROWS` rows: the largest of those with the same beginning of their name."""
+    """Merge rows down to `MAX_ROWS`: the maximum of rows with the same beginning of their name."""
     depth = max(name.count(".") for name in names) + 1
     groups = names
     while len(set(groups)) > MAX_ROWS and depth > 1:
@@ -94,7 +97,7 @@ def _shortened(
 
 
 def _ends(table: npt.NDArray[np.float64]) -> tuple[int, int]:
-    """The powers of ten that the scale begins and ends with; at most twelve of them."""
+    """Exponents of ten at both ends of the scale; at most twelve apart."""
     shown = table[np.isfinite(table) & (table > 0)]
     if not shown.size:
         return -1, 0
@@ -118,7 +121,7 @@ def _colour(value: float, low: int, high: int) -> _Colour:
 
 
 class _Page:
-    """The sheet: title, names on the left, cells, the scale at the bottom."""
+    """The page: title, row names, cells, colour scale at the bottom."""
 
     def __init__(self, names: Sequence[str], width: int, title: str, unit: str) -> None:
         self._font = ImageFont.load_default(_TEXT)
@@ -137,17 +140,17 @@ class _Page:
             self._write(_GAP, self._top + row * _ROW, label)
 
     def cell(self, row: int, column: int, width: int, colour: _Colour) -> None:
-        """Fill one place."""
+        """Fill one cell."""
         x, y = self._left + column * width, self._top + row * _ROW
         self._pen.rectangle((x, y, x + width - 1, y + _ROW - 1), fill=colour)
 
     def frame(self, row: int, column: int, width: int) -> None:
-        """Draw around one place."""
+        """Draw a frame around one cell."""
         x, y = self._left + column * width, self._top + row * _ROW
         self._pen.rectangle((x - 1, y - 1, x + width, y + _ROW), outline=_NOT_FINITE, width=2)
 
     def columns(self, names: Sequence[str], width: int) -> None:
-        """The names above the cells, as many as there is room for."""
+        """Write column names above the cells, as many as fit."""
         end = 0
         for column, name in enumerate(names):
             x = self._left + column * width
@@ -156,7 +159,7 @@ class _Page:
                 end = x + round(self._font.getlength(name)) + _GAP
 
     def scale(self, low: int, high: int, has_infinite: bool) -> None:
-        """What the colours mean."""
+        """Draw the colour scale and its legend."""
         y = self._bottom + _GAP
         for place in range(_BAR):
             value = 10 ** (low + (high - low) * place / (_BAR - 1))
@@ -172,7 +175,7 @@ class _Page:
             self._write(x + _TEXT + _GAP, y - 1, "not finite")
 
     def png(self) -> bytes:
-        """The finished picture."""
+        """Encode the page as png."""
         out = io.BytesIO()
         self._sheet.save(out, "png", optimize=True)
         return out.getvalue()
@@ -182,12 +185,12 @@ class _Page:
 
 
 def _cut(name: str) -> str:
-    """The end of a long name says more than its beginning."""
+    """Shorten a long name at its beginning, as its end is more specific."""
     return name if len(name) <= _WIDEST_NAME else f"...{name[-_WIDEST_NAME + 3 :]}"
 
 
 def picture(compared: Comparison, title: str) -> bytes:
-    """The png of the relative differences of what modules gave, the first place in a frame."""
+    """Heat map (png) of relative differences of module outputs; the first finding has a frame."""
     trace = compared.a
     called = dict.fromkeys(call.part for call in trace.calls)
     rows = {part: row for row, part in enumerate(called)}

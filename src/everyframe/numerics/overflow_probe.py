@@ -1,10 +1,9 @@
-"""Whether a call made infinities in float16, also where they came to nothing later.
+"""Detect float16 overflow inside a call, even where the result is finite again.
 
-What an operation after it makes of an infinity may be finite: ``tanh`` gives 1, a norm gives 0. The
-result is wrong then, and no look at it tells. So each operation's own result is looked at, by one
-reduction that the device is not waited for; what is computed stays the same to the bit. Not here:
-which operation it was (`fault_locator.py`), and whether it matters
-(`everyframe.runtime.repair_search`).
+Later operations can turn infinity into a finite value: ``tanh`` gives 1, a norm gives 0. The result
+is then wrong, and looks right. The probe checks the result of every operation with one asynchronous
+reduction; results stay bit-identical. `fault_locator.py` finds the operation, and
+`everyframe.runtime.repair_search` decides whether it matters.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from everyframe.numerics.tensor_stats import iter_tensors
 
 
 class OverflowProbe(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Looks while it is entered; `has_seen` afterwards."""
+    """Dispatch mode that records float16 results; query `has_seen` afterwards."""
 
-    #: Such as flex_attention, of which torch asks each mode.
+    #: Torch asks each mode this for operators such as flex_attention.
     supports_higher_order_operators = True
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """What is compiled runs as it does without; flex_attention compiles itself."""
+        """True: compiled code runs as without the probe; flex_attention compiles itself."""
         return True
 
     def __init__(self) -> None:
@@ -34,7 +33,7 @@ class OverflowProbe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._ends: list[Tensor] = []
 
     def has_seen(self) -> bool:
-        """Whether anything was not finite; the device is waited for once."""
+        """Whether any result was not finite. Synchronises with the device once."""
         if not self._ends:
             return False
         device = self._ends[0].device
@@ -52,6 +51,6 @@ class OverflowProbe(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def may_overflow(module: nn.Module) -> bool:
-    """Whether it computes in float16, by operations that can be seen: what is compiled has none."""
+    """Whether the module computes in float16 and is not compiled (a graph hides its operations)."""
     is_compiled = any(each._compiled_call_impl is not None for each in module.modules())
     return not is_compiled and any(each.dtype == torch.float16 for each in module.parameters())

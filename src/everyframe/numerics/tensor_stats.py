@@ -1,9 +1,7 @@
-"""Watching: the least and the largest value of tensors, in one reduction each and one look.
+"""Tensor statistics: minimum and maximum, largest error, per-module magnitudes.
 
-`torch.aminmax` carries NaN through, so the two numbers tell of every value that is not finite, and
-of magnitude and constancy besides. What is done about it is not here. Read next:
-`fault_locator.py`, which finds where such a value came from; `everyframe.runtime.guard`, which
-acts.
+`torch.aminmax` propagates NaN, so its two numbers reveal every non-finite value as well as
+magnitude and constancy. Each tensor costs one reduction, each query one device synchronisation.
 """
 
 from __future__ import annotations
@@ -22,19 +20,19 @@ from torch.utils.hooks import RemovableHandle
 
 @dataclass(frozen=True)
 class Range:
-    """The least and the largest value; both NaN where any value is."""
+    """Minimum and maximum; both NaN if any value is NaN."""
 
     low: float
     high: float
 
     @property
     def is_finite(self) -> bool:
-        """Whether every value is a number and none is infinite."""
+        """Whether every value is finite."""
         return math.isfinite(self.low) and math.isfinite(self.high)
 
     @property
     def largest(self) -> float:
-        """The largest magnitude; NaN where any value is."""
+        """Largest magnitude; NaN if any value is NaN."""
         return max(abs(self.low), abs(self.high))
 
     def __str__(self) -> str:
@@ -42,7 +40,7 @@ class Range:
 
 
 def iter_tensors(value: Any) -> Iterator[Tensor]:
-    """The floating tensors with elements in it, inside of tuples, mappings and dataclasses too."""
+    """Yield non-empty floating tensors, also from tuples, lists, mappings and dataclasses."""
     if isinstance(value, Tensor):
         if value.is_floating_point() and value.numel():
             yield value
@@ -58,9 +56,9 @@ def iter_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def value_range(value: Any) -> Range:
-    """The range of all floating tensors in `value`; 0 to 0 where there are none.
+    """Range of all floating tensors in `value`; 0 to 0 without any.
 
-    The device is waited for once, however many tensors there are.
+    Synchronises with the device once, however many tensors there are.
     """
     # Not float64, which MPS has not; float32 holds every half precision value. In eight bits torch
     # can't compare.
@@ -74,9 +72,9 @@ def value_range(value: Any) -> Range:
 
 
 def blank_frames(pixels_TCHW: Tensor, low: float, high: float, tolerance: float) -> list[int]:
-    """The frames of one colour: in each channel, values cut to `low`..`high` differ by less.
+    """Indices of single-coloured frames: each channel varies by less than `tolerance`.
 
-    The colour may be any: black, grey, green.
+    Values are first clamped to `low`..`high`. The colour may be any: black, grey, green.
     """
     rows = pixels_TCHW.flatten(2)
     # Along a dimension, a CPU does these two ten times as fast as aminmax (measured, torch 2.13).
@@ -87,9 +85,9 @@ def blank_frames(pixels_TCHW: Tensor, low: float, high: float, tolerance: float)
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest absolute difference, and that divided by the reference's largest magnitude.
+    """Largest absolute difference, and that divided by the reference's largest magnitude.
 
-    Both are infinite where one side has a value that is not finite and the other hasn't the same.
+    Both are infinite if a non-finite value on one side has no equal on the other.
     """
 
     absolute: float
@@ -100,10 +98,10 @@ class Difference:
 
 
 def largest_error(got: Tensor, want: Tensor) -> Difference:
-    """The largest error of `got` against the reference `want`, computed in float64 on the CPU.
+    """Largest error of `got` against the reference `want`, computed in float64 on the CPU.
 
-    Raises `ValueError` where the shapes differ: nothing is broadcast, since a result of another
-    shape is wrong and not close. Two empty tensors differ by 0.
+    Raises `ValueError` if the shapes differ: nothing is broadcast, since a result of another shape
+    is wrong and not close. Two empty tensors differ by 0.
     """
     if got.shape != want.shape:
         raise ValueError(f"shapes differ: got {tuple(got.shape)}, want {tuple(want.shape)}")
@@ -117,12 +115,12 @@ def largest_error(got: Tensor, want: Tensor) -> Difference:
     return Difference(absolute, absolute / size if size > 0 else math.inf)
 
 
-#: So many numbers wait on the device before they are brought to the host together.
+#: Numbers buffered on the device before one copy to the host.
 _WAITING = 256
 
 
 class Magnitudes:
-    """Watches modules from `watch` on until `remove`."""
+    """Record the largest magnitude of each module's output, from `watch` until `remove`."""
 
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
@@ -130,28 +128,31 @@ class Magnitudes:
         self._values: dict[str, dict[str, list[float]]] = {}
 
     def watch(self, component: str, module: nn.Module) -> None:
-        """Watch a component and all in it; the same name may come again, and goes on then."""
+        """Hook a component and its submodules.
+
+        A name that was watched before continues its record.
+        """
         of_component = self._values.setdefault(component, {})
         for name, part in module.named_modules():
             values = of_component.setdefault(name, [])
             self._handles.append(part.register_forward_hook(self._after(values)))
 
     def remove(self) -> None:
-        """Take all hooks off. A second call does nothing."""
+        """Remove all hooks. A second call does nothing."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
     def components(self) -> tuple[str, ...]:
-        """Those of which something was called."""
+        """Components with at least one recorded call."""
         self._bring()
         return tuple(name for name, parts in self._values.items() if any(parts.values()))
 
     def table(self, component: str) -> tuple[tuple[str, ...], npt.NDArray[np.float64]]:
-        """Modules that were called, and for each (row) the largest value of each call (column).
+        """Modules that were called, and the largest value of each (row) per call (column).
 
-        Infinity where values were not finite, NaN where there was no such call. Repeated calls,
-        where something was repaired, are calls as well.
+        Infinity marks non-finite values, NaN a call that did not happen. Calls repeated by a repair
+        count as calls.
         """
         self._bring()
         called = {name: each for name, each in self._values[component].items() if each}

@@ -1,6 +1,8 @@
-"""Precision by construction: which dtype each part of a model has, and casts at module edges.
+"""Precision: dtype of each component, float32 islands, casts at module edges; no autocast.
 
-No autocast. `policy` chooses by the device's facts, `islands` says which names stay in float32,
-`edges` puts a choice on a plain module from outside, `dtypes` knows names and sizes. Only `edges`
-imports torch, so planning can ask everything else. Read next: `everyframe.core.plan.Precision`.
+`policy` chooses dtypes from device facts, `islands` names the modules that stay in float32,
+`cast_hooks` applies the choice to a plain module from outside, `upcast` widens a module as a
+repair, `quantization` stores weights in eight bits, and `dtypes` maps names and sizes. Planning
+imports only the modules without torch: `policy`, `islands`, `dtypes`. Read next:
+`everyframe.core.plan.Precision`.
 """

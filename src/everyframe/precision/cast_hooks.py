@@ -1,14 +1,12 @@
-"""Puts a precision on a plain module from outside: parameters cast, inputs cast at module edges.
+"""Apply a precision to a plain module: cast its parameters, hook input casts at module edges.
 
-Every module without children that has parameters (Linear, Conv, Norm, Embedding) gets a hook that
-casts the floating tensors it is given to the dtype of its own parameters. So two dtypes never meet
-inside of one, whatever the code around it does: a clash can't occur, on any device, without
-autocast. What leaves a narrow module enters a float32 sum by promotion, so a residual stream that
-starts in float32 stays there. To start it there in a foreign module, make its first layer an
-island; to get float32 out, make its last layer one, or name it in `outputs`.
+Every leaf module with parameters (Linear, Conv, Norm, Embedding) gets a hook that casts its
+floating inputs to the dtype of its parameters. Two dtypes therefore never meet inside a leaf, on
+any device, without autocast. A narrow output enters a float32 sum by promotion, so a residual
+stream that starts in float32 stays there. To start it there in a foreign module, make the first
+layer an island; to get float32 out, make the last layer one or name it in `outputs`.
 
-Not here: which precision (`policy`), which names are islands (`islands`). A child that is swapped
-for another one is swapped before, as the hooks sit on the children.
+Swap child modules before, as the hooks sit on the children.
 """
 
 from __future__ import annotations
@@ -29,11 +27,9 @@ from everyframe.precision.islands import check_islands, in_island
 
 
 class CastHooks:
-    """What `add_cast_hooks` has put on a module. `remove` takes the hooks off; parameters stay as
-    they are.
+    """Handle of the hooks of `add_cast_hooks`; `remove` removes them, parameters stay as they are.
 
-    Widening narrowed parameters again would not bring their bits back, so whoever wants the
-    float32 model loads it again.
+    Narrowed parameters don't get their bits back. To get the float32 model, load it again.
     """
 
     def __init__(self, handles: list[RemovableHandle]) -> None:
@@ -41,11 +37,11 @@ class CastHooks:
 
     @property
     def num_hooks(self) -> int:
-        """How many hooks are in place; none when everything is float32 or wider."""
+        """Number of hooks; 0 when everything is float32 or wider."""
         return len(self._handles)
 
     def remove(self) -> None:
-        """Take every hook off again. A second call does nothing."""
+        """Remove all hooks. A second call does nothing."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -54,16 +50,16 @@ class CastHooks:
 def add_cast_hooks(
     module: nn.Module, precision: Precision, outputs: tuple[str, ...] = ("",)
 ) -> CastHooks:
-    """Cast the parameters of `module` in place, and hook the edges of the modules inside it.
+    """Cast the parameters of `module` in place, and hook the edges of its leaf modules.
 
-    `outputs` are the dotted names of modules whose results leave for the engine and are widened to
-    float32 if they are narrower; ``""`` is the module itself, which is enough when it is called as
-    ``module(...)``. (An autoencoder's ``decode`` is no such call: name its decoder.) Buffers keep
+    `outputs` are dotted names of modules whose results leave for the engine and are widened to
+    float32 if narrower. ``""`` is the module itself, which is enough when it is called as
+    ``module(...)``; an autoencoder's ``decode`` is no such call, so name its decoder. Buffers keep
     their dtype: they are tables and statistics, wanted in float32.
 
     Raises:
-        InputError: applied already; another compute dtype than that of the parameters; an island
-            or output that isn't there.
+        InputError: applied already; compute dtype differs from the parameters'; an island or output
+            does not exist.
     """
     if precision.compute != precision.parameters:
         raise InputError(
@@ -93,10 +89,10 @@ def add_cast_hooks(
 
 
 def add_input_casts(module: nn.Module) -> CastHooks:
-    """Hook the edges of the modules inside, where they are not; parameters stay as they are.
+    """Hook the leaf modules that have no input cast yet; parameters stay as they are.
 
-    For a module that nobody put a precision on, and in which two dtypes are about to be. Where all
-    is of one dtype the hooks change nothing.
+    For a module without a precision in which two dtypes are about to meet. The hooks change nothing
+    while all is of one dtype.
     """
     bare = [part for part in module.modules() if _multiplies_its_inputs(part) and not _casts(part)]
     hook = _CastInputs()
@@ -108,11 +104,14 @@ def _casts(part: nn.Module) -> bool:
 
 
 class _Hook:
-    """Marks our hooks, so that a module that has them can be told."""
+    """Marker base class of our hooks."""
 
 
 class _CastInputs(_Hook):
-    """Casts floating inputs to the dtype of the module's parameters, read at the call."""
+    """Forward pre-hook that casts floating inputs to the dtype of the module's parameters.
+
+    The dtype is read at each call.
+    """
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -127,7 +126,7 @@ class _CastInputs(_Hook):
 
 
 class _WidenOutputs(_Hook):
-    """Widens narrower floating results to `dtype`, inside of tuples, mappings and dataclasses."""
+    """Forward hook that widens floating results to `dtype`, also inside containers."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -149,11 +148,11 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _multiplies_its_inputs(module: nn.Module) -> bool:
-    """Whether a module multiplies its inputs with parameters of its own, and so needs one dtype.
+    """Whether a module multiplies its inputs with its own parameters, and so needs one dtype.
 
-    A module with children may hold parameters that it adds to a wide stream (modulation tables,
-    position tables): there promotion does the right thing, and a cast would narrow the stream. So
-    may one that says of itself that it `takes_any_dtype`.
+    A module with children may add its own parameters to a wide stream (modulation or position
+    tables). Promotion handles that, and a cast would narrow the stream. A module can opt out with
+    `takes_any_dtype`.
     """
     if getattr(module, "takes_any_dtype", False):
         return False
@@ -201,7 +200,7 @@ def _all_hooks(module: nn.Module) -> Iterator[object]:
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same structure with every tensor in it changed; what holds none stays the same object."""
+    """Apply `change` to every tensor in a structure; parts without tensors stay the same object."""
     if isinstance(value, Tensor):
         return change(value)
     if is_dataclass(value) and not isinstance(value, type):

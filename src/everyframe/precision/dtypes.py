@@ -1,7 +1,6 @@
-"""Dtypes by torch's names: sizes for planning, and the way to torch and back.
+"""Dtypes by torch's names: sizes in bytes, and conversion to and from torch types.
 
-torch is imported only by the functions that hand out or take its types.
-Read next: `everyframe.precision.islands`.
+Only the functions that return torch types import torch.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from everyframe.core.errors import InputError
 if TYPE_CHECKING:
     import torch
 
-#: Bytes per element of every floating dtype that parameters can have here.
+#: Bytes per element of the floating dtypes that parameters can have.
 NUM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def num_bytes(dtype: str) -> int:
-    """Bytes that one element takes.
+    """Bytes per element.
 
     Raises:
         InputError: not one of `NUM_BYTES`.
@@ -30,12 +29,12 @@ def num_bytes(dtype: str) -> int:
 
 
 def island_dtype(dtype: str) -> str:
-    """float64 as it is, float32 for everything narrower: the dtype of an island."""
+    """Dtype of an island: float64 stays float64, everything narrower becomes float32."""
     return dtype if num_bytes(dtype) > 4 else "float32"
 
 
 def torch_dtype(dtype: str) -> torch.dtype:
-    """torch's type of that name."""
+    """Torch's dtype of that name."""
     import torch
 
     num_bytes(dtype)
@@ -46,5 +45,5 @@ def torch_dtype(dtype: str) -> torch.dtype:
 
 @cache
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of torch's type, such as ``bfloat16``."""
+    """Name of a torch dtype, such as ``bfloat16``."""
     return str(dtype).removeprefix("torch.")

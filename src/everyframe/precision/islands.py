@@ -1,10 +1,9 @@
-"""Islands: the parts of a component that stay in float32 at least, by their dotted names.
+"""Float32 islands: modules of a component that stay in float32 at least, selected by dotted name.
 
-A pattern is a name with shell wildcards. It matches a module or a parameter by the full dotted
-name, and everything inside of what it matches: ``t_embedder`` holds ``t_embedder.mlp.0.weight``,
-``*.wo`` holds ``encoder.block.3.layer.1.DenseReluDense.wo.weight``. Works on names alone, so that a
-plan can tell the bytes of weights that nobody has read. Read next:
-`everyframe.precision.cast_hooks`.
+A pattern is a name with shell wildcards. It matches the full dotted name of a module or parameter,
+and everything inside the match: ``t_embedder`` covers ``t_embedder.mlp.0.weight``, ``*.wo`` covers
+``encoder.block.3.layer.1.DenseReluDense.wo.weight``. Works on names alone, so a plan can count
+bytes of weights that were not read.
 """
 
 from __future__ import annotations
@@ -27,24 +26,24 @@ def in_island(name: str, islands: Iterable[str]) -> bool:
 
 @lru_cache(maxsize=1 << 15)
 def _is_in(name: str, islands: tuple[str, ...]) -> bool:
-    """Asked of each parameter by each plan, and at each operation by each dry run."""
+    """Cached: every plan asks for each parameter, and every dry run at each operation."""
     return any(map(_matcher(islands), _names_around(name)))
 
 
 def _names_around(name: str) -> Iterator[str]:
-    """Those of all that it lies in, outermost first, and its own: ``a``, ``a.b``, ``a.b.c``."""
+    """Yield a name and its prefixes, outermost first: ``a``, ``a.b``, ``a.b.c``."""
     return accumulate(name.split("."), "{}.{}".format)
 
 
 @lru_cache(maxsize=1024)
 def _matcher(islands: tuple[str, ...]) -> Callable[[str], re.Match[str] | None]:
-    """Says whether one of these patterns is one for a name. A plan asks for thousands of names."""
+    """Compile patterns into one matcher. A plan asks for thousands of names."""
     # No islands hold nothing, where no alternatives would match anything.
     return re.compile("|".join(map(translate, islands)) or r"(?!)").match
 
 
 def parameter_dtype(name: str, precision: Precision) -> str:
-    """The dtype that the parameter of that dotted name has in that precision."""
+    """Dtype of the parameter of that dotted name in that precision."""
     if in_island(name, precision.islands):
         return island_dtype(precision.parameters)
     return precision.parameters
@@ -56,10 +55,10 @@ def weight_bytes(
     remedies: Iterable[Repair] = (),
     rows: Mapping[str, int] | None = None,
 ) -> int:
-    """Bytes of all parameters, from the number of elements of each by name.
+    """Bytes of all parameters, given the number of elements of each by name.
 
-    `remedies` are those of the component: what they name may be wider. `rows` are the weights that
-    are kept in eight bits, each with its number of scales.
+    `remedies` are the component's repairs, which may widen the modules that they name. `rows` lists
+    the weights stored in eight bits, with the number of scales of each.
     """
     raised = [each for each in remedies if each.to != PLAIN]
 
@@ -78,13 +77,13 @@ def weight_bytes(
 
 
 def present(islands: Iterable[str], names: Iterable[str]) -> tuple[str, ...]:
-    """Those of the islands that hold any of these names, each once: versions differ in some."""
+    """Islands that match at least one of these names, each once; model versions differ in some."""
     around = {each for name in names for each in _names_around(name)}
     return tuple(dict.fromkeys(one for one in islands if any(map(_matcher((one,)), around))))
 
 
 def check_islands(islands: Iterable[str], names: Iterable[str]) -> None:
-    """Refuse a pattern that holds none of those names: an island that isn't there protects nothing.
+    """Reject island patterns that match no name, as they would protect nothing.
 
     Raises:
         InputError: names the pattern.

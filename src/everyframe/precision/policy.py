@@ -1,9 +1,8 @@
-"""Which precision a component runs in on a device, and why: one function, exact rules.
+"""Precision policy: choose a component's dtype on a device, with the reasons.
 
-It decides by facts alone, so it answers for made-up devices too, and never imports torch.
-Measured numbers behind the rules stand beside them. Not here: how a choice is put on a module
-(`edges`), and whether a fast path may be used (`everyframe.fast_paths`).
-Read next: `everyframe.precision.islands`.
+It decides from facts alone, so it also answers for described devices, and never imports torch.
+Measured numbers stand beside the rules. `cast_hooks` applies the choice; `everyframe.fast_paths`
+decides about fast paths.
 """
 
 from __future__ import annotations
@@ -14,26 +13,32 @@ from everyframe.core.errors import InputError
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import Precision
 
-#: What a request may ask for.
+#: Values of a request's dtype option.
 ASKABLE = ("auto", "float32", "bfloat16", "float16")
 
 #: On a CPU, components with fewer parameters stay in float32. Measured with STDiT3 on one core with
 #: AVX512-BF16, time in float32 over time in bf16: 1.1 at hidden 128 (3 million parameters), 1.4 at
-#: 256 (14 million), 1.6 at 512 (37 million), 1.9 at 1152; below, the rounding is not worth it.
+#: 256 (14 million), 1.6 at 512 (37 million), 1.9 at 1152. Below the limit, the rounding is not
+#: worth it.
 CPU_BF16_PARAMETERS = 10_000_000
 
-#: On a CPU, fp16 that takes more times as long as float32 is refused: it wins half of the memory.
+#: On a CPU, fp16 slower than float32 by more than this factor is refused; it would only halve the
+#: memory.
 MOST_FP16_SLOWDOWN = 2.0
 
 
 @dataclass(frozen=True)
 class ComponentNeeds:
-    """What a family knows about the numerics of one of its components.
+    """Numeric requirements of a component, as its family knows them.
 
-    `islands` are the parts that stay in float32 at least (patterns of `precision.islands`), because
-    they want its resolution; `range_islands` want its range only, which bfloat16 has as well.
-    `prefers` is the dtype in which upstream runs it or in which its weights were made; ``float32``
-    keeps `auto` from going lower. `force_upcast` is a checkpoint's word that fp16 overflows in it.
+    Attributes:
+        name: component.
+        num_parameters: number of parameters.
+        islands: patterns (`precision.islands`) of modules that need float32's resolution.
+        range_islands: patterns of modules that need float32's range only; bfloat16 has it as well.
+        prefers: dtype in which upstream runs it or its weights were made; ``float32`` keeps `auto`
+            from going lower.
+        force_upcast: the checkpoint states that fp16 overflows in it.
     """
 
     name: str
@@ -47,13 +52,13 @@ class ComponentNeeds:
 def choose(
     device: DeviceFacts, asked: str, needs: ComponentNeeds, *, force: bool = False
 ) -> tuple[Precision, tuple[str, ...]]:
-    """The precision of a component, and what the plan should say about it.
+    """Choose the precision of a component, with notes for the plan.
 
-    `asked` is ``auto`` or a dtype that overrules it; `force` does what would be refused for its
-    price. A note is a whole sentence; without one the choice needs no word.
+    `asked` is ``auto`` or a dtype that overrides it; `force` allows what would be refused for its
+    cost. Each note is a whole sentence; most choices need none.
 
     Raises:
-        InputError: `asked` is none of `ASKABLE`, does not exist on the device, or is fp16 on a CPU
+        InputError: `asked` is not in `ASKABLE`, does not exist on the device, or is fp16 on a CPU
             that is slow in it, without `force`.
     """
     if asked not in ASKABLE:
@@ -67,7 +72,7 @@ def choose(
 
 
 def check_asked(device: DeviceFacts, asked: str, *, force: bool = False) -> None:
-    """Raise `InputError` for a dtype that can't be had on that device, or not without `force`."""
+    """Raise `InputError` for a dtype that the device lacks, or that needs `force`."""
     if asked != "auto" and asked not in device.dtypes:
         raise InputError(
             f"{device.name} has no {asked}; give --dtype auto or one of {', '.join(device.dtypes)}"
@@ -81,7 +86,7 @@ def check_asked(device: DeviceFacts, asked: str, *, force: bool = False) -> None
 
 
 def _price_of_fp16(device: DeviceFacts) -> str:
-    """What fp16 costs on a CPU that is slow in it, in words; empty where it isn't."""
+    """Cost of fp16 on a CPU that is slow in it, in words; empty otherwise."""
     if device.kind != "cpu":
         return ""
     slowdown = device.fp16_slowdown

@@ -1,12 +1,11 @@
-"""Linear layers that keep their weights in eight bits: a value an element and a scale a row.
+"""Weight-only quantization: linear layers with int8 or fp8 weights and one scale per row.
 
-Swapped in from outside for plain `nn.Linear` layers. At each call the weights are widened to the
-precision of the rest and multiplied as always, so every device that has the wide dtype can do it,
-and nothing but the rounding of the weights is lost. Values and scales are torchao's, bit for bit
-(pytorch/ao 0.18, Int8Tensor and Float8Tensor by rows); but plain tensors, not its subclasses, which
-tell their bytes as if they were whole and lack what offloading copies with. Not here: reading
-weights from files in this form (`everyframe.runtime.loading`), and when it is done
-(`everyframe.planning.component_precision`).
+Replaces plain `nn.Linear` layers from outside. Each call widens the weights to the compute dtype
+and multiplies as usual, so every device that has the wide dtype can run it, and only the weights
+are rounded. Values and scales equal torchao's bit for bit (pytorch/ao 0.18, Int8Tensor and
+Float8Tensor by rows). They are plain tensors, as torchao's subclasses report the size of the
+unquantized weight and lack the operations that offloading copies with. `everyframe.runtime.loading`
+quantizes while reading files; `everyframe.planning.component_precision` decides when.
 """
 
 from __future__ import annotations
@@ -22,19 +21,21 @@ from torch import Tensor, nn
 from everyframe.core.plan import Precision
 from everyframe.precision.islands import in_island
 
-#: The name of a layer's scales, beside `weight` and `bias`.
+#: Name of a layer's scales, beside `weight` and `bias`.
 SCALE = "weight_scale"
 
-#: So many elements are rounded at once: what that takes beside them is small on any device.
+#: Elements rounded at once; the temporary memory is small on any device.
 _AT_ONCE = 1 << 22
 
 
 class QuantisedLinear(nn.Module):
-    """``x W^T + b``, W in eight bits; `kind` is ``int8`` or ``fp8`` (float8_e4m3fn).
+    """``x W^T + b`` with W in eight bits.
 
-    Parameters: `weight` (out, in), int8 whatever the kind (of fp8 the bits, so that whoever casts
-    floating parameters leaves them alone); `weight_scale` (out, 1) and `bias` (out) in the dtype
-    that the layer computes in.
+    Attributes:
+        kind: ``int8`` or ``fp8`` (float8_e4m3fn).
+        weight: (out, in) int8; for fp8 its bits, so that casts of floating parameters skip it.
+        weight_scale: (out, 1) in the compute dtype.
+        bias: (out) in the compute dtype, or None.
     """
 
     def __init__(self, kind: str, weight: Tensor, scale: Tensor, bias: nn.Parameter | None) -> None:
@@ -46,16 +47,16 @@ class QuantisedLinear(nn.Module):
 
     @property
     def in_features(self) -> int:
-        """Channels that it takes."""
+        """Input channels."""
         return self.weight.shape[1]
 
     @property
     def out_features(self) -> int:
-        """Channels that it gives."""
+        """Output channels."""
         return self.weight.shape[0]
 
     def wide(self) -> Tensor:
-        """W (out, in) in the dtype of the scales, which holds every value exactly."""
+        """Dequantize W (out, in) to the dtype of the scales, which holds every code exactly."""
         values = self.weight if self.kind == "int8" else self.weight.view(torch.float8_e4m3fn)
         # Before the product: sums of values that are not scaled yet would overflow float16.
         return values.to(self.weight_scale.dtype).mul_(self.weight_scale)
@@ -70,9 +71,9 @@ class QuantisedLinear(nn.Module):
 
 
 def layers(module: nn.Module, precision: Precision | None) -> dict[str, nn.Linear]:
-    """The layers of a module that keep their weights in eight bits in that precision, by name.
+    """Linear layers of a module that this precision quantizes, by name.
 
-    Every plain linear layer outside of islands; not such whose weight is somebody else's too.
+    Every plain linear layer outside of islands, except those with a shared weight.
     """
     if precision is None or not precision.weights:
         return {}
@@ -89,12 +90,12 @@ def layers(module: nn.Module, precision: Precision | None) -> dict[str, nn.Linea
 
 
 def rows(module: nn.Module, precision: Precision | None) -> dict[str, int]:
-    """The weights that are kept in eight bits by name, and how many scales each has."""
+    """Quantized weights by name, with the number of scales of each."""
     return {f"{name}.weight": each.out_features for name, each in layers(module, precision).items()}
 
 
 def swap(module: nn.Module, name: str, layer: nn.Module) -> nn.Module:
-    """Put `layer` in the place of that child; gives what was there."""
+    """Replace the child of that name by `layer`; returns the old child."""
     parent, _, own = name.rpartition(".")
     holder = module.get_submodule(parent)
     before = holder.get_submodule(own)
@@ -103,7 +104,7 @@ def swap(module: nn.Module, name: str, layer: nn.Module) -> nn.Module:
 
 
 def without_numbers(linear: nn.Linear, kind: str) -> QuantisedLinear:
-    """What takes the place of a layer, on meta but for its bias."""
+    """Quantized replacement of a layer, on meta except for its bias."""
     weight = torch.empty(linear.weight.shape, dtype=torch.int8, device="meta")
     scale = torch.empty(len(weight), 1, dtype=torch.float32, device="meta")
     return QuantisedLinear(kind, weight, scale, linear.bias)
@@ -111,7 +112,7 @@ def without_numbers(linear: nn.Linear, kind: str) -> QuantisedLinear:
 
 @contextmanager
 def as_quantised(module: nn.Module, precision: Precision | None) -> Iterator[None]:
-    """Within, a module on meta has the layers and parameters that it will have when loaded."""
+    """Context: a meta module has the layers and parameters that it has when loaded quantized."""
     kind = "" if precision is None else precision.weights
     before = {
         name: swap(module, name, without_numbers(linear, kind))
@@ -125,7 +126,7 @@ def as_quantised(module: nn.Module, precision: Precision | None) -> Iterator[Non
 
 
 def quantise_layers(module: nn.Module, precision: Precision) -> None:
-    """Swap the layers of a module that has its weights, where they lie."""
+    """Quantize the layers of a loaded module in place, on their device."""
     for name, linear in layers(module, precision).items():
         device = linear.weight.device
         values, scale = quantise(linear.weight.detach(), precision.weights, device)
@@ -133,9 +134,9 @@ def quantise_layers(module: nn.Module, precision: Precision) -> None:
 
 
 def quantise(weight: Tensor, kind: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Values (out, in) int8 and scales (out, 1) float32 of a weight, on `device`.
+    """Quantize a weight: values (out, in) int8 and scales (out, 1) float32, on `device`.
 
-    Some rows at a time, each by itself; a weight that comes from the host is never whole there.
+    Rows are processed in batches, so a weight from the host is never whole on the device.
     """
     rounded = _ROUNDINGS[kind]
     values = torch.empty(weight.shape, dtype=torch.int8, device=device)
@@ -148,13 +149,13 @@ def quantise(weight: Tensor, kind: str, device: torch.device) -> tuple[Tensor, T
 
 
 def _to_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Symmetric: the largest of a row is 127.5, the middle of what int8 reaches on both sides."""
+    """Symmetric rounding: a row's largest magnitude maps to 127.5, midway between int8's ends."""
     scale = _divided(_largest(rows), 127.5).clamp(min=torch.finfo(torch.float32).eps)
     return (rows * (1 / scale)).round().clamp(-128, 127).to(torch.int8), scale
 
 
 def _to_fp8(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest of a row is float8_e4m3fn's largest; the bits of the values."""
+    """A row's largest magnitude maps to float8_e4m3fn's largest; returns the bits as int8."""
     most = torch.finfo(torch.float8_e4m3fn).max
     # Rows of zeros are divided by something.
     scale = _divided(_largest(rows).clamp(min=1e-12), most)
@@ -166,10 +167,10 @@ def _largest(rows: Tensor) -> Tensor:
 
 
 def _divided(x: Tensor, number: float) -> Tensor:
-    """The quotient as IEEE 754 rounds it.
+    """Divide with IEEE 754 rounding.
 
-    By a plain number CUDA multiplies with its reciprocal instead; and where the scale is one bit
-    off, the largest of a row, which is midway between two values, is rounded to the other.
+    CUDA divides by a Python number as a product with its reciprocal. If the scale is then one bit
+    off, the largest value of a row, midway between two codes, rounds to the other one.
     """
     return x / x.new_full((), number)
 

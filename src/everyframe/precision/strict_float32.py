@@ -1,13 +1,11 @@
-"""Float32 that is float32, and sums in float32: no device may round behind a plan's back.
+"""Strict float32: disable TF32 and reduced-precision accumulation while a run computes.
 
-cuDNN multiplies float32 convolutions in TF32 (10 bits after the point) by PyTorch's default, on
-every card since Ampere; a plan that says float32 for the autoencoder would not get it. And cuBLAS
-may add up the parts of a half precision product in half precision, by default too: a sum overflows
-where the result would fit. Not here: which precision a component has (`policy`).
+By PyTorch's default, cuDNN computes float32 convolutions in TF32 (10 mantissa bits) on every card
+since Ampere, so a plan's float32 autoencoder would not run in float32. cuBLAS may also accumulate
+half precision products in half precision, and a sum then overflows where the result would fit.
 
-PyTorch has two sets of switches for the first. Whoever asks for an old one (`cudnn.flags`, torch's
-compiler, other libraries) gets an error where the new ones say something else, so both are set.
-Read next: `everyframe.engine.run`, which enters this.
+PyTorch has an old and a new set of switches for TF32. Code that reads an old one (`cudnn.flags`,
+torch's compiler, other libraries) fails if the new ones disagree, so both are set.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from everyframe.hardware.switches import exclusive
 from everyframe.hardware.thread_state import ThreadState
 from everyframe.ops.attention import Kernels
 
-#: Switches of CUDA's matrix products that let sums be kept in half precision.
+#: Switches that let CUDA matrix products accumulate in half precision.
 _NARROW_SUMS = (
     "allow_fp16_reduced_precision_reduction",
     "allow_bf16_reduced_precision_reduction",
@@ -33,9 +31,10 @@ _NARROW_SUMS = (
 
 @contextmanager
 def strict_float32() -> Iterator[None]:
-    """Within, float32 products are not cut to TF32 or bfloat16, and narrow products sum widely.
+    """Context: float32 products stay float32, and half precision products accumulate in float32.
 
-    The switches are the process': no other run of ours computes meanwhile (`hardware.switches`).
+    The switches are process-wide; a lock keeps other runs of this process from computing meanwhile
+    (`hardware.switches`).
     """
     with exclusive(), _switched():
         yield
@@ -72,7 +71,7 @@ def _switched() -> Iterator[None]:
 
 
 def switches_of(thread: ThreadState) -> Switches:
-    """Those that hold for that thread, and those that hold for the process just now."""
+    """Current numeric switches, of that thread and of the process."""
     backends: Any = torch.backends
     operations = {
         "convolutions of cuDNN": backends.cudnn.conv,
@@ -91,9 +90,9 @@ def switches_of(thread: ThreadState) -> Switches:
 
 
 def _old_switches() -> tuple[bool, str]:
-    """Whether cuDNN may use TF32, and the precision of products, as the old switches say.
+    """Read the old switches: whether cuDNN may use TF32, and the precision of matrix products.
 
-    Where they and the new ones disagree already torch does not tell, and nobody can rely on them.
+    If they already disagree with the new ones, torch can't tell; its defaults are returned then.
     """
     try:
         return torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()

@@ -1,9 +1,8 @@
-"""Raising one module by a rung of precision, and lowering it again, from outside.
+"""Upcast a module to the next wider dtype, and undo it; applied from outside.
 
-The ladder is float16, bfloat16 (the same range as float32, where the device computes in it),
-float32. The module's parameters are cast, and what it is given in a narrower dtype is too; casts at
-the edges of the modules inside it (`edges`) follow their parameters by themselves. What it returns
-stays wide, as it may not fit into anything narrower. Read next: `everyframe.runtime.guard`.
+The ladder is float16, bfloat16 (float32's range, where the device computes in it), float32. The
+module's parameters are cast, and narrower inputs too; casts at the edges of inner modules
+(`cast_hooks`) follow their parameters. The output stays wide, as it may not fit a narrower dtype.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ from everyframe.hardware.thread_state import has_casts, without_casts
 #: Narrowest first.
 _LADDER = (torch.float16, torch.bfloat16, torch.float32)
 
-#: The name under which a parameter says what it was raised from; it goes where the parameter goes.
+#: Attribute of a parameter that lists the dtypes it was upcast from; it moves with the parameter.
 _RUNGS = "everyframe_raised_from"
 
 
 def next_rung(dtype: torch.dtype, device: DeviceFacts) -> torch.dtype | None:
-    """The next wider dtype that this device computes in, None where there is none."""
+    """Next wider dtype that this device computes in, or None."""
     if dtype == torch.float16 and device.has_fast_bf16 and "bfloat16" in device.dtypes:
         return torch.bfloat16
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
 
 
 class Upcast:
-    """A module put to `dtype` at least; `undo` gives every bit back."""
+    """A module upcast to at least `dtype`; `undo` restores every bit."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         self._before: list[tuple[nn.Parameter, torch.dtype, Tensor | None]] = []
@@ -54,7 +53,7 @@ class Upcast:
             self._handles += self._casts.put_on(module)
 
     def undo(self) -> None:
-        """The module as it was before."""
+        """Restore the module."""
         for handle in self._handles:
             handle.remove()
         self._casts.leave()
@@ -66,9 +65,9 @@ class Upcast:
 
 
 def held_in(tensor: Tensor) -> torch.dtype:
-    """The dtype that says how exact the numbers of a tensor are.
+    """Effective dtype of a tensor's values: its own, or the coarser one that it was upcast from.
 
-    A parameter's own, or a coarser one that it was raised from: raising brings no digit back.
+    Upcasting restores no digits.
     """
     rungs = _rungs(tensor)
     if not rungs:
@@ -77,9 +76,9 @@ def held_in(tensor: Tensor) -> torch.dtype:
 
 
 def as_raised(fresh: Tensor, parameter: Tensor) -> Tensor:
-    """What stands for `parameter`, read anew: rounded as it was before it was raised, and raised.
+    """Cast freshly loaded weights as `parameter` was: through the dtypes it was upcast from.
 
-    So it is the same bits whether it stayed or comes again.
+    The bits are then the same whether a weight stayed resident or was loaded again.
     """
     for dtype in (*_rungs(parameter), parameter.dtype):
         fresh = fresh.to(dtype)
@@ -87,13 +86,13 @@ def as_raised(fresh: Tensor, parameter: Tensor) -> Tensor:
 
 
 def as_exact_as(parameter: nn.Parameter, other: nn.Parameter) -> nn.Parameter:
-    """`other`, which takes the place of `parameter`, known to be as exact as that one."""
+    """Mark `other`, the replacement of `parameter`, as upcast from the same dtypes."""
     _set_rungs(other, _rungs(parameter))
     return other
 
 
 def _rungs(parameter: Tensor) -> tuple[torch.dtype, ...]:
-    """The dtypes that a parameter was raised from, in that order."""
+    """Dtypes that a parameter was upcast from, in order."""
     rungs: tuple[torch.dtype, ...] = getattr(parameter, _RUNGS, ())
     return rungs
 
@@ -103,18 +102,18 @@ def _set_rungs(parameter: nn.Parameter, rungs: tuple[torch.dtype, ...]) -> None:
 
 
 def is_below(dtype: torch.dtype, other: torch.dtype) -> bool:
-    """Whether `dtype` is a rung below `other`."""
+    """Whether `dtype` is narrower than `other` on the ladder."""
     return dtype in _LADDER and other in _LADDER and _LADDER.index(dtype) < _LADDER.index(other)
 
 
 def narrowest(module: nn.Module) -> torch.dtype | None:
-    """The lowest rung that a parameter of the module stands on; None without any."""
+    """Narrowest ladder dtype among the module's parameters; None without any."""
     rungs = [_LADDER.index(p.dtype) for p in module.parameters() if p.dtype in _LADDER]
     return _LADDER[min(rungs)] if rungs else None
 
 
 class _CastsOff:
-    """Turns somebody's autocast off while a module is called, which would narrow it again."""
+    """Disable a caller's autocast during a module's call, as it would narrow the result again."""
 
     def __init__(self) -> None:
         self._inside = ExitStack()
@@ -126,7 +125,7 @@ class _CastsOff:
         return [enter, module.register_forward_hook(self._leave, always_call=True)]
 
     def leave(self) -> None:
-        """Autocast as it was, also where a call was broken off, for which torch calls no hook."""
+        """Restore autocast, also after an aborted call, for which torch runs no hook."""
         self._depth = 0
         self._inside.close()
 
@@ -142,7 +141,7 @@ class _CastsOff:
 
 
 class _WidenInputs:
-    """Casts narrower floating inputs to `dtype`."""
+    """Forward pre-hook that casts narrower floating inputs to `dtype`."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype

@@ -1,11 +1,10 @@
-"""Two traces side by side: the first place whose difference their precision does not explain.
+"""Diff two traces: find the first difference that their precision does not explain.
 
-Everything that was seen is taken in the order of time. What a module gives is held against what it
-was given; what it is given, against what its surroundings had by then. A difference is *explained*
-if it is at most `GROWTH` times the largest before it, plus what rounding in the narrower dtype
-makes. So a difference that grows from module to module is followed to where it came from, and code
-between two modules is told from the modules. Weights are compared too. Read next: `replay`, which
-tells growth from source; `draw`.
+Tensors are visited in order of time. A module's output is judged by the differences of its inputs;
+an input by the differences seen before it in the surrounding code. A difference is *explained* if
+it is at most `GROWTH` times the largest one before it, plus the rounding of the narrower dtype. So
+a difference that grows from module to module is followed to its origin, and code between modules is
+told apart from the modules. Weights are compared too. `replay` tells growth from source.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from everyframe.core.errors import InputError
 from everyframe.numerics.trace.fingerprint import difference, is_finite
 from everyframe.numerics.trace.trace import Call, Seen, Trace
 
-#: A module may make the difference that it is given so many times larger. Between float32 and
-#: bfloat16 the most that was measured is 2.2, in the modulation of the embedded model.
+#: Largest growth of a difference within one module. Between float32 and bfloat16 the most measured
+#: is 2.2, in the modulation of the embedded model.
 GROWTH = 8.0
-#: What a module's own roundings add up to, in those of the narrower dtype. One rounding of all
-#: elements is 0.4 to 0.6 of it (measured); a sum of 300 terms kept in float16 is 3.6.
+#: A module's accumulated rounding, in units of the narrower dtype. One rounding of all elements is
+#: 0.4 to 0.6 units (measured); a sum of 300 terms kept in float16 is 3.6.
 ROUNDINGS = 2.0
-#: Sums in float32 are off by so many of its roundings, some thousand terms deep.
+#: Error of float32 sums in units of float32, for some thousand terms.
 _SUM_ROUNDINGS = 64.0
 
 _EXPONENT = {
@@ -38,12 +37,16 @@ _EXPONENT = {
 
 @dataclass(frozen=True)
 class TracePlace:
-    """Where a difference is larger than it can be explained.
+    """A difference larger than precision explains.
 
-    `seen` is its place in the first trace. `apart` is the relative difference there, `before` the
-    largest of what went into it, `explained` what precision explains, `dtype` the narrower one.
-    `is_between` says that it is not what a module gave, but what it was given: the code around it
-    made the difference.
+    Attributes:
+        seen: index in the first trace's `seen`.
+        apart: relative difference there.
+        before: largest difference of what went into it.
+        explained: difference that precision explains.
+        dtype: the narrower dtype.
+        is_between: it is a module's input, so the code around the module made the difference.
+        says: the finding in a sentence.
     """
 
     seen: int
@@ -57,11 +60,15 @@ class TracePlace:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two traces side by side.
+    """Result of comparing two traces.
 
-    `apart` is the relative difference of everything seen in the first, NaN for what the second
-    lacks; `partners` are the calls of the second by those of the first; `places` are those that
-    precision does not explain, in their order.
+    Attributes:
+        a: first trace.
+        b: second trace.
+        apart: relative difference of each tensor of the first; NaN if the second lacks it.
+        partners: call of the second trace for each call of the first.
+        places: differences that precision does not explain, in order.
+        notes: remarks on the comparison itself.
     """
 
     a: Trace
@@ -73,16 +80,16 @@ class Comparison:
 
     @property
     def largest(self) -> float:
-        """The largest difference of anything that a module gave."""
+        """Largest difference of any module output."""
         given = [apart for apart, seen in zip(self.apart, self.a.seen, strict=True)
                  if seen.kind == "output" and not math.isnan(apart)]  # fmt: skip
         return max(given, default=0.0)
 
 
 def compare(a: Trace, b: Trace) -> Comparison:
-    """Line up two traces of the same model, sizes, seed and steps.
+    """Compare two traces of the same model, sizes, seed and steps.
 
-    Raises `InputError` that says why two can't be lined up.
+    Raises `InputError` with the reason if they can't be aligned.
     """
     _check_same(a, b)
     partners = _partners(a, b)
@@ -94,13 +101,13 @@ def compare(a: Trace, b: Trace) -> Comparison:
 
 
 def rounding(unit: float) -> float:
-    """What a module's own arithmetic explains, where results are rounded by `unit`."""
+    """Error explained by a module's own arithmetic, with results rounded by `unit`."""
     sums = 2.0 ** _EXPONENT["float32" if unit > 1e-12 else "float64"]
     return ROUNDINGS * unit + _SUM_ROUNDINGS * sums
 
 
 def unit_of(dtype: str, trace: Trace) -> float:
-    """The unit roundoff of a dtype in that run; 0 for whole numbers, which are exact."""
+    """Unit roundoff of a dtype in that run; 0 for integers, which are exact."""
     if dtype == "float32" and trace.about.get("float32 products") == "tf32":
         dtype = "tf32"
     exponent = _EXPONENT.get(dtype)
@@ -108,7 +115,7 @@ def unit_of(dtype: str, trace: Trace) -> float:
 
 
 class _Walk:
-    """Goes through the first trace in the order of time."""
+    """Walk through the first trace in order of time."""
 
     def __init__(self, a: Trace, b: Trace, partners: Mapping[int, int]) -> None:
         self._a, self._b, self._partners = a, b, partners
@@ -122,7 +129,7 @@ class _Walk:
         self.places: list[TracePlace] = []
 
     def step(self, place: int) -> float:
-        """The difference at that place; NaN where the second trace has none."""
+        """Relative difference of that tensor; NaN if the second trace has none."""
         seen = self._a.seen[place]
         made = self._a.calls[seen.call]
         other = self._other(place, seen)
@@ -142,8 +149,10 @@ class _Walk:
         return apart
 
     def _other(self, place: int, seen: Seen) -> Seen | None:
-        """The same in the second trace: by name, or by its order where names are others (another
-        class may stand in the module's place)."""
+        """Find the same tensor in the second trace, by name or else by order.
+
+        Names differ where another class stands in the module's place.
+        """
         call = self._partners.get(seen.call, -1)
         named = self._of_b.get((call, seen.kind, seen.name))
         if named is not None or seen.kind == "weight":
@@ -216,7 +225,7 @@ def _by_name(trace: Trace) -> dict[tuple[int, str, str], Seen]:
 
 
 class _Orders:
-    """What was seen of a call, in order."""
+    """Tensors of each call, in order."""
 
     def __init__(self, trace: Trace) -> None:
         self._places: dict[tuple[int, str], list[int]] = {}
@@ -243,13 +252,13 @@ _Key = tuple[str, int, str, int]
 
 
 def _partners(a: Trace, b: Trace) -> dict[int, int]:
-    """Call of the first trace -> the same call of the second."""
+    """Map each call of the first trace to the same call of the second."""
     of_b = {key: call for call, key in enumerate(_keys(b))}
     return {call: of_b[key] for call, key in enumerate(_keys(a)) if key in of_b}
 
 
 def _keys(trace: Trace) -> Iterator[_Key]:
-    """What each call is known by in any trace: the outermost module's, and its own."""
+    """Identity of each call in any trace: the outermost module's and its own."""
     outermost: list[str] = []
     for call in trace.calls:
         name = trace.parts[call.part].name
@@ -258,7 +267,7 @@ def _keys(trace: Trace) -> Iterator[_Key]:
 
 
 def _check_same(a: Trace, b: Trace) -> None:
-    """Raises `InputError` for two runs that were not asked for the same."""
+    """Raise `InputError` for traces of two different requests."""
     for key in {**a.same, **b.same}:
         one, two = a.same.get(key, "nothing"), b.same.get(key, "nothing")
         if one != two:
@@ -280,7 +289,7 @@ def _check_same(a: Trace, b: Trace) -> None:
 
 
 def _outermost(trace: Trace) -> dict[str, int]:
-    """How often each module was called by something else than a module."""
+    """Number of calls of each module made outside of any module."""
     counts: dict[str, int] = {}
     for call in trace.calls:
         if call.parent < 0:
@@ -294,7 +303,7 @@ def _short(value: str) -> str:
 
 
 def _notes(a: Trace, b: Trace, partners: Mapping[int, int]) -> Iterator[str]:
-    """What a person should know of the comparison itself."""
+    """Yield remarks on the comparison itself."""
     for which, trace in (("first", a), ("second", b)):
         if trace.ended:
             yield f"the {which} run ended early: {trace.ended}"

@@ -1,8 +1,7 @@
-"""A trace as a file: a zip of a JSON header and tables of numbers as safetensors.
+"""Trace file: a zip of a JSON header and safetensors tables.
 
-Nothing in it is a program, and it holds no name or path of a machine. Written beside its place and
-renamed when it is whole. A file that is none, is cut off or does not fit together is an
-`InputError` of one line. Read next: `trace`, for what the tables mean.
+It contains no code, and no file name or path of the machine. Writing is atomic (temporary file,
+then rename). A file that is not a trace, truncated or inconsistent raises a one-line `InputError`.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ from everyframe.numerics.trace.trace import Call, Kind, Part, Seen, Trace
 SCHEMA: Final = "everyframe.trace/1"
 _FULL = "full.safetensors"
 _KINDS: tuple[Kind, ...] = ("weight", "input", "output")
-#: No trace of ours is near it; a small file that unpacks to more is none of ours.
+#: Largest unpacked size in bytes of the header and tables (1 GiB), far above any real trace.
 _MOST_BYTES = 1 << 30
-#: Nor does any of ours unpack to so many times as much as it takes, but for very small ones.
+#: Largest compression ratio, for traces that unpack to more than `_SMALL` bytes.
 _MOST_TIMES, _SMALL = 200, 1 << 24
 
 _Name = TypeVar("_Name")
 
 
 class _Header(BaseModel):
-    """The JSON part. Names are written once, and by their place in the tables."""
+    """JSON header. Names are stored once and referred to by index in the tables."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -55,7 +54,7 @@ class _Header(BaseModel):
 
 
 def write(trace: Trace, path: str | os.PathLike[str]) -> None:
-    """Write the trace. Raises `InputError` where it can't be, and `OSError` for a full disk."""
+    """Write the trace. Raises `InputError` if the path is unusable, `OSError` for a full disk."""
     place = check_place(path)
     names, dtypes = _Numbered[str](), _Numbered[str]()
     shapes = _Numbered[tuple[int, ...]]()
@@ -91,7 +90,7 @@ def write(trace: Trace, path: str | os.PathLike[str]) -> None:
 
 
 def read(path: str | os.PathLike[str]) -> Trace:
-    """The trace in a file. Raises `InputError` for what is none, or is broken."""
+    """Read a trace file. Raises `InputError` if it is not a trace or is broken."""
     text = check_path(path, "a trace")
     if not os.path.isfile(text):
         raise InputError(f"there is no trace {text!r}")
@@ -121,7 +120,7 @@ def read(path: str | os.PathLike[str]) -> Trace:
 
 
 def _is_bomb(inside: Sequence[zipfile.ZipInfo]) -> bool:
-    """Whether more comes out of it than can be ours; whole tensors lie in it as they are."""
+    """Whether it unpacks to more than a real trace would; whole tensors are stored uncompressed."""
     packed = [each for each in inside if each.filename != _FULL]
     whole = [each for each in inside if each.filename == _FULL]
     size, taken = (sum(getattr(e, n) for e in packed) for n in ("file_size", "compress_size"))
@@ -130,11 +129,11 @@ def _is_bomb(inside: Sequence[zipfile.ZipInfo]) -> bool:
 
 
 class _BrokenError(Exception):
-    """Tables that do not fit together."""
+    """Inconsistent tables."""
 
 
 class _Numbered(dict[_Name, int]):
-    """Gives each key the number of keys before it, when it is first asked for."""
+    """Dictionary that numbers each key when it is first looked up."""
 
     def __missing__(self, key: _Name) -> int:
         self[key] = len(self)

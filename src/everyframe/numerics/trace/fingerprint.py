@@ -1,12 +1,11 @@
-"""A tensor as two dozen numbers, out of which the difference of two tensors can still be told.
+"""Fingerprint: a tensor as 21 numbers, from which the difference of two tensors can be estimated.
 
-Least and largest value, mean, norm, and a *sketch*: the elements dealt out into `NUM_BUCKETS`
-buckets and summed there with signs that are drawn for the shape (Charikar et al., "Finding frequent
-items in data streams", 2002). The sketch of a difference is the difference of the sketches, and the
-expected square of its norm is that of the difference itself: so a relative difference of 1e-6 is
-seen as well as one of 1, to about a sixth of itself. Computed where the tensor is, in float32 at
-least, without waiting for the device; the signs are the same on every device.
-Read next: `recording`.
+The numbers are minimum, maximum, mean, norm, and a *sketch* (count sketch): elements are dealt into
+`NUM_BUCKETS` buckets and summed with random signs that depend on the shape (Charikar et al.,
+"Finding frequent items in data streams", 2002). The sketch of a difference is the difference of the
+sketches, and its expected squared norm is that of the difference itself. So relative differences
+from 1e-6 to 1 are seen, to about a sixth of their size. Computed on the tensor's device in float32
+at least, without synchronisation; signs are the same on every device.
 """
 
 from __future__ import annotations
@@ -20,27 +19,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-#: A prime, so that no size of a dimension puts one channel into one bucket.
+#: A prime, so that no dimension's size maps one channel to one bucket.
 NUM_BUCKETS = 17
-#: Before the sketch: least, largest, mean, norm.
+#: Indices of the numbers before the sketch: minimum, maximum, mean, norm.
 LOW, HIGH, MEAN, NORM = range(4)
 NUM_NUMBERS = 4 + NUM_BUCKETS
 
-#: Elements of one bucket under one set of signs; later ones take it again with a sign of their own.
+#: Elements of one bucket under one set of signs; later runs reuse them with a sign of their own.
 _RUN = 1024
-#: So many elements are widened at once: what fits into a cache, and never a copy of it all.
+#: Elements widened at once: what fits into a cache, never a copy of the whole tensor.
 _AT_ONCE = 64 * NUM_BUCKETS * _RUN
-#: What stands for minus infinity in a mask of attention is this or less, and another number in
-#: every dtype.
+#: An attention mask's "minus infinity" is at most this, and differs between dtypes.
 _MASKED = -9e3
 
 _Numbers = npt.NDArray[np.float64]
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """The `NUM_NUMBERS` numbers of a tensor with elements, on its device; see the module.
+    """Compute the `NUM_NUMBERS` numbers of a non-empty tensor, on its device.
 
-    float64 for a float64 tensor, float32 for every other one.
+    The result is float64 for a float64 tensor, float32 for every other one.
     """
     with torch.no_grad():
         flat = _as_reals(tensor.detach()).reshape(-1)
@@ -62,7 +60,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
 
 
 def _sums(part: Tensor, inner: Tensor, outer: Tensor) -> tuple[Tensor, ...]:
-    """Least, largest, sum, sum of squares and sketch of a stretch of elements."""
+    """Minimum, maximum, sum, sum of squares and sketch of a stretch of elements."""
     low, high = torch.aminmax(part)
     missing = outer.shape[0] * inner.numel() - part.numel()
     padded = F.pad(part, (0, missing)) if missing else part
@@ -71,10 +69,10 @@ def _sums(part: Tensor, inner: Tensor, outer: Tensor) -> tuple[Tensor, ...]:
 
 
 def difference(a: _Numbers, b: _Numbers) -> float:
-    """The norm of the difference of two tensors over the larger norm, from their fingerprints.
+    """Estimate ``|a - b| / max(|a|, |b|)`` of two tensors from their fingerprints.
 
-    Infinite where one is finite and the other isn't; 0 where neither is. Masks of attention, whose
-    "minus infinity" is another number in every dtype, count as equal.
+    Infinite if only one is finite; 0 if neither is. Attention masks, whose "minus infinity" differs
+    between dtypes, count as equal.
     """
     if is_mask(a) and is_mask(b):
         return 0.0
@@ -91,12 +89,12 @@ def difference(a: _Numbers, b: _Numbers) -> float:
 
 
 def is_mask(numbers: _Numbers) -> bool:
-    """Whether these are of a mask that is added to attention's logits: 0, or minus a lot."""
+    """Whether the fingerprint is of an additive attention mask: 0 or a large negative number."""
     return bool(numbers[HIGH] == 0 and numbers[LOW] <= _MASKED)
 
 
 def is_finite(numbers: _Numbers) -> bool:
-    """Whether all elements were numbers and none infinite."""
+    """Whether all elements were finite."""
     return bool(np.isfinite(numbers[[LOW, HIGH]]).all())
 
 
@@ -108,7 +106,7 @@ def _as_reals(tensor: Tensor) -> Tensor:
 def _signs(
     shape: tuple[int, ...], num_elements: int, dtype: torch.dtype, device: str
 ) -> tuple[Tensor, Tensor]:
-    """Signs within a block (buckets, run), and of each block's buckets (blocks, buckets)."""
+    """Signs within a block (buckets, run), and one per block and bucket (blocks, buckets)."""
     run = min(_RUN, -(-num_elements // NUM_BUCKETS))
     num_blocks = -(-num_elements // (NUM_BUCKETS * run))
     # numpy keeps this generator's raw bits the same for good, on every machine.

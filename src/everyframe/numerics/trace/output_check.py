@@ -1,4 +1,4 @@
-"""Whether a trace can be written to a place, told before anything is computed. No torch here."""
+"""Check that a trace can be written to a path, before anything is computed. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 from everyframe.core.errors import InputError
 from everyframe.core.paths import check_path
 
-#: What every trace holds.
+#: Files that every trace contains.
 HEADER, TABLES = "trace.json", "tables.safetensors"
 
 
 def check_place(path: str | os.PathLike[str]) -> Path:
-    """The place for a new trace. Raises `InputError` for a folder, or for somebody else's file."""
+    """Check the path of a new trace. Raises `InputError` for a folder or another program's file."""
     place = Path(check_path(path, "the trace"))
     if place.is_dir() or not place.name:
         raise InputError(f"{str(path)!r} is a folder; name a file for the trace, such as a.trace")

@@ -1,8 +1,8 @@
-"""Recording: hooks on every module that fingerprint what it is given, holds and gives.
+"""Recorder: hooks on every module that fingerprint its inputs, weights and outputs.
 
-Put on from outside and taken off again; what is computed stays the same to the bit. Fingerprints
-are made where the tensors are, and brought to the host some hundreds at a time. What a call is
-given is seen before it runs, as it may be changed in place. Read next: `file`, `diff`.
+Hooks are attached from outside and removable; results stay bit-identical. Fingerprints are computed
+on the tensor's device and copied to the host 256 at a time. Inputs are recorded before the call, as
+it may change them in place.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ from everyframe.numerics.trace.fingerprint import NUM_NUMBERS, fingerprint
 from everyframe.numerics.trace.replay import packed, packed_call
 from everyframe.numerics.trace.trace import Call, Kind, Part, Seen, Trace
 
-#: So many fingerprints wait on the device before they are brought to the host together.
+#: Fingerprints buffered on the device before one copy to the host.
 _WAITING = 256
 
 
 class Recorder:
-    """Watches modules from `watch` on until `remove`; `trace` is what was seen.
+    """Record modules from `watch` until `remove`; `trace` returns the recording.
 
-    `full` are the names of modules (component and dotted name) of which the tensors that go in and
-    come out are kept whole. `held_in` tells the dtype that a weight is as exact as, for those that
-    are wider than their numbers.
+    `full` are names (component and dotted name) of modules whose inputs and outputs are stored
+    whole. `held_in` gives the effective precision of a weight that was rounded and then widened.
     """
 
     def __init__(
@@ -52,9 +51,11 @@ class Recorder:
         self._arguments: dict[int, Any] = {}
 
     def watch(self, component: str, module: nn.Module) -> None:
-        """Watch a module and all in it from now on. The same name may come again (a new clip).
+        """Record a module and its submodules from now on.
 
-        Raises `InputError` for a module to be kept whole that this component hasn't got.
+        The same name may come again (a new clip).
+
+        Raises `InputError` if this component lacks a module named in `full`.
         """
         # Lists of modules are never called themselves.
         modules = {
@@ -77,19 +78,19 @@ class Recorder:
             self._handles.append(inner.register_forward_hook(after, always_call=True))
 
     def remove(self) -> None:
-        """Take all hooks off. A second call does nothing."""
+        """Remove all hooks. A second call does nothing."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
     def never_called(self) -> list[str]:
-        """The modules to be kept whole of which no call was seen."""
+        """Modules named in `full` that were never called."""
         parts = list(self._parts)
         called = {parts[call.part].name for call in self._calls}
         return [name for name in self._full if name not in called]
 
     def trace(self, same: Mapping[str, str], about: Mapping[str, str], ended: str = "") -> Trace:
-        """What was seen so far; see `Trace` for `same`, `about` and `ended`."""
+        """The recording so far; see `Trace` for `same`, `about` and `ended`."""
         rows, numbers = self._prints.all()
         seen = (
             Seen(each.call, each.kind, each.name, each.dtype, each.shape, int(rows[each.row]))
@@ -126,7 +127,7 @@ class Recorder:
         return after
 
     def _begun(self, part: int, module: nn.Module) -> int:
-        """A new call, by its place among all."""
+        """Start a call and return its index."""
         parent = self._open[-1][0] if self._open else -1
         if parent < 0:
             self._num_calls[part] += 1
@@ -153,7 +154,7 @@ class Recorder:
 
 
 class _Prints:
-    """Fingerprints: some on their device, most on the host."""
+    """Fingerprints: a buffer on the device, the rest on the host."""
 
     def __init__(self) -> None:
         self._waiting: list[Tensor] = []
@@ -161,7 +162,7 @@ class _Prints:
         self._num_rows = 0
 
     def add(self, tensor: Tensor) -> int:
-        """The row of that tensor's fingerprint."""
+        """Fingerprint a tensor and return its row."""
         self._waiting.append(fingerprint(tensor))
         self._num_rows += 1
         if len(self._waiting) >= _WAITING:
@@ -169,7 +170,7 @@ class _Prints:
         return self._num_rows - 1
 
     def all(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.floating[Any]]]:
-        """Where each row is, and the table, in which equal rows are there once."""
+        """Row of each fingerprint, and the table in which equal rows are stored once."""
         self._bring()
         if not self._here:
             return np.zeros(0, np.int64), np.zeros((0, NUM_NUMBERS), np.float32)

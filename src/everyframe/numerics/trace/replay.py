@@ -1,8 +1,8 @@
-"""One call made again in float32, on what each of two runs gave it: growth, or source?
+"""Replay one call in float32 on the inputs of each run, to tell growth from source.
 
-A run that is far from float32 on its own inputs computes that module wrong, whatever came in. If
-both are near, the module only makes a difference larger that came from elsewhere. Needs whole
-tensors in both traces and the module itself. Read next: `diff`.
+A run that is far from float32 on its own inputs computes that module wrong. If both runs are close
+to float32, the module only amplifies a difference that arose earlier. Needs the module itself and
+whole tensors in both traces.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from everyframe.numerics.trace.diff import Comparison, rounding, unit_of
 from everyframe.numerics.trace.trace import Trace
 
 See = Callable[[str, Tensor], int]
-"""Told of each tensor and its name; gives the number by which it is found again."""
+"""Callback for each tensor and its name; returns the number that finds it again."""
 
 
 def packed(value: Any, name: str, see: See) -> Any:
-    """The arrangement of `value`, whose tensors with elements are shown to `see`."""
+    """Describe the structure of `value` as JSON; non-empty tensors are passed to `see`."""
 
     def inner(key: object) -> str:
         return f"{name}.{key}" if name else str(key)
@@ -54,7 +54,7 @@ def packed(value: Any, name: str, see: See) -> Any:
 def packed_call(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], see: See
 ) -> Any:
-    """The arrangement of one call's arguments; positional ones have their parameter's name."""
+    """Describe the arguments of one call; positional ones get their parameter's name."""
     kind: Any = type(module)
     names = _parameters(kind)
     names += tuple(str(place) for place in range(len(names), len(args)))
@@ -65,9 +65,9 @@ def packed_call(
 def unpacked(
     arrangement: Any, tensors: Mapping[int, Tensor], change: Callable[[Tensor], Tensor]
 ) -> Any:
-    """What was packed, with `change` applied to each tensor.
+    """Rebuild a packed value, with `change` applied to each tensor.
 
-    Raises `InputError` for what can't be put together again.
+    Raises `InputError` for a value that can't be rebuilt.
     """
     if not isinstance(arrangement, dict):
         return arrangement
@@ -84,7 +84,7 @@ def unpacked(
 
 @lru_cache(maxsize=1024)
 def _parameters(kind: Any) -> tuple[str, ...]:
-    """Names of the positional parameters of the forward of a class of modules."""
+    """Names of the positional parameters of a module class's `forward`."""
     positional = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
     found = signature(kind.forward).parameters.values()
     return tuple(each.name for each in found if each.kind in positional)[1:]
@@ -101,11 +101,14 @@ def _other(value: Any) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Replayed:
-    """What a replay of one call found.
+    """Result of one replayed call.
 
-    `errors` are the relative errors of the first and the second run against float32 on their own
-    inputs, `explained` what their precision explains of each; `growth` is how many times as large
-    float32 makes the difference of the inputs (infinite where these are the same).
+    Attributes:
+        name: module.
+        errors: relative errors of the first and the second run against float32 on their own inputs.
+        explained: the error that each run's precision explains.
+        growth: factor by which float32 amplifies the difference of the inputs; infinite if equal
+            inputs give different outputs.
     """
 
     name: str
@@ -115,7 +118,7 @@ class Replayed:
 
     @property
     def wrong(self) -> tuple[str, ...]:
-        """Which of the runs computed it wrong: ``first``, ``second``, both or none."""
+        """Runs whose error exceeds what precision explains: ``first``, ``second``, both or none."""
         pairs = zip(("first", "second"), self.errors, self.explained, strict=True)
         return tuple(which for which, error, explained in pairs if error > explained)
 
@@ -137,19 +140,19 @@ class Replayed:
 
 
 def is_kept(compared: Comparison, call: int) -> bool:
-    """Whether both traces hold whole tensors of that call of the first."""
+    """Whether both traces hold the whole tensors of that call of the first trace."""
     other = compared.partners.get(call)
     return call in compared.a.arguments and other in compared.b.arguments
 
 
 def replay(compared: Comparison, call: int, module: nn.Module) -> Replayed:
-    """Make that call of the first trace, and the same of the second, in float32.
+    """Repeat that call of the first trace, and its partner in the second, in float32.
 
-    `module` is the module itself, with its weights in any precision.
+    `module` is the module itself, with weights in any precision.
 
     Raises:
-        InputError: its arguments are more than a trace keeps, or don't fit the module.
-        DeviceLostError: the device that the module is on was lost.
+        InputError: its arguments are more than a trace stores, or don't fit the module.
+        DeviceLostError: the module's device was lost.
     """
     name = compared.a.parts[compared.a.calls[call].part].name
     runs = ((compared.a, call), (compared.b, compared.partners[call]))
@@ -170,7 +173,7 @@ def replay(compared: Comparison, call: int, module: nn.Module) -> Replayed:
 
 
 def _widened(module: nn.Module) -> nn.Module:
-    """A copy in float32 that nothing from outside hangs on."""
+    """Copy the module in float32, without hooks."""
     with torch.inference_mode(False):
         wide = copy.deepcopy(module).float().eval()
     for part in wide.modules():
@@ -213,7 +216,7 @@ def _kept(trace: Trace, call: int, kind: str) -> list[Tensor]:
 
 
 def _apart(got: Sequence[Tensor], want: Sequence[Tensor], name: str) -> float:
-    """The largest relative difference of tensors, pair by pair, in float64."""
+    """Largest relative difference of tensors, pair by pair, in float64."""
     shapes = [[tuple(each.shape) for each in side] for side in (got, want)]
     if shapes[0] != shapes[1]:
         raise InputError(f"{name} can't be replayed: {shapes[0]} can't be compared to {shapes[1]}")
@@ -228,10 +231,10 @@ def _apart(got: Sequence[Tensor], want: Sequence[Tensor], name: str) -> float:
 
 
 def _explained(trace: Trace, call: int) -> float:
-    """What the narrowest dtype in that call explains.
+    """Error explained by the narrowest dtype in that call.
 
-    Roundings of the calls made in it add up as random ones do; those of weights count as well,
-    which were seen at the first call of each module.
+    Roundings of nested calls add up like random errors (square root of their number). Weights count
+    too; they were recorded at the first call of each module.
     """
     inside = {call}
     for later in range(call + 1, len(trace.calls)):

@@ -1,7 +1,6 @@
-"""A trace as a value: which modules were called in which order, and what was seen of each call.
+"""Data model of a trace: modules, their calls in order, and the tensors of each call.
 
-Frozen data, and the words that the other modules of this folder share. Read next: `recording`,
-which makes one; `file`, which keeps one.
+Frozen data. `recorder` makes a trace; `file` stores it.
 """
 
 from __future__ import annotations
@@ -19,7 +18,13 @@ Kind = Literal["weight", "input", "output"]
 
 @dataclass(frozen=True)
 class Part:
-    """One module: the component that it is in, its dotted name there ("" is all), its class."""
+    """One module.
+
+    Attributes:
+        component: the component that contains it.
+        module: dotted name in the component; "" is the component itself.
+        kind: class name.
+    """
 
     component: str
     module: str
@@ -35,9 +40,12 @@ class Part:
 class Call:
     """One call of a module.
 
-    `number` counts, from 1, the calls of the outermost module around it that is watched: for a
-    denoiser the steps, or twice as many where guidance asks twice. `nth` counts the calls of this
-    module in that one. `parent` is the call that it was made in, by its place, -1 for none.
+    Attributes:
+        part: index of the module.
+        number: call of the outermost watched module, from 1: for a denoiser the step, or two per
+            step with guidance in two calls.
+        nth: call of this module within that one.
+        parent: index of the enclosing call, -1 for none.
     """
 
     part: int
@@ -48,10 +56,18 @@ class Call:
 
 @dataclass(frozen=True)
 class Seen:
-    """One tensor that a call was given or gave, or that the module holds (at its first call).
+    """One tensor: an input or output of a call, or a weight (recorded at the module's first call).
 
-    `dtype` says how exact its numbers are: a weight that was rounded and widened again has the
-    narrower one. `row` is where its fingerprint lies. In the order in which they were seen.
+    Entries are in the order of recording.
+
+    Attributes:
+        call: index of the call.
+        kind: weight, input or output.
+        name: name within the call.
+        dtype: precision of the values; a weight that was rounded and widened has the narrower
+            dtype.
+        shape: shape of the tensor.
+        row: row of its fingerprint in `Trace.numbers`.
     """
 
     call: int
@@ -64,12 +80,19 @@ class Seen:
 
 @dataclass(frozen=True)
 class Trace:
-    """All of a recording.
+    """A complete recording.
 
-    `same` has to be the same in two traces that are compared (model, sizes, seed, …), `about` may
-    differ and is told (device, precision, versions). `ended` is why the run ended early, if so.
-    `full` holds whole tensors by place in `seen`, and `arguments` how each recorded call's were
-    arranged, by place in `calls` (see `replay`).
+    Attributes:
+        same: facts that must match between two compared traces (model, sizes, seed, ...).
+        about: facts that may differ and are reported (device, precision, versions).
+        parts: modules.
+        calls: calls, in order.
+        seen: tensors, in order.
+        numbers: fingerprints (rows, `NUM_NUMBERS`).
+        ended: why the run ended early; empty if it did not.
+        full: whole tensors, by index in `seen`.
+        arguments: argument structure of each fully recorded call, by index in `calls`; see
+            `replay`.
     """
 
     same: Mapping[str, str]
@@ -83,7 +106,7 @@ class Trace:
     arguments: Mapping[int, Any] = field(default_factory=dict, repr=False)
 
     def place(self, call: int) -> str:
-        """A call in a few words: ``denoiser.blocks.3.attn, call 2``."""
+        """Short name of a call: ``denoiser.blocks.3.attn, call 2``."""
         made = self.calls[call]
         again = f" (time {made.nth})" if made.nth > 1 else ""
         return f"{self.parts[made.part].name}, call {made.number}{again}"
