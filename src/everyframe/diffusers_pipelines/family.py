@@ -214,14 +214,14 @@ def _can_be_shared(files: PipelineFiles) -> bool:
 
 
 class DiffusersPipelineFamily:
-    """Family object of the registry. It is asked last: other families know their pipelines better."""
+    """Family object of the registry, asked last: other families know their own pipelines better."""
 
     name = "pipeline"
     title = "diffusers video pipelines"
     options: type[FamilyOptions] = PipelineOptions
 
     def recognise(self, location: Location, options: FamilyOptions) -> PipelineSpec | None:
-        """The video pipeline at that location, by its index, configs and class; None if there is none."""
+        """The video pipeline at that location, by its index, configs and class, or None."""
         assert isinstance(options, PipelineOptions)
         files = find_files(
             location, trust_remote_code=options.trust_remote_code, variant=options.variant

@@ -68,7 +68,7 @@ class GlobalGenerators:
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
-        """Context: restore the outer state while other code runs, for example a reader of events."""
+        """Context: restore the outer state while other code runs, such as a reader of events."""
         if not self._is_inside:
             yield
             return

@@ -80,7 +80,7 @@ class PipelineGuard:
 
     @property
     def at(self) -> str:
-        """The component that runs or whose call raised; empty while the pipeline's own code runs."""
+        """The component that runs or whose call raised; empty in the pipeline's own code."""
         return self._at[-1] if self._at else ""
 
     def checked(self, name: str, module: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
@@ -97,7 +97,7 @@ class PipelineGuard:
         self._at.pop()  # not where it raised
 
     def check_frames(self, frames_THWC: Any) -> None:
-        """Emit a note about frames (T, H, W, 3) of one colour, if no decoder's pixels were checked."""
+        """Emit a note about frames (T, H, W, 3) of one colour if no decoder's output was checked."""
         if self._is_asked or any(part.has_seen_frames for part in self._parts):
             return
         most = 255 if frames_THWC.dtype == np.uint8 else 1
@@ -214,7 +214,7 @@ class _Part:
     def handed_on(
         self, module: nn.Module, kept: _Kept, result: Any, probe: OverflowProbe | None = None
     ) -> Any:
-        """The checked and, if needed, repaired result of a call, cast back to its original dtype."""
+        """The result of a call after check and repair, cast back to its original dtype."""
         self.at.append(self.name)
         with self._watch.paused():
             result = self._watched(module, kept, result, probe)
@@ -311,8 +311,8 @@ class _Coder(_Part):
 class _Kept:
     """Saved inputs of a module call, and the state that the call may change.
 
-    Wan's decoder stores frames in a list that it gets as an argument. Noise may come from a generator
-    argument or from torch's global generators.
+    Wan's decoder stores frames in a list that it gets as an argument. Noise may come from a
+    generator argument or from torch's global generators.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

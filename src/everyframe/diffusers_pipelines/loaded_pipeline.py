@@ -80,7 +80,7 @@ class LoadedPipelineSpec:
         """Resolve the request to settings, and notes for the user.
 
         Raises:
-            InputError: an option would change the loaded pipeline (model, dtype, memory limits, tiling).
+            InputError: an option would change the loaded pipeline: model, dtype, memory, tiling.
         """
         for name in ("model", "dtype", "max_memory", "max_host_memory"):
             if getattr(request, name) not in (None, "auto"):
@@ -169,8 +169,8 @@ def given_pipeline(
 def in_our_words(pipe: Any, request: Request) -> Request:
     """The request with the pipeline's own parameter names replaced by Everyframe's.
 
-    ``frame_rate`` becomes `fps` and ``video_length`` becomes `num_frames`. A condition object becomes
-    its fields, as a run folder stores them.
+    ``frame_rate`` becomes `fps` and ``video_length`` becomes `num_frames`. A condition object
+    becomes its fields, as a run folder stores them.
 
     Raises:
         InputError: both names of one option were given.

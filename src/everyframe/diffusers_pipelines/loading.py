@@ -124,7 +124,7 @@ def _component(where: str, part: ComponentFolder, plan: Plan) -> nn.Module:
 
 
 def _place(plan: Plan, modules: dict[str, nn.Module]) -> None:
-    """Move each component to its device, or set it up for offload or turns; some have no weights."""
+    """Move each component to its device, or set up offload or turns; some have no weights."""
     nowhere = {
         name
         for name, module in modules.items()
