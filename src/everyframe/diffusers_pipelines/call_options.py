@@ -60,7 +60,7 @@ def is_prompts(name: str, value: Any) -> bool:
 
 
 def without_overridden(asked: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """A record's request without the overridden names; `seed` and `generator` override both."""
+    """A record's request without the overridden names; `seed` and `generator` go together."""
     names = {*names, *(("seed",) if "generator" in names else ())}
     names |= {"generator"} if "seed" in names else set()
     left = {name: value for name, value in asked.items() if name not in names}

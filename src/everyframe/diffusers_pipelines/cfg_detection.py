@@ -1,7 +1,7 @@
 """Detect how a pipeline batches its guidance branches, by dry runs of its own call.
 
 Pipelines differ: some put both branches into one batch, some call the denoiser once per branch,
-some take guidance as an input. The call is run dry through its first steps, with guidance and
+some have guidance as an input. The call is run dry through its first steps, with guidance and
 without. An argument that is n times as long with guidance holds n branches in one batch. If several
 calls are made before any result is read, they can run at the same time (`lazy_tensor.py`). Anything
 else is not split, and `why` gives the reason.

@@ -97,7 +97,7 @@ class PipelineGuard:
         self._at.pop()  # not where it raised
 
     def check_frames(self, frames_THWC: Any) -> None:
-        """Emit a note about frames (T, H, W, 3) of one colour if no decoder's output was checked."""
+        """Emit a note about frames (T, H, W, 3) of one colour, if no decoder output was checked."""
         if self._is_asked or any(part.has_seen_frames for part in self._parts):
             return
         most = 255 if frames_THWC.dtype == np.uint8 else 1

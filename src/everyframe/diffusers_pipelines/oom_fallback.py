@@ -80,8 +80,8 @@ class PipelineMemoryFallbacks:
     def next(self, at: str) -> AppliedFallback | None:
         """Apply the next fallback for component `at`; None if there is none left.
 
-        `at` is empty if the pipeline's own code ran out of memory. Torch's cached memory is released
-        first.
+        `at` is empty if the pipeline's own code ran out of memory. Torch's cached memory is
+        released first.
         """
         empty_cache()
         for relief, do in self._ways(at):

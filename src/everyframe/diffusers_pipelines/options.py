@@ -21,7 +21,7 @@ _WORDS = {"True": True, "False": False, "None": None}
 
 
 class PipelineOptions(FamilyOptions):
-    """Special parameters of one pipeline, how pictures are fitted, and code that comes along."""
+    """Options of one pipeline: its own parameters, image fitting, tiling, weights, remote code."""
 
     option: dict[str, Any] = an_option(
         "A parameter that only this pipeline has, as NAME=VALUE; may be given several times. A "

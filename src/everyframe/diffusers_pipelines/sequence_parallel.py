@@ -115,10 +115,11 @@ class SequenceParallelTransformer(ModelPatch):
         return self._part(tables, dim)
 
     def _part(self, value: Any, dim: int) -> Any:
-        """This rank's share of tensors with tokens along `dim`; without that dim they stay whole.
+        """This rank's share of tensors with tokens along `dim`.
 
-        Length 1 stays whole, too. A rank without tokens gets one placeholder token, which is neither
-        attended to nor gathered: foreign modules may not accept empty tensors.
+        Tensors without that dim, or of length 1, stay whole. A rank without tokens gets one
+        placeholder token, which is neither attended to nor gathered: foreign modules may not accept
+        empty tensors.
         """
         if isinstance(value, (tuple, list)):
             return tuple(self._part(each, dim) for each in value)

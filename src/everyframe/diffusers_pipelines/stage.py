@@ -1,10 +1,9 @@
 """The single stage of a pipeline: load it, then call it once per video for frames and sound.
 
-The call runs in a thread that pauses between events (`call_thread.py`), and hooks track its steps
-(`step_tracking.py`). An out-of-memory error leads to a retry with less memory (`oom_fallback.py`).
-With several ranks each makes the call and they split the denoisers' work (`cfg_parallel.py`,
-`sequence_parallel.py`); the lead rank alone encodes (`module_calls.py`) and decodes.
-Read next: `loading.py`, `guard.py`, `media.py`.
+The call runs in a thread that pauses between events (`call_thread.py`), with hooks for steps
+(`step_tracking.py`) and the guard (`guard.py`). An out-of-memory error leads to a retry with less
+memory (`oom_fallback.py`). Several ranks all make the call and split the denoisers' work
+(`cfg_parallel.py`, `sequence_parallel.py`); the lead rank alone encodes and decodes.
 """
 
 from __future__ import annotations
@@ -86,17 +85,11 @@ class PipelineStage:
     """The stage that loads and calls a pipeline.
 
     Attributes:
-        plan: the plan of the run.
-        interface: the pipeline's call signature.
         own: parameters that only this pipeline has.
-        files: checkpoint to load the pipeline from; None if `pipe` is given.
-        pipe: a pipeline that the caller has loaded.
+        files: checkpoint to load the pipeline from; None if the caller has loaded `pipe`.
         savings: the family's memory savings.
-        teams: communicators of this rank.
         branches: guidance branches to split across ranks; None if they are not split.
-        calling: how the call is made for a caller's pipeline; by default in a thread of its own.
-        name: the stage's name.
-        goes_on: False: denoiser answers are saved per call and replayed on resume.
+        calling: how a caller's pipeline is called; by default in a thread of its own.
     """
 
     plan: Plan
@@ -192,14 +185,13 @@ class PipelineStage:
     def _call(
         self, ready: _Ready, take: VideoState, number: int, num_takes: int, hand: Emit
     ) -> Made:
-        """Call the pipeline for one video, and retry with less memory after an out-of-memory error.
+        """Call the pipeline for one video; retry with less memory after an out-of-memory error.
 
-        A retry replays the denoiser answers computed before. With several ranks there is no retry
-        here, as the other ranks would not know of it.
+        A retry replays earlier denoiser answers. Several ranks do not retry here, but together.
 
         Raises:
             CannotRunError: no memory fallback is left.
-            DistributedOutOfMemoryError: several ranks make the video; the engine resolves it.
+            DistributedOutOfMemoryError: one of several ranks ran out of memory.
         """
         begun, told = time.perf_counter(), 0
         generators, given = GlobalGenerators(ready.devices), call_options.states_of(self.own)
