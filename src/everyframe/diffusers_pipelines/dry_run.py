@@ -222,7 +222,7 @@ class PipelineDryRun:
     ) -> tuple[int, int, int] | None:
         """Make the pipeline's call with `modules`, which are its own, as one rank of `teams`.
 
-        Returns (frames, height, width) of the output; None if VAE tiling skips decoding.
+        Returns (frames, height, width) of the output; None if nothing is decoded.
         """
         with ExitStack() as stack:
             # Modules keep tables of positions, as the device has them that the stand-in stood for.

@@ -1,8 +1,9 @@
 """Load a pipeline's components, each in the plan's precision on the plan's device.
 
 diffusers and transformers read the weights themselves, as they know old parameter names, one
-component at a time. Tensors that they report as missing, misshapen or unexpected are an error;
-they would continue with random values. `everyframe.precision.cast_hooks` casts at module edges.
+component at a time. Missing, misshapen or unexpected tensors in their report are an error, where
+the libraries would continue with random values. `everyframe.precision.cast_hooks` casts at module
+edges.
 """
 
 from __future__ import annotations
