@@ -1,6 +1,7 @@
-"""Nothing is printed: the bars and warnings of diffusers and transformers, while they work for us.
+"""Context managers around a pipeline call: quiet libraries, float32 noise, state restored, one run.
 
-What a person should know of a run is an event of ours. Read next: `stage.py`.
+Progress bars and warnings of diffusers and transformers are switched off. Whatever a person should
+know of a run is an `Event` instead.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from everyframe.core.events import Event
 
 @contextmanager
 def no_progress_bars(pipe: Any) -> Iterator[None]:
-    """Within, the pipeline draws no progress bars."""
+    """Context: the pipeline and its blocks draw no progress bars."""
     owners = [pipe, *_all_blocks(getattr(pipe, "_blocks", None))]
     name = "_progress_bar_config"
     before = [(owner, vars(owner).get(name)) for owner in owners]
@@ -39,9 +40,10 @@ def no_progress_bars(pipe: Any) -> Iterator[None]:
 
 @contextmanager
 def quiet_libraries(*, even_errors: bool = False) -> Iterator[None]:
-    """Within, diffusers and transformers draw no bars and say nothing short of an error.
+    """Context: diffusers and transformers draw no bars and log errors only.
 
-    With `even_errors` not that either: for what may fail, and is told in other words then.
+    With `even_errors` they log critical messages only: for attempts that may fail and whose failure
+    is reported in our own words.
     """
     _QUIET.enter(even_errors=even_errors)
     try:
@@ -51,7 +53,7 @@ def quiet_libraries(*, even_errors: bool = False) -> Iterator[None]:
 
 
 def quietly(events: Iterator[Event]) -> Iterator[Event]:
-    """The same events, each made in `quiet_libraries`; whoever reads them hears what is said."""
+    """Yield the same events, each produced in `quiet_libraries`; the consumer is not silenced."""
     while True:
         with quiet_libraries():
             event = next(events, None)
@@ -61,7 +63,7 @@ def quietly(events: Iterator[Event]) -> Iterator[Event]:
 
 
 class _Quiet:
-    """How much libraries say, for all threads: the first to enter keeps what the last puts back."""
+    """Process-wide log level of the libraries: the first user saves it, the last restores it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -69,7 +71,7 @@ class _Quiet:
         self._before: list[tuple[Any, int, bool]] = []
 
     def enter(self, *, even_errors: bool) -> None:
-        """From here on they say no more than that."""
+        """Lower the log level for one more user."""
         with self._lock:
             if not any(self._entered.values()):
                 self._before = [
@@ -80,7 +82,7 @@ class _Quiet:
             self._set()
 
     def leave(self, *, even_errors: bool) -> None:
-        """As others still want it, or as it was before the first."""
+        """Remove one user: keep the level that others still need, or restore the original one."""
         with self._lock:
             self._entered[even_errors] -= 1
             self._set()
@@ -107,9 +109,9 @@ def _libraries() -> tuple[Any, ...]:
 
 
 def _all_blocks(blocks: Any) -> Iterator[Any]:
-    """The blocks of a modular pipeline, all the way down; nothing for a plain one.
+    """All blocks of a modular pipeline, recursively; none for a plain pipeline.
 
-    Its own ones: what it shows as ``blocks`` is a copy.
+    Uses the pipeline's own blocks: its ``blocks`` property returns a copy.
     """
     if blocks is not None:
         yield blocks
@@ -122,7 +124,7 @@ _IS_OURS: ContextVar[bool] = ContextVar("is_ours", default=False)
 
 
 class _Drawn:
-    """diffusers' function, which draws in float32 where the call is ours."""
+    """Replacement of diffusers' `randn_tensor`: draws in float32 if the call is ours."""
 
     def __init__(self, original: Callable[..., Tensor]) -> None:
         self.original = original
@@ -137,7 +139,7 @@ class _Drawn:
 
 
 class _Place:
-    """Holds the function in its place while any call of ours is under way, in any thread."""
+    """Installs the replacement while at least one call of ours runs, in any thread."""
 
     def __init__(self) -> None:
         self._lock, self._num_calls = threading.Lock(), 0
@@ -165,7 +167,7 @@ _PLACE = _Place()
 
 @contextmanager
 def float32_noise() -> Iterator[None]:
-    """Within, in this thread, noise in bfloat16 and float16 is float32's, rounded."""
+    """Context, for this thread: bfloat16 and float16 noise is drawn in float32 and rounded."""
     _PLACE.enter()
     token = _IS_OURS.set(True)
     try:
@@ -176,31 +178,31 @@ def float32_noise() -> Iterator[None]:
 
 
 def _replace(old: object, new: object) -> None:
-    """In every module that has imported it, a pipeline's own outside of diffusers as well."""
+    """Replace the function in every module that imported it, also outside diffusers."""
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", {})
         if names.get(_NAME) is old:
             names[_NAME] = new
 
 
-#: Pipelines in memory, and their parts, that are in the middle of a run.
+#: Ids of in-memory pipelines and components that a run uses now.
 _IN_A_RUN: set[int] = set()
 _LOCK = threading.RLock()  # given back also while a forgotten stream is collected
 
 
 @contextmanager
 def restore_after(pipe: Any) -> Iterator[None]:
-    """Within, the pipeline may change itself and its small components; afterwards it has not."""
+    """Context: restore the attributes of the pipeline and its small components on exit."""
     with attributes_kept([pipe, *filter(_is_small, pipe.components.values())], _copied):
         yield
 
 
 @contextmanager
 def in_one_run(pipe: Any) -> Iterator[None]:
-    """Within, nobody else's run may use this pipeline, nor another that shares a part of it.
+    """Context: lock this pipeline, and each component that it shares with others, for one run.
 
     Raises:
-        InputError: one does already. Their steps would be mixed, as the scheduler is one.
+        InputError: another run uses it. The scheduler is shared, so their steps would mix.
     """
     parts = {id(part) for part in pipe.components.values() if _has_state(part)} | {id(pipe)}
     with _LOCK:
@@ -226,7 +228,7 @@ def _has_state(part: Any) -> bool:
 def attributes_kept(
     owners: Iterable[object], copied: Callable[[dict[str, Any]], dict[str, Any]] = dict
 ) -> Iterator[None]:
-    """Within, these objects may note things on themselves; afterwards they have what they had."""
+    """Context: restore the attributes of these objects on exit; `copied` copies each `__dict__`."""
     before = [(owner, copied(vars(owner))) for owner in owners]
     try:
         yield
@@ -237,9 +239,10 @@ def attributes_kept(
 
 
 def _is_small(component: Any) -> bool:
-    """Schedulers, guiders, processors: state in attributes, and no weights.
+    """Whether it is a scheduler, guider or processor: state in attributes, no weights.
 
-    Tokenizers hold theirs in a library of their own; diffusers gives them everything at each call.
+    Tokenizers keep their state in a library of their own, and diffusers passes them everything at
+    each call.
     """
     return (
         hasattr(component, "__dict__")
@@ -249,7 +252,7 @@ def _is_small(component: Any) -> bool:
 
 
 def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Lists and mappings are copied: schedulers keep the last predictions in a list."""
+    """Copy attributes, with lists and mappings: schedulers store recent predictions in a list."""
     return {
         name: value.copy() if type(value) in (list, dict) else value
         for name, value in attributes.items()

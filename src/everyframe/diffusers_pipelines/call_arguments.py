@@ -1,7 +1,7 @@
-"""The call of a pipeline: keyword arguments out of settings and one take.
+"""Build the keyword arguments of a pipeline call from the resolved settings and one video's state.
 
-What was settled is given by the pipeline's own names; the rest keeps the pipeline's defaults.
-Read next: `stage.py`.
+Resolved options are passed under the pipeline's own names. All others keep the pipeline's
+defaults.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ def arguments(
     *,
     decodes: bool = True,
 ) -> dict[str, Any]:
-    """Keyword arguments for one video with the take's seed; `own` are the pipeline's own ones.
+    """Keyword arguments for one video with its seed; `own` are the pipeline's own parameters.
 
-    With `decodes` False it ends with latents. The generator lives on the CPU, so noise depends on
-    the seed alone and not on the device. A pipeline that takes a seed besides gets the same one.
+    With `decodes` False the call ends with latents. The generator lives on the CPU, so noise
+    depends on the seed alone and not on the device. A pipeline with a seed parameter beside its
+    generator gets the same seed.
     """
     from PIL import Image
 
@@ -80,6 +81,6 @@ def arguments(
 
 
 def _as_declared(interface: CallSignature, name: str, value: Any) -> Any:
-    """A whole frame rate as an int for a pipeline that says int, as diffusers' LTX does."""
+    """Pass a whole frame rate as int to a pipeline that declares int, as diffusers' LTX does."""
     is_whole = isinstance(value, float) and value.is_integer()
     return int(value) if is_whole and interface.parameters[name].kinds == (int,) else value

@@ -1,10 +1,7 @@
-"""What callers of diffusers give a call besides what is seen: how many videos, in which form, drawn
-by which generator, watched by which callback.
+"""Call options of diffusers: output count and form, generators, callbacks and lists of prompts.
 
-A pipeline in memory takes them as in diffusers. Where Everyframe has a way of its own instead, and
-for a model that it loads itself, they are refused in a line that names that.
-Not here: the pipeline's other parameters (`settings.py`). Read next: `call_arguments.py`,
-`loaded_pipeline.py`.
+A pipeline in memory accepts them as in diffusers. For a model that Everyframe loads, and where
+Everyframe has its own option instead, they are refused with a message that names that option.
 """
 
 from __future__ import annotations
@@ -15,13 +12,13 @@ from typing import Any
 from everyframe.core.errors import InputError
 from everyframe.core.request import MAX_SEED, Request
 
-#: The form of output that is no frames.
+#: The `output_type` that returns latents instead of frames.
 LATENTS = "latent"
-#: Forms in which the pipeline's own output is wanted; ``np`` is that of a `Video`.
+#: Output types that return the pipeline's own output; ``np`` becomes a `Video`.
 _OWN_FORMS = ("pt", "pil", LATENTS)
 NUMBERS = ("num_videos_per_prompt", "num_images_per_prompt")
 PROMPTS = ("prompt", "negative_prompt")
-#: What stands here for each of diffusers' arguments.
+#: Everyframe's replacement for each argument of diffusers, as the end of a message.
 _INSTEAD: Mapping[str, str] = {
     "generator": "seed=7 seeds the noise",
     "output_type": 'output="float" gives frames as float32',
@@ -35,12 +32,12 @@ _INSTEAD: Mapping[str, str] = {
     "output": "frames and sound come back",
     **dict.fromkeys(PROMPTS, "each prompt is a text of a request of its own"),
 }  # fmt: skip
-#: Those that say how a pipeline is called, and not what the video shows.
+#: Arguments that control the call and not the content of the video.
 NAMES = frozenset(_INSTEAD).difference(PROMPTS)
 
 
 def refused(name: str) -> InputError:
-    """Why a model that is loaded here takes no such argument."""
+    """Error for a call option that a model loaded by Everyframe does not accept."""
     instead = _INSTEAD[name]
     return InputError(
         f"option {name} is for a pipeline in memory, which everyframe.run takes; here {instead}"
@@ -48,22 +45,22 @@ def refused(name: str) -> InputError:
 
 
 def hint(name: str) -> str:
-    """What stands for an argument that a pipeline in memory lacks; empty for any other name."""
+    """The replacement for a call option that an in-memory pipeline lacks; empty for other names."""
     return f"; {_INSTEAD[name]}" if name in NAMES else ""
 
 
 def is_call_option(name: str, value: Any) -> bool:
-    """Whether a pipeline in memory is given it so: one of these, or prompts that are no text."""
+    """Whether it is a call option, or prompts in another form than one text."""
     return name in NAMES or is_prompts(name, value)
 
 
 def is_prompts(name: str, value: Any) -> bool:
-    """Whether it is prompts in another form than one text."""
+    """Whether it is a prompt in another form than one text."""
     return name in PROMPTS and value is not None and not isinstance(value, str)
 
 
 def without_overridden(asked: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """What a record asks for, but for what is given anew: those names, and what says the same."""
+    """A record's request without the overridden names; `seed` and `generator` go together."""
     names = {*names, *(("seed",) if "generator" in names else ())}
     names |= {"generator"} if "seed" in names else set()
     left = {name: value for name, value in asked.items() if name not in names}
@@ -74,7 +71,7 @@ def without_overridden(asked: Mapping[str, Any], names: Collection[str]) -> dict
 
 
 def check(name: str, value: Any) -> None:
-    """Raise `InputError` for a value that a pipeline in memory can't be given."""
+    """Raise `InputError` for a value that an in-memory pipeline does not accept."""
     if name == "output":
         raise InputError(f"option output is set by everyframe itself: {_INSTEAD[name]}")
     if isinstance(value, str) and value.startswith("<"):  # so a record names an object
@@ -85,7 +82,7 @@ def check(name: str, value: Any) -> None:
 
 
 def _rule(name: str) -> tuple[Callable[[Any], bool], str]:
-    """What a value must hold to, and that in words."""
+    """The predicate for a value of this option, and the allowed values in words."""
     if name in PROMPTS:
         return _are_prompts, "text, a list of texts, or texts by the number of their frame"
     if name in NUMBERS:
@@ -122,27 +119,27 @@ def _are_generators(given: Any) -> bool:
 
 
 def wants_output(own: Mapping[str, Any]) -> bool:
-    """Whether the pipeline's output is wanted as it is, in a form that no `Video` has."""
+    """Whether the pipeline's own output is requested, in a form that `Video` does not have."""
     return own.get("output_type") in _OWN_FORMS
 
 
 def gives_list(own: Mapping[str, Any]) -> bool:
-    """Whether a call is asked for a list of videos, be it of one."""
+    """Whether the call returns a list of videos, even a list of one."""
     return isinstance(own.get("prompt"), list) or any((own.get(name) or 1) > 1 for name in NUMBERS)
 
 
 def text_of(prompts: Any) -> str | None:
-    """All texts of prompts in any form, in one."""
+    """All texts of a prompt in any form, joined with "; "."""
     if prompts is None or isinstance(prompts, str):
         return prompts
     return "; ".join(prompts.values() if isinstance(prompts, Mapping) else prompts)
 
 
 def call_values(own: Mapping[str, Any]) -> dict[str, Any]:
-    """The pipeline's own parameters as its call gets them.
+    """Convert the pipeline's own parameters from record form to call form.
 
-    Nothing in the place of None, numbers for the frames of prompts, which are words in a record,
-    and generators for the seeds that stand for them.
+    Call options that are None are left out, frame numbers of prompts (strings in a record) become
+    ints, and recorded seeds become generators.
     """
     found = {name: value for name, value in own.items() if name not in NAMES or value is not None}
     for name in PROMPTS:
@@ -163,15 +160,15 @@ def _made(generator: Any) -> Any:
 
 
 def states_of(own: Mapping[str, Any]) -> list[tuple[Any, Any]]:
-    """The generators that are handed on, each with its state."""
+    """The generators passed to the call, each with its current state."""
     given = own.get("generator")
     return [] if given is None else [(each, each.get_state()) for each in _listed(given)]
 
 
 def with_seeds(option: Mapping[str, Any]) -> dict[str, Any]:
-    """The same with seeds in the place of generators that drew nothing since they were seeded.
+    """Replace generators that have not drawn since seeding by their seeds and devices.
 
-    So a run with them can be kept and made again; nothing stands for one in another state.
+    This makes a run reproducible from its record. A generator in any other state stays as it is.
     """
     given, found = option.get("generator"), dict(option)
     if given is not None and _are_generators(given) and all(map(_is_fresh, _listed(given))):
@@ -182,10 +179,13 @@ def with_seeds(option: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_generator_seeds(request: Request, option: Mapping[str, Any], *, has_seed: bool) -> Request:
-    """The request with seeds in the place of its generators; see `with_seeds`.
+    """The request with generators replaced by seeds (see `with_seeds`).
 
-    `has_seed` is of a pipeline that takes a seed beside its generator, and goes without it where it
-    is given one.
+    `has_seed`: the pipeline has a seed parameter beside its generator, and does without a generator
+    where it gets a seed.
+
+    Raises:
+        InputError: a seed, or several videos, beside a generator.
     """
     given = option.get("generator")
     if given is None or not _are_generators(given) or isinstance(_listed(given)[0], Mapping):
@@ -207,7 +207,7 @@ def with_generator_seeds(request: Request, option: Mapping[str, Any], *, has_see
 
 
 def notes(option: Mapping[str, Any]) -> tuple[str, ...]:
-    """What a person should know of them."""
+    """Note for the user if a generator has drawn before, so the video can't be made again."""
     given = option.get("generator")
     if given is None or all(map(_is_fresh, _listed(given))):
         return ()

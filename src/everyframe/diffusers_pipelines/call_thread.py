@@ -1,10 +1,10 @@
-"""A call that can't be interrupted, as a generator of its events.
+"""Run a blocking pipeline call as a generator of its events.
 
-A pipeline's `__call__` returns when all is done, and a stream of events is read one at a time. So
-`run_in_thread` makes the call in a thread of its own, and of the two threads one runs at a time:
-the call goes on when the next event is asked for, and waits inside `emit` otherwise. A reader who
-leaves ends the call at the next module that it calls. Who hears of events at once, as they happen,
-needs no second thread: `InThread` makes the call where it is asked for. Read next: `stage.py`.
+A pipeline's `__call__` returns only when it is done, while a stream of events is read one at a
+time. `run_in_thread` therefore makes the call in a second thread. Only one of the two threads runs
+at a time: the call resumes when the next event is requested, and waits inside `emit` otherwise.
+Closing the generator ends the call at its next module call. `InThread` needs no second thread: it
+makes the call in the current thread and passes events to a callback at once.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _Result = TypeVar("_Result")
 
 Tell = Callable[[Event], None]
 Within = Callable[[], AbstractContextManager[Any]]
-"""What a thread that is begun for a call enters for it."""
+"""Makes the context that the call's thread enters before the call."""
 
 
 class Calling(Protocol):
-    """A way to make a call whose events are yielded; the generator's value is its result."""
+    """Strategy for making a call: yields its events; the generator's return value is its result."""
 
     def __call__(
         self, call: Callable[[Tell], _Result]
@@ -41,7 +41,7 @@ class Calling(Protocol):
 
 @dataclass(frozen=True)
 class Apart:
-    """In a thread of its own, for a run that sets torch's switches around each event."""
+    """Run the call in its own thread, for a run that sets torch's switches around each event."""
 
     within: Within
 
@@ -51,7 +51,7 @@ class Apart:
 
 @dataclass(frozen=True)
 class Beside:
-    """In a thread of its own, which sets no switch of the process, and so beside others."""
+    """Run the call in its own thread without process-wide switches, so others can run beside it."""
 
     within: Within
 
@@ -61,7 +61,10 @@ class Beside:
 
 @dataclass(frozen=True)
 class InThread:
-    """In this thread, which sets no switch; `tell` hears of events at once, and they come later."""
+    """Run the call in this thread without process-wide switches.
+
+    `tell` gets each event at once; the events are yielded after the call.
+    """
 
     tell: Tell
 
@@ -70,11 +73,11 @@ class InThread:
 
 
 class _Stopped(BaseException):
-    """Raised in the call when nobody reads its events any more."""
+    """Raised inside the call when its events are no longer read."""
 
 
 class _Alternating:
-    """The two threads' meeting place."""
+    """Hand-over point of the two threads."""
 
     def __init__(self, call: Callable[[Tell], Any], within: Within) -> None:
         self._call = call
@@ -94,18 +97,18 @@ class _Alternating:
         self._go.release()
 
     def emit(self, event: Event) -> None:
-        """Called in the call's thread: hand over an event and wait.
+        """Hand over an event and wait; called in the call's thread.
 
-        Where the run computes alone its kernels of attention are put back for whoever reads it.
+        If the run holds the process exclusively, its attention kernels are restored for the reader.
         """
         with kernels_lent() if is_exclusive() else nullcontext():
             self.answers.put(("event", event))
             self._wait()
 
     def stop(self) -> None:
-        """End the call at the next module that it calls, and wait for that.
+        """End the call at its next module call, and wait for that.
 
-        An interrupt may have come before the thread was seen to begin: then it ends by itself.
+        If an interrupt came before the thread was seen to start, the thread ends in `_wait`.
         """
         self._is_stopped = True
         self._go.release()
@@ -141,9 +144,9 @@ class _Alternating:
 def run_in_thread(
     call: Callable[[Tell], _Result], within: Within
 ) -> Generator[Event, None, _Result]:
-    """``call(emit)``, yielding what it emits; the generator's value is what it returns.
+    """Run ``call(emit)`` in a thread and yield what it emits; the generator returns its result.
 
-    The call's thread enters ``within()`` first. Whatever the call raises is raised here.
+    The call's thread enters ``within()`` first. An exception in the call is raised here.
     """
     both = _Alternating(call, within)
     is_over = False
@@ -166,10 +169,10 @@ def run_in_thread(
 
 
 def _in_this_thread(call: Callable[[Tell], _Result], tell: Tell) -> Generator[Event, None, _Result]:
-    """The same without a second thread: `tell` hears of each event at once, it is yielded later.
+    """Run the call without a second thread; `tell` gets each event at once, before it is yielded.
 
-    What `tell` raises ends the call, and is raised here; no pipeline takes it for a fault of its
-    own.
+    An exception from `tell` ends the call and is raised here. It passes through the pipeline as
+    `_Stopped`, a BaseException, so no pipeline handles it as an error of its own.
     """
     events: list[Event] = []
     raised: list[BaseException] = []
@@ -199,10 +202,10 @@ def _in_this_thread(call: Callable[[Tell], _Result], tell: Tell) -> Generator[Ev
 
 
 def _beside_others(call: Callable[[Tell], _Result]) -> Callable[[Tell], _Result]:
-    """The call, beside others that set no switch; it is nobody's turn while an event is read.
+    """The call beside other runs that set no switch; it releases its turn while an event is read.
 
-    Kernels of attention are the process' own, until a repair of this run chooses some: from there
-    on it computes alone, and puts them back for whoever reads its events.
+    Attention kernels are process-wide. Once a repair of this run selects some, the run holds the
+    process exclusively and restores the original kernels for readers of its events.
     """
 
     def made(emit: Tell) -> _Result:

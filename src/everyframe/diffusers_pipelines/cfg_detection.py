@@ -1,12 +1,10 @@
-"""How a pipeline asks its denoiser about the branches of guidance: found by its own call, run dry.
+"""Detect how a pipeline batches its guidance branches, by dry runs of its own call.
 
-Nobody says it: some put both branches into one batch, some ask about one after the other, some have
-guidance as one more input. So the call is run dry up to the end of its first steps, once as it is
-asked for and once without guidance. What is twice as long with guidance holds the branches, one
-beside the other; and where nobody looks at an answer before the next is asked for, these calls can
-be made at once (`lazy_tensor.py`). What is neither stays whole, and `why` says so.
-
-Not here: who computes which branch (`cfg_parallel.py`). Read next: `dry_run.py`.
+Pipelines differ: some put both branches into one batch, some call the denoiser once per branch,
+some have guidance as an input. The call is run dry through its first steps, with guidance and
+without. An argument that is n times as long with guidance holds n branches in one batch. If several
+calls are made before any result is read, they can run at the same time (`lazy_tensor.py`). Anything
+else is not split, and `why` gives the reason.
 """
 
 from __future__ import annotations
@@ -31,19 +29,23 @@ Shape = tuple[int, ...]
 
 _TEXT = "['encoder_hidden_states']"
 
-#: Which device it is makes no difference to what a pipeline asks for.
+#: A placeholder: the calls that a pipeline makes do not depend on the device.
 _ANY = DeviceFacts("any", "cpu", None, 0, 0)
 
 
 @dataclass(frozen=True)
 class CfgBranches:
-    """The branches of guidance of a pipeline's steps, of which ranks can have `count` apart.
+    """The guidance branches of a pipeline's steps and how they can be split across ranks.
 
-    With `is_together` they lie beside each other in one batch: `rows` are those of one branch in
-    each argument that has them, by its path, all others are for all branches. Else each is asked
-    about in a call of its own, which can be made at the same time. `why` says why there is but one.
-    `answer` has the shapes of what a call answers, `form` their container, and `num_calls` is how
-    many there are in a step.
+    Attributes:
+        count: branches that different ranks can compute; 1 if they can't be split.
+        why: reason why `count` is 1.
+        is_together: the branches share one batch; otherwise each has a denoiser call of its own,
+            and these calls can run at the same time.
+        rows: rows of one branch in each batched argument, by path; all other arguments are shared.
+        answer: shapes of the tensors that one denoiser call returns.
+        form: pytree container of these tensors.
+        num_calls: denoiser calls per step.
     """
 
     count: int = 1
@@ -56,13 +58,13 @@ class CfgBranches:
 
     @property
     def batch(self) -> int:
-        """Samples of one call."""
+        """Samples per call."""
         return self.answer[0][0] if self.answer and self.answer[0] else 1
 
 
 @dataclass
 class _Asked:
-    """One call of a denoiser: shapes of the tensors that it was given by path, and its answer."""
+    """One denoiser call: input shapes by path, output shapes and container."""
 
     given: dict[str, Shape]
     answer: tuple[Shape, ...]
@@ -70,16 +72,19 @@ class _Asked:
 
     @property
     def is_of_tensors(self) -> bool:
-        """Whether the answer holds nothing but tensors."""
+        """Whether the output contains tensors only."""
         return bool(self.form.num_leaves == len(self.answer))
 
 
 @dataclass
 class ObservedCalls:
-    """What a dry run saw: the calls in order, and how many of them nobody looked in between of.
+    """Denoiser calls observed in a dry run.
 
-    `stopped` is why it did not come to the end of a step, `in_parts` an encoder of which a part was
-    called by itself.
+    Attributes:
+        calls: the calls in order.
+        unread: lengths of the series of calls whose results were not read in between.
+        stopped: why the dry run did not reach the end of a step; empty if it did.
+        in_parts: an encoder of which a submodule was called directly; empty if there is none.
     """
 
     calls: list[_Asked] = field(default_factory=list)
@@ -91,9 +96,9 @@ class ObservedCalls:
 def find_cfg_branches(
     see: Callable[[bool], ObservedCalls], *, is_guided: bool, num_steps: int
 ) -> CfgBranches:
-    """The branches of a pipeline; ``see(guided)`` is its call run dry, with guidance or without.
+    """Find the guidance branches; ``see(guided)`` runs the call dry, with or without guidance.
 
-    `is_guided` is whether guidance is asked for, `num_steps` how many steps such a call has.
+    `is_guided`: guidance is requested. `num_steps`: denoising steps of such a call.
     """
     seen = see(is_guided)
     if not seen.calls:
@@ -123,7 +128,7 @@ def find_cfg_branches(
 
 
 def _together(whole: CfgBranches, guided: _Asked, plain: _Asked) -> CfgBranches:
-    """The branches of one batch: what is longer with guidance is so many times as long."""
+    """Branches of one batch: arguments that are an integer number of times longer with guidance."""
     rows: dict[str, int] = {}
     ratios: set[float] = set()
     pairs = {path: (guided.given.get(path), plain.given.get(path)) for path in guided.given}
@@ -159,11 +164,11 @@ def _but(branches: CfgBranches, **other: Any) -> CfgBranches:
 
 
 class _Enough(Exception):  # noqa: N818 - never leaves this module
-    """The steps are over; the rest of the call is of no interest."""
+    """The observed steps are over; the rest of the call is not needed."""
 
 
 def observe_calls(modules: Mapping[str, nn.Module], call: Callable[[], object]) -> ObservedCalls:
-    """What the dry run of that call, in which these components work, shows of its denoisers."""
+    """Run the call dry with these components and record its denoiser calls."""
     seen = ObservedCalls()
     parts = {name: DryRunModule(module, None) for name, module in modules.items()}
 
@@ -201,7 +206,7 @@ def _over(seen: ObservedCalls, *_: Any) -> None:
 
 
 class _Pending:
-    """Counts the answers that nobody has looked at yet."""
+    """Counts denoiser results that have not been read yet."""
 
     def __init__(self, seen: ObservedCalls) -> None:
         self._seen, self._number = seen, 0
@@ -245,7 +250,7 @@ def _noted(
 
 @contextmanager
 def _whole(name: str, encoder: nn.Module, seen: ObservedCalls) -> Iterator[None]:
-    """Sees whether parts of an encoder are called while the whole is not."""
+    """Context: detect calls of an encoder's submodules outside a call of the encoder."""
     depth = 0
 
     def enters(*_: Any) -> None:
@@ -275,7 +280,7 @@ def _whole(name: str, encoder: nn.Module, seen: ObservedCalls) -> Iterator[None]
 def tensors_by_path(
     module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """Every tensor that a module is called with, by where it is."""
+    """All tensors that a module is called with, by their pytree path."""
     leaves, _ = pytree.tree_flatten_with_path(bind_arguments(module, args, kwargs))
     return {pytree.keystr(path): leaf for path, leaf in leaves if _is_tensor(leaf)}
 

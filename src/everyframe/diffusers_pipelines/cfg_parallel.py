@@ -1,15 +1,13 @@
-"""Branches of guidance on different ranks, put on a pipeline's denoisers from outside.
+"""CFG parallelism: compute guidance branches on different ranks, for any pipeline's denoisers.
 
-Every rank makes the pipeline's own call, so its denoisers are asked there the same, in the same
-order, with the same input. Of a batch with several branches each group of ranks computes its own
-rows. Of calls that are about a branch each, a group computes its own and is given a stand-in for
-the others' answers (`lazy_tensor.py`); as soon as each group has computed one, or somebody looks,
-they exchange them. So it is right whatever a pipeline does, and at once where it does nothing
-between. How it asks was found before (`cfg_detection.py`); what has another form is refused, not
-guessed.
-
-Not here: how the ranks of a group share their part (`sequence_parallel.py`). Read next:
-`everyframe.diffusers_pipelines.cfg_parallel`, `stage.py`.
+Every rank makes the pipeline's own call, so its denoisers get the same calls in the same order
+with the same inputs. There are two cases, found before by `cfg_detection.py`:
+  - One batch holds several branches: each CFG group computes its own rows.
+  - Each branch has a call of its own: a group computes its calls and returns a `LazyTensor` for the
+    others. The groups exchange results when each has computed one, or when one is read.
+So the result is correct for every pipeline, and the calls run in parallel if the pipeline reads
+none in between. A call whose form differs from the dry run is an error (CannotRunError), never a
+guess. `sequence_parallel.py` splits the work inside a CFG group.
 """
 
 from __future__ import annotations
@@ -36,20 +34,20 @@ from everyframe.parallel.communicator import Communicator, ParallelContext, memo
 
 @dataclass(frozen=True)
 class CfgExchange:
-    """The ranks of `team` in `groups`, each of which has a part of its own."""
+    """All-to-all between CFG groups: the ranks of `team` in `groups`, each with its own result."""
 
     team: Communicator
     groups: CfgGroups
 
     @property
     def mine(self) -> int:
-        """The number of this rank's group."""
+        """Index of this rank's CFG group."""
         return self.groups.number_of(self.team.rank)
 
     def exchange(self, part: Tensor, lengths: Sequence[int], what: str) -> list[Tensor]:
-        """What each group has, on every rank; `part` (n,) is that of this rank's group.
+        """Exchange the groups' results so that every rank has all; `part` (n,) is this group's.
 
-        All know how long each is, in `lengths`; one may have nothing.
+        `lengths`, the same on all ranks, has the length of each group's result; a length may be 0.
         """
         mine, team = self.mine, self.team
         sizes = [self.groups.sent(lengths, rank) for rank in range(team.size)]
@@ -62,13 +60,24 @@ class CfgExchange:
 
 _WHAT = "answers about branches are exchanged"
 
-#: Dtype, shape and order in memory of a tensor, as plain data.
+#: Dtype, shape and memory order of a tensor, as plain data.
 _Facts = list[Any]
 
 
 @dataclass
 class DenoiserCall:
-    """One call of a denoiser, and what it answered once that is known."""
+    """One denoiser call.
+
+    Attributes:
+        name: the denoiser's component name.
+        module: the denoiser.
+        base: its class, whose `__call__` computes the result.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        owner: index of the CFG group that computes it, where each branch has a call of its own.
+        mine: this rank's result before the exchange.
+        answer: the final result; None until it is known.
+    """
 
     name: str
     module: nn.Module
@@ -80,32 +89,32 @@ class DenoiserCall:
     answer: Any = None
 
     def made(self) -> Any:
-        """The answer, computed here."""
+        """Compute the result on this rank."""
         return self.base.__call__(self.module, *self.args, **self.kwargs)
 
 
 class CallHooks:
-    """What is done around calls that are shared out; nothing at all, as in a dry run."""
+    """Hooks around calls that are split across ranks; these do nothing, as a dry run needs."""
 
     @property
     def is_paused(self) -> bool:
-        """Whether calls are not to be shared out now."""
+        """Whether calls are computed whole on this rank for now."""
         return False
 
     def asked(self, call: DenoiserCall) -> None:
-        """A denoiser is called, wherever it is computed."""
+        """Called for each denoiser call, on whichever rank it is computed."""
 
     def computing(self, call: DenoiserCall) -> AbstractContextManager[None]:
-        """Within, this rank computes its part."""
+        """Context: this rank computes its share."""
         return nullcontext()
 
     def checked(self, call: DenoiserCall, answer: Any) -> Any:
-        """The whole answer, looked at and repaired, the same on all ranks."""
+        """Check and repair the whole result; returns the same on all ranks."""
         return answer
 
 
 class CfgParallel:
-    """While it is entered, calls of these denoisers, by name, are shared out by branches."""
+    """Context: split calls of these denoisers (by name) across CFG groups."""
 
     def __init__(
         self,
@@ -122,7 +131,7 @@ class CfgParallel:
         self._on = ExitStack()
         self._count = 0
         self._pending: list[DenoiserCall] = []
-        #: What this rank's answers are; in a dry run, what another's would be.
+        #: Dtype, shape and memory order of this rank's results; in a dry run, of another rank's.
         self._last = [["float32", [*shape], [*range(len(shape))]] for shape in branches.answer]
 
     def __enter__(self) -> CfgParallel:
@@ -153,7 +162,7 @@ class CfgParallel:
     # ------------------------------------------------------------ several branches in a batch
 
     def _together(self, call: DenoiserCall) -> Any:
-        """The whole answer to a batch, of which this rank's group computes its branches."""
+        """The whole result of a batch, of which this rank's group computes its own branches."""
         mine = self._groups.branches(self._apart.mine)
         part = self._part(call, mine)
         with self._around.computing(call):
@@ -163,7 +172,7 @@ class CfgParallel:
         return self._around.checked(call, answer)
 
     def _part(self, call: DenoiserCall, mine: range) -> DenoiserCall | None:
-        """The call with those branches alone; None where it is about one."""
+        """The call restricted to those branches; None if the call has one branch only."""
         given, rows, count = (
             bind_arguments(call.module, call.args, call.kwargs),
             self._branches.rows,
@@ -193,7 +202,7 @@ class CfgParallel:
         return DenoiserCall(call.name, call.module, call.base, args, cut)
 
     def _joined(self, answer: Any, load: int) -> Any:
-        """The answers of all groups beside each other, where this group's is of `load` branches."""
+        """Concatenate the results of all groups; this group's result has `load` branches."""
         leaves, form = pytree.tree_flatten(answer)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         each = [
@@ -208,7 +217,7 @@ class CfgParallel:
     # ------------------------------------------------------------ a branch in each call
 
     def _in_turn(self, call: DenoiserCall) -> Any:
-        """An answer that is there, or will be when it is looked at."""
+        """The result, or a `LazyTensor` that is exchanged when it is read."""
         call.owner = self._count % self._num_groups
         self._count += 1
         if call.owner == self._apart.mine:
@@ -224,7 +233,7 @@ class CfgParallel:
         )
 
     def _form(self, call: DenoiserCall) -> tuple[int, Any]:
-        """How many tensors an answer has, and their container, which the dry run knows."""
+        """Number of tensors in a result and their container, both known from the dry run."""
         if call.mine is None:
             return len(self._branches.answer), self._branches.form
         leaves, form = pytree.tree_flatten(call.mine)
@@ -241,7 +250,7 @@ class CfgParallel:
         return leaf
 
     def _settle(self) -> None:
-        """Exchange the answers to the calls that are pending, and look at each."""
+        """Exchange the results of the pending calls and check each."""
         calls, self._pending = self._pending, []
         facts = [list[_Facts]() for _ in self._groups.ranks]
         made: list[Tensor] = []
@@ -263,7 +272,7 @@ class CfgParallel:
     def _exchanged(
         self, mine: Sequence[Tensor], facts: Sequence[Sequence[_Facts]]
     ) -> list[list[Tensor]]:
-        """Every group's tensors on every rank, as bytes; `facts` say what each group has."""
+        """Every group's tensors on every rank, sent as bytes; `facts` describes each tensor."""
         device = mine[0].device if mine else self._device()
         here = [_flat(tensor) for tensor in mine]
         part = torch.cat(here) if here else torch.empty(0, dtype=torch.uint8, device=device)
@@ -275,13 +284,13 @@ class CfgParallel:
         ]
 
     def _device(self) -> torch.device:
-        """Where a rank gets what it has nothing of its own beside."""
+        """Device for received tensors on a rank that has no result of its own."""
         first = next(iter(self._denoisers.values()))
         return next(first.parameters()).device
 
 
 def _of_branches(leaf: Tensor, one: int, count: int, mine: range, path: str) -> Tensor:
-    """The rows of those branches; several of a branch must be the same ones, repeated."""
+    """Rows of those branches; several rows of one branch must be repetitions of the same row."""
     if one > 1 and count > 1 and not leaf.is_meta:
         each = torch.unflatten(leaf, 0, (count, one))
         if not bool((each == each[:, :1]).all()):
@@ -298,7 +307,7 @@ def _facts(tensor: Tensor) -> _Facts:
 
 
 def _scaled(facts: _Facts, load: int, other: int) -> _Facts:
-    """The same of another number of branches."""
+    """The same facts for another number of branches."""
     dtype, (rows, *shape), order = facts
     return [dtype, [rows // load * other, *shape], order]
 
@@ -309,12 +318,12 @@ def _num_bytes(facts: _Facts) -> int:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """A tensor as its bytes, in the order in which they lie in memory."""
+    """A tensor as bytes, in memory order."""
     return tensor.permute(memory_order(tensor)).contiguous().view(-1).view(torch.uint8)
 
 
 def _taken(data: Tensor, group: Sequence[_Facts]) -> list[Tensor]:
-    """What `_flat` has made bytes of; they lie in memory as there."""
+    """Inverse of `_flat`: the tensors, with their memory order."""
     found = []
     for piece, (dtype, shape, order) in zip(
         torch.split(data, [_num_bytes(each) for each in group]), group, strict=True
@@ -327,7 +336,7 @@ def _taken(data: Tensor, group: Sequence[_Facts]) -> list[Tensor]:
 
 
 def _beside(parts: Sequence[Tensor]) -> Tensor:
-    """Branches one behind the other, lying in memory as each of them does."""
+    """Concatenate branches along the batch, preserving their memory order."""
     order = memory_order(parts[0])
     joined = torch.cat([part.permute(order) for part in parts], order.index(0))
     return joined.permute([order.index(dim) for dim in range(len(order))])

@@ -1,9 +1,8 @@
-"""A diffusers folder: its index, its components, and what in it can't be run. No weights are read.
+"""Read a diffusers folder: its index and components, and reasons to refuse it. Reads no weights.
 
-``model_index.json`` names a plain pipeline, ``modular_model_index.json`` a modular one; each
-component lies in a folder of its own, weights as safetensors. Refused here: pickled weights, parts
-that are missing, quantised ones, and code that comes along and wasn't allowed.
-Read next: `component_classes.py`, `family.py`.
+``model_index.json`` describes a plain pipeline, ``modular_model_index.json`` a modular one. Each
+component has a folder of its own with weights as safetensors. Refused with `CheckpointError`:
+pickled weights, missing components, quantised components, and remote code that was not allowed.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from everyframe.core.errors import CheckpointError
 INDEX = "model_index.json"
 MODULAR_INDEX = "modular_model_index.json"
 
-#: What an index may take classes from, beside the modules of diffusers' own pipelines. Any other
-#: name would be imported from wherever it is found first, which may be the current folder.
+#: Libraries that an index may name, beside the modules of diffusers' own pipelines. Any other name
+#: would be imported from the first match on the path, which may be the current folder.
 LIBRARIES = ("diffusers", "transformers", "cosmos_guardrail")
 
-#: Files of a tokenizer that its own config may name.
+#: Keys of a tokenizer's config that name files.
 _NAMED_FILES = ("tokenizer_file", "vocab_file", "merges_file", "spm_file", "sp_model_file")
 
-#: ``diffusion_pytorch_model.fp16.safetensors``: a second set of the same weights.
+#: Weight variant in a file name, as in ``diffusion_pytorch_model.fp16.safetensors``.
 _VARIANT = re.compile(r"\.(?P<name>fp16|bf16|fp32|non_ema)[.-]")
 
 
@@ -38,9 +37,14 @@ _VARIANT = re.compile(r"\.(?P<name>fp16|bf16|fp32|non_ema)[.-]")
 class ComponentFolder:
     """One component: the library and class that the index names, and its folder.
 
-    `weights` are its safetensors files, empty for what has none (schedulers, tokenizers); `variant`
-    is diffusers' name of the set that they belong to. `is_trusted` says that code which comes with
-    the checkpoint may run.
+    Attributes:
+        name: the component's name in the index.
+        library: library or pipeline module of its class.
+        class_name: its class.
+        folder: its folder.
+        weights: its safetensors files; empty for schedulers, tokenizers and the like.
+        variant: diffusers' variant name of these files; None for the plain ones.
+        is_trusted: code that comes with the checkpoint may run.
     """
 
     name: str
@@ -52,7 +56,7 @@ class ComponentFolder:
     is_trusted: bool = False
 
     def config(self) -> Mapping[str, Any]:
-        """The component's config; nothing where it has none."""
+        """The component's config; empty if it has none."""
         names = ("config.json", "guider_config.json")
         file = next((self.folder / name for name in names if (self.folder / name).is_file()), None)
         return {} if file is None else read_json(file)
@@ -60,10 +64,17 @@ class ComponentFolder:
 
 @dataclass(frozen=True)
 class PipelineFiles:
-    """A pipeline's place. `where` is for people and records.
+    """The files of a pipeline checkpoint.
 
-    `values` are what the index holds beside components, such as a boundary between experts;
-    `left_out` the components that it was saved without.
+    Attributes:
+        where: its name for messages and records.
+        folder: its folder.
+        class_name: the pipeline's class.
+        parts: its components.
+        is_modular: it is a modular pipeline.
+        code_file: file with the pipeline's own code, or with the map to it; None if it has none.
+        values: index entries that are not components, such as the boundary between two experts.
+        left_out: components that it was saved without.
     """
 
     where: str
@@ -84,10 +95,10 @@ class PipelineFiles:
 def find_files(
     location: Location, *, trust_remote_code: bool = False, variant: str | None = None
 ) -> PipelineFiles | None:
-    """The pipeline at that place; None if there is none. `variant` is the set of weights to read.
+    """The pipeline at that location, None if there is none; `variant` selects the set of weights.
 
     Raises:
-        CheckpointError: a pipeline that can't be loaded; one line that says why and what to do.
+        CheckpointError: the pipeline can't be loaded; one line with the reason and what to do.
     """
     if location.path is not None:
         folder, where = location.path, location.path.name or location.asked
@@ -144,7 +155,7 @@ def _read(
 
 
 def _is_component(value: Any) -> bool:
-    """``[library, class]``, with how it is loaded behind in a modular index."""
+    """``[library, class]``; a modular index adds a third entry, how the component is loaded."""
     if not isinstance(value, list) or len(value) not in (2, 3):
         return False
     return all(each is None or isinstance(each, str) for each in value[:2])
@@ -193,7 +204,7 @@ def _part(
 
 
 def _check_hints(where: str, index: Mapping[str, Any]) -> None:
-    """Raise for what a modular index would have diffusers import: libraries of type hints."""
+    """Raise for a type hint of a modular index whose library diffusers would import."""
     for name, entry in index.items():
         spec = entry[2] if isinstance(entry, list) and len(entry) == 3 else None
         hint = spec.get("type_hint") if isinstance(spec, dict) else None
@@ -205,7 +216,7 @@ def _check_hints(where: str, index: Mapping[str, Any]) -> None:
 
 
 def is_library(name: str) -> bool:
-    """Whether an index may take classes from it: a library of the list, or a pipeline's module."""
+    """Whether an index may take classes from it: one of `LIBRARIES`, or a pipeline's module."""
     if name in LIBRARIES:
         return True
     spec = find_spec("diffusers")
@@ -215,7 +226,7 @@ def is_library(name: str) -> bool:
 
 
 def _subfolder(where: str, name: str, given: Any) -> str:
-    """Where in the pipeline's folder a component lies, by its own name or as the index says."""
+    """Path of a component in the pipeline's folder: its own name, or as the index gives it."""
     place = str(given or name)
     parts = PurePosixPath(place).parts
     if not name.isidentifier() or not parts or not all(is_plain_name(each) for each in parts):
@@ -227,7 +238,7 @@ def _subfolder(where: str, name: str, given: Any) -> str:
 
 
 def _check_files(where: str, root: Path, name: str, folder: Path) -> None:
-    """Raise `CheckpointError` for a component that would be read from elsewhere."""
+    """Raise `CheckpointError` for a component that would read files outside its folder."""
     files = sorted(folder.iterdir())
     check_inside(root, (folder, *files))
     for file in files:
@@ -256,9 +267,10 @@ def _check_files(where: str, root: Path, name: str, folder: Path) -> None:
 def _weights(
     where: str, name: str, folder: Path, asked: str | None
 ) -> tuple[tuple[Path, ...], str | None]:
-    """The safetensors files to read, and the variant that they are.
+    """The safetensors files to read, and their variant.
 
-    What was asked for, or plain ones; a folder that has other variants only is read in the first.
+    Prefers the requested variant, then plain files. A folder with other variants only uses the
+    first of them by name.
     """
     by_variant: dict[str, list[Path]] = {}
     for file in sorted(folder.glob("*.safetensors")):

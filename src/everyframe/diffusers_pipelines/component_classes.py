@@ -1,7 +1,7 @@
-"""Classes by the names that an index has for them: of the pipeline and of its components.
+"""Import the classes of a pipeline and its components by the names in its index.
 
-The one place that imports diffusers for planning (a few seconds). Code that comes with a checkpoint
-is imported here too, if and only if it was allowed. Read next: `signature.py`, `loading.py`.
+The only module that imports diffusers for planning (a few seconds). Code that comes with a
+checkpoint is imported here too, if and only if it was allowed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def pipeline_class(files: PipelineFiles) -> Any:
     """The pipeline's class.
 
     Raises:
-        CheckpointError: this diffusers has no such class.
+        CheckpointError: this diffusers has no such class, or the class is no pipeline.
+        MissingPackageError: packages that the class needs are not installed.
     """
     import diffusers
 
@@ -50,10 +51,10 @@ def pipeline_class(files: PipelineFiles) -> Any:
 
 
 def interface_of(files: PipelineFiles, empty: Any = None) -> CallSignature:
-    """What the pipeline takes; `empty` is a modular one without weights.
+    """The call signature of a pipeline; `empty` is a modular pipeline without weights.
 
     Raises:
-        CheckpointError: it is no video pipeline, or can make none of what a request can hold.
+        CheckpointError: it is no video pipeline, or supports nothing that a request can hold.
     """
     if empty is not None:
         return checked(of_blocks(files.class_name, empty.blocks))
@@ -61,10 +62,10 @@ def interface_of(files: PipelineFiles, empty: Any = None) -> CallSignature:
 
 
 def checked(interface: CallSignature) -> CallSignature:
-    """The same interface, of a pipeline that makes a video of a text, a picture or a video.
+    """The same signature, if the pipeline makes a video from a text, an image or a video.
 
     Raises:
-        CheckpointError: it makes something else, or of something else.
+        CheckpointError: it has another output, or needs another input.
     """
     if not interface.makes_video:
         raise CheckpointError(
@@ -85,7 +86,7 @@ def checked(interface: CallSignature) -> CallSignature:
 
 
 def empty_modular(files: PipelineFiles) -> Any:
-    """A modular pipeline without its weights: blocks, and what is made from configs alone."""
+    """A modular pipeline without weights: its blocks, and components made from configs alone."""
     cls: Any = pipeline_class(files)
     return cls.from_pretrained(
         str(files.folder),
@@ -96,11 +97,11 @@ def empty_modular(files: PipelineFiles) -> Any:
 
 
 def component_class(part: ComponentFolder) -> Any:
-    """The class of a component, of diffusers, of transformers, of a pipeline's own module or its
-    own code.
+    """The class of a component, from diffusers, transformers, a pipeline's module or its own code.
 
     Raises:
-        CheckpointError: the library has no such class. MissingPackageError: no such library.
+        CheckpointError: the library has no such class, or the class is no component.
+        MissingPackageError: the library is not installed.
     """
     if (part.folder / f"{part.library}.py").is_file():
         return _own_code(part.folder, f"{part.library}.py", part.class_name)
@@ -124,7 +125,7 @@ def component_class(part: ComponentFolder) -> Any:
 
 
 def _library(part: ComponentFolder) -> Any:
-    """What a component's class is taken from; what is on no list was allowed in `checkpoint`."""
+    """The module that holds a component's class; unlisted ones were allowed in `checkpoint`."""
     import diffusers
 
     own = None if part.library in LIBRARIES else getattr(diffusers.pipelines, part.library, None)
@@ -144,9 +145,9 @@ def _library(part: ComponentFolder) -> Any:
 
 
 def _is_component(found: Any) -> bool:
-    """Whether it is a class that is loaded from a folder, and no pipeline of its own.
+    """Whether it is a class that loads from a folder and is not a pipeline.
 
-    A pipeline in a pipeline has an index, too, which diffusers would believe.
+    A pipeline inside a pipeline has an index of its own, which diffusers would trust.
     """
     import diffusers
 
@@ -160,10 +161,10 @@ def _is_component(found: Any) -> bool:
 
 
 def asks_for_code(cls: Any) -> bool:
-    """Whether a class may look for code of the checkpoint's own and has to be told not to.
+    """Whether a class may look for remote code and needs an explicit `trust_remote_code`.
 
-    transformers' `Auto` classes ask on the terminal where they are told nothing, and processors
-    load their tokenizers by such.
+    transformers' `Auto` classes prompt on the terminal without one, and processors load their
+    tokenizers through them.
     """
     import diffusers
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
@@ -176,7 +177,7 @@ def asks_for_code(cls: Any) -> bool:
 
 
 def empty_component(part: ComponentFolder) -> Any:
-    """The module of a component by its config, with numbers that nobody read; best made on meta."""
+    """The module of a component, built from its config with uninitialised weights; best on meta."""
     cls = component_class(part)
     if hasattr(cls, "load_config"):  # diffusers
         return cls.from_config(cls.load_config(str(part.folder)))

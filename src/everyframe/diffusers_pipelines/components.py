@@ -1,8 +1,8 @@
-"""The parts of a pipeline for a plan: what they hold, what precision they want, what they need.
+"""Components of a pipeline for the plan: weight sizes, preferred precision, working memory.
 
-Counted from the headers of the weight files; no module is built. All parts are in memory together
-while a pipeline's `__call__` runs, so all belong to one stage. `working_bytes` is rough, the widest
-tensors of one block and the frames: for where no dry run can be had. Read next: `dry_run.py`.
+Sizes come from the headers of the weight files; no module is built. All components are in memory
+while a pipeline's `__call__` runs, so all belong to one stage. `working_bytes` is a rough estimate
+(the widest tensors of one block, and the frames) for pipelines that have no dry run.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from everyframe.runtime.interface import Component
 
 STAGE = "pipeline"
 
-#: Direct children of denoisers that steer every block or end the stream: float32 at least.
+#: Direct children of denoisers that modulate every block or end the stream: at least float32.
 _STEERING = (
     "time_embed", "time_embedding", "time_embedder", "time_text_embed", "adaln_single",
     "norm_out.linear", "proj_out", "conv_norm_out", "conv_out",
 )  # fmt: skip
 _LAST, _LAST_NORM = "norm_out", ("norm_out.norm", "norm_out.weight")
-#: Beyond fp16's range in T5's feed-forward.
+#: Feed-forward layers of T5 whose values exceed float16's range.
 _T5_RANGE = ("*.wo",)
-#: Pixels of a tile, about, in diffusers' autoencoders.
+#: Approximate pixels of one VAE tile in diffusers.
 _TILE = 256 * 256
 _DTYPES = {"BF16": "bfloat16", "F16": "float16"}
 
 
 @dataclass(frozen=True)
 class ComponentWeights:
-    """What the files of a part say of it: the elements of each tensor by name, what it needs."""
+    """A component's weights by its file headers: elements of each tensor, precision needs."""
 
     name: str
     source: str
@@ -48,7 +48,7 @@ class ComponentWeights:
 
 
 def held(files: PipelineFiles) -> tuple[ComponentWeights, ...]:
-    """Every part that has weights, in the order of the index; all of their headers are read."""
+    """Every component with weights, in the order of the index; reads all of their headers."""
     return tuple(_held(part, files) for part in files.models)
 
 
@@ -71,7 +71,7 @@ def _held(part: ComponentFolder, files: PipelineFiles) -> ComponentWeights:
 def components(
     parts: Sequence[ComponentWeights], sizes: PipelineDefaults, settings: Settings
 ) -> tuple[Component, ...]:
-    """The same as a plan takes them, for a video of these settings."""
+    """The same components in the plan's form, for a video of these settings."""
     return tuple(
         Component(
             name=part.name,
@@ -87,8 +87,11 @@ def components(
 
 
 def prefers(name: str, stored: str) -> str:
-    """What a part should run in: decoders of pictures and sound in float32, as their output is the
-    product; everything else in what it was stored in, float32 counting as "anything"."""
+    """Preferred dtype of a component: float32 for decoders of frames and sound.
+
+    Their output is the product. All others prefer the dtype they are stored in; stored float32
+    counts as "anything" (bfloat16).
+    """
     if "vae" in name or "vocoder" in name:
         return "float32"
     return _DTYPES.get(stored, "bfloat16")
@@ -104,10 +107,10 @@ def _stored(headers: list[SafetensorsHeader]) -> str:
 
 
 def islands_of(name: str, cls: Any, parameters: Mapping[str, int]) -> tuple[str, ...]:
-    """What stays in float32: what the class itself says must, and what steers a denoiser.
+    """Submodules that stay in float32: the class' own list, and what modulates a denoiser.
 
-    The class names parts wherever they are. Of those only what has parameters can be kept in
-    float32: a norm without any is given what comes, and computes in it.
+    The class lists names that may occur anywhere. Only those with parameters become islands: a norm
+    without parameters gets its input's dtype and computes in it.
     """
     own = getattr(cls, "_keep_in_fp32_modules", None) or ()
     patterns = [part for word in own for part in dict.fromkeys(_parts(word, parameters))]
@@ -120,7 +123,7 @@ def islands_of(name: str, cls: Any, parameters: Mapping[str, int]) -> tuple[str,
 
 
 def _parts(word: str, parameters: Mapping[str, int]) -> Iterator[str]:
-    """Where a part of that name lies that has parameters, in whichever of numbered blocks."""
+    """Paths with that name that have parameters; numbered blocks become ``*``."""
     for name in parameters:
         before, found, _ = f".{name}.".partition(f".{word}.")
         if found:
@@ -129,7 +132,7 @@ def _parts(word: str, parameters: Mapping[str, int]) -> Iterator[str]:
 
 
 def working_bytes(name: str, sizes: PipelineDefaults, settings: Settings, element: int) -> int:
-    """About what a part holds beside its weights while it runs; 0 for encoders of text."""
+    """Estimated bytes a component needs beside its weights while it runs; 0 for text encoders."""
     pixels = settings.height * settings.width * settings.num_frames
     if denoisers((name,)):
         return _of_denoiser(sizes, pixels, element, 1 if settings.guidance_scale <= 1 else 2)

@@ -1,7 +1,7 @@
-"""What size, length and frame rate a pipeline makes if nobody says: read from configs and classes.
+"""Default size, length and frame rate of a pipeline, read from configs and signatures.
 
-Also how pixels become latents, as far as the configs say it. Pure data in, numbers out; `configs`
-are those of the components by name. Read next: `settings.py`.
+Also the factors between pixels and latents, where the configs have them. Pure data in, numbers
+out. `configs` maps component names to their configs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from everyframe.diffusers_pipelines.signature import CallSignature
 
 _Value = TypeVar("_Value")
 
-#: Frames a second of the video that is written, where the pipeline takes no frame rate itself.
+#: Frames per second of the written video, for pipelines without a frame rate parameter.
 FRAME_RATES: Mapping[str, float] = {
     "Allegro": 15,
     "AnimateDiff": 8,
@@ -50,37 +50,37 @@ FRAME_RATES: Mapping[str, float] = {
 }
 FRAME_RATE = 24.0
 
-#: (height, width) that a pipeline's code falls back to, where neither signature nor config say it.
+#: (height, width) that a pipeline's code falls back to, if neither signature nor config has it.
 SIZES: Mapping[str, tuple[int, int]] = {
     "Mochi": (480, 848),
     "MiniMaxH3": (768, 1344),
     "Wan": (480, 832),
 }
-#: Frames, likewise, or where the code makes another number of what the signature says.
+#: Frames, likewise, or where the code changes the number in the signature.
 LENGTHS: Mapping[str, int] = {
     "LTX2": 121,
     "MiniMaxH3": 124,
     "SkyReelsV2DiffusionForcingVideoToVideo": 121,
     "Wan": 81,
 }
-#: Steps that are fewer than what is asked for: a number of points, between which it steps.
+#: Difference between requested and real steps: the request counts points, steps lie in between.
 STEPS_FEWER: Mapping[str, int] = {"MiniMaxH3": 1}
-#: The fewest steps that its schedule can be made of, where one is too few.
+#: Minimum number of steps of its schedule, where it is above 1.
 FEWEST_STEPS: Mapping[str, int] = {"Mochi": 2}
 
-#: Whose code can't do without a negative prompt: an empty one is given where there is none.
+#: Pipelines whose code needs a negative prompt: they get an empty one if there is none.
 EMPTY_NEGATIVE: Mapping[str, bool] = {"EasyAnimate": True}
-#: What goes on from latents that another pipeline's call left in memory, and from nothing else.
+#: Pipelines that only continue from latents which another pipeline's call left in memory.
 GOES_ON: Mapping[str, str] = {"LTX2DFRTemporalRefine": "LTX2DFRPipeline"}
-#: Whose videos are tensors (batch, channels, frames, height, width), by diffusers' own helpers; of
-#: others frames come before channels.
+#: Pipelines whose video tensors are (batch, channels, frames, height, width), by diffusers' own
+#: helpers; in all others frames come before channels.
 CHANNELS_FIRST: Mapping[str, bool] = {"EasyAnimate": True}
-#: Parameters whose videos have a size of their own, which is not that of the video that is made.
+#: Parameters whose videos have a size of their own, different from the generated video's.
 OWN_SIZE: Mapping[str, tuple[str, ...]] = {"WanAnimate": ("face_video",)}
 
 
 def of(table: Mapping[str, _Value], class_name: str) -> _Value | None:
-    """The entry of the longest name that `class_name` begins with."""
+    """The entry for the longest name that is a prefix of `class_name`."""
     fitting = [name for name in table if class_name.startswith(name)]
     return table[max(fitting, key=len)] if fitting else None
 
@@ -91,31 +91,31 @@ _DENOISER_NAMES = ("transformer", "unet")
 
 
 def denoisers(names: Any) -> tuple[str, ...]:
-    """Those of the components that denoise: one, or two for two experts."""
+    """The names of denoisers among the components: one, or two for two experts."""
     return tuple(name for name in names if name.startswith(_DENOISER_NAMES))
 
 
 @dataclass(frozen=True)
 class PipelineDefaults:
-    """A pipeline's sizes: its interface and its components' configs."""
+    """Defaults of a pipeline, from its call signature and its components' configs."""
 
     interface: CallSignature
     configs: Configs
 
     @property
     def denoiser(self) -> Mapping[str, Any]:
-        """The config of the first denoiser; empty if there is none."""
+        """Config of the first denoiser; empty if there is none."""
         names = denoisers(self.configs)
         return self.configs[names[0]] if names else {}
 
     @property
     def vae(self) -> Mapping[str, Any]:
-        """The config of what decodes pictures."""
+        """Config of the VAE or diffusion decoder; empty if there is none."""
         return self.configs.get("vae") or self.configs.get("diffusion_decoder") or {}
 
     @property
     def spatial_factor(self) -> int:
-        """Pixels of one latent along each side, 8 where the config does not say."""
+        """Pixels per latent along each side; 8 if the config does not give it."""
         for name in ("scale_factor_spatial", "spatial_compression_ratio"):
             given = self.vae.get(name)
             if _number(given):
@@ -130,7 +130,7 @@ class PipelineDefaults:
 
     @property
     def temporal_factor(self) -> int | None:
-        """Frames of one latent frame where the config says it outright."""
+        """Frames per latent frame; None if the config does not give it."""
         for name in ("scale_factor_temporal", "temporal_compression_ratio"):
             given = self.vae.get(name)
             if _number(given):
@@ -148,7 +148,7 @@ class PipelineDefaults:
         return sum(levels) if isinstance(levels, (list, tuple)) else None
 
     def default_size(self) -> tuple[int, int] | None:
-        """(height, width); None where only the pipeline itself knows."""
+        """(height, width); None if only the pipeline's code knows it."""
         sides = [self.interface.default_of(name) for name in ("height", "width")]
         if all(isinstance(side, int) for side in sides):
             return sides[0], sides[1]
@@ -166,7 +166,7 @@ class PipelineDefaults:
         return None
 
     def default_length(self) -> int | None:
-        """Frames; None where only the pipeline itself knows."""
+        """Number of frames; None if only the pipeline's code knows it."""
         known = of(LENGTHS, self.interface.class_name)
         if known is not None:
             return known
@@ -181,7 +181,7 @@ class PipelineDefaults:
         return None
 
     def frame_rate(self) -> tuple[float, bool]:
-        """Frames a second, and whether that is known or a guess."""
+        """Frames per second, and whether it is known (True) or a guess."""
         own = self.interface.default_of("fps")
         if _number(own):
             return float(own), True
@@ -191,8 +191,8 @@ class PipelineDefaults:
     def length_rule(self) -> tuple[int, int] | None:
         """(factor, rest): lengths must leave `rest` when divided by `factor`; None if unknown.
 
-        The factor is the autoencoder's; the rest is that of the pipeline's own default, so that
-        nothing is assumed of whether its first frame stands alone.
+        The factor is the autoencoder's. The rest comes from the pipeline's default length, so
+        nothing is assumed about whether its first frame stands alone.
         """
         factor, length = self.temporal_factor, self.default_length()
         if factor is None or factor < 2 or length is None:
@@ -202,7 +202,7 @@ class PipelineDefaults:
 
 
 def _hunyuan_15(target: int, factor: int) -> tuple[int, int]:
-    """HunyuanVideo 1.5's own choice for 16:9, by diffusers' code for it."""
+    """HunyuanVideo 1.5's default size for 16:9, computed by diffusers' own code."""
     from diffusers.pipelines.hunyuan_video1_5.image_processor import HunyuanVideo15ImageProcessor
 
     processor = HunyuanVideo15ImageProcessor(vae_scale_factor=factor)

@@ -1,8 +1,7 @@
-"""Digests of a loaded pipeline and of a call's inputs, which a resumed run compares.
+"""Digests of a loaded pipeline and of a call's inputs, compared when a run is resumed.
 
-A call's inputs are compared bit for bit. A pipeline is compared by what can be seen at little cost:
-classes, configs, dtypes, shapes, hooks, and of each tensor up to `_MOST_SAMPLES` values. Read next:
-`module_calls.py`, `loaded_pipeline.py`.
+Inputs of a call are compared bit for bit. A pipeline is compared by what is cheap to read:
+classes, configs, dtypes, shapes, hooks, and up to `_MOST_SAMPLES` (16,384) values of each tensor.
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-#: Values of a tensor of a pipeline that enter its digest, evenly spaced.
+#: Most values of one tensor that enter a pipeline's digest, evenly spaced.
 _MOST_SAMPLES = 1 << 14
-#: What a config says of where it came from, and not of what it is.
+#: Config keys that describe the origin of a component and not its content.
 _OF_ORIGIN = {"_name_or_path", "name_or_path", "_commit_hash", "_diffusers_version",
               "transformers_version", "warnings_issued"}  # fmt: skip
 
 
 def digest_call(name: str, args: Any, kwargs: Mapping[str, Any]) -> str:
-    """The digest of a call of the component `name`: of every value of every tensor that it gets.
+    """Digest of a call of the component `name`: every value of every input tensor.
 
-    Devices do not enter, and of objects that are no data only the class does.
+    Devices are ignored. Objects that are not data enter with their class only.
     """
     hasher = hashlib.sha256()
     for part in _parts_of([name, args, kwargs]):
@@ -35,11 +34,11 @@ def digest_call(name: str, args: Any, kwargs: Mapping[str, Any]) -> str:
 
 
 def digest_pipeline(pipe: Any) -> dict[str, str]:
-    """A digest of each component of a loaded pipeline by name, and of the ``pipeline`` itself.
+    """Digest of each component of a loaded pipeline by name, and of the ``pipeline`` itself.
 
-    It sees other weights, also those of an adapter that is fused or added, dtypes, configs, hooks,
-    patched methods, tiling. It does not see a few values changed of a large tensor, weights that
-    are on no device (offloaded to a disk), or what a hook does.
+    Detects other weights (also of a fused or added adapter), dtypes, configs, hooks, patched
+    methods and tiling. It misses a few changed values of a large tensor, weights that are on no
+    device (offloaded to a disk), and the behaviour of a hook.
     """
     device = str(getattr(pipe, "_execution_device", None) or getattr(pipe, "device", ""))
     found = {"pipeline": _digest([_kind(pipe), _config(pipe), device])}
@@ -55,14 +54,14 @@ def _digest(values: list[Any]) -> str:
 
 
 def _said(value: Any) -> Any:
-    """What JSON can't hold, as something that it can."""
+    """Convert a value that JSON can't hold."""
     if isinstance(value, torch.dtype):
         return str(value)
     return sorted(map(str, value)) if isinstance(value, (set, frozenset)) else _kind(value)
 
 
 def _kind(value: Any) -> str:
-    """The class of a value, or the name of a function: addresses say nothing a process later."""
+    """Class of a value or name of a function; addresses differ between processes."""
     named = value if hasattr(value, "__qualname__") else type(value)
     return f"{named.__module__}.{named.__qualname__}"
 
@@ -80,7 +79,7 @@ def _config(part: Any) -> Any:
 
 
 def _of_module(module: nn.Module) -> Iterator[Any]:
-    """Of each module in it: its class, settings, hooks, patched methods and tensors."""
+    """For each submodule: class, settings, hooks, patched methods and tensors."""
     for name, each in module.named_modules():
         hooks = [_kind(hook) for hook in _hooks(each)]
         yield [name, _kind(each), each.training, _scalars(each), hooks, *_tensors(each)]
@@ -99,7 +98,7 @@ def _hooks(module: nn.Module) -> Iterator[Any]:
 
 
 def _scalars(part: Any) -> dict[str, Any]:
-    """Its public settings that are single values, or such by name: tiling, scales of adapters."""
+    """Public attributes that are scalars, or dicts of scalars: tiling, adapter scales."""
 
     def is_single(value: Any) -> bool:
         return value is None or isinstance(value, (bool, int, float, str))
@@ -121,7 +120,7 @@ def _tensors(module: nn.Module) -> Iterator[Any]:
 
 
 def _plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensor, or those that a tensor of a kind of its own (quantised weights) is made of."""
+    """The tensor, or the inner tensors of a tensor subclass (quantised weights)."""
     if hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
             yield from _plain_tensors(getattr(tensor, name))
@@ -137,7 +136,7 @@ def _of_weight(tensor: Tensor) -> list[Any]:
 
 
 def _samples(tensor: Tensor) -> Any:
-    """Values of the tensor, evenly spaced, all of a small one, as bytes."""
+    """Evenly spaced values of the tensor as bytes; all values of a small one."""
     flat = tensor.reshape(-1)
     # Odd, as a step that divides the length of a row would see one column alone.
     step = -(-flat.numel() // _MOST_SAMPLES) | 1
@@ -145,7 +144,7 @@ def _samples(tensor: Tensor) -> Any:
 
 
 def _bytes(flat: Tensor) -> Any:
-    """The values of a tensor of one dimension, one after the other."""
+    """The values of a 1-D tensor as bytes."""
     # A copy, as one value of an expanded tensor is nothing that can be seen as bytes.
     own = flat.clone(memory_format=torch.contiguous_format)
     return own.view(torch.uint8).cpu().numpy()
@@ -155,7 +154,7 @@ def _bytes(flat: Tensor) -> Any:
 
 
 def _parts_of(value: Any) -> Iterator[Any]:
-    """What a value is, in pieces that no other value has."""
+    """Encode a value as byte chunks that no other value has."""
     if isinstance(value, Tensor):
         yield f"tensor {value.dtype} {[*value.shape]};".encode()
         yield b"" if value.is_meta else _bytes(value.detach().reshape(-1))

@@ -1,8 +1,8 @@
-"""A pipeline's own call, run dry: its modules empty, its scheduler and tokenizers real.
+"""Dry run of a pipeline's own call: components on meta, real scheduler and tokenizers.
 
-Nobody wrote that call for tensors without numbers, so it may come to a place where it can't go on;
-then the plan says so, and forecasts are rough. As many steps as there are experts are enough: the
-others are like them. Read next: `everyframe.dry_run.executor`, `stage.py`.
+Pipelines are not written for tensors without values, so a call may reach a line that fails. The
+plan then reports it and uses rough forecasts. One step per expert is enough, as further steps cost
+the same.
 """
 
 from __future__ import annotations
@@ -49,10 +49,11 @@ from everyframe.runtime.meta_init import build_on_meta
 
 
 def call_checked(pipe: Any, arguments: Mapping[str, Any]) -> object:
-    """What the pipeline gives for these arguments.
+    """Call the pipeline with these arguments.
 
     Raises:
-        InputError: its own checks refuse them. CannotRunError: diffusers has no code for it.
+        InputError: the pipeline's own checks refuse them.
+        CannotRunError: this diffusers or transformers lacks the code.
     """
     with _worked() as worked:
         try:
@@ -72,7 +73,7 @@ def call_checked(pipe: Any, arguments: Mapping[str, Any]) -> object:
 
 @contextmanager
 def _worked() -> Iterator[list[nn.Module]]:
-    """The modules that have worked so far; nothing can come of missing numbers before the first."""
+    """Context: the modules called so far; before the first, missing values can't cause an error."""
     worked: list[nn.Module] = []
     hook = register_module_forward_pre_hook(lambda module, _: worked.append(module))
     try:
@@ -82,16 +83,18 @@ def _worked() -> Iterator[list[nn.Module]]:
 
 
 def _is_check(error: Exception) -> bool:
-    """Whether a pipeline's own check said so: all of diffusers' have one function for that."""
+    """Whether the error came from ``check_inputs``, which all diffusers pipelines have."""
     return any(
         frame.name.lstrip("_") == "check_inputs" for frame in extract_tb(error.__traceback__)
     )
 
 
 def _is_lacking(error: Exception) -> bool:
-    """Whether there is no such code: diffusers says so itself, asks one of its parts, or a config,
-    for what that doesn't have, or gives a function of its own what that doesn't take. What torch
-    lacks on the stand-in is not meant.
+    """Whether the error means that diffusers lacks the code.
+
+    True if diffusers raises NotImplementedError or NameError, reads an attribute that a module or
+    config lacks, or passes an unknown keyword argument to its own function. Operations that torch
+    lacks on the stand-in device do not count.
     """
     if isinstance(error, AttributeError):
         return isinstance(error.obj, (nn.Module, FrozenDict))
@@ -115,7 +118,7 @@ def _lacks(name: str, text: str) -> str:
 
 @dataclass(frozen=True)
 class PipelineDryRun:
-    """A pipeline whose calls can be run dry. `own` are the parameters that only it has."""
+    """Runs the calls of one pipeline dry; `own` are the parameters that only this pipeline has."""
 
     files: PipelineFiles
     interface: CallSignature
@@ -124,7 +127,7 @@ class PipelineDryRun:
 
     @cached_property
     def modules(self) -> dict[str, nn.Module]:
-        """Its components with weights, empty; the same objects at every call."""
+        """Its components with weights, on meta; the same objects for every call."""
         with quiet_libraries():
             found = {
                 part.name: build_on_meta(partial(empty_component, part))
@@ -146,8 +149,7 @@ class PipelineDryRun:
 
     @property
     def _part_of_steps(self) -> float:
-        """How many of its steps a pipeline makes that begins at a given video: all, or `strength`,
-        diffusers' name for it."""
+        """Fraction of the steps that run: `strength` for video-to-video pipelines, otherwise 1."""
         declared = self.interface.parameters.get("strength")
         part = self.own.get("strength", declared.default if declared else None)
         return part if isinstance(part, float) and 0 < part < 1 else 1.0
@@ -155,7 +157,7 @@ class PipelineDryRun:
     def rehearsals(
         self, settings: Settings, teams: ParallelContext = ONE
     ) -> tuple[JointDryRunCall, ...]:
-        """One call, and each component's share in it; with `teams` that of one of several ranks."""
+        """One joint dry-run call with an entry per component; `teams` selects the rank's share."""
         fewer = defaults.of(defaults.STEPS_FEWER, self.interface.class_name) or 0
         experts = len(denoisers([part.name for part in self.files.models]))
         few = self._few(settings, experts)
@@ -181,7 +183,7 @@ class PipelineDryRun:
         )
 
     def _few(self, settings: Settings, least: int) -> Settings:
-        """The same with as few steps as can be, and at least so many."""
+        """The same settings with as few steps as possible, but at least `least`."""
         name = self.interface.class_name
         fewer = defaults.of(defaults.STEPS_FEWER, name) or 0
         fewest = max(least, defaults.of(defaults.FEWEST_STEPS, name) or 1)
@@ -194,7 +196,7 @@ class PipelineDryRun:
         return replace(told, num_inference_steps=steps, seed=0, num_videos=1)
 
     def branches(self, settings: Settings) -> CfgBranches:
-        """How its denoiser is asked about the branches of guidance; found once."""
+        """The guidance branches of these settings, detected once and cached."""
         few = replace(self._few(settings, 1), savings=())
         key = repr(few)
         if key not in self._branches:
@@ -218,9 +220,9 @@ class PipelineDryRun:
         modules: Mapping[str, nn.Module],
         device: str,
     ) -> tuple[int, int, int] | None:
-        """The pipeline's call around `modules`, which are its own, as one of several ranks.
+        """Make the pipeline's call with `modules`, which are its own, as one rank of `teams`.
 
-        Gives (frames, height, width) of what comes out, None where nothing is decoded.
+        Returns (frames, height, width) of the output; None if nothing is decoded.
         """
         with ExitStack() as stack:
             # Modules keep tables of positions, as the device has them that the stand-in stood for.
@@ -235,7 +237,7 @@ class PipelineDryRun:
         return None if _is_tiled(settings) else size_of(result)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Sent to another process without what was built here."""
+        """Pickle without the modules and the pipeline built here."""
         return PipelineDryRun, (self.files, self.interface, self.own)
 
     def _call(self, settings: Settings) -> object:
@@ -272,7 +274,7 @@ def _is_tiled(settings: Settings) -> bool:
 
 
 def _narrow_tables(module: nn.Module) -> None:
-    """Tables in float64 as they are after loading: diffusers casts them with the weights."""
+    """Cast float64 buffers to float32: diffusers casts them with the weights on loading."""
     for name, table in list(module.named_buffers()):
         if table.dtype == torch.float64:
             owner, _, own = name.rpartition(".")
@@ -280,14 +282,14 @@ def _narrow_tables(module: nn.Module) -> None:
 
 
 class _Generators(type):
-    """The type of generators: of all that there are, and of those that are made here."""
+    """Metaclass: `isinstance` accepts every `torch.Generator`."""
 
     def __instancecheck__(cls, value: object) -> bool:
         return isinstance(value, _REAL)
 
 
 class _Generator(metaclass=_Generators):
-    """Makes a generator for any device, on the host where the device is none."""
+    """Makes a generator for a device; on the CPU for the stand-in device."""
 
     def __new__(cls, device: Any = "cpu") -> Any:
         return _REAL("cpu" if torch.device(device).type == STAND_IN else device)
@@ -298,11 +300,11 @@ _REAL = torch.Generator
 
 @contextmanager
 def _on_no_device() -> Iterator[None]:
-    """Within, what asks for a real device takes none for one.
+    """Context: patches for code that needs a real device.
 
-    Mochi turns off a cast around its positions, which nobody turned on; LTX-2.5 decodes with
-    attention that looks at some of the keys, but writes the scores of all out, as it is not
-    compiled; diffusers asks by the device's name which dtypes it has.
+    Mochi disables an autocast around its positions. LTX-2.5 decodes with flex attention, which
+    looks at some of the keys but, uncompiled, writes out all scores. diffusers looks up supported
+    dtypes by device name.
     """
     casts, attends = vars(torch)["autocast"], flex.flex_attention
 
@@ -325,10 +327,10 @@ def _on_no_device() -> Iterator[None]:
 
 
 def _without_dtypes() -> dict[torch.dtype, frozenset[str]]:
-    """Diffusers' table of devices that lack a dtype, the stand-in among them if it stands for one,
-    and the host, as what is small keeps its numbers there.
+    """diffusers' table of devices that lack a dtype, extended by the stand-in device and the CPU.
 
-    Without it the dry run would meet float64 where the run meets none.
+    They are added where the device that the stand-in represents lacks the dtype; small tensors keep
+    their values on the CPU. Otherwise the dry run would meet float64 where the real run does not.
     """
     kind = standing_kind()
     return {

@@ -1,9 +1,9 @@
-"""The pipeline family: any diffusers video pipeline, run through its own `__call__`.
+"""Family of diffusers pipelines: any diffusers video pipeline, run through its own `__call__`.
 
-What the others give up for that: components are loaded together, and decoding has no events; the
-plan says so. Read next: `checkpoint.py` (what lies where),
-`signature.py` (what a pipeline takes), `settings.py`, `stage.py` (the run), `loaded_pipeline.py` (a
-pipeline that somebody has loaded).
+Unlike Everyframe's own families, all components are loaded together and decoding has no events;
+the plan reports both.
+Read next: `checkpoint.py` (files), `signature.py` (parameters of a call), `settings.py` (request to
+settings), `stage.py` (the run), `loaded_pipeline.py` (a pipeline in memory).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PipelineSpec:
-    """One checkpoint of a diffusers pipeline, its configs read and its weights not."""
+    """A diffusers pipeline checkpoint: its configs are read, its weights are not."""
 
     name: str
     title: str
@@ -61,7 +61,11 @@ class PipelineSpec:
     sizes: PipelineDefaults
 
     def settle(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
-        """Every value of the request settled, and notes."""
+        """Resolve the request to settings, and notes for the user.
+
+        Raises:
+            InputError: an option has no effect on this pipeline, or a value is not allowed.
+        """
         if self.options.vae_tiling and not self._can_tile():
             raise InputError(f"vae_tiling has no effect on {self.title}: its autoencoder has none")
         return request_settings.resolve_settings(
@@ -73,11 +77,11 @@ class PipelineSpec:
         return vae is not None and hasattr(component_class(vae), "enable_tiling")
 
     def smaller(self, settings: Settings) -> Iterator[Settings]:
-        """Settings like these that need less memory."""
+        """Similar settings that need less memory."""
         return request_settings.smaller_settings(self.sizes, settings)
 
     def components(self, settings: Settings) -> tuple[Component, ...]:
-        """Every part that has weights."""
+        """Every component with weights."""
         return components(self._held, self.sizes, settings)
 
     @cached_property
@@ -95,11 +99,11 @@ class PipelineSpec:
         )
 
     def rehearsals(self, settings: Settings) -> tuple[JointDryRunCall, ...]:
-        """One call, and each component's share in it."""
+        """One joint dry-run call with an entry per component."""
         return self._dry.rehearsals(settings)
 
     def savings(self, component: str, settings: Settings) -> Iterator[MemorySaving]:
-        """Fewer frames decoded at once where the call can, then tiles if the autoencoder can."""
+        """Memory fallbacks: decode fewer frames at once, then VAE tiling, each where supported."""
         vae = next((part for part in self.files.models if part.name == "vae"), None)
         if component != "vae" or vae is None:
             return
@@ -117,19 +121,19 @@ class PipelineSpec:
             )
 
     def missing(self) -> tuple[str, ...]:
-        """Nothing: a hub id is fetched before its pipeline is known."""
+        """Empty: a hub id is downloaded before its pipeline is known."""
         return ()
 
     def fetch(self) -> PipelineSpec:
-        """Itself."""
+        """Return itself; nothing is left to download."""
         return self
 
     def weight_files(self) -> tuple[str, ...]:
-        """Every file that holds weights."""
+        """All weight files."""
         return tuple(str(file) for part in self.files.models for file in part.weights)
 
     def stage(self, plan: Plan, teams: ParallelContext) -> Stage:
-        """Its only stage: loading and the call."""
+        """The only stage: load the components and make the call."""
         from everyframe.diffusers_pipelines.stage import PipelineStage
 
         interface = self.sizes.interface
@@ -147,21 +151,21 @@ class PipelineSpec:
 
 @dataclass(frozen=True)
 class ShardablePipelineSpec(PipelineSpec):
-    """One that several ranks can make one video with: by tokens (see `cuts`), branches, or both."""
+    """A pipeline whose videos several ranks can share: by guidance branches, tokens, or both."""
 
     in_step = False
     apart = True
 
     @property
     def led(self) -> tuple[str, ...]:
-        """Its encoders, whose answers the first hands on."""
+        """Encoders that run on the first rank, which broadcasts their results."""
         from everyframe.diffusers_pipelines.module_calls import encoders
 
         return encoders(part.name for part in self.files.models)
 
     @property
     def ways(self) -> tuple[str, ...]:
-        """How its denoisers' tokens can be exchanged; none where nobody knows how to cut them."""
+        """Sequence-parallel backends; empty if the denoisers' token split is not known."""
         return () if self._cuts is None else ATTENDING
 
     @cached_property
@@ -177,17 +181,17 @@ class ShardablePipelineSpec(PipelineSpec):
         return CUTS[found[0].class_name] if found and is_known else None
 
     def num_branches(self, settings: Settings) -> int:
-        """How many its own call, run dry, shows that can be computed apart."""
+        """Guidance branches that ranks can compute separately, found by a dry run of the call."""
         return self._dry.branches(settings).count
 
     def why_one_branch(self, settings: Settings) -> str:
-        """Why branches can't be computed apart."""
+        """Why the guidance branches can't be split across ranks."""
         return self._dry.branches(settings).why
 
     def rank_part(
         self, settings: Settings, crew: VideoGroup, rank: int, element_bytes: int
     ) -> RankShare:
-        """Branches; of them tokens, and heads or what stands for them; what is sent."""
+        """A rank's share: branches, tokens and heads (or their substitute), and bytes sent."""
         cuts, branches = self._cuts, self._dry.branches(settings)
 
         def cutting(crew: VideoGroup, rank: int, batch: int) -> RankShare:
@@ -199,25 +203,25 @@ class ShardablePipelineSpec(PipelineSpec):
     def shared_rehearsals(
         self, settings: Settings, teams: ParallelContext
     ) -> tuple[JointDryRunCall, ...]:
-        """One call as one of several ranks makes it, and each component's share in it."""
+        """One joint dry-run call, as one rank of `teams` makes it, with an entry per component."""
         return self._dry.rehearsals(settings, teams)
 
 
 def _can_be_shared(files: PipelineFiles) -> bool:
-    """Whether its call is diffusers' own, and asks denoisers of these names."""
+    """Whether the call is diffusers' own and the denoisers have known names."""
     is_plain = not files.is_modular and files.code_file is None
     return is_plain and bool(denoisers([part.name for part in files.models]))
 
 
 class DiffusersPipelineFamily:
-    """The family object of the registry. It comes last: the others know their pipelines better."""
+    """Family object of the registry, asked last: other families know their own pipelines better."""
 
     name = "pipeline"
     title = "diffusers video pipelines"
     options: type[FamilyOptions] = PipelineOptions
 
     def recognise(self, location: Location, options: FamilyOptions) -> PipelineSpec | None:
-        """The pipeline at that place if it makes videos, by its index, configs and class."""
+        """The video pipeline at that location, by its index, configs and class, or None."""
         assert isinstance(options, PipelineOptions)
         files = find_files(
             location, trust_remote_code=options.trust_remote_code, variant=options.variant
@@ -236,7 +240,7 @@ class DiffusersPipelineFamily:
     def stages(
         self, spec: ModelSpec, plan: Plan, clip: int, teams: ParallelContext
     ) -> Sequence[Stage]:
-        """One: the call, with loading before it where the pipeline is not in memory."""
+        """One stage: the call, after loading if the pipeline is not in memory."""
         assert isinstance(spec, PipelineSpec | LoadedPipelineSpec)
         assert clip == 0, "a chain is refused when the request is settled"
         return (spec.stage(plan, teams),)
@@ -254,7 +258,7 @@ def _configs(files: PipelineFiles, empty: Any) -> Mapping[str, Mapping[str, Any]
 
 
 def _check_whole(files: PipelineFiles) -> None:
-    """Raise `CheckpointError` for a component that must be there and isn't, or lacks weights."""
+    """Raise `CheckpointError` for a required component that is missing or has no weights."""
     from torch import nn
 
     for part in files.parts:

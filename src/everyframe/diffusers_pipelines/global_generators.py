@@ -1,12 +1,13 @@
-"""The random generators of the whole process, seeded for a pipeline's call and put back after it.
+"""Seed the process-wide random generators for a pipeline's call, and restore them afterwards.
 
-Not all noise comes from the generator that a call is given: the decoder of LTX-Video 0.9.1 draws
-without one, and so do parts of other pipelines. Seeded, they give the same video for the same seed.
-Whoever reads events between two steps finds the generators as they left them.
-There is one set of them for all threads, and no other way to reach such a draw. So what another
-thread draws while a call computes comes of its seed, and of two calls at once the second goes on
-with the first one's numbers: `is_mixed` says when that may have changed a video.
-Read next: `stage.py`; `call.py`, for noise that a pipeline draws with a generator.
+Not all noise comes from the generator that a call gets: the decoder of LTX-Video 0.9.1 and
+components of other pipelines draw without one. With seeded global generators the same seed gives
+the same video. Between two steps, readers of events find the generators as they left them.
+
+All threads share one set of generators, and such draws can't be reached in any other way. So
+draws of another thread during a call come from the call's seed, and the second of two
+simultaneous calls continues with the first one's numbers. `is_mixed` reports when that may have
+changed a video. `call.py` handles noise that a pipeline draws with a generator.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ import numpy as np
 import torch
 
 _LOCK = threading.Lock()
-#: By name: the state before the first of the calls that hold a generator now.
+#: Original state of each generator in use, by name: from before the first active call.
 _OUTSIDE: dict[str, Any] = {}
-#: The calls that are at work. One that was lost half-way, by an interrupt, is not among them.
+#: Active calls. Weak references drop a call that an interrupt ended half-way.
 _AT_WORK: weakref.WeakSet[GlobalGenerators] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
 class _Source:
-    """One generator of the process; `begin` gives the state with which a seed begins."""
+    """One process-wide generator; `begin` gives the state that a seed starts with."""
 
     read: Callable[[], Any]
     write: Callable[[Any], None]
@@ -40,10 +41,9 @@ class _Source:
 
 
 class GlobalGenerators:
-    """The process's generators as one call of a pipeline has them: torch's for the CPU and for
-    these `devices`, numpy's and Python's.
+    """The process-wide generators of one call: torch's (CPU and `devices`), numpy's and Python's.
 
-    `is_mixed` if another call was at work at the same time and either of them drew.
+    `is_mixed` is set if another call was active at the same time and either of them drew.
     """
 
     def __init__(self, devices: Iterable[str | torch.device] = ()) -> None:
@@ -58,7 +58,7 @@ class GlobalGenerators:
 
     @contextmanager
     def seeded(self, seed: int) -> Iterator[None]:
-        """Within, they begin with that seed; afterwards they are as they were."""
+        """Context: the generators start with that seed; on exit the outer state is restored."""
         self._mine = {name: source.begin(seed) for name, source in self._sources.items()}
         try:
             self._enter()
@@ -68,7 +68,7 @@ class GlobalGenerators:
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
-        """Within, while somebody else works, they are as they were before the call."""
+        """Context: restore the outer state while other code runs, such as a reader of events."""
         if not self._is_inside:
             yield
             return
@@ -109,18 +109,18 @@ def _is_held(name: str) -> bool:
 
 
 def states_of_torch(devices: Iterable[str | torch.device]) -> Mapping[str, Any]:
-    """The states of torch's generators for the CPU and for these devices."""
+    """States of torch's generators for the CPU and these devices."""
     return {name: source.read() for name, source in _of_torch(devices).items()}
 
 
 def restore_torch(states: Mapping[str, Any]) -> None:
-    """Set torch's generators to states that `states_of_torch` gave."""
+    """Restore states from `states_of_torch`."""
     for name, state in states.items():
         _source(torch.device(name)).write(state)
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Whether two states, or mappings of them, are the same."""
+    """Whether two states, or mappings of states, are equal."""
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
     if isinstance(one, np.ndarray):
@@ -133,13 +133,13 @@ def is_same(one: Any, other: Any) -> bool:
 
 
 def _of_torch(devices: Iterable[str | torch.device]) -> dict[str, _Source]:
-    """Torch's generators by device; the one without memory has none."""
+    """Torch's generators by device; meta has none."""
     found = {_exact(torch.device(each)) for each in devices if str(each) != "meta"}
     return {str(device): _source(device) for device in (torch.device("cpu"), *found)}
 
 
 def _exact(device: torch.device) -> torch.device:
-    """With its number, so that each is there once."""
+    """The device with its index, so that each device occurs once."""
     if device.type in ("cpu", "mps"):
         return torch.device(device.type)
     if ":" in str(device):

@@ -1,10 +1,10 @@
-"""The guard of a pipeline that runs through its own call: hooks on its modules, while it is called.
+"""Numerics guard of a pipeline that runs through its own call: hooks on its modules.
 
-Of each component the outermost call is watched: that of the component itself, or of a direct part
-where the pipeline's code calls that (an autoencoder's `decode` calls its decoder alone). What it
-was called with is kept until it returns, so that a bad result is computed again, repaired, before
-the pipeline sees it. A sampler's state is what the next call is given. On leaving, hooks and
-repairs are taken off. Read next: `everyframe.runtime.guard`, `step_tracking.py`.
+For each component the outermost call is watched: of the component, or of a direct submodule if the
+pipeline calls that (an autoencoder's `decode` calls its decoder only). The inputs of a call are
+saved until it returns, so a bad result is recomputed with repairs before the pipeline sees it.
+Hooks and repairs are removed on exit. The rules of checking and repair are in
+`everyframe.runtime.guard`.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from everyframe.runtime.interface import VideoState
 from everyframe.runtime.repairs import asks_for
 
 UnshardedCall = Callable[[], AbstractContextManager[None]]
-"""Within what it gives, a component is computed by this process alone."""
+"""Makes a context in which this rank computes a component without communication."""
 
 
 class PipelineGuard:
-    """Guards a pipeline's modules, by component, while it is entered.
+    """Context: guard a pipeline's modules, by component name.
 
-    `watch` counts the steps, and counts none while a call is repeated; `emit` gets what was
-    repaired and noticed at once. `apart` is how those compute alone whose work ranks share.
+    `watch` counts the steps, and none while a call is repeated. `emit` gets repairs and findings at
+    once. `apart` gives, for components that are split across ranks, a context that runs them whole.
     """
 
     def __init__(
@@ -80,24 +80,24 @@ class PipelineGuard:
 
     @property
     def at(self) -> str:
-        """The component that runs, or whose call raised; empty where the pipeline's own code is."""
+        """The component that runs or whose call raised; empty in the pipeline's own code."""
         return self._at[-1] if self._at else ""
 
     def checked(self, name: str, module: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
-        """The result of a call of that component, computed elsewhere, as the guard hands it on."""
+        """Check and repair the result of a component's call that was computed elsewhere."""
         part = next(each for each in self._parts if each.name == name)
         return part.handed_on(module, _Kept(args, kwargs), result)
 
     @contextmanager
     def computing(self, name: str) -> Iterator[None]:
-        """Within, that component runs, and nobody guards it: its result is `checked` later."""
+        """Context: that component runs unguarded; its result goes to `checked` later."""
         self._at.append(name)
         with self._watch.paused():
             yield
         self._at.pop()  # not where it raised
 
     def check_frames(self, frames_THWC: Any) -> None:
-        """Tell of frames (T, H, W, 3) of one colour, where no decoder gave pixels to look at."""
+        """Emit a note about frames (T, H, W, 3) of one colour, if no decoder output was checked."""
         if self._is_asked or any(part.has_seen_frames for part in self._parts):
             return
         most = 255 if frames_THWC.dtype == np.uint8 else 1
@@ -123,7 +123,7 @@ def _has_frames(name: str) -> bool:
 
 
 class _Part:
-    """One component under its guard."""
+    """One guarded component."""
 
     def __init__(
         self,
@@ -142,11 +142,11 @@ class _Part:
         self._emit = emit
         self._is_asked = is_asked
         self.has_seen_frames = False
-        #: Of those that were called and have not returned, the components.
+        #: Components whose calls have not returned, innermost last.
         self.at: list[str] = []
-        #: Of results that were let be as nothing may use them, what was wrong with them.
+        #: Errors of results that were passed on unrepaired because they may be unused.
         self.unused: list[str] = []
-        #: Has all components take what is handed on wider than they are.
+        #: Lets all components accept inputs of a wider dtype than their own.
         self.join_all: Callable[[], None] = guard.join
         self._handles: list[RemovableHandle] = []
         self._depth = 0
@@ -154,11 +154,11 @@ class _Part:
         self._kept = _Kept((), {})
         self._probe: OverflowProbe | None = None
         self._within = ExitStack()
-        #: What each called module gave before anything was repaired.
+        #: Output dtype of each called module before any repair.
         self._dtypes: dict[nn.Module, torch.dtype] = {}
 
     def put_on(self) -> None:
-        """Hook the component and its direct parts."""
+        """Hook the component and its direct submodules."""
         for module in map(self._module.get_submodule, called_parts(self._module)):
             # First of all before the call, and last of all after it.
             before = module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
@@ -166,7 +166,7 @@ class _Part:
             self._handles += [before, after]
 
     def take_off(self) -> None:
-        """The component as it was."""
+        """Remove the hooks and the guard's repairs."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -174,7 +174,7 @@ class _Part:
         self._guard.end()
 
     def join(self) -> None:
-        """Have the component take what is handed on to it wider than it is."""
+        """Let the component accept inputs of a wider dtype than its own."""
         self._guard.join()
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -190,7 +190,7 @@ class _Part:
                 self._within.enter_context(self._probe)
 
     def _begin_probe(self) -> OverflowProbe | None:
-        """What this call is to be made within, if anything."""
+        """The overflow probe of this call; None if it has none."""
         return self._guard.probe()
 
     def _end_probe(self) -> OverflowProbe | None:
@@ -214,7 +214,7 @@ class _Part:
     def handed_on(
         self, module: nn.Module, kept: _Kept, result: Any, probe: OverflowProbe | None = None
     ) -> Any:
-        """The result of a call, once it was looked at, and repaired if need be."""
+        """The result of a call after check and repair, cast back to its original dtype."""
         self.at.append(self.name)
         with self._watch.paused():
             result = self._watched(module, kept, result, probe)
@@ -232,7 +232,7 @@ class _Part:
     def _watched(
         self, module: nn.Module, kept: _Kept, result: Any, probe: OverflowProbe | None
     ) -> Any:
-        """The result, repaired if need be."""
+        """Check the result and repair it if needed."""
         first = next(iter_tensors(result), None)
         self._dtypes.setdefault(module, torch.float32 if first is None else first.dtype)
         if value_range(result).is_finite:
@@ -258,16 +258,16 @@ class _Part:
             return kept.calling(module)()
 
     def _may_be_unused(self, result: Any) -> bool:
-        """Whether the pipeline may do without those of the results that are not finite."""
+        """Whether the pipeline may not need the non-finite tensors of the result."""
         return any(value_range(each).is_finite for each in iter_tensors(result))
 
     def _number(self) -> int:
-        """Of what the guard counts."""
+        """Index of the current step or call, whichever the guard counts."""
         return self._num_calls
 
 
 class _Denoiser(_Part):
-    """A component whose calls belong to steps."""
+    """A guarded component whose calls belong to denoising steps."""
 
     def _begin_probe(self) -> OverflowProbe | None:
         # A run that goes on from a later step has the repairs that its first step asked for.
@@ -288,7 +288,7 @@ class _Denoiser(_Part):
 
 
 class _Coder(_Part):
-    """An autoencoder, whose decoder makes frames."""
+    """A guarded autoencoder; its decoder's frames are checked for single colours."""
 
     def _may_be_unused(self, result: Any) -> bool:
         return False
@@ -309,10 +309,10 @@ class _Coder(_Part):
 
 
 class _Kept:
-    """What a module was called with, and the state of what its call may change.
+    """Saved inputs of a module call, and the state that the call may change.
 
-    Wan's decoder keeps frames in a list that it is given; noise may come of a generator, given to
-    it or torch's own.
+    Wan's decoder stores frames in a list that it gets as an argument. Noise may come from a
+    generator argument or from torch's global generators.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -328,7 +328,7 @@ class _Kept:
         self._of_torch = states_of_torch(devices) if values else {}
 
     def calling(self, module: nn.Module) -> Callable[[], Any]:
-        """The same call, as often as is wanted."""
+        """A function that repeats the call from the saved state, any number of times."""
 
         def call() -> Any:
             self.restore()
@@ -337,12 +337,12 @@ class _Kept:
         return call
 
     def by_name(self, module: nn.Module) -> dict[str, Any]:
-        """What it was called with, by the names of its parameters."""
+        """The inputs by parameter name."""
         self.restore()
         return inspect.signature(module.forward).bind_partial(*self.args, **self.kwargs).arguments
 
     def restore(self) -> None:
-        """What the call has changed of it, as it was."""
+        """Undo the call's changes to its inputs and generators."""
         for items, before in self._lists:
             items[:] = before
         for mapping, held in self._mappings:
@@ -354,7 +354,7 @@ class _Kept:
 
 
 class _Narrow:
-    """Casts wider tensors to `dtype` where they fit; `has_fitted` says if all did."""
+    """Casts wider tensors to `dtype` where they fit; `has_fitted` is False if one did not."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -375,7 +375,7 @@ class _Narrow:
 
 
 def _pixels(result: Any) -> Any:
-    """Frames (T, 3, H, W) of what a decoder gives; None where its pixels lie otherwise."""
+    """Frames (T, 3, H, W) of a decoder's result; None if its pixels have another layout."""
     made = next(iter_tensors(result), None)
     if made is None or made.ndim not in (4, 5) or made.shape[1] != 3:
         return None

@@ -1,7 +1,7 @@
-"""What a run does around calls that ranks share out by branches: steps, the guard, kept answers.
+"""Hooks around calls that are split across CFG groups: step tracking, guard, saved answers.
 
-All of it is done on every rank alike, once the whole answer is there: so a fault that is in one
-rank's branch alone is found, repaired and told by all. Read next: `cfg_parallel.py`, `guard.py`.
+They run on every rank alike, after the whole answer has been exchanged. So all ranks find, repair
+and report a fault that occurs in one rank's branch only.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from everyframe.runtime.interface import VideoState
 
 
 class GuardedCallHooks(CallHooks):
-    """For one call of the pipeline; `guarded` is who looks at answers."""
+    """Hooks for one pipeline call; `guarded` checks the answers."""
 
     guarded: PipelineGuard
 
@@ -25,7 +25,7 @@ class GuardedCallHooks(CallHooks):
 
     @property
     def is_paused(self) -> bool:
-        """Whether calls are repeated now, and not to be shared out."""
+        """Whether a call is being repeated, and so is not split."""
         return self._watch.is_paused
 
     def asked(self, call: DenoiserCall) -> None:

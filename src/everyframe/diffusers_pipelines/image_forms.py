@@ -1,8 +1,8 @@
-"""What form a picture or video has that is handed on as it is: Pillow's, numbers, lists of those.
+"""Forms of images and videos that are passed on unchanged: PIL images, tensors, arrays, lists.
 
 A form is plain data: ``("picture", height, width)``, ``("tensor" or "array", shape, dtype)``,
-``("list", forms)`` or ``("other", class name)``. A plan holds it, a dry run makes a blank of it.
-Not here: what files hold (`media.py`). Read next: `dry_run.py`, `stage.py`.
+``("list", forms)`` or ``("other", class name)``. The plan stores it, and the dry run builds a blank
+input from it. `media.py` reads files.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from everyframe.media.read import is_picture_of_integers, read_image
 Form = tuple[Any, ...]
 _Result = TypeVar("_Result")
 
-#: What a call may raise when it can't take what it is given.
+#: Errors with which a pipeline may refuse its input.
 _REFUSALS = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, AssertionError)
 
 
 def form_of(value: Any) -> Form:
-    """The form of a picture or a video; that of a file is the form of what is in it.
+    """Form of an image or video; a file has the form of its content.
 
     Raises:
-        MediaError: a file that is no picture.
+        MediaError: a file that is not an image.
     """
     if isinstance(value, (str, os.PathLike)) or is_picture_of_integers(value):
         height, width = read_image(value).shape[:2]
@@ -47,7 +47,7 @@ def form_of(value: Any) -> Form:
 
 
 def blank(form: Form, height: int, width: int) -> Any:
-    """Something of that form without content; of the given size where the form has none."""
+    """A blank input of that form; of the given size if the form has none."""
     kind, *rest = form
     if kind == "list":
         return [blank(each, height, width) for each in rest[0]]
@@ -64,7 +64,7 @@ def _is_one_picture(shape: tuple[int, ...]) -> bool:
 
 
 def sides_of(form: Form) -> tuple[int, int] | None:
-    """(height, width) in pixels; None where the form does not say it."""
+    """(height, width) in pixels; None if the form has no size."""
     kind, *rest = form
     if kind == "picture":
         return rest[0], rest[1]
@@ -79,10 +79,10 @@ def sides_of(form: Form) -> tuple[int, int] | None:
 
 
 def num_frames_of(form: Form) -> int | None:
-    """Frames of a video; None where the form does not say it.
+    """Frames of a video; None if the form has no frame count.
 
-    Videos are lists of pictures, arrays (T, H, W, C) and tensors (T, C, H, W), (B, T, C, H, W) or
-    (B, C, T, H, W); a list may also hold whole videos, one for each video that is made.
+    Videos are lists of images, arrays (T, H, W, C) and tensors (T, C, H, W), (B, T, C, H, W) or
+    (B, C, T, H, W). A list may also hold whole videos, one for each generated video.
     """
     kind, *rest = form
     if kind == "list":
@@ -103,9 +103,9 @@ def _dims(form: Form) -> int:
 
 
 def plain(value: Any) -> Any:
-    """The picture, or each of a list, as 8-bit RGB; what already is, or can't be, as it is.
+    """Convert an image, or each of a list, to 8-bit RGB; anything else is returned unchanged.
 
-    Numbers beyond 0..1 are no picture, whatever they are.
+    Tensors and arrays with values outside 0..1 are not images.
     """
     if isinstance(value, (list, tuple)):
         return [plain(each) for each in value]
@@ -120,7 +120,7 @@ def plain(value: Any) -> Any:
 
 
 def to_rgb(pictures: Mapping[str, Any]) -> dict[str, Any]:
-    """Pillow's pictures of another mode in RGB, everything else as it is."""
+    """Convert PIL images of other modes to RGB; everything else is unchanged."""
     return {
         name: plain(value) if isinstance(value, Image.Image) else value
         for name, value in pictures.items()
@@ -134,10 +134,10 @@ def call_with_pictures(
     has_begun: Callable[[], bool],
     tell: Callable[[str], None],
 ) -> _Result:
-    """``call()``; where that refuses before it has begun, ``as_plain`` of the pictures in RGB.
+    """Run ``call()``; if it refuses its input before the first step, retry with RGB images.
 
-    diffusers takes no grey and no transparent pictures, and some of its pipelines no arrays: those
-    are served all the same. What is refused either way is refused in the first one's words.
+    diffusers accepts no grey and no transparent images, and some pipelines no arrays. ``as_plain``
+    makes the call with RGB images instead. If both fail, the first error is raised.
     """
     try:
         return call()
@@ -159,7 +159,7 @@ def call_with_pictures(
 
 
 def _is_ours(error: Exception) -> bool:
-    """Whether others are to see it: it says nothing of pictures."""
+    """Whether the error is unrelated to images and must propagate."""
     return isinstance(error, EveryframeError) or is_device_loss(error) or is_out_of_memory(error)
 
 

@@ -1,10 +1,10 @@
-"""A tensor that may not be here yet, and comes when somebody looks at it.
+"""Tensor placeholder that is materialised on first use, even of its shape.
 
-A pipeline asks its denoiser about one branch of guidance, then about the other, and puts both
-answers together. Where another rank computes the first, its answer is not needed before that. So
-what the pipeline is given is a stand-in: whatever is done with it has the tensor brought first, so
-nobody ever sees anything else. Read next: `cfg_parallel.py`, which gives them out;
-`cfg_detection.py`, which finds by them when a pipeline looks.
+A pipeline calls its denoiser for one guidance branch, then for the other, and combines both
+results. If another rank computes the first branch, its result is not needed before that. The
+placeholder lets both calls be issued first. Any operation on it fetches the real tensor, so a
+pipeline that reads the first result early is still correct, only slower. `cfg_parallel.py` creates
+placeholders; `cfg_detection.py` uses them to detect when a pipeline reads a result.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from torch.utils._pytree import tree_map_only
 
 
 class LazyTensor(Tensor):
-    """Stands for what `known` gives; its own storage holds one NaN, should anybody get past that.
+    """Placeholder for the tensor that `known` returns.
 
-    To ask for its shape is to look at it, too: it is not known before.
+    Its own storage is one NaN, in case code bypasses ``__torch_function__``. Reading the shape
+    materialises it too, as the shape is not known before.
     """
 
     known: Callable[[], Tensor]
 
     @staticmethod
     def of(known: Callable[[], Tensor]) -> LazyTensor:
-        """A stand-in for the tensor that `known` gives, each time that it is asked."""
+        """A placeholder; `known` is called at each use."""
         with torch._C.DisableTorchFunction():
             made: LazyTensor = _HELD.as_subclass(LazyTensor)
         made.known = known

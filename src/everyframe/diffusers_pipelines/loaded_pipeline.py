@@ -1,6 +1,6 @@
-"""A pipeline that somebody has loaded, as a model of this family: run as it is, left as it was.
+"""Spec of a pipeline in memory: run as its owner loaded it, and left unchanged.
 
-Its dtypes, its device and its weights are its owner's. Read next: `call.py`, `stage.py`.
+Dtypes, device and weights belong to the caller and are not changed.
 """
 
 from __future__ import annotations
@@ -40,44 +40,48 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class LoadedPipelineSpec:
-    """A loaded pipeline and the options that came with it, its generators among them."""
+    """A loaded pipeline and the options that came with it, including generators."""
 
     pipe: Any
     sizes: PipelineDefaults
     options: PipelineOptions
-    #: The thread of whoever gave it, for whom it is called.
+    #: Torch state of the caller's thread; the call runs with it.
     thread: ThreadState = field(default_factory=ThreadState.here)
-    #: Told the call's events at once: then it is made in this very thread.
+    #: Callback for events as they occur; if set, the call runs in the caller's thread.
     tell: Tell | None = None
 
     @cached_property
     def switches(self) -> Switches:
-        """Torch's switches that hold for its call: its owner's."""
+        """Torch's switches during the call: those of the caller's thread."""
         return switches_of(self.thread)
 
     def asked(self, request: Request) -> Request:
-        """What is asked of it: where it lies, and by which seeds."""
+        """The request with the pipeline's device, and seeds in place of generators."""
         request = Request(**{**request.given(), "device": self.device})
         has_seed = OWN_SEED in self.sizes.interface.parameters
         return call_options.with_generator_seeds(request, self.options.option, has_seed=has_seed)
 
     @property
     def name(self) -> str:
-        """Its class; where it came from is its owner's affair."""
+        """Its class; the origin of a loaded pipeline is not known."""
         return self.sizes.interface.class_name
 
     @property
     def title(self) -> str:
-        """What it is, for a person."""
+        """Its name for messages."""
         return f"{self.name} given in Python"
 
     @property
     def device(self) -> str:
-        """Where it computes, by torch's name."""
+        """Its execution device, by torch's name."""
         return str(getattr(self.pipe, "_execution_device", None) or self.pipe.device)
 
     def settle(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
-        """Every value of the request settled, and notes."""
+        """Resolve the request to settings, and notes for the user.
+
+        Raises:
+            InputError: an option would change the loaded pipeline: model, dtype, memory, tiling.
+        """
         for name in ("model", "dtype", "max_memory", "max_host_memory"):
             if getattr(request, name) not in (None, "auto"):
                 raise InputError(f"{name} can't be chosen for a pipeline that is loaded already")
@@ -94,7 +98,7 @@ class LoadedPipelineSpec:
         return settings, (*notes, *call_options.notes(self.options.option))
 
     def components(self, settings: Settings) -> tuple[Component, ...]:
-        """Its modules, in the dtypes that they have."""
+        """Its modules, in their current dtypes."""
         made = []
         for name, module in self.pipe.components.items():
             if isinstance(module, nn.Module):
@@ -102,33 +106,36 @@ class LoadedPipelineSpec:
         return tuple(made)
 
     def missing(self) -> tuple[str, ...]:
-        """Nothing: it is in memory."""
+        """Empty: it is in memory."""
         return ()
 
     def fetch(self) -> LoadedPipelineSpec:
-        """Itself."""
+        """Return itself."""
         return self
 
     def weight_files(self) -> tuple[str, ...]:
-        """None: weights in memory may be anybody's mixture, so no file stands for them."""
+        """Empty: weights in memory may be merged or changed, so no file stands for them."""
         return ()
 
     def digests(self) -> dict[str, str]:
-        """What it is, by component: to be compared when a run of it is gone on with."""
+        """Digests by component, compared when a run is resumed."""
         return digest_pipeline(self.pipe)
 
     def smaller(self, settings: Settings) -> Iterator[Settings]:
-        """Settings like these that need less memory."""
+        """Similar settings that need less memory."""
         return request_settings.smaller_settings(self.sizes, settings)
 
     def savings(self, component: str, settings: Settings) -> Iterator[MemorySaving]:
-        """Fewer frames decoded at once, where its call takes a number; nothing of it is set."""
+        """Memory fallback: decode fewer frames at once, if the call has a parameter for it.
+
+        It is an argument of the call, so the pipeline itself is not changed.
+        """
         if component == "vae":
             vae = type(self.pipe.components[component]).__name__
             yield from chunk_savings(self.sizes.interface, self.options.option, settings, vae)
 
     def stage(self, plan: Plan, teams: ParallelContext) -> Stage:
-        """Its only stage: the call. One device makes it."""
+        """The only stage: the call, on one device."""
         from everyframe.diffusers_pipelines.stage import PipelineStage
 
         interface = self.sizes.interface
@@ -144,10 +151,11 @@ class LoadedPipelineSpec:
 def given_pipeline(
     pipe: Any, options: FamilyOptions, tell: Tell | None = None
 ) -> LoadedPipelineSpec:
-    """The model that a loaded pipeline is; `tell` as in `LoadedPipelineSpec`.
+    """The spec of a loaded pipeline; `tell` as in `LoadedPipelineSpec`.
 
     Raises:
-        InputError: it is no pipeline of diffusers; `CheckpointError`: not one that makes videos.
+        InputError: it is not a diffusers pipeline.
+        CheckpointError: it does not make videos.
     """
     assert isinstance(options, PipelineOptions)
     if not callable(pipe) or not isinstance(getattr(pipe, "components", None), Mapping):
@@ -159,10 +167,13 @@ def given_pipeline(
 
 
 def in_our_words(pipe: Any, request: Request) -> Request:
-    """The same, with what the pipeline's call names otherwise under the name that it has here.
+    """The request with the pipeline's own parameter names replaced by Everyframe's.
 
-    So ``frame_rate`` is `fps` and ``video_length`` is `num_frames`, and a condition object is its
-    fields, as a run keeps them.
+    ``frame_rate`` becomes `fps` and ``video_length`` becomes `num_frames`. A condition object
+    becomes its fields, as a run folder stores them.
+
+    Raises:
+        InputError: both names of one option were given.
     """
     given = request.family_options.get("option")
     if not isinstance(given, Mapping) or not isinstance(getattr(pipe, "components", None), Mapping):
@@ -183,7 +194,7 @@ def in_our_words(pipe: Any, request: Request) -> Request:
 
 
 def sizes_of(pipe: Any, interface: CallSignature) -> PipelineDefaults:
-    """What the configs of its loaded components say."""
+    """Defaults of a loaded pipeline, from its components' configs."""
     configs = {
         name: dict(config)
         for name, part in pipe.components.items()

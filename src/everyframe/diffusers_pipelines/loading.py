@@ -1,8 +1,9 @@
-"""A pipeline with its weights, each component in the plan's precision on the plan's device.
+"""Load a pipeline's components, each in the plan's precision on the plan's device.
 
-Weights are read by diffusers and transformers themselves (they know their old names), one component
-at a time; what they report as missing or misshapen is an error, where they would go on with random
-numbers. Dtypes at module edges are `everyframe.precision.cast_hooks`. Read next: `stage.py`.
+diffusers and transformers read the weights themselves, as they know old parameter names, one
+component at a time. Missing, misshapen or unexpected tensors in their report are an error, where
+the libraries would continue with random values. `everyframe.precision.cast_hooks` casts at module
+edges.
 """
 
 from __future__ import annotations
@@ -37,20 +38,20 @@ from everyframe.precision.dtypes import torch_dtype
 from everyframe.runtime import offload, repairs
 from everyframe.runtime.loading import notify_loaded, track_component
 
-#: Parts whose results are made by `encode` and `decode`, which are no calls of the module: what
-#: leaves them is widened at these submodules, where there are such.
+#: Submodules at which the results of an autoencoder are cast: its `encode` and `decode` are
+#: methods, not calls of the module.
 _ENDS = ("decoder", "encoder", "quant_conv")
 
 
 def load(
     plan: Plan, files: PipelineFiles, found: list[Any], *, encodes: bool = True
 ) -> Iterator[Event]:
-    """Append the pipeline to `found`; an event for each component, and for what is said of it.
+    """Append the pipeline to `found`; yields an event per loaded component.
 
-    If it does not encode by itself, its encoders have no weights.
+    With `encodes` False another rank encodes, and this rank's encoders have no weights.
 
     Raises:
-        CheckpointError: a component that can't be loaded whole; names tensors.
+        CheckpointError: a component has missing, extra or misshapen tensors; names them.
     """
     modules: dict[str, nn.Module] = {}
     for part in files.models:
@@ -124,7 +125,7 @@ def _component(where: str, part: ComponentFolder, plan: Plan) -> nn.Module:
 
 
 def _place(plan: Plan, modules: dict[str, nn.Module]) -> None:
-    """Each part on its device, or waiting on the host for its turn there; some are nowhere."""
+    """Move each component to its device, or set up offload or turns; some have no weights."""
     nowhere = {
         name
         for name, module in modules.items()
@@ -150,19 +151,19 @@ def _place(plan: Plan, modules: dict[str, nn.Module]) -> None:
 
 
 def wait_elsewhere(module: nn.Module, device: str) -> None:
-    """Have diffusers bring what that module is given to `device`, wherever its weights are."""
+    """Let diffusers move the module's inputs to `device`, wherever its weights are."""
     vars(module)["_hf_hook"] = _Waiting(torch.device(device))
 
 
 class _Waiting:
-    """Says where a module computes whose parameters are elsewhere; named as accelerate names it."""
+    """Gives the execution device of an offloaded module, under accelerate's attribute name."""
 
     def __init__(self, device: torch.device) -> None:
         self.execution_device = device
 
 
 def set_tiling(pipe: Any, settings: Settings) -> None:
-    """Have the autoencoder decode in tiles, or not, as the plan has it. The pipeline is our own."""
+    """Enable or disable VAE tiling as the plan has it; for pipelines that Everyframe loaded."""
     vae: Any = getattr(pipe, "vae", None)
     if dict(settings.options).get("vae_tiling"):
         vae.enable_tiling()
@@ -171,7 +172,7 @@ def set_tiling(pipe: Any, settings: Settings) -> None:
 
 
 def set_guidance(pipe: Any, interface: CallSignature, settings: Settings) -> None:
-    """Some pipelines keep guidance in a component, the guider, and take no scale."""
+    """Set the guidance scale of a pipeline that has it in a guider component, not in its call."""
     scale, guider = settings.guidance_scale, getattr(pipe, "guider", None)
     if guider is None or interface.name_of("guidance_scale"):
         return
@@ -192,14 +193,19 @@ def _is_of_diffusers(cls: Any) -> bool:
 
 
 def outputs_of(module: nn.Module) -> tuple[str, ...]:
-    """The submodules of a component whose results leave it, for `cast_hooks.apply`."""
+    """Submodules whose results leave the component, for `cast_hooks.add_cast_hooks`."""
     children = dict(module.named_children())
     is_coder = hasattr(module, "decode") and hasattr(module, "encode")
     return tuple(name for name in _ENDS if name in children) if is_coder else ("",)
 
 
 def assembled(files: PipelineFiles, modules: dict[str, nn.Module]) -> Any:
-    """The pipeline around its modules; tokenizers, schedulers and the like are read here."""
+    """Build the pipeline around its modules; loads tokenizers, schedulers and the like.
+
+    Raises:
+        CheckpointError: the components don't fit the pipeline.
+        MissingPackageError: a component needs a package that is not installed.
+    """
     pipe = empty_modular(files) if files.is_modular else None
     known = set(pipe.component_names) if pipe is not None else None
     loaded: dict[str, Any] = dict(modules)
@@ -222,7 +228,7 @@ def assembled(files: PipelineFiles, modules: dict[str, nn.Module]) -> Any:
 
 
 def _small(where: str, part: ComponentFolder) -> Any:
-    """A component without weights."""
+    """Load a component without weights."""
     cls = component_class(part)
     trust = {"trust_remote_code": part.is_trusted} if asks_for_code(cls) else {}
     with foreign_errors(f"{where}: its {part.name} can't be read"):

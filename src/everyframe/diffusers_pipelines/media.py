@@ -1,9 +1,9 @@
-"""Pictures, videos and numbers for a pipeline's own parameters, given by the name of a file.
+"""Read media files for a pipeline's own parameters, and convert its output to frames and sound.
 
-On a command line a driving video, a mask or a camera track can only be named; what form a pipeline
-wants it in, its signature says (`signature.py`). In Python the objects themselves may be given, and
-are handed on as they are. Not here: the first and last picture, which every request can hold.
-Read next: `settings.py`, `call_arguments.py`.
+On a command line a driving video, a mask or a camera track is given as a file name. The pipeline's
+signature (`signature.py`) determines the form it is passed in. In Python the objects themselves may
+be given; they are passed on unchanged. The first and last image, which every request can have, are
+not handled here but in `image_forms.py`.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from everyframe.numerics.tensor_stats import iter_tensors
 VideoSize = tuple[int | None, int | None, int | None]
 """(frames, height, width)."""
 
-#: Files of numbers: a camera track, intrinsics.
+#: Suffix of array files: a camera track, intrinsics.
 _NUMBERS = ".npy"
 _PICTURES = {".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff"}
 
 
 def names_files(parameter: CallParameter, value: Any) -> bool:
-    """Whether `value` is one file, or several, for a parameter that takes what is in them."""
+    """Whether `value` is a file name, or several, for a parameter that needs their content."""
     if not parameter.form:
         return False
     listed = value if isinstance(value, (list, tuple)) else [value]
@@ -44,7 +44,7 @@ def names_files(parameter: CallParameter, value: Any) -> bool:
 
 
 def media_parameter_names(value: Any) -> Any:
-    """The same for plans and records: a file by its name alone, however deep."""
+    """The same value for plans and records: each existing path is reduced to its file name."""
     if isinstance(value, Mapping):
         return {str(key): media_parameter_names(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -54,7 +54,7 @@ def media_parameter_names(value: Any) -> Any:
 
 
 def check(interface: CallSignature, parameter: CallParameter, value: Any) -> None:
-    """Raise `InputError` if a file that is named isn't there, or a record has no such fields."""
+    """Raise `InputError` for a missing file, or a condition object with wrong fields."""
     if names_files(parameter, value):
         for each in _listed(value):
             check_video(each)
@@ -85,7 +85,7 @@ def _check_record(
 
 
 def _fields(parameter: CallParameter) -> dict[str, CallParameter]:
-    """What the dataclass of a parameter holds, as parameters."""
+    """The fields of the parameter's dataclass, as parameters."""
     assert parameter.record is not None
     found = {}
     for each in fields(parameter.record):
@@ -95,7 +95,7 @@ def _fields(parameter: CallParameter) -> dict[str, CallParameter]:
 
 
 def as_fields(interface: CallSignature, own: Mapping[str, Any]) -> dict[str, Any]:
-    """The same with each condition object as a mapping of its fields, of which one can be made."""
+    """Replace condition objects by mappings of their fields, from which they can be rebuilt."""
 
     def told(kind: type | None, value: Any) -> Any:
         if isinstance(value, (list, tuple)):
@@ -116,10 +116,10 @@ def _listed(value: Any) -> list[Any]:
 
 
 def opened(interface: CallSignature, own: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
-    """The parameters `own` with every file read, in the form that the pipeline takes it in.
+    """The parameters `own` with every file read, in the form that the pipeline expects.
 
-    They are handed on as they are, but where it is asked for (``fit``) that videos are brought to
-    the size that is made; still pictures show how something looks and not where it is.
+    Content is passed on unchanged, except that with ``fit`` videos are resized to the output size.
+    Images are never resized: they show how something looks and not where it is.
     """
     return {
         name: _opened(interface, interface.parameters[name], value, settings)
@@ -154,7 +154,7 @@ def _of_file(
     path: str | os.PathLike[str],
     settings: Settings,
 ) -> Any:
-    """What is in one file: numbers, a picture, or the frames of a video."""
+    """The content of one file: an array, an image, or the frames of a video."""
     from PIL import Image
 
     if Path(path).suffix.lower() == _NUMBERS:
@@ -175,7 +175,7 @@ def _is_picture(path: str | os.PathLike[str]) -> bool:
 
 
 def _pixels(path: str | os.PathLike[str]) -> Frames:
-    """uint8 (T, H, W, 3), one frame of a picture."""
+    """Frames (T, H, W, 3) uint8; one frame for an image."""
     if _is_picture(path):
         return read_image(path)[None]
     # A folder of frames has no rate, and needs none here.
@@ -183,7 +183,7 @@ def _pixels(path: str | os.PathLike[str]) -> Frames:
 
 
 def _numbers(path: str | os.PathLike[str]) -> np.ndarray[Any, Any]:
-    """Mapped first, so that a header which promises more than the file holds allocates nothing."""
+    """Read an array; memory-mapped first, so a header with a false size allocates nothing."""
     try:
         return np.array(np.lib.format.open_memmap(os.fspath(path), mode="r"))
     except (ValueError, EOFError, OverflowError) as error:
@@ -193,8 +193,10 @@ def _numbers(path: str | os.PathLike[str]) -> np.ndarray[Any, Any]:
 def _tensor(
     interface: CallSignature, parameter: CallParameter, frames_THWC: Frames
 ) -> torch.Tensor:
-    """(1, …) of floats in 0..1 in the order of that pipeline; a mask has one channel of 0 or 255,
-    as diffusers' own helper for it makes it."""
+    """(1, ...) floats in 0..1 in the pipeline's axis order.
+
+    A mask has one channel of 0 or 255, as diffusers' own helper makes it.
+    """
     video_TCHW = torch.from_numpy(frames_THWC).movedim(-1, 1)
     if parameter.name.startswith("mask"):
         video_TCHW = (video_TCHW.float().mean(1, keepdim=True) >= 127.5) * 255.0
@@ -205,9 +207,9 @@ def _tensor(
 
 
 def size_in(interface: CallSignature, own: Mapping[str, Any]) -> VideoSize | None:
-    """(frames, height, width) of the first video among those parameters; None if there is none.
+    """(frames, height, width) of the first video among these parameters; None if there is none.
 
-    None stands also for each that the form of the video does not say.
+    An entry is None if the video's form does not have it.
     """
     for name, value in own.items():
         parameter = interface.parameters[name]
@@ -223,9 +225,9 @@ def size_in(interface: CallSignature, own: Mapping[str, Any]) -> VideoSize | Non
 
 Array = np.ndarray[Any, Any]
 
-#: What pipelines call their frames.
+#: Names of the frames in a pipeline's output.
 VIDEOS = ("frames", "videos", "video")
-#: As far as a value in 0..1 may be outside of it by rounding.
+#: Tolerated rounding error of values in 0..1.
 _ROUNDING = 1e-3
 _SOUNDS = ("audio", "audios", "sound")
 _RATES = (("vocoder", "output_sampling_rate"), ("audio_vae", "sampling_rate"),
@@ -233,16 +235,19 @@ _RATES = (("vocoder", "output_sampling_rate"), ("audio_vae", "sampling_rate"),
 
 
 def num_videos_of(result: Any) -> int:
-    """How many videos a result holds."""
+    """Number of videos in a result."""
     given = _frames_in(result)
     return len(given) if _is_batch(given) else 1
 
 
 def frames_of(result: Any, index: int = 0) -> Array:
-    """One video of a result: float32 (T, H, W, 3) in 0..1, or uint8 where it is given so.
+    """One video of a result, (T, H, W, 3): float32 in 0..1, or uint8 if the pipeline returns that.
 
-    Takes arrays (B, T, H, W, C), tensors (B, T, C, H, W) or (B, C, T, H, W), and lists of pictures,
-    each also without the batch.
+    Accepts arrays (B, T, H, W, C), tensors (B, T, C, H, W) or (B, C, T, H, W), and lists of
+    images, each also without the batch.
+
+    Raises:
+        EveryframeError: the result has no frames.
     """
     given = _frames_in(result)
     video = given[index] if len(given) and _is_batch(given) else given
@@ -258,7 +263,7 @@ def frames_of(result: Any, index: int = 0) -> Array:
 
 
 def size_of(result: Any) -> tuple[int, int, int] | None:
-    """(frames, height, width) of a result of a dry run; None where it holds no frames."""
+    """(frames, height, width) of a dry run's result; None if it has no frames."""
     given = next((part for name in VIDEOS if (part := _part(result, name)) is not None), None)
     if given is None or not len(given):
         return None
@@ -275,7 +280,7 @@ def size_of(result: Any) -> tuple[int, int, int] | None:
 
 
 def beyond_range(frames: Array) -> str | None:
-    """What a person should know of values outside of 0..1, as pipelines of wide range make them."""
+    """Message about values outside 0..1 (high dynamic range pipelines); None if there are none."""
     if frames.dtype == np.uint8:
         return None
     share = float(((frames < -_ROUNDING) | (frames > 1 + _ROUNDING)).mean())
@@ -288,7 +293,11 @@ def beyond_range(frames: Array) -> str | None:
 
 
 def sound_of(result: Any, pipe: Any, index: int = 0) -> tuple[Array, int] | None:
-    """(samples (channels, n) float32 in -1..1, samples a second), or None for a silent video."""
+    """(samples (channels, n) float32 in -1..1, samples per second); None for a silent video.
+
+    Raises:
+        EveryframeError: the pipeline has no known sampling rate.
+    """
     given = next((part for name in _SOUNDS if (part := _part(result, name)) is not None), None)
     if given is None:
         return None
@@ -305,7 +314,7 @@ def sound_of(result: Any, pipe: Any, index: int = 0) -> tuple[Array, int] | None
 
 
 def check_finite(result: Any, stage: str) -> None:
-    """Raise `NumericsError` if an output of latents holds values that are not finite."""
+    """Raise `NumericsError` for latents with values that are not finite."""
     if not all(bool(torch.isfinite(each).all()) for each in iter_tensors(result)):
         raise NumericsError(
             f"{stage} made latents that hold values that are not finite; the whole pipeline in "
@@ -323,7 +332,7 @@ def _frames_in(result: Any) -> Any:
 
 
 def _is_batch(given: Any) -> bool:
-    """Whether videos are inside, and not the frames of one."""
+    """Whether it holds videos, and not the frames of one video."""
     if hasattr(given, "ndim"):
         return bool(given.ndim == 5)
     return isinstance(given[0], list) or getattr(given[0], "ndim", 0) == 4

@@ -1,11 +1,12 @@
-"""A pipeline that is called again gets the answers that its denoisers gave before.
+"""Replay saved denoiser answers on resume, and run encoders on the lead rank only.
 
-So a run that was broken off goes on where it was, though the pipeline's own loop always begins at
-its first step: everything around the denoisers is computed anew, with the same generator and the
-same scheduler, and costs next to nothing. An answer is served to a call that is given the same, bit
-for bit, as the one that it was the answer to. On leaving the denoisers are as they were.
-Of several ranks that make one video the first has the answers, and hands each on to the others.
-Read next: `stage.py`; `everyframe.runs.replay_log`, where the answers lie.
+A pipeline's own loop always begins at its first step. On resume the pipeline is therefore called
+again, and its denoisers return the saved answers. Everything around them is recomputed with the
+same generator and scheduler, at almost no cost. An answer is replayed only to a call whose inputs
+are bit for bit those of the original call. The denoisers are restored on exit.
+
+With several ranks per video, the lead rank reads the answers and broadcasts them.
+`everyframe.runs.replay_log` stores them.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ _WHAT = "kept answers are handed on"
 
 
 class BroadcastReplayLog:
-    """The `own` answers of the first rank on all ranks of `team`; the others keep none.
+    """Replay log of the lead rank (`own`), broadcast to all ranks of `team`; the others save none.
 
-    All must ask for them in the same order. What is in them but tensors is nothing.
+    All ranks must request answers in the same order. Leaves that are not tensors become None.
     """
 
     def __init__(self, team: Communicator, own: ReplayLog | None) -> None:
@@ -80,10 +81,11 @@ class BroadcastReplayLog:
 
 
 class DenoiserReplay:
-    """Serves and keeps the answers of these denoisers, by name, while it is entered.
+    """Context: replay and save the answers of these denoisers, by name.
 
-    `watch` is told of the calls that are served, and which are repeated to repair them. If it is
-    not `at_once`, answers come later than calls return, and whoever has them keeps them.
+    `watch` counts replayed calls and marks calls that are repeated for a repair. With `at_once`
+    False results arrive after the call returns (CFG parallelism), and `GuardedCallHooks` saves them
+    instead.
     """
 
     def __init__(
@@ -123,7 +125,7 @@ class DenoiserReplay:
         args: Any,
         kwargs: dict[str, Any],
     ) -> Any:
-        """What is kept, while there is any; then what is computed, which is kept."""
+        """Return the saved answer if there is one; otherwise compute and save it."""
         if self._watch.is_paused:
             return base.__call__(own, *args, **kwargs)
         # On every rank, as all have to look at the same tensors at the same time.
@@ -148,10 +150,10 @@ class DenoiserReplay:
 def override_call(
     module: nn.Module, answer: Callable[[type[nn.Module], nn.Module, Any, Any], Any]
 ) -> Iterator[None]:
-    """Within, calls of that module are answered by ``answer(class, module, args, kwargs)``.
+    """Context: calls of that module return ``answer(class, module, args, kwargs)``.
 
-    A hook can't keep a module from being computed, so for a while it is of a kind of its own;
-    somebody else's class is left alone.
+    A hook can't skip a module's computation, so the module gets a temporary subclass. Its original
+    class is not changed.
     """
     base = type(module)
 
@@ -172,20 +174,20 @@ _NAMES = ("text_encoder", "image_encoder")
 
 
 def encoders(names: Any) -> tuple[str, ...]:
-    """Those of the components that encode texts and pictures, by calls of the whole module."""
+    """Names of the components that encode text and images by calls of the whole module."""
     return tuple(name for name in names if name.startswith(_NAMES))
 
 
 def without_weights(part: ComponentFolder, dtype: torch.dtype) -> nn.Module:
-    """An encoder that another rank computes: its config and its dtype, which pipelines ask for."""
+    """An encoder on meta, for ranks that do not encode; pipelines read its config and dtype."""
     module: nn.Module = build_on_meta(partial(empty_component, part))
     return module.to(dtype).eval()
 
 
 class EncodeOnLeadRank:
-    """While it is entered, calls of these modules are answered by the first rank of `team`.
+    """Context: the lead rank of `team` computes calls of these modules and broadcasts the results.
 
-    All ranks must make the same calls in the same order; answers arrive on `device`, bit for bit.
+    All ranks must make the same calls in the same order. Results arrive on `device`, bit for bit.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], team: Communicator, device: str) -> None:
@@ -204,7 +206,7 @@ class EncodeOnLeadRank:
         self._classes.clear()
 
     def _kind(self, base: type[nn.Module]) -> type[nn.Module]:
-        """That class, whose calls the first rank answers."""
+        """Subclass whose calls are computed by the lead rank."""
 
         def call(own: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if self._team.is_lead:
@@ -235,12 +237,12 @@ class EncodeOnLeadRank:
 
 
 def _is_leaf(value: Any) -> bool:
-    """Containers and outputs of transformers are taken apart, and nothing else."""
+    """Flatten containers and transformers' outputs only."""
     return not isinstance(value, (dict, list, tuple))
 
 
 def _plain(value: Any) -> Any:
-    """What is no tensor; a language model's memory of earlier words is left out."""
+    """A value that is not a tensor; a language model's KV cache becomes None."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if type(value).__name__.endswith("Cache"):

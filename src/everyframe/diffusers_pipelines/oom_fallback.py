@@ -1,11 +1,12 @@
-"""A pipeline that runs out of memory is called again in less, from the least change to the most.
+"""Retry a pipeline call with less memory after an out-of-memory error, smallest change first.
 
-All of its parts are in memory together, so the first thing is that those which don't work leave the
-device; then come the ways of the part that memory ran out in. What holds then does so for the rest
-of the run. A pipeline that somebody has loaded is its owner's: nothing of it is moved or set, and
-only what its call is given may change.
-Read next: `stage.py`, which calls again, and `module_calls.py`: nothing that was answered is
-computed twice; `everyframe.runtime.memory_fallbacks` for the order.
+All components are in memory together, so idle components leave the device first. Then come the
+memory fallbacks of the component that ran out of memory. A fallback stays active for the rest of
+the run. A pipeline in memory belongs to the caller: it is neither moved nor changed, and only the
+arguments of its call may change.
+
+`stage.py` makes the retry, and `module_calls.py` replays the denoiser answers computed before. The
+order is that of `everyframe.runtime.memory_fallbacks`.
 """
 
 from __future__ import annotations
@@ -28,10 +29,14 @@ from everyframe.runtime.run_logs import OomEvent
 
 
 class PipelineMemoryFallbacks:
-    """The ways to do with less memory, each once; `tried` are those that were done, in words.
+    """The memory fallbacks of a run, each used once.
 
-    `owned` are the modules that may be moved, by component, none of a pipeline that is somebody
-    else's; `savings` are the family's. `settings` are those that hold by now.
+    `owned` are the modules that may be moved, by component; empty for a caller's pipeline.
+    `savings` are the family's memory savings.
+
+    Attributes:
+        tried: fallbacks used so far, in words.
+        settings: the settings with these fallbacks.
     """
 
     def __init__(
@@ -50,16 +55,19 @@ class PipelineMemoryFallbacks:
         self._in_blocks = {part.name for part in plan.components if part.offload}
 
     def at(self, take: VideoState, part: str) -> AppliedFallback | None:
-        """Do the next one for that component in that video; it is kept before, if there is one."""
+        """Apply the next fallback for that component and video; None if there is none left.
+
+        The event is saved for resume.
+        """
         relief = self.next(part)
         if relief is not None and take.shortages is not None:
             take.shortages.keep(OomEvent(take.seed, at=part))
         return relief
 
     def again(self, take: VideoState) -> Iterator[AppliedFallback]:
-        """Do those that this run needed before it was broken off, in that video and before it.
+        """Resume: reapply the fallbacks that the run used up to this video.
 
-        Yields those of this one, of which nobody was told. What was answered before them is served.
+        Yields those of this video, as their events were not emitted. Earlier answers are replayed.
         """
         if self._known is None:
             self._known = [] if take.shortages is None else [*take.shortages.known()]
@@ -70,9 +78,10 @@ class PipelineMemoryFallbacks:
                 yield relief
 
     def next(self, at: str) -> AppliedFallback | None:
-        """Do the next one for the component `at`, empty where the pipeline's own code failed.
+        """Apply the next fallback for component `at`; None if there is none left.
 
-        None where there is none left. What torch keeps is given back first.
+        `at` is empty if the pipeline's own code ran out of memory. Torch's cached memory is
+        released first.
         """
         empty_cache()
         for relief, do in self._ways(at):
@@ -99,7 +108,7 @@ class PipelineMemoryFallbacks:
                 yield AppliedFallback(at, way.says), lambda way=way: self._go(way)  # type: ignore[misc]
 
     def _take_turns(self) -> None:
-        """Every part that is on the device as a whole comes when it is called."""
+        """Move each component that is on the device as a whole there only while it is called."""
         if self._turns is not None:
             self._turns.remove()
         turning = [module for name, module in self._owned.items() if name not in self._in_blocks]
@@ -124,17 +133,18 @@ class PipelineMemoryFallbacks:
         offload.apply(module, device)
 
 
-#: The parameter, and the name of the saving in settings.
+#: Parameter of the call, and name of the memory saving in settings.
 NAME = "decode_chunk_size"
 
 
 def chunk_savings(
     interface: CallSignature, given: Collection[str], settings: Settings, vae: str
 ) -> Iterator[MemorySaving]:
-    """Half as many frames at once, and half of those, down to one.
+    """Memory savings: decode half as many frames at once, then half of that, down to one.
 
-    `given` are the parameters that the person who asked has set, `vae` the autoencoder's class:
-    one of pictures decodes each frame by itself, one with a decoder over time sees neighbours.
+    `given` are the parameters set by the user; their values are not changed. `vae` is the
+    autoencoder's class: an image VAE decodes each frame separately, while a temporal decoder sees
+    neighbouring frames of the same chunk, so smaller chunks change its result.
     """
     parameter = interface.parameters.get(NAME)
     if parameter is None or NAME in given:

@@ -1,7 +1,6 @@
-"""Options that only diffusers pipelines know: their own parameters by name, and two switches.
+"""Options of diffusers pipelines: their own parameters by name, and switches. Imports no torch.
 
-No torch here. What a pipeline takes is read from its signature (`signature.py`).
-Read next: `settings.py`.
+`signature.py` reads a pipeline's parameters, and `settings.py` checks the options against them.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _WORDS = {"True": True, "False": False, "None": None}
 
 
 class PipelineOptions(FamilyOptions):
-    """Special parameters of one pipeline, how pictures are fitted, and code that comes along."""
+    """Options of one pipeline: its own parameters, image fitting, tiling, weights, remote code."""
 
     option: dict[str, Any] = an_option(
         "A parameter that only this pipeline has, as NAME=VALUE; may be given several times. A "
@@ -48,7 +47,7 @@ class PipelineOptions(FamilyOptions):
     @field_validator("option", mode="before")
     @classmethod
     def _named(cls, given: Any) -> Any:
-        """A mapping as it is; ``NAME=VALUE`` texts as one, values read as JSON where they are."""
+        """Accept a mapping, or ``NAME=VALUE`` texts whose values are JSON where they parse."""
         if isinstance(given, Mapping):
             return dict(given)
         texts = [given] if isinstance(given, str) else given

@@ -1,15 +1,13 @@
-"""A transformer of diffusers on several ranks, put on from outside; the class is left as it is.
+"""Sequence parallelism for diffusers transformers, applied from outside; classes stay unchanged.
 
-Each rank holds some tokens of every sample through all blocks, in uneven parts. In attention of
-all tokens to all, torch's function is asked for those of this rank; what it gets in its place are
-answers for which ranks have met, by heads (`everyframe.parallel.ulysses`) or in a ring
-(`everyframe.parallel.ring_attention`). That function, and not the processor around it, is the same
-in every class. Of the result the last projection alone is gathered; what is around the blocks
-(text, timestep, patches) every rank computes for itself. The samples of a batch count as heads, so
-every rank has the same tokens of all of them. Nothing is padded.
-
-Where a class is cut is data: `token_splits.py`. Read next: `everyframe.runtime.model_sharding`,
-`stage.py`.
+Each rank holds some tokens of every sample through all blocks; shares may be uneven. In full
+self-attention torch's `scaled_dot_product_attention` is intercepted: ranks exchange tokens and
+compute it by heads (`everyframe.parallel.ulysses`) or in a ring
+(`everyframe.parallel.ring_attention`). That function is the same in every class; the attention
+processors around it are not. Only the output of the last projection is gathered. Every rank
+computes the layers around the blocks (text, timestep, patches) itself. Samples of a batch count as
+heads, so every rank has the same tokens of all of them. Nothing is padded. `token_splits.py` is the
+table of split points per class.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from everyframe.parallel.sharded_modules import SequenceParallelAttention, atten
 from everyframe.parallel.uneven_split import uneven_ranges, uneven_sizes
 from everyframe.runtime.model_sharding import ModelPatch
 
-#: The parameters of torch's attention, which has no signature to be asked for them.
+#: Parameters of torch's attention, which `inspect.signature` can't read.
 _PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale",
                "enable_gqa")  # fmt: skip
 
@@ -47,17 +45,20 @@ _Key = tuple[Communicator, tuple[tuple[int, ...], ...], int]
 def apply(
     model: nn.Module, team: Communicator, way: str = "ulysses"
 ) -> SequenceParallelTransformer:
-    """Put a transformer of `CUTS` on the ranks of `team`; each must call it in the same order with
-    the same input. `way` is one of `everyframe.parallel.head_partition.ATTENDING`."""
+    """Split a transformer of `CUTS` across the ranks of `team`.
+
+    All ranks must call it in the same order with the same input. `way` is one of
+    `everyframe.parallel.head_partition.ATTENDING`.
+    """
     return SequenceParallelTransformer(model, CUTS[type(model).__name__], team, way)
 
 
 def apply_to_all(
     modules: Mapping[str, nn.Module], teams: ParallelContext
 ) -> dict[str, SequenceParallelTransformer]:
-    """What is put on the denoisers among these components, by name; nothing for one rank.
+    """Split the denoisers among these components; returns the patches by name, none for one rank.
 
-    Those share tokens that have the same branches of guidance.
+    Ranks that compute the same guidance branches share tokens.
     """
     if teams.sharing.size == 1:
         return {}
@@ -65,7 +66,7 @@ def apply_to_all(
 
 
 class SequenceParallelTransformer(ModelPatch):
-    """What `apply` has put on a transformer; `remove` takes it off."""
+    """The patch that `apply` adds to a transformer; `remove` removes it."""
 
     def __init__(
         self, model: nn.Module, cuts: TransformerSplit, team: Communicator, way: str
@@ -73,7 +74,7 @@ class SequenceParallelTransformer(ModelPatch):
         super().__init__(team, 1)
         self._way = way
         self._attending: dict[_Key, SequenceParallelAttention] = {}
-        #: How many tokens of each kind the ranks hold, as far as they were cut in this call.
+        #: Tokens per rank of each stream that was split so far in this call.
         self._streams: list[tuple[int, ...]] = []
         self._entered: list[tuple[nn.Module, _Asked, ExitStack]] = []
         self._handles.append(model.register_forward_pre_hook(self._begin))
@@ -114,10 +115,11 @@ class SequenceParallelTransformer(ModelPatch):
         return self._part(tables, dim)
 
     def _part(self, value: Any, dim: int) -> Any:
-        """This rank's part of tensors with tokens along `dim`; what has none is for all of them.
+        """This rank's share of tensors with tokens along `dim`.
 
-        A rank without tokens has one in their place, which nobody looks at and nobody gathers: a
-        module that somebody else wrote may not take none.
+        Tensors without that dim, or of length 1, stay whole. A rank without tokens gets one
+        placeholder token, which is neither attended to nor gathered: foreign modules may not accept
+        empty tensors.
         """
         if isinstance(value, (tuple, list)):
             return tuple(self._part(each, dim) for each in value)
@@ -127,7 +129,7 @@ class SequenceParallelTransformer(ModelPatch):
         return value.narrow(dim, mine.start, len(mine)) if mine else value.narrow(dim, 0, 1)
 
     def _answer_in(self, module: nn.Module, name: str) -> None:
-        """Answer in the place of torch's attention whenever that module is called."""
+        """Intercept torch's attention during calls of that module."""
 
         def enter(module: nn.Module, args: _Args) -> None:
             within, asked = ExitStack(), _Asked(self._together)
@@ -158,7 +160,7 @@ class SequenceParallelTransformer(ModelPatch):
         attn_mask: Tensor | None = None,
         **how: Any,
     ) -> Tensor:
-        """Answers to this rank's tokens among all tokens; a mask is of all, kind by kind."""
+        """Attention of this rank's tokens to all tokens; a mask covers all, stream by stream."""
         unknown = [name for name, value in how.items() if value]
         if unknown:
             raise CannotRunError(
@@ -180,7 +182,7 @@ class SequenceParallelTransformer(ModelPatch):
         return torch.unflatten(out[0], 0, (batch, heads))
 
     def _now(self, heads: int) -> SequenceParallelAttention:
-        """That of the tokens which are cut now."""
+        """The parallel attention for the current token split, cached."""
         key = (self.team, tuple(self._streams), heads)
         if key not in self._attending:
             deal = dealt(self._streams, heads, self.team.weights)
@@ -188,8 +190,7 @@ class SequenceParallelTransformer(ModelPatch):
         return self._attending[key]
 
     def _arranged(self, mask_BHQL: Tensor, batch: int, heads: int) -> Tensor:
-        """A mask of one sample of all heads (1, B * H, Q, L), in the order in which ranks have
-        their tokens."""
+        """Reorder a mask of one sample, all heads (1, B * H, Q, L), to the ranks' token order."""
         starts = [0, *accumulate(sum(each) for each in self._streams)]
         parts = [uneven_ranges(sum(each), self.team.weights) for each in self._streams]
         order = [
@@ -212,9 +213,9 @@ class SequenceParallelTransformer(ModelPatch):
 
 
 class _Mine:
-    """Tokens (b, heads, n, D) of one rank, kind beside kind; of a kind without any, one stands in.
+    """Tokens (b, heads, n, D) of one rank, stream after stream; an empty stream has a placeholder.
 
-    `lengths` are how many there are of each kind.
+    `lengths` are the token counts of each stream.
     """
 
     def __init__(self, lengths: Sequence[int]) -> None:
@@ -226,11 +227,11 @@ class _Mine:
         ]
 
     def taken(self, x: Tensor) -> Tensor:
-        """Those that count."""
+        """The real tokens."""
         return x if self._is_whole else torch.cat([x[:, :, here] for here in self._here], 2)
 
     def put_back(self, answer: Tensor) -> Tensor:
-        """What `taken` undoes, with zeros for those that stand in."""
+        """Inverse of `taken`, with zeros for placeholders."""
         if self._is_whole:
             return answer
         out = answer.new_zeros(*answer.shape[:2], self.length, answer.shape[3])
@@ -241,7 +242,7 @@ class _Mine:
 
 
 class _Asked(TorchFunctionMode):
-    """Within, torch's attention is computed by `answer`, which is given that function first."""
+    """Context: `answer` computes torch's attention; it gets the original function first."""
 
     def __init__(self, answer: Callable[..., Tensor]) -> None:
         super().__init__()

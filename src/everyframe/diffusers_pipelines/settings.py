@@ -1,8 +1,8 @@
-"""A request settled against one pipeline: what it takes is given, what it can't take is refused.
+"""Resolve a request to the settings of one pipeline; refuse what the pipeline does not support.
 
-Pure functions of the request and the pipeline's sizes (`defaults.py`). Defaults are the pipeline's
-own. Nothing is dropped in silence: an option that this pipeline has no parameter for is an
-`InputError`. Read next: `call_arguments.py`, which makes a call of the settings.
+Pure functions of the request and the pipeline's defaults (`defaults.py`). Values that were not
+given are the pipeline's own. Nothing is ignored silently: an option for which the pipeline has no
+parameter is an `InputError`. `call_arguments.py` builds a call from the settings.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from everyframe.runtime.request_checks import (
 
 STEPS = 50
 
-#: The largest number that a pipeline's own parameter may be: none of them is of use near it.
+#: Largest value of a numeric parameter of a pipeline; useful values are far below.
 _MOST = 1_000_000
 
 _NO_USE = {
@@ -53,9 +53,12 @@ def resolve_settings(
     *,
     is_given: bool = False,
 ) -> tuple[Settings, tuple[str, ...]]:
-    """Every value of the request settled, and notes for the person who asked.
+    """Resolve every value of the request, and notes for the user.
 
-    `is_given` is a pipeline that somebody has loaded; see `call_options`.
+    `is_given`: the pipeline is already loaded by the caller; see `call_options`.
+
+    Raises:
+        InputError: the pipeline does not support an option or a value.
     """
     interface, notes = sizes.interface, _standing_notes(sizes, request)
     _check_request(sizes, title, request, options)
@@ -94,7 +97,7 @@ def resolve_settings(
 def _shown(
     own: Mapping[str, Any], options: PipelineOptions, given: tuple[str, ...]
 ) -> tuple[tuple[str, Any], ...]:
-    """The options that make a difference here, for plans and records."""
+    """Options with an effect here, for plans and records."""
     prompts = {name: own[name] for name in call_options.PROMPTS if name in own}
     shown = dict(plain(media.media_parameter_names(call_options.with_seeds(own)))) | plain(prompts)
     if given and options.fit is not None:
@@ -107,9 +110,9 @@ def _shown(
 def _pictures_given(
     sizes: PipelineDefaults, title: str, request: Request, options: PipelineOptions
 ) -> tuple[tuple[str, ...], tuple[tuple[str, Any], ...]]:
-    """Names of the pictures that came with the request, and forms of those that stay as they are.
+    """Names of the request's images, and forms of those that are passed on unchanged.
 
-    A file that can't be read is told here, before anything is loaded.
+    An unreadable file is reported here, before anything is loaded.
     """
     given = tuple(name for name in ("image", "last_image") if getattr(request, name) is not None)
     if options.fit is None:
@@ -123,7 +126,7 @@ def _pictures_given(
 
 
 def _own_choices(interface: CallSignature, request: Request) -> tuple[str, ...]:
-    """What nobody gave and the pipeline chooses itself: its default says nothing of it."""
+    """Size and length parameters that were not given and that the pipeline chooses itself."""
     asked = {
         "height": request.asked_size(),
         "width": request.asked_size(),
@@ -137,7 +140,7 @@ def _own_choices(interface: CallSignature, request: Request) -> tuple[str, ...]:
 
 
 def plain(value: Any) -> Any:
-    """The same as plain data, for plans and records; an object is told by its type."""
+    """Convert to plain data for plans and records; an object becomes its type name."""
     if isinstance(value, Mapping):
         return {str(key): plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -147,7 +150,7 @@ def plain(value: Any) -> Any:
 
 
 def _standing_notes(sizes: PipelineDefaults, request: Request) -> list[str]:
-    """What this pipeline can't do, whatever is asked of it."""
+    """Notes on limits of this pipeline that hold for every request."""
     interface, notes = sizes.interface, []
     if denoisers(sizes.configs):
         notes.append("only denoising steps are counted; text, pictures and decoding give no events")
@@ -201,13 +204,13 @@ def _check_request(
 def check_options(
     interface: CallSignature, given: Mapping[str, Any], *, is_given: bool = False
 ) -> dict[str, Any]:
-    """The pipeline's own parameters that were given by name, each checked against its class.
+    """Check the pipeline's own parameters, given by name, against its signature.
 
-    Those of `call_options` are for a pipeline that is given, loaded.
+    With `is_given` the options of `call_options` are allowed: they are for a loaded pipeline.
 
     Raises:
-        InputError: no such parameter, one that has an option of its own here, another type, or a
-            parameter that the pipeline can't do without and that nobody gave.
+        InputError: an unknown parameter, one that has an Everyframe option, a wrong type, or a
+            required parameter that is missing.
     """
     ours = {own: option for option, names in NAMES.items() for own in names} | {OWN_SEED: "seed"}
     for name, value in given.items():
@@ -274,7 +277,7 @@ def _size(
     video: VideoSize | None,
     notes: list[str],
 ) -> tuple[int, int]:
-    """(height, width) asked for, or the pipeline's own."""
+    """(height, width) from the request, or the pipeline's own."""
     interface = sizes.interface
     if interface.name_of("height") is None:
         shown = sides_of(forms[0][1]) if forms else None
@@ -292,7 +295,7 @@ def _size(
 
 
 def _video_given(interface: CallSignature, own: Mapping[str, Any]) -> VideoSize | None:
-    """The video that is given, where it decides what is made."""
+    """Size of the input video, if it determines the output's size or length."""
     decides = interface.name_of("height") is None or interface.name_of("num_frames") is None
     return media.size_in(interface, own) if decides else None
 
@@ -300,7 +303,7 @@ def _video_given(interface: CallSignature, own: Mapping[str, Any]) -> VideoSize 
 def _num_frames(
     sizes: PipelineDefaults, request: Request, fps: float, video: VideoSize | None, notes: list[str]
 ) -> int:
-    """The length asked for, as it was asked, or that of what is given, or the pipeline's own."""
+    """Frames as requested, else those of the input, else the pipeline's default."""
     frames, rule = request.num_frames, sizes.length_rule()
     is_taken = sizes.interface.name_of("num_frames") is not None
     if not is_taken and video is not None and video[0] is not None:
@@ -323,7 +326,7 @@ def _nearest(frames: int, factor: int, rest: int) -> int:
 
 
 def _guidance(sizes: PipelineDefaults, request: Request) -> float:
-    """The scale asked for, or the pipeline's own; 1 where it has none."""
+    """Guidance scale from the request, or the pipeline's own; 1 if it has none."""
     if request.guidance_scale is not None:
         return request.guidance_scale
     own = sizes.interface.default_of("guidance_scale")
@@ -333,7 +336,7 @@ def _guidance(sizes: PipelineDefaults, request: Request) -> float:
 
 
 def smaller_settings(sizes: PipelineDefaults, settings: Settings) -> Iterator[Settings]:
-    """The same video shorter, then smaller, each half or three quarters of the one before."""
+    """The same video shorter, then smaller; each is half or three quarters of the previous one."""
     factor, rest = sizes.length_rule() or (1, 0)
     step = 4 * sizes.spatial_factor
     lengths, sides = [settings.told_length], [settings.told_size]

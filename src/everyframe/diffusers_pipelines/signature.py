@@ -1,7 +1,7 @@
-"""What a pipeline takes and gives, read from its class: parameters, defaults, and whether frames.
+"""Call signature of a pipeline class: parameters, defaults, and whether it outputs frames.
 
-For a plain pipeline that is the signature of `__call__`; for a modular one the inputs and outputs
-of its blocks. Nothing is loaded. Not here: what a request makes of it (`settings.py`).
+Read from the signature of `__call__` for a plain pipeline, and from the inputs and outputs of its
+blocks for a modular one. Loads nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, get_args
 
-#: Our option -> the names that pipelines have for it, most common first.
+#: Everyframe option -> names of the same parameter in pipelines, most common first.
 NAMES: Mapping[str, tuple[str, ...]] = {
     "prompt": ("prompt",),
     "negative_prompt": ("negative_prompt",),
@@ -27,26 +27,32 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "image": ("image", "cond_image"),
     "last_image": ("last_image",),
 }
-#: What some pipelines seed noise of theirs with, beside their generator.
+#: Seed parameter that some pipelines have beside their generator.
 OWN_SEED = "seed"
-#: What modular blocks call the frames that they give.
+#: Name of the frames in the output of modular blocks.
 VIDEO_RESULT = "videos"
 
 _PLAIN: Mapping[str, type] = {"bool": bool, "int": int, "float": float, "str": str}
 
-#: Words of an annotation, and the form in which pictures and numbers are handed over to it.
+#: Word in a type annotation -> form in which images and arrays are passed.
 _FORMS: Mapping[str, str] = {"Image": "pictures", "Tensor": "tensor", "ndarray": "array"}
-#: How what takes pictures is called, where nothing is declared.
+#: Last words of the names of image parameters without an annotation.
 _OF_PICTURES = ("video", "image", "images", "mask", "frames")
 
 
 @dataclass(frozen=True)
 class CallParameter:
-    """One parameter: `kinds` are the plain types that it is declared to take, none if others.
+    """One parameter of a pipeline's call.
 
-    `form` is how pictures are handed to it: ``pictures``, Pillow's, or ``tensor`` or ``array``;
-    empty where it takes none. It `is_list` where one alone is a list too. `record` is the dataclass
-    that it is declared to take, if any.
+    Attributes:
+        name: its name.
+        default: its default; None if it has none.
+        required: it has no default.
+        kinds: plain types that it is declared with; empty if it allows others.
+        form: form of images passed to it: ``pictures`` (PIL), ``tensor`` or ``array``; empty if it
+            is not an image parameter.
+        is_list: a single image is passed as a list, too.
+        record: dataclass that it is declared with; None if there is none.
     """
 
     name: str
@@ -60,7 +66,15 @@ class CallParameter:
 
 @dataclass(frozen=True)
 class CallSignature:
-    """What a pipeline class takes, by its own names. `results` are a modular one's outputs."""
+    """The call signature of a pipeline class.
+
+    Attributes:
+        class_name: the pipeline class.
+        parameters: parameters of its call, by name.
+        makes_video: its output has frames.
+        is_modular: it is a modular pipeline.
+        results: names of a modular pipeline's outputs.
+    """
 
     class_name: str
     parameters: Mapping[str, CallParameter]
@@ -69,20 +83,19 @@ class CallSignature:
     results: tuple[str, ...] = ()
 
     def name_of(self, option: str) -> str | None:
-        """The pipeline's own name of one of our options; None if it has none."""
+        """The pipeline's own name of an Everyframe option; None if it has none."""
         return next((name for name in NAMES[option] if name in self.parameters), None)
 
     def default_of(self, option: str) -> Any:
-        """The pipeline's own default of one of our options, None if it has none."""
+        """The pipeline's own default of an Everyframe option; None if it has none."""
         name = self.name_of(option)
         return None if name is None else self.parameters[name].default
 
 
 def of_class(cls: Any) -> CallSignature:
-    """The interface of a plain pipeline class.
+    """Call signature of a plain pipeline class.
 
-    What a call takes as ``*args`` or ``**kwargs`` goes on to that of the class which it is made
-    from, whose parameters are then its own too.
+    If a call has ``*args`` or ``**kwargs``, the parameters of the parent class' call are included.
     """
     parameters: dict[str, CallParameter] = {}
     for home in cls.__mro__:
@@ -103,7 +116,7 @@ def of_class(cls: Any) -> CallSignature:
 
 
 def of_blocks(class_name: str, blocks: Any) -> CallSignature:
-    """The interface of a modular pipeline, from its blocks."""
+    """Call signature of a modular pipeline, from its blocks."""
     parameters = {}
     for each in blocks.inputs:
         if each.name is not None:
@@ -114,7 +127,7 @@ def of_blocks(class_name: str, blocks: Any) -> CallSignature:
 
 
 def declared(name: str, default: Any, required: bool, annotation: Any) -> CallParameter:
-    """A parameter by what its annotation says; by its name where there is none."""
+    """Describe a parameter by its annotation, or by its name if it has none."""
     kinds, form, text = _kinds(annotation), "", str(annotation)
     if annotation in (None, inspect.Parameter.empty):
         form = "pictures" if name.rpartition("_")[2] in _OF_PICTURES else ""
@@ -125,7 +138,7 @@ def declared(name: str, default: Any, required: bool, annotation: Any) -> CallPa
 
 
 def _record(annotation: Any) -> type | None:
-    """The dataclass that an annotation names, alone or in lists of it."""
+    """The dataclass in an annotation, also inside lists or unions."""
     if isinstance(annotation, type) and is_dataclass(annotation):
         return annotation
     found = (_record(each) for each in get_args(annotation))
@@ -133,14 +146,14 @@ def _record(annotation: Any) -> type | None:
 
 
 def _default(given: Any) -> Any:
-    """A block's default; that of all workflows where it is kept by workflow and they agree."""
+    """A block's default; with one default per workflow, their common value if they agree."""
     by_block = list((getattr(given, "defaults_by_block", None) or {}).values())
     agreed = bool(by_block) and all(each == by_block[0] for each in by_block)
     return by_block[0] if given.default is None and agreed else given.default
 
 
 def of_pipeline(pipe: Any) -> CallSignature:
-    """The interface of a loaded pipeline, plain or modular."""
+    """Call signature of a loaded pipeline, plain or modular."""
     blocks = getattr(pipe, "blocks", None)
     if blocks is not None and hasattr(blocks, "outputs"):
         return of_blocks(type(pipe).__name__, blocks)
@@ -148,7 +161,7 @@ def of_pipeline(pipe: Any) -> CallSignature:
 
 
 def _kinds(annotation: Any) -> tuple[type, ...]:
-    """The plain types of an annotation such as ``float | None``; empty if it allows others."""
+    """Plain types of an annotation such as ``float | None``; empty if it allows others."""
     text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
     if not isinstance(annotation, (str, type)):
         text = str(annotation).replace("typing.Optional[", "").rstrip("]")
@@ -159,9 +172,9 @@ def _kinds(annotation: Any) -> tuple[type, ...]:
 
 
 def _gives_frames(cls: type) -> bool:
-    """Whether an output class that its module knows has frames: diffusers declares no returns.
+    """Whether the module of the class has an output dataclass with frames.
 
-    Its module, or that of a class that it is made from.
+    diffusers annotates no return types. Modules of parent classes count, too.
     """
     homes = [sys.modules[each.__module__] for each in cls.__mro__ if each.__module__ in sys.modules]
     known = [value for home in homes for value in vars(home).values()]

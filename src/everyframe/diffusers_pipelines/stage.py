@@ -1,9 +1,9 @@
-"""The one stage of a pipeline: load it, and call it once a take; steps, frames and sound come out.
+"""The single stage of a pipeline: load it, then call it once per video for frames and sound.
 
-The call runs in a thread that stands still between events (`call_thread.py`), its steps are seen by
-hooks (`step_tracking.py`). Of several ranks each makes the call, shares its denoisers' work with
-the others (`sequence_parallel.py`), and the first alone encodes (`module_calls.py`) and decodes.
-Read next: `loading.py`, `oom_fallback.py`, `media.py`.
+The call runs in a thread that pauses between events (`call_thread.py`), with hooks for steps
+(`step_tracking.py`) and the guard (`guard.py`). An out-of-memory error leads to a retry with less
+memory (`oom_fallback.py`). Several ranks all make the call and split the denoisers' work
+(`cfg_parallel.py`, `sequence_parallel.py`); the lead rank alone encodes and decodes.
 """
 
 from __future__ import annotations
@@ -82,11 +82,14 @@ _MIXED = Note(
 
 @dataclass(frozen=True)
 class PipelineStage:
-    """All of a run: `files` to load the pipeline from, or the `pipe` that somebody has loaded.
+    """The stage that loads and calls a pipeline.
 
-    `own` are the parameters that only this pipeline has, `savings` what takes less memory,
-    `branches` those of guidance where ranks have them apart. `calling` is how the call is made, for
-    a pipeline that belongs to somebody.
+    Attributes:
+        own: parameters that only this pipeline has.
+        files: checkpoint to load the pipeline from; None if the caller has loaded `pipe`.
+        savings: the family's memory savings.
+        branches: guidance branches to split across ranks; None if they are not split.
+        calling: how a caller's pipeline is called; by default in a thread of its own.
     """
 
     plan: Plan
@@ -104,20 +107,20 @@ class PipelineStage:
 
     @property
     def component(self) -> str:
-        """The largest of the components; all are loaded."""
+        """The largest component; all are loaded."""
         return max(self.plan.components, key=lambda part: part.weight_bytes).name
 
     @property
     def _is_shared(self) -> bool:
-        """Whether other ranks make the same video."""
+        """Whether several ranks make the same video."""
         return self.teams.team.size > 1
 
     def num_steps(self, num_takes: int) -> int:
-        """The steps that were asked for, for each take."""
+        """Requested steps over all videos."""
         return num_takes * self.plan.settings.num_inference_steps
 
     def run(self, takes: Sequence[VideoState]) -> Iterator[Event]:
-        """Yield the frames of each take, and its sound where there is one."""
+        """Yield the frames of each video, and its sound if it has any."""
         with ExitStack() as stack:
             pipe = self.pipe
             if pipe is None:
@@ -145,7 +148,7 @@ class PipelineStage:
                 yield from self._video(partial(self._call, ready, take, number, len(takes)), take)
 
     def _encoded_once(self, modules: Mapping[str, nn.Module]) -> EncodeOnLeadRank:
-        """What has the first rank encode for all of them."""
+        """Context: the lead rank encodes for all ranks."""
         found = {name: modules[name] for name in encoders(modules)}
         return EncodeOnLeadRank(found, self.teams.team, self.plan.device.torch_name)
 
@@ -161,7 +164,7 @@ class PipelineStage:
     def _told(
         self, seed: int, frames: Array, sound: tuple[Array, int] | None, index: int | None
     ) -> Iterator[Event]:
-        """One video of a call."""
+        """Events of one video of a call."""
         settings = self.plan.settings
         asked = (settings.num_frames, settings.height, settings.width)
         if frames.shape[:3] != asked:
@@ -182,13 +185,13 @@ class PipelineStage:
     def _call(
         self, ready: _Ready, take: VideoState, number: int, num_takes: int, hand: Emit
     ) -> Made:
-        """The pipeline's frames, and its sound if any.
+        """Call the pipeline for one video; retry with less memory after an out-of-memory error.
 
-        Where memory runs out the pipeline is called again in less of it, and its denoisers' answers
-        of before are served again; not one of several ranks, as the others would not know.
+        A retry replays earlier denoiser answers. Several ranks do not retry here, but together.
 
         Raises:
-            CannotRunError: nothing is left that takes less. ScarceError: others wait for it.
+            CannotRunError: no memory fallback is left.
+            DistributedOutOfMemoryError: one of several ranks ran out of memory.
         """
         begun, told = time.perf_counter(), 0
         generators, given = GlobalGenerators(ready.devices), call_options.states_of(self.own)
@@ -283,7 +286,7 @@ class PipelineStage:
     def _result(
         self, ready: _Ready, settings: Settings, take: VideoState, watch: StepTracker, emit: Emit
     ) -> Any:
-        """What the pipeline gives; for pictures that it refuses as they are, for them in RGB."""
+        """The pipeline's output; images that it refuses are passed again in RGB."""
         before = states_of_torch(ready.devices)
         states: list[tuple[torch.Generator, torch.Tensor]] = []
 
@@ -323,7 +326,7 @@ class PipelineStage:
         )
 
     def _explained(self, error: Exception, step: int) -> Exception:
-        """What the pipeline raised as what it is: a check of its input, or its own failure."""
+        """Classify the pipeline's error: refused input, or a failure of its own."""
         text = " ".join(str(error).split())
         if isinstance(error, EveryframeError):
             return error
@@ -340,8 +343,7 @@ class PipelineStage:
 
 @dataclass(frozen=True)
 class Made:
-    """What a call gave: its videos, each with its sound if any, and all of it where it is wanted
-    as it is."""
+    """Result of a call: its videos with optional sound, and its raw output if requested."""
 
     videos: Sequence[tuple[Array, tuple[Array, int] | None]]
     output: Any = None
@@ -349,7 +351,7 @@ class Made:
 
 @dataclass(frozen=True)
 class _Ready:
-    """A loaded pipeline, what makes it do with less memory, and what shares its denoisers' work."""
+    """A loaded pipeline with its memory fallbacks and sequence-parallel patches."""
 
     pipe: Any
     device: str
@@ -358,20 +360,20 @@ class _Ready:
 
     @property
     def devices(self) -> set[torch.device]:
-        """Where its weights lie, and where it computes."""
+        """Devices of its weights, and the execution device."""
         modules = _modules(self.pipe).values()
         found = {each.device for module in modules for each in module.parameters()}
         return {*found, torch.device(self.device)}
 
     @property
     def apart(self) -> dict[str, UnshardedCall]:
-        """How each of those that are shared computes alone."""
+        """For each split component, a context that runs it whole on this rank."""
         return {name: each.apart for name, each in self.shared.items()}
 
 
 @dataclass(frozen=True)
 class _TooLittle:
-    """Memory ran out: what was said of it, in which component (or none), and in which step."""
+    """Out-of-memory event of a call: message, component (may be empty) and step."""
 
     said: str
     at: str
@@ -385,7 +387,7 @@ class _TooLittle:
 
 
 def _generators(values: Iterable[Any]) -> Iterator[torch.Generator]:
-    """Those among the arguments of a call, alone or in lists."""
+    """Generators among the arguments of a call, also in lists."""
     for value in values:
         for each in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(each, torch.Generator):

@@ -1,9 +1,9 @@
-"""Sees a pipeline's steps from outside, by hooks on its denoisers; no callback is needed.
+"""Track a pipeline's denoising steps with hooks on its denoisers; needs no callback.
 
-A step may call the denoiser once (guidance batched) or several times (a call for each prompt, two
-experts, more branches), so calls are not counted: a new step begins where the timestep changes, or
-the scheduler's own index. A step is over when the next one begins, the last one when something else
-than a denoiser runs, or the call returns. Hooks are taken off again whatever happens.
+A step may call the denoiser once (batched guidance) or several times (one call per prompt, two
+experts, more branches), so calls are not steps. A new step begins when the timestep or the
+scheduler's step index changes. A step ends when the next one begins; the last one ends when another
+component runs or the call returns. Hooks are always removed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from everyframe.core.errors import EveryframeError, InputError
 from everyframe.core.events import Event
 
-#: What is said to who calls a pipeline that is in the middle of a run.
+#: Message for a caller who calls a pipeline during a run of it.
 _CALLED = (
     "the pipeline was called while a run of it was under way, which would mix their steps; read "
     "that run's stream to its end or close it first, or load the pipeline once more"
@@ -31,10 +31,10 @@ _TIMESTEP_NAMES = ("timestep", "timesteps", "t", "sigma")
 
 
 class StepTracker:
-    """Counts steps while it is entered; `on_step(step, num_steps)` is told of each that is done.
+    """Context: count denoising steps; `on_step(step, num_steps)` is called after each.
 
-    `num_calls` counts the calls of each denoiser by name. Nothing is counted while it is paused,
-    because a call is repeated.
+    `num_calls` counts the calls of each denoiser by name. Calls while paused, which repeat others
+    for a repair, are not counted.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class StepTracker:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Within, calls are no steps."""
+        """Context: calls are not counted."""
         self._is_paused = True
         try:
             yield
@@ -84,21 +84,21 @@ class StepTracker:
 
     @property
     def is_paused(self) -> bool:
-        """Whether a call of a module now is none of the pipeline's own."""
+        """Whether a module call now is not one of the pipeline's own."""
         return self._is_paused or self._is_elsewhere
 
     @property
     def _is_elsewhere(self) -> bool:
-        """Whether somebody else calls: who reads an event, or another thread.
+        """Whether the call comes from a reader of events or from another thread.
 
-        Within what is being compiled the thread is no question, and a graph would break at it.
+        The thread is not checked while compiling, as it would break the graph.
         """
         if self._is_read or torch.compiler.is_compiling():
             return self._is_read
         return threading.get_ident() != self._thread
 
     def read_by(self, emit: Callable[[Event], None]) -> Callable[[Event], None]:
-        """`emit`, whose reader's own calls of modules are told from the pipeline's."""
+        """Wrap `emit`, so that module calls by an event's reader don't count as the pipeline's."""
 
         def handed_on(event: Event) -> None:
             with self._read():
@@ -108,10 +108,10 @@ class StepTracker:
 
     @contextmanager
     def _read(self) -> Iterator[None]:
-        """Within, an event is read, and modules that are called are called by its reader.
+        """Context: an event is being read; module calls are the reader's.
 
         Raises:
-            EveryframeError: the reader called the pipeline itself, whose scheduler is another now.
+            EveryframeError: the reader called the pipeline itself, which changed its scheduler.
         """
         self._is_read = True
         try:
@@ -122,7 +122,7 @@ class StepTracker:
             raise EveryframeError(f"the run is broken off: {_CALLED}")
 
     def finish(self) -> None:
-        """The step that is under way is done."""
+        """End the current step."""
         if self.done < self.begun:
             self.done = self.begun
             self.num_steps = max(self.num_steps, self.done)
@@ -130,10 +130,10 @@ class StepTracker:
                 self._on_step(self.done, self.num_steps)
 
     def saw(self, name: str, timestep: Any) -> None:
-        """A denoiser is about to be called; `timestep` is None where it is not told any.
+        """Record that a denoiser is about to be called; `timestep` is None if it gets none.
 
         Raises:
-            InputError: by somebody else than the pipeline's call that is watched.
+            InputError: the call is not one of the tracked pipeline call.
         """
         if self._is_elsewhere:
             self._was_called = True
@@ -159,10 +159,10 @@ class StepTracker:
 
 
 def called_parts(module: nn.Module) -> tuple[str, ...]:
-    """The parts of a component that a pipeline's code may call: itself, and its direct parts.
+    """Submodules that a pipeline's code may call directly: the component and its children, by name.
 
-    An autoencoder's ``decode`` calls its decoder alone, and some pipelines call no text encoder but
-    the model inside of it (``text_encoder.model(...)``), as MiniMax-H3's does.
+    An autoencoder's ``decode`` calls its decoder only. Some pipelines, such as MiniMax-H3's, call
+    the model inside the text encoder (``text_encoder.model(...)``).
     """
     return ("", *(name for name, _ in module.named_children()))
 
@@ -170,7 +170,7 @@ def called_parts(module: nn.Module) -> tuple[str, ...]:
 def bind_arguments(
     module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What a module is called with, by the names of its parameters."""
+    """The arguments of a module call by parameter name."""
     names = list(inspect.signature(module.forward).parameters)
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
@@ -182,22 +182,22 @@ def notify_step_tracker(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> None:
-    """Tell the watch of a call of that denoiser, which is about to be made or served."""
+    """Notify the tracker of a denoiser call that is about to be computed or replayed."""
     given = bind_arguments(module, args, kwargs)
     found = next((given[each] for each in _TIMESTEP_NAMES if each in given), None)
     watch.saw(name, None if found is None else _value(found))
 
 
 def _value(timestep: Any) -> tuple[float, float]:
-    """The timestep as numbers: frames that are given may have another one than the rest."""
+    """Lowest and highest timestep; conditioning frames may have a different one than the rest."""
     flat = torch.as_tensor(timestep).detach().double().flatten()
     return (float(flat.min()), float(flat.max()))
 
 
 def _num_steps(scheduler: Any, timestep: Any) -> int | None:
-    """How many steps the scheduler is set to from that timestep on, counted as `StepTracker` does.
+    """Steps of the scheduler from that timestep on, counted as `StepTracker` does.
 
-    A pipeline that begins at a given video (``strength``) leaves out the first ones.
+    A video-to-video pipeline (``strength``) skips the first ones.
     """
     timesteps = getattr(scheduler, "timesteps", None)
     if timesteps is None or not len(timesteps):

@@ -1,12 +1,10 @@
-"""Which of diffusers' transformers several ranks can share, and where their tokens are cut: data.
+"""Table of diffusers transformers that support sequence parallelism, and their token split points.
 
-In some modules of such a transformer all tokens look at all; everywhere else a token needs itself
-and the text alone. So each rank can hold some tokens through all blocks. Where they are cut, and
-where they are gathered, is told in the class's own names; diffusers says the same of some of its
-classes (`_cp_plan`, for equal parts), which a test holds this against. A class is here if it was
-held against itself on one device; pipelines of others are made by one device each.
-
-Numbers and names only, no tensors. Read next: `sequence_parallel.py`, which puts it on.
+In some modules of such a transformer all tokens attend to all; elsewhere a token needs only itself
+and the text. So each rank can hold some tokens through all blocks. Split and gather points use the
+class's own names. diffusers has the same data for some classes (`_cp_plan`, equal shares only), and
+a test compares the two. A class is listed once its split result was compared with one device;
+pipelines of other classes run on one device per video. Numbers and names only, no tensors.
 """
 
 from __future__ import annotations
@@ -27,15 +25,15 @@ from everyframe.runtime.interface import RankShare, VideoGroup
 if TYPE_CHECKING:
     from everyframe.diffusers_pipelines.cfg_detection import CfgBranches
 
-#: Bytes of a number of the answer, which a denoiser's last layer gives in float32.
+#: Bytes per value of a denoiser's output: its last layer computes in float32.
 ANSWER_BYTES = 4
 
 
 @dataclass(frozen=True)
 class TokenSplit:
-    """The argument of a submodule whose tokens lie along `dim`; of all tensors in it, if several.
+    """An argument of a submodule with tokens along `dim`; a container is split tensor by tensor.
 
-    The empty name is the transformer itself.
+    An empty module name is the transformer itself.
     """
 
     module: str
@@ -45,17 +43,18 @@ class TokenSplit:
 
 @dataclass(frozen=True)
 class TransformerSplit:
-    """How the tokens of a transformer class are dealt out.
+    """Where the tokens of a transformer class are split and gathered.
 
-    `tokens` are the places where its streams are cut, in the order in which they lie beside each
-    other in attention; `video` is the number of that which is gathered, once `last` has made of it
-    what the model answers. `beside` are arguments of which each token has a part of its own, where
-    they have that dimension, and `tables` submodules whose results have it, with the dimension. All
-    tokens look at all in the modules `attention`, whose names may hold a ``*``.
-
-    `text` is how many tokens of a text there are unless ``max_sequence_length`` says it, or the key
-    of its config that does; None if they are not among those that are cut. A config that has any of
-    `unlike` is of a variant that can't be cut so.
+    Attributes:
+        tokens: split points of its streams, in their order in attention.
+        attention: modules with full self-attention; names may contain ``*``.
+        beside: arguments with one entry per token, split where they have that dimension.
+        tables: submodules whose results have one entry per token, and that dimension.
+        last: the module after which the video stream is gathered.
+        video: index of the video stream in `tokens`.
+        text: number of text tokens unless ``max_sequence_length`` is given, or the config key that
+            has it; None if text tokens are not split.
+        unlike: config values of variants that can't be split this way.
     """
 
     tokens: tuple[TokenSplit, ...]
@@ -68,11 +67,11 @@ class TransformerSplit:
     unlike: tuple[tuple[str, Any], ...] = ()
 
     def fits(self, config: Mapping[str, Any]) -> bool:
-        """Whether a transformer of that config can be cut so."""
+        """Whether a transformer with that config can be split."""
         return not any(config.get(key) == value for key, value in self.unlike)
 
     def num_tokens(self, sizes: PipelineDefaults, settings: Settings) -> tuple[int, ...]:
-        """How many tokens a video of those settings has of each kind."""
+        """Tokens per stream for a video of these settings."""
         config = sizes.denoiser
         deep, *sides = patch_of(config)
         frames = math.ceil(((settings.num_frames - 1) // (sizes.temporal_factor or 1) + 1) / deep)
@@ -96,8 +95,7 @@ class TransformerSplit:
         width: int,
         batch: int,
     ) -> RankShare:
-        """What that rank does of a call of so many samples, with products in numbers of `width`
-        bytes."""
+        """A rank's share of a call with `batch` samples; `width` is bytes per value in products."""
         config = sizes.denoiser
         streams = [uneven_sizes(n, crew.weights) for n in self.num_tokens(sizes, settings)]
         deal = dealt(streams, batch * int(config["num_attention_heads"]), crew.weights)
@@ -116,7 +114,7 @@ class TransformerSplit:
         return RankShare(held, looks, sent, idle)
 
 
-#: By the name of the class.
+#: Splits by transformer class name.
 CUTS: Mapping[str, TransformerSplit] = {
     "WanTransformer3DModel": TransformerSplit(
         tokens=(TokenSplit("blocks.0", "hidden_states"),),
@@ -158,16 +156,16 @@ CUTS: Mapping[str, TransformerSplit] = {
 def dealt(
     streams: Sequence[Sequence[int]], heads: int, weights: tuple[float, ...]
 ) -> TokenPartition:
-    """The attention among tokens of which the ranks hold so many of each kind.
+    """Partition of attention for ranks with these token counts per stream.
 
-    Samples of a batch are heads: every rank has the same tokens of all of them.
+    Samples of a batch count as heads: every rank has the same tokens of all of them.
     """
     lengths = tuple(map(sum, zip(*streams, strict=True)))
     return UnevenTokenPartition(TokenGrid(1, heads, sum(lengths)), weights, lengths=lengths)
 
 
 def patch_of(config: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Latent frames, rows and columns of a token."""
+    """Patch size: latent frames, rows and columns per token."""
     patch = config.get("patch_size") or 1
     if isinstance(patch, (list, tuple)):
         deep, high, wide = patch
@@ -175,16 +173,16 @@ def patch_of(config: Mapping[str, Any]) -> tuple[int, int, int]:
     return int(config.get("patch_size_t") or 1), int(patch), int(patch)
 
 
-#: The part of one of a crew's ranks of a call of so many samples.
+#: (video group, rank, batch) -> the rank's share of a call.
 Cutting = Callable[[VideoGroup, int, int], RankShare]
 
 
 def rank_share(
     branches: CfgBranches, cutting: Cutting | None, crew: VideoGroup, rank: int, title: str
 ) -> RankShare:
-    """That rank's part of all branches of a step, and the bytes that leave it.
+    """A rank's share of all guidance branches of a step, and the bytes it sends.
 
-    Without `cutting` tokens can't be dealt out.
+    Without `cutting` tokens can't be split.
     """
     groups = CfgGroups.of(crew.weights, branches.count, crew.groups)
     number = groups.number_of(rank)
@@ -213,7 +211,7 @@ def rank_share(
 
 
 def _lengths(branches: CfgBranches, groups: CfgGroups) -> list[int]:
-    """Bytes of what each group answers before it is exchanged."""
+    """Bytes of each group's result in an exchange."""
     whole = sum(map(math.prod, branches.answer)) * ANSWER_BYTES
     if not branches.is_together:
         return [whole] * len(groups.loads)
@@ -221,7 +219,7 @@ def _lengths(branches: CfgBranches, groups: CfgGroups) -> list[int]:
 
 
 def _idle(branches: CfgBranches, num_groups: int, title: str) -> str:
-    """Why a rank has nothing to do at all."""
+    """Why a rank has no work at all."""
     why = branches.why if branches.count == 1 else ""
     if branches.count > num_groups:
         why = f"cfg={branches.count} has its branches of guidance apart"
