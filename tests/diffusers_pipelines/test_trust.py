@@ -100,6 +100,16 @@ def test_a_pipeline_is_a_pipeline(copy: Path) -> None:
         everyframe.plan(model=str(copy), **SMALL)
 
 
+def test_a_component_is_no_number(tmp_path: Path) -> None:
+    """In an index beside components there are values, which a pipeline is given as they are."""
+    tiny_pipelines.wan(tmp_path / "wan")
+    for value in (7, [1], "x"):
+        edit(tmp_path / "wan" / "model_index.json", transformer_2=value)
+        for make in (everyframe.plan, everyframe.generate):
+            with pytest.raises(CheckpointError, match="can't be made of its components"):
+                make(model=str(tmp_path / "wan"), **{**SMALL, **tiny_pipelines.CALLS["wan"]})
+
+
 @pytest.mark.parametrize("place", ["/absolute", "../outside", "vae/../../outside"])
 def test_a_component_does_not_lie_elsewhere(copy: Path, folder: Path, place: str) -> None:
     name = place.replace("/absolute", str(folder / "vae"))
