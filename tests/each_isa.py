@@ -25,7 +25,7 @@ ONEDNN = (
 ATEN = (("default", "sse2"), ("avx2", "avx2"))
 #: What is tried by planted flags, where no tests are named: what goes by flags.
 PLANTED = ("avx2", "amx", "avx512_fp16")
-PLANNING = ("tests/planning", "tests/precision", "tests/engine", "tests/optimize")
+PLANNING = ("tests/planning", "tests/precision", "tests/engine", "tests/fast_paths")
 
 
 @dataclass(frozen=True)

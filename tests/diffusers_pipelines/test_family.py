@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -262,6 +263,21 @@ def test_what_can_not_be_loaded_is_refused_in_one_line(copy: Path, what: str) ->
         everyframe.generate(model=str(copy), **SMALL)
     assert "\n" not in str(caught.value)
     assert caught.value.exit_code == 2
+
+
+def test_what_a_block_raises_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Each block that an error passes through logs its traceback."""
+    root = tmp_path / "ltx25"
+    tiny_pipelines.ltx25(root)
+    asked = {"prompt": "a fox", "size": "32x32", "num_inference_steps": 1, "seed": 1}
+    logger = logging.getLogger("diffusers")
+    logger.addHandler(caplog.handler)
+    try:
+        with pytest.raises(InputError, match="num_frames"):  # no component says how many
+            everyframe.generate(model=str(root), isolate=False, **asked)
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert "Traceback" not in caplog.text
 
 
 @pytest.mark.slow

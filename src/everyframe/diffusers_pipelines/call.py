@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import inspect
 import sys
+import logging
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -21,10 +23,23 @@ from everyframe.core.errors import InputError
 from everyframe.core.events import Event
 
 
+#: Where diffusers logs what a block of a modular pipeline raises.
+_BLOCK_LOGGER = "diffusers.modular_pipelines.modular_pipeline"
+
+
+class _NotWhileRaising(logging.Filter):
+    """Drop log records about an error that is being raised."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return sys.exc_info()[0] is None
+
+
 @contextmanager
 def no_progress_bars(pipe: Any) -> Iterator[None]:
     """Context: the pipeline and its blocks draw no progress bars."""
     owners = [pipe, *_all_blocks(getattr(pipe, "_blocks", None))]
+    block_logger, not_raising = logging.getLogger(_BLOCK_LOGGER), _NotWhileRaising()
+    block_logger.addFilter(not_raising)
     name = "_progress_bar_config"
     before = [(owner, vars(owner).get(name)) for owner in owners]
     for owner in owners:
@@ -32,6 +47,7 @@ def no_progress_bars(pipe: Any) -> Iterator[None]:
     try:
         yield
     finally:
+        block_logger.removeFilter(not_raising)
         for owner, config in before:
             vars(owner).pop(name, None)
             if config is not None:
