@@ -34,10 +34,23 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from versions import versions_of
 
 from everyframe.hardware import machine_facts
+from everyframe.hardware.processor import processor_flags, processor_name
 from fuzz_cases import KINDS, Inputs, case_of, names
 from fuzz_runner import run, warm_up
 
 RESULTS = Path(__file__).parent / "results"
+
+#: Instruction sets that a result page names, where the processor has them.
+_TOLD = (
+    "avx2",
+    "avx512f",
+    "avx512_vnni",
+    "avx512_bf16",
+    "avx512_fp16",
+    "amx_bf16",
+    "asimd",
+    "bf16",
+)
 
 
 class Found(NamedTuple):
@@ -85,7 +98,8 @@ def page(found: list[Found], minutes: float) -> str:
     lines = [
         "# Fuzzed inputs", "",
         f"{date.today()}, `python benchmarks/fuzz.py {shlex.join(sys.argv[1:])}`, "
-        f"{minutes:.0f} minutes; {versions_of(machine_facts())}.", "",
+        f"{minutes:.0f} minutes; {versions_of(machine_facts())}; {processor_name()} with "
+        f"{', '.join(flag for flag in _TOLD if flag in processor_flags())}.", "",
         "| kind | cases | failed | slowest, s |", "|---|---|---|---|",
     ]  # fmt: skip
     kinds = Counter(each.name.split()[0] for each in found)

@@ -50,9 +50,9 @@ def open_video(path: str | PathLike[str]) -> InputContainer:
     """
     import av
 
-    options = FFMPEG_OPTIONS
-    container: InputContainer
-    container = av.open(str(path), container_options=options, metadata_errors="replace")
+    container: InputContainer = av.open(
+        str(path), container_options=FFMPEG_OPTIONS, metadata_errors="replace"
+    )
     return container
 
 
