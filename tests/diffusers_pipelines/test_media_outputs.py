@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from everyframe.core.errors import EveryframeError
+from everyframe.core.errors import CheckpointError, EveryframeError
 from everyframe.diffusers_pipelines.media import beyond_range, frames_of, size_of, sound_of
 
 FRAMES = np.random.default_rng(0).random((4, 5, 6, 3)).astype(np.float32)
@@ -61,7 +61,7 @@ def test_a_result_without_frames_is_told() -> None:
         frames_of(SimpleNamespace(images=[]))
 
 
-def vocoder(rate: int) -> Any:
+def vocoder(rate: Any) -> Any:
     return SimpleNamespace(
         vocoder=SimpleNamespace(config=SimpleNamespace(output_sampling_rate=rate))
     )
@@ -83,6 +83,9 @@ def test_sound_and_its_rate() -> None:
     assert sound_of(SimpleNamespace(frames=FRAMES), vocoder(1)) is None
     with pytest.raises(EveryframeError, match="names no sampling rate"):
         sound_of(SimpleNamespace(audio=samples), SimpleNamespace())
+    for wrong in ([1], "x", -1, 0.5, 10**30, float("nan"), True, {"a": {}}):
+        with pytest.raises(CheckpointError, match=r"the sampling rate .* must be 1 to 768000, got"):
+            sound_of(SimpleNamespace(audio=samples), vocoder(wrong))
 
 
 def test_light_beyond_white_is_told() -> None:

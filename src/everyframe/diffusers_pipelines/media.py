@@ -17,12 +17,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from everyframe.core.errors import EveryframeError, InputError, NumericsError, did_you_mean
+from everyframe.core.errors import (
+    CheckpointError,
+    EveryframeError,
+    InputError,
+    NumericsError,
+    did_you_mean,
+)
 from everyframe.core.plan import Settings
 from everyframe.diffusers_pipelines import defaults
 from everyframe.diffusers_pipelines.image_forms import form_of, num_frames_of, sides_of
 from everyframe.diffusers_pipelines.signature import CallParameter, CallSignature, declared
 from everyframe.media.input_checks import check_video
+from everyframe.media.limits import MOST_RATE
 from everyframe.media.pixels import Frames, fit_image
 from everyframe.media.read import read_image, read_video
 from everyframe.numerics.tensor_stats import iter_tensors
@@ -297,6 +304,7 @@ def sound_of(result: Any, pipe: Any, index: int = 0) -> tuple[Array, int] | None
 
     Raises:
         EveryframeError: the pipeline has no known sampling rate.
+        CheckpointError: its sampling rate is no number of samples.
     """
     given = next((part for name in _SOUNDS if (part := _part(result, name)) is not None), None)
     if given is None:
@@ -305,6 +313,10 @@ def sound_of(result: Any, pipe: Any, index: int = 0) -> tuple[Array, int] | None
     if rate is None:
         raise EveryframeError(
             "the pipeline made sound and names no sampling rate; please report it"
+        )
+    if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 1 <= rate <= MOST_RATE:
+        raise CheckpointError(
+            f"the sampling rate of the pipeline's sound must be 1 to {MOST_RATE}, got {rate!r:.100}"
         )
     samples = given[index] if not hasattr(given, "ndim") or given.ndim == 3 else given
     if isinstance(samples, torch.Tensor):
@@ -338,12 +350,12 @@ def _is_batch(given: Any) -> bool:
     return isinstance(given[0], list) or getattr(given[0], "ndim", 0) == 4
 
 
-def _rate_of(pipe: Any) -> int | None:
+def _rate_of(pipe: Any) -> Any:
     for component, name in _RATES:
         config = getattr(getattr(pipe, component, None), "config", None)
         rate = getattr(config, name, None)
         if rate:
-            return int(rate)
+            return rate
     return None
 
 

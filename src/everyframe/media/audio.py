@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from everyframe.core.errors import InputError, NumericsError
+from everyframe.media.limits import MOST_RATE
 
 #: Sample rates in Hz that AAC supports (ISO/IEC 14496-3, table of sampling frequencies).
 _RATES = (
@@ -47,8 +48,8 @@ class Audio:
             )
         if not np.isfinite(samples).all():
             raise NumericsError("the sound has values that are not finite; nothing is written")
-        if self.rate <= 0:
-            raise InputError(f"the rate of a sound must be more than 0, got {self.rate}")
+        if not 1 <= self.rate <= MOST_RATE:
+            raise InputError(f"the rate of a sound must be 1 to {MOST_RATE}, got {self.rate}")
 
     @property
     def seconds(self) -> float:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 MOST_PIXELS = 178_956_970
 #: Largest size in bytes of all frames held in memory at once (4 GiB).
 MOST_BYTES = 1 << 32
+#: Highest sampling rate of a sound in samples per second: that of the fastest recorders.
+MOST_RATE = 768_000
 #: Largest record in bytes, embedded or sidecar (16 MiB).
 MOST_RECORD_BYTES = 1 << 24
 
