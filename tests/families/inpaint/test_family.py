@@ -166,6 +166,7 @@ def test_a_prompt_that_is_too_long(folder: Path) -> None:
         ("scheduler", {"_class_name": "LMSDiscreteScheduler"}, "the scheduler is of class 'LMS"),
         ("unet", {"_class_name": "UNet3DConditionModel"}, "the unet is of class 'UNet3D"),
         ("unet", {"in_channels": 8}, "takes 8 channels .* a denoiser of 4 or of 9"),
+        ("vae", {"scaling_factor": 0}, "its scaling_factor must be positive, got 0"),
         ("text_encoder", {"hidden_size": 1024}, "gives 1024 channels and the denoiser takes 768"),
         ("text_encoder", {"model_type": "t5"}, "is a 't5' model, expected CLIP's"),
         ("controlnet", {"cross_attention_dim": 1024}, "not made for this model: its cross_att"),
