@@ -1,7 +1,4 @@
-"""The families there are. Importing this imports none of them, nor torch.
-
-Read next: `runtime/interface.py` for what a family is.
-"""
+"""Registry of model families, imported lazily: this module imports no family and no torch."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""Canny's edges of a picture, for ControlNets that were trained on them.
+"""Canny edge detection for ControlNets that were trained on its output.
 
-Canny 1986, "A Computational Approach to Edge Detection", in the form in which OpenCV has it
-(`cv2.Canny` with its 3x3 Sobel filter and without blurring) and in which these ControlNets saw it:
-gradient by its L1 norm, in the channel where that is largest; edges thinned across their
-direction, by whole-number arithmetic; weak ones kept where they hang on strong ones.
-Read next: `inputs.py`, which asks for it.
+Canny 1986, "A Computational Approach to Edge Detection", as in OpenCV, whose edges these
+ControlNets saw in training (`cv2.Canny` with its 3x3 Sobel filter and no blur): L1 gradient of the
+channel where it is largest; non-maximum suppression in integer arithmetic; hysteresis, where weak
+edges stay only if connected to strong ones.
 """
 
 from __future__ import annotations

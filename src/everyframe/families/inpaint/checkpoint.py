@@ -1,9 +1,8 @@
-"""Where the parts of an inpainting model lie: a diffusers folder and its ControlNets.
+"""Find the files of an inpainting model: a diffusers folder and its ControlNets.
 
 ``model_index.json`` names the pipeline; ``unet``, ``vae`` and ``text_encoder`` hold a config and
-weights, ``scheduler`` and ``tokenizer`` theirs. A ControlNet lies in ``controlnet`` (several in
-``controlnet_1``, …), in a folder of its own, or on the hub. Weights are not read here.
-Read next: `config.py`, `family.py`.
+weights, ``scheduler`` and ``tokenizer`` their own files. A ControlNet is in ``controlnet`` (several
+in ``controlnet_1``, …), in a separate folder, or on the hub. No weights are read here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""The parts of ControlNet inpainting: how they are built, and what they need.
+"""Components of ControlNet inpainting: builders and requirements.
 
-The modules are diffusers' and transformers' own. Read next: `stages.py`, which runs the parts, and
-`dry_run.py`, by which their memory and time are forecast.
+The modules are those of diffusers and transformers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What the checkpoints of ControlNet inpainting say of themselves: configs of the parts, as data.
+"""Configs of an inpainting checkpoint's components, as data. No torch here.
 
-Read from the JSON files of diffusers' folders, or, for a released model that is not on this disk
-yet, from `released`. No torch here. Read next: `checkpoint.py`, `components.py`.
+Read from the JSON files of diffusers' folders, or from `released` for a released model that is not
+downloaded yet.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""``denoise(x, t)`` of ControlNet inpainting: the ControlNets, the UNet, and guidance around them.
+"""ControlNet inpainting's ``denoise(x, t)``: the ControlNets, the UNet and guidance.
 
-The order of operations is that of diffusers' `StableDiffusionControlNetInpaintPipeline`. What need
-not be done isn't: a ControlNet that does not steer a step is not run in it.
-Read next: `stages.py`, which loads the parts; `everyframe.samplers.diffusers_scheduler`.
+The order of operations is that of diffusers' `StableDiffusionControlNetInpaintPipeline`, without
+redundant work: a ControlNet is skipped in steps outside its guidance interval.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The stages of an inpainting run, each called once for a dry run, and how to save memory.
+"""Dry-run calls of the inpainting stages, and ways to reduce their memory.
 
-What is called is what `stages.py` and `vae_stages.py` call, at the plan's sizes; host tensors are
-zeros, and those on the device have no numbers. ControlNet and UNet are called one by one: what the
-other would give is made up. Read next: `everyframe.dry_run.executor`, `stages.py`.
+Each stage is called once, through the code that `stages.py` and `vae_stages.py` run, at the plan's
+sizes. Host tensors are zeros; device tensors are meta tensors. ControlNet and UNet are called
+separately, each with placeholder inputs in place of the other's output.
 """
 
 from __future__ import annotations

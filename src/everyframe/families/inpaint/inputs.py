@@ -1,9 +1,8 @@
-"""What is given to be repainted: the source's frames, the mask of each, what the ControlNets see.
+"""Inputs of inpainting: source frames, a mask for each, and control images.
 
-Frames are read one after the other whenever a stage asks for them, and none is kept. Sizes: a
-source is fitted to the size that was asked for, if one was, and then padded to whole latents; what
-is made of it is cut back. Masks are 8-bit grey, 255 where the picture is repainted.
-Read next: `settings.py`, which checks them, `stages.py`, which reads them.
+Frames are read one by one whenever a stage needs them; none is cached. A source is fitted to the
+requested size, if there is one, and then padded to whole latents; the result is cropped back.
+Masks are 8-bit grey, 255 where the image is repainted.
 """
 
 from __future__ import annotations

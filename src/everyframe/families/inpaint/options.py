@@ -1,7 +1,7 @@
-"""Options that only ControlNet inpainting knows. No torch here.
+"""Options of the ControlNet inpainting family. No torch here.
 
 Names and defaults are those of diffusers' `StableDiffusionControlNetInpaintPipeline`, where it has
-them. Read next: `settings.py`.
+them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""The checkpoint's own scheduler: diffusers' class, made of its config, and its timesteps.
+"""Build the checkpoint's own diffusers scheduler from its config, and its timesteps.
 
-Not here: the loop, which is `everyframe.samplers.diffusers_scheduler`. Read next: `settings.py`,
-`stages.py`.
+The sampling loop is `everyframe.samplers.diffusers_scheduler`.
 """
 
 from __future__ import annotations

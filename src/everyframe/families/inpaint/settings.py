@@ -1,8 +1,8 @@
-"""A request settled against one inpainting model: size, frames, mask, control, steps, notes.
+"""Resolve a request against one inpainting model: size, frames, mask, control, steps, notes.
 
-What is given is read once, every frame of it, so that nothing that can't be used is found out after
-an hour; nothing of it is kept. Defaults are those of diffusers' pipeline. What can't be had is an
-`InputError` that says what can. Read next: `inputs.py`, `family.py`.
+Every input frame is read once here, so an unusable one is found before the run and not an hour
+into it; none is cached. Defaults are those of diffusers' pipeline. An impossible value raises
+`InputError` with the values that are possible.
 """
 
 from __future__ import annotations

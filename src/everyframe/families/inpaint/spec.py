@@ -1,9 +1,9 @@
-"""The family of ControlNet inpainting: a part of a picture or video is painted anew.
+"""ControlNet inpainting specs: repaint the masked part of an image or video.
 
 Upstream: Stable Diffusion 1 and 2 in diffusers' folders, with the ControlNets of lllyasviel and
-others; diffusers' `StableDiffusionControlNetInpaintPipeline` is what results are held against.
-Read next: `checkpoint.py` (what lies where), `settings.py` (request to settings), `inputs.py` (what
-is given), `components.py` (parts and memory), `stages.py` (the run).
+others. Results are compared with diffusers' `StableDiffusionControlNetInpaintPipeline`. Read next:
+`checkpoint.py` (files), `settings.py` (request to settings), `inputs.py` (source, mask, control),
+`components.py` (components and memory), `stages.py` (the run).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What the stages of an inpainting run share: the plan, the model, what is given, its latents.
-
-Read next: `vae_stages.py` and `stages.py`, the stages themselves.
-"""
+"""Shared context of the inpainting stages: plan, model, inputs and source latents."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""The stages in the middle of an inpainting run: text, and denoising.
+"""Text encoding and denoising stages of an inpainting run.
 
-Each loads what it needs, works on every take with it and lets go of it when its generator ends.
-Frames are denoised `frames_at_once` together, with the same start noise for every frame; those in
-which nothing is repainted are left out. What is
-computed is diffusers' `StableDiffusionControlNetInpaintPipeline` frame by frame; what differs is
-that, in the end, the source itself is put back outside of the mask.
-Read next: `vae_stages.py` (the other stages), `denoiser.py`.
+Each stage loads what it needs, uses it for every video and frees it when its generator ends.
+Frames are denoised in batches of `frames_at_once`, all with the same initial noise; frames with an
+empty mask are skipped. The computation is that of diffusers'
+`StableDiffusionControlNetInpaintPipeline`, frame by frame, except that the source itself replaces
+the result outside of the mask at the end. The other stages are in `vae_stages.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""CLIP's text encoder and its tokenizer: a prompt becomes hidden states.
-
-Not here: what is done with them (`stages.py`, `denoiser.py`).
-"""
+"""CLIP text encoder and tokenizer: prompt to hidden states."""
 
 from __future__ import annotations
 

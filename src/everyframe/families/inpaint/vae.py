@@ -1,4 +1,4 @@
-"""The autoencoder of an inpainting model: encode and decode pictures, in tiles where asked.
+"""Autoencoder of an inpainting model: encode and decode images, tiled on request.
 
 The module is diffusers' `AutoencoderKL`.
 """

@@ -1,8 +1,8 @@
-"""The stages at both ends of an inpainting run: given frames to latents, latents to frames.
+"""VAE stages of an inpainting run: source frames to latents, latents to frames.
 
-Pictures are read anew in each, one batch of frames after the other; of a frame only its latents are
-kept in between. The noise by which the autoencoder's posterior is sampled is the same for every
-frame, so that what is still stays still. Read next: `inputs.py`, `stages.py`.
+Each stage reads the frames again, one batch at a time; between stages only latents are stored. The
+noise that samples the autoencoder's posterior is the same for every frame, so still content stays
+still.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Which Open-Sora a checkpoint is and where its three parts lie, by names and configs alone.
+"""Find the files of an Open-Sora checkpoint and detect its version, from names and configs only.
 
-Upstream spreads a model over several hub repositories: denoiser, autoencoder, T5. A local folder
-may hold them together (``vae/``, ``text_encoder/``, ``tokenizer/`` beside the denoiser's
-``config.json``), which is also how the embedded model is laid out. Weights are not read here.
-Read next: `family.py`.
+Upstream spreads a model over three hub repositories: denoiser, autoencoder, T5. A local folder
+may hold all of them (``vae/``, ``text_encoder/``, ``tokenizer/`` beside the denoiser's
+``config.json``); the embedded model has this layout. No weights are read here.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The three parts of an Open-Sora model as components: how they are built, and what they need.
-
-Read next: `stages.py`, which runs the parts, and `dry_run.py`, by which their memory and time
-are forecast.
-"""
+"""Components of an Open-Sora model (T5, denoiser, autoencoder): builders, sizes, requirements."""
 
 from __future__ import annotations
 

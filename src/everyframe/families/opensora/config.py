@@ -1,8 +1,7 @@
-"""Sizes of Open-Sora's denoisers, read from a checkpoint's config.json. No torch here.
+"""Configs of Open-Sora's denoisers, read from a checkpoint's config.json. No torch here.
 
-`STDiTConfig` is Open-Sora 1.0, `STDiT3Config` is 1.2; the defaults are the released models. Not
-here: the modules (`stdit`, `stdit3`), the autoencoders' sizes (`vae_config`), and which requests
-a model can serve.
+`STDiTConfig` is Open-Sora 1.0, `STDiT3Config` is 1.2. The defaults are the released models.
+Configs of the autoencoders are in `vae_config`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""``denoise(x, t)`` of an Open-Sora: its model with text and guidance inside, and its timesteps.
-
-Not here: the samplers that call it, and where text and noise come from. Read next: `stages.py`.
-"""
+"""Open-Sora's ``denoise(x, t)``: model, prompt embeddings and guidance; and its timesteps."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""The stages of an Open-Sora, each called once for a dry run, and how to save memory.
+"""Dry-run calls of Open-Sora's stages, and ways to reduce their memory.
 
-What is called is what `stages.py` calls, at the plan's sizes and for a prompt of full length; host
-tensors are zeros, and those on the device have no numbers.
-Read next: `everyframe.dry_run.executor`, `stages.py`.
+Each stage is called once, through the code that `stages.py` runs, at the plan's sizes and with a
+prompt of full length. Host tensors are zeros; device tensors are meta tensors.
 """
 
 from __future__ import annotations

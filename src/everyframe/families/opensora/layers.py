@@ -1,11 +1,9 @@
-"""The layers that Open-Sora 1.0 and 1.2 share, under upstream's parameter names.
+"""Layers shared by Open-Sora 1.0 (`stdit`) and 1.2 (`stdit3`), under upstream's parameter names.
 
-A layer takes and gives the residual stream as (B, T, S, C): sample, latent frame, patch of a
-frame (row by row), channel. Rows of an attention are made right around its core, so that frames
-or patches can be dealt out over devices from outside. Parameters may be in any precision: hooks
-put on from outside cast what goes into a layer that has some; without any, all is in one dtype.
-
-The models themselves: `stdit` (1.0) and `stdit3` (1.2). What depends on the text: `context`.
+Input and output are the residual stream (B, T, S, C): sample, latent frame, patch of a frame (row
+by row), channel. Attention reshapes to its rows right around the attention core, so sequence
+parallelism can split frames or patches from outside. Parameters may have any dtype: precision
+hooks cast the inputs of layers with parameters. Without hooks everything runs in one dtype.
 """
 
 from __future__ import annotations

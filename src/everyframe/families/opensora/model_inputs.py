@@ -1,4 +1,4 @@
-"""Checks of what a denoiser is called with, and one shape for what may come as a number or (B,)."""
+"""Validate the denoiser's inputs and expand scalars to (B,)."""
 
 from __future__ import annotations
 

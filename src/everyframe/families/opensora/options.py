@@ -1,6 +1,6 @@
-"""Options that only Open-Sora models know. No torch here.
+"""Options of the Open-Sora family. No torch here.
 
-Read next: `family.py`, which says which version takes which.
+Only 1.2 accepts the scores (aesthetic, motion) and the camera motion.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""A prompt becomes tokens of T5: the tokenizer, how much of a prompt is read, what is cut.
+"""Tokenize a prompt for T5: load the tokenizer, truncate, and report what is cut. No torch here.
 
-No torch here, so that a plan can say what is cut. Read next: `prompts.py` for what happens to the
-words before, `text.py` for what becomes of the tokens.
+Without torch, a plan can report truncation before anything is loaded.
 """
 
 from __future__ import annotations

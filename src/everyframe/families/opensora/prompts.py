@@ -1,9 +1,9 @@
-"""What happens to a prompt before T5 reads it: upstream's affixes and cleaning.
+"""Prompt preprocessing before T5: upstream's score affixes and caption cleaning.
 
-Cleaning is part of the model, because its captions were cleaned the same way in training: lower
-case, no addresses, no CJK, no markup, few kinds of punctuation. Upstream took it from DeepFloyd IF
-and runs it twice (`opensora/models/text_encoder/t5.py`, `text_preprocessing`); diffusers holds the
-same function for its Latte pipeline, which is what is called here. Read next: `text.py`.
+Cleaning is part of the model: the training captions went through it. It converts to lower case and
+removes addresses, CJK characters, markup and most punctuation. Upstream took it from DeepFloyd IF
+and runs it twice (`opensora/models/text_encoder/t5.py`, `text_preprocessing`). diffusers has the
+same function in its Latte pipeline; this module calls that one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A request settled against one Open-Sora model: sizes, length, steps, its own options.
+"""Resolve a request against one Open-Sora model: size, length, steps and family options.
 
-Pure functions of the request and the model's sizes; no torch, no files. What can't be had is an
-`InputError` that says what can. Read next: `family.py`.
+Pure functions of the request and the model's sizes; no torch, no files. An impossible value raises
+`InputError` with the values that are possible.
 """
 
 from __future__ import annotations

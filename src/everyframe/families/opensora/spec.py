@@ -1,8 +1,8 @@
-"""The Open-Sora family: versions 1.0 (`STDiT`, IDDPM) and 1.2 (`STDiT3`, rectified flow).
+"""Open-Sora specs: versions 1.0 (`STDiT`, IDDPM) and 1.2 (`STDiT3`, rectified flow).
 
-Upstream: hpcaitech/Open-Sora, tags v1.0.0 and v1.2.0. 1.1, 1.3 and 2.0 are recognised and refused
-by name. Read next: `checkpoint.py` (what lies where), `settings.py` (request to settings),
-`components.py` (parts and memory), `stages.py` (the run).
+Upstream: hpcaitech/Open-Sora, tags v1.0.0 and v1.2.0. Versions 1.1, 1.3 and 2.0 are detected and
+rejected by name. Read next: `checkpoint.py` (files), `settings.py` (request to settings),
+`components.py` (components and memory), `stages.py` (the run).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The stages of an Open-Sora run: text, given frames, denoising; `stages.py` has the last.
+"""Stages of an Open-Sora run: text encoding, conditioning frames, denoising, decoding.
 
-Each loads one component, works on every take with it and lets go of it when its generator ends, so
-that memory peaks at the largest stage and not at the sum. Upstream's loop is `scripts/inference.py`
-of 1.2; what differs on purpose is written where it differs. Read next: `components.py`, `text.py`.
+Each stage loads one component, uses it for every video and frees it when its generator ends, so
+peak memory is that of the largest stage, not the sum. Upstream's loop is `scripts/inference.py` of
+1.2; deliberate differences are noted at the code that differs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""`STDiT`, the denoiser of Open-Sora 1.0: each block attends in space, then in time, then to text.
+"""`STDiT`, the denoiser of Open-Sora 1.0: blocks of spatial, temporal and cross-attention.
 
-It runs any number of frames and any latent size: positions follow from the configuration's
-scales, so upstream's ``pos_embed`` and ``pos_embed_temporal`` are no parameters here. Source:
-hpcaitech/Open-Sora v1.0.0 and PixArt-alpha (arXiv 2310.00426). Read next: `blocks`, `stdit3`.
+Accepts any number of frames and any latent size: position embeddings are computed from the
+config's scales, so upstream's ``pos_embed`` and ``pos_embed_temporal`` are not parameters here.
+Source: hpcaitech/Open-Sora v1.0.0 and PixArt-alpha (arXiv 2310.00426).
 """
 
 from __future__ import annotations

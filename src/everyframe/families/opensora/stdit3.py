@@ -1,8 +1,8 @@
-"""`STDiT3`, the denoiser of Open-Sora 1.2: blocks that attend in space and in time, by turns.
+"""`STDiT3`, the denoiser of Open-Sora 1.2: alternating spatial and temporal attention blocks.
 
-Any number of frames and any latent size; positions in space are scaled to the video's size in
-pixels, those in time are rotations. Frames that are given (an image to start from) are modulated
-as if at timestep 0. Source: hpcaitech/Open-Sora v1.2.0. Read next: `blocks`, `stdit`.
+Accepts any number of frames and any latent size. Spatial position embeddings are scaled to the
+video's size in pixels; temporal positions use RoPE. Conditioning frames (such as the image of
+image to video) are modulated as if at timestep 0. Source: hpcaitech/Open-Sora v1.2.0.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The temporal stage of Open-Sora 1.2's video autoencoder: upstream's `VAE_Temporal`.
+"""Temporal stage of Open-Sora 1.2's video autoencoder: upstream's `VAE_Temporal`.
 
-Causal 3-D convolutions over latents of the spatial stage; time is halved between some levels, space
-never. One call codes one piece; cutting a video into pieces, the spatial stage and normalisation
-are in `vae`. Parameter names are upstream's. Nothing here knows of devices or precision.
+Causal 3-D convolutions over the latents of the spatial stage. Time is halved between some levels,
+space never. One call codes one piece; `vae` cuts a video into pieces, runs the spatial stage and
+normalises. Parameter names are upstream's.
 
 Shapes: B batch, C channels, T frames, H and W latent rows and columns.
 Source: hpcaitech/Open-Sora v1.2.0, opensora/models/vae/vae_temporal.py (behaviour and names only).

@@ -1,8 +1,7 @@
-"""T5: the tokens of a prompt become hidden states and a mask.
+"""T5 text encoder: token ids to hidden states and a mask.
 
 Upstream: `opensora/models/text_encoder/t5.py` (`DeepFloyd/t5-v1_1-xxl`, padded to the model's
-length, attention mask given). The classes come from transformers. Read next: `prompt_tokens.py` for
-how a prompt becomes tokens, `stages.py` for who calls this.
+length, attention mask given). The classes come from transformers.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Open-Sora's autoencoders between pixels and latents: `ImageVAE` (1.0) and `VideoVAE` (1.2).
 
 Both have one interface: `encode`, `decode`, `decode_pieces`, `decode_piece`, `pieces`,
-`latent_size`. Sizes and pieces are data in `vae_config`, the temporal stage is in `vae_temporal`,
-the spatial stage is diffusers' `AutoencoderKL`. Not here: loading, devices, precision, and writing
-frames. Gradients flow through everything; who does not want them says so outside.
+`latent_size`. Sizes and pieces are data in `vae_config`; the temporal stage is in `temporal_vae`;
+the spatial stage is diffusers' `AutoencoderKL`. Everything is differentiable: callers disable
+gradients.
 
 Parameter names are upstream's: ``spatial_vae.module.*`` (diffusers' names), ``temporal_vae.*``,
-``shift``, ``scale``. In `ImageVAE` they are ``module.*``, and a diffusers checkpoint of 1.0's
-autoencoder loads into ``.module`` as it is.
+``shift``, ``scale``. `ImageVAE` has ``module.*``: a diffusers checkpoint of 1.0's autoencoder
+loads into ``.module`` unchanged.
 
 Shapes: B batch, C channels, T frames, H and W rows and columns. Pixels are -1..1.
 """

@@ -1,12 +1,11 @@
-"""Sizes of Open-Sora's video autoencoders, and how frames become latent frames. No torch here.
+"""Configs of Open-Sora's autoencoders, and frame to latent-frame arithmetic. No torch here.
 
-Two autoencoders share one vocabulary: `ImageVAEConfig` (Open-Sora 1.0: diffusers'
-`AutoencoderKL` frame by frame, one latent frame a frame) and `VideoVAEConfig` (Open-Sora 1.2: the
-same spatial stage, then a temporal one that makes 5 latent frames of 17 frames). Not here: the
-modules (`vae`, `vae_temporal`) and which sizes a *denoiser* was trained for (`config`).
+`ImageVAEConfig` (Open-Sora 1.0) is diffusers' `AutoencoderKL` frame by frame: one latent frame per
+frame. `VideoVAEConfig` (Open-Sora 1.2) adds a temporal stage that turns 17 frames into 5 latent
+frames. The sizes that a *denoiser* was trained for are in `config`.
 
-A video is coded in *pieces* that know nothing of each other. Where they begin and end follows from
-the number of frames and these sizes alone, never from the number of devices.
+A video is coded in independent *pieces*. Their boundaries depend on the number of frames and these
+sizes only, never on the number of devices.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Where the parts of a Step-Video lie: upstream's folder as it is, here or on the hub.
+"""Find the files of a Step-Video checkpoint: upstream's folder layout, local or on the hub.
 
 ``transformer/`` (shards), ``vae/vae_v2.safetensors``, ``step_llm/`` (shards and a tokenizer),
 ``hunyuan_clip/`` (encoder and tokenizer) and ``scheduler/``. The turbo repository holds only the
-denoiser; the other parts are the base model's. Weights are not read here. Read next: `family.py`.
+denoiser; the other components are the base model's. No weights are read here.
 """
 
 from __future__ import annotations

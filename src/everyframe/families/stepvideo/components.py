@@ -1,8 +1,4 @@
-"""The four parts of a Step-Video as components: how they are built, and what they need.
-
-Read next: `stages.py`, which runs the parts, and `dry_run.py`, by which their memory and time
-are forecast.
-"""
+"""Components of Step-Video (text encoders, denoiser, autoencoder): builders and requirements."""
 
 from __future__ import annotations
 

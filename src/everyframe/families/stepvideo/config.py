@@ -1,8 +1,7 @@
-"""Sizes of Step-Video's denoiser and of Step-LLM, from a checkpoint's config.json. No torch here.
+"""Configs of Step-Video's denoiser and of Step-LLM, read from config.json. No torch here.
 
-The defaults are the released models, as far as they are known: nobody here has seen the hub's
-configs, which decide where they are given. Not here: the modules (`model`, `llm`), the
-autoencoder's sizes (`vae_config`), and which requests a model can serve (`settle`).
+The defaults are the released models as far as known: the hub's configs have not been checked, and
+they take precedence where present. The autoencoder's config is in `vae_config`.
 """
 
 from __future__ import annotations

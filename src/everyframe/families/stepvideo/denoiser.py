@@ -1,7 +1,4 @@
-"""``denoise(x, t)`` of a Step-Video: its model with both texts and guidance inside.
-
-Not here: the sampler that calls it, and where text and noise come from. Read next: `stages.py`.
-"""
+"""Step-Video's ``denoise(x, t)``: the model with both prompt embeddings and guidance."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The layers of Step-Video's denoiser, under upstream's parameter names.
+"""Layers of Step-Video's denoiser (`model`), under upstream's parameter names.
 
-A layer takes and gives the residual stream as (B, N, C): sample, token, channel. Tokens are patches
-of all latent frames in one row, frame by frame and row by row. Parameters may be in any precision:
-hooks put on from outside cast what goes into a layer that has some.
-The model itself: `model`. What depends on the text alone: `everyframe.ops.text_context`.
+Input and output are the residual stream (B, N, C): sample, token, channel. Tokens are the patches
+of all latent frames in one sequence, frame by frame and row by row. Parameters may have any dtype:
+precision hooks cast the inputs of layers with parameters. What depends on the text alone is in
+`everyframe.ops.text_context`.
 """
 
 from __future__ import annotations

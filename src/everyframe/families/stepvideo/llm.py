@@ -1,10 +1,9 @@
-"""Step-LLM, the decoder-only language model whose last hidden states Step-Video reads.
+"""Step-LLM, the decoder-only language model whose last hidden states condition Step-Video.
 
-No closed part: upstream's attention is a binary for a few versions of CUDA; here it is PyTorch's
-own with a bias by distance, the model's only sense of order (`Bias`). Parameter names are
-upstream's. Source: stepfun-ai/Step-Video-T2V 675e08c, stepvideo/text_encoder/stepllm.py.
-Not here: the tokenizer (`text`), and the padding's mask, which nothing in here looks at: a token
-sees no token after it, so padding at the end changes none before.
+Upstream's attention is a closed binary for a few CUDA versions. Here it is PyTorch's attention
+with a distance bias (`Bias`), the model's only position information. There is no padding mask:
+attention is causal, so padding at the end changes no earlier token. Parameter names are upstream's.
+Source: stepfun-ai/Step-Video-T2V 675e08c, stepvideo/text_encoder/stepllm.py.
 """
 
 from __future__ import annotations

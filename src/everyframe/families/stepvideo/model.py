@@ -1,9 +1,9 @@
-"""`StepVideoModel`, Step-Video-T2V's denoiser: every token of the video looks at every other.
+"""`StepVideoModel`, Step-Video-T2V's denoiser: full attention over all tokens of the video.
 
-Any number of latent frames and any latent size; positions are rotations along frames, rows and
-columns. Timesteps run from 0 (noise) to 1 (data), and the answer is ``data - noise``.
-Source: stepfun-ai/Step-Video-T2V 675e08c, stepvideo/modules/model.py. What upstream rounds in
-bfloat16 (angles of rotations, timestep, sums of masks) is exact here. Read next: `blocks`.
+Accepts any number of latent frames and any latent size; positions use RoPE along frames, rows and
+columns. Timesteps run from 0 (noise) to 1 (data); the output is ``data - noise``.
+Source: stepfun-ai/Step-Video-T2V 675e08c, stepvideo/modules/model.py. Values that upstream rounds
+to bfloat16 (RoPE angles, timestep, sums of masks) are exact here.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Options that only Step-Video models know. No torch here.
+"""Options of the Step-Video family. No torch here.
 
-Read next: `settings.py`, which fills in what each variant recommends.
+`settings.py` fills in the values that each variant recommends.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""What Step-Video's two encoders read of a prompt: tokens of both, and words of what neither holds.
+"""Tokenize a prompt for both of Step-Video's encoders, and report words that fit neither.
 
-Asked before a run, so that nothing is loaded for a prompt that is refused, and by plans. Not here:
-the tokenizers (`text.py`) and the encoders (`stages.py`).
+Runs before anything is loaded, so an over-long prompt is rejected early; plans use it too.
 """
 
 from __future__ import annotations

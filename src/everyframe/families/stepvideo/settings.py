@@ -1,7 +1,7 @@
-"""A request settled against one Step-Video: size, length, steps, what is added to the prompt.
+"""Resolve a request against one Step-Video: size, length, steps, prompt affixes.
 
-Pure functions of the request and the model's sizes; no torch, no files. What can't be had is an
-`InputError` that says what can. Read next: `family.py`.
+Pure functions of the request and the model's sizes; no torch, no files. An impossible value raises
+`InputError` with the values that are possible.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Step-Video's denoiser on several ranks, put on from outside; one rank takes the same path.
+"""Sequence parallelism for Step-Video's denoiser, applied from outside.
 
-Each rank holds some tokens of the branches of guidance from the first layer to the last, in uneven
-parts; rotations are those of their places in the whole video. Attention to the text, modulation and
-feed-forward are computed where the tokens are. Only in attention of all tokens to all do ranks
-meet: by heads (`everyframe.parallel.ulysses`) or in a ring (`everyframe.parallel.ring_attention`).
-Of the result the last projection alone, a few channels, is gathered.
+One rank takes the same path. Each rank holds some tokens of the guidance branches from the first
+layer to the last, in uneven shares, with RoPE for their positions in the whole video.
+Cross-attention, modulation and feed-forward run without communication. Only self-attention
+communicates: Ulysses, by heads (`everyframe.parallel.ulysses`), or ring attention
+(`everyframe.parallel.ring_attention`). The output is gathered after the last projection, when it
+has only a few channels.
 
-What is exchanged is in the precision in which attention multiplies it anyhow. Nothing is padded.
-Read next: `everyframe.runtime.model_sharding`, `everyframe.parallel.head_partition`.
+Tensors are sent in the dtype in which attention multiplies them. Nothing is padded.
 """
 
 from __future__ import annotations

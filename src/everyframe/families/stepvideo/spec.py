@@ -1,8 +1,8 @@
-"""The Step-Video family: text to video with Step-Video-T2V and its turbo variant.
+"""Step-Video specs: text to video with Step-Video-T2V and its turbo variant.
 
-Upstream: stepfun-ai/Step-Video-T2V. Image to video (Step-Video-TI2V) is another model and not here.
-Read next: `checkpoint.py` (what lies where), `settings.py` (request to settings), `components.py`
-(parts and memory), `stages.py` (the run).
+Upstream: stepfun-ai/Step-Video-T2V. Image to video (Step-Video-TI2V) is a different model and not
+supported. Read next: `checkpoint.py` (files), `settings.py` (request to settings),
+`components.py` (components and memory), `stages.py` (the run).
 """
 
 from __future__ import annotations

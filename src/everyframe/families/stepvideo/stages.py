@@ -1,9 +1,8 @@
-"""The stages of a Step-Video run: Step-LLM, CLIP, denoising, decoding.
+"""Stages of a Step-Video run: Step-LLM encoding, CLIP encoding, denoising, decoding.
 
-Each loads one component, works on every take with it and lets go of it when its generator ends, so
-that memory peaks at the largest stage and not at the sum. What differs from upstream on purpose:
-the seed reaches the noise, pixels are not cropped, and no filter is put on the video. Read next:
-`components.py`, `denoiser.py`, `text.py`.
+Each stage loads one component, uses it for every video and frees it when its generator ends, so
+peak memory is that of the largest stage, not the sum. Deliberate differences from upstream: the
+seed determines the noise, pixels are not cropped, and no filter is applied to the video.
 """
 
 from __future__ import annotations

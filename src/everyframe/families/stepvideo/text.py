@@ -1,9 +1,8 @@
-"""Step-Video's two text encoders' tokens: a prompt becomes ids, masks and, after them, states.
+"""Tokenizers and encoders of Step-Video's two text models: prompt to ids, masks and hidden states.
 
-Step-LLM reads up to 320 pieces of one sentencepiece file, CLIP (a BERT of transformers) up to 77
-tokens of its own vocabulary. What either can't hold is told by `Tokens.cut`. Upstream:
-stepvideo/text_encoder/tokenizer.py and clip.py. Read next: `llm` for the model, `stages` for who
-calls this.
+Step-LLM reads up to 320 pieces from one sentencepiece file; CLIP (a BERT of transformers) reads up
+to 77 tokens of its own vocabulary. `Tokens.cut` reports what does not fit. The Step-LLM module is
+in `llm`. Upstream: stepvideo/text_encoder/tokenizer.py and clip.py.
 """
 
 from __future__ import annotations

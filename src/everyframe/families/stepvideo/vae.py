@@ -1,8 +1,8 @@
 """Step-Video's autoencoder between pixels and latents: 16 x 16 pixels and 17 frames to 3 latents.
 
-A video is coded piece by piece (`vae_config`); where two decoded pieces meet, the two frames beside
-the seam are blended. Latents are neither scaled nor shifted. Parameter names are upstream's. Not
-here: the layers (`vae_layers`), loading, devices, precision, writing frames.
+A video is coded piece by piece (`vae_config`). Where two decoded pieces meet, the two frames
+beside the seam are blended. Latents are neither scaled nor shifted. Parameter names are
+upstream's. The layers are in `vae_layers`.
 
 Shapes: B batch, C channels, T frames, H and W rows and columns. Pixels are around -1..1.
 """

@@ -1,10 +1,10 @@
-"""Sizes of Step-Video's autoencoder, and how frames become latent frames. No torch here.
+"""Config of Step-Video's autoencoder, and frame to latent-frame arithmetic. No torch here.
 
-Upstream's folder has no config of it, so sizes are read off the names and shapes of its tensors
-(`from_shapes`); the defaults are the released ones (version 2). Not here: the modules (`vae`).
+Upstream's folder has no config for it, so sizes are read from the names and shapes of its tensors
+(`from_shapes`). The defaults are the released ones (version 2).
 
-A video is coded in *pieces* of 17 frames and 3 latent frames that know nothing of each other; only
-where two of them meet, the two frames beside the seam are blended (`vae.Seams`).
+A video is coded in independent *pieces* of 17 frames, 3 latent frames each. Where two pieces meet,
+the two frames beside the seam are blended (`vae.SeamBlender`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The layers of Step-Video's autoencoder, under upstream's parameter names.
+"""Layers of Step-Video's autoencoder (`vae`), under upstream's parameter names.
 
-Convolutions never look ahead in time; norms look at one frame at a time. Upstream computes large
-convolutions in parts along time, which changes no number. Put together they are in `vae`.
+Convolutions are causal in time; norms work on one frame at a time. Upstream splits large
+convolutions along time, which changes no number.
 
 Shapes: B batch, C channels, T frames, H and W rows and columns.
 Source: stepfun-ai/Step-Video-T2V 675e08c, stepvideo/vae/vae.py (behaviour and names only).

@@ -1,8 +1,8 @@
-"""Where the parts of a Stable Video Diffusion lie: a folder or one file, here or on the hub.
+"""Find the files of a Stable Video Diffusion checkpoint: a folder or a single file, local or hub.
 
-In diffusers' folder ``model_index.json`` names the pipeline; ``unet``, ``vae``, ``image_encoder``
-hold a config and weights, ``scheduler`` and ``feature_extractor`` a config each. One file holds all
-weights (`single_file.py`). Weights are not read here. Read next: `config.py`, `family.py`.
+In diffusers' folder layout ``model_index.json`` names the pipeline; ``unet``, ``vae`` and
+``image_encoder`` hold a config and weights, ``scheduler`` and ``feature_extractor`` a config each.
+A single file holds all weights (`single_file.py`). No weights are read here.
 """
 
 from __future__ import annotations

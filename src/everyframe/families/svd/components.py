@@ -1,7 +1,6 @@
-"""The three parts of a Stable Video Diffusion: how they are built, and what they need.
+"""Components of Stable Video Diffusion (image encoder, UNet, VAE): builders and requirements.
 
-The modules are diffusers' and transformers' own. Read next: `stages.py`, which runs the parts, and
-`dry_run.py`, by which their memory and time are forecast.
+The modules are those of diffusers and transformers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a Stable Video Diffusion checkpoint says of itself: the configs of its parts, as data.
+"""Configs of a Stable Video Diffusion checkpoint's components, as data. No torch here.
 
-Read from the JSON files of a diffusers folder, or, for a released model that is not on this disk
-yet, from `RELEASED`. No torch here. Read next: `checkpoint.py`, `components.py`.
+Read from the JSON files of a diffusers folder, or from `RELEASED` for a released model that is not
+downloaded yet.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""``denoise(x, t)`` of a Stable Video Diffusion: its UNet, with picture and guidance inside.
-
-Not here: the sampler (`samplers/euler_karras.py`) and the stage around both (`stages.py`). Read
-next: `unet.py`.
-"""
+"""Stable Video Diffusion's ``denoise(x, t)``: the UNet with image conditioning and guidance."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""The stages of a Stable Video Diffusion, each called once for a dry run, and how to save memory.
+"""Dry-run calls of Stable Video Diffusion's stages, and ways to reduce their memory.
 
-What is called is what `stages.py` and `stages.py` call, at the plan's sizes; host tensors are
-zeros, and those on the device have no numbers. Read next: `everyframe.dry_run.executor`,
-`stages.py`.
+Each stage is called once, through the code that `stages.py` runs, at the plan's sizes. Host
+tensors are zeros; device tensors are meta tensors.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The SVD family object: detect a checkpoint, build the stages of its run.
-
-Read next: `spec.py` (one checkpoint), `stages.py` (its stages).
-"""
+"""The SVD family object: detect a checkpoint, build the stages of its run."""
 
 from __future__ import annotations
 

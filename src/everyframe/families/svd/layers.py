@@ -1,6 +1,6 @@
-"""Layers that stand in the video UNet for diffusers' own, of the same parameters and names.
+"""Replacements for diffusers' layers in the video UNet, with the same parameters and names.
 
-Not here: norms, which are swapped in the same way (`everyframe.ops.norm`). Read next: `unet.py`.
+Norms are replaced in the same way, by `everyframe.ops.norm`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Options that only Stable Video Diffusion knows. No torch here.
+"""Options of the Stable Video Diffusion family. No torch here.
 
-Names and defaults are those of diffusers' `StableVideoDiffusionPipeline`. Read next: `settings.py`.
+Names and defaults are those of diffusers' `StableVideoDiffusionPipeline`.
 """
 
 from __future__ import annotations

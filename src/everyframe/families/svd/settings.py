@@ -1,8 +1,7 @@
-"""A request settled against one Stable Video Diffusion: size, length, guidance, fitting, notes.
+"""Resolve a request against one Stable Video Diffusion: size, length, guidance, image fit, notes.
 
-Pure functions of the request, its picture and the model's configs; no torch. Defaults are those of
-diffusers' pipeline. What can't be had is an `InputError` that says what can.
-Read next: `family.py`.
+Pure functions of the request, its image and the model's configs; no torch. Defaults are those of
+diffusers' pipeline. An impossible value raises `InputError` with the values that are possible.
 """
 
 from __future__ import annotations

@@ -1,18 +1,16 @@
-"""The video UNet on several ranks, put on from outside; one rank takes the same path.
+"""Frame parallelism for the video UNet, applied from outside; one rank takes the same path.
 
-Each rank holds some whole frames, of any branches of guidance, and computes there all that works
-in space: convolutions, attention to a frame's pixels, feed-forwards. Around each temporal block
-frames are exchanged for pixels with all of their frames, at every size of the UNet anew, and back
-after it. Attention in time, the temporal convolutions and what is known of each frame's place are
-then as one device has them. What is left is a norm over all frames and pixels of a branch: its
-statistics are merged among the ranks that have parts of that branch.
+Each rank holds whole frames, of any guidance branches, and computes all spatial work on them:
+convolutions, spatial attention, feed-forwards. Around each temporal block, at every UNet level,
+an all-to-all exchanges frames for pixels with all of their frames, and back. Temporal attention,
+temporal convolutions and frame position embeddings then compute what one device would. The
+remaining case is a norm over all frames and pixels of a branch: its statistics are merged among
+the ranks that hold parts of that branch.
 
-Heads are not split: 5, 10 and 20 of them divide by few numbers. Nothing is padded and no sum but
-that of a norm's statistics is parted. Ranks beyond the frames have pixels only.
+Heads are not split: 5, 10 and 20 heads divide by few numbers. Nothing is padded, and no sum except
+that of a norm's statistics is split. Ranks beyond the number of frames hold pixels only.
 
-What is exchanged is in the precision that the next product would cast it to anyhow.
-Read next: `layers.py`, `everyframe.parallel.token_partition`,
-`everyframe.parallel.distributed_moments`.
+Tensors are sent in the dtype that the next matrix product casts them to.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Stability's own single files (``svd.safetensors``, ``svd_xt.safetensors`` …): what is in them.
+"""Read the layout of Stability's single files (``svd.safetensors``, ``svd_xt.safetensors``).
 
-All parts lie in one file and no config does, so sizes are read off the tensors' shapes; what shapes
-do not tell is taken from the release and said so. Layout: Stability-AI/generative-models
-(``VideoUNet``, ``AutoencodingEngine``, ``GeneralConditioner``). Nothing but the header is read
-here. Read next: `weights.py` for the names, `checkpoint.py`.
+Such a file holds all components and no config, so sizes are read from tensor shapes. What shapes
+do not determine is taken from the release and reported. Layout:
+Stability-AI/generative-models (``VideoUNet``, ``AutoencodingEngine``, ``GeneralConditioner``).
+Only the header is read here. `weights.py` maps the tensor names.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The Stable Video Diffusion family: a picture becomes a video, with diffusers' modules.
+"""Stable Video Diffusion specs: image to video with diffusers' modules.
 
 Upstream: Stability-AI/generative-models, released as `stable-video-diffusion-img2vid`, `-xt` and
-`-xt-1-1`; diffusers' `StableVideoDiffusionPipeline` is what results are held against. Read next:
-`checkpoint.py` (what lies where), `settings.py` (request to settings), `components.py` (parts and
+`-xt-1-1`. Results are compared with diffusers' `StableVideoDiffusionPipeline`. Read next:
+`checkpoint.py` (files), `settings.py` (request to settings), `components.py` (components and
 memory), `stages.py` (the run).
 """
 

@@ -1,10 +1,9 @@
-"""The stages of a Stable Video Diffusion run: the picture's meaning, and denoising.
+"""Stages of a Stable Video Diffusion run: image embedding, image latents, denoising, decoding.
 
-Each loads one component, works on every take with it and lets go of it when its generator ends.
-What is computed is diffusers' `StableVideoDiffusionPipeline` step by step; what differs is where
-start noise comes from. Several ranks share a video: one encodes the picture and tells the others,
-all hold a part of the UNet's frames. The stages with the autoencoder are in `stages.py`.
-Read next: `denoiser.py`, `denoiser.py`, `sharding.py`, `samplers/euler_karras.py`.
+Each stage loads one component, uses it for every video and frees it when its generator ends. The
+computation is that of diffusers' `StableVideoDiffusionPipeline`, step by step; only the source of
+the initial noise differs. With several ranks, one encodes the image and broadcasts the result;
+the frames of the UNet are split over all ranks (`sharding.py`).
 """
 
 from __future__ import annotations

@@ -1,23 +1,21 @@
-"""The video UNet with diffusers' layers, and without the work that need not be done.
+"""The video UNet with diffusers' layers, without the redundant work.
 
-Layers, parameter names and results are those of `UNetSpatioTemporalConditionModel`. What differs:
+Layers, parameter names and results are those of `UNetSpatioTemporalConditionModel`. Differences:
 
-- With one image token, cross-attention is a softmax over one key, which is 1: its answer is the
-  value projection alone, the same for every pixel and step. Frame embeddings and the weights by
-  which space and time are mixed depend on no latents either. All of it is a value, `context`, made
-  once a run.
-- Memory lies frame by frame, row by row, channels last, from the first layer to the last, so that
-  convolutions, norms and attention see it without copies in between.
-- What is the same for all frames (the time) is projected once and not once a frame.
-- Norms read and answer in the precision of what they are given, with weights and statistics in
-  float32 (`everyframe.ops.norm`).
+- With one image token, cross-attention is a softmax over one key, which is 1: its output is the
+  value projection, the same for every pixel and step. Frame embeddings and the mixing weights of
+  space and time do not depend on latents either. All of this is `context`, computed once a run.
+- Memory layout is frame by frame, row by row, channels last, from the first layer to the last, so
+  convolutions, norms and attention need no copies in between.
+- The time embedding, the same for all frames, is projected once, not once a frame.
+- Norms read and return their input's dtype, with weights and statistics in float32
+  (`everyframe.ops.norm`).
 
-Sums go into memory that is there already wherever nobody else looks at it. Which frames and pixels
-are here is a `FrameLayout`'s affair, so that several ranks can share a video (`sharding.py`).
+Sums are computed in place wherever no other code holds the tensor. `FrameLayout` describes which
+frames and pixels this rank holds, so several ranks can share a video (`sharding.py`).
 
-Not here: diffusers' blocks, whose layers are called one by one. Suffixes: B branches of guidance, T
-frames, S pixels, C channels; what may be a part of them b, r frames and s pixels. Read next:
-`layers.py`, `stages.py`.
+Suffixes: B guidance branches, T frames, S pixels, C channels; lower case where it may be a local
+share: b, r frames and s pixels.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Stable Video Diffusion's autoencoder: encode a picture, decode frames, in tiles where asked.
+"""Stable Video Diffusion's autoencoder: encode an image, decode frames, tiled on request.
 
 The module is diffusers' `AutoencoderKLTemporalDecoder`, or `AutoencoderKL`.
 """

@@ -1,10 +1,9 @@
-"""What the tensors are called in the files that there are, as tables from one name to the other.
+"""Key maps from checkpoint tensor names to module parameter names, as tables.
 
-diffusers' folders have nearly the modules' own names. Stability's single files have those of
-Stability-AI/generative-models (denoiser, autoencoder) and open_clip (image encoder): blocks counted
-through, levels of the decoder from the last to the first, queries, keys and values in one matrix.
-Loading itself is `everyframe.checkpoints.strict_load`. Read next: `single_file.py`,
-`components.py`.
+diffusers' folders use nearly the modules' own names. Stability's single files use those of
+Stability-AI/generative-models (denoiser, autoencoder) and open_clip (image encoder): blocks are
+numbered consecutively, decoder levels run from last to first, and query, key and value share one
+matrix. Loading is in `everyframe.checkpoints.strict_load`.
 """
 
 from __future__ import annotations
