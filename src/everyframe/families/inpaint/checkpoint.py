@@ -63,11 +63,11 @@ class InpaintFiles:
         return self.base[0].path if complete else None
 
     def missing(self) -> tuple[str, ...]:
-        """What must be fetched, a line each."""
+        """Downloads still needed, one line each."""
         return model_spec.missing((*self.base, *self.controlnets))
 
     def fetched(self) -> InpaintFiles:
-        """The same with all files on this disk."""
+        """Download missing files; return a copy with all files on disk."""
         places = dict(enumerate((*self.base, *self.controlnets)))
         found, number = tuple(model_spec.downloaded(places, _of_part).values()), len(self.base)
         return replace(self, base=found[:number], controlnets=found[number:])

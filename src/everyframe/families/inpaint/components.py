@@ -41,19 +41,19 @@ class InpaintBuilder(ModuleBuilder):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The components' names, in the order in which they first run."""
+        """Component names, in the order in which they first run."""
         nets = map(controlnet_name, range(len(self.config.controlnets)))
         return ("text_encoder", "vae", *nets, "unet")
 
     def build(self, component: str) -> nn.Module:
-        """One part, empty, by its name."""
+        """Build one component by name, without weights."""
         if component.startswith("controlnet"):
             return self.controlnet(self.parts.index(component) - 2)
         made: nn.Module = getattr(self, component)()
         return made
 
     def outputs(self, component: str) -> tuple[str, ...]:
-        """Which submodules' results leave for the engine, in float32 at least."""
+        """Submodules whose results go to the engine, in float32 or wider."""
         if component == "vae":
             # `encode` and `decode` are no calls of the module itself: their last layers are named.
             has_last = self.config.vae.get("use_quant_conv", True)

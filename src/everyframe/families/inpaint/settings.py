@@ -62,7 +62,7 @@ class InpaintFacts:
 def resolve_settings(
     facts: InpaintFacts, request: Request, options: InpaintOptions, seed: int
 ) -> tuple[Settings, tuple[str, ...]]:
-    """Every value of the request settled, and notes for the person who asked."""
+    """Resolve every value of the request; return settings, and notes for the user."""
     notes: list[str] = []
     _check_request(facts, request, options)
     inputs = open_inputs(options, request.image)

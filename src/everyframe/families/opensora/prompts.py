@@ -26,7 +26,7 @@ _REMOVED = (
 
 
 def with_affixes(prompt: str, settings: Settings) -> str:
-    """The prompt and 1.2's scores behind it, unless the prompt already holds them."""
+    """Append 1.2's scores to the prompt, unless the prompt already contains them."""
     aesthetic = settings.option("aesthetic")
     motion = settings.option("motion_score")
     camera = settings.option("camera_motion")
@@ -40,7 +40,7 @@ def with_affixes(prompt: str, settings: Settings) -> str:
 
 
 def clean(prompt: str) -> str:
-    """The prompt as T5 gets it: cleaned twice, as upstream does (once is not always enough)."""
+    """Clean the prompt for T5: twice, as upstream does (once is not always enough)."""
     plain = prompt.strip().lower()
     if _PLAIN.fullmatch(plain) and not any(word in plain for word in _REMOVED):
         return plain  # what is imported below takes longer than all else that a plan does
@@ -56,16 +56,16 @@ def clean(prompt: str) -> str:
 
 
 def check_not_lost(prompt: str) -> None:
-    """Raise `InputError` if cleaning leaves nothing of a prompt that says something.
+    """Raise `InputError` if cleaning leaves nothing of a non-empty prompt.
 
-    An empty negative prompt is what it was meant to be.
+    An empty negative prompt is valid.
     """
     if prompt.strip() and not clean(prompt):
         raise InputError(lost(prompt))
 
 
 def lost(prompt: str) -> str:
-    """Why nothing is left of that prompt, and what to do."""
+    """Message for a prompt that cleaning empties: why, and what to do."""
     script = "Chinese characters" if loses_all(prompt) else "what stands in it"
     return (
         f"nothing is left of the prompt {prompt!r}: this model was trained on captions without "
@@ -74,7 +74,7 @@ def lost(prompt: str) -> str:
 
 
 def loses_all(prompt: str) -> bool:
-    """Whether the prompt is in scripts that cleaning removes (Chinese characters, above all)."""
+    """Whether the prompt is only in scripts that cleaning removes (mainly Chinese characters)."""
     letters = [ord(char) for char in prompt if char.isalpha()]
     return bool(letters) and all(
         any(low <= letter <= high for low, high in _CJK_RANGES) for letter in letters

@@ -84,7 +84,7 @@ DEFAULT_ASPECT = "16:9"
 def named_size(resolution: str, aspect: tuple[int, int] | None) -> tuple[int, int]:
     """(height, width) in pixels of a named resolution; `aspect` is (width, height).
 
-    Raises `InputError` for a name or ratio that 1.2's table does not hold.
+    Raises `InputError` for a name or ratio that is not in 1.2's table.
     """
     rows = SIZES.get(resolution.lower())
     if rows is None:
@@ -140,11 +140,16 @@ _RELEASED_ONLY = ("resolution", "aesthetic", "use_timestep_transform")
 
 @dataclass(frozen=True)
 class OpenSoraFacts:
-    """What settling needs to know of a model.
+    """Facts of a model that resolving a request needs.
 
-    `defaults` come from the checkpoint's own `everyframe.json`, if it has one; `has_scores` says
-    whether aesthetic and motion scores were in its training captions; `square` is the side in
-    pixels that 1.0 was trained at.
+    Attributes:
+        version: "1.0" or "1.2".
+        title: display name.
+        vae: config of the autoencoder.
+        patch: patch size of the denoiser.
+        defaults: from the checkpoint's own `everyframe.json`, if it has one.
+        has_scores: whether training captions contained aesthetic and motion scores.
+        square: side in pixels that 1.0 was trained at.
     """
 
     version: str
@@ -157,15 +162,15 @@ class OpenSoraFacts:
 
     @property
     def size_step(self) -> int:
-        """Pixels that height and width must be a multiple of.
+        """Height and width must be a multiple of this many pixels.
 
-        1.2 pads its latents to the patch and crops them again; 1.0 can't.
+        1.2 pads its latents to the patch and crops them again; 1.0 cannot.
         """
         patch = self.patch[1] if self.version == "1.0" else 1
         return self.vae.spatial_factor * patch
 
     def default(self, name: str) -> Any:
-        """The checkpoint's own default, else upstream's for the version."""
+        """Default of the checkpoint, else upstream's default for the version."""
         # A checkpoint that states its own defaults is none of upstream's: what upstream's sizes
         # and captions were says nothing of it.
         if self.defaults and name in _RELEASED_ONLY:
@@ -176,7 +181,7 @@ class OpenSoraFacts:
 def resolve_settings(
     facts: OpenSoraFacts, request: Request, options: OpenSoraOptions, seed: int
 ) -> tuple[Settings, tuple[str, ...]]:
-    """Every value of the request settled, and notes for the person who asked."""
+    """Resolve every value of the request; return settings, and notes for the user."""
     if request.prompt is None:
         raise InputError(f"{facts.title} draws what a prompt says; give one")
     check_prompt(request.prompt)
@@ -265,7 +270,7 @@ def _nominal_size(facts: OpenSoraFacts, request: Request) -> tuple[int, int]:
 def _fitted_size(
     facts: OpenSoraFacts, request: Request, nominal: tuple[int, int], notes: list[str]
 ) -> tuple[int, int]:
-    """The size in whole latents: an error for a size in numbers, a note for a named one."""
+    """Fit the size to whole latents: an error for a numeric size, a note for a named one."""
     step = facts.size_step
     fitted = (nominal[0] // step * step, nominal[1] // step * step)
     if fitted == nominal and min(fitted) > 0:
@@ -321,9 +326,9 @@ def _family_settings(facts: OpenSoraFacts, options: OpenSoraOptions) -> tuple[tu
 
 
 def known_frames(facts: OpenSoraFacts, settings: Settings) -> tuple[int, int]:
-    """How many frames a clip goes on from, and how many latent frames those are.
+    """Number of frames that a clip continues from, and of their latent frames.
 
-    A whole piece where the clip is longer than one, as upstream does; else one picture.
+    A whole piece if the clip is longer than one, as upstream does; else one image.
     """
     if facts.vae.latent_frames(settings.num_frames) > facts.vae.latent_frames(PIECE):
         return PIECE, facts.vae.latent_frames(PIECE)
@@ -331,7 +336,7 @@ def known_frames(facts: OpenSoraFacts, settings: Settings) -> tuple[int, int]:
 
 
 def _check_room(facts: OpenSoraFacts, settings: Settings) -> None:
-    """Given frames must leave some to make."""
+    """Check that conditioning frames leave frames to generate."""
     if not settings.given_frames and settings.chain == 1:
         return
     latent_frames = facts.vae.latent_frames(settings.num_frames)
@@ -347,7 +352,7 @@ def _check_room(facts: OpenSoraFacts, settings: Settings) -> None:
 
 
 def smaller_settings(facts: OpenSoraFacts, settings: Settings) -> Iterator[Settings]:
-    """The same video shorter, smaller or both, the one with most pixels first."""
+    """Yield the same video shorter, smaller or both, most pixels first."""
     step = facts.size_step
     sides = smaller_sizes(settings.height, settings.width, step, 8 * step)
     for each in smaller_videos(settings, shorter_lengths(settings.num_frames, PIECE), sides):

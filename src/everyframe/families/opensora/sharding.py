@@ -31,15 +31,16 @@ _STREAMS: dict[type[nn.Module], int] = {Modulate: 1, GatedAdd: 2, SelectByFrame:
 
 
 def apply(model: STDiT | STDiT3, team: Communicator, groups: int = 1) -> Sharding:
-    """Put `model` on the ranks of `team`; each must call it in the same order with the same input.
+    """Shard `model` over the ranks of `team`.
 
-    With `groups` above 1 the batch is parted into so many first, each with ranks of its own.
+    All ranks must call it in the same order with the same input. With `groups` above 1 the batch is
+    first split into that many groups, each with its own ranks.
     """
     return Sharding(model, team, groups)
 
 
 class Sharding(ShardedDenoiser):
-    """What `apply` has put on a denoiser; `remove` takes it off."""
+    """Handle of a sharded denoiser; `remove` undoes `apply`."""
 
     stream_dim = 2
 

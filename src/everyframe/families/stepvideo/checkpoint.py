@@ -54,11 +54,11 @@ class StepVideoFiles:
         return folder / CLIP_ENCODER if component == "clip" else folder
 
     def missing(self) -> tuple[str, ...]:
-        """What must be fetched first, a line each."""
+        """Downloads still needed, one line each."""
         return model_spec.missing(self.sources.values())
 
     def fetched(self) -> StepVideoFiles:
-        """The same parts with all files on this disk."""
+        """Download missing files; return a copy with all files on disk."""
         return replace(self, sources=model_spec.downloaded(self.sources, _of_part))
 
 

@@ -52,11 +52,11 @@ class StepVideoBuilder(ModuleBuilder):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The components' names."""
+        """Component names."""
         return tuple(name for name, *_ in PARTS)
 
     def build(self, component: str) -> nn.Module:
-        """One part, empty, by its name."""
+        """Build one component by name, without weights."""
         made: nn.Module = self.builder(component)()
         return made
 
@@ -76,7 +76,7 @@ class StepVideoBuilder(ModuleBuilder):
         return builders[component]
 
     def outputs(self, component: str) -> tuple[str, ...]:
-        """Which submodules' results leave for the engine, in float32 at least."""
+        """Submodules whose results go to the engine, in float32 or wider."""
         return ("decoder",) if component == "vae" else ("",)
 
 

@@ -84,7 +84,7 @@ class StepVideoFacts:
 def resolve_settings(
     facts: StepVideoFacts, request: Request, options: StepVideoOptions, seed: int
 ) -> tuple[Settings, tuple[str, ...]]:
-    """Every value of the request settled, and notes for the person who asked."""
+    """Resolve every value of the request; return settings, and notes for the user."""
     _check_request(facts, request, options)
     assert request.prompt is not None
     notes: list[str] = []

@@ -48,7 +48,7 @@ def apply(
 
 
 class Sharding(ShardedDenoiser):
-    """What `apply` has put on a denoiser; `remove` takes it off."""
+    """Handle of a sharded denoiser; `remove` undoes `apply`."""
 
     stream_dim = 1
 

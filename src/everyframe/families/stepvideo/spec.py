@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepVideoSpec(NativeModelSpec[StepVideoOptions, StepVideoFiles, StepVideoBuilder]):
-    """One checkpoint of this family, its configs read and its weights not."""
+    """One Step-Video checkpoint: configs read, weights not loaded."""
 
     facts: request_settings.StepVideoFacts
     led = ("step_llm", "clip")
@@ -59,15 +59,15 @@ class StepVideoSpec(NativeModelSpec[StepVideoOptions, StepVideoFiles, StepVideoB
 
     @property
     def title(self) -> str:
-        """What it is, for a person."""
+        """Display name of the model."""
         return self.facts.title
 
     def settle(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
-        """Every value of the request settled, and notes."""
+        """Resolve the request: settings, and notes for the user."""
         return request_settings.resolve_settings(self.facts, request, self.options, seed)
 
     def unread(self, settings: Settings) -> tuple[str, ...]:
-        """What Step-LLM or CLIP has no room for."""
+        """Prompt words cut because they exceed the length of Step-LLM or CLIP."""
         if any(self.files.sources[name].path is None for name in self.led):
             return ()
         from everyframe.families.stepvideo import prompt_tokens
@@ -77,7 +77,7 @@ class StepVideoSpec(NativeModelSpec[StepVideoOptions, StepVideoFiles, StepVideoB
         return tuple(prompt_tokens.tokens_of(settings, llm, clip)[1])
 
     def smaller(self, settings: Settings) -> Iterator[Settings]:
-        """Settings like these that need less memory."""
+        """Yield similar settings that need less memory."""
         return request_settings.smaller_settings(self.facts, settings)
 
     def components(self, settings: Settings) -> tuple[Component, ...]:
@@ -85,7 +85,7 @@ class StepVideoSpec(NativeModelSpec[StepVideoOptions, StepVideoFiles, StepVideoB
         return components(self.sizes, {name: self.files.sources[name].where for name, *_ in PARTS})
 
     def rehearsals(self, settings: Settings) -> tuple[DryRunCall, ...]:
-        """A call of every stage."""
+        """Dry-run calls of every stage on one device."""
         return dry_run_calls(self.sizes, self.facts, settings)
 
     def num_branches(self, settings: Settings) -> int:
@@ -104,7 +104,7 @@ class StepVideoSpec(NativeModelSpec[StepVideoOptions, StepVideoFiles, StepVideoB
     def shared_rehearsals(
         self, settings: Settings, teams: ParallelContext
     ) -> tuple[DryRunCall, ...]:
-        """A call of every stage as one of several ranks makes it."""
+        """Dry-run calls of every stage as one of several ranks runs it."""
         return dry_run_calls(self.sizes, self.facts, settings, teams)
 
     def savings(self, component: str, settings: Settings) -> Iterator[MemorySaving]:
@@ -112,11 +112,11 @@ class StepVideoSpec(NativeModelSpec[StepVideoOptions, StepVideoFiles, StepVideoB
         return memory_savings(self.facts, component, settings)
 
     def fetched(self) -> StepVideoSpec:
-        """The same model with all of its files on this disk."""
+        """Download missing files; return a copy with all files on disk."""
         return read_spec(self.name, self.title, self.files.fetched(), self.options)
 
     def weights(self, component: str) -> tuple[Path, KeyMap]:
-        """Where a component's weights are, and how their names become the module's."""
+        """Files of a component's weights, and their key map."""
         from everyframe.families.stepvideo.checkpoint import KEYS
 
         return self.files.weights(component), KEYS[component]

@@ -82,11 +82,11 @@ class SVDFiles:
         return single_file.frames_by_name(self.path.stem)
 
     def missing(self) -> tuple[str, ...]:
-        """What must be fetched, a line each."""
+        """Downloads still needed, one line each."""
         return tuple(line for place in self.location.parts for line in place.to_fetch())
 
     def fetched(self) -> SVDFiles:
-        """The same with all files on this disk."""
+        """Download missing files; return a copy with all files on disk."""
         location = fetch_missing(self.location)
         return replace(self, path=_path_of_parts(location), location=location)
 

@@ -39,16 +39,16 @@ class SVDBuilder(ModuleBuilder):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The components' names."""
+        """Component names."""
         return PARTS
 
     def build(self, component: str) -> nn.Module:
-        """One part, empty, by its name."""
+        """Build one component by name, without weights."""
         made: nn.Module = getattr(self, component)()
         return made
 
     def outputs(self, component: str) -> tuple[str, ...]:
-        """Which submodules' results leave for the engine, in float32 at least."""
+        """Submodules whose results go to the engine, in float32 or wider."""
         if component == "vae":
             # `encode` and `decode` are no calls of the module itself: their last layers are named.
             last = "decoder" if self.config.decodes_together else "decoder.conv_out"

@@ -47,7 +47,7 @@ _NO_USE = {
 def resolve_settings(
     config: SVDConfig, title: str, request: Request, options: SVDOptions, seed: int
 ) -> tuple[Settings, tuple[str, ...]]:
-    """Every value of the request settled, and notes for the person who asked."""
+    """Resolve every value of the request; return settings, and notes for the user."""
     _check_request(title, request)
     _check_options(options)
     notes: list[str] = []

@@ -40,7 +40,7 @@ def apply(unet: VideoUNet, team: Communicator, groups: int = 1) -> Sharding:
 
 
 class Sharding(ModelPatch):
-    """What `apply` has put on a UNet; `remove` takes it off."""
+    """Handle of a sharded UNet; `remove` undoes `apply`."""
 
     def __init__(self, unet: VideoUNet, team: Communicator, groups: int) -> None:
         super().__init__(team, groups)

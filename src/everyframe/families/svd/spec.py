@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SVDSpec(NativeModelSpec[SVDOptions, SVDFiles, SVDBuilder]):
-    """One checkpoint of this family, its configs read and its weights not."""
+    """One Stable Video Diffusion checkpoint: configs read, weights not loaded."""
 
     title: str
     led = ("image_encoder",)
@@ -53,7 +53,7 @@ class SVDSpec(NativeModelSpec[SVDOptions, SVDFiles, SVDBuilder]):
         return self.sizes.config
 
     def settle(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
-        """Every value of the request settled, and notes."""
+        """Resolve the request: settings, and notes for the user."""
         settings, notes = request_settings.resolve_settings(
             self.config, self.title, request, self.options, seed
         )
@@ -68,7 +68,7 @@ class SVDSpec(NativeModelSpec[SVDOptions, SVDFiles, SVDBuilder]):
         return settings, notes
 
     def smaller(self, settings: Settings) -> Iterator[Settings]:
-        """Settings like these that need less memory."""
+        """Yield similar settings that need less memory."""
         return request_settings.smaller_settings(self.config, settings)
 
     def components(self, settings: Settings) -> tuple[Component, ...]:
@@ -76,7 +76,7 @@ class SVDSpec(NativeModelSpec[SVDOptions, SVDFiles, SVDBuilder]):
         return components(self.sizes, self.files.where)
 
     def rehearsals(self, settings: Settings) -> tuple[DryRunCall, ...]:
-        """A call of every stage."""
+        """Dry-run calls of every stage on one device."""
         return dry_run_calls(self.sizes, settings)
 
     def num_branches(self, settings: Settings) -> int:
@@ -97,7 +97,7 @@ class SVDSpec(NativeModelSpec[SVDOptions, SVDFiles, SVDBuilder]):
     def shared_rehearsals(
         self, settings: Settings, teams: ParallelContext
     ) -> tuple[DryRunCall, ...]:
-        """A call of every stage as one of several ranks makes it."""
+        """Dry-run calls of every stage as one of several ranks runs it."""
         return dry_run_calls(self.sizes, settings, teams.team, teams.groups)
 
     def savings(self, component: str, settings: Settings) -> Iterator[MemorySaving]:
@@ -105,11 +105,11 @@ class SVDSpec(NativeModelSpec[SVDOptions, SVDFiles, SVDBuilder]):
         return memory_savings(self.config, component, settings, self.options)
 
     def fetched(self) -> SVDSpec:
-        """The same model with all of its files on this disk."""
+        """Download missing files; return a copy with all files on disk."""
         return read_spec(self.name, self.title, self.files.fetched(), self.options)
 
     def weights(self, component: str) -> tuple[TensorFile, KeyMap]:
-        """Where a component's weights are, and how their names become the module's."""
+        """Files of a component's weights, and their key map."""
         return self.files.weights(component)
 
 
