@@ -26,9 +26,9 @@ Grey = npt.NDArray[np.uint8]
 
 
 def canny(picture: Frames, low: float = LOW, high: float = HIGH) -> Grey:
-    """Edges (H, W) of a picture (H, W, 3): 255 on an edge, 0 elsewhere.
+    """Canny edges (H, W) of an image (H, W, 3): 255 on an edge, 0 elsewhere.
 
-    A gradient of more than `high` is an edge of its own, one of more than `low` if it touches one.
+    A gradient above `high` is an edge; one above `low` is an edge if connected to one.
     """
     low, high = np.floor(min(low, high)), np.floor(max(low, high))
     dx, dy, strength = _gradient(picture)
@@ -37,7 +37,7 @@ def canny(picture: Frames, low: float = LOW, high: float = HIGH) -> Grey:
 
 
 def _gradient(picture: Frames) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]:
-    """Sobel's derivatives along x and y, and their L1 norm, (H, W) each."""
+    """Sobel derivatives along x and y, and their L1 norm, (H, W) each."""
     padded = np.pad(picture.astype(np.int64), ((1, 1), (1, 1), (0, 0)), mode="edge")
     across = padded[:, 2:] - padded[:, :-2]
     dx = across[:-2] + 2 * across[1:-1] + across[2:]
@@ -52,9 +52,9 @@ def _gradient(picture: Frames) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.
 def _thinned(
     dx: npt.NDArray[Any], dy: npt.NDArray[Any], strength: npt.NDArray[Any]
 ) -> npt.NDArray[np.bool_]:
-    """Where the gradient is a maximum along its own direction, of four that there are.
+    """Non-maximum suppression along the gradient, in four directions.
 
-    Of two equal neighbours one stays: the left and the upper; along diagonals neither.
+    Of two equal neighbours, the left or upper one remains; along diagonals neither does.
     """
     around = np.pad(strength, 1)
     rows, columns = strength.shape
@@ -81,7 +81,7 @@ def _thinned(
 def _hung_together(
     weak: npt.NDArray[np.bool_], strong: npt.NDArray[np.bool_]
 ) -> npt.NDArray[np.bool_]:
-    """What of `weak` can be reached from `strong` over neighbours, diagonal ones too."""
+    """Hysteresis: pixels of `weak` connected to `strong`, diagonally too."""
     found, front = strong.copy(), np.argwhere(strong)
     rows, columns = weak.shape
     steps = np.array([(r, c) for r in (-1, 0, 1) for c in (-1, 0, 1) if r or c])

@@ -35,7 +35,7 @@ _WIDE = re.compile(
 
 @dataclass(frozen=True)
 class InpaintBuilder(ModuleBuilder):
-    """Makes the empty modules from their configs."""
+    """Builds the components from their configs, without weights."""
 
     config: InpaintConfig
 
@@ -66,7 +66,7 @@ class InpaintBuilder(ModuleBuilder):
         return tuple(name for name in names if _WIDE.fullmatch(name))
 
     def text_encoder(self) -> nn.Module:
-        """An empty `CLIPTextModel`."""
+        """Build a `CLIPTextModel` without weights."""
         import torch
         from transformers import CLIPTextConfig, CLIPTextModel
 
@@ -79,26 +79,26 @@ class InpaintBuilder(ModuleBuilder):
         return made
 
     def vae(self) -> nn.Module:
-        """An empty `AutoencoderKL`."""
+        """Build an `AutoencoderKL` without weights."""
         from diffusers import AutoencoderKL
 
         return _made(AutoencoderKL, self.config.vae)
 
     def unet(self) -> nn.Module:
-        """An empty `UNet2DConditionModel`."""
+        """Build a `UNet2DConditionModel` without weights."""
         from diffusers import UNet2DConditionModel
 
         return _made(UNet2DConditionModel, self.config.unet)
 
     def controlnet(self, number: int) -> nn.Module:
-        """An empty `ControlNetModel`, the one of that number."""
+        """Build the `ControlNetModel` of that number without weights."""
         from diffusers import ControlNetModel
 
         return _made(ControlNetModel, self.config.controlnets[number])
 
 
 def controlnet_name(number: int) -> str:
-    """The component's name: ``controlnet``, ``controlnet_1``, …, as diffusers calls its folders."""
+    """Component name: ``controlnet``, ``controlnet_1``, …, like diffusers' folders."""
     return f"controlnet_{number}" if number else "controlnet"
 
 
@@ -117,7 +117,7 @@ def _made(kind: Any, config: Mapping[str, Any]) -> nn.Module:
 
 
 def components(sizes: InpaintBuilder, places: Mapping[str, str]) -> tuple[Component, ...]:
-    """Text encoder, autoencoder, ControlNets, denoiser; `places` says where each lies."""
+    """Text encoder, autoencoder, ControlNets, denoiser; `places` names the source of each."""
     config, count = sizes.config, sizes.num_elements
     total = {name: sum(elements.values()) for name, elements in count.items()}
     text = ComponentNeeds(

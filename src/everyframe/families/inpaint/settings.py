@@ -51,7 +51,7 @@ _NO_USE = {
 
 @dataclass(frozen=True)
 class InpaintFacts:
-    """What a checkpoint says that settling needs."""
+    """Facts of a checkpoint that resolving a request needs."""
 
     title: str
     config: InpaintConfig
@@ -115,7 +115,7 @@ def resolve_settings(
 def _with_painted(
     facts: InpaintFacts, inputs: Inputs, settings: Settings, notes: list[str]
 ) -> Settings:
-    """With the number of frames that are denoised: the others stay what they are."""
+    """Add the number of frames to denoise; the others stay unchanged."""
     num_frames = painted = settings.num_frames
     if not settings.option("unblended"):
         painted = inputs.num_painted(geometry_of(facts.config, settings), num_frames)
@@ -133,12 +133,12 @@ def _with_painted(
 
 
 def num_painted(settings: Settings) -> int:
-    """How many frames are denoised."""
+    """Number of frames to denoise."""
     return int(dict(settings.options).get("frames_painted", settings.num_frames))
 
 
 def geometry_of(config: InpaintConfig, settings: Settings) -> Geometry:
-    """How frames are brought to the size that is worked on."""
+    """How frames are fitted and padded to the working size."""
     fit = str(settings.option("fit"))
     return Geometry(settings.height, settings.width, fit, config.spatial_factor)
 
@@ -151,7 +151,7 @@ def latent_shape(config: InpaintConfig, settings: Settings) -> tuple[int, int, i
 
 
 def smaller_settings(settings: Settings) -> Iterator[Settings]:
-    """The same with less memory: one frame at once, then smaller ones."""
+    """Yield the same request with less memory: one frame at once, then smaller frames."""
     alone = dict(settings.options) | {"frames_at_once": 1}
     settings = replace(settings, options=tuple(alone.items()))
     height, width = settings.height, settings.width
@@ -213,7 +213,7 @@ def _name(control: Any) -> str:
 
 
 def _steering(config: InpaintConfig, options: InpaintOptions) -> tuple[tuple[str, Any], ...]:
-    """Scale, start and end: a number for one ControlNet, a tuple of them for several."""
+    """Scale, start and end: a number for one ControlNet, a tuple for several."""
     count = len(config.controlnets)
     each = {
         name: _for_each(name, getattr(options, name), count)

@@ -85,13 +85,13 @@ class InpaintSpec(NativeModelSpec[InpaintOptions, InpaintFiles, InpaintBuilder])
         return dry_run_calls(self.sizes, settings)
 
     def num_branches(self, settings: Settings) -> int:
-        """One: ranks have whole frames, with both branches of guidance."""
+        """Always one: each rank has whole frames with both guidance branches."""
         return 1
 
     def rank_part(
         self, settings: Settings, crew: VideoGroup, rank: int, element_bytes: int
     ) -> RankShare:
-        """Whole batches of frames; their latents are sent when they are done."""
+        """Share of one rank: whole batches of frames; their latents are sent when done."""
         config, together = self.sizes.config, int(settings.option("frames_at_once"))
         strength, steps = float(settings.option("strength")), settings.num_inference_steps
         frames = prod(request_settings.latent_shape(config, settings)) * together
@@ -119,7 +119,7 @@ class InpaintSpec(NativeModelSpec[InpaintOptions, InpaintFiles, InpaintBuilder])
 
     @property
     def components_on_disk(self) -> tuple[str, ...]:
-        """ControlNets come last: they are of files of their own."""
+        """Component names with the ControlNets last, because they have separate files."""
         return tuple(sorted(self.sizes.parts, key=lambda name: name.startswith("controlnet")))
 
     def weights(self, component: str) -> tuple[Path, KeyMap]:

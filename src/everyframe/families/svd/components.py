@@ -33,7 +33,7 @@ IMAGE_ENCODER_ISLANDS = ("*layrnorm", "*layer_norm*", "*layernorm", "visual_proj
 
 @dataclass(frozen=True)
 class SVDBuilder(ModuleBuilder):
-    """Makes the empty modules from their configs."""
+    """Builds the components from their configs, without weights."""
 
     config: SVDConfig
 
@@ -56,7 +56,7 @@ class SVDBuilder(ModuleBuilder):
         return ("conv_out",) if component == "unet" else ("",)
 
     def image_encoder(self) -> nn.Module:
-        """An empty `CLIPVisionModelWithProjection`."""
+        """Build a `CLIPVisionModelWithProjection` without weights."""
         import torch
         from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
 
@@ -71,13 +71,13 @@ class SVDBuilder(ModuleBuilder):
         return made
 
     def unet(self) -> VideoUNet:
-        """An empty `UNetSpatioTemporalConditionModel`, called in our own way."""
+        """Build a `VideoUNet` (`UNetSpatioTemporalConditionModel`) without weights."""
         from everyframe.families.svd.unet import build
 
         return build(without_notes(self.config.unet))
 
     def vae(self) -> nn.Module:
-        """An empty `AutoencoderKLTemporalDecoder`, or the `AutoencoderKL` of single pictures."""
+        """Build an `AutoencoderKLTemporalDecoder`, or the image `AutoencoderKL`; no weights."""
         from diffusers import AutoencoderKL, AutoencoderKLTemporalDecoder
 
         kind = AutoencoderKLTemporalDecoder if self.config.decodes_together else AutoencoderKL
@@ -112,11 +112,11 @@ def components(sizes: SVDBuilder, where: str) -> tuple[Component, ...]:
 def sent_bytes(
     unet: Any, size: tuple[int, int], deal: TokenPartition, rank: int, element_bytes: int
 ) -> int:
-    """Bytes that leave a rank at each step of a `VideoUNet` that is dealt out so; see `sharding`.
+    """Bytes that a rank sends in each step of a `VideoUNet` sharded by `deal`; see `sharding`.
 
-    `size` is that of the latents. Around each block over time pixels are moved there and back, in
-    numbers of `element_bytes`; statistics of norms are merged in float64, and the answer is
-    gathered in float32.
+    `size` is that of the latents. Pixels are exchanged before and after each temporal block,
+    `element_bytes` per number. Norm statistics are merged in float64; the output is gathered in
+    float32.
     """
     from everyframe.parallel import distributed_moments
     from everyframe.parallel.token_partition import TokenGrid, TokenPartition
@@ -145,5 +145,5 @@ def sent_bytes(
 
 
 def level_sizes(height: int, width: int, num_levels: int) -> list[tuple[int, int]]:
-    """Rows and columns of a frame at each level of the UNet; halves are rounded up."""
+    """Rows and columns of a frame at each UNet level; halves are rounded up."""
     return [(-(-height // 2**level), -(-width // 2**level)) for level in range(num_levels)]

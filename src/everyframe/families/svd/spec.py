@@ -49,7 +49,7 @@ class SVDSpec(NativeModelSpec[SVDOptions, SVDFiles, SVDBuilder]):
 
     @property
     def config(self) -> SVDConfig:
-        """The configs of the parts."""
+        """Configs of the components."""
         return self.sizes.config
 
     def settle(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
@@ -80,13 +80,13 @@ class SVDSpec(NativeModelSpec[SVDOptions, SVDFiles, SVDBuilder]):
         return dry_run_calls(self.sizes, settings)
 
     def num_branches(self, settings: Settings) -> int:
-        """With guidance two, with the picture and without."""
+        """Guidance branches: two with guidance (with and without the image), else one."""
         return 2 if settings.guidance_scale > 1 else 1
 
     def rank_part(
         self, settings: Settings, crew: VideoGroup, rank: int, element_bytes: int
     ) -> RankShare:
-        """Pixels of the latents in time, whole frames in space; what is sent between the two."""
+        """Share of one rank: frames in space, pixels of the latents in time, and bytes sent."""
         frames, _, rows, columns = request_settings.latent_shape(self.config, settings)
         grid = TokenGrid(self.num_branches(settings), frames, rows * columns)
         deal = TokenPartition(grid, crew.weights, crew.groups)

@@ -102,7 +102,7 @@ _CLIP_NAMES: Renames = (
 
 
 def single_file_keys(configs: Mapping[str, Mapping[str, Any]]) -> Mapping[str, KeyMap]:
-    """For each part, how the single file's names become the module's, its `configs` given."""
+    """Key map of each component for a single file, given the components' `configs`."""
     vae = configs["vae"]
     temporal = _TEMPORAL_DECODER if vae["_class_name"] == TEMPORAL_VAE else ()
     names = {
@@ -130,7 +130,7 @@ def single_file_keys(configs: Mapping[str, Mapping[str, Any]]) -> Mapping[str, K
 
 
 def _blocks(unet: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The places of the denoiser's blocks, which the file counts through on the way down and up."""
+    """Names of the denoiser's blocks, which the file numbers consecutively down and up."""
     layers, kinds = list(unet["layers_per_block"]), list(unet["down_block_types"])
     yield r"^input_blocks\.0\.0\.", "conv_in."
     number = 1
@@ -155,13 +155,13 @@ def _blocks(unet: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _layer(counted: str, block: str, layer: int) -> Iterator[tuple[str, str]]:
-    """The convolutions of one layer, and its attention where it has one."""
+    """Names of one layer's convolutions, and of its attention if it has one."""
     yield rf"^{re.escape(counted)}\.0\.(?!op\.)", f"{block}.resnets.{layer}."
     yield rf"^{re.escape(counted)}\.1\.(?!conv\.)", f"{block}.attentions.{layer}."
 
 
 def _decoder_levels(vae: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The levels of the decoder, which the file counts from the picture on."""
+    """Names of the decoder's levels, which the file numbers from the image on."""
     last = len(vae["block_out_channels"]) - 1
     for level in range(last + 1):
         block = f"up_blocks.{last - level}"
