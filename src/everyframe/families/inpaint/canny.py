@@ -15,10 +15,10 @@ import numpy.typing as npt
 
 from everyframe.media.pixels import Frames
 
-#: The thresholds that diffusers' documentation and the ControlNets' authors use.
+#: Thresholds used in diffusers' documentation and by the ControlNets' authors.
 LOW, HIGH = 100.0, 200.0
 
-#: tan(22.5°) in fifteen bits after the point.
+#: tan(22.5°) as fixed point with 15 fractional bits.
 _TAN_22 = 13573
 _SHIFT = 15
 

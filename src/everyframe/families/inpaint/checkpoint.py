@@ -26,7 +26,7 @@ from everyframe.families.inpaint.config import INPAINTING_CHANNELS, PLAIN_CHANNE
 from everyframe.runtime import model_spec
 from everyframe.runtime.model_spec import ComponentSource
 
-#: Pipelines whose parts are those of ControlNet inpainting, with or without the ControlNet.
+#: Pipelines with the components of ControlNet inpainting, with or without the ControlNet.
 PIPELINES = (
     "StableDiffusionControlNetInpaintPipeline",
     "StableDiffusionInpaintPipeline",
@@ -47,7 +47,7 @@ _RELEASED_CHANNELS = {"sd-1.5": PLAIN_CHANNELS, "sd-1.5-inpaint": INPAINTING_CHA
 
 @dataclass(frozen=True)
 class InpaintFiles:
-    """Files of one inpainting model: the base model's components in order of role, and ControlNets."""
+    """Files of one inpainting model: base components, in order of role, and ControlNets."""
 
     where: str
     base: tuple[ComponentSource, ...]
@@ -213,7 +213,7 @@ def _source(place: PartLocation) -> ComponentSource:
 
 VAE_KEYS = KeyMap(rename=OLD_VAE_ATTENTION)
 
-#: transformers stored the table of positions, 0, 1, 2 …, before 4.31.
+#: transformers before 4.31 stored the position ids 0, 1, 2 …
 _POSITIONS = (r"(text_model\.)?embeddings\.position_ids",)
 
 

@@ -21,12 +21,12 @@ from everyframe.runtime.model_spec import ModuleBuilder
 if TYPE_CHECKING:
     from torch import nn
 
-#: What steers every block, or starts and ends the residual stream, stays in float32.
+#: Float32 islands: modules that steer every block, or start or end the residual stream.
 UNET_ISLANDS = ("time_embedding", "conv_in", "conv_norm_out", "conv_out", "*norm*")
 CONTROLNET_ISLANDS = ("time_embedding", "conv_in", "*norm*")
 TEXT_ENCODER_ISLANDS = ("*layer_norm*",)
 
-#: Layers whose results are the residual stream, or go out of the networks.
+#: Layers whose results are the residual stream, or outputs of the networks.
 _WIDE = re.compile(
     r"conv_out|down_blocks\.\d+\.downsamplers\.\d+|up_blocks\.\d+\.upsamplers\.\d+"
     r"|.*\.conv_shortcut|controlnet_down_blocks\.\d+|controlnet_mid_block"

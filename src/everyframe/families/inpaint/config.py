@@ -14,11 +14,11 @@ from everyframe.checkpoints.config_errors import check_positive
 from everyframe.core.errors import CheckpointError
 from everyframe.runtime.request_checks import AutoencoderSizes
 
-#: Channels that a UNet takes: the latents alone, or with them the mask and the masked source.
+#: UNet input channels: latents only, or latents, mask and masked source.
 PLAIN_CHANNELS, INPAINTING_CHANNELS = 4, 9
 
-#: diffusers' schedulers that are sampled with. All of them take `set_timesteps` and `step` alone;
-#: left out are those that need packages of their own (LMS, DPM++ SDE) or another kind of model.
+#: Supported diffusers schedulers. All need only `set_timesteps` and `step`. Excluded are those that
+#: need extra packages (LMS, DPM++ SDE) or another kind of model.
 SCHEDULERS = (
     "PNDMScheduler", "DDIMScheduler", "DDPMScheduler", "EulerDiscreteScheduler",
     "EulerAncestralDiscreteScheduler", "HeunDiscreteScheduler", "KDPM2DiscreteScheduler",
@@ -27,7 +27,7 @@ SCHEDULERS = (
     "LCMScheduler",
 )  # fmt: skip
 
-#: Sizes in which the ControlNet must be the UNet's own kind: it adds to the UNet's residuals.
+#: Sizes in which ControlNet and UNet must agree: the ControlNet adds to the UNet's residuals.
 _SHARED = {
     "block_out_channels": [320, 640, 1280, 1280],
     "layers_per_block": 2,
@@ -101,7 +101,7 @@ class InpaintConfig(AutoencoderSizes):
         A ControlNet's config may be None: it is not downloaded, and assumed to fit the UNet.
 
         Raises:
-            CheckpointError: a class or sizes that are not supported; names `source` or the ControlNet.
+            CheckpointError: an unsupported class or size; names `source` or the ControlNet.
         """
         _check_classes(source, configs)
         check_positive(configs["vae"], ("scaling_factor",), f"{source}: vae")

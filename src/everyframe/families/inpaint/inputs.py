@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 Grey = npt.NDArray[np.uint8]
 
-#: From this grey value on a pixel of the mask is repainted: half of white, as diffusers has it.
+#: Mask pixels with this grey value or more are repainted: half of white, as in diffusers.
 WHITE = 128
 
 
@@ -52,7 +52,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Geometry:
-    """How a frame becomes whole latents: fitted to (height, width), padded to multiples of `step`."""
+    """How a frame becomes whole latents: fitted to (height, width), padded to `step`."""
 
     height: int
     width: int

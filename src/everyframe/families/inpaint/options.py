@@ -16,7 +16,7 @@ from everyframe.core.errors import MediaError
 from everyframe.core.options import FamilyOptions, option
 from everyframe.runtime.shared_options import fit_option, truncate_prompt_option
 
-#: What can be made of the source itself for a ControlNet to see.
+#: Controls that are computed from the source.
 BUILT_IN = ("canny", "inpaint")
 
 _BOX = re.compile(r"\s*-?[\d.]+\s*(,\s*-?[\d.]+\s*)+")

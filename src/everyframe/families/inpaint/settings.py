@@ -38,7 +38,7 @@ from everyframe.runtime.request_checks import (
 
 STEPS = 50
 GUIDANCE = 7.5
-#: Of a source that has no rate of its own, and of a picture, where it means nothing.
+#: Frame rate of a source without one, and of an image, where it has no meaning.
 FPS, PICTURE_FPS = 24.0, 1.0
 
 _NO_USE = {

@@ -47,7 +47,7 @@ def share(team: Communicator, mine: Sequence[Tensor] | None, rank: int) -> list[
 
 
 def hear(team: Communicator, guard: Guard, events: Iterable[Event]) -> None:
-    """Report the first rank's guard events on the other ranks too."""
+    """Forward the other ranks' guard events to the first rank's guard."""
     if team.size == 1:
         return
     told = team.tell_all([] if team.is_lead else [each.to_json() for each in events], _HANDED)

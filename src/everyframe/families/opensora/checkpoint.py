@@ -23,16 +23,16 @@ from everyframe.families.opensora.options import OpenSoraOptions
 from everyframe.runtime import model_spec
 from everyframe.runtime.model_spec import ComponentSource
 
-#: Position tables that upstream stores beside the weights and that are computed here in float32.
+#: Ignored: position tables that upstream stores with the weights; computed in float32 here.
 STDIT_KEYS = KeyMap(ignore=(r"pos_embed", r"pos_embed_temporal"))
 STDIT3_KEYS = KeyMap(ignore=(r"rope\.freqs",))
 
-#: sd-vae-ft-ema is from before diffusers renamed the attention of its autoencoders.
+#: sd-vae-ft-ema predates diffusers' renaming of the autoencoder's attention.
 VIDEO_VAE_KEYS = KeyMap(rename=OLD_VAE_ATTENTION)
-#: A plain diffusers folder: its `AutoencoderKL` stands one level lower here.
+#: A plain diffusers folder; `ImageVAE` wraps its `AutoencoderKL` one level lower.
 IMAGE_VAE_KEYS = KeyMap(rename=(*OLD_VAE_ATTENTION, (r"^", "module.")))
 
-#: Of a whole T5 only the encoder is wanted; its embedding may be stored under either name.
+#: Only T5's encoder is loaded; its embedding may have either name.
 T5_KEYS = KeyMap(
     ignore=(r"decoder\..*", r"lm_head\..*"),
     tied=(("shared.weight", "encoder.embed_tokens.weight"),),
@@ -66,7 +66,7 @@ def version_of(names: Iterable[str]) -> str | None:
     return None
 
 
-#: By `model_type` and `architectures` (the class), or by `type` as upstream's own configs write it.
+#: Keyed by `model_type` or `architectures` (the class), or by `type` in upstream's own configs.
 _VERSION_OF_CLASS = {
     "STDiT": "1.0", "STDiT-XL/2": "1.0", "STDiT2": "1.1", "STDiT2-XL/2": "1.1",
     "STDiT3": "1.2", "STDiT3-XL/2": "1.2", "STDiT3-3B/2": "1.2", "MMDiTModel": "2.0", "flux": "2.0",
@@ -76,7 +76,7 @@ _VERSION_OF_KNOWN = {
     "opensora-1.0-16x256x256": "1.0",
     "opensora-1.0-16x512x512": "1.0",
 }
-#: Keys of a denoiser's config.json that 1.3 added to the class that it shares with 1.2.
+#: Config keys that 1.3 added to the denoiser class it shares with 1.2.
 _KEYS_OF_1_3 = ("use_spatial_rope", "kernel_size", "force_pad_h_for_sp_size")
 
 

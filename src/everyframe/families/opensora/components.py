@@ -31,14 +31,14 @@ def build_model(config: STDiTConfig | STDiT3Config) -> STDiT | STDiT3:
     return STDiT3(config) if isinstance(config, STDiT3Config) else STDiT(config)
 
 
-#: What steers every block or sums over all of them stays in float32 (research on precision:
-#: timestep embedding, modulation, norms, the layer that the residual stream starts and ends in).
+#: Float32 islands (research on precision): modules that steer every block or sum over all of them:
+#: timestep embedding, modulation, norms, first and last layer of the residual stream.
 DENOISER_ISLANDS = ("x_embedder", "t_embedder", "t_block", "*scale_shift_table", "final_layer")
-#: 1.2's, whose frame rate is added to the timestep.
+#: 1.2 also adds a frame-rate embedding to the timestep embedding.
 DENOISER_ISLANDS_1_2 = (*DENOISER_ISLANDS, "fps_embedder")
 PARTS = ("text_encoder", "denoiser", "vae")
 T5_ISLANDS = ("*layer_norm",)
-#: T5's `wo` overflows fp16, and transformers keeps it wide for that reason.
+#: T5's `wo` overflows fp16; transformers runs it in float32 for the same reason.
 T5_RANGE_ISLANDS = ("*.wo",)
 
 

@@ -17,8 +17,8 @@ from everyframe.core.plan import Settings
 from everyframe.families.opensora.prompts import check_not_lost, clean, with_affixes
 
 _CONFIG = "tokenizer_config.json"
-#: Keys of that file that are about nothing which is asked of a tokenizer here: names of special
-#: tokens that the tokenizer's own file knows, and a limit that is not used.
+#: Keys of tokenizer_config.json without effect here: names of special tokens, which tokenizer.json
+#: has too, and an unused length limit.
 _SAYS_NOTHING = frozenset(
     {
         "backend", "clean_up_tokenization_spaces", "eos_token", "model_max_length", "pad_token",

@@ -14,11 +14,11 @@ import warnings
 from everyframe.core.errors import InputError
 from everyframe.core.plan import Settings
 
-#: The cleaning leaves nothing of a prompt that is all in these scripts.
+#: Cleaning removes these scripts entirely.
 _CJK_RANGES = ((0x31C0, 0x4DFF), (0x4E00, 0x9FFF))
 
-#: Lower-case words, some with a comma behind them: of these cleaning changes nothing but words of
-#: web pages and files (`_REMOVED`, also inside of others).
+#: Lower-case words with optional commas. Cleaning leaves such a prompt unchanged, except for words
+#: from web pages and file names (`_REMOVED`, also inside of other words).
 _PLAIN = re.compile(r"[a-z]+(?:,? [a-z]+)*\.?")
 _REMOVED = (
     "shipping", "download", "click", "png", "jpg", "jpeg", "bmp", "webp", "eps", "pdf", "apk",

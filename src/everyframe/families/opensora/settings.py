@@ -28,7 +28,7 @@ from everyframe.runtime.request_checks import (
     smaller_videos,
 )
 
-#: Width to height, in the order of the rows below: from wide to tall.
+#: Aspect ratios (width:height) from wide to tall, in the order of the rows below.
 ASPECTS = (
     "8:3", "21:9", "25:12", "2:1", "17:9", "50:27", "16:9", "8:5", "3:2",
     "4:3", "1:1", "3:4", "2:3", "9:16", "9:17", "1:2", "12:25",
@@ -112,9 +112,9 @@ def _ratio(aspect: str) -> float:
 #: Frames of one piece of 1.2's autoencoder; its weights were trained on multiples of it.
 PIECE = 17
 #: As many as `num_frames` may be.
-#: What 1.2 was trained on, beyond which quality is nobody's promise (upstream #641, #696).
+#: Training lengths of 1.2; quality beyond them is not known (upstream #641, #696).
 _TRAINED_FRAMES = (51, 408)
-#: The fps that 1.2 is told for a single picture (upstream `IMG_FPS`).
+#: The fps input of 1.2 for a single image (upstream `IMG_FPS`).
 PICTURE_FPS = 120.0
 
 _UPSTREAM_DEFAULTS: dict[str, dict[str, Any]] = {

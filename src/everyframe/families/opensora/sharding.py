@@ -26,7 +26,7 @@ from everyframe.parallel.token_partition import TokenGrid
 from everyframe.precision.upcast import narrowest
 from everyframe.runtime.model_sharding import ShardedDenoiser
 
-#: Modules without parameters that take the stream (so many times) and then tables of each sample.
+#: Parameterless modules: number of leading stream inputs, before the per-sample tables.
 _STREAMS: dict[type[nn.Module], int] = {Modulate: 1, GatedAdd: 2, SelectByFrame: 2}
 
 

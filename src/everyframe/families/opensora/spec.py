@@ -45,13 +45,13 @@ if TYPE_CHECKING:
     from everyframe.checkpoints.key_map import KeyMap
     from everyframe.parallel.communicator import ParallelContext
 
-#: T5 v1.1 XXL's encoder, for plans made before it is fetched.
+#: Config of T5 v1.1 XXL's encoder, for plans made before download.
 _T5_XXL: Mapping[str, Any] = {
     "model_type": "t5", "d_model": 4096, "d_ff": 10240, "d_kv": 64, "num_heads": 64,
     "num_layers": 24, "vocab_size": 32128, "feed_forward_proj": "gated-gelu",
     "tie_word_embeddings": False,
 }  # fmt: skip
-#: 1.0's released sizes by the side of the square in pixels: (input_size, space_scale).
+#: Released sizes of 1.0 by training side in pixels: (input_size, space_scale).
 _RELEASED_1_0 = {256: ((16, 32, 32), 0.5), 512: ((16, 64, 64), 1.0)}
 
 

@@ -32,17 +32,18 @@ from everyframe.parallel.sharded_modules import (
 from everyframe.parallel.token_partition import TokenGrid, TokenPartition
 from everyframe.runtime.model_sharding import ShardedDenoiser
 
-#: Modules without parameters that take the stream (so many times) and then tables of each sample.
+#: Parameterless modules: number of leading stream inputs, before the per-sample tables.
 _STREAMS: dict[type[nn.Module], int] = {Modulate: 1, GatedAdd: 2}
 
 
 def apply(
     model: StepVideoModel, team: Communicator, groups: int = 1, way: str = "ulysses"
 ) -> Sharding:
-    """Put `model` on the ranks of `team`; each must call it in the same order with the same input.
+    """Shard `model` over the ranks of `team`.
 
-    With `groups` above 1 the batch is parted into so many first, each with ranks of its own. `way`
-    is one of `everyframe.parallel.head_partition.ATTENDING`.
+    All ranks must call it in the same order with the same input. With `groups` above 1 the batch is
+    first split into that many groups, each with its own ranks. `way` is the attention backend, one
+    of `everyframe.parallel.head_partition.ATTENDING`.
     """
     return Sharding(model, team, groups, way)
 
@@ -73,14 +74,14 @@ class Sharding(ShardedDenoiser):
                 )
 
     def _grid_of(self, x_BCTHW: Tensor) -> TokenGrid:
-        """All tokens of a sample are one row."""
+        """Token grid: all tokens of a sample form one row."""
         batch, _, frames, height, width = x_BCTHW.shape
         return TokenGrid(
             batch, 1, frames * (height // self._patch_size) * (width // self._patch_size)
         )
 
     def _attention(self) -> SequenceParallelAttention:
-        """That of the grid which is computed now."""
+        """Attention of the current grid."""
         switch = self.switch
         if switch not in self._attending:
             rows = switch.deal
@@ -96,7 +97,7 @@ class Sharding(ShardedDenoiser):
     def _take_rotations(
         self, rope: nn.Module, args: tuple[Any, ...], table: AxesTable
     ) -> AxesTable:
-        """Those of this rank's tokens: of several samples beside each other, or of one for all."""
+        """RoPE of this rank's tokens: of several samples in sequence, or one table for all."""
         parts = [each.places for each in self._segments()]
         cos, sin = (beside([x[part] for part in parts], 0) for x in (table.cos, table.sin))
         return table._replace(cos=cos, sin=sin)

@@ -89,13 +89,16 @@ class StepVideoSpec(NativeModelSpec[StepVideoOptions, StepVideoFiles, StepVideoB
         return dry_run_calls(self.sizes, self.facts, settings)
 
     def num_branches(self, settings: Settings) -> int:
-        """With guidance two, the prompt and what is not wanted."""
+        """Guidance branches: two with guidance (prompt, negative prompt), else one."""
         return 1 if settings.guidance_scale == 1 else 2
 
     def rank_part(
         self, settings: Settings, crew: VideoGroup, rank: int, element_bytes: int
     ) -> RankShare:
-        """Tokens, and heads or what stands for them; what is sent in each block and at the end."""
+        """Share of one rank: tokens, heads or their equivalent, and bytes sent.
+
+        Bytes are sent in each block and for the final gather.
+        """
         latents = request_settings.latent_shape(self.facts, settings)
         grid = token_grid(self.sizes, latents, self.num_branches(settings))
         deal = TokenPartition(grid, crew.weights, crew.groups)
@@ -128,7 +131,7 @@ def read_spec(
     """Read the configs of a checkpoint.
 
     Raises:
-        CheckpointError: its parts belong to different models.
+        CheckpointError: components of different models.
     """
     denoiser = _config(files, "denoiser")
     llm = _config(files, "step_llm")
@@ -147,7 +150,7 @@ def read_spec(
 
 
 def _config(files: StepVideoFiles, component: str) -> Mapping[str, Any] | None:
-    """A component's config.json, which must be there once the component is; None before."""
+    """config.json of a component; required once the component is downloaded, None before."""
     path = files.sources[component].path
     if path is None:
         return None
@@ -167,7 +170,7 @@ def _vae_config(files: StepVideoFiles) -> StepVAEConfig:
 
 
 def _check_fit(sizes: StepVideoBuilder, files: StepVideoFiles) -> None:
-    """Parts of different models, put together by hand, are told before anything is loaded."""
+    """Raise if components of different models are combined, before anything is loaded."""
     channels = sizes.denoiser.caption_channels
     if len(channels) != 2:
         raise CheckpointError("this denoiser reads Step-LLM alone; released ones read CLIP too")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from everyframe.checkpoints.tensor_file import TensorFile
 
 PIPELINE = "StableVideoDiffusionPipeline"
-#: The components that have weights, in the order in which they run.
+#: Components with weights, in execution order.
 WEIGHTS = ("image_encoder", "vae", "unet")
 
 _CONFIGS = {
@@ -35,7 +35,7 @@ _CONFIGS = {
     "scheduler": "scheduler_config.json",
     "feature_extractor": "preprocessor_config.json",
 }
-#: The frames that the released models were trained on, for plans made before they are fetched.
+#: Training frames of the released models, for plans made before download.
 _RELEASED_FRAMES = {
     "svd": 14,
     "svd-xt": 25,

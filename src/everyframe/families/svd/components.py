@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from everyframe.families.svd.unet import VideoUNet
     from everyframe.parallel.token_partition import TokenPartition
 
-#: What steers every block, or starts and ends the residual stream, stays in float32: the embedding
-#: of timesteps and of frame rate and motion, norms, the weights by which time and space are mixed.
+#: Float32 islands: modules that steer every block, or start or end the residual stream: embeddings
+#: of timestep, frame rate and motion, norms, mixing weights of space and time.
 UNET_ISLANDS = (
     "time_embedding", "add_embedding", "conv_in", "conv_norm_out", "conv_out", "*norm*",
     "*mix_factor",

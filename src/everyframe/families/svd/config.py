@@ -14,16 +14,16 @@ from everyframe.checkpoints.config_errors import check_positive
 from everyframe.core.errors import CheckpointError
 from everyframe.runtime.request_checks import AutoencoderSizes
 
-#: Classes of autoencoders that these pipelines are saved with: Stability's own, which decodes
-#: frames together, and the still picture's (its "image decoder" variants).
+#: Autoencoder classes of these pipelines: Stability's, which decodes frames together, and the image
+#: autoencoder (the "image decoder" variants).
 TEMPORAL_VAE = "AutoencoderKLTemporalDecoder"
 IMAGE_VAE = "AutoencoderKL"
 
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
-#: What the scheduler must be; `sigma_min` and `sigma_max` are read, and `timestep_spacing` says
-#: what the start noise is scaled by.
+#: Required scheduler config. `sigma_min` and `sigma_max` are read, and `timestep_spacing` determines
+#: the scale of the initial noise.
 _SCHEDULER = {
     "prediction_type": "v_prediction",
     "timestep_type": "continuous",
@@ -38,7 +38,7 @@ _SCHEDULER_DEFAULTS: Mapping[str, Any] = {
     "timestep_spacing": "linspace",
 }
 
-#: The released sizes, for plans made before anything is fetched; the configs of the files decide.
+#: Released sizes, for plans made before download; downloaded configs take precedence.
 RELEASED: Mapping[str, Mapping[str, Any]] = {
     "unet": {
         "_class_name": "UNetSpatioTemporalConditionModel",

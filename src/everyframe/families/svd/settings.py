@@ -28,7 +28,7 @@ from everyframe.runtime.request_checks import (
     told_of_fit,
 )
 
-#: What the released models were trained on: (height, width), frames a second, steps to sample.
+#: Defaults of the released models: (height, width), frames per second, sampling steps.
 SIZE = (576, 1024)
 FPS = 7.0
 STEPS = 25

@@ -23,9 +23,9 @@ DECODER = "first_stage_model."
 PICTURE_ENCODER = "conditioner.embedders.3.encoder."
 CLIP = "conditioner.embedders.0.open_clip.model.visual."
 
-#: Channels of one attention head, which no shape tells: the released models'.
+#: Channels per attention head of the released models; shapes do not determine them.
 _HEAD, _CLIP_HEAD = 64, 80
-#: What the denoiser is told beside the time: frame rate, motion, noise on the picture.
+#: Number of added conditions besides the timestep: frame rate, motion, image noise.
 _NUM_TOLD = 3
 _DOWN = {True: "CrossAttnDownBlockSpatioTemporal", False: "DownBlockSpatioTemporal"}
 _UP = {True: "CrossAttnUpBlockSpatioTemporal", False: "UpBlockSpatioTemporal"}

@@ -21,13 +21,12 @@ Renames = tuple[tuple[str, str], ...]
 
 VAE_KEYS = KeyMap(rename=OLD_VAE_ATTENTION)
 UNET_KEYS = KeyMap()
-#: transformers stored the table of positions, 0, 1, 2 …, before 4.31.
+#: transformers before 4.31 stored the position ids 0, 1, 2 …
 IMAGE_ENCODER_KEYS = KeyMap(ignore=(r"vision_model\.embeddings\.position_ids",))
-#: Of the parts of a diffusers folder.
+#: Key maps of the components of a diffusers folder.
 FOLDER_KEYS = {"image_encoder": IMAGE_ENCODER_KEYS, "vae": VAE_KEYS, "unet": UNET_KEYS}
 
-#: What the single files hold that no part of a run needs: the halves of two autoencoders of which
-#: the other half is used, and the text half of CLIP.
+#: Unused tensors of single files: one half of each of two autoencoders, and CLIP's text half.
 _UNUSED = (
     re.escape(DECODER) + r"(encoder|quant_conv)\..*",
     re.escape(PICTURE_ENCODER) + r"(decoder|post_quant_conv)\..*",
@@ -36,7 +35,7 @@ _UNUSED = (
 
 _ATTENTION = f"({re.escape(PICTURE_ENCODER)}encoder|{re.escape(DECODER)}decoder)" + r"\.mid\.attn_1"
 _IN_PROJ = f"({re.escape(CLIP)}" + r"transformer\.resblocks\.\d+)\.attn\.in_proj_(weight|bias)"
-#: Tensors of the single files that are cut otherwise than the modules' own.
+#: Tensors of single files that are split differently in the modules.
 SINGLE_FILE_CUTS = (
     TensorReshape(
         _ATTENTION + r"\.(q|k|v|proj_out)\.weight", (r"\1.mid.attn_1.\2.weight",), is_kernel=True
@@ -53,7 +52,7 @@ _RESNET: Renames = (
     (r"\.out_layers\.3\.", ".conv2."),
     (r"\.(skip_connection|nin_shortcut)\.", ".conv_shortcut."),
 )
-#: In the denoiser, after blocks have their places.
+#: Renames in the denoiser, applied after those of the blocks.
 _DENOISER: Renames = (
     (r"^time_embed\.0\.", "time_embedding.linear_1."),
     (r"^time_embed\.2\.", "time_embedding.linear_2."),
@@ -68,7 +67,7 @@ _DENOISER: Renames = (
     (r"\.time_pos_embed\.2\.", ".time_pos_embed.linear_2."),
     *_RESNET,
 )
-#: In both halves of the autoencoder.
+#: Renames in both halves of the autoencoder.
 _AUTOENCODER: Renames = (
     (r"\.down\.(\d+)\.block\.(\d+)\.", r".down_blocks.\1.resnets.\2."),
     (r"\.down\.(\d+)\.downsample\.", r".down_blocks.\1.downsamplers.0."),
@@ -80,7 +79,7 @@ _AUTOENCODER: Renames = (
     (r"\.norm_out\.", ".conv_norm_out."),
     (r"^decoder\.conv_out\.time_mix_conv\.", "decoder.time_conv_out."),
 )
-#: In a decoder that sees time.
+#: Renames in a temporal decoder.
 _TEMPORAL_DECODER: Renames = (
     (r"^(decoder\..*\.resnets\.\d+)\.mix_factor", r"\1.time_mixer.mix_factor"),
     (r"^(decoder\..*\.resnets\.\d+)\.(?!time_stack|time_mixer)", r"\1.spatial_res_block."),
