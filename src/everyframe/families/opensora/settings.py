@@ -111,7 +111,6 @@ def _ratio(aspect: str) -> float:
 
 #: Frames of one piece of 1.2's autoencoder; its weights were trained on multiples of it.
 PIECE = 17
-#: As many as `num_frames` may be.
 #: Training lengths of 1.2; quality beyond them is not known (upstream #641, #696).
 _TRAINED_FRAMES = (51, 408)
 #: The fps input of 1.2 for a single image (upstream `IMG_FPS`).

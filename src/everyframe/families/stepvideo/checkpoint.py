@@ -165,8 +165,8 @@ DENOISER_KEYS = KeyMap()
 LLM_KEYS = KeyMap()
 #: In the file a plain convolution; in upstream's module a causal one, one level lower.
 VAE_KEYS = KeyMap(rename=((r"^decoder\.conv_out\.(weight|bias)$", r"decoder.conv_out.conv.\1"),))
-#: The file also holds CLIP's image half, unused heads, and the position ids that transformers stored
-#: before 4.31. Older BERT checkpoints name the norms' parameters gamma and beta.
+#: The file also holds CLIP's image half, unused heads, and position ids (as transformers stored
+#: them before 4.31). Older BERT checkpoints name the norms' parameters gamma and beta.
 CLIP_KEYS = KeyMap(
     rename=(
         (r"^(bert|text_model|text_encoder)\.", ""),

@@ -22,7 +22,7 @@ IMAGE_VAE = "AutoencoderKL"
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
-#: Required scheduler config. `sigma_min` and `sigma_max` are read, and `timestep_spacing` determines
+#: Required scheduler config. `sigma_min` and `sigma_max` are read; `timestep_spacing` determines
 #: the scale of the initial noise.
 _SCHEDULER = {
     "prediction_type": "v_prediction",
