@@ -103,7 +103,7 @@ def controlnet_name(number: int) -> str:
 
 
 def _made(kind: Any, config: Mapping[str, Any]) -> nn.Module:
-    """The module of that config; what its class does not know must say nothing."""
+    """Build the module of that config; keys its class does not know must have no effect."""
     values = without_notes(config)
     unknown = sorted(set(values) - set(inspect.signature(kind.__init__).parameters))
     telling = [name for name in unknown if values[name] not in (None, False)]

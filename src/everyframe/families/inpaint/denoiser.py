@@ -1,7 +1,7 @@
 """ControlNet inpainting's ``denoise(x, t)``: the ControlNets, the UNet and guidance.
 
 The order of operations is that of diffusers' `StableDiffusionControlNetInpaintPipeline`, without
-redundant work: a ControlNet is skipped in steps outside its guidance interval.
+redundant work: a ControlNet that does not steer a step is not run in it.
 """
 
 from __future__ import annotations

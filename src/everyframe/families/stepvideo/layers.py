@@ -25,7 +25,7 @@ from everyframe.ops.text_context import KeysValues
 #: Timesteps are 0 (noise) to 1 (data); the sinusoid was trained on 0..1000.
 _TIMES = 1000
 #: Tokens per chunk of a feed-forward. Without chunks its inner tensor, four times as wide, would be
-#: the largest of a run. Tokens are independent, and a chunk is large enough to keep any device busy.
+#: the largest of a run. Tokens are independent; a chunk is large enough to keep any device busy.
 _TOKENS_AT_ONCE = 8192
 
 

@@ -22,15 +22,15 @@ _VERSION_1 = "Step-Video's first autoencoder (vae.safetensors)"
 
 @dataclass(frozen=True)
 class StepVAEConfig:
-    """Config of the autoencoder; level widths run from pixels inward.
+    """Config of the autoencoder; level widths run from pixels inward, level 0 at full resolution.
+
+    Both halves have one more halving or doubling of all three axes beside the latents.
 
     Attributes:
         down_sampling_layer: levels after which the encoder halves frames, rows and columns; after
             the others, except the last, it halves rows and columns only.
         temporal_up_layers: levels at which the decoder, going down to level 0, doubles frames, rows
             and columns; at the others, except 0, it doubles rows and columns only.
-
-    Beside the latents both have one more halving or doubling of all three.
     """
 
     z_channels: int = 64
