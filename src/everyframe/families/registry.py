@@ -1,7 +1,4 @@
-"""The families there are. Importing this imports none of them, nor torch.
-
-Read next: `runtime/interface.py` for what a family is.
-"""
+"""Registry of model families, imported lazily: this module imports no family and no torch."""
 
 from __future__ import annotations
 
@@ -45,24 +42,24 @@ _FAMILIES = {
 
 
 def family_names() -> tuple[str, ...]:
-    """Every family's name."""
+    """Names of all families."""
     return tuple(_FAMILIES)
 
 
 def options_of(name: str) -> type[FamilyOptions]:
-    """A family's own options, without importing the family."""
+    """Options class of a family, without importing the family's modules."""
     module, attribute = _FAMILIES[name][0]
     options: type[FamilyOptions] = getattr(import_module(module), attribute)
     return options
 
 
 def all_options() -> dict[str, type[FamilyOptions]]:
-    """Every family's own options by the family's name."""
+    """Options class of every family, by family name."""
     return {name: options_of(name) for name in _FAMILIES}
 
 
 def family(name: str) -> Family:
-    """A family by its name."""
+    """Family object by name."""
     module, attribute = _FAMILIES[name][1]
     found: Family = getattr(import_module(module), attribute)
     return found
@@ -71,14 +68,14 @@ def family(name: str) -> Family:
 def stages_of(
     spec: ModelSpec, plan: Plan, clip: int, parallel: ParallelContext | None = None
 ) -> Sequence[Stage]:
-    """The stages of one clip, for one rank of `parallel` or for the only one."""
+    """Stages of one clip, for one rank of `parallel` or for a single rank."""
     from everyframe.parallel.communicator import ONE
 
     return family(plan.family).stages(spec, plan, clip, parallel or ONE)
 
 
 def check_option_names(request: Request) -> None:
-    """Raise `InputError` for an option that no family knows, naming the nearest that one does."""
+    """Raise `InputError` for an option that no family has, naming the closest known one."""
     known = set(Request.model_fields) - {"family_options"}
     for options in all_options().values():
         known |= set(options.model_fields)
@@ -88,7 +85,7 @@ def check_option_names(request: Request) -> None:
 
 
 def family_options(name: str, request: Request) -> FamilyOptions:
-    """The request's family options as that family's; another family's option is an error."""
+    """Parse the request's family options for this family; another family's option is an error."""
     own = options_of(name)
     for given in request.family_options:
         if given not in own.model_fields:

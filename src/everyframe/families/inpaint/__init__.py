@@ -1,1 +1,1 @@
-"""ControlNet inpainting of pictures and videos. Read next: `family.py`."""
+"""ControlNet inpainting of images and videos. Read next: `spec.py`."""

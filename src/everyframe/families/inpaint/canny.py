@@ -1,10 +1,9 @@
-"""Canny's edges of a picture, for ControlNets that were trained on them.
+"""Canny edge detection for ControlNets that were trained on its output.
 
-Canny 1986, "A Computational Approach to Edge Detection", in the form in which OpenCV has it
-(`cv2.Canny` with its 3x3 Sobel filter and without blurring) and in which these ControlNets saw it:
-gradient by its L1 norm, in the channel where that is largest; edges thinned across their
-direction, by whole-number arithmetic; weak ones kept where they hang on strong ones.
-Read next: `inputs.py`, which asks for it.
+Canny 1986, "A Computational Approach to Edge Detection", as in OpenCV, whose edges these
+ControlNets saw in training (`cv2.Canny` with its 3x3 Sobel filter and no blur): L1 gradient of the
+channel where it is largest; non-maximum suppression in integer arithmetic; hysteresis, where weak
+edges stay only if connected to strong ones.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ import numpy.typing as npt
 
 from everyframe.media.pixels import Frames
 
-#: The thresholds that diffusers' documentation and the ControlNets' authors use.
+#: Thresholds used in diffusers' documentation and by the ControlNets' authors.
 LOW, HIGH = 100.0, 200.0
 
-#: tan(22.5°) in fifteen bits after the point.
+#: tan(22.5°) as fixed point with 15 fractional bits.
 _TAN_22 = 13573
 _SHIFT = 15
 
@@ -27,9 +26,9 @@ Grey = npt.NDArray[np.uint8]
 
 
 def canny(picture: Frames, low: float = LOW, high: float = HIGH) -> Grey:
-    """Edges (H, W) of a picture (H, W, 3): 255 on an edge, 0 elsewhere.
+    """Canny edges (H, W) of an image (H, W, 3): 255 on an edge, 0 elsewhere.
 
-    A gradient of more than `high` is an edge of its own, one of more than `low` if it touches one.
+    A gradient above `high` is an edge; one above `low` is an edge if connected to one.
     """
     low, high = np.floor(min(low, high)), np.floor(max(low, high))
     dx, dy, strength = _gradient(picture)
@@ -38,7 +37,7 @@ def canny(picture: Frames, low: float = LOW, high: float = HIGH) -> Grey:
 
 
 def _gradient(picture: Frames) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]:
-    """Sobel's derivatives along x and y, and their L1 norm, (H, W) each."""
+    """Sobel derivatives along x and y, and their L1 norm, (H, W) each."""
     padded = np.pad(picture.astype(np.int64), ((1, 1), (1, 1), (0, 0)), mode="edge")
     across = padded[:, 2:] - padded[:, :-2]
     dx = across[:-2] + 2 * across[1:-1] + across[2:]
@@ -53,9 +52,9 @@ def _gradient(picture: Frames) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.
 def _thinned(
     dx: npt.NDArray[Any], dy: npt.NDArray[Any], strength: npt.NDArray[Any]
 ) -> npt.NDArray[np.bool_]:
-    """Where the gradient is a maximum along its own direction, of four that there are.
+    """Non-maximum suppression along the gradient, in four directions.
 
-    Of two equal neighbours one stays: the left and the upper; along diagonals neither.
+    Of two equal neighbours, the left or upper one remains; along diagonals neither does.
     """
     around = np.pad(strength, 1)
     rows, columns = strength.shape
@@ -82,7 +81,7 @@ def _thinned(
 def _hung_together(
     weak: npt.NDArray[np.bool_], strong: npt.NDArray[np.bool_]
 ) -> npt.NDArray[np.bool_]:
-    """What of `weak` can be reached from `strong` over neighbours, diagonal ones too."""
+    """Hysteresis: pixels of `weak` connected to `strong`, diagonally too."""
     found, front = strong.copy(), np.argwhere(strong)
     rows, columns = weak.shape
     steps = np.array([(r, c) for r in (-1, 0, 1) for c in (-1, 0, 1) if r or c])

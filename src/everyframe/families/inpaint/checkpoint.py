@@ -1,9 +1,8 @@
-"""Where the parts of an inpainting model lie: a diffusers folder and its ControlNets.
+"""Find the files of an inpainting model: a diffusers folder and its ControlNets.
 
 ``model_index.json`` names the pipeline; ``unet``, ``vae`` and ``text_encoder`` hold a config and
-weights, ``scheduler`` and ``tokenizer`` theirs. A ControlNet lies in ``controlnet`` (several in
-``controlnet_1``, …), in a folder of its own, or on the hub. Weights are not read here.
-Read next: `config.py`, `family.py`.
+weights, ``scheduler`` and ``tokenizer`` their own files. A ControlNet is in ``controlnet`` (several
+in ``controlnet_1``, …), in a separate folder, or on the hub. No weights are read here.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from everyframe.families.inpaint.config import INPAINTING_CHANNELS, PLAIN_CHANNE
 from everyframe.runtime import model_spec
 from everyframe.runtime.model_spec import ComponentSource
 
-#: Pipelines whose parts are those of ControlNet inpainting, with or without the ControlNet.
+#: Pipelines with the components of ControlNet inpainting, with or without the ControlNet.
 PIPELINES = (
     "StableDiffusionControlNetInpaintPipeline",
     "StableDiffusionInpaintPipeline",
@@ -48,7 +47,7 @@ _RELEASED_CHANNELS = {"sd-1.5": PLAIN_CHANNELS, "sd-1.5-inpaint": INPAINTING_CHA
 
 @dataclass(frozen=True)
 class InpaintFiles:
-    """The parts of one model: those of the base in the order of their roles, the ControlNets."""
+    """Files of one inpainting model: base components, in order of role, and ControlNets."""
 
     where: str
     base: tuple[ComponentSource, ...]
@@ -59,42 +58,42 @@ class InpaintFiles:
 
     @property
     def folder(self) -> Path | None:
-        """The base model's folder; None until it is fetched."""
+        """Folder of the base model; None until it is downloaded."""
         complete = not model_spec.missing(self.base)
         return self.base[0].path if complete else None
 
     def missing(self) -> tuple[str, ...]:
-        """What must be fetched, a line each."""
+        """Downloads still needed, one line each."""
         return model_spec.missing((*self.base, *self.controlnets))
 
     def fetched(self) -> InpaintFiles:
-        """The same with all files on this disk."""
+        """Download missing files; return a copy with all files on disk."""
         places = dict(enumerate((*self.base, *self.controlnets)))
         found, number = tuple(model_spec.downloaded(places, _of_part).values()), len(self.base)
         return replace(self, base=found[:number], controlnets=found[number:])
 
     def configs(self) -> Mapping[str, Mapping[str, Any]]:
-        """The config of each of the base's parts; the released ones before they are fetched."""
+        """Config of each base component; the released configs before download."""
         folder = self.folder
         if folder is None:
             return released(_RELEASED_CHANNELS[self.known or "sd-1.5"])
         return {name: read_json(folder / name / file) for name, file in _CONFIGS.items()}
 
     def controlnet_configs(self) -> tuple[tuple[str, Mapping[str, Any] | None], ...]:
-        """Name and config of each ControlNet; None before it is fetched."""
+        """Name and config of each ControlNet; the config is None before download."""
         return tuple(
             (net.where, None if net.path is None else read_json(net.path / "config.json"))
             for net in self.controlnets
         )
 
     def part(self, name: str) -> Path:
-        """The folder of one of the base's parts: ``unet``, ``vae``, ``tokenizer``, …"""
+        """Folder of one base component: ``unet``, ``vae``, ``tokenizer``, …"""
         folder = self.folder
         assert folder is not None, "asked before it was fetched"
         return folder / name
 
     def weights(self, component: str) -> Path:
-        """The folder with a component's weights."""
+        """Folder with a component's weights."""
         nets = {controlnet_name(number): net for number, net in enumerate(self.controlnets)}
         if component not in nets:
             return self.part(component)
@@ -104,10 +103,10 @@ class InpaintFiles:
 
 
 def find_files(location: Location, controlnet: Any) -> InpaintFiles | None:
-    """The files of an inpainting model at that place; None if it is something else.
+    """Find the files of an inpainting model at `location`; None if it is another model.
 
-    `controlnet` is the option of that name; it takes the place of the model's own. Raises
-    `InputError` for one that can't be found, `CheckpointError` for a broken ``model_index.json``.
+    `controlnet` is the option of that name; it replaces the model's own. Raises `InputError` for
+    one that is not found, `CheckpointError` for a broken ``model_index.json``.
     """
     found = _base(location)
     if found is None or controlnet is None:
@@ -152,7 +151,7 @@ def _in_folder(where: str, folder: Path) -> InpaintFiles | None:
 
 
 def _check_parts(folder: Path, pipeline: str) -> None:
-    """Raise if a folder lacks what every pipeline of that name has: it may be labelled wrongly."""
+    """Raise if a folder lacks components that its pipeline always has (a wrong label)."""
     lacking = [f"{name}/{file}" for name, file in _CONFIGS.items()
                if not (folder / name / file).is_file()]  # fmt: skip
     if not lacking:
@@ -171,7 +170,7 @@ def _check_parts(folder: Path, pipeline: str) -> None:
 
 
 def _split(asked: Sequence[Any]) -> list[str]:
-    """The names of ControlNets; several with commas, unless a folder is called so."""
+    """Split ControlNet names at commas, unless a folder has that whole name."""
     names: list[str] = []
     for each in asked:
         if not isinstance(each, (str, os.PathLike)):
@@ -184,7 +183,7 @@ def _split(asked: Sequence[Any]) -> list[str]:
 
 
 def _controlnet(name: str) -> ComponentSource:
-    """A ControlNet by its short name, folder or hub id."""
+    """Source of a ControlNet by short name, folder or hub id."""
     path = expand_path(name)
     repo_id = CONTROLNETS.get(name.casefold())
     if repo_id is None and path.exists():
@@ -208,20 +207,20 @@ def _of_part(part: HubPart) -> ComponentSource:
 
 
 def _source(place: PartLocation) -> ComponentSource:
-    """A folder of the hub, as far as it is on this disk."""
+    """Source of a hub folder, as far as it is on this disk."""
     return ComponentSource(place.part.repo_id, place.folder if place.complete else None, place)
 
 
 VAE_KEYS = KeyMap(rename=OLD_VAE_ATTENTION)
 
-#: transformers stored the table of positions, 0, 1, 2 …, before 4.31.
+#: transformers before 4.31 stored the position ids 0, 1, 2 …
 _POSITIONS = (r"(text_model\.)?embeddings\.position_ids",)
 
 
 def keys_of(component: str, text_names: Iterable[str]) -> KeyMap:
-    """How the names in that component's files become the module's.
+    """Key map from a component's checkpoint names to module names.
 
-    `text_names` are those of the text encoder as it is built here.
+    `text_names` are the parameter names of the text encoder as built here.
     """
     if component == "text_encoder":
         return text_keys(any(name.startswith("text_model.") for name in text_names))
@@ -229,6 +228,6 @@ def keys_of(component: str, text_names: Iterable[str]) -> KeyMap:
 
 
 def text_keys(has_prefix: bool) -> KeyMap:
-    """CLIP's text model: transformers 5 leaves out the prefix that files from before have."""
+    """Key map of CLIP's text model: transformers 5 drops the prefix that older files have."""
     rename = (r"^(?!text_model\.)", "text_model.") if has_prefix else (r"^text_model\.", "")
     return KeyMap(rename=(rename,), ignore=_POSITIONS)

@@ -1,7 +1,6 @@
-"""The parts of ControlNet inpainting: how they are built, and what they need.
+"""Components of ControlNet inpainting: builders and requirements.
 
-The modules are diffusers' and transformers' own. Read next: `stages.py`, which runs the parts, and
-`dry_run.py`, by which their memory and time are forecast.
+The modules are those of diffusers and transformers.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from everyframe.runtime.model_spec import ModuleBuilder
 if TYPE_CHECKING:
     from torch import nn
 
-#: What steers every block, or starts and ends the residual stream, stays in float32.
+#: Float32 islands: modules that steer every block, or start or end the residual stream.
 UNET_ISLANDS = ("time_embedding", "conv_in", "conv_norm_out", "conv_out", "*norm*")
 CONTROLNET_ISLANDS = ("time_embedding", "conv_in", "*norm*")
 TEXT_ENCODER_ISLANDS = ("*layer_norm*",)
 
-#: Layers whose results are the residual stream, or go out of the networks.
+#: Layers whose results are the residual stream, or outputs of the networks.
 _WIDE = re.compile(
     r"conv_out|down_blocks\.\d+\.downsamplers\.\d+|up_blocks\.\d+\.upsamplers\.\d+"
     r"|.*\.conv_shortcut|controlnet_down_blocks\.\d+|controlnet_mid_block"
@@ -36,25 +35,25 @@ _WIDE = re.compile(
 
 @dataclass(frozen=True)
 class InpaintBuilder(ModuleBuilder):
-    """Makes the empty modules from their configs."""
+    """Builds the components from their configs, without weights."""
 
     config: InpaintConfig
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The components' names, in the order in which they first run."""
+        """Component names, in the order in which they first run."""
         nets = map(controlnet_name, range(len(self.config.controlnets)))
         return ("text_encoder", "vae", *nets, "unet")
 
     def build(self, component: str) -> nn.Module:
-        """One part, empty, by its name."""
+        """Build one component by name, without weights."""
         if component.startswith("controlnet"):
             return self.controlnet(self.parts.index(component) - 2)
         made: nn.Module = getattr(self, component)()
         return made
 
     def outputs(self, component: str) -> tuple[str, ...]:
-        """Which submodules' results leave for the engine, in float32 at least."""
+        """Submodules whose results go to the engine, in float32 or wider."""
         if component == "vae":
             # `encode` and `decode` are no calls of the module itself: their last layers are named.
             has_last = self.config.vae.get("use_quant_conv", True)
@@ -67,7 +66,7 @@ class InpaintBuilder(ModuleBuilder):
         return tuple(name for name in names if _WIDE.fullmatch(name))
 
     def text_encoder(self) -> nn.Module:
-        """An empty `CLIPTextModel`."""
+        """Build a `CLIPTextModel` without weights."""
         import torch
         from transformers import CLIPTextConfig, CLIPTextModel
 
@@ -80,31 +79,31 @@ class InpaintBuilder(ModuleBuilder):
         return made
 
     def vae(self) -> nn.Module:
-        """An empty `AutoencoderKL`."""
+        """Build an `AutoencoderKL` without weights."""
         from diffusers import AutoencoderKL
 
         return _made(AutoencoderKL, self.config.vae)
 
     def unet(self) -> nn.Module:
-        """An empty `UNet2DConditionModel`."""
+        """Build a `UNet2DConditionModel` without weights."""
         from diffusers import UNet2DConditionModel
 
         return _made(UNet2DConditionModel, self.config.unet)
 
     def controlnet(self, number: int) -> nn.Module:
-        """An empty `ControlNetModel`, the one of that number."""
+        """Build the `ControlNetModel` of that number without weights."""
         from diffusers import ControlNetModel
 
         return _made(ControlNetModel, self.config.controlnets[number])
 
 
 def controlnet_name(number: int) -> str:
-    """The component's name: ``controlnet``, ``controlnet_1``, …, as diffusers calls its folders."""
+    """Component name: ``controlnet``, ``controlnet_1``, …, like diffusers' folders."""
     return f"controlnet_{number}" if number else "controlnet"
 
 
 def _made(kind: Any, config: Mapping[str, Any]) -> nn.Module:
-    """The module of that config; what its class does not know must say nothing."""
+    """Build the module of that config; keys its class does not know must have no effect."""
     values = without_notes(config)
     unknown = sorted(set(values) - set(inspect.signature(kind.__init__).parameters))
     telling = [name for name in unknown if values[name] not in (None, False)]
@@ -118,7 +117,7 @@ def _made(kind: Any, config: Mapping[str, Any]) -> nn.Module:
 
 
 def components(sizes: InpaintBuilder, places: Mapping[str, str]) -> tuple[Component, ...]:
-    """Text encoder, autoencoder, ControlNets, denoiser; `places` says where each lies."""
+    """Text encoder, autoencoder, ControlNets, denoiser; `places` names the source of each."""
     config, count = sizes.config, sizes.num_elements
     total = {name: sum(elements.values()) for name, elements in count.items()}
     text = ComponentNeeds(

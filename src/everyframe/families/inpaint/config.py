@@ -1,7 +1,7 @@
-"""What the checkpoints of ControlNet inpainting say of themselves: configs of the parts, as data.
+"""Configs of an inpainting checkpoint's components, as data. No torch here.
 
-Read from the JSON files of diffusers' folders, or, for a released model that is not on this disk
-yet, from `released`. No torch here. Read next: `checkpoint.py`, `components.py`.
+Read from the JSON files of diffusers' folders, or from `released` for a released model that is not
+downloaded yet.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from everyframe.checkpoints.config_errors import check_positive
 from everyframe.core.errors import CheckpointError
 from everyframe.runtime.request_checks import AutoencoderSizes
 
-#: Channels that a UNet takes: the latents alone, or with them the mask and the masked source.
+#: UNet input channels: latents only, or latents, mask and masked source.
 PLAIN_CHANNELS, INPAINTING_CHANNELS = 4, 9
 
-#: diffusers' schedulers that are sampled with. All of them take `set_timesteps` and `step` alone;
-#: left out are those that need packages of their own (LMS, DPM++ SDE) or another kind of model.
+#: Supported diffusers schedulers. All need only `set_timesteps` and `step`. Excluded are those that
+#: need extra packages (LMS, DPM++ SDE) or another kind of model.
 SCHEDULERS = (
     "PNDMScheduler", "DDIMScheduler", "DDPMScheduler", "EulerDiscreteScheduler",
     "EulerAncestralDiscreteScheduler", "HeunDiscreteScheduler", "KDPM2DiscreteScheduler",
@@ -27,7 +27,7 @@ SCHEDULERS = (
     "LCMScheduler",
 )  # fmt: skip
 
-#: Sizes in which the ControlNet must be the UNet's own kind: it adds to the UNet's residuals.
+#: Sizes in which ControlNet and UNet must agree: the ControlNet adds to the UNet's residuals.
 _SHARED = {
     "block_out_channels": [320, 640, 1280, 1280],
     "layers_per_block": 2,
@@ -37,7 +37,7 @@ _SHARED = {
 
 
 def released(unet_channels: int) -> Mapping[str, Mapping[str, Any]]:
-    """The configs of Stable Diffusion 1.5 and of its inpainting model, before they are fetched."""
+    """Configs of Stable Diffusion 1.5 and its inpainting model, for use before download."""
     return {
         "unet": {
             "_class_name": "UNet2DConditionModel",
@@ -81,7 +81,7 @@ def released(unet_channels: int) -> Mapping[str, Mapping[str, Any]]:
 
 @dataclass(frozen=True)
 class InpaintConfig(AutoencoderSizes):
-    """The configs of the parts, as their libraries take them; one of `controlnets` for each."""
+    """Configs of the components, as their libraries take them; one entry per ControlNet."""
 
     unet: Mapping[str, Any]
     vae: Mapping[str, Any]
@@ -96,12 +96,12 @@ class InpaintConfig(AutoencoderSizes):
         configs: Mapping[str, Mapping[str, Any]],
         controlnets: tuple[tuple[str, Mapping[str, Any] | None], ...],
     ) -> InpaintConfig:
-        """From the base model's configs by folder, and name and config of each ControlNet.
+        """Build from the base model's configs by folder, and each ControlNet's name and config.
 
-        A ControlNet's config may be None: it is not on this disk, and taken to fit the UNet.
+        A ControlNet's config may be None: it is not downloaded, and assumed to fit the UNet.
 
         Raises:
-            CheckpointError: a class or sizes that can't be run here; names `source` or the name.
+            CheckpointError: an unsupported class or size; names `source` or the ControlNet.
         """
         _check_classes(source, configs)
         check_positive(configs["vae"], ("scaling_factor",), f"{source}: vae")
@@ -121,17 +121,17 @@ class InpaintConfig(AutoencoderSizes):
 
     @property
     def takes_mask(self) -> bool:
-        """Whether the UNet sees the mask and the masked source; else known latents are put back."""
+        """Whether the UNet gets mask and masked source; else known latents are pasted back."""
         return int(self.unet.get("in_channels", 4)) == INPAINTING_CHANNELS
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of a prompt, its marks of beginning and end included."""
+        """Tokens of a prompt, including begin and end tokens."""
         return int(self.text_encoder.get("max_position_embeddings", 77))
 
     @property
     def pools_control(self) -> bool:
-        """Whether the ControlNet answers with one value a channel, which asks for guess mode."""
+        """Whether the ControlNet outputs one value per channel, which requires guess mode."""
         return any(bool(net.get("global_pool_conditions")) for net in self.controlnets[:1])
 
     def _check_unet(self, source: str) -> None:
@@ -169,7 +169,7 @@ class InpaintConfig(AutoencoderSizes):
 
 
 def _like(unet: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config of a ControlNet that was made of this UNet."""
+    """Config of a ControlNet derived from this UNet."""
     kept = (
         *_SHARED, "attention_head_dim", "num_attention_heads", "use_linear_projection",
         "norm_num_groups", "act_fn", "only_cross_attention",

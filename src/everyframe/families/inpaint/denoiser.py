@@ -1,8 +1,7 @@
-"""``denoise(x, t)`` of ControlNet inpainting: the ControlNets, the UNet, and guidance around them.
+"""ControlNet inpainting's ``denoise(x, t)``: the ControlNets, the UNet and guidance.
 
-The order of operations is that of diffusers' `StableDiffusionControlNetInpaintPipeline`. What need
-not be done isn't: a ControlNet that does not steer a step is not run in it.
-Read next: `stages.py`, which loads the parts; `everyframe.samplers.diffusers_scheduler`.
+The order of operations is that of diffusers' `StableDiffusionControlNetInpaintPipeline`, without
+redundant work: a ControlNet that does not steer a step is not run in it.
 """
 
 from __future__ import annotations
@@ -17,25 +16,26 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ControlNetScale:
-    """How one ControlNet steers: its scale, and between which shares of the steps."""
+    """Scale of one ControlNet, and the interval of the steps (as shares) where it applies."""
 
     scale: float
     start: float
     end: float
 
     def scale_at(self, step: int, num_steps: int) -> float:
-        """Its scale in a step; 0 before its start and after its end."""
+        """Scale in a step; 0 outside of the interval."""
         is_out = step / num_steps < self.start or (step + 1) / num_steps > self.end
         return 0.0 if is_out else self.scale
 
 
 @dataclass(frozen=True, eq=False)
 class ControlNetInputs:
-    """What the networks see beside the latents, for F frames at once.
+    """Inputs of the networks besides the latents, for F frames at once.
 
-    text: (1 or 2, L, D), with guidance the negative prompt first.
-    controls: (F, 3, H, W) for each ControlNet.
-    mask, masked: (F, 1, h, w) and (F, 4, h, w), or None for a UNet that takes no mask.
+    Attributes:
+        text: (1 or 2, L, D); with guidance the negative prompt comes first.
+        controls: (F, 3, H, W) for each ControlNet.
+        mask, masked: (F, 1, h, w) and (F, 4, h, w), or None for a UNet without mask input.
     """
 
     text: Tensor
@@ -45,9 +45,9 @@ class ControlNetInputs:
 
 
 class Denoiser:
-    """The guided answer of the networks. `step` is the sampler's; the caller counts it up.
+    """Guided output of the networks. `step` is the sampler's step; the caller increments it.
 
-    Where memory is short the plan has the branches of guidance computed one after the other.
+    If memory is short, the plan runs the guidance branches one after the other.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Denoiser:
         self._at_once = branches_at_once
 
     def __call__(self, x: Tensor, t: Tensor) -> Tensor:
-        """The guided answer for scaled latents x (F, 4, h, w) and t (F,)."""
+        """Guided output for scaled latents x (F, 4, h, w) and t (F,)."""
         branches = len(self._given.text)
         answers = [
             self._answer(x, t, range(first, min(first + self._at_once, branches)))
@@ -86,7 +86,7 @@ class Denoiser:
         return uncond + self._guidance_scale * (cond - uncond)
 
     def _answer(self, x: Tensor, t: Tensor, branches: range) -> Tensor:
-        """The UNet's answer for some branches of guidance, (len(branches) F, 4, h, w)."""
+        """UNet output for some guidance branches, (len(branches) F, 4, h, w)."""
         given, count = self._given, len(branches)
         text = given.text[branches.start : branches.stop].repeat_interleave(len(x), dim=0)
         seen = _repeated(x, count)
@@ -103,9 +103,9 @@ class Denoiser:
         return answer
 
     def _steered(self, x: Tensor, t: Tensor, text: Tensor, branches: range) -> dict[str, Any]:
-        """What the ControlNets add to the UNet's residuals, as its keywords; none, nothing.
+        """ControlNet residuals for the UNet, as its keyword arguments; empty without an active one.
 
-        In guess mode only the prompt's branch is steered, which with guidance is the second.
+        In guess mode only the prompt's branch is steered; with guidance this is the second.
         """
         is_guided = len(self._given.text) == 2
         unsteered = 0 if branches.start else 1
@@ -143,5 +143,5 @@ class Denoiser:
 
 
 def _repeated(tensor: Tensor, count: int) -> Tensor:
-    """(F, ...) once for each branch, (count F, ...)."""
+    """Repeat (F, ...) for each branch: (count F, ...)."""
     return torch.cat([tensor] * count) if count > 1 else tensor

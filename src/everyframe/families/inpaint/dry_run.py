@@ -1,8 +1,8 @@
-"""The stages of an inpainting run, each called once for a dry run, and how to save memory.
+"""Dry-run calls of the inpainting stages, and ways to reduce their memory.
 
-What is called is what `stages.py` and `vae_stages.py` call, at the plan's sizes; host tensors are
-zeros, and those on the device have no numbers. ControlNet and UNet are called one by one: what the
-other would give is made up. Read next: `everyframe.dry_run.executor`, `stages.py`.
+Each stage is called once, through the code that `stages.py` and `vae_stages.py` run, at the plan's
+sizes. Host tensors are zeros; device tensors are meta tensors. ControlNet and UNet are called
+separately, each with placeholder inputs in place of the other's output.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 def dry_run_calls(
     sizes: InpaintBuilder, settings: Settings, num_ranks: int = 1
 ) -> tuple[DryRunCall, ...]:
-    """A prompt, given frames, one step of each network, one batch of frames.
+    """Dry-run calls: a prompt, source frames, one step of each network, one batch of frames.
 
-    Of one of `num_ranks` ranks, which have a batch each.
+    With `num_ranks`, the calls are those of one rank; each rank has its own batch.
     """
     config = sizes.config
     together = min(int(settings.option("frames_at_once")), num_painted(settings))
@@ -74,9 +74,9 @@ def dry_run_calls(
 def memory_savings(
     config: InpaintConfig, component: str, settings: Settings
 ) -> Iterator[MemorySaving]:
-    """One branch of guidance after the other; fewer frames in one call of the autoencoder, tiles.
+    """Sequential guidance branches; fewer frames per autoencoder call; tiling.
 
-    Frames that are denoised at once are as many as were asked for.
+    The number of frames denoised at once stays as requested.
     """
     is_net = component == "unet" or component.startswith("controlnet")
     if is_net and settings.guidance_scale > 1:
@@ -129,7 +129,7 @@ def _decode(
 def _steer(
     config: InpaintConfig, settings: Settings, together: int, net: Any, device: str
 ) -> object:
-    """One ControlNet, with a UNet that answers at once."""
+    """Run one ControlNet with a placeholder UNet."""
     import torch
 
     def unet(x: Tensor, *_: Any, **given: Any) -> tuple[Tensor]:
@@ -141,7 +141,7 @@ def _steer(
 def _denoise(
     config: InpaintConfig, settings: Settings, together: int, unet: Any, device: str
 ) -> object:
-    """The UNet, with a ControlNet that answers at once."""
+    """Run the UNet with a placeholder ControlNet."""
     import torch
 
     def net(x: Tensor, *_: Any, **given: Any) -> tuple[list[Tensor], Tensor]:
@@ -155,7 +155,7 @@ def _denoise(
 def residual_shapes(
     config: InpaintConfig, batch: int, rows: int, columns: int
 ) -> list[tuple[int, int, int, int]]:
-    """What a ControlNet adds: a residual for the input, each layer and each halving; the middle."""
+    """Shapes of ControlNet residuals: input, each layer, each downsampling, middle."""
     channels = [int(c) for c in config.unet.get("block_out_channels", (320, 640, 1280, 1280))]
     given = config.unet.get("layers_per_block", 2)
     layers = given if isinstance(given, (list, tuple)) else [given] * len(channels)

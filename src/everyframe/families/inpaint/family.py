@@ -1,7 +1,4 @@
-"""The Inpaint family object: detect a checkpoint, build the stages of its run.
-
-Read next: `spec.py` (one checkpoint), `stages.py` (its stages).
-"""
+"""The Inpaint family object: detect a checkpoint, build the stages of its run."""
 
 from __future__ import annotations
 
@@ -22,14 +19,14 @@ if TYPE_CHECKING:
 
 
 class InpaintFamily:
-    """The family object of the registry."""
+    """Registry entry of the family."""
 
     name = "inpaint"
     title = "ControlNet inpainting"
     options: type[FamilyOptions] = InpaintOptions
 
     def recognise(self, location: Location, options: FamilyOptions) -> InpaintSpec | None:
-        """The model at that place if pictures can be inpainted with it, by its configs alone."""
+        """Detect a checkpoint that can inpaint by its configs; None if it cannot."""
         assert isinstance(options, InpaintOptions)
         files = find_files(location, options.controlnet)
         if files is None:
@@ -41,7 +38,7 @@ class InpaintFamily:
     def stages(
         self, spec: ModelSpec, plan: Plan, clip: int, teams: ParallelContext
     ) -> Sequence[Stage]:
-        """Text, given frames, denoise, decode."""
+        """Stages of one clip: text, source latents, denoise, decode."""
         from everyframe.families.inpaint.stage_context import InpaintContext
         from everyframe.families.inpaint.stages import DenoiseStage, TextEncodeStage
         from everyframe.families.inpaint.vae_stages import DecodeStage, SourceLatentStage

@@ -1,9 +1,8 @@
-"""What is given to be repainted: the source's frames, the mask of each, what the ControlNets see.
+"""Inputs of inpainting: source frames, a mask for each, and control images.
 
-Frames are read one after the other whenever a stage asks for them, and none is kept. Sizes: a
-source is fitted to the size that was asked for, if one was, and then padded to whole latents; what
-is made of it is cut back. Masks are 8-bit grey, 255 where the picture is repainted.
-Read next: `settings.py`, which checks them, `stages.py`, which reads them.
+Frames are read one by one whenever a stage needs them; none is cached. A source is fitted to the
+requested size, if there is one, and then padded to whole latents; the result is cropped back.
+Masks are 8-bit grey, 255 where the image is repainted.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ if TYPE_CHECKING:
 
 Grey = npt.NDArray[np.uint8]
 
-#: From this grey value on a pixel of the mask is repainted: half of white, as diffusers has it.
+#: Mask pixels with this grey value or more are repainted: half of white, as in diffusers.
 WHITE = 128
 
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangle in pixels of the source; right and bottom are outside of it."""
+    """Rectangle in pixels of the source; right and bottom are exclusive."""
 
     left: int
     top: int
@@ -45,7 +44,7 @@ class Box:
         return f"{self.left},{self.top},{self.right},{self.bottom}"
 
     def drawn(self, height: int, width: int) -> Frames:
-        """White on black, (H, W, 3)."""
+        """Draw white on black, (H, W, 3)."""
         mask = np.zeros((height, width, 3), np.uint8)
         mask[self.top : self.bottom, self.left : self.right] = 255
         return mask
@@ -53,7 +52,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Geometry:
-    """How a frame is brought to whole latents: fitted to (height, width), padded to multiples."""
+    """How a frame becomes whole latents: fitted to (height, width), padded to `step`."""
 
     height: int
     width: int
@@ -62,19 +61,19 @@ class Geometry:
 
     @property
     def padded(self) -> tuple[int, int]:
-        """(height, width) that is worked on."""
+        """Padded (height, width), the working size."""
         return -(-self.height // self.step) * self.step, -(-self.width // self.step) * self.step
 
     def picture(self, frame: Frames) -> Frames:
-        """A frame of the source, (H, W, 3), at the size of the result."""
+        """Fit a source frame (H, W, 3) to the result's size."""
         return fit_image(frame, self.height, self.width, self.fit)
 
     def mask(self, frame: Frames) -> Grey:
-        """The mask of a frame, (H, W, 3), at the size of the result: (height, width)."""
+        """Fit a mask frame (H, W, 3) to the result's size: (height, width)."""
         return grey(self.picture(frame))
 
     def pad(self, frame: npt.NDArray[Any], *, with_edge: bool = True) -> npt.NDArray[Any]:
-        """(height, width, ...) padded to the right and below, by its edge or by zeros."""
+        """Pad (height, width, ...) right and bottom, with edge values or zeros."""
         rows, columns = (new - old for new, old in zip(self.padded, frame.shape, strict=False))
         if not rows and not columns:
             return frame
@@ -84,7 +83,7 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Everything that is given, opened and not read."""
+    """All inputs of a request, opened but not read."""
 
     source: FrameSource
     mask: FrameSource | Box
@@ -92,13 +91,13 @@ class Inputs:
     canny_thresholds: tuple[float, float] = (LOW, HIGH)
 
     def frames(self, geometry: Geometry, num_frames: int) -> Iterator[tuple[Frames, Grey]]:
-        """The source's frames and their masks at the result's size, not padded."""
+        """Yield source frames and their masks at the result's size, not padded."""
         masks = _stretched(self.mask, self.source, num_frames)
         for frame, mask in zip(_first(self.source, num_frames), masks, strict=True):
             yield geometry.picture(frame), geometry.mask(mask)
 
     def num_painted(self, geometry: Geometry, num_frames: int) -> int:
-        """In how many of the frames the mask, at the result's size, is not empty."""
+        """Number of frames with a non-empty mask at the result's size."""
         if isinstance(self.mask, Box) or self.mask.is_still:
             ((_, mask),) = self.frames(geometry, 1)
             return num_frames if mask.any() else 0
@@ -106,7 +105,7 @@ class Inputs:
         return sum(bool(geometry.mask(mask).any()) for mask in masks)
 
     def sound(self, num_frames: int) -> Audio | None:
-        """The sound of the source's first frames; None if it has none."""
+        """Audio of the source's first frames; None if it has none."""
         if self.source.fps is None:
             return None
         return self.source.sound(float(num_frames / self.source.fps))
@@ -114,7 +113,7 @@ class Inputs:
     def control_pictures(
         self, geometry: Geometry, num_frames: int
     ) -> Iterator[tuple[npt.NDArray[np.float32], ...]]:
-        """For each frame what each ControlNet sees: float32 (H, W, 3), padded."""
+        """Yield for each frame the control image of each ControlNet: float32 (H, W, 3), padded."""
         made_here = any(isinstance(control, str) for control in self.controls)
         pairs: Iterator[Any] = self.frames(geometry, num_frames) if made_here else repeat(None)
         given = [
@@ -144,16 +143,16 @@ class Inputs:
 
 
 def grey(frame: Frames) -> Grey:
-    """Luminance (..., H, W) of (..., H, W, 3): ITU-R 601, rounded as Pillow rounds it."""
+    """Luminance (..., H, W) of (..., H, W, 3): ITU-R 601, rounded like Pillow."""
     wide = frame.astype(np.uint32)
     sums = wide[..., 0] * 19595 + wide[..., 1] * 38470 + wide[..., 2] * 7471
     return ((sums + 0x8000) >> 16).astype(np.uint8)
 
 
 def open_inputs(options: InpaintOptions, picture: Any) -> Inputs:
-    """The inputs of a request, with `picture` the common option ``image`` where it was given.
+    """Open the inputs of a request; `picture` is the common option ``image`` or None.
 
-    Raises `InputError` for what is missing or is none of the kinds that can be given.
+    Raises `InputError` for a missing input or an unsupported kind.
     """
     given = options.source if picture is None else picture
     options.check_named()
@@ -170,7 +169,7 @@ def open_inputs(options: InpaintOptions, picture: Any) -> Inputs:
 
 
 def check_mask(inputs: Inputs, num_frames: int, height: int, width: int) -> None:
-    """Raise `InputError` unless the mask fits a source of that many frames and that size."""
+    """Raise `InputError` unless the mask fits a source of that length and size."""
     if isinstance(inputs.mask, Box):
         _check_box(inputs.mask, height, width)
         return
@@ -199,7 +198,7 @@ def check_mask(inputs: Inputs, num_frames: int, height: int, width: int) -> None
 
 
 def check_controls(inputs: Inputs, num_frames: int) -> Iterator[tuple[str, int, int]]:
-    """Name, height and width of each control that was given; `InputError` for another length."""
+    """Yield name, height and width of each given control; `InputError` for a wrong length."""
     for control in inputs.controls:
         if isinstance(control, str):
             continue
@@ -280,9 +279,9 @@ def _stretched(mask: FrameSource | Box, source: FrameSource, num_frames: int) ->
 def _as_control(
     frame: Frames, size: tuple[int, ...], geometry: Geometry
 ) -> npt.NDArray[np.float32]:
-    """A given control, laid over the source of that (height, width) and fitted with it.
+    """Stretch a given control over the source's (height, width), then fit it like the source.
 
-    One of other proportions is stretched to the source's, as diffusers does.
+    Another aspect ratio is stretched to the source's, as diffusers does.
     """
     if frame.shape[0] * size[1] != frame.shape[1] * size[0]:
         frame = fit_image(frame, size[0], size[1], "stretch")
@@ -290,6 +289,6 @@ def _as_control(
 
 
 def _in_unit(pixels: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
-    """8-bit values as floats in 0..1."""
+    """Convert 8-bit values to floats in 0..1."""
     unit: npt.NDArray[np.float32] = np.divide(pixels, 255, dtype=np.float32)
     return unit

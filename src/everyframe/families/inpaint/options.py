@@ -1,7 +1,7 @@
-"""Options that only ControlNet inpainting knows. No torch here.
+"""Options of the ControlNet inpainting family. No torch here.
 
 Names and defaults are those of diffusers' `StableDiffusionControlNetInpaintPipeline`, where it has
-them. Read next: `settings.py`.
+them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from everyframe.core.errors import MediaError
 from everyframe.core.options import FamilyOptions, option
 from everyframe.runtime.shared_options import fit_option, truncate_prompt_option
 
-#: What can be made of the source itself for a ControlNet to see.
+#: Controls that are computed from the source.
 BUILT_IN = ("canny", "inpaint")
 
 _BOX = re.compile(r"\s*-?[\d.]+\s*(,\s*-?[\d.]+\s*)+")
@@ -25,17 +25,17 @@ _FILES = "; give a picture, a folder, a video, or"
 
 
 def is_box(given: Any) -> bool:
-    """Whether a mask is numbers with commas, and no file that is called so."""
+    """Whether a mask is a box (numbers with commas) and no file has that name."""
     return isinstance(given, str) and not _is_there(given) and _BOX.fullmatch(given) is not None
 
 
 def is_built_in(given: Any) -> bool:
-    """Whether a control is made of the source."""
+    """Whether a control is computed from the source."""
     return isinstance(given, str) and given.casefold() in BUILT_IN
 
 
 def several(given: Any) -> list[Any]:
-    """One control for each ControlNet: a list, or with commas unless a file is called so."""
+    """One control per ControlNet: a list, or split at commas unless a file has that name."""
     if isinstance(given, (list, tuple)):
         return list(given)
     if isinstance(given, str) and "," in given and not _is_there(given):
@@ -44,7 +44,7 @@ def several(given: Any) -> list[Any]:
 
 
 def check_there(source: Any, mask: Any, control: Any) -> None:
-    """Raise `MediaError` for a file or folder of these that does not exist."""
+    """Raise `MediaError` if a source, mask or control file or folder does not exist."""
     _check("source", source, "")
     if not is_box(mask):
         _check("mask", mask, f"{_FILES} a box LEFT,TOP,RIGHT,BOTTOM")
@@ -64,7 +64,7 @@ def _is_there(given: str | os.PathLike[str]) -> bool:
 
 
 def _split(value: Any) -> Any:
-    """``"0.5,0.8"`` from a command line as two numbers."""
+    """Parse ``"0.5,0.8"`` from a command line as two numbers."""
     return tuple(value.split(",")) if isinstance(value, str) and "," in value else value
 
 
@@ -73,7 +73,7 @@ OneOrEach = Annotated[float | tuple[float, ...], BeforeValidator(_split)]
 
 
 class InpaintOptions(FamilyOptions):
-    """What is repainted and where, what steers it, and how far it may go from the source."""
+    """Options of inpainting: source, mask, ControlNets and strength."""
 
     source: Any = option(
         "What is repainted in part: a picture, a folder of frames or a video.",
@@ -150,5 +150,5 @@ class InpaintOptions(FamilyOptions):
     truncate_prompt: bool = truncate_prompt_option()
 
     def check_named(self) -> None:
-        """Raise `MediaError` for a source, mask or control that is not there."""
+        """Raise `MediaError` if the source, mask or a control does not exist."""
         check_there(self.source, self.mask, self.control)

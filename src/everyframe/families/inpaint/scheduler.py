@@ -1,7 +1,6 @@
-"""The checkpoint's own scheduler: diffusers' class, made of its config, and its timesteps.
+"""Build the checkpoint's own diffusers scheduler from its config, and its timesteps.
 
-Not here: the loop, which is `everyframe.samplers.diffusers_scheduler`. Read next: `settings.py`,
-`stages.py`.
+The sampling loop is `everyframe.samplers.diffusers_scheduler`.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from everyframe.families.inpaint.config import SCHEDULERS
 
 
 def make_scheduler(config: Mapping[str, Any]) -> Any:
-    """A fresh scheduler: they count their steps, so each run of a sampler has its own.
+    """Build a new scheduler; they count their steps, so each sampler run needs its own.
 
-    Keys of the config that its class does not know are left out, as diffusers does: Stable
-    Diffusion 1.5 itself has some of another scheduler's. Raises `CheckpointError` for values that
-    the class refuses.
+    Config keys that the class does not know are ignored, as in diffusers: Stable Diffusion 1.5
+    itself has some of another scheduler. Raises `CheckpointError` for values that the class
+    rejects.
     """
     import diffusers
 
@@ -41,7 +40,7 @@ def make_scheduler(config: Mapping[str, Any]) -> Any:
 
 
 def num_timesteps(config: Mapping[str, Any], num_inference_steps: int, strength: float) -> int:
-    """How many steps are done: some schedulers make one twice. Raises as `begin` does."""
+    """Number of steps; some schedulers run one step twice. Raises as `begin` does."""
     return _num_timesteps(json.dumps(config), num_inference_steps, strength)
 
 
@@ -52,10 +51,10 @@ def _num_timesteps(config: str, num_inference_steps: int, strength: float) -> in
 
 
 def begin(scheduler: Any, num_inference_steps: int, strength: float, device: str = "cpu") -> Any:
-    """The timesteps (N,) that are sampled, of `num_inference_steps` those that `strength` leaves.
+    """Set the timesteps (N,): of `num_inference_steps`, those that `strength` leaves.
 
     Raises:
-        InputError: none is left, or the scheduler has no so many.
+        InputError: none is left, or the scheduler does not support that many.
     """
     try:
         scheduler.set_timesteps(num_inference_steps, device=device)

@@ -1,8 +1,8 @@
-"""A request settled against one inpainting model: size, frames, mask, control, steps, notes.
+"""Resolve a request against one inpainting model: size, frames, mask, control, steps, notes.
 
-What is given is read once, every frame of it, so that nothing that can't be used is found out after
-an hour; nothing of it is kept. Defaults are those of diffusers' pipeline. What can't be had is an
-`InputError` that says what can. Read next: `inputs.py`, `family.py`.
+Every input frame is read once here, so an unusable one is found before the run and not an hour
+into it; none is cached. Defaults are those of diffusers' pipeline. An impossible value raises
+`InputError` with the values that are possible.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from everyframe.runtime.request_checks import (
 
 STEPS = 50
 GUIDANCE = 7.5
-#: Of a source that has no rate of its own, and of a picture, where it means nothing.
+#: Frame rate of a source without one, and of an image, where it has no meaning.
 FPS, PICTURE_FPS = 24.0, 1.0
 
 _NO_USE = {
@@ -51,7 +51,7 @@ _NO_USE = {
 
 @dataclass(frozen=True)
 class InpaintFacts:
-    """What a checkpoint says that settling needs."""
+    """Facts of a checkpoint that resolving a request needs."""
 
     title: str
     config: InpaintConfig
@@ -62,7 +62,7 @@ class InpaintFacts:
 def resolve_settings(
     facts: InpaintFacts, request: Request, options: InpaintOptions, seed: int
 ) -> tuple[Settings, tuple[str, ...]]:
-    """Every value of the request settled, and notes for the person who asked."""
+    """Resolve every value of the request; return settings, and notes for the user."""
     notes: list[str] = []
     _check_request(facts, request, options)
     inputs = open_inputs(options, request.image)
@@ -115,7 +115,7 @@ def resolve_settings(
 def _with_painted(
     facts: InpaintFacts, inputs: Inputs, settings: Settings, notes: list[str]
 ) -> Settings:
-    """With the number of frames that are denoised: the others stay what they are."""
+    """Add the number of frames to denoise; the others stay unchanged."""
     num_frames = painted = settings.num_frames
     if not settings.option("unblended"):
         painted = inputs.num_painted(geometry_of(facts.config, settings), num_frames)
@@ -133,12 +133,12 @@ def _with_painted(
 
 
 def num_painted(settings: Settings) -> int:
-    """How many frames are denoised."""
+    """Number of frames to denoise."""
     return int(dict(settings.options).get("frames_painted", settings.num_frames))
 
 
 def geometry_of(config: InpaintConfig, settings: Settings) -> Geometry:
-    """How frames are brought to the size that is worked on."""
+    """How frames are fitted and padded to the working size."""
     fit = str(settings.option("fit"))
     return Geometry(settings.height, settings.width, fit, config.spatial_factor)
 
@@ -151,7 +151,7 @@ def latent_shape(config: InpaintConfig, settings: Settings) -> tuple[int, int, i
 
 
 def smaller_settings(settings: Settings) -> Iterator[Settings]:
-    """The same with less memory: one frame at once, then smaller ones."""
+    """Yield the same request with less memory: one frame at once, then smaller frames."""
     alone = dict(settings.options) | {"frames_at_once": 1}
     settings = replace(settings, options=tuple(alone.items()))
     height, width = settings.height, settings.width
@@ -213,7 +213,7 @@ def _name(control: Any) -> str:
 
 
 def _steering(config: InpaintConfig, options: InpaintOptions) -> tuple[tuple[str, Any], ...]:
-    """Scale, start and end: a number for one ControlNet, a tuple of them for several."""
+    """Scale, start and end: a number for one ControlNet, a tuple for several."""
     count = len(config.controlnets)
     each = {
         name: _for_each(name, getattr(options, name), count)

@@ -1,9 +1,9 @@
-"""The family of ControlNet inpainting: a part of a picture or video is painted anew.
+"""ControlNet inpainting specs: repaint the masked part of an image or video.
 
 Upstream: Stable Diffusion 1 and 2 in diffusers' folders, with the ControlNets of lllyasviel and
-others; diffusers' `StableDiffusionControlNetInpaintPipeline` is what results are held against.
-Read next: `checkpoint.py` (what lies where), `settings.py` (request to settings), `inputs.py` (what
-is given), `components.py` (parts and memory), `stages.py` (the run).
+others. Results are compared with diffusers' `StableDiffusionControlNetInpaintPipeline`. Read next:
+`checkpoint.py` (files), `settings.py` (request to settings), `inputs.py` (source, mask, control),
+`components.py` (components and memory), `stages.py` (the run).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class InpaintSpec(NativeModelSpec[InpaintOptions, InpaintFiles, InpaintBuilder]):
-    """One checkpoint of this family, its configs read and its weights not."""
+    """One inpainting checkpoint: configs read, weights not loaded."""
 
     title: str
     led = ("text_encoder",)
@@ -50,14 +50,14 @@ class InpaintSpec(NativeModelSpec[InpaintOptions, InpaintFiles, InpaintBuilder])
     apart = False
 
     def settle(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
-        """Every value of the request settled, and notes."""
+        """Resolve the request: settings, and notes for the user."""
         facts = request_settings.InpaintFacts(
             self.title, self.sizes.config, self.files.pipeline, self.files.has_safety_checker
         )
         return request_settings.resolve_settings(facts, request, self.options, seed)
 
     def unread(self, settings: Settings) -> tuple[str, ...]:
-        """What CLIP has no room for."""
+        """Prompt words cut because they exceed CLIP's length."""
         if self.files.folder is None:
             return ()
         from everyframe.families.inpaint.text import load_tokenizer, tokens_of
@@ -68,7 +68,7 @@ class InpaintSpec(NativeModelSpec[InpaintOptions, InpaintFiles, InpaintBuilder])
         return tuple(prompt_truncated_note(cut).text for *_, cut in tokens if cut)
 
     def smaller(self, settings: Settings) -> Iterator[Settings]:
-        """Settings like these that need less memory."""
+        """Yield similar settings that need less memory."""
         return request_settings.smaller_settings(settings)
 
     def components(self, settings: Settings) -> tuple[Component, ...]:
@@ -81,17 +81,17 @@ class InpaintSpec(NativeModelSpec[InpaintOptions, InpaintFiles, InpaintBuilder])
         return components(self.sizes, places)
 
     def rehearsals(self, settings: Settings) -> tuple[DryRunCall, ...]:
-        """A call of every stage."""
+        """Dry-run calls of every stage on one device."""
         return dry_run_calls(self.sizes, settings)
 
     def num_branches(self, settings: Settings) -> int:
-        """One: ranks have whole frames, with both branches of guidance."""
+        """Always one: each rank has whole frames with both guidance branches."""
         return 1
 
     def rank_part(
         self, settings: Settings, crew: VideoGroup, rank: int, element_bytes: int
     ) -> RankShare:
-        """Whole batches of frames; their latents are sent when they are done."""
+        """Share of one rank: whole batches of frames; their latents are sent when done."""
         config, together = self.sizes.config, int(settings.option("frames_at_once"))
         strength, steps = float(settings.option("strength")), settings.num_inference_steps
         frames = prod(request_settings.latent_shape(config, settings)) * together
@@ -106,7 +106,7 @@ class InpaintSpec(NativeModelSpec[InpaintOptions, InpaintFiles, InpaintBuilder])
     def shared_rehearsals(
         self, settings: Settings, teams: ParallelContext
     ) -> tuple[DryRunCall, ...]:
-        """A call of every stage as one of several ranks makes it."""
+        """Dry-run calls of every stage as one of several ranks runs it."""
         return dry_run_calls(self.sizes, settings, len(active_ranks(teams.team.weights)))
 
     def savings(self, component: str, settings: Settings) -> Iterator[MemorySaving]:
@@ -114,16 +114,16 @@ class InpaintSpec(NativeModelSpec[InpaintOptions, InpaintFiles, InpaintBuilder])
         return memory_savings(self.sizes.config, component, settings)
 
     def fetched(self) -> InpaintSpec:
-        """The same model with all of its files on this disk."""
+        """Download missing files; return a copy with all files on disk."""
         return read_spec(self.name, self.title, self.files.fetched(), self.options)
 
     @property
     def components_on_disk(self) -> tuple[str, ...]:
-        """ControlNets come last: they are of files of their own."""
+        """Component names with the ControlNets last, because they have separate files."""
         return tuple(sorted(self.sizes.parts, key=lambda name: name.startswith("controlnet")))
 
     def weights(self, component: str) -> tuple[Path, KeyMap]:
-        """Where a component's weights are, and how their names become the module's."""
+        """Files of a component's weights, and their key map."""
         from everyframe.families.inpaint.checkpoint import keys_of
 
         names = self.sizes.num_elements["text_encoder"]

@@ -1,7 +1,4 @@
-"""What the stages of an inpainting run share: the plan, the model, what is given, its latents.
-
-Read next: `vae_stages.py` and `stages.py`, the stages themselves.
-"""
+"""Shared context of the inpainting stages: plan, model, inputs and source latents."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ _Item = TypeVar("_Item")
 
 @dataclass(frozen=True)
 class InpaintContext(stages.StageContext[InpaintSpec]):
-    """What all stages share, and what they ask of it."""
+    """Shared by all stages: plan, model and ranks."""
 
     @property
     def config(self) -> InpaintConfig:
@@ -36,7 +33,7 @@ class InpaintContext(stages.StageContext[InpaintSpec]):
 
     @property
     def geometry(self) -> Geometry:
-        """How frames are brought to the size that is worked on."""
+        """How frames are fitted and padded to the working size."""
         return geometry_of(self.config, self.settings)
 
     @property
@@ -46,12 +43,12 @@ class InpaintContext(stages.StageContext[InpaintSpec]):
 
     @property
     def together(self) -> int:
-        """Frames that are worked on at once."""
+        """Frames per batch."""
         return int(self.settings.option("frames_at_once"))
 
     @property
     def num_batches(self) -> int:
-        """How often that is, for frames that are denoised."""
+        """Number of batches of frames to denoise."""
         return -(-num_painted(self.settings) // self.together)
 
     def paints(self, mask: Grey) -> bool:
@@ -59,50 +56,51 @@ class InpaintContext(stages.StageContext[InpaintSpec]):
         return bool(self.settings.option("unblended")) or bool(mask.any())
 
     def frames(self, takes: Sequence[VideoState]) -> Iterator[tuple[Frames, Grey]]:
-        """Every frame and its mask at the result's size."""
+        """Yield every frame and its mask at the result's size."""
         return self.inputs(takes).frames(self.geometry, self.settings.num_frames)
 
     def painted(self, takes: Sequence[VideoState]) -> Iterator[tuple[Frames, Grey]]:
-        """Those of `frames` that are denoised."""
+        """Yield the frames and masks to denoise."""
         return (pair for pair in self.frames(takes) if self.paints(pair[1]))
 
     def controls(self, take: VideoState) -> Iterator[tuple[Any, ...]]:
-        """For each frame that is denoised, what each ControlNet sees."""
+        """Yield for each frame to denoise the control image of each ControlNet."""
         seen = self.inputs([take]).control_pictures(self.geometry, self.settings.num_frames)
         for (_, mask), pictures in zip(self.frames([take]), seen, strict=True):
             if self.paints(mask):
                 yield pictures
 
     def inputs(self, takes: Sequence[VideoState]) -> Inputs:
-        """What is given, opened anew."""
+        """Open the inputs again."""
         first = takes[0].given.first
         return open_inputs(self.model.options, None if first is None else first[0])
 
     @property
     def num_timesteps(self) -> int:
-        """Steps of the scheduler that each frame takes."""
+        """Scheduler steps per frame."""
         strength = float(self.settings.option("strength"))
         steps = self.settings.num_inference_steps
         return num_timesteps(self.config.scheduler, steps, strength)
 
     def scheduled(self, device: str) -> tuple[Any, Tensor]:
-        """A fresh scheduler and the timesteps that it is set to."""
+        """Return a new scheduler and its timesteps."""
         scheduler = make_scheduler(self.config.scheduler)
         strength = float(self.settings.option("strength"))
         return scheduler, begin(scheduler, self.settings.num_inference_steps, strength, device)
 
     def mixes_source_in(self, take: VideoState) -> bool:
-        """Whether sampling begins with the source under noise; given latents are taken as is."""
+        """Whether sampling starts from the noised source; given latents are used unchanged."""
         return float(self.settings.option("strength")) < 1 and take.start_noise is None
 
 
 @dataclass(frozen=True, eq=False)
 class ConditioningLatents:
-    """The given frames in latents, float32 on the CPU, for the T frames of a take
-    that are denoised.
+    """Source and mask in latents, float32 on the CPU, for the T frames to denoise of a video.
 
-    mask: (T, 1, h, w), 1 where it is denoised. masked: (T, 4, h, w), the source with grey under the
-    mask, for a UNet that sees it. source: (T, 4, h, w), where it is put back or begun with.
+    Attributes:
+        mask: (T, 1, h, w), 1 where it is denoised.
+        masked: (T, 4, h, w), the source with grey under the mask, for a UNet with mask input.
+        source: (T, 4, h, w), where it is pasted back or sampling starts from it.
     """
 
     mask: Tensor
@@ -111,23 +109,23 @@ class ConditioningLatents:
 
     @classmethod
     def joined(cls, pieces: Sequence[ConditioningLatents]) -> ConditioningLatents:
-        """Those of all frames, of those of some frames each."""
+        """Concatenate the latents of several batches of frames."""
         every = zip(*(each.tensors() for each in pieces), strict=True)
         return cls.of([torch.cat(some) for some in every])
 
     def tensors(self) -> list[Tensor]:
-        """All three, as they are sent: what is not there has no elements."""
+        """All three tensors, ready to send; a missing one has no elements."""
         return [torch.empty(0) if x is None else x for x in (self.mask, self.masked, self.source)]
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> ConditioningLatents:
-        """What `tensors` gave."""
+        """Inverse of `tensors`."""
         mask, masked, source = tensors
         return cls(mask, *(x if x.numel() else None for x in (masked, source)))
 
 
 def batched(items: Iterable[_Item], size: int) -> Iterator[list[_Item]]:
-    """Lists of `size` items, the last one maybe shorter."""
+    """Yield lists of `size` items; the last may be shorter."""
     rest = iter(items)
     while batch := list(itertools.islice(rest, size)):
         yield batch

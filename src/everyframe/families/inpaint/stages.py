@@ -1,11 +1,10 @@
-"""The stages in the middle of an inpainting run: text, and denoising.
+"""Text encoding and denoising stages of an inpainting run.
 
-Each loads what it needs, works on every take with it and lets go of it when its generator ends.
-Frames are denoised `frames_at_once` together, with the same start noise for every frame; those in
-which nothing is repainted are left out. What is
-computed is diffusers' `StableDiffusionControlNetInpaintPipeline` frame by frame; what differs is
-that, in the end, the source itself is put back outside of the mask.
-Read next: `vae_stages.py` (the other stages), `denoiser.py`.
+Each stage loads what it needs, uses it for every video and frees it when its generator ends.
+Frames are denoised in batches of `frames_at_once`, all with the same initial noise; frames with an
+empty mask are skipped. The computation is that of diffusers'
+`StableDiffusionControlNetInpaintPipeline`, frame by frame, except that the source itself replaces
+the result outside of the mask at the end. The other stages are in `vae_stages.py`.
 """
 
 from __future__ import annotations
@@ -43,12 +42,12 @@ _HANDED = "batches of frames are handed on"
 
 
 def share(team: Communicator, mine: Sequence[Tensor] | None, rank: int) -> list[Tensor]:
-    """What that rank made of a batch, on every rank; `mine` on itself."""
+    """Broadcast what `rank` computed for a batch; `mine` is that rank's own result."""
     return team.share(mine, rank, _HANDED)
 
 
 def hear(team: Communicator, guard: Guard, events: Iterable[Event]) -> None:
-    """Have the first rank's guard tell what happened on the others as well."""
+    """Forward the other ranks' guard events to the first rank's guard."""
     if team.size == 1:
         return
     told = team.tell_all([] if team.is_lead else [each.to_json() for each in events], _HANDED)
@@ -63,10 +62,10 @@ def in_round(
     ranks: Sequence[int],
     num_steps: int,
 ) -> Iterator[Step]:
-    """The steps of this rank's batch; the state after the last one is that of the whole round.
+    """Steps of this rank's batch; the state after the last one is that of the whole round.
 
-    `ranks` have a batch in it, in their order. One that has none (its `steps` are none) makes a
-    step of what the others made.
+    `ranks` have a batch in this round, in their order. A rank without one (empty `steps`) builds
+    one step from the other ranks' results.
     """
     if team.size == 1:
         yield from steps
@@ -87,7 +86,7 @@ def in_round(
 
 @dataclass(frozen=True)
 class TextEncodeStage:
-    """Prompt and negative prompt through CLIP, once for all takes."""
+    """Encode prompt and negative prompt with CLIP, once for all videos."""
 
     job: InpaintContext
     name: str = "text"
@@ -95,11 +94,11 @@ class TextEncodeStage:
     goes_on: bool = False
 
     def num_steps(self, num_takes: int) -> int:
-        """One a prompt."""
+        """One step per prompt."""
         return len(prompts_of(self.job.settings))
 
     def run(self, takes: Sequence[VideoState]) -> Iterator[Event]:
-        """Fill each take's `text`: one rank encodes, the others are told."""
+        """Set `text` of each video: one rank encodes and broadcasts."""
         world = self.job.teams.world
         told = yield from stages.on_lead_rank(world, self._encoded(takes), "the text is handed on")
         text = torch.cat(told)
@@ -125,7 +124,7 @@ class TextEncodeStage:
 
 @dataclass(frozen=True)
 class DenoiseStage:
-    """Noise becomes latents (T, 4, h, w): the scheduler, guidance, ControlNets and UNet."""
+    """Denoise: scheduler, guidance, ControlNets and UNet turn noise into latents (T, 4, h, w)."""
 
     job: InpaintContext
     name: str = "denoise"
@@ -133,11 +132,11 @@ class DenoiseStage:
     goes_on: bool = True
 
     def num_steps(self, num_takes: int) -> int:
-        """The scheduler's steps for each batch of frames of each take."""
+        """Scheduler steps of each batch of frames of each video."""
         return num_takes * self.job.num_batches * self.job.num_timesteps
 
     def run(self, takes: Sequence[VideoState]) -> Iterator[Event]:
-        """Fill each take's `latents`."""
+        """Set `latents` of each video."""
         job = self.job
         nets: dict[str, nn.Module] = {}
         for name in map(controlnet_name, range(len(job.config.controlnets))):
@@ -153,7 +152,7 @@ class DenoiseStage:
     def _lots(
         self, unet: nn.Module, nets: Sequence[nn.Module], guard: Guard, take: VideoState
     ) -> Iterator[SamplerBatch]:
-        """The batches of frames that are not done, a round of all ranks after the other."""
+        """Yield the batches of frames not yet done, one round of all ranks after the other."""
         job, team = self.job, self.job.teams.team
         steps, ranks = job.num_timesteps, active_ranks(team.weights)
         num_done, start = divmod(take.step, steps)
@@ -180,7 +179,7 @@ class DenoiseStage:
         numbered: tuple[int, Sequence[Any]],
         start: int,
     ) -> Iterator[SamplerStep]:
-        """The steps of a batch: its number, and of each frame what the ControlNets see."""
+        """Steps of one batch: its number, and per frame the control images."""
         number, batch = numbered
         first = number * self.job.together
         frames = slice(first, first + len(batch))
@@ -232,7 +231,7 @@ class DenoiseStage:
     def _begin(
         self, take: VideoState, scheduler: Any, timesteps: Tensor, source: Tensor | None, count: int
     ) -> tuple[Tensor, Tensor]:
-        """What sampling begins with, and its noise, (F, 4, h, w) each; the same for every frame."""
+        """Initial latents and their noise, (F, 4, h, w) each; the same for every frame."""
         job = self.job
         start = take.start_noise
         if start is None:
@@ -245,7 +244,7 @@ class DenoiseStage:
 
 
 def _controls(batch: Sequence[Any]) -> Iterator[Tensor]:
-    """What each ControlNet sees of some frames, (F, C, H, W)."""
+    """Yield the control images of each ControlNet, (F, C, H, W)."""
     for one in zip(*batch, strict=True):
         yield rearrange(torch.from_numpy(np.stack(one)), "f h w c -> f c h w").contiguous()
 
@@ -270,7 +269,7 @@ def _denoiser(
 
 
 def _steering(settings: Settings) -> list[ControlNetScale]:
-    """How each ControlNet steers; for one the settings hold numbers, for several tuples."""
+    """Scale of each ControlNet; the settings hold numbers for one, tuples for several."""
     names = ("controlnet_conditioning_scale", "control_guidance_start", "control_guidance_end")
     values = [settings.option(name) for name in names]
     each = [value if isinstance(value, (tuple, list)) else (value,) for value in values]

@@ -1,7 +1,4 @@
-"""CLIP's text encoder and its tokenizer: a prompt becomes hidden states.
-
-Not here: what is done with them (`stages.py`, `denoiser.py`).
-"""
+"""CLIP text encoder and tokenizer: prompt to hidden states."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from everyframe.core.plan import Settings
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The `CLIPTokenizer` that lies in `folder`; never fetches."""
+    """Load the `CLIPTokenizer` in `folder`; never downloads."""
     from transformers import CLIPTokenizer
 
     wanted = ("tokenizer.json", "vocab.json")
@@ -29,7 +26,7 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def prompts_of(settings: Settings) -> list[str]:
-    """With guidance the negative prompt first, which is empty where none was given."""
+    """Prompts to encode; with guidance the negative prompt comes first, empty if not given."""
     guided = settings.guidance_scale > 1
     return [settings.negative_prompt or "", settings.prompt] if guided else [settings.prompt]
 
@@ -37,7 +34,7 @@ def prompts_of(settings: Settings) -> list[str]:
 def tokens_of(
     tokenizer: Any, settings: Settings, num_tokens: int
 ) -> list[tuple[Tensor, Tensor, str]]:
-    """Every prompt as CLIP gets it; see `tokenize`."""
+    """Tokenize every prompt for CLIP; see `tokenize`."""
     truncate = bool(settings.option("truncate_prompt"))
     prompts = prompts_of(settings)
     return [tokenize(tokenizer, each, num_tokens, truncate=truncate) for each in prompts]
@@ -48,7 +45,7 @@ def tokenize(
 ) -> tuple[Tensor, Tensor, str]:
     """Token ids and mask, (1, num_tokens) each, and the words that were cut ("" if none).
 
-    Raises `InputError` for a prompt that is too long unless `truncate`; it says what would be cut.
+    Raises `InputError` for a prompt that is too long unless `truncate`; names the words to cut.
     """
     limit = min(num_tokens, int(tokenizer.model_max_length))
     # Asked to cut, so that the tokenizer prints no warning of its own.
@@ -71,7 +68,7 @@ def tokenize(
 def embed(encoder: nn.Module, ids: Tensor, mask: Tensor, *, device: str, uses_mask: bool) -> Tensor:
     """CLIP's last hidden states (1, L, D) for token ids (1, L); float32, on the CPU.
 
-    Padding is read like words, as Stable Diffusion was trained, unless the checkpoint's config
+    Padding is read like words, as in Stable Diffusion's training, unless the checkpoint's config
     says otherwise (`uses_mask`). `device` is where the encoder computes.
     """
     hidden = encoder(

@@ -1,4 +1,4 @@
-"""The autoencoder of an inpainting model: encode and decode pictures, in tiles where asked.
+"""Autoencoder of an inpainting model: encode and decode images, tiled on request.
 
 The module is diffusers' `AutoencoderKL`.
 """
@@ -22,10 +22,9 @@ def posterior(
     *,
     most_tiles: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation (F, 4, h, w) of a picture's latents; float32, on the CPU.
+    """Mean and standard deviation (F, 4, h, w) of an image's latents; float32, on the CPU.
 
-    A latent stands for `factor` rows and columns. The settings say how many frames are encoded at
-    once, and in which tiles.
+    A latent covers `factor` rows and columns. The settings determine frames per call and tiles.
     """
     side = settings.saving(tiling.ENCODE, 0)
 
@@ -42,7 +41,7 @@ def posterior(
 def decode(
     vae: Any, latents_FChw: Tensor, settings: Settings, *, most_tiles: int | None = None
 ) -> Tensor:
-    """Pixels (F, 3, H, W) around -1..1 of unscaled latents; float32, on the CPU."""
+    """Decode unscaled latents to pixels (F, 3, H, W) around -1..1; float32, on the CPU."""
     side = settings.saving(tiling.DECODE, 0)
 
     def decode_tile(part: Tensor) -> Tensor:

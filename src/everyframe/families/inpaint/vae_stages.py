@@ -1,8 +1,8 @@
-"""The stages at both ends of an inpainting run: given frames to latents, latents to frames.
+"""VAE stages of an inpainting run: source frames to latents, latents to frames.
 
-Pictures are read anew in each, one batch of frames after the other; of a frame only its latents are
-kept in between. The noise by which the autoencoder's posterior is sampled is the same for every
-frame, so that what is still stays still. Read next: `inputs.py`, `stages.py`.
+Each stage reads the frames again, one batch at a time; between stages only latents are stored. The
+noise that samples the autoencoder's posterior is the same for every frame, so still content stays
+still.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from everyframe.samplers import noise
 
 @dataclass(frozen=True)
 class SourceLatentStage:
-    """Source and mask of every frame into latents, for each take with noise of its own."""
+    """Encode source and mask of every frame to latents, with separate noise for each video."""
 
     job: InpaintContext
     name: str = "given frames"
@@ -41,11 +41,14 @@ class SourceLatentStage:
     goes_on: bool = False
 
     def num_steps(self, num_takes: int) -> int:
-        """One a batch of frames, for all takes."""
+        """One step per batch of frames, for all videos."""
         return self.job.num_batches
 
     def run(self, takes: Sequence[VideoState]) -> Iterator[Event]:
-        """Fill each take's `known`. Several ranks deal out the batches; all have all of them."""
+        """Set `known` of each video.
+
+        With several ranks, the batches are distributed and every rank receives all results.
+        """
         job, team = self.job, self.job.teams.team
         vae = yield from job.loaded(self.component)
         guard = job.guard(self.name, {self.component: vae})
@@ -109,7 +112,7 @@ class SourceLatentStage:
         return ConditioningLatents(F.interpolate(mask_FCHW, size=shape[1:]), masked, source)
 
     def _latents(self, vae: Any, guard: Guard, picture_FCHW: Tensor, noise_1Chw: Tensor) -> Tensor:
-        """Scaled latents of pictures, the posterior sampled by that noise."""
+        """Scaled latents of images; `noise_1Chw` samples the posterior."""
         config, given = self.job.config, picture_FCHW.to(self.job.device("vae"))
         mean, deviation = vae_calls.posterior(vae, given, config.spatial_factor, guard.settings)
         latents: Tensor = config.scaling_factor * (mean + deviation * noise_1Chw)
@@ -118,7 +121,7 @@ class SourceLatentStage:
 
 @dataclass(frozen=True)
 class DecodeStage:
-    """Latents become frames, and outside of the mask the source comes back."""
+    """Decode latents to frames, and restore the source outside of the mask."""
 
     job: InpaintContext
     name: str = "decode"
@@ -126,11 +129,14 @@ class DecodeStage:
     goes_on: bool = False
 
     def num_steps(self, num_takes: int) -> int:
-        """One a batch of frames."""
+        """One step per batch of frames."""
         return num_takes * self.job.num_batches
 
     def run(self, takes: Sequence[VideoState]) -> Iterator[Event]:
-        """Yield the frames of each take. Several ranks deal out the lots; the first has all."""
+        """Yield the frames of each video.
+
+        With several ranks, the batches are distributed; the first rank receives all frames.
+        """
         vae = yield from self.job.loaded(self.component)
         guard = self.job.guard(self.name, {self.component: vae})
         total, done = self.num_steps(len(takes)), 0
@@ -150,7 +156,7 @@ class DecodeStage:
     def _frames(
         self, vae: Any, guard: Guard, takes: Sequence[VideoState], take: VideoState, done: int
     ) -> Iterator[tuple[Tensor, bool, list[Event]]]:
-        """Frames (F, H, W, 3) in 0..1, whether any was denoised, and what happened, lot by lot."""
+        """Yield frames (F, H, W, 3) in 0..1, whether any was denoised, and events, per batch."""
         job, team = self.job, self.job.teams.team
         latents = take.latents.split(job.together)
         # The lot that is at hand, which of it was denoised, and the number of their batch.
@@ -178,7 +184,7 @@ class DecodeStage:
             yield frames, bool(painted), told
 
     def _lots(self, takes: Sequence[VideoState]) -> Iterator[list[tuple[Any, Any]]]:
-        """All frames in order, in lots that hold one batch of those that were denoised, or none."""
+        """Yield all frames in order, in lists that hold one batch of denoised frames, or none."""
         job = self.job
         lot: list[tuple[Any, Any]] = []
         num_painted = 0
@@ -192,7 +198,7 @@ class DecodeStage:
             yield lot
 
     def _sound(self, takes: Sequence[VideoState], take: VideoState) -> Iterator[Event]:
-        """The source's own sound, if the result plays at the source's speed."""
+        """Yield the source's audio, if the result plays at the source's speed."""
         settings = self.job.settings
         inputs = self.job.inputs(takes)
         sound = inputs.sound(settings.num_frames)

@@ -1,1 +1,1 @@
-"""Open-Sora 1.0 and 1.2: sizes, models, autoencoders, text, weights, and the family itself."""
+"""Open-Sora 1.0 and 1.2: text to video and image to video. Read next: `spec.py`."""

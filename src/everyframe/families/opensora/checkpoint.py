@@ -1,9 +1,8 @@
-"""Which Open-Sora a checkpoint is and where its three parts lie, by names and configs alone.
+"""Find the files of an Open-Sora checkpoint and detect its version, from names and configs only.
 
-Upstream spreads a model over several hub repositories: denoiser, autoencoder, T5. A local folder
-may hold them together (``vae/``, ``text_encoder/``, ``tokenizer/`` beside the denoiser's
-``config.json``), which is also how the embedded model is laid out. Weights are not read here.
-Read next: `family.py`.
+Upstream spreads a model over three hub repositories: denoiser, autoencoder, T5. A local folder
+may hold all of them (``vae/``, ``text_encoder/``, ``tokenizer/`` beside the denoiser's
+``config.json``); the embedded model has this layout. No weights are read here.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from everyframe.families.opensora.options import OpenSoraOptions
 from everyframe.runtime import model_spec
 from everyframe.runtime.model_spec import ComponentSource
 
-#: Position tables that upstream stores beside the weights and that are computed here in float32.
+#: Ignored: position tables that upstream stores with the weights; computed in float32 here.
 STDIT_KEYS = KeyMap(ignore=(r"pos_embed", r"pos_embed_temporal"))
 STDIT3_KEYS = KeyMap(ignore=(r"rope\.freqs",))
 
-#: sd-vae-ft-ema is from before diffusers renamed the attention of its autoencoders.
+#: sd-vae-ft-ema predates diffusers' renaming of the autoencoder's attention.
 VIDEO_VAE_KEYS = KeyMap(rename=OLD_VAE_ATTENTION)
-#: A plain diffusers folder: its `AutoencoderKL` stands one level lower here.
+#: A plain diffusers folder; `ImageVAE` wraps its `AutoencoderKL` one level lower.
 IMAGE_VAE_KEYS = KeyMap(rename=(*OLD_VAE_ATTENTION, (r"^", "module.")))
 
-#: Of a whole T5 only the encoder is wanted; its embedding may be stored under either name.
+#: Only T5's encoder is loaded; its embedding may have either name.
 T5_KEYS = KeyMap(
     ignore=(r"decoder\..*", r"lm_head\..*"),
     tied=(("shared.weight", "encoder.embed_tokens.weight"),),
@@ -41,7 +40,7 @@ T5_KEYS = KeyMap(
 
 
 def keys_of(component: str, version: str) -> KeyMap:
-    """How the names in that component's files become the module's."""
+    """Key map from a component's checkpoint names to module names."""
     if component == "text_encoder":
         return T5_KEYS
     if component == "denoiser":
@@ -59,7 +58,7 @@ _VERSION_MARKS = (
 
 
 def version_of(names: Iterable[str]) -> str | None:
-    """The Open-Sora version whose denoiser has tensors of these names, or None."""
+    """Open-Sora version whose denoiser has tensors of these names, or None."""
     names = tuple(names)
     for version, marks in _VERSION_MARKS:
         if any(name.startswith(mark) for mark in marks for name in names):
@@ -67,7 +66,7 @@ def version_of(names: Iterable[str]) -> str | None:
     return None
 
 
-#: By `model_type` and `architectures` (the class), or by `type` as upstream's own configs write it.
+#: Keyed by `model_type` or `architectures` (the class), or by `type` in upstream's own configs.
 _VERSION_OF_CLASS = {
     "STDiT": "1.0", "STDiT-XL/2": "1.0", "STDiT2": "1.1", "STDiT2-XL/2": "1.1",
     "STDiT3": "1.2", "STDiT3-XL/2": "1.2", "STDiT3-3B/2": "1.2", "MMDiTModel": "2.0", "flux": "2.0",
@@ -77,13 +76,16 @@ _VERSION_OF_KNOWN = {
     "opensora-1.0-16x256x256": "1.0",
     "opensora-1.0-16x512x512": "1.0",
 }
-#: Keys of a denoiser's config.json that 1.3 added to the class that it shares with 1.2.
+#: Config keys that 1.3 added to the denoiser class it shares with 1.2.
 _KEYS_OF_1_3 = ("use_spatial_rope", "kernel_size", "force_pad_h_for_sp_size")
 
 
 @dataclass(frozen=True)
 class OpenSoraFiles:
-    """The sources of one model, its version, and what its own everyframe.json says."""
+    """Files of one Open-Sora model: sources of its components and its version.
+
+    `defaults` is the content of the checkpoint's own everyframe.json.
+    """
 
     version: str
     denoiser: ComponentSource
@@ -93,28 +95,28 @@ class OpenSoraFiles:
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def sources(self) -> Mapping[str, ComponentSource]:
-        """Those with weights, by component."""
+        """Sources of the components with weights, by component."""
         return {"text_encoder": self.text_encoder, "denoiser": self.denoiser, "vae": self.vae}
 
     def weights(self, component: str) -> Path:
-        """The file or folder that holds a component's weights."""
+        """File or folder that holds a component's weights."""
         path = self.sources()[component].path
         assert path is not None, "asked before it was fetched"
         return path
 
     def missing(self) -> tuple[str, ...]:
-        """What must be fetched first, a line each."""
+        """Downloads still needed, one line each."""
         return model_spec.missing(self.sources().values())
 
     def fetched(self) -> OpenSoraFiles:
-        """The same parts with all files on this disk."""
+        """Download missing files; return a copy with all files on disk."""
         parts = {**self.sources(), "tokenizer": self.tokenizer}
         found: dict[str, Any] = model_spec.downloaded(parts, of_part)
         return replace(self, **found)
 
 
 def of_part(part: HubPart) -> ComponentSource:
-    """The source of a hub part, as far as it is on this disk."""
+    """Source of a hub part, as far as it is on this disk."""
     found = find_part(part)
     if not found.complete:
         return ComponentSource(part.repo_id, None, found)
@@ -126,11 +128,11 @@ def of_part(part: HubPart) -> ComponentSource:
 
 
 def find_files(location: Location, options: OpenSoraOptions) -> OpenSoraFiles | None:
-    """The parts of an Open-Sora model at that place; None if it is another family's.
+    """Find the files of an Open-Sora model at `location`; None if it is another family's.
 
     Raises:
-        InputError: an Open-Sora version that can't be run here, by its name.
-        CheckpointError: a folder with several models in it, or a part that is none.
+        InputError: the Open-Sora version is not supported; names it.
+        CheckpointError: the folder holds several models, or a component's path holds none.
     """
     if location.known is not None and location.parts:
         version = _VERSION_OF_KNOWN.get(location.known.name)
@@ -178,7 +180,7 @@ def _completed(
     options: OpenSoraOptions,
     known: Mapping[str, ComponentSource],
 ) -> OpenSoraFiles:
-    """Every part: as the options say, else as it was found, else as upstream uses it."""
+    """Fill in every component: from the options, else as found, else upstream's repository."""
     standard = next(model for model in KNOWN if _VERSION_OF_KNOWN.get(model.name) == version)
     standard_vae = next(part for part in standard.parts if part.role == "vae")
     vae = _asked(options.vae, "vae") or known.get("vae") or of_part(standard_vae)
@@ -190,14 +192,14 @@ def _completed(
 def _tokenizer(
     text: ComponentSource, options: OpenSoraOptions, known: Mapping[str, ComponentSource]
 ) -> ComponentSource:
-    """In T5's own folder (as upstream has it), or in a folder of its own beside it."""
+    """Find the tokenizer: in T5's own folder (upstream's layout) or in a folder beside it."""
     if options.text_encoder is None and "tokenizer" in known:
         return known["tokenizer"]
     return text
 
 
 def _asked(name: str | None, role: str) -> ComponentSource | None:
-    """A part that an option names: a folder, a file or a hub id."""
+    """Source that an option names (folder, file or hub id); None without the option."""
     if name is None:
         return None
     path = expand_path(name, role)
@@ -213,7 +215,7 @@ def _asked(name: str | None, role: str) -> ComponentSource | None:
 
 
 def _weights_at(path: Path) -> Path:
-    """The denoiser's weights: the folder if it has a config.json, else the one file in it."""
+    """Path of the denoiser's weights: the folder if it has a config.json, else its single file."""
     if path.is_file() or (path / "config.json").is_file():
         return path
     files = sorted(file for file in path.iterdir() if file.suffix in WEIGHT_SUFFIXES)

@@ -1,8 +1,4 @@
-"""The three parts of an Open-Sora model as components: how they are built, and what they need.
-
-Read next: `stages.py`, which runs the parts, and `dry_run.py`, by which their memory and time
-are forecast.
-"""
+"""Components of an Open-Sora model (T5, denoiser, autoencoder): builders, sizes, requirements."""
 
 from __future__ import annotations
 
@@ -28,27 +24,27 @@ if TYPE_CHECKING:
 
 
 def build_model(config: STDiTConfig | STDiT3Config) -> STDiT | STDiT3:
-    """The module of these sizes; make it under ``torch.device("meta")`` if weights are to come."""
+    """Build the denoiser; use ``torch.device("meta")`` if weights are loaded afterwards."""
     from everyframe.families.opensora.stdit import STDiT
     from everyframe.families.opensora.stdit3 import STDiT3
 
     return STDiT3(config) if isinstance(config, STDiT3Config) else STDiT(config)
 
 
-#: What steers every block or sums over all of them stays in float32 (research on precision:
-#: timestep embedding, modulation, norms, the layer that the residual stream starts and ends in).
+#: Float32 islands (research on precision): modules that steer every block or sum over all of them:
+#: timestep embedding, modulation, norms, first and last layer of the residual stream.
 DENOISER_ISLANDS = ("x_embedder", "t_embedder", "t_block", "*scale_shift_table", "final_layer")
-#: 1.2's, whose frame rate is added to the timestep.
+#: 1.2 also adds a frame-rate embedding to the timestep embedding.
 DENOISER_ISLANDS_1_2 = (*DENOISER_ISLANDS, "fps_embedder")
 PARTS = ("text_encoder", "denoiser", "vae")
 T5_ISLANDS = ("*layer_norm",)
-#: T5's `wo` overflows fp16, and transformers keeps it wide for that reason.
+#: T5's `wo` overflows fp16; transformers runs it in float32 for the same reason.
 T5_RANGE_ISLANDS = ("*.wo",)
 
 
 @dataclass(frozen=True)
 class OpenSoraBuilder(ModuleBuilder):
-    """The configs of the three parts."""
+    """Builds the three components from their configs."""
 
     denoiser: STDiTConfig | STDiT3Config
     vae: ImageVAEConfig | VideoVAEConfig
@@ -56,11 +52,11 @@ class OpenSoraBuilder(ModuleBuilder):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The components' names."""
+        """Component names."""
         return PARTS
 
     def build(self, component: str) -> nn.Module:
-        """One part, empty, by its name."""
+        """Build one component by name, without weights."""
         builders: Mapping[str, Callable[[], nn.Module]] = {
             "text_encoder": self.build_text,
             "denoiser": self.build_denoiser,
@@ -69,7 +65,7 @@ class OpenSoraBuilder(ModuleBuilder):
         return builders[component]()
 
     def outputs(self, component: str) -> tuple[str, ...]:
-        """Which submodules' results leave for the engine, in float32 at least."""
+        """Submodules whose results go to the engine, in float32 or wider."""
         if component != "vae":
             return ("",)
         image = isinstance(self.vae, ImageVAEConfig)
@@ -77,19 +73,19 @@ class OpenSoraBuilder(ModuleBuilder):
         return (f"{spatial}.decoder", f"{spatial}.encoder", f"{spatial}.quant_conv")
 
     def build_denoiser(self) -> STDiT | STDiT3:
-        """An empty denoiser."""
+        """Build the denoiser without weights."""
         pass
 
         return build_model(self.denoiser)
 
     def build_vae(self) -> ImageVAE | VideoVAE:
-        """An empty autoencoder."""
+        """Build the autoencoder without weights."""
         from everyframe.families.opensora.vae import ImageVAE, VideoVAE
 
         return ImageVAE(self.vae) if isinstance(self.vae, ImageVAEConfig) else VideoVAE(self.vae)
 
     def build_text(self) -> nn.Module:
-        """An empty T5 encoder."""
+        """Build the T5 encoder without weights."""
         from everyframe.families.opensora.text import build_encoder
 
         return build_encoder(self.text)
@@ -121,7 +117,7 @@ def components(
 
 
 def token_sizes(sizes: OpenSoraBuilder, settings: Settings) -> tuple[int, int]:
-    """Frames and places of a video's tokens, in patches that cover its latents."""
+    """Latent frames and patches per frame of a video's tokens; patches cover the latents."""
     latents = sizes.vae.latent_size(settings.num_frames, settings.height, settings.width)
     patches = [-(-n // patch) for n, patch in zip(latents, sizes.denoiser.patch_size, strict=True)]
     return patches[0], patches[1] * patches[2]
@@ -130,10 +126,10 @@ def token_sizes(sizes: OpenSoraBuilder, settings: Settings) -> tuple[int, int]:
 def sent_bytes(
     config: STDiTConfig | STDiT3Config, deal: TokenPartition, rank: int, element_bytes: int
 ) -> int:
-    """Bytes that leave a rank at each step of a denoiser that is dealt out so.
+    """Bytes that a rank sends in each step of a denoiser sharded by `deal`.
 
-    Each attention in space moves tokens there and back, in numbers of `element_bytes`; the last
-    projection is gathered in float32. See `sharding`.
+    Each spatial attention exchanges tokens twice, `element_bytes` per number; the last projection
+    is gathered in float32. See `sharding`.
     """
     moved = config.depth * deal.moved(rank) * config.hidden_size * element_bytes
     channels = math.prod(config.patch_size) * config.out_channels

@@ -1,8 +1,7 @@
-"""Sizes of Open-Sora's denoisers, read from a checkpoint's config.json. No torch here.
+"""Configs of Open-Sora's denoisers, read from a checkpoint's config.json. No torch here.
 
-`STDiTConfig` is Open-Sora 1.0, `STDiT3Config` is 1.2; the defaults are the released models. Not
-here: the modules (`stdit`, `stdit3`), the autoencoders' sizes (`vae_config`), and which requests
-a model can serve.
+`STDiTConfig` is Open-Sora 1.0, `STDiT3Config` is 1.2. The defaults are the released models.
+Configs of the autoencoders are in `vae_config`.
 """
 
 from __future__ import annotations
@@ -28,10 +27,12 @@ MUST_BE_OFF = ("qk_norm_legacy", "skip_y_embedder", "no_temporal_pos_emb")
 
 @dataclass(frozen=True)
 class STDiTConfig:
-    """Sizes of `STDiT`, Open-Sora 1.0 (the 16x256x256 model is the default).
+    """Config of `STDiT`, Open-Sora 1.0; the default is the 16x256x256 model.
 
-    `input_size` is the latent (frames, rows, columns) that it was trained on; it runs others as
-    well. `space_scale` and `time_scale` divide positions: 0.5 at 256 pixels, 1.0 at 512 pixels.
+    Attributes:
+        input_size: latent (frames, rows, columns) in training; other sizes run as well.
+        space_scale: divisor of spatial positions: 0.5 at 256 pixels, 1.0 at 512 pixels.
+        time_scale: divisor of temporal positions.
     """
 
     input_size: tuple[int, int, int] = (16, 32, 32)
@@ -52,7 +53,7 @@ class STDiTConfig:
 
     @property
     def out_channels(self) -> int:
-        """Channels of the output: noise, then what the variance is made of if `pred_sigma`."""
+        """Output channels: noise, followed by variance interpolation if `pred_sigma`."""
         return self.in_channels * (2 if self.pred_sigma else 1)
 
     @property
@@ -61,13 +62,13 @@ class STDiTConfig:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> STDiTConfig:
-        """From config.json as parsed; raises `CheckpointError` naming what is wrong in it."""
+        """Parse config.json; raises `CheckpointError` that names the faulty key."""
         return cls(**_read(data, cls))
 
 
 @dataclass(frozen=True)
 class STDiT3Config:
-    """Sizes of `STDiT3`, Open-Sora 1.2; `depth` counts pairs of a spatial and a temporal block.
+    """Config of `STDiT3`, Open-Sora 1.2; `depth` counts pairs of a spatial and a temporal block.
 
     `input_sq_size` is the side in pixels of a square video whose positions are not scaled.
     """
@@ -94,7 +95,7 @@ class STDiT3Config:
 
     @property
     def out_channels(self) -> int:
-        """Channels of the output: velocity, then as many without use if `pred_sigma`."""
+        """Output channels: velocity, followed by as many unused ones if `pred_sigma`."""
         return self.in_channels * (2 if self.pred_sigma else 1)
 
     @property
@@ -103,13 +104,13 @@ class STDiT3Config:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> STDiT3Config:
-        """From config.json as parsed; raises `CheckpointError` naming what is wrong in it."""
+        """Parse config.json; raises `CheckpointError` that names the faulty key."""
         # Upstream writes input_size here too, as three nulls: this model has no size of its own.
         return cls(**_read({k: v for k, v in data.items() if k != "input_size"}, cls))
 
 
 def _read(data: Mapping[str, Any], cls: type[STDiTConfig] | type[STDiT3Config]) -> dict[str, Any]:
-    """Keyword arguments for `cls` out of upstream's config.json."""
+    """Keyword arguments for `cls` from upstream's config.json."""
     known = {field.name for field in fields(cls)}
     sizes: dict[str, Any] = {}
     for name, value in data.items():
@@ -129,7 +130,7 @@ def _read(data: Mapping[str, Any], cls: type[STDiTConfig] | type[STDiT3Config]) 
 
 
 def _check_sizes(config: STDiTConfig | STDiT3Config) -> None:
-    """Every field is of its kind and above zero, and the sizes fit each other."""
+    """Check that every field has its type, is above zero, and that the sizes fit each other."""
     for field in fields(config):
         value, default = getattr(config, field.name), field.default
         if isinstance(default, tuple):

@@ -1,7 +1,4 @@
-"""``denoise(x, t)`` of an Open-Sora: its model with text and guidance inside, and its timesteps.
-
-Not here: the samplers that call it, and where text and noise come from. Read next: `stages.py`.
-"""
+"""Open-Sora's ``denoise(x, t)``: model, prompt embeddings and guidance; and its timesteps."""
 
 from __future__ import annotations
 
@@ -23,14 +20,14 @@ from everyframe.samplers.guidance import guide
 
 @dataclass(frozen=True)
 class PromptEmbeds:
-    """The prompts of a take, as T5 hidden states; `negative` None stands for the null text."""
+    """Prompt embeddings of a video (T5 hidden states); `negative` None stands for the null text."""
 
     prompt: TextEmbedding
     negative: TextEmbedding | None
 
 
 def timesteps_of(settings: Settings, facts: OpenSoraFacts) -> Tensor:
-    """The sampler's timesteps, transformed by the video's size where the model was trained so."""
+    """Sampler timesteps, shifted by the video's size if the model was trained with that shift."""
     shift = float(facts.defaults.get("timestep_shift", 1.0))
     if facts.defaults and not facts.default("use_timestep_transform"):
         return rectified_flow.schedule(settings.num_inference_steps, shift=shift)
@@ -43,11 +40,11 @@ def timesteps_of(settings: Settings, facts: OpenSoraFacts) -> Tensor:
 
 
 class Denoiser:
-    """``denoise(x, t)`` for the samplers: the model with the text and guidance inside.
+    """``denoise(x, t)`` for the samplers: the model with prompt embeddings and guidance.
 
-    The unconditional branch reads the model's learned null text with the *prompt's own mask*, as
-    upstream does and as the weights were sampled; a negative prompt brings a mask of its own. Where
-    memory is short the plan has the branches computed one after the other.
+    The unconditional branch uses the model's learned null text with the *prompt's own mask*, as
+    upstream does and as the weights were sampled; a negative prompt has its own mask. If memory is
+    short, the plan runs the branches one after the other.
     """
 
     def __init__(
@@ -81,7 +78,7 @@ class Denoiser:
         self._context = model.context(hidden, mask)
 
     def __call__(self, x: Tensor, t: Tensor, x_mask: Tensor | None = None) -> Tensor:
-        """The guided answer for x (1, C, T, h, w): velocity, or for 1.0 noise and variance."""
+        """Guided output for x (1, C, T, h, w): velocity, or for 1.0 noise and variance."""
         branches = 1 if self._scale == 1 else 2
         answer = torch.cat(
             [
@@ -99,7 +96,7 @@ class Denoiser:
         return guide(cond, uncond, self._scale, channels=3 if self._version == "1.0" else None)
 
     def _answer(self, x: Tensor, t: Tensor, x_mask: Tensor | None, start: int, stop: int) -> Tensor:
-        """The model's answer for some of the branches."""
+        """Model output for the branches `start` to `stop`."""
         branches = stop - start
         extra = dict(self._conditions)
         if x_mask is not None:

@@ -1,8 +1,7 @@
-"""The stages of an Open-Sora, each called once for a dry run, and how to save memory.
+"""Dry-run calls of Open-Sora's stages, and ways to reduce their memory.
 
-What is called is what `stages.py` calls, at the plan's sizes and for a prompt of full length; host
-tensors are zeros, and those on the device have no numbers.
-Read next: `everyframe.dry_run.executor`, `stages.py`.
+Each stage is called once, through the code that `stages.py` runs, at the plan's sizes and with a
+prompt of full length. Host tensors are zeros; device tensors are meta tensors.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ def dry_run_calls(
     team: Communicator | None = None,
     groups: int = 1,
 ) -> tuple[DryRunCall, ...]:
-    """The prompt, given frames if there are any, one step, one piece.
+    """Dry-run calls: one prompt, conditioning frames if any, one step, one piece.
 
-    With `team` the step is that of one of its ranks; see `sharding`.
+    With `team`, the step is that of one of its ranks; see `sharding`.
     """
     size = (settings.num_frames, settings.height, settings.width)
     branches = 1 if settings.guidance_scale == 1 else 2
@@ -77,9 +76,9 @@ def dry_run_calls(
 def memory_savings(
     sizes: OpenSoraBuilder, component: str, settings: Settings
 ) -> Iterator[MemorySaving]:
-    """One branch of guidance after the other; fewer frames in one call of the autoencoder, tiles.
+    """Sequential guidance branches; fewer frames per autoencoder call; tiling.
 
-    Its spatial stage works frame by frame, so with fewer of them each stays what it is.
+    The spatial stage works frame by frame, so fewer frames per call change no frame.
     """
     if component == "denoiser" and settings.guidance_scale != 1:
         yield split_cfg_saving(settings)
@@ -97,7 +96,7 @@ def memory_savings(
 
 
 def _is_given(settings: Settings) -> bool:
-    """Whether frames are encoded at all."""
+    """Whether conditioning frames are encoded."""
     return bool(settings.given_frames) or settings.chain > 1
 
 

@@ -1,7 +1,4 @@
-"""The OpenSora family object: detect a checkpoint, build the stages of its run.
-
-Read next: `spec.py` (one checkpoint), `stages.py` (its stages).
-"""
+"""The OpenSora family object: detect a checkpoint, build the stages of its run."""
 
 from __future__ import annotations
 
@@ -21,14 +18,14 @@ if TYPE_CHECKING:
 
 
 class OpenSoraFamily:
-    """The family object of the registry."""
+    """Registry entry of the family."""
 
     name = "opensora"
     title = "Open-Sora 1.0 and 1.2"
     options: type[FamilyOptions] = OpenSoraOptions
 
     def recognise(self, location: Location, options: FamilyOptions) -> OpenSoraSpec | None:
-        """The model at that place if it is an Open-Sora, by names and configs alone."""
+        """Detect an Open-Sora checkpoint by its names and configs; None if it is not one."""
         assert isinstance(options, OpenSoraOptions)
         files = find_files(location, options)
         if files is None:
@@ -39,7 +36,7 @@ class OpenSoraFamily:
     def stages(
         self, spec: ModelSpec, plan: Plan, clip: int, teams: ParallelContext
     ) -> Sequence[Stage]:
-        """Text once, then for each clip: given frames if there are any, denoise, decode."""
+        """Stages of one clip: text (once), conditioning frames if any, denoise, decode."""
         from everyframe.families.opensora.stages import (
             ConditioningStage,
             DecodeStage,

@@ -1,11 +1,9 @@
-"""The layers that Open-Sora 1.0 and 1.2 share, under upstream's parameter names.
+"""Layers shared by Open-Sora 1.0 (`stdit`) and 1.2 (`stdit3`), under upstream's parameter names.
 
-A layer takes and gives the residual stream as (B, T, S, C): sample, latent frame, patch of a
-frame (row by row), channel. Rows of an attention are made right around its core, so that frames
-or patches can be dealt out over devices from outside. Parameters may be in any precision: hooks
-put on from outside cast what goes into a layer that has some; without any, all is in one dtype.
-
-The models themselves: `stdit` (1.0) and `stdit3` (1.2). What depends on the text: `context`.
+Input and output are the residual stream (B, T, S, C): sample, latent frame, patch of a frame (row
+by row), channel. Attention reshapes to its rows right around the attention core, so sequence
+parallelism can split frames or patches from outside. Parameters may have any dtype: precision
+hooks cast the inputs of layers with parameters. Without hooks everything runs in one dtype.
 """
 
 from __future__ import annotations
@@ -29,10 +27,10 @@ Size3 = tuple[int, int, int]
 
 
 class PatchProjection(nn.Module):
-    """One product of flattened patches (..., in * volume) with a 3-D convolution's weight.
+    """Linear projection of flattened patches (..., in * volume) with a 3-D convolution's weight.
 
-    A convolution whose stride is its kernel is a matrix product, and is written as one here: it is
-    as fast and leaves out the convolution kernels that are known to be wrong on some cards.
+    A convolution whose stride equals its kernel is a matrix product. Writing it as one is as fast
+    and avoids convolution kernels that are known to be wrong on some cards.
     """
 
     def __init__(self, in_channels: int, out_channels: int, patch_size: Size3) -> None:
@@ -67,7 +65,7 @@ class PatchEmbed(nn.Module):
 
 
 def unpatchify(x: Tensor, grid: Size3, patch_size: Size3, latent_size: Size3) -> Tensor:
-    """(B, T', S, patch volume * C), channels last, to (B, C, T, H, W), the padding cut off."""
+    """(B, T', S, patch volume * C), channels last, to (B, C, T, H, W), with the padding cut off."""
     pattern = "b t (h w) (pt ph pw c) -> b c (t pt) (h ph) (w pw)"
     t, h, w = patch_size
     x = rearrange(x, pattern, h=grid[1], w=grid[2], pt=t, ph=h, pw=w)
@@ -96,7 +94,10 @@ class MLP(nn.Module):
 
 
 class ScalarEmbedder(nn.Module):
-    """One number a sample, (B,), to (B, hidden): a sinusoid and two layers (upstream's names)."""
+    """Sinusoidal embedding of one number per sample, (B,) to (B, hidden), and two linear layers.
+
+    Parameter names are upstream's.
+    """
 
     def __init__(self, hidden_size: int, frequency_size: int = 256) -> None:
         super().__init__()
@@ -111,10 +112,11 @@ class ScalarEmbedder(nn.Module):
 
 
 class CaptionEmbedder(nn.Module):
-    """Text encoder states (B, L, caption_channels) to (B, L, hidden).
+    """Project text encoder states (B, L, caption_channels) to (B, L, hidden).
 
-    ``y_embedding`` (L, caption_channels) stands in for the text encoder's states where there is no
-    text; it goes through the same layers. Asked without a text, that is the answer.
+    ``y_embedding`` (L, caption_channels) is the null text: it replaces the states where there is no
+    text, and goes through the same layers. Called without a text, the module returns its
+    projection.
     """
 
     def __init__(self, caption_channels: int, hidden_size: int, model_max_length: int) -> None:
@@ -128,17 +130,17 @@ class CaptionEmbedder(nn.Module):
 
 
 class Axis(Enum):
-    """What the tokens of an attention's row have in common: a frame, or a place in it."""
+    """What the tokens of one attention row share: a frame (SPACE), or a place in it (TIME)."""
 
     SPACE = "space"
     TIME = "time"
 
 
 class SelfAttention(nn.Module):
-    """Every token looks at those of its own frame (SPACE) or of its own place in it (TIME).
+    """Self-attention within each frame (SPACE) or along time at each place (TIME).
 
-    For SPACE, T is only a number of rows: (1, rows, S, C) with any rows of a batch does as well;
-    so does (B, T, any places, C) for TIME.
+    For SPACE, T is only a number of rows: (1, rows, S, C) with any rows of a batch works too. So
+    does (B, T, any places, C) for TIME.
     """
 
     def __init__(self, hidden_size: int, num_heads: int, axis: Axis, qk_norm: bool) -> None:
@@ -153,7 +155,7 @@ class SelfAttention(nn.Module):
         self.proj = nn.Linear(hidden_size, hidden_size)
 
     def forward(self, x_BTSC: Tensor, table: RotaryTable | None = None) -> Tensor:
-        """`table`, if there is one, rotates queries and keys by their place along the axis."""
+        """Attend along the axis; `table` applies RoPE to queries and keys by position."""
         qkv_BTS3C: Tensor = self.qkv(x_BTSC)
         if self.axis is Axis.TIME:
             qkv_BTS3C = qkv_BTS3C.transpose(1, 2)
@@ -172,7 +174,7 @@ class SelfAttention(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Every token looks at all tokens of its sample's text."""
+    """Cross-attention of every token to all text tokens of its sample."""
 
     def __init__(self, hidden_size: int, num_heads: int) -> None:
         super().__init__()
@@ -183,7 +185,7 @@ class CrossAttention(nn.Module):
         self.proj = nn.Linear(hidden_size, hidden_size)
 
     def keys_values(self, text_BLC: Tensor) -> KeysValues:
-        """What this attention needs of a text; the rest of it depends on the latents too."""
+        """Keys and values of a text; they do not depend on the latents."""
         keys, values = self.kv_linear(text_BLC).chunk(2, dim=-1)
         return KeysValues(split_heads(keys, self.num_heads), split_heads(values, self.num_heads))
 
@@ -195,7 +197,7 @@ class CrossAttention(nn.Module):
 
 
 class FinalLayer(nn.Module):
-    """A norm, a modulation by the timestep's embedding itself, and the product with each patch."""
+    """Norm, modulation by the timestep embedding itself, and projection to patches."""
 
     def __init__(self, hidden_size: int, out_size: int) -> None:
         super().__init__()
@@ -213,7 +215,10 @@ class FinalLayer(nn.Module):
         t0_BC: Tensor | None = None,
         x_mask_BT: Tensor | None = None,
     ) -> Tensor:
-        """(B, T, S, out). With `x_mask_BT`, frames where it is False are given, at `t0_BC`."""
+        """Return (B, T, S, out).
+
+        Frames where `x_mask_BT` is False are conditioning frames, modulated by `t0_BC`.
+        """
         x_BTSC = self._modulated(x_BTSC, t_BC)
         if x_mask_BT is not None and t0_BC is not None:
             # Upstream normalises and modulates given frames twice, first with t, then with t0;

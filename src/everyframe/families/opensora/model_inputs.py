@@ -1,4 +1,4 @@
-"""Checks of what a denoiser is called with, and one shape for what may come as a number or (B,)."""
+"""Validate the denoiser's inputs and expand scalars to (B,)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from everyframe.ops.text_context import KeysValues, TextContext, context_of
 
 
 def check_latents(x: Tensor, in_channels: int, context: TextContext) -> tuple[int, int, int]:
-    """Frames, rows and columns of latents (B, in_channels, T, H, W) that go with `context`."""
+    """Check latents (B, in_channels, T, H, W) against `context`; return (T, H, W)."""
     if x.ndim != 5 or x.shape[1] != in_channels:
         raise InputError(
             f"latents must be (batch, {in_channels}, frames, rows, columns), got {tuple(x.shape)}"
@@ -26,7 +26,7 @@ def check_latents(x: Tensor, in_channels: int, context: TextContext) -> tuple[in
 
 
 def per_sample(value: Tensor | float, name: str, x: Tensor) -> Tensor:
-    """`value` as (B,) beside latents `x`, in their dtype but in float32 at least."""
+    """Expand `value` to (B,) for latents `x`, in their dtype but at least float32."""
     dtype = float32_or_wider(x.dtype)
     numbers_B = torch.as_tensor(value).to(dtype).to(x.device)
     if numbers_B.ndim > 1 or numbers_B.numel() not in (1, len(x)):
@@ -35,7 +35,7 @@ def per_sample(value: Tensor | float, name: str, x: Tensor) -> Tensor:
 
 
 def numbers(value: Tensor | float, name: str, x: Tensor) -> list[float]:
-    """`value` as B numbers above zero."""
+    """Return `value` as B numbers above zero."""
     given = value.tolist() if isinstance(value, Tensor) else value
     listed = [float(one) for one in given] if isinstance(given, list) else [float(given)] * len(x)
     if len(listed) != len(x) or not all(0 < one < float("inf") for one in listed):
@@ -44,7 +44,7 @@ def numbers(value: Tensor | float, name: str, x: Tensor) -> list[float]:
 
 
 def frames_mask(x_mask: Tensor | None, num_frames: int, x: Tensor) -> Tensor | None:
-    """`x_mask` as (B, T) booleans beside `x`, or None where no frame is given."""
+    """Return `x_mask` as (B, T) booleans beside `x`, or None without conditioning frames."""
     if x_mask is None:
         return None
     if x_mask.shape != (len(x), num_frames):
@@ -54,10 +54,12 @@ def frames_mask(x_mask: Tensor | None, num_frames: int, x: Tensor) -> Tensor | N
 
 
 class Tokens(NamedTuple):
-    """Texts cut to the longest of the batch.
+    """Text states cut to the longest text of the batch.
 
-    `mask` says what attention may look at, `empty` (B,) which rows are without any token; both
-    are None where every row is full.
+    Attributes:
+        text: text states.
+        mask: which tokens attention may read; None if every row is full.
+        empty: (B,), which rows have no token; None if every row is full.
     """
 
     text: Tensor
@@ -66,10 +68,10 @@ class Tokens(NamedTuple):
 
 
 def cut_to_longest(text: Tensor, mask: Tensor | None, caption_channels: int) -> Tokens:
-    """`text` (B, L, channels) or (B, 1, L, channels) without the columns that no row uses.
+    """Drop the columns of `text` that no row uses: (B, L, channels) or (B, 1, L, channels).
 
-    `mask` is (B, L), true or 1 for a token; None stands for tokens everywhere. Raises `InputError`
-    for shapes that don't belong together.
+    `mask` is (B, L), true or 1 for a token; None means tokens everywhere. Raises `InputError` for
+    shapes that do not match.
     """
     if text.ndim == 4 and text.shape[1] == 1:  # upstream's layout
         text = text.squeeze(1)
@@ -96,5 +98,5 @@ def cut_to_longest(text: Tensor, mask: Tensor | None, caption_channels: int) -> 
 
 
 def build_context(tokens: Tokens, blocks: list[KeysValues]) -> TextContext:
-    """The context of projected `tokens`; rows without a token attend to zero."""
+    """Context of projected `tokens`; rows without a token attend to zero."""
     return context_of(blocks, tokens.mask, tokens.empty)

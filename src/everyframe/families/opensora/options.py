@@ -1,6 +1,6 @@
-"""Options that only Open-Sora models know. No torch here.
+"""Options of the Open-Sora family. No torch here.
 
-Read next: `family.py`, which says which version takes which.
+Only 1.2 accepts the scores (aesthetic, motion) and the camera motion.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from everyframe.runtime.shared_options import truncate_prompt_option
 
 
 class OpenSoraOptions(FamilyOptions):
-    """What 1.2 appends to the prompt, and where parts lie that are not beside the denoiser."""
+    """Options of Open-Sora: 1.2's prompt affixes, and components outside the model folder."""
 
     aesthetic: float | None = option(
         "How good it should look, 1.2 only: about 4 (plain) to 7 (polished).",

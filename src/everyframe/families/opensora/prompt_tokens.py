@@ -1,7 +1,6 @@
-"""A prompt becomes tokens of T5: the tokenizer, how much of a prompt is read, what is cut.
+"""Tokenize a prompt for T5: load the tokenizer, truncate, and report what is cut. No torch here.
 
-No torch here, so that a plan can say what is cut. Read next: `prompts.py` for what happens to the
-words before, `text.py` for what becomes of the tokens.
+Without torch, a plan can report truncation before anything is loaded.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from everyframe.core.plan import Settings
 from everyframe.families.opensora.prompts import check_not_lost, clean, with_affixes
 
 _CONFIG = "tokenizer_config.json"
-#: Keys of that file that are about nothing which is asked of a tokenizer here: names of special
-#: tokens that the tokenizer's own file knows, and a limit that is not used.
+#: Keys of tokenizer_config.json without effect here: names of special tokens, which tokenizer.json
+#: has too, and an unused length limit.
 _SAYS_NOTHING = frozenset(
     {
         "backend", "clean_up_tokenization_spaces", "eos_token", "model_max_length", "pad_token",
@@ -31,10 +30,10 @@ _ADDED = ("added_tokens.json", "special_tokens_map.json")
 
 
 class PieceTokenizer:
-    """T5's tokenizer from its ``spiece.model`` alone, called like one of transformers.
+    """T5 tokenizer from ``spiece.model`` alone, with the call interface of transformers.
 
-    DeepFloyd's repository holds nothing else, and transformers reads such a file only with a
-    protobuf package beside it. The pieces of the text, then the end mark.
+    DeepFloyd's repository has no other tokenizer file, and transformers needs a protobuf package to
+    read this one. Returns the pieces of the text, then the end token.
     """
 
     def __init__(self, path: Path) -> None:
@@ -48,15 +47,16 @@ class PieceTokenizer:
         return {"input_ids": [*ids, self._pieces.eos_id()] if add_special_tokens else ids}
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of these pieces."""
+        """Decode token ids to text."""
         special = {self._pieces.eos_id(), self.pad_token_id} if skip_special_tokens else set()
         return str(self._pieces.decode([index for index in ids if index not in special]))
 
 
 class FileTokenizer:
-    """A tokenizer that is all in its ``tokenizer.json``, called like one of transformers.
+    """Tokenizer from ``tokenizer.json`` alone, with the call interface of transformers.
 
-    transformers hands such a file on to the package that reads it here, after a second of imports.
+    It uses the `tokenizers` package directly; transformers would do the same after a second of
+    imports.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -76,15 +76,15 @@ class FileTokenizer:
         return {"input_ids": list(encoded.ids)}
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of these pieces."""
+        """Decode token ids to text."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether ``tokenizer.json`` is all there is to it: the config beside it changes nothing.
+    """Whether ``tokenizer.json`` is complete: the config beside it changes nothing.
 
-    The class that it names takes the file as it is, where those of T5 make theirs anew, and no
-    other word of it is about how text is read.
+    The tokenizer class named there uses the file unchanged, while T5's classes rebuild theirs, and
+    no other entry affects how text is read.
     """
     if not (folder / _CONFIG).is_file():
         return False
@@ -98,7 +98,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer that lies in `folder` (`tokenizer.json` or `spiece.model`); never fetches."""
+    """Load the tokenizer in `folder` (`tokenizer.json` or `spiece.model`); never downloads."""
     files = ["tokenizer.json", "spiece.model"]
     there = [name for name in files if (folder / name).is_file()]
     # Of a folder with neither, transformers makes a tokenizer that knows no word, without a word.
@@ -124,7 +124,7 @@ def load_tokenizer(folder: Path) -> Any:
 def read_prompts(
     tokenizer: Any, settings: Settings, max_length: int
 ) -> list[tuple[list[int], str]]:
-    """Prompt and, where there is one, negative prompt as tokens; see `read_prompt`.
+    """Tokenize the prompt and, if there is one, the negative prompt; see `read_prompt`.
 
     Raises `InputError` also for a prompt of which cleaning leaves nothing.
     """
@@ -143,9 +143,9 @@ def read_prompts(
 def read_prompt(
     tokenizer: Any, prompt: str, max_length: int, *, truncate: bool
 ) -> tuple[list[int], str]:
-    """Token ids, `max_length` at most, and the words that were cut ("" if none).
+    """Token ids, at most `max_length`, and the words that were cut ("" if none).
 
-    Raises `InputError` for a prompt that is too long unless `truncate`; it says what would be cut.
+    Raises `InputError` for a prompt that is too long unless `truncate`; names the words to cut.
     """
     ids = list(tokenizer(prompt, add_special_tokens=True)["input_ids"])
     if len(ids) <= max_length:

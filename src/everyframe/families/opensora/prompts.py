@@ -1,9 +1,9 @@
-"""What happens to a prompt before T5 reads it: upstream's affixes and cleaning.
+"""Prompt preprocessing before T5: upstream's score affixes and caption cleaning.
 
-Cleaning is part of the model, because its captions were cleaned the same way in training: lower
-case, no addresses, no CJK, no markup, few kinds of punctuation. Upstream took it from DeepFloyd IF
-and runs it twice (`opensora/models/text_encoder/t5.py`, `text_preprocessing`); diffusers holds the
-same function for its Latte pipeline, which is what is called here. Read next: `text.py`.
+Cleaning is part of the model: the training captions went through it. It converts to lower case and
+removes addresses, CJK characters, markup and most punctuation. Upstream took it from DeepFloyd IF
+and runs it twice (`opensora/models/text_encoder/t5.py`, `text_preprocessing`). diffusers has the
+same function in its Latte pipeline; this module calls that one.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import warnings
 from everyframe.core.errors import InputError
 from everyframe.core.plan import Settings
 
-#: The cleaning leaves nothing of a prompt that is all in these scripts.
+#: Cleaning removes these scripts entirely.
 _CJK_RANGES = ((0x31C0, 0x4DFF), (0x4E00, 0x9FFF))
 
-#: Lower-case words, some with a comma behind them: of these cleaning changes nothing but words of
-#: web pages and files (`_REMOVED`, also inside of others).
+#: Lower-case words with optional commas. Cleaning leaves such a prompt unchanged, except for words
+#: from web pages and file names (`_REMOVED`, also inside of other words).
 _PLAIN = re.compile(r"[a-z]+(?:,? [a-z]+)*\.?")
 _REMOVED = (
     "shipping", "download", "click", "png", "jpg", "jpeg", "bmp", "webp", "eps", "pdf", "apk",
@@ -26,7 +26,7 @@ _REMOVED = (
 
 
 def with_affixes(prompt: str, settings: Settings) -> str:
-    """The prompt and 1.2's scores behind it, unless the prompt already holds them."""
+    """Append 1.2's scores to the prompt, unless the prompt already contains them."""
     aesthetic = settings.option("aesthetic")
     motion = settings.option("motion_score")
     camera = settings.option("camera_motion")
@@ -40,7 +40,7 @@ def with_affixes(prompt: str, settings: Settings) -> str:
 
 
 def clean(prompt: str) -> str:
-    """The prompt as T5 gets it: cleaned twice, as upstream does (once is not always enough)."""
+    """Clean the prompt for T5: twice, as upstream does (once is not always enough)."""
     plain = prompt.strip().lower()
     if _PLAIN.fullmatch(plain) and not any(word in plain for word in _REMOVED):
         return plain  # what is imported below takes longer than all else that a plan does
@@ -56,16 +56,16 @@ def clean(prompt: str) -> str:
 
 
 def check_not_lost(prompt: str) -> None:
-    """Raise `InputError` if cleaning leaves nothing of a prompt that says something.
+    """Raise `InputError` if cleaning leaves nothing of a non-empty prompt.
 
-    An empty negative prompt is what it was meant to be.
+    An empty negative prompt is valid.
     """
     if prompt.strip() and not clean(prompt):
         raise InputError(lost(prompt))
 
 
 def lost(prompt: str) -> str:
-    """Why nothing is left of that prompt, and what to do."""
+    """Message for a prompt that cleaning empties: why, and what to do."""
     script = "Chinese characters" if loses_all(prompt) else "what stands in it"
     return (
         f"nothing is left of the prompt {prompt!r}: this model was trained on captions without "
@@ -74,7 +74,7 @@ def lost(prompt: str) -> str:
 
 
 def loses_all(prompt: str) -> bool:
-    """Whether the prompt is in scripts that cleaning removes (Chinese characters, above all)."""
+    """Whether the prompt is only in scripts that cleaning removes (mainly Chinese characters)."""
     letters = [ord(char) for char in prompt if char.isalpha()]
     return bool(letters) and all(
         any(low <= letter <= high for low, high in _CJK_RANGES) for letter in letters

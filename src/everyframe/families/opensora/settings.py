@@ -1,7 +1,7 @@
-"""A request settled against one Open-Sora model: sizes, length, steps, its own options.
+"""Resolve a request against one Open-Sora model: size, length, steps and family options.
 
-Pure functions of the request and the model's sizes; no torch, no files. What can't be had is an
-`InputError` that says what can. Read next: `family.py`.
+Pure functions of the request and the model's sizes; no torch, no files. An impossible value raises
+`InputError` with the values that are possible.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from everyframe.runtime.request_checks import (
     smaller_videos,
 )
 
-#: Width to height, in the order of the rows below: from wide to tall.
+#: Aspect ratios (width:height) from wide to tall, in the order of the rows below.
 ASPECTS = (
     "8:3", "21:9", "25:12", "2:1", "17:9", "50:27", "16:9", "8:5", "3:2",
     "4:3", "1:1", "3:4", "2:3", "9:16", "9:17", "1:2", "12:25",
@@ -84,7 +84,7 @@ DEFAULT_ASPECT = "16:9"
 def named_size(resolution: str, aspect: tuple[int, int] | None) -> tuple[int, int]:
     """(height, width) in pixels of a named resolution; `aspect` is (width, height).
 
-    Raises `InputError` for a name or ratio that 1.2's table does not hold.
+    Raises `InputError` for a name or ratio that is not in 1.2's table.
     """
     rows = SIZES.get(resolution.lower())
     if rows is None:
@@ -111,10 +111,9 @@ def _ratio(aspect: str) -> float:
 
 #: Frames of one piece of 1.2's autoencoder; its weights were trained on multiples of it.
 PIECE = 17
-#: As many as `num_frames` may be.
-#: What 1.2 was trained on, beyond which quality is nobody's promise (upstream #641, #696).
+#: Training lengths of 1.2; quality beyond them is not known (upstream #641, #696).
 _TRAINED_FRAMES = (51, 408)
-#: The fps that 1.2 is told for a single picture (upstream `IMG_FPS`).
+#: The fps input of 1.2 for a single image (upstream `IMG_FPS`).
 PICTURE_FPS = 120.0
 
 _UPSTREAM_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -140,11 +139,16 @@ _RELEASED_ONLY = ("resolution", "aesthetic", "use_timestep_transform")
 
 @dataclass(frozen=True)
 class OpenSoraFacts:
-    """What settling needs to know of a model.
+    """Facts of a model that resolving a request needs.
 
-    `defaults` come from the checkpoint's own `everyframe.json`, if it has one; `has_scores` says
-    whether aesthetic and motion scores were in its training captions; `square` is the side in
-    pixels that 1.0 was trained at.
+    Attributes:
+        version: "1.0" or "1.2".
+        title: display name.
+        vae: config of the autoencoder.
+        patch: patch size of the denoiser.
+        defaults: from the checkpoint's own `everyframe.json`, if it has one.
+        has_scores: whether training captions contained aesthetic and motion scores.
+        square: side in pixels that 1.0 was trained at.
     """
 
     version: str
@@ -157,15 +161,15 @@ class OpenSoraFacts:
 
     @property
     def size_step(self) -> int:
-        """Pixels that height and width must be a multiple of.
+        """Height and width must be a multiple of this many pixels.
 
-        1.2 pads its latents to the patch and crops them again; 1.0 can't.
+        1.2 pads its latents to the patch and crops them again; 1.0 cannot.
         """
         patch = self.patch[1] if self.version == "1.0" else 1
         return self.vae.spatial_factor * patch
 
     def default(self, name: str) -> Any:
-        """The checkpoint's own default, else upstream's for the version."""
+        """Default of the checkpoint, else upstream's default for the version."""
         # A checkpoint that states its own defaults is none of upstream's: what upstream's sizes
         # and captions were says nothing of it.
         if self.defaults and name in _RELEASED_ONLY:
@@ -176,7 +180,7 @@ class OpenSoraFacts:
 def resolve_settings(
     facts: OpenSoraFacts, request: Request, options: OpenSoraOptions, seed: int
 ) -> tuple[Settings, tuple[str, ...]]:
-    """Every value of the request settled, and notes for the person who asked."""
+    """Resolve every value of the request; return settings, and notes for the user."""
     if request.prompt is None:
         raise InputError(f"{facts.title} draws what a prompt says; give one")
     check_prompt(request.prompt)
@@ -265,7 +269,7 @@ def _nominal_size(facts: OpenSoraFacts, request: Request) -> tuple[int, int]:
 def _fitted_size(
     facts: OpenSoraFacts, request: Request, nominal: tuple[int, int], notes: list[str]
 ) -> tuple[int, int]:
-    """The size in whole latents: an error for a size in numbers, a note for a named one."""
+    """Fit the size to whole latents: an error for a numeric size, a note for a named one."""
     step = facts.size_step
     fitted = (nominal[0] // step * step, nominal[1] // step * step)
     if fitted == nominal and min(fitted) > 0:
@@ -321,9 +325,9 @@ def _family_settings(facts: OpenSoraFacts, options: OpenSoraOptions) -> tuple[tu
 
 
 def known_frames(facts: OpenSoraFacts, settings: Settings) -> tuple[int, int]:
-    """How many frames a clip goes on from, and how many latent frames those are.
+    """Number of frames that a clip continues from, and of their latent frames.
 
-    A whole piece where the clip is longer than one, as upstream does; else one picture.
+    A whole piece if the clip is longer than one, as upstream does; else one image.
     """
     if facts.vae.latent_frames(settings.num_frames) > facts.vae.latent_frames(PIECE):
         return PIECE, facts.vae.latent_frames(PIECE)
@@ -331,7 +335,7 @@ def known_frames(facts: OpenSoraFacts, settings: Settings) -> tuple[int, int]:
 
 
 def _check_room(facts: OpenSoraFacts, settings: Settings) -> None:
-    """Given frames must leave some to make."""
+    """Check that conditioning frames leave frames to generate."""
     if not settings.given_frames and settings.chain == 1:
         return
     latent_frames = facts.vae.latent_frames(settings.num_frames)
@@ -347,7 +351,7 @@ def _check_room(facts: OpenSoraFacts, settings: Settings) -> None:
 
 
 def smaller_settings(facts: OpenSoraFacts, settings: Settings) -> Iterator[Settings]:
-    """The same video shorter, smaller or both, the one with most pixels first."""
+    """Yield the same video shorter, smaller or both, most pixels first."""
     step = facts.size_step
     sides = smaller_sizes(settings.height, settings.width, step, 8 * step)
     for each in smaller_videos(settings, shorter_lengths(settings.num_frames, PIECE), sides):

@@ -1,15 +1,13 @@
-"""An Open-Sora's denoiser on several ranks, put on from outside; one rank takes the same path.
+"""Sequence parallelism for Open-Sora's denoiser, applied from outside.
 
-Each rank holds some places of the frames, all frames of them (columns), so attention in time, to
-the text and the feed-forward are computed where their tokens are. For attention in space alone
-whole frames (rows) are dealt out, by one exchange before it and one after, and of the result only
-the last projection, a few channels, is gathered. A rank may hold places of several samples, so the
-branches of guidance come apart by themselves where there is a rank for each.
+One rank takes the same path. Each rank holds some places of every latent frame (columns), so
+temporal attention, cross-attention and feed-forward run without communication. Spatial attention
+needs whole frames (rows): one exchange before it, one after. The output is gathered after the last
+projection, when it has only a few channels. A rank may hold places of several samples; with one
+rank per guidance branch this becomes CFG parallelism.
 
-What is exchanged is in the precision that the next product would cast it to anyhow. Nothing is
-padded and no sum is parted, so in exact arithmetic the result is that of one device.
-Read next: `everyframe.parallel.token_partition`, `everyframe.parallel.redistribute`,
-`everyframe.parallel.sharded_modules`.
+Tensors are sent in the dtype that the next matrix product casts them to. Nothing is padded and no
+sum is split, so in exact arithmetic the result equals that of one device.
 """
 
 from __future__ import annotations
@@ -28,20 +26,21 @@ from everyframe.parallel.token_partition import TokenGrid
 from everyframe.precision.upcast import narrowest
 from everyframe.runtime.model_sharding import ShardedDenoiser
 
-#: Modules without parameters that take the stream (so many times) and then tables of each sample.
+#: Parameterless modules: number of leading stream inputs, before the per-sample tables.
 _STREAMS: dict[type[nn.Module], int] = {Modulate: 1, GatedAdd: 2, SelectByFrame: 2}
 
 
 def apply(model: STDiT | STDiT3, team: Communicator, groups: int = 1) -> Sharding:
-    """Put `model` on the ranks of `team`; each must call it in the same order with the same input.
+    """Shard `model` over the ranks of `team`.
 
-    With `groups` above 1 the batch is parted into so many first, each with ranks of its own.
+    All ranks must call it in the same order with the same input. With `groups` above 1 the batch is
+    first split into that many groups, each with its own ranks.
     """
     return Sharding(model, team, groups)
 
 
 class Sharding(ShardedDenoiser):
-    """What `apply` has put on a denoiser; `remove` takes it off."""
+    """Handle of a sharded denoiser; `remove` undoes `apply`."""
 
     stream_dim = 2
 

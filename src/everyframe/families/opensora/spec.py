@@ -1,8 +1,8 @@
-"""The Open-Sora family: versions 1.0 (`STDiT`, IDDPM) and 1.2 (`STDiT3`, rectified flow).
+"""Open-Sora specs: versions 1.0 (`STDiT`, IDDPM) and 1.2 (`STDiT3`, rectified flow).
 
-Upstream: hpcaitech/Open-Sora, tags v1.0.0 and v1.2.0. 1.1, 1.3 and 2.0 are recognised and refused
-by name. Read next: `checkpoint.py` (what lies where), `settings.py` (request to settings),
-`components.py` (parts and memory), `stages.py` (the run).
+Upstream: hpcaitech/Open-Sora, tags v1.0.0 and v1.2.0. Versions 1.1, 1.3 and 2.0 are detected and
+rejected by name. Read next: `checkpoint.py` (files), `settings.py` (request to settings),
+`components.py` (components and memory), `stages.py` (the run).
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ if TYPE_CHECKING:
     from everyframe.checkpoints.key_map import KeyMap
     from everyframe.parallel.communicator import ParallelContext
 
-#: T5 v1.1 XXL's encoder, for plans made before it is fetched.
+#: Config of T5 v1.1 XXL's encoder, for plans made before download.
 _T5_XXL: Mapping[str, Any] = {
     "model_type": "t5", "d_model": 4096, "d_ff": 10240, "d_kv": 64, "num_heads": 64,
     "num_layers": 24, "vocab_size": 32128, "feed_forward_proj": "gated-gelu",
     "tie_word_embeddings": False,
 }  # fmt: skip
-#: 1.0's released sizes by the side of the square in pixels: (input_size, space_scale).
+#: Released sizes of 1.0 by training side in pixels: (input_size, space_scale).
 _RELEASED_1_0 = {256: ((16, 32, 32), 0.5), 512: ((16, 64, 64), 1.0)}
 
 
 @dataclass(frozen=True)
 class OpenSoraSpec(NativeModelSpec[OpenSoraOptions, OpenSoraFiles, OpenSoraBuilder]):
-    """One checkpoint of this family, its configs read and its weights not."""
+    """One Open-Sora checkpoint: configs read, weights not loaded."""
 
     facts: request_settings.OpenSoraFacts
     led = ("text_encoder",)
@@ -67,15 +67,15 @@ class OpenSoraSpec(NativeModelSpec[OpenSoraOptions, OpenSoraFiles, OpenSoraBuild
 
     @property
     def title(self) -> str:
-        """What it is, for a person."""
+        """Display name of the model."""
         return self.facts.title
 
     def settle(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
-        """Every value of the request settled, and notes."""
+        """Resolve the request: settings, and notes for the user."""
         return request_settings.resolve_settings(self.facts, request, self.options, seed)
 
     def unread(self, settings: Settings) -> tuple[str, ...]:
-        """What T5 has no room for."""
+        """Prompt words cut because they exceed T5's length."""
         place = self.files.tokenizer.path
         if place is None:
             return ()
@@ -90,7 +90,7 @@ class OpenSoraSpec(NativeModelSpec[OpenSoraOptions, OpenSoraFiles, OpenSoraBuild
         return tuple(prompt_truncated_note(cut).text for cut in cuts)
 
     def smaller(self, settings: Settings) -> Iterator[Settings]:
-        """Settings like these that need less memory."""
+        """Yield similar settings that need less memory."""
         return request_settings.smaller_settings(self.facts, settings)
 
     def components(self, settings: Settings) -> tuple[Component, ...]:
@@ -100,17 +100,17 @@ class OpenSoraSpec(NativeModelSpec[OpenSoraOptions, OpenSoraFiles, OpenSoraBuild
         return components(self.sizes, sources, prefers)
 
     def rehearsals(self, settings: Settings) -> tuple[DryRunCall, ...]:
-        """A call of every stage."""
+        """Dry-run calls of every stage on one device."""
         return dry_run_calls(self.sizes, self.facts, settings)
 
     def num_branches(self, settings: Settings) -> int:
-        """With guidance two, the text and none of it."""
+        """Guidance branches: two with guidance (conditional, unconditional), else one."""
         return 1 if settings.guidance_scale == 1 else 2
 
     def rank_part(
         self, settings: Settings, crew: VideoGroup, rank: int, element_bytes: int
     ) -> RankShare:
-        """Columns and, for attention in space, rows; what is sent for that and at the end."""
+        """Share of one rank: columns, rows for spatial attention, and bytes sent."""
         grid = TokenGrid(self.num_branches(settings), *token_sizes(self.sizes, settings))
         deal = TokenPartition(grid, crew.weights, crew.groups)
         return grid_share(deal, rank, sent_bytes(self.sizes.denoiser, deal, rank, element_bytes))
@@ -118,7 +118,7 @@ class OpenSoraSpec(NativeModelSpec[OpenSoraOptions, OpenSoraFiles, OpenSoraBuild
     def shared_rehearsals(
         self, settings: Settings, teams: ParallelContext
     ) -> tuple[DryRunCall, ...]:
-        """A call of every stage as one of several ranks makes it."""
+        """Dry-run calls of every stage as one of several ranks runs it."""
         return dry_run_calls(self.sizes, self.facts, settings, teams.team, teams.groups)
 
     def savings(self, component: str, settings: Settings) -> Iterator[MemorySaving]:
@@ -126,11 +126,11 @@ class OpenSoraSpec(NativeModelSpec[OpenSoraOptions, OpenSoraFiles, OpenSoraBuild
         return memory_savings(self.sizes, component, settings)
 
     def fetched(self) -> OpenSoraSpec:
-        """The same model with all of its files on this disk."""
+        """Download missing files; return a copy with all files on disk."""
         return read_spec(self.name, self.files.fetched(), self.options, self.title)
 
     def weights(self, component: str) -> tuple[Path, KeyMap]:
-        """Where a component's weights are, and how their names become the module's."""
+        """Files of a component's weights, and their key map."""
         from everyframe.families.opensora.checkpoint import keys_of
 
         return self.files.weights(component), keys_of(component, self.files.version)
@@ -142,7 +142,7 @@ def read_spec(
     """Read the configs of a checkpoint.
 
     Raises:
-        CheckpointError: its parts belong to different models, or their sizes are unknown.
+        CheckpointError: components of different models, or unknown sizes.
     """
     denoiser, side = _denoiser_config(files, name)
     vae = _vae_config(files)
@@ -176,9 +176,9 @@ def _denoiser_config(
 
 
 def _side(denoiser: ComponentSource, name: str) -> int:
-    """1.0's square by the length of the position table in the file, else by its name.
+    """Training side of 1.0 in pixels: from the file's position table, else from its name.
 
-    A folder's name does not count: it may hold both.
+    A folder's name is ignored: the folder may hold both sizes.
     """
     if denoiser.path is not None:
         from everyframe.checkpoints.tensor_file import open_checkpoint
@@ -205,7 +205,7 @@ def _vae_config(files: OpenSoraFiles) -> ImageVAEConfig | VideoVAEConfig:
 
 
 def _check_fit(sizes: OpenSoraBuilder) -> None:
-    """Parts of different models, put together by options, are told before anything is loaded."""
+    """Raise if options combine components of different models, before anything is loaded."""
     pairs = (
         ("latent channels", "autoencoder", sizes.vae.latent_channels, sizes.denoiser.in_channels),
         ("text channels", "text encoder", sizes.text["d_model"], sizes.denoiser.caption_channels),

@@ -1,8 +1,8 @@
-"""The stages of an Open-Sora run: text, given frames, denoising; `stages.py` has the last.
+"""Stages of an Open-Sora run: text encoding, conditioning frames, denoising, decoding.
 
-Each loads one component, works on every take with it and lets go of it when its generator ends, so
-that memory peaks at the largest stage and not at the sum. Upstream's loop is `scripts/inference.py`
-of 1.2; what differs on purpose is written where it differs. Read next: `components.py`, `text.py`.
+Each stage loads one component, uses it for every video and frees it when its generator ends, so
+peak memory is that of the largest stage, not the sum. Upstream's loop is `scripts/inference.py` of
+1.2; deliberate differences are noted at the code that differs.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ from everyframe.samplers.base import Step as SamplerStep
 
 @dataclass(frozen=True)
 class OpenSoraContext(stages.StageContext[OpenSoraSpec]):
-    """What all stages of one clip share: the plan, the model, the ranks, and which clip."""
+    """Shared by all stages of one clip: plan, model, ranks and clip number."""
 
     clip: int = 0
 
     @property
     def vae(self) -> ImageVAEConfig | VideoVAEConfig:
-        """The autoencoder's sizes."""
+        """Config of the autoencoder."""
         return self.model.sizes.vae
 
     def goes_on(self) -> bool:
-        """Whether this clip begins with frames of the clip before it or of a given video."""
+        """Whether this clip continues from the previous clip or from a given video."""
         return self.clip > 0 or "extend" in self.settings.given_frames
 
     def before(self, take: VideoState) -> Tensor | None:
-        """The frames (T, H, W, 3) in 0..1 that this clip goes on from, if it goes on from any.
+        """Frames (T, H, W, 3) in 0..1 that this clip continues from; None if it starts anew.
 
-        One frame where there are fewer than `known_frames` wants: a given video may be short.
+        One frame if fewer than `known_frames` are available: a given video may be short.
         """
         if not self.goes_on():
             return None
@@ -74,7 +74,7 @@ class OpenSoraContext(stages.StageContext[OpenSoraSpec]):
 
 @dataclass(frozen=True)
 class TextEncodeStage:
-    """Prompt and negative prompt through T5, once for all takes."""
+    """Encode prompt and negative prompt with T5, once for all videos."""
 
     job: OpenSoraContext
     name: str = "text"
@@ -82,11 +82,11 @@ class TextEncodeStage:
     goes_on: bool = False
 
     def num_steps(self, num_takes: int) -> int:
-        """One a prompt."""
+        """One step per prompt."""
         return 1 + (self.job.settings.negative_prompt is not None)
 
     def run(self, takes: Sequence[VideoState]) -> Iterator[Event]:
-        """Fill each take's `text`: one rank encodes, the others are told."""
+        """Set `text` of each video: one rank encodes and broadcasts."""
         world = self.job.teams.world
         told = yield from stages.on_lead_rank(world, self._encoded(takes), "the text is handed on")
         texts = [TextEmbedding(*each) for each in zip(told[::2], told[1::2], strict=True)]
@@ -112,7 +112,7 @@ class TextEncodeStage:
 
 @dataclass(frozen=True)
 class ConditioningLatents:
-    """Given frames as latents (1, C, T, h, w), and mask (1, T): 1 make, 0 keep, between edit."""
+    """Conditioning latents (1, C, T, h, w) and mask (1, T): 1 generate, 0 fixed, between edit."""
 
     latents: Tensor
     mask: Tensor
@@ -120,7 +120,7 @@ class ConditioningLatents:
 
 @dataclass(frozen=True)
 class ConditioningStage:
-    """Given pictures, and the end of the clip before, through the autoencoder's encoder."""
+    """Encode given images and the end of the previous clip with the autoencoder."""
 
     job: OpenSoraContext
     name: str = "given frames"
@@ -128,11 +128,11 @@ class ConditioningStage:
     goes_on: bool = False
 
     def num_steps(self, num_takes: int) -> int:
-        """One a take."""
+        """One step per video."""
         return num_takes
 
     def run(self, takes: Sequence[VideoState]) -> Iterator[Event]:
-        """Fill each take's `known`: one rank encodes, those that share its videos are told."""
+        """Set `known` of each video: one rank encodes and broadcasts within its video group."""
         team = self.job.teams.team
         told = yield from stages.on_lead_rank(
             team, self._encoded(takes), "given frames are handed on"
@@ -180,9 +180,9 @@ class ConditioningStage:
         frames_THWC: Tensor,
         still: int | None = None,
     ) -> Tensor:
-        """Frames in 0..1 to latents (1, C, T, h, w), float32 on the CPU.
+        """Encode frames in 0..1 to latents (1, C, T, h, w), float32 on the CPU.
 
-        With `still`, one frame as if it stood still for so many.
+        `still` repeats one frame that many times.
         """
         video = rearrange(frames_THWC, "t h w c -> 1 c t h w") * 2 - 1
         video = video.to(self.job.device(self.component))
@@ -191,7 +191,7 @@ class ConditioningStage:
 
 @dataclass(frozen=True)
 class DenoiseStage:
-    """Noise becomes latents: the sampler, guidance and the denoiser."""
+    """Denoise: sampler, guidance and denoiser turn noise into latents."""
 
     job: OpenSoraContext
     name: str = "denoise"
@@ -199,11 +199,11 @@ class DenoiseStage:
     goes_on: bool = True
 
     def num_steps(self, num_takes: int) -> int:
-        """The sampler's steps for each take."""
+        """Sampler steps of all videos."""
         return num_takes * self.job.settings.num_inference_steps
 
     def run(self, takes: Sequence[VideoState]) -> Iterator[Event]:
-        """Fill each take's `latents`."""
+        """Set `latents` of each video."""
         job, teams = self.job, self.job.teams
         model = yield from job.loaded(self.component)
         put_on = sharding.apply(model, teams.team, teams.groups)
@@ -247,7 +247,7 @@ class DenoiseStage:
 
 @dataclass(frozen=True)
 class DecodeStage:
-    """Latents become frames, in the pieces that the autoencoder was trained on."""
+    """Decode latents to frames, in the pieces that the autoencoder was trained on."""
 
     job: OpenSoraContext
     name: str = "decode"
@@ -255,13 +255,13 @@ class DecodeStage:
     goes_on: bool = False
 
     def num_steps(self, num_takes: int) -> int:
-        """One a piece."""
+        """One step per piece."""
         return num_takes * len(self.job.vae.pieces(self.job.settings.num_frames))
 
     def run(self, takes: Sequence[VideoState]) -> Iterator[Event]:
-        """Yield the frames of each take that are new, and keep the end for the clip after.
+        """Yield the new frames of each video, and save its last frames for the next clip.
 
-        Several ranks deal out the pieces; all frames come to their first one.
+        With several ranks, the pieces are distributed; the first rank receives all frames.
         """
         job, team = self.job, self.job.teams.team
         vae = yield from job.loaded(self.component)
@@ -296,9 +296,9 @@ class DecodeStage:
 
 
 class _New:
-    """The frames of a clip without the first `skip`, which are the clip's before; and its `tail`.
+    """Frames of a clip without the first `skip`, which belong to the previous clip; and its `tail`.
 
-    That is the last two pieces, in which the frames lie that a clip after it goes on from.
+    The tail is the last two pieces: they hold the frames that the next clip continues from.
     """
 
     def __init__(self, skip: int) -> None:
@@ -306,7 +306,7 @@ class _New:
         self.tail: list[Tensor] = []
 
     def of(self, _: int, piece_THWC: Tensor) -> Tensor:
-        """Those of the next piece."""
+        """New frames of the next piece."""
         self.tail = [*self.tail, piece_THWC][-2:]
         new = piece_THWC[min(self._skip, len(piece_THWC)) :]
         self._skip -= len(piece_THWC) - len(new)
@@ -314,7 +314,7 @@ class _New:
 
 
 def _decoded(vae: ImageVAE | VideoVAE, guard: Guard, latents: Tensor, piece: FrameChunk) -> Tensor:
-    """The pixels (T, C, H, W) of one piece."""
+    """Decode one piece to pixels (T, C, H, W)."""
     # As it was planned, or in less where memory ran out.
     pixels = decode_frames(vae, latents, piece, guard.settings)
     return rearrange(pixels[0], "c t h w -> t c h w")

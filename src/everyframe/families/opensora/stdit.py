@@ -1,8 +1,8 @@
-"""`STDiT`, the denoiser of Open-Sora 1.0: each block attends in space, then in time, then to text.
+"""`STDiT`, the denoiser of Open-Sora 1.0: blocks of spatial, temporal and cross-attention.
 
-It runs any number of frames and any latent size: positions follow from the configuration's
-scales, so upstream's ``pos_embed`` and ``pos_embed_temporal`` are no parameters here. Source:
-hpcaitech/Open-Sora v1.0.0 and PixArt-alpha (arXiv 2310.00426). Read next: `blocks`, `stdit3`.
+Accepts any number of frames and any latent size: position embeddings are computed from the
+config's scales, so upstream's ``pos_embed`` and ``pos_embed_temporal`` are not parameters here.
+Source: hpcaitech/Open-Sora v1.0.0 and PixArt-alpha (arXiv 2310.00426).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from everyframe.ops.text_context import KeysValues, TextContext
 
 
 class STDiTBlock(nn.Module):
-    """Attention in space, in time and to the text, and an MLP, all added to the stream."""
+    """Residual block: spatial, temporal and cross-attention, then an MLP."""
 
     def __init__(self, config: STDiTConfig) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class STDiTBlock(nn.Module):
         text_mask: Tensor | None,
         time_positions_TC: Tensor | None = None,
     ) -> Tensor:
-        """The stream after this block; `t_B16C` are the timestep's six tables."""
+        """Run the block; `t_B16C` are the six modulation tables of the timestep."""
         shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = self.modulation(
             self.scale_shift_table, t_B16C
         )
@@ -81,9 +81,9 @@ class STDiTBlock(nn.Module):
 
 
 class STDiT(nn.Module):
-    """Open-Sora 1.0's denoiser; its values mean nothing until weights are loaded.
+    """Open-Sora 1.0's denoiser; parameters are undefined until weights are loaded.
 
-    `embedders` are its parts that embed a number, and whether that is another one at every step.
+    `embedders` names the submodules that embed a number, and whether it changes at every step.
     """
 
     embedders: ClassVar[Mapping[str, bool]] = {"t_embedder": True}
@@ -102,13 +102,16 @@ class STDiT(nn.Module):
         self.final_layer = FinalLayer(size, volume * config.out_channels)
 
     def null_text(self) -> Tensor:
-        """(L, caption_channels): what stands in for the text encoder's states without a text."""
+        """Null text (L, caption_channels), used where there are no text encoder states."""
         # By a call: where weights wait elsewhere, they come for those.
         out: Tensor = self.y_embedder()
         return out
 
     def context(self, text_BLD: Tensor, mask_BL: Tensor | None = None) -> TextContext:
-        """What the blocks need of texts, once a prompt; see `context.cut_to_longest` for shapes."""
+        """Text context of the blocks, once per prompt.
+
+        See `model_inputs.cut_to_longest` for shapes.
+        """
         tokens = cut_to_longest(text_BLD, mask_BL, self.config.caption_channels)
         y_BLC = self.y_embedder(tokens.text)
         return build_context(
@@ -116,11 +119,11 @@ class STDiT(nn.Module):
         )
 
     def blocks_in_order(self) -> list[STDiTBlock]:
-        """The blocks as they run."""
+        """Blocks in execution order."""
         return cast(list[STDiTBlock], list(self.blocks))
 
     def forward(self, x: Tensor, t: Tensor, context: TextContext) -> Tensor:
-        """Noise and, as the second half of the channels, the variance's interpolation.
+        """Predict noise and, in the second half of the channels, the variance interpolation.
 
         Args:
             x: latents (B, in_channels, T, H, W).
@@ -128,7 +131,7 @@ class STDiT(nn.Module):
             context: of B texts, from `context`.
 
         Returns:
-            (B, out_channels, T, H, W) in float32 at least.
+            (B, out_channels, T, H, W) in float32 or wider.
         """
         latent_size = check_latents(x, self.config.in_channels, context)
         grid = token_grid(latent_size, self.config.patch_size)

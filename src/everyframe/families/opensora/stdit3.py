@@ -1,8 +1,8 @@
-"""`STDiT3`, the denoiser of Open-Sora 1.2: blocks that attend in space and in time, by turns.
+"""`STDiT3`, the denoiser of Open-Sora 1.2: alternating spatial and temporal attention blocks.
 
-Any number of frames and any latent size; positions in space are scaled to the video's size in
-pixels, those in time are rotations. Frames that are given (an image to start from) are modulated
-as if at timestep 0. Source: hpcaitech/Open-Sora v1.2.0. Read next: `blocks`, `stdit`.
+Accepts any number of frames and any latent size. Spatial position embeddings are scaled to the
+video's size in pixels; temporal positions use RoPE. Conditioning frames (such as the image of
+image to video) are modulated as if at timestep 0. Source: hpcaitech/Open-Sora v1.2.0.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from everyframe.ops.text_context import KeysValues, TextContext
 
 
 class STDiT3Block(nn.Module):
-    """Attention along one axis and to the text, and an MLP, all added to the stream."""
+    """Residual block: spatial or temporal attention, cross-attention, then an MLP."""
 
     def __init__(self, config: STDiT3Config, axis: Axis) -> None:
         super().__init__()
@@ -66,10 +66,10 @@ class STDiT3Block(nn.Module):
         text_mask: Tensor | None,
         table: RotaryTable | None = None,
     ) -> Tensor:
-        """The stream after this block.
+        """Run the block.
 
-        `t_BF6C` are the timestep's six tables, for each frame or (F = 1) for all of them alike;
-        `table` holds the rotations of an attention in time.
+        `t_BF6C` are the six modulation tables of the timestep, per frame or (F = 1) for all frames.
+        `table` holds the RoPE rotations of temporal attention.
         """
         shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = self.modulation(
             self.scale_shift_table, t_BF6C
@@ -83,9 +83,9 @@ class STDiT3Block(nn.Module):
 
 
 class STDiT3(nn.Module):
-    """Open-Sora 1.2's denoiser; its values mean nothing until weights are loaded.
+    """Open-Sora 1.2's denoiser; parameters are undefined until weights are loaded.
 
-    `embedders` are its parts that embed a number, and whether that is another one at every step.
+    `embedders` names the submodules that embed a number, and whether it changes at every step.
     """
 
     embedders: ClassVar[Mapping[str, bool]] = {"t_embedder": True, "fps_embedder": False}
@@ -111,13 +111,16 @@ class STDiT3(nn.Module):
         self.final_layer = FinalLayer(size, volume * config.out_channels)
 
     def null_text(self) -> Tensor:
-        """(L, caption_channels): what stands in for the text encoder's states without a text."""
+        """Null text (L, caption_channels), used where there are no text encoder states."""
         # By a call: where weights wait elsewhere, they come for those.
         out: Tensor = self.y_embedder()
         return out
 
     def context(self, text_BLD: Tensor, mask_BL: Tensor | None = None) -> TextContext:
-        """What the blocks need of texts, once a prompt; see `context.cut_to_longest` for shapes."""
+        """Text context of the blocks, once per prompt.
+
+        See `model_inputs.cut_to_longest` for shapes.
+        """
         tokens = cut_to_longest(text_BLD, mask_BL, self.config.caption_channels)
         y_BLC = self.y_embedder(tokens.text)
         return build_context(
@@ -125,7 +128,7 @@ class STDiT3(nn.Module):
         )
 
     def blocks_in_order(self) -> list[STDiT3Block]:
-        """The blocks as they run: spatial 0, temporal 0, spatial 1 and so on."""
+        """Blocks in execution order: spatial 0, temporal 0, spatial 1 and so on."""
         pairs = zip(self.spatial_blocks, self.temporal_blocks, strict=True)
         return cast(list[STDiT3Block], [block for pair in pairs for block in pair])
 
@@ -140,7 +143,7 @@ class STDiT3(nn.Module):
         width: Tensor | float,
         x_mask: Tensor | None = None,
     ) -> Tensor:
-        """Velocity, and as many channels without use behind it if the model has them.
+        """Predict the velocity, followed by as many unused channels if the model has them.
 
         Args:
             x: latents (B, in_channels, T, H, W).
@@ -148,11 +151,11 @@ class STDiT3(nn.Module):
             context: of B texts, from `context`.
             fps: frames per second of the video, one number or (B,).
             height, width: pixels of the video, one number or (B,).
-            x_mask: (B, T) True where a frame is to be denoised, False where it is given (T in
-                patches of time, if a patch is longer than one frame); None means True everywhere.
+            x_mask: (B, T), True for frames to denoise, False for conditioning frames (T counts
+                temporal patches if a patch is longer than one frame). None means True everywhere.
 
         Returns:
-            (B, out_channels, T, H, W) in float32 at least.
+            (B, out_channels, T, H, W) in float32 or wider.
         """
         latent_size = check_latents(x, self.config.in_channels, context)
         grid = token_grid(latent_size, self.config.patch_size)
@@ -186,7 +189,10 @@ class STDiT3(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
     ) -> Tensor:
-        """(1 or B, 1, S, C). Upstream takes the first sample's size in pixels for all of them."""
+        """Position embedding (1 or B, 1, S, C).
+
+        Upstream uses the first sample's pixel size for all samples.
+        """
         num_rows, num_columns = grid[1:]
         base_size = round(math.sqrt(num_rows * num_columns))
         tables = []

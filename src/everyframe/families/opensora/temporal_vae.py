@@ -1,8 +1,8 @@
-"""The temporal stage of Open-Sora 1.2's video autoencoder: upstream's `VAE_Temporal`.
+"""Temporal stage of Open-Sora 1.2's video autoencoder: upstream's `VAE_Temporal`.
 
-Causal 3-D convolutions over latents of the spatial stage; time is halved between some levels, space
-never. One call codes one piece; cutting a video into pieces, the spatial stage and normalisation
-are in `vae`. Parameter names are upstream's. Nothing here knows of devices or precision.
+Causal 3-D convolutions over the latents of the spatial stage. Time is halved between some levels,
+space never. One call codes one piece; `vae` cuts a video into pieces, runs the spatial stage and
+normalises. Parameter names are upstream's.
 
 Shapes: B batch, C channels, T frames, H and W latent rows and columns.
 Source: hpcaitech/Open-Sora v1.2.0, opensora/models/vae/vae_temporal.py (behaviour and names only).
@@ -21,10 +21,10 @@ from everyframe.families.opensora.vae_config import TemporalVAEConfig
 
 
 class CausalConv3d(nn.Module):
-    """A convolution that never looks ahead: all time padding is zeros in front.
+    """3-D convolution, causal in time: all temporal padding is zeros in front.
 
-    With a stride there are ``kernel_size - time_stride`` of them, so that output t sees input up
-    to ``(t + 1) * time_stride - 1``.
+    With a stride there are ``kernel_size - time_stride`` zero frames, so output t depends on input
+    up to ``(t + 1) * time_stride - 1``.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class CausalConv3d(nn.Module):
 
 
 class ResBlock(nn.Module):
-    """Twice norm, SiLU, convolution; the shortcut is 1x1x1 where the number of channels changes."""
+    """Residual block: twice norm, SiLU, convolution; 1x1x1 shortcut if the width changes."""
 
     def __init__(self, in_channels: int, out_channels: int, num_groups: int) -> None:
         super().__init__()
@@ -86,9 +86,9 @@ def _run(blocks: nn.Module | Sequence[nn.Module], x: Tensor) -> Tensor:
 
 
 class TemporalEncoder(nn.Module):
-    """(B, in_out_channels, T, H, W) with T divisible -> (B, 2 latent_embed_dim, T / factor, H, W).
+    """(B, in_out_channels, T, H, W) -> (B, 2 latent_embed_dim, T / factor, H, W), T divisible.
 
-    The output is not yet mean and log-variance: `TemporalVAE.quant_conv` makes it so.
+    The output is not yet mean and log-variance: `TemporalVAE.quant_conv` produces those.
     """
 
     def __init__(self, config: TemporalVAEConfig) -> None:
@@ -125,7 +125,7 @@ class TemporalEncoder(nn.Module):
 class TemporalDecoder(nn.Module):
     """(B, latent_embed_dim, T, H, W) -> (B, in_out_channels, T * factor, H, W).
 
-    Time is doubled by making twice the channels and dealing them out to two frames.
+    Time is doubled by computing twice the channels and splitting them over two frames.
     """
 
     def __init__(self, config: TemporalVAEConfig) -> None:
@@ -162,10 +162,7 @@ class TemporalDecoder(nn.Module):
 
 
 class TemporalVAE(nn.Module):
-    """Codes one piece of spatial latents in time; see `TemporalVAEConfig` for the sizes.
-
-    Read next: `vae.VideoVAE`, which calls it piece by piece.
-    """
+    """Temporal autoencoder for one piece of spatial latents (sizes: `TemporalVAEConfig`)."""
 
     def __init__(self, config: TemporalVAEConfig) -> None:
         super().__init__()
@@ -176,10 +173,10 @@ class TemporalVAE(nn.Module):
         self.decoder = TemporalDecoder(config)
 
     def moments(self, x_BCTHW: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and log-variance, each (B, embed_dim, latent frames, H, W), of a piece's posterior.
+        """Mean and log-variance of a piece's posterior, each (B, embed_dim, latent frames, H, W).
 
-        Zero frames are put in front so that T divides. The log-variance is clamped to -30..20, as
-        upstream's gaussian does.
+        Zero frames are prepended to make T divisible. The log-variance is clamped to -30..20, as
+        upstream's Gaussian does.
         """
         front = self.config.front_padding(x_BCTHW.shape[2])
         padded = F.pad(x_BCTHW, (0, 0, 0, 0, front, 0))
@@ -193,22 +190,22 @@ class TemporalVAE(nn.Module):
         sample_posterior: bool = False,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """The posterior's mean, or a draw from it: (B, embed_dim, latent frames, H, W)."""
+        """Posterior mean, or a sample of it: (B, embed_dim, latent frames, H, W)."""
         mean, log_variance = self.moments(x_BCTHW)
         if not sample_posterior:
             return mean
         return draw(mean, log_variance, generator)
 
     def decode(self, z_BCTHW: Tensor, num_frames: int) -> Tensor:
-        """(B, embed_dim, T, H, W) -> (B, in_out_channels, num_frames, H, W): padding cut off."""
+        """(B, embed_dim, T, H, W) -> (B, in_out_channels, num_frames, H, W), padding cut off."""
         x: Tensor = self.decoder(self.post_quant_conv(z_BCTHW))
         return x[:, :, self.config.front_padding(num_frames) :]
 
 
 def draw(mean: Tensor, log_variance: Tensor, generator: torch.Generator | None) -> Tensor:
-    """One draw from a diagonal gaussian; the noise comes from the generator's own device.
+    """Sample a diagonal Gaussian; the noise is generated on the generator's device.
 
-    So a CPU generator gives the same draw wherever the model is.
+    A CPU generator gives the same sample wherever the model runs.
     """
     device = mean.device if generator is None else generator.device
     noise = torch.randn(mean.shape, generator=generator, device=device, dtype=torch.float32)

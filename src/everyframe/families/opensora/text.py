@@ -1,8 +1,7 @@
-"""T5: the tokens of a prompt become hidden states and a mask.
+"""T5 text encoder: token ids to hidden states and a mask.
 
 Upstream: `opensora/models/text_encoder/t5.py` (`DeepFloyd/t5-v1_1-xxl`, padded to the model's
-length, attention mask given). The classes come from transformers. Read next: `prompt_tokens.py` for
-how a prompt becomes tokens, `stages.py` for who calls this.
+length, attention mask given). The classes come from transformers.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from everyframe.families.opensora.prompt_tokens import read_prompt, read_prompts
 
 @dataclass(frozen=True)
 class TextEmbedding:
-    """Hidden states (1, L, D) of T5 and which of the L tokens are real (1, L), bool."""
+    """T5 hidden states (1, L, D) and a bool mask (1, L) of the real tokens."""
 
     hidden: Tensor
     mask: Tensor
 
 
 def t5_config(data: Mapping[str, Any]) -> Any:
-    """transformers' `T5Config` from a checkpoint's config.json."""
+    """Build transformers' `T5Config` from a checkpoint's config.json."""
     from transformers.models.t5.configuration_t5 import T5Config
 
     kind = data.get("model_type", "t5")
@@ -38,7 +37,7 @@ def t5_config(data: Mapping[str, Any]) -> Any:
 
 
 def build_encoder(data: Mapping[str, Any]) -> nn.Module:
-    """An untrained `T5EncoderModel` of those sizes; build it under ``torch.device("meta")``."""
+    """Build an untrained `T5EncoderModel` of those sizes; use ``torch.device("meta")``."""
     # Not from the package itself, which looks through all of its models first.
     from transformers.models.t5.modeling_t5 import T5EncoderModel
 
@@ -49,7 +48,7 @@ def build_encoder(data: Mapping[str, Any]) -> nn.Module:
 def tokens_of(
     tokenizer: Any, settings: Settings, max_length: int
 ) -> list[tuple[Tensor, Tensor, str]]:
-    """Prompt and, where there is one, negative prompt as T5 gets them; see `tokenize`."""
+    """Tokenize the prompt and, if there is one, the negative prompt for T5; see `tokenize`."""
     found = read_prompts(tokenizer, settings, max_length)
     return [(*_padded(tokenizer, ids, max_length), cut) for ids, cut in found]
 
@@ -59,7 +58,7 @@ def tokenize(
 ) -> tuple[Tensor, Tensor, str]:
     """Token ids and mask, (1, max_length) each, and the words that were cut ("" if none).
 
-    Raises `InputError` for a prompt that is too long unless `truncate`; it says what would be cut.
+    Raises `InputError` for a prompt that is too long unless `truncate`; names the words to cut.
     """
     ids, cut = read_prompt(tokenizer, prompt, max_length, truncate=truncate)
     return (*_padded(tokenizer, ids, max_length), cut)
@@ -78,7 +77,7 @@ def embed(
 ) -> TextEmbedding:
     """T5's last hidden states for token ids (1, L) and mask (1, L); float32, on the CPU.
 
-    `device` is where the encoder computes, which need not be where its weights lie.
+    `device` is where the encoder computes; its weights may be elsewhere (offload).
     """
     answer = encoder(input_ids=ids.to(device), attention_mask=mask.to(device, torch.long))
     hidden = answer.last_hidden_state

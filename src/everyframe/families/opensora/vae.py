@@ -1,13 +1,13 @@
 """Open-Sora's autoencoders between pixels and latents: `ImageVAE` (1.0) and `VideoVAE` (1.2).
 
 Both have one interface: `encode`, `decode`, `decode_pieces`, `decode_piece`, `pieces`,
-`latent_size`. Sizes and pieces are data in `vae_config`, the temporal stage is in `vae_temporal`,
-the spatial stage is diffusers' `AutoencoderKL`. Not here: loading, devices, precision, and writing
-frames. Gradients flow through everything; who does not want them says so outside.
+`latent_size`. Sizes and pieces are data in `vae_config`; the temporal stage is in `temporal_vae`;
+the spatial stage is diffusers' `AutoencoderKL`. Everything is differentiable: callers disable
+gradients.
 
 Parameter names are upstream's: ``spatial_vae.module.*`` (diffusers' names), ``temporal_vae.*``,
-``shift``, ``scale``. In `ImageVAE` they are ``module.*``, and a diffusers checkpoint of 1.0's
-autoencoder loads into ``.module`` as it is.
+``shift``, ``scale``. `ImageVAE` has ``module.*``: a diffusers checkpoint of 1.0's autoencoder
+loads into ``.module`` unchanged.
 
 Shapes: B batch, C channels, T frames, H and W rows and columns. Pixels are -1..1.
 """
@@ -59,7 +59,7 @@ class ImageVAE(nn.Module):
         return self.config.latent_size(num_frames, height, width)
 
     def pieces(self, num_frames: int) -> tuple[FrameChunk, ...]:
-        """The pieces that `decode_pieces` gives."""
+        """Pieces that `decode_pieces` yields."""
         return self.config.pieces(num_frames)
 
     def encode(
@@ -70,9 +70,9 @@ class ImageVAE(nn.Module):
         generator: torch.Generator | None = None,
         at_once: int | None = None,
     ) -> Tensor:
-        """Pixels (B, 3, T, H, W) -> latents (B, C, T, H // factor, W // factor), scaled.
+        """Encode pixels (B, 3, T, H, W) to scaled latents (B, C, T, H // factor, W // factor).
 
-        `at_once` frames in a call, or as many as the config says.
+        `at_once` is the number of frames per call; the default is the config's.
         """
         batch = video_BCTHW.shape[0]
         rows = rearrange(video_BCTHW, "b c t h w -> (b t) c h w")
@@ -84,28 +84,28 @@ class ImageVAE(nn.Module):
         return rearrange(z, "(b t) c h w -> b c t h w", b=batch)
 
     def encode_still(self, picture_BCTHW: Tensor, num_frames: int) -> Tensor:
-        """`encode` of one picture (B, 3, 1, H, W) that stands still so long."""
+        """Encode one image (B, 3, 1, H, W) as a still video of `num_frames`."""
         return self.encode(picture_BCTHW).expand(-1, -1, num_frames, -1, -1)
 
     def decode(self, latents_BCTHW: Tensor, num_frames: int | None = None) -> Tensor:
-        """Scaled latents (B, C, T, h, w) -> pixels (B, 3, T, h * factor, w * factor)."""
+        """Decode scaled latents (B, C, T, h, w) to pixels (B, 3, T, h * factor, w * factor)."""
         frames = latents_BCTHW.shape[2] if num_frames is None else num_frames
         return torch.cat(list(self.decode_pieces(latents_BCTHW, frames)), dim=2)
 
     def decode_pieces(self, latents_BCTHW: Tensor, num_frames: int) -> Iterator[Tensor]:
-        """The pixels of each of `pieces` in turn; concatenated in time they are `decode`'s."""
+        """Yield the pixels of each of `pieces`; concatenated in time they equal `decode`."""
         _check_frames(self.config, latents_BCTHW, num_frames)
         return (self.decode_piece(latents_BCTHW, piece) for piece in self.pieces(num_frames))
 
     def decode_piece(
         self, latents_BCTHW: Tensor, piece: FrameChunk, at_once: int | None = None
     ) -> Tensor:
-        """The pixels of one piece of a video whose latents these are; see `decode_frames`."""
+        """Decode one piece, given the latents of the whole video; see `decode_frames`."""
         latents = latents_BCTHW[:, :, piece.latent_start : piece.latent_stop]
         return self.decode_frames(latents, at_once)
 
     def decode_frames(self, latents_BCTHW: Tensor, at_once: int | None = None) -> Tensor:
-        """All frames of these latents, `at_once` in a call, or as many as the config says."""
+        """Decode all frames of these latents, `at_once` per call; the default is the config's."""
         batch = latents_BCTHW.shape[0]
         rows = rearrange(latents_BCTHW, "b c t h w -> (b t) c h w") / self.config.scaling_factor
         frames = [
@@ -118,7 +118,7 @@ class ImageVAE(nn.Module):
 class VideoVAE(nn.Module):
     """Open-Sora 1.2's autoencoder: `ImageVAE`, then `TemporalVAE` piece by piece, normalised.
 
-    Pieces (17 frames, 5 latent frames) know nothing of each other, as upstream trained it.
+    Pieces (17 frames, 5 latent frames) are independent, as in upstream's training.
     """
 
     shift: Tensor
@@ -137,7 +137,7 @@ class VideoVAE(nn.Module):
         return self.config.latent_size(num_frames, height, width)
 
     def pieces(self, num_frames: int) -> tuple[FrameChunk, ...]:
-        """The pieces that `decode_pieces` gives."""
+        """Pieces that `decode_pieces` yields."""
         return self.config.pieces(num_frames)
 
     def encode(
@@ -148,21 +148,21 @@ class VideoVAE(nn.Module):
         generator: torch.Generator | None = None,
         at_once: int | None = None,
     ) -> Tensor:
-        """Pixels (B, 3, T, H, W) -> normalised latents (B, C, latent frames, h, w).
+        """Encode pixels (B, 3, T, H, W) to normalised latents (B, C, latent frames, h, w).
 
-        The posteriors' means, or draws from both stages (spatial first) for training. `at_once` is
-        the spatial stage's.
+        Returns posterior means, or samples from both stages (spatial first) for training. `at_once`
+        is the number of frames per call of the spatial stage.
         """
         draws: dict[str, Any] = {"sample_posterior": sample_posterior, "generator": generator}
         spatial = self.spatial_vae.encode(video_BCTHW, at_once=at_once, **draws)
         return self._through_time(spatial, draws)
 
     def encode_still(self, picture_BCTHW: Tensor, num_frames: int) -> Tensor:
-        """`encode` of one picture (B, 3, 1, H, W) that stands still so long, seen once."""
+        """Encode one image (B, 3, 1, H, W) as a still video; the spatial stage runs on it once."""
         return self._through_time(self.spatial_vae.encode_still(picture_BCTHW, num_frames), {})
 
     def _through_time(self, spatial_BCTHW: Tensor, draws: Mapping[str, Any]) -> Tensor:
-        """The spatial half's latents, a frame each, to normalised ones."""
+        """Run the temporal stage: spatial latents, one per frame, to normalised latents."""
         latents = [
             self.temporal_vae.encode(
                 spatial_BCTHW[:, :, piece.frame_start : piece.frame_stop], **draws
@@ -172,13 +172,13 @@ class VideoVAE(nn.Module):
         return (torch.cat(latents, dim=2) - self.shift) / self.scale
 
     def decode(self, latents_BCTHW: Tensor, num_frames: int) -> Tensor:
-        """Normalised latents (B, C, latent frames, h, w) -> pixels (B, 3, num_frames, H, W)."""
+        """Decode normalised latents (B, C, latent frames, h, w) to (B, 3, num_frames, H, W)."""
         return torch.cat(list(self.decode_pieces(latents_BCTHW, num_frames)), dim=2)
 
     def decode_pieces(self, latents_BCTHW: Tensor, num_frames: int) -> Iterator[Tensor]:
-        """The pixels of each of `pieces` in turn; concatenated in time they are `decode`'s.
+        """Yield the pixels of each of `pieces`; concatenated in time they equal `decode`.
 
-        Raises `InputError` at once if that many frames don't have these latent frames.
+        Raises `InputError` immediately if `num_frames` does not match the number of latent frames.
         """
         _check_frames(self.config, latents_BCTHW, num_frames)
         return (self.decode_piece(latents_BCTHW, piece) for piece in self.pieces(num_frames))
@@ -186,7 +186,7 @@ class VideoVAE(nn.Module):
     def decode_piece(
         self, latents_BCTHW: Tensor, piece: FrameChunk, at_once: int | None = None
     ) -> Tensor:
-        """The pixels of one piece of a video whose latents these are, `at_once` frames a call."""
+        """Decode one piece, given the latents of the whole video; `at_once` frames per call."""
         latents = latents_BCTHW[:, :, piece.latent_start : piece.latent_stop]
         spatial = self.temporal_vae.decode(latents * self.scale + self.shift, piece.num_frames)
         return self.spatial_vae.decode_frames(spatial, at_once)
@@ -224,9 +224,9 @@ def encoded(
     still: int | None = None,
     most_tiles: int | None = None,
 ) -> Tensor:
-    """Latents (B, C, T, h, w) of a video in -1..1, float32 on the CPU.
+    """Encode a video in -1..1 to latents (B, C, T, h, w), float32 on the CPU.
 
-    With `still`, of one frame as if it stood still for so many.
+    `still` encodes one frame as a still video of that many frames.
     """
     at_once = settings.saving(tiling.FRAMES, 0) or None
 
@@ -248,7 +248,7 @@ def decode_frames(
     *,
     most_tiles: int | None = None,
 ) -> Tensor:
-    """The pixels (B, 3, T, H, W) around -1..1 of one piece of a video whose latents these are."""
+    """Decode one piece of a video's latents to pixels (B, 3, T, H, W) around -1..1."""
     at_once = settings.saving(tiling.FRAMES, 0) or None
 
     def decode(part: Tensor) -> Tensor:

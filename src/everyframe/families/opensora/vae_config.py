@@ -1,12 +1,11 @@
-"""Sizes of Open-Sora's video autoencoders, and how frames become latent frames. No torch here.
+"""Configs of Open-Sora's autoencoders, and frame to latent-frame arithmetic. No torch here.
 
-Two autoencoders share one vocabulary: `ImageVAEConfig` (Open-Sora 1.0: diffusers'
-`AutoencoderKL` frame by frame, one latent frame a frame) and `VideoVAEConfig` (Open-Sora 1.2: the
-same spatial stage, then a temporal one that makes 5 latent frames of 17 frames). Not here: the
-modules (`vae`, `vae_temporal`) and which sizes a *denoiser* was trained for (`config`).
+`ImageVAEConfig` (Open-Sora 1.0) is diffusers' `AutoencoderKL` frame by frame: one latent frame per
+frame. `VideoVAEConfig` (Open-Sora 1.2) adds a temporal stage that turns 17 frames into 5 latent
+frames. The sizes that a *denoiser* was trained for are in `config`.
 
-A video is coded in *pieces* that know nothing of each other. Where they begin and end follows from
-the number of frames and these sizes alone, never from the number of devices.
+A video is coded in independent *pieces*. Their boundaries depend on the number of frames and these
+sizes only, never on the number of devices.
 """
 
 from __future__ import annotations
@@ -43,10 +42,12 @@ config.json says (SDXL's says 0.13025, and 1.2 was nevertheless trained with thi
 
 @dataclass(frozen=True)
 class TemporalVAEConfig:
-    """Sizes of the temporal stage; the defaults are the released ones (upstream `VAE_Temporal_SD`).
+    """Config of the temporal stage; defaults are the released ones (upstream `VAE_Temporal_SD`).
 
-    `in_out_channels` are the spatial latents' channels, `embed_dim` those of the finished latents,
-    `temporal_downsample[i]` says whether time is halved between levels i and i + 1.
+    Attributes:
+        in_out_channels: channels of the spatial latents.
+        embed_dim: channels of the finished latents.
+        temporal_downsample: entry i: whether time is halved between levels i and i + 1.
     """
 
     in_out_channels: int = 4
@@ -74,20 +75,20 @@ class TemporalVAEConfig:
 
     @property
     def downsample_factor(self) -> int:
-        """How many frames one latent frame stands for."""
+        """Frames per latent frame."""
         return int(2 ** sum(self.temporal_downsample))
 
     def front_padding(self, num_frames: int) -> int:
-        """Number of zero frames put before a clip so that its length divides."""
+        """Zero frames prepended to a clip to make its length divisible."""
         return -num_frames % self.downsample_factor
 
     def latent_frames(self, num_frames: int) -> int:
-        """Latent frames of one clip that is coded in one piece."""
+        """Latent frames of one clip coded in one piece."""
         return (num_frames + self.front_padding(num_frames)) // self.downsample_factor
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> TemporalVAEConfig:
-        """From a checkpoint's JSON; raises `CheckpointError` for an unknown key or kind."""
+        """Parse a checkpoint's JSON; raises `CheckpointError` for an unknown key or kind."""
         known = {f.name for f in fields(cls)} | {"type", "from_pretrained", "activation_fn"}
         _check_keys(data, known, "temporal")
         _check_value(data, "type", "VAE_Temporal_SD")
@@ -101,11 +102,13 @@ class TemporalVAEConfig:
 
 @dataclass(frozen=True)
 class ImageVAEConfig:
-    """An autoencoder that codes every frame by itself; upstream's `VideoAutoencoderKL`.
+    """Config of an autoencoder that codes frames independently (`VideoAutoencoderKL`).
 
-    `autoencoder` holds keyword arguments of diffusers' `AutoencoderKL`. `micro_batch_size` is the
-    number of frames in one call of it (and in one piece), fixed so that results don't depend on
-    who computes them.
+    Attributes:
+        autoencoder: keyword arguments of diffusers' `AutoencoderKL`.
+        scaling_factor: factor of the latents.
+        micro_batch_size: frames per call and per piece, fixed so that results do not depend on
+            which ranks compute them.
     """
 
     autoencoder: Mapping[str, Any] = field(default_factory=lambda: dict(SDXL_VAE_SIZES))
@@ -136,7 +139,7 @@ class ImageVAEConfig:
         return _latent_size(self, num_frames, height, width)
 
     def pieces(self, num_frames: int) -> tuple[FrameChunk, ...]:
-        """The pieces that a video of `num_frames` is decoded in, in order."""
+        """Pieces that a video of `num_frames` is decoded in, in order."""
         return tuple(
             FrameChunk(start, stop, start, stop)
             for start, stop in _runs(num_frames, self.micro_batch_size)
@@ -144,9 +147,9 @@ class ImageVAEConfig:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ImageVAEConfig:
-        """From diffusers' config.json of an `AutoencoderKL`.
+        """Parse diffusers' config.json of an `AutoencoderKL`.
 
-        Its own `scaling_factor` is not taken: upstream multiplies by 0.18215 always.
+        Its `scaling_factor` is ignored: upstream always multiplies by 0.18215.
         """
         _check_value(data, "_class_name", "AutoencoderKL")
         return cls(autoencoder=without_notes(data))
@@ -154,10 +157,13 @@ class ImageVAEConfig:
 
 @dataclass(frozen=True)
 class VideoVAEConfig:
-    """A spatial and a temporal stage; upstream's `VideoAutoencoderPipeline`.
+    """Config of a spatial and a temporal stage; upstream's `VideoAutoencoderPipeline`.
 
-    `micro_frame_size` is the length of a piece in frames (None: the whole video is one piece).
-    Finished latents are ``(z - shift) / scale`` with one number a channel.
+    Attributes:
+        spatial: config of the spatial stage.
+        temporal: config of the temporal stage.
+        micro_frame_size: frames per piece (None: the whole video is one piece).
+        shift, scale: per channel; finished latents are ``(z - shift) / scale``.
     """
 
     spatial: ImageVAEConfig = field(default_factory=ImageVAEConfig)
@@ -201,10 +207,10 @@ class VideoVAEConfig:
         return _latent_size(self, num_frames, height, width)
 
     def pieces(self, num_frames: int) -> tuple[FrameChunk, ...]:
-        """The pieces that a video of `num_frames` is coded in, in order; the last may be shorter.
+        """Pieces that a video of `num_frames` is coded in, in order; the last may be shorter.
 
-        Latent frames alone do not say how many frames a last piece has (6 to 8 of them give the
-        same 2 latent frames), hence frames are asked for.
+        The argument is in frames because latent frames are ambiguous: a last piece of 6 to 8 frames
+        has 2 latent frames in each case.
         """
         pieces, latent = [], 0
         for start, stop in _runs(num_frames, self.micro_frame_size or num_frames):
@@ -215,10 +221,10 @@ class VideoVAEConfig:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> VideoVAEConfig:
-        """From upstream's config.json; raises `CheckpointError` for an unknown key or kind.
+        """Parse upstream's config.json; raises `CheckpointError` for an unknown key or kind.
 
-        Upstream names its spatial autoencoder by hub id only. A checkpoint of ours may bring its
-        sizes along as ``vae_2d.config`` (keyword arguments of `AutoencoderKL`) and its own
+        Upstream names its spatial autoencoder by hub id only. A checkpoint of ours may add its
+        sizes as ``vae_2d.config`` (keyword arguments of `AutoencoderKL`) and its own
         ``vae_2d.scaling_factor``.
         """
         _check_keys(data, _PIPELINE_KEYS, "")

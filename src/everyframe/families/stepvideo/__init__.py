@@ -1,1 +1,1 @@
-"""Step-Video-T2V and its turbo variant. Read next: `family.py`."""
+"""Step-Video-T2V and its turbo variant: text to video. Read next: `spec.py`."""

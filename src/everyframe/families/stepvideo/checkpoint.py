@@ -1,8 +1,8 @@
-"""Where the parts of a Step-Video lie: upstream's folder as it is, here or on the hub.
+"""Find the files of a Step-Video checkpoint: upstream's folder layout, local or on the hub.
 
 ``transformer/`` (shards), ``vae/vae_v2.safetensors``, ``step_llm/`` (shards and a tokenizer),
 ``hunyuan_clip/`` (encoder and tokenizer) and ``scheduler/``. The turbo repository holds only the
-denoiser; the other parts are the base model's. Weights are not read here. Read next: `family.py`.
+denoiser; the other components are the base model's. No weights are read here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from everyframe.runtime import model_spec
 from everyframe.runtime.model_spec import ComponentSource
 
 PIPELINE, DENOISER = "StepVideoPipeline", "StepVideoModel"
-#: Where each component lies in upstream's folder.
+#: Folder of each component in upstream's layout.
 _FOLDERS = {
     "denoiser": "transformer",
     "step_llm": "step_llm",
@@ -35,41 +35,41 @@ CLIP_ENCODER, CLIP_TOKENIZER = "clip_text_encoder", "tokenizer"
 
 @dataclass(frozen=True)
 class StepVideoFiles:
-    """The sources of one model by component, and whether it is the turbo variant."""
+    """Files of one Step-Video model: sources by component, and whether it is the turbo variant."""
 
     sources: Mapping[str, ComponentSource]
     is_turbo: bool
 
     def folder(self, component: str) -> Path:
-        """The folder of a component, which is on this disk."""
+        """Folder of a component, which must be on this disk."""
         path = self.sources[component].path
         assert path is not None, "asked before it was fetched"
         return path
 
     def weights(self, component: str) -> Path:
-        """The file or folder that holds a component's weights."""
+        """File or folder that holds a component's weights."""
         folder = self.folder(component)
         if component == "vae" and folder.is_dir():
             return folder / VAE_FILE
         return folder / CLIP_ENCODER if component == "clip" else folder
 
     def missing(self) -> tuple[str, ...]:
-        """What must be fetched first, a line each."""
+        """Downloads still needed, one line each."""
         return model_spec.missing(self.sources.values())
 
     def fetched(self) -> StepVideoFiles:
-        """The same parts with all files on this disk."""
+        """Download missing files; return a copy with all files on disk."""
         return replace(self, sources=model_spec.downloaded(self.sources, _of_part))
 
 
 def find_files(location: Location, base: str | None) -> StepVideoFiles | None:
-    """The parts of a Step-Video at that place; None if it is another family's.
+    """Find the files of a Step-Video at `location`; None if it is another family's.
 
-    `base` is where the parts lie that are not beside the denoiser.
+    `base` holds the components that are not beside the denoiser.
 
     Raises:
         InputError: `base` is neither a folder nor a hub id.
-        CheckpointError: a folder that says it is a Step-Video and lacks the denoiser.
+        CheckpointError: the folder is labelled Step-Video but lacks the denoiser.
     """
     if location.known is not None:
         if location.known.family != "stepvideo":
@@ -88,7 +88,7 @@ def find_files(location: Location, base: str | None) -> StepVideoFiles | None:
 def _completed(
     sources: Mapping[str, ComponentSource], name: str, base: str | None
 ) -> StepVideoFiles:
-    """Every part: beside the denoiser, where `base` says, else the base model's on the hub."""
+    """Fill in every component: beside the denoiser, else in `base`, else from the hub."""
     others = _of_base(base)
     whole = {part: sources.get(part) or others[part] for part in _FOLDERS}
     if base is not None:
@@ -98,7 +98,7 @@ def _completed(
 
 
 def _is_ours(folder: Path) -> bool:
-    """By the class that the folder's own files name."""
+    """Whether the folder's own files name the Step-Video class."""
     for file, name in (("model_index.json", PIPELINE), ("transformer/config.json", DENOISER)):
         if (folder / file).is_file():
             return read_json(folder / file).get("_class_name") == name
@@ -119,7 +119,7 @@ def _beside(folder: Path) -> dict[str, ComponentSource]:
 
 
 def _check_scheduler(folder: Path) -> None:
-    """The sampler here is the one that upstream releases; its config can't ask for another."""
+    """Raise if the scheduler config asks for another sampler than upstream's release."""
     file = folder / "scheduler" / "scheduler_config.json"
     if not file.is_file():
         return
@@ -151,7 +151,7 @@ def _of_base(base: str | None) -> dict[str, ComponentSource]:
 
 
 def _of_part(part: HubPart) -> ComponentSource:
-    """The source of a hub part, as far as it is on this disk."""
+    """Source of a hub part, as far as it is on this disk."""
     found = find_part(part)
     sub = _FOLDERS[part.role]
     if not found.complete:
@@ -163,10 +163,10 @@ def _of_part(part: HubPart) -> ComponentSource:
 
 DENOISER_KEYS = KeyMap()
 LLM_KEYS = KeyMap()
-#: A plain convolution in the file, a causal one (a level lower) in upstream's own module.
+#: In the file a plain convolution; in upstream's module a causal one, one level lower.
 VAE_KEYS = KeyMap(rename=((r"^decoder\.conv_out\.(weight|bias)$", r"decoder.conv_out.conv.\1"),))
-#: The file holds the picture half of CLIP as well, heads that nothing reads, and the table of
-#: positions that transformers stored before 4.31; BERT's norms were once called gamma and beta.
+#: The file also holds CLIP's image half, unused heads, and position ids (as transformers stored
+#: them before 4.31). Older BERT checkpoints name the norms' parameters gamma and beta.
 CLIP_KEYS = KeyMap(
     rename=(
         (r"^(bert|text_model|text_encoder)\.", ""),

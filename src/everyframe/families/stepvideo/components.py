@@ -1,8 +1,4 @@
-"""The four parts of a Step-Video as components: how they are built, and what they need.
-
-Read next: `stages.py`, which runs the parts, and `dry_run.py`, by which their memory and time
-are forecast.
-"""
+"""Components of Step-Video (text encoders, denoiser, autoencoder): builders and requirements."""
 
 from __future__ import annotations
 
@@ -21,21 +17,21 @@ from everyframe.runtime.model_spec import ModuleBuilder
 if TYPE_CHECKING:
     from torch import nn
 
-#: What steers every block or sums over all of them stays in float32: timestep embedding,
-#: modulation, norms of the stream, and the layers that it starts and ends in.
+#: Float32 islands: modules that steer every block or sum over all of them: timestep embedding,
+#: modulation, norms, first and last layer of the residual stream.
 DENOISER_ISLANDS = (
     "pos_embed", "adaln_single", "*scale_shift_table", "*.norm1", "*.norm2", "proj_out",
 )  # fmt: skip
 LLM_ISLANDS = ("*attention_norm", "*ffn_norm")
 
-#: Hunyuan CLIP's sizes as far as they are known, for plans made before it is fetched.
+#: Hunyuan CLIP's sizes as far as known, for plans made before download.
 HUNYUAN_CLIP: Mapping[str, Any] = {
     "model_type": "bert", "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16,
     "intermediate_size": 4096, "vocab_size": 47020, "max_position_embeddings": 512,
     "type_vocab_size": 2,
 }  # fmt: skip
 
-#: name, title, stage; in the order in which they run.
+#: Name, title, stage; in execution order.
 PARTS = (
     ("step_llm", "Step-LLM text encoder", "text"),
     ("clip", "CLIP text encoder", "clip text"),
@@ -46,7 +42,7 @@ PARTS = (
 
 @dataclass(frozen=True)
 class StepVideoBuilder(ModuleBuilder):
-    """The configs of the parts, and which bias Step-LLM is given (`llm.Bias`)."""
+    """Builds the components from their configs; `llm_bias` is Step-LLM's bias (`llm.Bias`)."""
 
     denoiser: StepVideoConfig
     llm: StepLLMConfig
@@ -56,16 +52,16 @@ class StepVideoBuilder(ModuleBuilder):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The components' names."""
+        """Component names."""
         return tuple(name for name, *_ in PARTS)
 
     def build(self, component: str) -> nn.Module:
-        """One part, empty, by its name."""
+        """Build one component by name, without weights."""
         made: nn.Module = self.builder(component)()
         return made
 
     def builder(self, component: str) -> Callable[[], Any]:
-        """Makes one part without weights."""
+        """Function that builds one component without weights."""
         from everyframe.families.stepvideo.llm import Bias, StepLLM
         from everyframe.families.stepvideo.model import StepVideoModel
         from everyframe.families.stepvideo.text import build_clip
@@ -80,7 +76,7 @@ class StepVideoBuilder(ModuleBuilder):
         return builders[component]
 
     def outputs(self, component: str) -> tuple[str, ...]:
-        """Which submodules' results leave for the engine, in float32 at least."""
+        """Submodules whose results go to the engine, in float32 or wider."""
         return ("decoder",) if component == "vae" else ("",)
 
 
@@ -95,10 +91,10 @@ def token_grid(sizes: StepVideoBuilder, latents: tuple[int, ...], branches: int)
 def rank_share(
     config: StepVideoConfig, deal: TokenPartition, way: str, rank: int, width: int
 ) -> RankShare:
-    """What a rank does of a denoiser's step that is dealt out so, in numbers of `width` bytes.
+    """A rank's share of one step of a sharded denoiser, with `width` bytes per number.
 
-    See `sharding`: each block exchanges vectors of one head's channels, and the last projection is
-    gathered in float32.
+    See `sharding`: each block exchanges one-head vectors, and the last projection is gathered in
+    float32.
     """
     tokens = len(deal.columns[rank])
     held = tokens / (deal.grid.samples * deal.grid.places)

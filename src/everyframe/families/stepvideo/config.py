@@ -1,8 +1,7 @@
-"""Sizes of Step-Video's denoiser and of Step-LLM, from a checkpoint's config.json. No torch here.
+"""Configs of Step-Video's denoiser and of Step-LLM, read from config.json. No torch here.
 
-The defaults are the released models, as far as they are known: nobody here has seen the hub's
-configs, which decide where they are given. Not here: the modules (`model`, `llm`), the
-autoencoder's sizes (`vae_config`), and which requests a model can serve (`settle`).
+The defaults are the released models as far as known: the hub's configs have not been checked, and
+they take precedence where present. The autoencoder's config is in `vae_config`.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ from typing import Any
 
 from everyframe.core.errors import CheckpointError, did_you_mean
 
-#: Keys that say how upstream trained or executed the denoiser, not what it computes.
+#: Keys about how upstream trained or ran the denoiser, not about what it computes.
 _DENOISER_IGNORES = frozenset({
     "_class_name", "_diffusers_version", "_name_or_path", "architectures", "torch_dtype", "dtype",
     "dropout", "attention_type",
 })  # fmt: skip
-#: Switches to another function, with the one value that every released checkpoint has.
+#: Switches that change the function, with their value in every released checkpoint.
 _DENOISER_MUST_BE = {
     "norm_type": "ada_norm_single",
     "norm_elementwise_affine": False,
@@ -28,11 +27,12 @@ _DENOISER_MUST_BE = {
 
 @dataclass(frozen=True)
 class StepVideoConfig:
-    """Sizes of `StepVideoModel`; the defaults are the released 30B model.
+    """Config of `StepVideoModel`; the defaults are the released 30B model.
 
-    `caption_channels` are those of Step-LLM and of CLIP, or of Step-LLM alone. `rope_ch_split` says
-    how the channels of a head are dealt out to frame, row and column; upstream fixes it at
-    64, 32, 32 of 128, and other heads are split in the same proportion.
+    Attributes:
+        caption_channels: channels of Step-LLM and of CLIP, or of Step-LLM alone.
+        rope_ch_split: channels of a head for frame, row and column. Upstream fixes it at 64, 32, 32
+            of 128; other head sizes are split in the same proportion.
     """
 
     num_attention_heads: int = 48
@@ -75,7 +75,7 @@ class StepVideoConfig:
 
     @property
     def made_channels(self) -> int:
-        """Channels of the output."""
+        """Output channels."""
         return self.in_channels if self.out_channels is None else self.out_channels
 
     @property
@@ -88,7 +88,7 @@ class StepVideoConfig:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> StepVideoConfig:
-        """From config.json as parsed; raises `CheckpointError` naming what is wrong in it."""
+        """Parse config.json; raises `CheckpointError` that names the faulty key."""
         data = dict(data)
         for name, expected in _DENOISER_MUST_BE.items():
             if data.pop(name, expected) != expected:
@@ -115,10 +115,10 @@ class StepVideoConfig:
 
 @dataclass(frozen=True)
 class StepLLMConfig:
-    """Sizes of Step-LLM; the defaults are the released 20B model.
+    """Config of Step-LLM; the defaults are the released 20B model.
 
-    `num_attention_groups` are heads of keys and values; `ffn_hidden_size` is rounded up to a
-    multiple of 256, as upstream does.
+    `num_attention_groups` is the number of key and value heads; `ffn_hidden_size` is rounded up to
+    a multiple of 256, as upstream does.
     """
 
     hidden_size: int = 6144
@@ -148,15 +148,15 @@ class StepLLMConfig:
 
     @property
     def ffn_size(self) -> int:
-        """Channels between the two layers of the feed-forward."""
+        """Inner channels of the feed-forward."""
         return -(-self.ffn_hidden_size // 256) * 256
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> StepLLMConfig:
-        """From config.json as parsed; raises `CheckpointError` naming what is wrong in it.
+        """Parse config.json; raises `CheckpointError` that names the faulty key.
 
-        Upstream writes all that its training knew into this file: what it says beside the sizes is
-        not for us, but each size must be there.
+        Upstream writes all training arguments into this file. Other keys are ignored, but every
+        size must be present.
         """
         for field in fields(cls):
             if field.name not in data:

@@ -1,7 +1,4 @@
-"""``denoise(x, t)`` of a Step-Video: its model with both texts and guidance inside.
-
-Not here: the sampler that calls it, and where text and noise come from. Read next: `stages.py`.
-"""
+"""Step-Video's ``denoise(x, t)``: the model with both prompt embeddings and guidance."""
 
 from __future__ import annotations
 
@@ -21,21 +18,21 @@ from everyframe.samplers.guidance import guide
 
 @dataclass(frozen=True)
 class PromptEmbeds:
-    """The texts of a take as both encoders' states; `negative` None: no guidance."""
+    """Prompt embeddings of a video from both encoders; `negative` None: no guidance."""
 
     prompt: TextStates
     negative: TextStates | None
 
     @property
     def branches(self) -> tuple[TextStates, ...]:
-        """What the denoiser is asked about: the prompt first, as upstream has it."""
+        """Guidance branches in upstream's order: the prompt first."""
         return (self.prompt,) if self.negative is None else (self.prompt, self.negative)
 
 
 class Denoiser:
     """``denoise(x, t)`` for the sampler: the guided velocity at t, 0 (noise) to 1 (data).
 
-    Where memory is short the plan has the branches computed one after the other.
+    If memory is short, the plan runs the branches one after the other.
     """
 
     def __init__(
@@ -49,7 +46,7 @@ class Denoiser:
         self._context = _context(model, branches, device)
 
     def __call__(self, x: Tensor, t: Tensor) -> Tensor:
-        """For x (1, C, T, h, w) and t (1,), float32 at least."""
+        """Guided velocity for x (1, C, T, h, w) and t (1,), float32 or wider."""
         answers = [
             self._answer(x, t, start, start + self._at_once)
             for start in range(0, self._num_branches, self._at_once)
@@ -61,7 +58,7 @@ class Denoiser:
         return guide(cond, uncond, self._scale)
 
     def _answer(self, x: Tensor, t: Tensor, start: int, stop: int) -> Tensor:
-        """The model's answer for some of the branches."""
+        """Model output for the branches `start` to `stop`."""
         branches = stop - start
         answer: Tensor = self._model(
             x.expand(branches, *x.shape[1:]),

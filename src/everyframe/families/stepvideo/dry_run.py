@@ -1,8 +1,7 @@
-"""The stages of a Step-Video, each called once for a dry run, and how to save memory.
+"""Dry-run calls of Step-Video's stages, and ways to reduce their memory.
 
-What is called is what `stages.py` calls, at the plan's sizes and for a prompt of full length; host
-tensors are zeros, and those on the device have no numbers.
-Read next: `everyframe.dry_run.executor`, `stages.py`.
+Each stage is called once, through the code that `stages.py` runs, at the plan's sizes and with a
+prompt of full length. Host tensors are zeros; device tensors are meta tensors.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from everyframe.families.stepvideo.text import TextStates, Tokens
     from everyframe.parallel.communicator import ParallelContext
 
-#: Rows and columns of latents in a tile, each 16 pixels: 992x544 in two tiles, or in six.
+#: Tile sides in latents of 16 pixels each: 992x544 takes two tiles, or six.
 SIDES = (48, 32, 16)
 
 
@@ -32,7 +31,10 @@ def dry_run_calls(
     settings: Settings,
     teams: ParallelContext | None = None,
 ) -> tuple[DryRunCall, ...]:
-    """Both texts, one step, one piece; with `teams` the step is that of one of several ranks."""
+    """Dry-run calls: both texts, one step, one piece.
+
+    With `teams`, the step is that of one of several ranks.
+    """
     shape = latent_shape(facts, settings)
     branches = 1 if settings.guidance_scale == 1 else 2
     together = cfg_batch_size(settings, branches)
@@ -57,7 +59,7 @@ def dry_run_calls(
 def memory_savings(
     facts: StepVideoFacts, component: str, settings: Settings
 ) -> Iterator[MemorySaving]:
-    """One branch of guidance after the other; tiles, in which pieces are decoded."""
+    """Sequential guidance branches; tiled decoding of pieces."""
     if component == "vae":
         yield from tiling.tile_savings(settings, *latent_shape(facts, settings)[2:], sides=SIDES)
     if component == "denoiser" and settings.guidance_scale != 1:
@@ -86,7 +88,7 @@ def _clip(model: Any, device: str) -> object:
 
 
 def _key(teams: ParallelContext | None) -> tuple[Any, ...]:
-    """Two ranks of equal keys do the same."""
+    """Key of a rank's work: ranks with equal keys do the same."""
     if teams is None:
         return ()
     return (teams.team.rank, teams.team.weights, teams.groups, teams.way)

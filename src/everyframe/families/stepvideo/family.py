@@ -1,7 +1,4 @@
-"""The StepVideo family object: detect a checkpoint, build the stages of its run.
-
-Read next: `spec.py` (one checkpoint), `stages.py` (its stages).
-"""
+"""The StepVideo family object: detect a checkpoint, build the stages of its run."""
 
 from __future__ import annotations
 
@@ -22,14 +19,14 @@ if TYPE_CHECKING:
 
 
 class StepVideoFamily:
-    """The family object of the registry."""
+    """Registry entry of the family."""
 
     name = "stepvideo"
     title = "Step-Video-T2V"
     options: type[FamilyOptions] = StepVideoOptions
 
     def recognise(self, location: Location, options: FamilyOptions) -> StepVideoSpec | None:
-        """The model at that place if it is a Step-Video, by its configs alone."""
+        """Detect a Step-Video checkpoint by its configs; None if it is not one."""
         assert isinstance(options, StepVideoOptions)
         files = find_files(location, options.base)
         if files is None:
@@ -42,7 +39,7 @@ class StepVideoFamily:
     def stages(
         self, spec: ModelSpec, plan: Plan, clip: int, teams: ParallelContext
     ) -> Sequence[Stage]:
-        """Both texts, denoise, decode."""
+        """Stages of one clip: Step-LLM and CLIP text, denoise, decode."""
         from everyframe.families.stepvideo.stages import (
             CLIPEncodeStage,
             DecodeStage,

@@ -1,9 +1,9 @@
-"""The layers of Step-Video's denoiser, under upstream's parameter names.
+"""Layers of Step-Video's denoiser (`model`), under upstream's parameter names.
 
-A layer takes and gives the residual stream as (B, N, C): sample, token, channel. Tokens are patches
-of all latent frames in one row, frame by frame and row by row. Parameters may be in any precision:
-hooks put on from outside cast what goes into a layer that has some.
-The model itself: `model`. What depends on the text alone: `everyframe.ops.text_context`.
+Input and output are the residual stream (B, N, C): sample, token, channel. Tokens are the patches
+of all latent frames in one sequence, frame by frame and row by row. Parameters may have any dtype:
+precision hooks cast the inputs of layers with parameters. What depends on the text alone is in
+`everyframe.ops.text_context`.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from everyframe.ops.norm import RMSNorm
 from everyframe.ops.rope import AxesTable, RotateAxes
 from everyframe.ops.text_context import KeysValues
 
-#: The model is asked at 0 (noise) to 1 (data); its sinusoid was trained on thousandths.
+#: Timesteps are 0 (noise) to 1 (data); the sinusoid was trained on 0..1000.
 _TIMES = 1000
-#: So many tokens go through a feed-forward at once: what is widened fourfold would otherwise be the
-#: largest tensor of a run, and each token is by itself. Enough to keep any device busy.
+#: Tokens per chunk of a feed-forward. Without chunks its inner tensor, four times as wide, would be
+#: the largest of a run. Tokens are independent; a chunk is large enough to keep any device busy.
 _TOKENS_AT_ONCE = 8192
 
 
 class PatchProjection(nn.Module):
-    """One product of flattened patches (..., C * p * p) with a 2-D convolution's weight.
+    """Linear projection of flattened patches (..., C * p * p) with a 2-D convolution's weight.
 
-    A convolution whose stride is its kernel is a matrix product, and is written as one here.
+    A convolution whose stride equals its kernel is a matrix product, and is written as one here.
     """
 
     def __init__(self, in_channels: int, out_channels: int, patch_size: int) -> None:
@@ -60,7 +60,7 @@ class PatchEmbed(nn.Module):
 
 
 class TimestepMLP(nn.Module):
-    """The sinusoid's 256 channels to (B, hidden)."""
+    """MLP from the 256 sinusoid channels to (B, hidden)."""
 
     def __init__(self, hidden_size: int, frequency_size: int = 256) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class TimestepMLP(nn.Module):
 
 
 class TimestepEmbedder(nn.Module):
-    """A level for upstream's names, where other numbers than the timestep could stand beside it."""
+    """Wrapper for upstream's parameter names; could embed numbers besides the timestep."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class TimestepEmbedder(nn.Module):
 
 
 class AdaLayerNormSingle(nn.Module):
-    """What the timestep is to all blocks: six tables (B, 6, C), and its embedding (B, C)."""
+    """Timestep modulation shared by all blocks: six tables (B, 6, C), and the embedding (B, C)."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class AdaLayerNormSingle(nn.Module):
         self.linear = nn.Linear(hidden_size, 6 * hidden_size)
 
     def forward(self, t_B: Tensor) -> tuple[Tensor, Tensor]:
-        """`t_B` is 0..1, float32 at least."""
+        """`t_B` is 0..1, float32 or wider."""
         embedded_BC = self.emb(upcast_to_float32(t_B) * _TIMES)
         tables_BKC = self.linear(self.silu(embedded_BC)).unflatten(-1, (6, -1))
         return tables_BKC, embedded_BC
@@ -117,7 +117,7 @@ class CaptionProjection(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Every token looks at every token of its sample."""
+    """Self-attention of every token to all tokens of its sample."""
 
     def __init__(self, config: StepVideoConfig) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class SelfAttention(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Every token looks at all tokens of its sample's text."""
+    """Cross-attention of every token to all text tokens of its sample."""
 
     def __init__(self, config: StepVideoConfig) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class CrossAttention(nn.Module):
         self.wo = nn.Linear(size, size, bias=False)
 
     def keys_values(self, text_BLC: Tensor) -> KeysValues:
-        """What this attention needs of a text; the rest of it depends on the latents too."""
+        """Keys and values of a text; they do not depend on the latents."""
         keys, values = split_heads(self.wkv(text_BLC), self.num_heads).chunk(2, dim=-1)
         return KeysValues(self.k_norm(keys), values)
 
@@ -164,7 +164,7 @@ class CrossAttention(nn.Module):
 
 
 class WidenedGELU(nn.Module):
-    """A linear layer and a tanh-GELU: the first half of a feed-forward, with upstream's names."""
+    """Linear layer and tanh-GELU: first half of a feed-forward, with upstream's names."""
 
     def __init__(self, size: int, width: int) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ class WidenedGELU(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Four times as wide and back; without biases."""
+    """Feed-forward, four times as wide inside, without biases."""
 
     comes_whole = True
 
@@ -193,9 +193,9 @@ class FeedForward(nn.Module):
 
 
 class StepVideoBlock(nn.Module):
-    """Attention to all tokens and to the text, and a feed-forward, all added to the stream.
+    """Residual block: self-attention over all tokens, cross-attention, feed-forward.
 
-    What is added of the text is neither normalised before nor gated after: upstream's choice.
+    Cross-attention has neither a norm before it nor a gate after it, as in upstream.
     """
 
     def __init__(self, config: StepVideoConfig) -> None:
@@ -217,7 +217,7 @@ class StepVideoBlock(nn.Module):
         text_mask: Tensor | None,
         table: AxesTable,
     ) -> Tensor:
-        """The stream after this block; `t_BKC` are the timestep's six tables."""
+        """Run the block; `t_BKC` are the six modulation tables of the timestep."""
         shift, scale, gate, shift_ff, scale_ff, gate_ff = self.modulation(
             self.scale_shift_table, t_BKC
         )

@@ -1,10 +1,9 @@
-"""Step-LLM, the decoder-only language model whose last hidden states Step-Video reads.
+"""Step-LLM, the decoder-only language model whose last hidden states condition Step-Video.
 
-No closed part: upstream's attention is a binary for a few versions of CUDA; here it is PyTorch's
-own with a bias by distance, the model's only sense of order (`Bias`). Parameter names are
-upstream's. Source: stepfun-ai/Step-Video-T2V 675e08c, stepvideo/text_encoder/stepllm.py.
-Not here: the tokenizer (`text`), and the padding's mask, which nothing in here looks at: a token
-sees no token after it, so padding at the end changes none before.
+Upstream's attention is a closed binary for a few CUDA versions. Here it is PyTorch's attention
+with a distance bias (`Bias`), the model's only position information. There is no padding mask:
+attention is causal, so padding at the end changes no earlier token. Parameter names are upstream's.
+Source: stepfun-ai/Step-Video-T2V 675e08c, stepvideo/text_encoder/stepllm.py.
 """
 
 from __future__ import annotations
@@ -23,10 +22,11 @@ from everyframe.ops.norm import RMSNorm
 
 
 class Bias(Enum):
-    """What is added to the score of query i and key j, for a head with slope s.
+    """Bias added to the attention score of query i and key j, for a head with slope s.
 
-    Uncertain: SQRT is derived from StepFun's fallback for the same call in its Step-1 models, and
-    was never held against the binary; NONE is what DiffSynth-Studio runs, LINEAR is plain ALiBi.
+    Uncertain: SQRT is derived from StepFun's fallback for the same call in its Step-1 models and
+    has not been compared with the binary; NONE is what DiffSynth-Studio uses, LINEAR is plain
+    ALiBi.
     """
 
     SQRT = "sqrt"
@@ -38,9 +38,9 @@ class Bias(Enum):
 
 
 def slopes(num_heads: int) -> Tensor:
-    """(heads,) ALiBi's slopes, float64: powers of 2^(-8/n) for the largest power of two n.
+    """ALiBi slopes (heads,), float64: powers of 2^(-8/n) for the largest power of two n.
 
-    Heads beyond n take every other one of the series for 2n.
+    Heads beyond n use every other slope of the series for 2n.
     """
     n = 2 ** (num_heads.bit_length() - 1)
     exponents = [-8 * h / n for h in range(1, n + 1)]
@@ -51,7 +51,7 @@ def slopes(num_heads: int) -> Tensor:
 def causal_bias(
     num_heads: int, length: int, kind: Bias = Bias.SQRT, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """(heads, length, length) float32: the bias of each earlier or own place, else -infinity."""
+    """(heads, length, length) float32: bias of each earlier or own position, else -infinity."""
     places = torch.arange(length, dtype=torch.float64, device="cpu")
     distance = places[:, None] - places
     steps = distance.clamp(min=0)
@@ -64,9 +64,9 @@ def causal_bias(
 
 
 class BiasedAttention(nn.Module):
-    """Queries in groups that share keys and values; scores, bias and softmax in float32 at least.
+    """Grouped-query attention with bias; scores, bias and softmax in float32 or wider.
 
-    Texts are short, so that costs nothing, and a distance of 17.9 keeps its digits.
+    Texts are short, so float32 costs nothing, and a distance of 17.9 is not rounded.
     """
 
     def __init__(self, config: StepLLMConfig) -> None:
@@ -106,7 +106,7 @@ class GatedFeedForward(nn.Module):
 
 
 class StepLLMLayer(nn.Module):
-    """Attention and feed-forward, each after a norm, added to the stream."""
+    """Residual layer: attention and feed-forward, each after a norm."""
 
     def __init__(self, config: StepLLMConfig) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class StepLLMLayer(nn.Module):
 
 
 class WordEmbeddings(nn.Module):
-    """A level for upstream's names."""
+    """Wrapper for upstream's parameter names."""
 
     def __init__(self, config: StepLLMConfig) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class WordEmbeddings(nn.Module):
 
 
 class Layers(nn.Module):
-    """The layers in order; no norm comes after the last."""
+    """All layers in order; there is no final norm."""
 
     def __init__(self, config: StepLLMConfig) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class Layers(nn.Module):
 
 
 class StepLLM(nn.Module):
-    """Token ids (B, L) to the last layer's hidden states (B, L, hidden), float32 at least."""
+    """Token ids (B, L) to the last layer's hidden states (B, L, hidden), float32 or wider."""
 
     def __init__(self, config: StepLLMConfig, bias: Bias = Bias.SQRT) -> None:
         super().__init__()

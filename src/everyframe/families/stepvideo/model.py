@@ -1,9 +1,9 @@
-"""`StepVideoModel`, Step-Video-T2V's denoiser: every token of the video looks at every other.
+"""`StepVideoModel`, Step-Video-T2V's denoiser: full attention over all tokens of the video.
 
-Any number of latent frames and any latent size; positions are rotations along frames, rows and
-columns. Timesteps run from 0 (noise) to 1 (data), and the answer is ``data - noise``.
-Source: stepfun-ai/Step-Video-T2V 675e08c, stepvideo/modules/model.py. What upstream rounds in
-bfloat16 (angles of rotations, timestep, sums of masks) is exact here. Read next: `blocks`.
+Accepts any number of latent frames and any latent size; positions use RoPE along frames, rows and
+columns. Timesteps run from 0 (noise) to 1 (data); the output is ``data - noise``.
+Source: stepfun-ai/Step-Video-T2V 675e08c, stepvideo/modules/model.py. Values that upstream rounds
+to bfloat16 (RoPE angles, timestep, sums of masks) are exact here.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from everyframe.ops.text_context import TextContext, context_of
 
 
 class StepVideoModel(nn.Module):
-    """Step-Video's denoiser; its values mean nothing until weights are loaded.
+    """Step-Video's denoiser; parameters are undefined until weights are loaded.
 
-    `embedders` are its parts that embed a number, and whether that is another one at every step.
+    `embedders` names the submodules that embed a number, and whether it changes at every step.
     """
 
     embedders: ClassVar[Mapping[str, bool]] = {"adaln_single.emb": True}
@@ -59,15 +59,17 @@ class StepVideoModel(nn.Module):
         self.proj_out = nn.Linear(size, config.patch_size**2 * config.made_channels)
 
     def blocks_in_order(self) -> list[StepVideoBlock]:
-        """The blocks as they run."""
+        """Blocks in execution order."""
         return cast(list[StepVideoBlock], list(self.transformer_blocks))
 
     def context(self, llm_BLC: Tensor, clip_BMC: Tensor | None, mask_BN: Tensor) -> TextContext:
-        """What the blocks need of texts, once a prompt.
+        """Text context of the blocks, once per prompt.
 
-        Step-LLM's states (B, L, caption_channels[0]) and CLIP's (B, M, caption_channels[1]), None
-        for a model without CLIP; `mask_BN` (B, M + L) is 1 for a token, CLIP's first. Only how many
-        there are in a row counts: a row looks at so many of its first tokens, as upstream has it.
+        Args:
+            llm_BLC: Step-LLM's states (B, L, caption_channels[0]).
+            clip_BMC: CLIP's states (B, M, caption_channels[1]); None for a model without CLIP.
+            mask_BN: (B, M + L), 1 for a token, CLIP's first. Only the sum of a row counts:
+                attention reads that many of its first tokens, as in upstream.
         """
         parts = self._checked(llm_BLC, clip_BMC, mask_BN)
         # Counted exactly, on the host: upstream's sum in bfloat16 rounds what is above 256.
@@ -86,7 +88,7 @@ class StepVideoModel(nn.Module):
     def _checked(
         self, llm_BLC: Tensor, clip_BMC: Tensor | None, mask_BN: Tensor
     ) -> tuple[Tensor, ...]:
-        """The texts' projections, CLIP's first."""
+        """Projected texts, CLIP's first."""
         given = (llm_BLC,) if clip_BMC is None else (llm_BLC, clip_BMC)
         channels = self.config.caption_channels
         shapes = tuple(tuple(each.shape) for each in given)
@@ -107,7 +109,7 @@ class StepVideoModel(nn.Module):
         return (llm,) if clip_BMC is None else (self.clip_projection(clip_BMC), llm)
 
     def forward(self, x: Tensor, t: Tensor, context: TextContext) -> Tensor:
-        """The velocity at `t`.
+        """Predict the velocity at `t`.
 
         Args:
             x: latents (B, in_channels, T, H, W), H and W multiples of the patch.
@@ -115,7 +117,7 @@ class StepVideoModel(nn.Module):
             context: of B texts, from `context`.
 
         Returns:
-            (B, out_channels, T, H, W) in float32 at least.
+            (B, out_channels, T, H, W) in float32 or wider.
         """
         grid = self._grid(x, t, context)
         x_BNC = upcast_to_float32(self.pos_embed(x))

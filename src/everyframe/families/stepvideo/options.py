@@ -1,6 +1,6 @@
-"""Options that only Step-Video models know. No torch here.
+"""Options of the Step-Video family. No torch here.
 
-Read next: `settings.py`, which fills in what each variant recommends.
+`settings.py` fills in the values that each variant recommends.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from everyframe.runtime.shared_options import truncate_prompt_option
 
 
 class StepVideoOptions(FamilyOptions):
-    """How steps are spread, what is added to the prompt, and where parts lie."""
+    """Options of Step-Video: timestep shift, prompt suffix, and where components are."""
 
     time_shift: float | None = option(
         "How many of the steps are at high noise; above 1 is more.", group="Family", gt=0, le=1000

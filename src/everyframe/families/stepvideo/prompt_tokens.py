@@ -1,7 +1,6 @@
-"""What Step-Video's two encoders read of a prompt: tokens of both, and words of what neither holds.
+"""Tokenize a prompt for both of Step-Video's encoders, and report words that fit neither.
 
-Asked before a run, so that nothing is loaded for a prompt that is refused, and by plans. Not here:
-the tokenizers (`text.py`) and the encoders (`stages.py`).
+Runs before anything is loaded, so an over-long prompt is rejected early; plans use it too.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _SHOWN = 200
 
 
 def texts_of(settings: Settings) -> list[str]:
-    """The prompt with what is put behind it and, where there is guidance, the negative one."""
+    """Texts to encode: the prompt with its suffix and, with guidance, the negative prompt."""
     texts = [settings.prompt + settings.option("pos_magic")]
     if settings.guidance_scale != 1:
         assert settings.negative_prompt is not None, "settled with guidance"
@@ -31,22 +30,22 @@ def texts_of(settings: Settings) -> list[str]:
 
 
 def llm_tokenizer(files: StepVideoFiles, sizes: StepVideoBuilder) -> StepTokenizer:
-    """Step-LLM's."""
+    """Load Step-LLM's tokenizer."""
     return StepTokenizer(files.folder("step_llm"), sizes.llm.padded_vocab_size)
 
 
 def clip_tokenizer(files: StepVideoFiles, sizes: StepVideoBuilder) -> ClipTokenizer:
-    """CLIP's."""
+    """Load CLIP's tokenizer."""
     return ClipTokenizer(files.folder("clip") / CLIP_TOKENIZER, int(sizes.clip["vocab_size"]))
 
 
 def tokens_of(
     settings: Settings, llm: StepTokenizer, clip: ClipTokenizer
 ) -> tuple[list[Tokens], list[str]]:
-    """Step-LLM's tokens of each text, and what of it is not read, which is never cut in silence.
+    """Step-LLM's tokens of each text, and the words of it that are not read.
 
     Raises:
-        InputError: a text is too long for Step-LLM and may not be cut; says what would be.
+        InputError: a text is too long for Step-LLM and may not be truncated; names the words.
     """
     tokens, told = [], []
     for which, text in zip(("prompt", "negative prompt"), texts_of(settings), strict=False):

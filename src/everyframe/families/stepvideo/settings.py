@@ -1,7 +1,7 @@
-"""A request settled against one Step-Video: size, length, steps, what is added to the prompt.
+"""Resolve a request against one Step-Video: size, length, steps, prompt affixes.
 
-Pure functions of the request and the model's sizes; no torch, no files. What can't be had is an
-`InputError` that says what can. Read next: `family.py`.
+Pure functions of the request and the model's sizes; no torch, no files. An impossible value raises
+`InputError` with the values that are possible.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from everyframe.runtime.request_checks import (
     smaller_videos,
 )
 
-#: What upstream puts behind every prompt, and what it says a video should not be.
+#: Upstream's prompt suffix and its negative prompt.
 POS_MAGIC = (
     "超高清、HDR 视频、环境光、杜比全景声、画面稳定、流畅动作、逼真的细节、专业级构图、超现实主义、"
     "自然、生动、超细节、清晰。"
@@ -49,7 +49,7 @@ _NO_USE = {
 
 @dataclass(frozen=True)
 class Defaults:
-    """What upstream recommends for a variant."""
+    """Values that upstream recommends for a variant."""
 
     steps: int
     guidance: float
@@ -57,13 +57,13 @@ class Defaults:
 
 
 BASE = Defaults(steps=50, guidance=9.0, shift=13.0)
-#: 10 to 15 steps; the larger number where nobody asked for speed.
+#: Upstream recommends 10 to 15 steps; the default is the larger number.
 TURBO = Defaults(steps=15, guidance=5.0, shift=17.0)
 
 
 @dataclass(frozen=True)
 class StepVideoFacts:
-    """What settling needs to know of a model."""
+    """Facts of a model that resolving a request needs."""
 
     title: str
     is_turbo: bool
@@ -72,19 +72,19 @@ class StepVideoFacts:
 
     @property
     def defaults(self) -> Defaults:
-        """The variant's."""
+        """Defaults of the variant."""
         return TURBO if self.is_turbo else BASE
 
     @property
     def size_step(self) -> int:
-        """Pixels that height and width must be a multiple of."""
+        """Height and width must be a multiple of this many pixels."""
         return self.vae.spatial_factor * self.patch
 
 
 def resolve_settings(
     facts: StepVideoFacts, request: Request, options: StepVideoOptions, seed: int
 ) -> tuple[Settings, tuple[str, ...]]:
-    """Every value of the request settled, and notes for the person who asked."""
+    """Resolve every value of the request; return settings, and notes for the user."""
     _check_request(facts, request, options)
     assert request.prompt is not None
     notes: list[str] = []
@@ -162,7 +162,7 @@ def _num_frames(facts: StepVideoFacts, request: Request, fps: float, notes: list
 
 
 def smaller_settings(facts: StepVideoFacts, settings: Settings) -> Iterator[Settings]:
-    """The same video shorter, smaller or both, the one with most pixels first."""
+    """Yield the same video shorter, smaller or both, most pixels first."""
     step = facts.size_step
     sides = smaller_sizes(settings.height, settings.width, step, 4 * step)
     return smaller_videos(

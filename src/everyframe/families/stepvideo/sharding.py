@@ -1,13 +1,13 @@
-"""Step-Video's denoiser on several ranks, put on from outside; one rank takes the same path.
+"""Sequence parallelism for Step-Video's denoiser, applied from outside.
 
-Each rank holds some tokens of the branches of guidance from the first layer to the last, in uneven
-parts; rotations are those of their places in the whole video. Attention to the text, modulation and
-feed-forward are computed where the tokens are. Only in attention of all tokens to all do ranks
-meet: by heads (`everyframe.parallel.ulysses`) or in a ring (`everyframe.parallel.ring_attention`).
-Of the result the last projection alone, a few channels, is gathered.
+One rank takes the same path. Each rank holds some tokens of the guidance branches from the first
+layer to the last, in uneven shares, with RoPE for their positions in the whole video.
+Cross-attention, modulation and feed-forward run without communication. Only self-attention
+communicates: Ulysses, by heads (`everyframe.parallel.ulysses`), or ring attention
+(`everyframe.parallel.ring_attention`). The output is gathered after the last projection, when it
+has only a few channels.
 
-What is exchanged is in the precision in which attention multiplies it anyhow. Nothing is padded.
-Read next: `everyframe.runtime.model_sharding`, `everyframe.parallel.head_partition`.
+Tensors are sent in the dtype in which attention multiplies them. Nothing is padded.
 """
 
 from __future__ import annotations
@@ -32,23 +32,24 @@ from everyframe.parallel.sharded_modules import (
 from everyframe.parallel.token_partition import TokenGrid, TokenPartition
 from everyframe.runtime.model_sharding import ShardedDenoiser
 
-#: Modules without parameters that take the stream (so many times) and then tables of each sample.
+#: Parameterless modules: number of leading stream inputs, before the per-sample tables.
 _STREAMS: dict[type[nn.Module], int] = {Modulate: 1, GatedAdd: 2}
 
 
 def apply(
     model: StepVideoModel, team: Communicator, groups: int = 1, way: str = "ulysses"
 ) -> Sharding:
-    """Put `model` on the ranks of `team`; each must call it in the same order with the same input.
+    """Shard `model` over the ranks of `team`.
 
-    With `groups` above 1 the batch is parted into so many first, each with ranks of its own. `way`
-    is one of `everyframe.parallel.head_partition.ATTENDING`.
+    All ranks must call it in the same order with the same input. With `groups` above 1 the batch is
+    first split into that many groups, each with its own ranks. `way` is the attention backend, one
+    of `everyframe.parallel.head_partition.ATTENDING`.
     """
     return Sharding(model, team, groups, way)
 
 
 class Sharding(ShardedDenoiser):
-    """What `apply` has put on a denoiser; `remove` takes it off."""
+    """Handle of a sharded denoiser; `remove` undoes `apply`."""
 
     stream_dim = 1
 
@@ -73,14 +74,14 @@ class Sharding(ShardedDenoiser):
                 )
 
     def _grid_of(self, x_BCTHW: Tensor) -> TokenGrid:
-        """All tokens of a sample are one row."""
+        """Token grid: all tokens of a sample form one row."""
         batch, _, frames, height, width = x_BCTHW.shape
         return TokenGrid(
             batch, 1, frames * (height // self._patch_size) * (width // self._patch_size)
         )
 
     def _attention(self) -> SequenceParallelAttention:
-        """That of the grid which is computed now."""
+        """Attention of the current grid."""
         switch = self.switch
         if switch not in self._attending:
             rows = switch.deal
@@ -96,7 +97,7 @@ class Sharding(ShardedDenoiser):
     def _take_rotations(
         self, rope: nn.Module, args: tuple[Any, ...], table: AxesTable
     ) -> AxesTable:
-        """Those of this rank's tokens: of several samples beside each other, or of one for all."""
+        """RoPE of this rank's tokens: of several samples in sequence, or one table for all."""
         parts = [each.places for each in self._segments()]
         cos, sin = (beside([x[part] for part in parts], 0) for x in (table.cos, table.sin))
         return table._replace(cos=cos, sin=sin)

@@ -1,8 +1,8 @@
-"""The Step-Video family: text to video with Step-Video-T2V and its turbo variant.
+"""Step-Video specs: text to video with Step-Video-T2V and its turbo variant.
 
-Upstream: stepfun-ai/Step-Video-T2V. Image to video (Step-Video-TI2V) is another model and not here.
-Read next: `checkpoint.py` (what lies where), `settings.py` (request to settings), `components.py`
-(parts and memory), `stages.py` (the run).
+Upstream: stepfun-ai/Step-Video-T2V. Image to video (Step-Video-TI2V) is a different model and not
+supported. Read next: `checkpoint.py` (files), `settings.py` (request to settings),
+`components.py` (components and memory), `stages.py` (the run).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepVideoSpec(NativeModelSpec[StepVideoOptions, StepVideoFiles, StepVideoBuilder]):
-    """One checkpoint of this family, its configs read and its weights not."""
+    """One Step-Video checkpoint: configs read, weights not loaded."""
 
     facts: request_settings.StepVideoFacts
     led = ("step_llm", "clip")
@@ -59,15 +59,15 @@ class StepVideoSpec(NativeModelSpec[StepVideoOptions, StepVideoFiles, StepVideoB
 
     @property
     def title(self) -> str:
-        """What it is, for a person."""
+        """Display name of the model."""
         return self.facts.title
 
     def settle(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
-        """Every value of the request settled, and notes."""
+        """Resolve the request: settings, and notes for the user."""
         return request_settings.resolve_settings(self.facts, request, self.options, seed)
 
     def unread(self, settings: Settings) -> tuple[str, ...]:
-        """What Step-LLM or CLIP has no room for."""
+        """Prompt words cut because they exceed the length of Step-LLM or CLIP."""
         if any(self.files.sources[name].path is None for name in self.led):
             return ()
         from everyframe.families.stepvideo import prompt_tokens
@@ -77,7 +77,7 @@ class StepVideoSpec(NativeModelSpec[StepVideoOptions, StepVideoFiles, StepVideoB
         return tuple(prompt_tokens.tokens_of(settings, llm, clip)[1])
 
     def smaller(self, settings: Settings) -> Iterator[Settings]:
-        """Settings like these that need less memory."""
+        """Yield similar settings that need less memory."""
         return request_settings.smaller_settings(self.facts, settings)
 
     def components(self, settings: Settings) -> tuple[Component, ...]:
@@ -85,17 +85,20 @@ class StepVideoSpec(NativeModelSpec[StepVideoOptions, StepVideoFiles, StepVideoB
         return components(self.sizes, {name: self.files.sources[name].where for name, *_ in PARTS})
 
     def rehearsals(self, settings: Settings) -> tuple[DryRunCall, ...]:
-        """A call of every stage."""
+        """Dry-run calls of every stage on one device."""
         return dry_run_calls(self.sizes, self.facts, settings)
 
     def num_branches(self, settings: Settings) -> int:
-        """With guidance two, the prompt and what is not wanted."""
+        """Guidance branches: two with guidance (prompt, negative prompt), else one."""
         return 1 if settings.guidance_scale == 1 else 2
 
     def rank_part(
         self, settings: Settings, crew: VideoGroup, rank: int, element_bytes: int
     ) -> RankShare:
-        """Tokens, and heads or what stands for them; what is sent in each block and at the end."""
+        """Share of one rank: tokens, heads or their equivalent, and bytes sent.
+
+        Bytes are sent in each block and for the final gather.
+        """
         latents = request_settings.latent_shape(self.facts, settings)
         grid = token_grid(self.sizes, latents, self.num_branches(settings))
         deal = TokenPartition(grid, crew.weights, crew.groups)
@@ -104,7 +107,7 @@ class StepVideoSpec(NativeModelSpec[StepVideoOptions, StepVideoFiles, StepVideoB
     def shared_rehearsals(
         self, settings: Settings, teams: ParallelContext
     ) -> tuple[DryRunCall, ...]:
-        """A call of every stage as one of several ranks makes it."""
+        """Dry-run calls of every stage as one of several ranks runs it."""
         return dry_run_calls(self.sizes, self.facts, settings, teams)
 
     def savings(self, component: str, settings: Settings) -> Iterator[MemorySaving]:
@@ -112,11 +115,11 @@ class StepVideoSpec(NativeModelSpec[StepVideoOptions, StepVideoFiles, StepVideoB
         return memory_savings(self.facts, component, settings)
 
     def fetched(self) -> StepVideoSpec:
-        """The same model with all of its files on this disk."""
+        """Download missing files; return a copy with all files on disk."""
         return read_spec(self.name, self.title, self.files.fetched(), self.options)
 
     def weights(self, component: str) -> tuple[Path, KeyMap]:
-        """Where a component's weights are, and how their names become the module's."""
+        """Files of a component's weights, and their key map."""
         from everyframe.families.stepvideo.checkpoint import KEYS
 
         return self.files.weights(component), KEYS[component]
@@ -128,7 +131,7 @@ def read_spec(
     """Read the configs of a checkpoint.
 
     Raises:
-        CheckpointError: its parts belong to different models.
+        CheckpointError: components of different models.
     """
     denoiser = _config(files, "denoiser")
     llm = _config(files, "step_llm")
@@ -147,7 +150,7 @@ def read_spec(
 
 
 def _config(files: StepVideoFiles, component: str) -> Mapping[str, Any] | None:
-    """A component's config.json, which must be there once the component is; None before."""
+    """config.json of a component; required once the component is downloaded, None before."""
     path = files.sources[component].path
     if path is None:
         return None
@@ -167,7 +170,7 @@ def _vae_config(files: StepVideoFiles) -> StepVAEConfig:
 
 
 def _check_fit(sizes: StepVideoBuilder, files: StepVideoFiles) -> None:
-    """Parts of different models, put together by hand, are told before anything is loaded."""
+    """Raise if components of different models are combined, before anything is loaded."""
     channels = sizes.denoiser.caption_channels
     if len(channels) != 2:
         raise CheckpointError("this denoiser reads Step-LLM alone; released ones read CLIP too")

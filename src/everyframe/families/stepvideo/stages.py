@@ -1,9 +1,8 @@
-"""The stages of a Step-Video run: Step-LLM, CLIP, denoising, decoding.
+"""Stages of a Step-Video run: Step-LLM encoding, CLIP encoding, denoising, decoding.
 
-Each loads one component, works on every take with it and lets go of it when its generator ends, so
-that memory peaks at the largest stage and not at the sum. What differs from upstream on purpose:
-the seed reaches the noise, pixels are not cropped, and no filter is put on the video. Read next:
-`components.py`, `denoiser.py`, `text.py`.
+Each stage loads one component, uses it for every video and frees it when its generator ends, so
+peak memory is that of the largest stage, not the sum. Deliberate differences from upstream: the
+seed determines the noise, pixels are not cropped, and no filter is applied to the video.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from everyframe.samplers.base import Step as SamplerStep
 
 @dataclass(frozen=True)
 class LLMEncodeStage:
-    """Prompt and negative prompt through Step-LLM, once for all takes."""
+    """Encode prompt and negative prompt with Step-LLM, once for all videos."""
 
     job: StageContext[StepVideoSpec]
     name: str = "text"
@@ -53,11 +52,11 @@ class LLMEncodeStage:
     goes_on: bool = False
 
     def num_steps(self, num_takes: int) -> int:
-        """One a text."""
+        """One step per text."""
         return len(texts_of(self.job.settings))
 
     def run(self, takes: Sequence[VideoState]) -> Iterator[Event]:
-        """Begin each take's `text`: one rank encodes, the others are told."""
+        """Set Step-LLM's states in `text` of each video: one rank encodes and broadcasts."""
         world = self.job.teams.world
         told = yield from stages.on_lead_rank(world, self._encoded(takes), "the text is handed on")
         states = [TextStates(*each) for each in zip(told[::2], told[1::2], strict=True)]
@@ -80,7 +79,7 @@ class LLMEncodeStage:
 
 @dataclass(frozen=True)
 class CLIPEncodeStage:
-    """The same texts through CLIP."""
+    """Encode the same texts with CLIP."""
 
     job: StageContext[StepVideoSpec]
     name: str = "clip text"
@@ -88,11 +87,11 @@ class CLIPEncodeStage:
     goes_on: bool = False
 
     def num_steps(self, num_takes: int) -> int:
-        """One a text."""
+        """One step per text."""
         return len(texts_of(self.job.settings))
 
     def run(self, takes: Sequence[VideoState]) -> Iterator[Event]:
-        """Complete each take's `text`: one rank encodes, the others are told."""
+        """Add CLIP's states to `text` of each video: one rank encodes and broadcasts."""
         world = self.job.teams.world
         told = yield from stages.on_lead_rank(world, self._encoded(takes), "the text is handed on")
         begun: PromptEmbeds = takes[0].text
@@ -115,13 +114,13 @@ class CLIPEncodeStage:
 
 
 def _text(states: Sequence[TextStates]) -> PromptEmbeds:
-    """The prompt's and, where there is guidance, those of what is not wanted."""
+    """Prompt embeddings and, with guidance, those of the negative prompt."""
     return PromptEmbeds(states[0], states[1] if len(states) > 1 else None)
 
 
 @dataclass(frozen=True)
 class DenoiseStage:
-    """Noise becomes latents (1, C, T, h, w): the sampler, guidance and the denoiser."""
+    """Denoise: sampler, guidance and denoiser turn noise into latents (1, C, T, h, w)."""
 
     job: StageContext[StepVideoSpec]
     name: str = "denoise"
@@ -129,11 +128,11 @@ class DenoiseStage:
     goes_on: bool = True
 
     def num_steps(self, num_takes: int) -> int:
-        """The sampler's steps for each take."""
+        """Sampler steps of all videos."""
         return num_takes * self.job.settings.num_inference_steps
 
     def run(self, takes: Sequence[VideoState]) -> Iterator[Event]:
-        """Fill each take's `latents`."""
+        """Set `latents` of each video."""
         job, teams = self.job, self.job.teams
         model = yield from job.loaded(self.component)
         put_on = sharding.apply(model, teams.team, teams.groups, teams.way)
@@ -159,7 +158,7 @@ class DenoiseStage:
 
 @dataclass(frozen=True)
 class DecodeStage:
-    """Latents become frames, in the pieces that the autoencoder was trained on."""
+    """Decode latents to frames, in the pieces that the autoencoder was trained on."""
 
     job: StageContext[StepVideoSpec]
     name: str = "decode"
@@ -167,7 +166,7 @@ class DecodeStage:
     goes_on: bool = False
 
     def num_steps(self, num_takes: int) -> int:
-        """One a piece."""
+        """One step per piece."""
         return num_takes * len(self._pieces)
 
     @property
@@ -175,9 +174,10 @@ class DecodeStage:
         return self.job.model.facts.vae.pieces(self.job.settings.num_frames)
 
     def run(self, takes: Sequence[VideoState]) -> Iterator[Event]:
-        """Yield the frames of each take as they are finished; one waits at each seam.
+        """Yield the frames of each video as they are finished; one frame waits at each seam.
 
-        Several ranks deal out the pieces; all come to their first one, which blends the seams.
+        With several ranks, the pieces are distributed; the first rank receives all and blends the
+        seams.
         """
         job, team = self.job, self.job.teams.team
         vae: StepVAE = yield from job.loaded(self.component)
@@ -192,7 +192,7 @@ class DecodeStage:
     def _decode(
         self, vae: StepVAE, guard: Guard, take: VideoState, number: int, step: int
     ) -> Tensor:
-        """One piece's pixels (T, C, H, W) on the host."""
+        """Pixels (T, C, H, W) of one piece, on the host."""
         latents = take.latents.to(self.job.device(self.component))
 
         def decode() -> Tensor:
@@ -202,6 +202,6 @@ class DecodeStage:
         return guard.decoded(step, decode, latents).to("cpu", torch.float32)
 
     def _ready(self, seams: SeamBlender, number: int, pixels_TCHW: Tensor) -> Tensor:
-        """The frames that are finished once that piece is there."""
+        """Frames that are finished once that piece is decoded."""
         is_last = number + 1 == len(self._pieces)
         return stages.as_frames(seams.add(pixels_TCHW, is_last=is_last))

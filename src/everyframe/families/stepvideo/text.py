@@ -1,9 +1,8 @@
-"""Step-Video's two text encoders' tokens: a prompt becomes ids, masks and, after them, states.
+"""Tokenizers and encoders of Step-Video's two text models: prompt to ids, masks and hidden states.
 
-Step-LLM reads up to 320 pieces of one sentencepiece file, CLIP (a BERT of transformers) up to 77
-tokens of its own vocabulary. What either can't hold is told by `Tokens.cut`. Upstream:
-stepvideo/text_encoder/tokenizer.py and clip.py. Read next: `llm` for the model, `stages` for who
-calls this.
+Step-LLM reads up to 320 pieces from one sentencepiece file; CLIP (a BERT of transformers) reads up
+to 77 tokens of its own vocabulary. `Tokens.cut` reports what does not fit. The Step-LLM module is
+in `llm`. Upstream: stepvideo/text_encoder/tokenizer.py and clip.py.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from everyframe.checkpoints.config_errors import foreign_errors
 from everyframe.checkpoints.folder import describe_missing
 from everyframe.core.errors import CheckpointError
 
-#: Tokens that Step-LLM and CLIP read, marks of begin and end included.
+#: Maximum tokens of Step-LLM and CLIP, including begin and end tokens.
 LLM_LENGTH, CLIP_LENGTH = 320, 77
 LLM_TOKENIZER = "step1_chat_tokenizer.model"
-#: Begin and end of a text in Step-LLM's vocabulary; what comes after is filled up with the end.
+#: Begin and end tokens in Step-LLM's vocabulary; the end token is also the padding.
 _BEGIN, _END = 1, 2
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Ids and mask (1, L) of one text as an encoder reads it; `cut` are ids that had no room."""
+    """Ids and mask (1, L) of one text as an encoder reads it; `cut` are ids that did not fit."""
 
     ids: Tensor
     mask: Tensor
@@ -38,12 +37,12 @@ class Tokens:
 
     @property
     def num_tokens(self) -> int:
-        """Of the whole text, also of what was cut."""
+        """Number of tokens of the whole text, including the cut ones."""
         return int(self.mask.sum()) + len(self.cut)
 
 
 def framed(ids: Sequence[int], length: int = LLM_LENGTH) -> Tokens:
-    """A text's pieces between the marks of begin and end, filled up to `length`."""
+    """Add begin and end tokens to a text's pieces, and pad to `length`."""
     kept, cut = list(ids[: length - 2]), tuple(ids[length - 2 :])
     row = [_BEGIN, *kept, _END]
     padding = length - len(row)
@@ -55,10 +54,10 @@ def framed(ids: Sequence[int], length: int = LLM_LENGTH) -> Tokens:
 
 
 class StepTokenizer:
-    """Step-LLM's vocabulary: a sentencepiece file."""
+    """Step-LLM's tokenizer: a sentencepiece file."""
 
     def __init__(self, folder: Path, vocabulary: int) -> None:
-        """`vocabulary` is how many pieces the model has embeddings of.
+        """`vocabulary` is the number of embeddings of the model.
 
         Raises `CheckpointError` for a file that is missing, broken or another model's.
         """
@@ -82,19 +81,19 @@ class StepTokenizer:
         _check_vocabulary(path, self._pieces.get_piece_size(), vocabulary, "Step-LLM")
 
     def tokens(self, text: str) -> Tokens:
-        """The text as the model reads it."""
+        """Tokenize the text."""
         return framed([int(index) for index in self._pieces.encode(text)])
 
     def words(self, ids: Sequence[int]) -> str:
-        """The text of these pieces."""
+        """Decode pieces to text."""
         return str(self._pieces.decode(list(ids)))
 
 
 class ClipTokenizer:
-    """CLIP's vocabulary: transformers' BERT tokenizer."""
+    """CLIP's tokenizer: transformers' BERT tokenizer."""
 
     def __init__(self, folder: Path, vocabulary: int) -> None:
-        """As `StepTokenizer`'s."""
+        """Same arguments as `StepTokenizer`."""
         from transformers import BertTokenizer
 
         files = ["vocab.txt", "tokenizer.json"]
@@ -109,7 +108,7 @@ class ClipTokenizer:
         _check_vocabulary(folder, len(self._words), vocabulary, "CLIP")
 
     def tokens(self, text: str) -> Tokens:
-        """The text as the model reads it."""
+        """Tokenize the text."""
         # Without marks, so that the tokenizer has nothing to say of lengths.
         whole = self._words.convert_tokens_to_ids(self._words.tokenize(text))
         kept, cut = whole[: CLIP_LENGTH - 2], tuple(whole[CLIP_LENGTH - 2 :])
@@ -122,16 +121,18 @@ class ClipTokenizer:
         )
 
     def words(self, ids: Sequence[int]) -> str:
-        """The text of these tokens."""
+        """Decode tokens to text."""
         return str(self._words.decode(list(ids)))
 
 
 @dataclass(frozen=True)
 class TextStates:
-    """What the denoiser gets of one text, on the CPU.
+    """Hidden states of one text for the denoiser, on the CPU.
 
-    Step-LLM's states (1, 320, D) in float32 with the mask of its tokens, and, once CLIP has run,
-    its states (1, 77, D).
+    Attributes:
+        llm: Step-LLM's states (1, 320, D), float32.
+        llm_mask: mask of its tokens.
+        clip: CLIP's states (1, 77, D); None until CLIP has run.
     """
 
     llm: Tensor
@@ -140,15 +141,15 @@ class TextStates:
 
     @property
     def clip_states(self) -> Tensor:
-        """CLIP's, which has run."""
+        """CLIP's states; CLIP must have run."""
         assert self.clip is not None, "the stage of CLIP comes before"
         return self.clip
 
     @property
     def mask(self) -> Tensor:
-        """The mask of both (1, 397), CLIP's first.
+        """Mask of both texts (1, 397), CLIP's first.
 
-        All of CLIP's tokens count, padding too: upstream's choice, and its training's.
+        All CLIP tokens count, including padding, as in upstream's code and training.
         """
         whole = torch.ones(self.clip_states.shape[:2], dtype=torch.bool)
         return torch.cat((whole, self.llm_mask), dim=1)
@@ -168,7 +169,7 @@ def clip_states(model: nn.Module, tokens: Tokens, device: str | torch.device = "
 
 
 def build_clip(data: Mapping[str, Any]) -> nn.Module:
-    """An untrained `BertModel` of those sizes, without its pooler, which nothing reads."""
+    """Build an untrained `BertModel` of those sizes, without the unused pooler."""
     from transformers import BertConfig, BertModel
 
     kind = data.get("model_type", "bert")
@@ -185,7 +186,7 @@ def build_clip(data: Mapping[str, Any]) -> nn.Module:
 
 
 def _check_vocabulary(path: Path, pieces: int, embeddings: int, model: str) -> None:
-    """More pieces than embeddings can't be; fewer than half are another model's."""
+    """Raise if there are more pieces than embeddings, or fewer than half (another model's file)."""
     if pieces > embeddings or 2 * pieces < embeddings:
         raise CheckpointError(
             f"{path} does not belong to {model}: it has {pieces} pieces, the model {embeddings}"

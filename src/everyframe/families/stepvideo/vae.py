@@ -1,8 +1,8 @@
 """Step-Video's autoencoder between pixels and latents: 16 x 16 pixels and 17 frames to 3 latents.
 
-A video is coded piece by piece (`vae_config`); where two decoded pieces meet, the two frames beside
-the seam are blended. Latents are neither scaled nor shifted. Parameter names are upstream's. Not
-here: the layers (`vae_layers`), loading, devices, precision, writing frames.
+A video is coded piece by piece (`vae_config`). Where two decoded pieces meet, the two frames
+beside the seam are blended. Latents are neither scaled nor shifted. Parameter names are
+upstream's. The layers are in `vae_layers`.
 
 Shapes: B batch, C channels, T frames, H and W rows and columns. Pixels are around -1..1.
 """
@@ -38,12 +38,12 @@ from everyframe.families.stepvideo.vae_layers import (
 from everyframe.runtime import tiling
 from everyframe.runtime.request_checks import FrameChunk, LatentSize
 
-#: How much of a frame beside a seam stays its own.
+#: Weight of a frame beside a seam in its own blend.
 _OWN = 0.6
 
 
 class Level(nn.Module):
-    """Residual blocks, and what halves or doubles after them (`name`), if anything does."""
+    """Residual blocks, followed by an optional down- or upsampling layer (`name`)."""
 
     def __init__(self, blocks: Iterable[nn.Module], name: str, resample: nn.Module | None) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def _res_blocks(channels: int, width: int, count: int, groups: int) -> list[nn.M
 class Encoder(nn.Module):
     """One piece's pixels (B, 3, T, H, W) to mean and log-variance in one (B, 2 z, latents, h, w).
 
-    Whatever is made of fewer channels has a shortcut without parameters, which takes means.
+    Layers that reduce channels have a shortcut without parameters, which averages channels.
     """
 
     def __init__(self, config: StepVAEConfig) -> None:
@@ -139,10 +139,10 @@ class Decoder(nn.Module):
         return pixels[:, :, self.config.dropped_frames :]
 
     def _up(self, x_BCTHW: Tensor, level: int, memory: Memory) -> Tensor:
-        """The pixels of what comes into that level.
+        """Pixels from the input of that level.
 
-        Nothing looks ahead in time from here on, so one frame goes up after the other: no more than
-        one is ever there in full size, and the numbers are those of all at once.
+        From here on everything is causal, so frames are upsampled one by one: at most one exists in
+        full size, and the result equals that of all frames at once.
         """
         made = []
         for x in torch.split(x_BCTHW, 1, dim=2):
@@ -154,7 +154,7 @@ class Decoder(nn.Module):
 
 
 class StepVAE(nn.Module):
-    """Codes videos; see `StepVAEConfig` for the sizes and the lengths that can be."""
+    """Video autoencoder; see `StepVAEConfig` for sizes and valid lengths."""
 
     def __init__(self, config: StepVAEConfig) -> None:
         super().__init__()
@@ -167,14 +167,14 @@ class StepVAE(nn.Module):
         return self.config.latent_size(num_frames, height, width)
 
     def pieces(self, num_frames: int) -> tuple[FrameChunk, ...]:
-        """The pieces that a video of `num_frames` is decoded in."""
+        """Pieces that a video of `num_frames` is decoded in."""
         return self.config.pieces(num_frames)
 
     def coded(self, video_BCTHW: Tensor) -> Tensor:
-        """What the encoder says of each piece, (B, 2 z, latents, h, w): means, then log-variances.
+        """Encoder output of all pieces, (B, 2 z, latents, h, w): means, then log-variances.
 
-        Raises `InputError` for a length that it can't halve: it takes 17 frames at a time, and of
-        the rest 1 to 4 or 9 to 12.
+        Raises `InputError` for an unsupported length: pieces have 17 frames, and the rest must have
+        1 to 4 or 9 to 12.
         """
         coded = []
         for chunk in torch.split(video_BCTHW, self.config.frame_len, dim=2):
@@ -192,14 +192,14 @@ class StepVAE(nn.Module):
         return mean, log_variance.clamp(-30.0, 20.0)
 
     def encode(self, video_BCTHW: Tensor, noise_BCTHW: Tensor | None = None) -> Tensor:
-        """The latents' mean, or with unit `noise` of its shape a draw of them."""
+        """Mean of the latents or, with unit `noise` of its shape, a sample."""
         mean, log_variance = self.moments(video_BCTHW)
         if noise_BCTHW is None:
             return mean
         return mean + torch.exp(0.5 * log_variance) * noise_BCTHW
 
     def decode(self, latents_BCTHW: Tensor, num_frames: int | None = None) -> Tensor:
-        """Latents (B, z, latent frames, h, w) to pixels (B, 3, num_frames, H, W)."""
+        """Decode latents (B, z, latent frames, h, w) to pixels (B, 3, num_frames, H, W)."""
         decoded = list(self.decode_pieces(latents_BCTHW, num_frames))
         seams = SeamBlender(dim=2)
         return torch.cat(
@@ -213,7 +213,7 @@ class StepVAE(nn.Module):
     def decode_pieces(
         self, latents_BCTHW: Tensor, num_frames: int | None = None
     ) -> Iterator[Tensor]:
-        """The pixels of each of `pieces` in turn, seams as they are; see `SeamBlender`."""
+        """Yield the pixels of each of `pieces`, seams not blended; see `SeamBlender`."""
         made = self.config.decoded_frames(latents_BCTHW.shape[2])
         if num_frames is not None and made != num_frames:
             raise InputError(
@@ -222,16 +222,17 @@ class StepVAE(nn.Module):
         return (self.decode_piece(latents_BCTHW, piece) for piece in self.pieces(made))
 
     def decode_piece(self, latents_BCTHW: Tensor, piece: FrameChunk) -> Tensor:
-        """The pixels of one piece of a video whose latents these are."""
+        """Decode one piece, given the latents of the whole video."""
         pixels: Tensor = self.decoder(latents_BCTHW[:, :, piece.latent_start : piece.latent_stop])
         return pixels
 
 
 class SeamBlender:
-    """Blends the two frames beside each seam while pieces come one after the other.
+    """Blends the two frames beside each seam as pieces arrive.
 
-    The later frame takes 0.4 of the one before it, then that one 0.4 of what became of the later:
-    upstream's order. One frame is kept back until the next piece is there. `dim` is that of frames.
+    The later frame gets 0.4 of the earlier one, then the earlier one gets 0.4 of the blended later
+    one: upstream's order. One frame is held until the next piece arrives. `dim` is the frame
+    dimension.
     """
 
     def __init__(self, dim: int) -> None:
@@ -239,7 +240,7 @@ class SeamBlender:
         self._held: Tensor | None = None
 
     def add(self, piece: Tensor, *, is_last: bool) -> Tensor:
-        """The frames that are finished once this piece is there."""
+        """Frames that are finished once this piece has arrived."""
         dim, last = self._dim, piece.shape[self._dim] - 1
         ready = []
         if self._held is not None:
@@ -258,7 +259,7 @@ def decode_frames(
     *,
     most_tiles: int | None = None,
 ) -> Tensor:
-    """The pixels (T, C, H, W) around -1..1 of one piece of a video whose latents these are."""
+    """Decode one piece to pixels (T, C, H, W) around -1..1, given the video's latents."""
     side = settings.saving(tiling.DECODE, 0)
     decode = partial(vae.decode_piece, piece=piece)
     pixels = tiling.decode_in_tiles(decode, latents_BCTHW, side, most=most_tiles)

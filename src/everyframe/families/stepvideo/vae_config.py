@@ -1,10 +1,10 @@
-"""Sizes of Step-Video's autoencoder, and how frames become latent frames. No torch here.
+"""Config of Step-Video's autoencoder, and frame to latent-frame arithmetic. No torch here.
 
-Upstream's folder has no config of it, so sizes are read off the names and shapes of its tensors
-(`from_shapes`); the defaults are the released ones (version 2). Not here: the modules (`vae`).
+Upstream's folder has no config for it, so sizes are read from the names and shapes of its tensors
+(`from_shapes`). The defaults are the released ones (version 2).
 
-A video is coded in *pieces* of 17 frames and 3 latent frames that know nothing of each other; only
-where two of them meet, the two frames beside the seam are blended (`vae.Seams`).
+A video is coded in independent *pieces* of 17 frames, 3 latent frames each. Where two pieces meet,
+the two frames beside the seam are blended (`vae.SeamBlender`).
 """
 
 from __future__ import annotations
@@ -16,18 +16,21 @@ from dataclasses import dataclass, fields
 from everyframe.core.errors import CheckpointError, InputError
 from everyframe.runtime.request_checks import FrameChunk, LatentSize
 
-#: Version 1 (16 latent channels, 17 frames to 5 latents) was released beside it and never used.
+#: Version 1 (16 latent channels, 17 frames to 5 latents) was released too and is unused.
 _VERSION_1 = "Step-Video's first autoencoder (vae.safetensors)"
 
 
 @dataclass(frozen=True)
 class StepVAEConfig:
-    """Widths of levels from pixels inward, first the level that sees all rows and columns.
+    """Config of the autoencoder; level widths run from pixels inward, level 0 at full resolution.
 
-    The encoder halves frames, rows and columns after the levels `down_sampling_layer` and rows and
-    columns alone after the others but the last; the decoder doubles all three before level 0 at the
-    levels `temporal_up_layers`, rows and columns alone at the others but 0. Both have one more
-    halving or doubling of all three beside the latents.
+    Both halves have one more halving or doubling of all three axes beside the latents.
+
+    Attributes:
+        down_sampling_layer: levels after which the encoder halves frames, rows and columns; after
+            the others, except the last, it halves rows and columns only.
+        temporal_up_layers: levels at which the decoder, going down to level 0, doubles frames, rows
+            and columns; at the others, except 0, it doubles rows and columns only.
     """
 
     z_channels: int = 64
@@ -74,7 +77,7 @@ class StepVAEConfig:
 
     @property
     def wide_channels(self) -> int:
-        """Channels beside the latents, where 8 places of the grid lie in the channels."""
+        """Channels beside the latents, where 8 grid places are folded into the channels."""
         return 32 * self.z_channels
 
     @property
@@ -88,27 +91,27 @@ class StepVAEConfig:
 
     @property
     def dropped_frames(self) -> int:
-        """Frames at the front of a decoded piece that stand for nothing."""
+        """Frames to drop from the front of a decoded piece."""
         return int(2 ** len(self.temporal_up_layers)) - 1
 
     def code_frames(self, num_frames: int) -> int | None:
-        """Latent frames of a chunk of `num_frames`; None where they can't be coded."""
+        """Latent frames of a chunk of `num_frames`; None for an unsupported length."""
         for _ in self.down_sampling_layer:
             num_frames = -(-num_frames // 2)
         return (num_frames + 1) // 2 if num_frames % 2 else None
 
     def piece_frames(self, num_latents: int) -> int:
-        """Frames that a piece of so many latent frames is decoded to: 3 give 17, 2 9, 1 1."""
+        """Decoded frames of a piece, by its latent frames: 3 give 17, 2 give 9, 1 gives 1."""
         frames = 2 * num_latents - 1
         return frames * (self.dropped_frames + 1) - self.dropped_frames
 
     @property
     def last_pieces(self) -> tuple[int, ...]:
-        """Frames that a last, shorter piece can have: 1 and 9."""
+        """Possible lengths of a shorter last piece in frames: 1 and 9."""
         return tuple(self.piece_frames(count) for count in range(1, self.latent_len))
 
     def nearest_frames(self, num_frames: int) -> tuple[int, int]:
-        """The longest video that is no longer and the shortest that is no shorter."""
+        """Nearest valid lengths: the longest not above `num_frames`, the shortest not below."""
         whole = num_frames // self.frame_len * self.frame_len
         lengths = sorted({
             max(whole, 1), *(whole + rest for rest in self.last_pieces), whole + self.frame_len
@@ -118,7 +121,7 @@ class StepVAEConfig:
         return below[-1], above[0]
 
     def pieces(self, num_frames: int) -> tuple[FrameChunk, ...]:
-        """The pieces that a video of `num_frames` is decoded in; `InputError` if it can't be."""
+        """Pieces that a video of `num_frames` is decoded in; `InputError` for an invalid length."""
         if num_frames < 1 or self.nearest_frames(num_frames) != (num_frames, num_frames):
             low, high = self.nearest_frames(max(num_frames, 1))
             raise InputError(
@@ -140,7 +143,7 @@ class StepVAEConfig:
         return self.pieces(num_frames)[-1].latent_stop
 
     def decoded_frames(self, latent_frames: int) -> int:
-        """Frames of a video with so many latent frames."""
+        """Frames of a video with that many latent frames."""
         whole, rest = divmod(latent_frames, self.latent_len)
         return whole * self.frame_len + (self.piece_frames(rest) if rest else 0)
 
@@ -156,7 +159,10 @@ class StepVAEConfig:
 
     @classmethod
     def from_shapes(cls, shapes: Mapping[str, tuple[int, ...]]) -> StepVAEConfig:
-        """From the tensors' names and shapes; raises `CheckpointError` for another autoencoder."""
+        """Read the sizes from tensor names and shapes.
+
+        Raises `CheckpointError` for another autoencoder.
+        """
         if "decoder.conv_unpatchify.conv.conv.weight" not in shapes:
             is_first = any(name.startswith("decoder.up.3.") for name in shapes)
             what = _VERSION_1 if is_first else "no autoencoder of Step-Video"
@@ -181,7 +187,7 @@ def _shape(shapes: Mapping[str, tuple[int, ...]], name: str) -> tuple[int, ...]:
 
 
 def _levels(shapes: Mapping[str, tuple[int, ...]], name: str) -> tuple[tuple[int, ...], int]:
-    """Widths of the levels of that name, and how many blocks the first of them has."""
+    """Widths of the levels of that name, and the number of blocks of the first."""
     pattern = re.compile(re.escape(name) + r"\.(\d+)\.block\.(\d+)\.conv1\.conv\.weight")
     found = {
         (int(match[1]), int(match[2])): shapes[match[0]][0]
@@ -193,6 +199,6 @@ def _levels(shapes: Mapping[str, tuple[int, ...]], name: str) -> tuple[tuple[int
 
 
 def _with(shapes: Mapping[str, tuple[int, ...]], pattern: str) -> tuple[int, ...]:
-    """The levels that have tensors of that pattern."""
+    """Levels that have tensors of that pattern."""
     found = (re.fullmatch(pattern, name) for name in shapes)
     return tuple(sorted({int(match[1]) for match in found if match}))

@@ -1,7 +1,7 @@
-"""The layers of Step-Video's autoencoder, under upstream's parameter names.
+"""Layers of Step-Video's autoencoder (`vae`), under upstream's parameter names.
 
-Convolutions never look ahead in time; norms look at one frame at a time. Upstream computes large
-convolutions in parts along time, which changes no number. Put together they are in `vae`.
+Convolutions are causal in time; norms work on one frame at a time. Upstream splits large
+convolutions along time, which changes no number.
 
 Shapes: B batch, C channels, T frames, H and W rows and columns.
 Source: stepfun-ai/Step-Video-T2V 675e08c, stepvideo/vae/vae.py (behaviour and names only).
@@ -26,7 +26,7 @@ What never looks ahead can be computed so, exactly: the frames before take the p
 
 
 class CausalConv3d(nn.Module):
-    """A 3-D convolution whose padding in time is zeros in front, and zeros around in space."""
+    """3-D convolution with zero padding: in front only along time, on both sides in space."""
 
     def __init__(
         self, in_channels: int, out_channels: int, kernel_size: int = 3, stride: int = 1
@@ -52,7 +52,7 @@ class CausalConv3d(nn.Module):
 
 
 class FrameNorm(nn.GroupNorm):
-    """A group norm of each frame by itself: statistics never reach over time."""
+    """Group norm of each frame separately: statistics never span time."""
 
     def __init__(self, num_channels: int, num_groups: int) -> None:
         super().__init__(num_groups, num_channels, eps=1e-5)
@@ -63,7 +63,7 @@ class FrameNorm(nn.GroupNorm):
 
 
 class ResBlock(nn.Module):
-    """Twice norm, SiLU, convolution; the shortcut is 1x1x1 where the number of channels changes."""
+    """Residual block: twice norm, SiLU, convolution; 1x1x1 shortcut if the width changes."""
 
     def __init__(self, in_channels: int, out_channels: int, num_groups: int) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class ResBlock(nn.Module):
 
 
 class CausalAttention(nn.Module):
-    """One head as wide as the channels; a place sees those before it, row by row, and itself."""
+    """Single-head causal attention over places, row by row, including the place itself."""
 
     def __init__(self, channels: int, num_groups: int) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class MidBlock(nn.Module):
 
 
 class SpatialDownsample(nn.Module):
-    """Rows and columns halved, frame by frame: one zero row below and one zero column right."""
+    """Halve rows and columns, frame by frame, with one zero row below and column at the right."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class SpatialDownsample(nn.Module):
 
 
 class SpatiotemporalDownsample(nn.Module):
-    """Frames, rows and columns halved, frames rounded up."""
+    """Halve frames (rounded up), rows and columns."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class SpatiotemporalDownsample(nn.Module):
 
 
 class SpatialUpsample(nn.Module):
-    """Rows and columns doubled, frame by frame."""
+    """Double rows and columns, frame by frame."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class SpatialUpsample(nn.Module):
 
 
 class SmoothingBlock(nn.Module):
-    """Two convolutions after doubling; their input is added before the last SiLU and after it."""
+    """Two convolutions after upsampling; their input is added before and after the last SiLU."""
 
     def __init__(self, channels: int, num_groups: int) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ class SmoothingBlock(nn.Module):
 
 
 class SpatiotemporalUpsample(nn.Module):
-    """Frames, rows and columns doubled."""
+    """Double frames, rows and columns."""
 
     def __init__(self, channels: int, num_groups: int) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ class SpatiotemporalUpsample(nn.Module):
 
 
 class NamedWrapper(nn.Module):
-    """A causal convolution one level down, for upstream's names."""
+    """Wrapper around a causal convolution, for upstream's parameter names."""
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__()
@@ -207,21 +207,21 @@ _GRID_IN_CHANNELS = "b (c ft fr fc) t h w -> b c (t ft) (h fr) (w fc)"
 
 
 def space_to_channels(x_BCTHW: Tensor) -> Tensor:
-    """A zero frame in front, then each 2x2x2 of places into the channels: (B, 8C, ., H/2, W/2)."""
+    """Prepend a zero frame and fold each 2x2x2 into channels: (B, 8C, ., H/2, W/2)."""
     left, right = _GRID_IN_CHANNELS.split(" -> ")
     return rearrange(F.pad(x_BCTHW, (0, 0, 0, 0, 1, 0)), f"{right} -> {left}", ft=2, fr=2, fc=2)
 
 
 def channels_to_space(x_BCTHW: Tensor) -> Tensor:
-    """The inverse of `space_to_channels`, whose zero frame it drops: T becomes 2T - 1."""
+    """Inverse of `space_to_channels`, without the zero frame: T becomes 2T - 1."""
     return rearrange(x_BCTHW, _GRID_IN_CHANNELS, ft=2, fr=2, fc=2)[:, :, 1:]
 
 
 def mean_of_channels(x_BCTHW: Tensor, channels: int) -> Tensor:
-    """So many channels, each the mean of equally many neighbouring ones."""
+    """Reduce to `channels` channels, each the mean of equally many adjacent ones."""
     return torch.unflatten(x_BCTHW, 1, (channels, -1)).mean(dim=2)
 
 
 def repeated_channels(x_BCTHW: Tensor, channels: int) -> Tensor:
-    """So many channels, each one repeated equally often in a row."""
+    """Expand to `channels` channels by repeating each one equally often."""
     return x_BCTHW.repeat_interleave(channels // x_BCTHW.shape[1], dim=1)

@@ -1,1 +1,1 @@
-"""Stable Video Diffusion: a picture becomes a video. Read next: `family.py`."""
+"""Stable Video Diffusion: image to video. Read next: `spec.py`."""

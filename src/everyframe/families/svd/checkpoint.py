@@ -1,8 +1,8 @@
-"""Where the parts of a Stable Video Diffusion lie: a folder or one file, here or on the hub.
+"""Find the files of a Stable Video Diffusion checkpoint: a folder or a single file, local or hub.
 
-In diffusers' folder ``model_index.json`` names the pipeline; ``unet``, ``vae``, ``image_encoder``
-hold a config and weights, ``scheduler`` and ``feature_extractor`` a config each. One file holds all
-weights (`single_file.py`). Weights are not read here. Read next: `config.py`, `family.py`.
+In diffusers' folder layout ``model_index.json`` names the pipeline; ``unet``, ``vae`` and
+``image_encoder`` hold a config and weights, ``scheduler`` and ``feature_extractor`` a config each.
+A single file holds all weights (`single_file.py`). No weights are read here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from everyframe.checkpoints.tensor_file import TensorFile
 
 PIPELINE = "StableVideoDiffusionPipeline"
-#: The components that have weights, in the order in which they run.
+#: Components with weights, in execution order.
 WEIGHTS = ("image_encoder", "vae", "unet")
 
 _CONFIGS = {
@@ -35,7 +35,7 @@ _CONFIGS = {
     "scheduler": "scheduler_config.json",
     "feature_extractor": "preprocessor_config.json",
 }
-#: The frames that the released models were trained on, for plans made before they are fetched.
+#: Training frames of the released models, for plans made before download.
 _RELEASED_FRAMES = {
     "svd": 14,
     "svd-xt": 25,
@@ -47,10 +47,13 @@ _RELEASED_FRAMES = {
 
 @dataclass(frozen=True)
 class SVDFiles:
-    """A model's place: `path` is a folder or one file, None until it is fetched.
+    """Files of one Stable Video Diffusion model.
 
-    `where` is for people and records; `location` is what was found under the model's name;
-    `variant` is which of several stored precisions of the weights was asked for.
+    Attributes:
+        where: name for people and records.
+        path: a folder or one file; None until it is downloaded.
+        location: what the model's name resolved to.
+        variant: stored precision of the weights that was requested.
     """
 
     where: str
@@ -60,38 +63,38 @@ class SVDFiles:
 
     @property
     def known(self) -> str | None:
-        """The short name of a released model."""
+        """Short name of a released model, or None."""
         return self.location.known.name if self.location.known else None
 
     @property
     def is_single(self) -> bool:
-        """Whether all weights lie in one file, without configs."""
+        """Whether all weights are in one file, without configs."""
         return self.path is not None and self.path.is_file()
 
     @property
     def stands_in(self) -> str | None:
-        """The variant that is taken because it alone is on this disk, and nobody asked for one."""
+        """Variant used because only it is on this disk and none was requested; else None."""
         found = next((place.part.variant for place in self.location.parts), None)
         return found if self.variant is None else None
 
     @property
     def assumed_frames(self) -> int | None:
-        """How many frames it is taken to be trained on where nothing but a file's name says so."""
+        """Assumed training frames, where only the file's name indicates them; else None."""
         if self.known is not None or not self.is_single or self.path is None:
             return None
         return single_file.frames_by_name(self.path.stem)
 
     def missing(self) -> tuple[str, ...]:
-        """What must be fetched, a line each."""
+        """Downloads still needed, one line each."""
         return tuple(line for place in self.location.parts for line in place.to_fetch())
 
     def fetched(self) -> SVDFiles:
-        """The same with all files on this disk."""
+        """Download missing files; return a copy with all files on disk."""
         location = fetch_missing(self.location)
         return replace(self, path=_path_of_parts(location), location=location)
 
     def configs(self) -> Mapping[str, Mapping[str, Any]]:
-        """The config of each part by its folder; the released ones before they are fetched."""
+        """Config of each component by its folder; the released configs before download."""
         if self.path is None:
             return _released(self.known or "svd")
         if not self.path.is_file():
@@ -103,7 +106,7 @@ class SVDFiles:
         return {**configs, "unet": {**configs["unet"], "num_frames": frames}}
 
     def weights(self, component: str) -> tuple[TensorFile, KeyMap]:
-        """The file or files of a component's weights, and how their names become the module's."""
+        """Files of a component's weights, and their key map."""
         from everyframe.checkpoints.reshape import rearranged
         from everyframe.checkpoints.tensor_file import open_checkpoint
         from everyframe.families.svd import weights
@@ -118,14 +121,14 @@ class SVDFiles:
 
 
 def find_files(location: Location, variant: str | None = None) -> SVDFiles | None:
-    """The files of a Stable Video Diffusion at that place; None if it is something else.
+    """Find the files of a Stable Video Diffusion at `location`; None if it is another model.
 
-    `variant` names one of several stored precisions; `location` was found for it.
+    `variant` is one of several stored precisions; `location` was resolved for it.
 
     Raises:
-        CheckpointError: a ``model_index.json`` that is no JSON object, a broken file, or a folder
-            without weights in that variant.
-        InputError: a variant of one file, which has none.
+        CheckpointError: ``model_index.json`` is not a JSON object, a file is broken, or the folder
+            has no weights in that variant.
+        InputError: a variant of a single file, which has none.
     """
     found = _find(location)
     if found is not None and variant is not None:
@@ -159,7 +162,7 @@ def _find(location: Location) -> SVDFiles | None:
 
 
 def _path_of_parts(location: Location) -> Path | None:
-    """The folder or, where a part is one file and nothing else, the file."""
+    """The folder, or the file if the model is a single file."""
     if not location.complete:
         return None
     place = location.parts[0]
@@ -186,7 +189,7 @@ def _at(where: str, path: Path, location: Location) -> SVDFiles | None:
 
 
 def _released(name: str) -> Mapping[str, Mapping[str, Any]]:
-    """The configs of a released model that is not on this disk yet."""
+    """Configs of a released model that is not downloaded yet."""
     configs = {**RELEASED, "unet": {**RELEASED["unet"], "num_frames": _RELEASED_FRAMES[name]}}
     if name.endswith("image-decoder"):
         up = {"up_block_types": ["UpDecoderBlock2D"] * 4}

@@ -1,7 +1,6 @@
-"""The three parts of a Stable Video Diffusion: how they are built, and what they need.
+"""Components of Stable Video Diffusion (image encoder, UNet, VAE): builders and requirements.
 
-The modules are diffusers' and transformers' own. Read next: `stages.py`, which runs the parts, and
-`dry_run.py`, by which their memory and time are forecast.
+The modules are those of diffusers and transformers.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ if TYPE_CHECKING:
     from everyframe.families.svd.unet import VideoUNet
     from everyframe.parallel.token_partition import TokenPartition
 
-#: What steers every block, or starts and ends the residual stream, stays in float32: the embedding
-#: of timesteps and of frame rate and motion, norms, the weights by which time and space are mixed.
+#: Float32 islands: modules that steer every block, or start or end the residual stream: embeddings
+#: of timestep, frame rate and motion, norms, mixing weights of space and time.
 UNET_ISLANDS = (
     "time_embedding", "add_embedding", "conv_in", "conv_norm_out", "conv_out", "*norm*",
     "*mix_factor",
@@ -34,22 +33,22 @@ IMAGE_ENCODER_ISLANDS = ("*layrnorm", "*layer_norm*", "*layernorm", "visual_proj
 
 @dataclass(frozen=True)
 class SVDBuilder(ModuleBuilder):
-    """Makes the empty modules from their configs."""
+    """Builds the components from their configs, without weights."""
 
     config: SVDConfig
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The components' names."""
+        """Component names."""
         return PARTS
 
     def build(self, component: str) -> nn.Module:
-        """One part, empty, by its name."""
+        """Build one component by name, without weights."""
         made: nn.Module = getattr(self, component)()
         return made
 
     def outputs(self, component: str) -> tuple[str, ...]:
-        """Which submodules' results leave for the engine, in float32 at least."""
+        """Submodules whose results go to the engine, in float32 or wider."""
         if component == "vae":
             # `encode` and `decode` are no calls of the module itself: their last layers are named.
             last = "decoder" if self.config.decodes_together else "decoder.conv_out"
@@ -57,7 +56,7 @@ class SVDBuilder(ModuleBuilder):
         return ("conv_out",) if component == "unet" else ("",)
 
     def image_encoder(self) -> nn.Module:
-        """An empty `CLIPVisionModelWithProjection`."""
+        """Build a `CLIPVisionModelWithProjection` without weights."""
         import torch
         from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
 
@@ -72,13 +71,13 @@ class SVDBuilder(ModuleBuilder):
         return made
 
     def unet(self) -> VideoUNet:
-        """An empty `UNetSpatioTemporalConditionModel`, called in our own way."""
+        """Build a `VideoUNet` (`UNetSpatioTemporalConditionModel`) without weights."""
         from everyframe.families.svd.unet import build
 
         return build(without_notes(self.config.unet))
 
     def vae(self) -> nn.Module:
-        """An empty `AutoencoderKLTemporalDecoder`, or the `AutoencoderKL` of single pictures."""
+        """Build an `AutoencoderKLTemporalDecoder`, or the image `AutoencoderKL`; no weights."""
         from diffusers import AutoencoderKL, AutoencoderKLTemporalDecoder
 
         kind = AutoencoderKLTemporalDecoder if self.config.decodes_together else AutoencoderKL
@@ -113,11 +112,11 @@ def components(sizes: SVDBuilder, where: str) -> tuple[Component, ...]:
 def sent_bytes(
     unet: Any, size: tuple[int, int], deal: TokenPartition, rank: int, element_bytes: int
 ) -> int:
-    """Bytes that leave a rank at each step of a `VideoUNet` that is dealt out so; see `sharding`.
+    """Bytes that a rank sends in each step of a `VideoUNet` sharded by `deal`; see `sharding`.
 
-    `size` is that of the latents. Around each block over time pixels are moved there and back, in
-    numbers of `element_bytes`; statistics of norms are merged in float64, and the answer is
-    gathered in float32.
+    `size` is that of the latents. Pixels are exchanged before and after each temporal block,
+    `element_bytes` per number. Norm statistics are merged in float64; the output is gathered in
+    float32.
     """
     from everyframe.parallel import distributed_moments
     from everyframe.parallel.token_partition import TokenGrid, TokenPartition
@@ -146,5 +145,5 @@ def sent_bytes(
 
 
 def level_sizes(height: int, width: int, num_levels: int) -> list[tuple[int, int]]:
-    """Rows and columns of a frame at each level of the UNet; halves are rounded up."""
+    """Rows and columns of a frame at each UNet level; halves are rounded up."""
     return [(-(-height // 2**level), -(-width // 2**level)) for level in range(num_levels)]

@@ -1,7 +1,7 @@
-"""What a Stable Video Diffusion checkpoint says of itself: the configs of its parts, as data.
+"""Configs of a Stable Video Diffusion checkpoint's components, as data. No torch here.
 
-Read from the JSON files of a diffusers folder, or, for a released model that is not on this disk
-yet, from `RELEASED`. No torch here. Read next: `checkpoint.py`, `components.py`.
+Read from the JSON files of a diffusers folder, or from `RELEASED` for a released model that is not
+downloaded yet.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from everyframe.checkpoints.config_errors import check_positive
 from everyframe.core.errors import CheckpointError
 from everyframe.runtime.request_checks import AutoencoderSizes
 
-#: Classes of autoencoders that these pipelines are saved with: Stability's own, which decodes
-#: frames together, and the still picture's (its "image decoder" variants).
+#: Autoencoder classes of these pipelines: Stability's, which decodes frames together, and the image
+#: autoencoder (the "image decoder" variants).
 TEMPORAL_VAE = "AutoencoderKLTemporalDecoder"
 IMAGE_VAE = "AutoencoderKL"
 
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
-#: What the scheduler must be; `sigma_min` and `sigma_max` are read, and `timestep_spacing` says
-#: what the start noise is scaled by.
+#: Required scheduler config. `sigma_min` and `sigma_max` are read; `timestep_spacing` determines
+#: the scale of the initial noise.
 _SCHEDULER = {
     "prediction_type": "v_prediction",
     "timestep_type": "continuous",
@@ -38,7 +38,7 @@ _SCHEDULER_DEFAULTS: Mapping[str, Any] = {
     "timestep_spacing": "linspace",
 }
 
-#: The released sizes, for plans made before anything is fetched; the configs of the files decide.
+#: Released sizes, for plans made before download; downloaded configs take precedence.
 RELEASED: Mapping[str, Mapping[str, Any]] = {
     "unet": {
         "_class_name": "UNetSpatioTemporalConditionModel",
@@ -78,9 +78,9 @@ RELEASED: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class SVDConfig(AutoencoderSizes):
-    """The configs of the parts: three modules' as their libraries take them, and plain numbers.
+    """Configs of the components, as their libraries take them, and scheduler and image numbers.
 
-    `starts_scaled` is whether start noise is scaled by ``sqrt(sigma^2 + 1)`` and not by sigma.
+    `starts_scaled` is whether initial noise is scaled by ``sqrt(sigma^2 + 1)`` instead of sigma.
     """
 
     unet: Mapping[str, Any]
@@ -94,10 +94,10 @@ class SVDConfig(AutoencoderSizes):
 
     @classmethod
     def from_json(cls, source: str, configs: Mapping[str, Mapping[str, Any]]) -> SVDConfig:
-        """From the configs by the folder in which each lies.
+        """Build from the configs, by the folder of each.
 
         Raises:
-            CheckpointError: a class, a scheduler or sizes that can't be run here; names `source`.
+            CheckpointError: a class, a scheduler or sizes that are not supported; names `source`.
         """
         _check_classes(source, configs)
         scheduler = {**_SCHEDULER_DEFAULTS, **configs["scheduler"]}
@@ -123,17 +123,17 @@ class SVDConfig(AutoencoderSizes):
 
     @property
     def decodes_together(self) -> bool:
-        """Whether frames are decoded with a view of their neighbours."""
+        """Whether the decoder sees neighbouring frames."""
         return bool(self.vae["_class_name"] == TEMPORAL_VAE)
 
     @property
     def num_frames(self) -> int:
-        """Frames that the denoiser was trained on."""
+        """Number of frames that the denoiser was trained on."""
         return int(self.unet.get("num_frames", 25))
 
     @property
     def image_side(self) -> int:
-        """Side in pixels of the square picture that the image encoder reads."""
+        """Side in pixels of the image encoder's square input."""
         return int(self.image_encoder.get("image_size", 224))
 
     def _check_fit(self, source: str) -> None:
@@ -154,7 +154,7 @@ class SVDConfig(AutoencoderSizes):
 
 
 def _vision(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The vision half of a CLIP config, where both halves are written."""
+    """Vision half of a CLIP config that contains both halves."""
     nested = config.get("vision_config")
     return nested if isinstance(nested, Mapping) else config
 

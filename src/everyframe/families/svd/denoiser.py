@@ -1,8 +1,4 @@
-"""``denoise(x, t)`` of a Stable Video Diffusion: its UNet, with picture and guidance inside.
-
-Not here: the sampler (`samplers/euler_karras.py`) and the stage around both (`stages.py`). Read
-next: `unet.py`.
-"""
+"""Stable Video Diffusion's ``denoise(x, t)``: the UNet with image conditioning and guidance."""
 
 from __future__ import annotations
 
@@ -25,9 +21,9 @@ from everyframe.runtime.stages import as_floats
 
 @dataclass(frozen=True)
 class ImageConditioning:
-    """The given picture as the denoiser sees it: CLIP's embedding (1, 1, D), latents (1, C, h, w).
+    """Conditioning image for the denoiser: CLIP embedding (1, 1, D) and latents (1, C, h, w).
 
-    `latents` is None until the autoencoder has run. Both in float32 on the CPU.
+    `latents` is None until the autoencoder has run. Both are float32 on the CPU.
     """
 
     embedding: Tensor
@@ -35,12 +31,12 @@ class ImageConditioning:
 
 
 class Denoiser:
-    """``denoise(x, t)`` for the sampler: the UNet with the picture and guidance inside.
+    """``denoise(x, t)`` for the sampler: the UNet with image conditioning and guidance.
 
-    Guidance rises from frame to frame, from `min_guidance_scale` to `max_guidance_scale`. The
-    unconditional branch sees zeros in place of the picture, its embedding and its latents; frame
-    rate, motion and noise are told to both. Where memory is short the plan has them computed one
-    after the other.
+    Guidance rises linearly over the frames from `min_guidance_scale` to `max_guidance_scale`. The
+    unconditional branch gets zeros for the image embedding and latents; both branches get frame
+    rate, motion and noise level. If memory is short, the plan runs the branches one after the
+    other.
     """
 
     def __init__(
@@ -71,7 +67,7 @@ class Denoiser:
         self._picture_BTCHW = still.to(device)
 
     def __call__(self, x: Tensor, t: Tensor) -> Tensor:
-        """The guided v for scaled x (1, T, C, h, w) and t (1,)."""
+        """Guided v for scaled x (1, T, C, h, w) and t (1,)."""
         branches = range(len(self._picture_BTCHW))
         lots = [branches[i : i + self._at_once] for i in branches[:: self._at_once]]
         answers = [self._answer(x, t, slice(lot.start, lot.stop)) for lot in lots]
@@ -81,7 +77,7 @@ class Denoiser:
         return uncond + self._guidance_TCHW * (cond - uncond)
 
     def _answer(self, x: Tensor, t: Tensor, rows: slice) -> Tensor:
-        """The UNet's answer for some of the branches."""
+        """UNet output for some of the branches."""
         picture_BTCHW = self._picture_BTCHW[rows].to(x.dtype)
         branches = len(picture_BTCHW)
         answer: Tensor = self._unet(
@@ -93,10 +89,9 @@ class Denoiser:
 
 
 def for_clip(picture_THWC: np.ndarray[Any, Any], size: tuple[int, int], fit: str) -> Tensor:
-    """uint8 (1, H, W, 3) to (1, 3, H, W) in -1..1, in its own size or, cropped or padded, `size`.
+    """uint8 (1, H, W, 3) to (1, 3, H, W) in -1..1: in its own size or, cropped or padded, `size`.
 
-    A picture that is stretched is stretched by CLIP's own square, from all of its pixels, as
-    diffusers does.
+    With fit "stretch", all pixels are resized directly to CLIP's square, as diffusers does.
     """
     shown = picture_THWC if fit == "stretch" else fit_image(picture_THWC, *size, fit)
     return _as_float(shown)
@@ -108,7 +103,7 @@ def for_vae(picture_THWC: np.ndarray[Any, Any], size: tuple[int, int], fit: str)
 
 
 def clip_input(picture_BCHW: Tensor, config: SVDConfig) -> Tensor:
-    """A picture in -1..1 as the image encoder reads it: square, normalised by CLIP's colours."""
+    """Convert an image in -1..1 to the image encoder's input: square, with CLIP's normalisation."""
     square = shrink(picture_BCHW, config.image_side)
     mean, std = (
         torch.tensor(values, dtype=square.dtype)[:, None, None]
@@ -119,14 +114,14 @@ def clip_input(picture_BCHW: Tensor, config: SVDConfig) -> Tensor:
 
 
 def shrink(x_BCHW: Tensor, side: int) -> Tensor:
-    """(B, C, H, W) to (B, C, side, side), blurred by how much smaller it becomes."""
+    """Resize (B, C, H, W) to (B, C, side, side), with a blur that matches the scale factor."""
     for dim in (-1, -2):
         x_BCHW = _blur(x_BCHW, x_BCHW.shape[dim] / side, dim)
     return F.interpolate(x_BCHW, size=(side, side), mode="bicubic", align_corners=True)
 
 
 def _blur(x_BCHW: Tensor, factor: float, dim: int) -> Tensor:
-    """A Gaussian along one side, cut off at two standard deviations, mirrored at the edges."""
+    """Gaussian blur along one dimension, cut at two standard deviations, mirrored edges."""
     deviation = max((factor - 1) / 2, 0.001)
     reach = int(max(4 * deviation, 3)) // 2
     offsets = torch.arange(-reach, reach + 1, dtype=x_BCHW.dtype)

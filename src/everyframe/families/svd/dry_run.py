@@ -1,8 +1,7 @@
-"""The stages of a Stable Video Diffusion, each called once for a dry run, and how to save memory.
+"""Dry-run calls of Stable Video Diffusion's stages, and ways to reduce their memory.
 
-What is called is what `stages.py` and `stages.py` call, at the plan's sizes; host tensors are
-zeros, and those on the device have no numbers. Read next: `everyframe.dry_run.executor`,
-`stages.py`.
+Each stage is called once, through the code that `stages.py` runs, at the plan's sizes. Host
+tensors are zeros; device tensors are meta tensors.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ if TYPE_CHECKING:
 def dry_run_calls(
     sizes: SVDBuilder, settings: Settings, team: Communicator | None = None, groups: int = 1
 ) -> tuple[DryRunCall, ...]:
-    """Picture, its latents, one step, one chunk of frames.
+    """Dry-run calls: image, its latents, one step, one chunk of frames.
 
-    With `team` the step is that of one of its ranks; see `sharding`.
+    With `team`, the step is that of one of its ranks; see `sharding`.
     """
     size = (settings.height, settings.width)
     chunk = min(int(settings.option("decode_chunk_size")), settings.num_frames)
@@ -62,7 +61,7 @@ def dry_run_calls(
 def memory_savings(
     config: SVDConfig, component: str, settings: Settings, options: SVDOptions
 ) -> Iterator[MemorySaving]:
-    """One branch of guidance after the other; fewer frames decoded at once; tiles, both ways."""
+    """Sequential guidance branches; fewer frames per decode; tiled encode and decode."""
     if component == "unet" and settings.guidance_scale > 1:
         yield split_cfg_saving(settings)
     if component != "vae":

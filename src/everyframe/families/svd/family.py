@@ -1,7 +1,4 @@
-"""The SVD family object: detect a checkpoint, build the stages of its run.
-
-Read next: `spec.py` (one checkpoint), `stages.py` (its stages).
-"""
+"""The SVD family object: detect a checkpoint, build the stages of its run."""
 
 from __future__ import annotations
 
@@ -22,14 +19,14 @@ if TYPE_CHECKING:
 
 
 class SVDFamily:
-    """The family object of the registry."""
+    """Registry entry of the family."""
 
     name = "svd"
     title = "Stable Video Diffusion"
     options: type[FamilyOptions] = SVDOptions
 
     def recognise(self, location: Location, options: FamilyOptions) -> SVDSpec | None:
-        """The model at that place if it is a Stable Video Diffusion, by its configs alone."""
+        """Detect a Stable Video Diffusion checkpoint by its configs; None if it is not one."""
         assert isinstance(options, SVDOptions)
         files = find_files(location, options.variant)
         if files is None:
@@ -44,7 +41,7 @@ class SVDFamily:
     def stages(
         self, spec: ModelSpec, plan: Plan, clip: int, teams: ParallelContext
     ) -> Sequence[Stage]:
-        """Picture, its latents, denoise, decode."""
+        """Stages of one clip: image embedding, image latents, denoise, decode."""
         from everyframe.families.svd.stages import (
             DecodeStage,
             DenoiseStage,

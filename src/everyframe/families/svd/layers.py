@@ -1,6 +1,6 @@
-"""Layers that stand in the video UNet for diffusers' own, of the same parameters and names.
+"""Replacements for diffusers' layers in the video UNet, with the same parameters and names.
 
-Not here: norms, which are swapped in the same way (`everyframe.ops.norm`). Read next: `unet.py`.
+Norms are replaced in the same way, by `everyframe.ops.norm`.
 """
 
 from __future__ import annotations
@@ -18,41 +18,41 @@ from everyframe.ops.norm import Statistics
 
 
 class FrameLayout:
-    """Everything is here.
+    """Which frames and pixels this rank holds; this base class holds all of them.
 
-    The statistics are for norms over all frames and pixels of a branch, asked with some frames
-    (b, C, r, H, W) or with some pixels (b, C, T, h, w).
+    The statistics are for norms over all frames and pixels of a branch, computed from some frames
+    (b, C, r, H, W) or from some pixels (b, C, T, h, w).
     """
 
     frame_statistics: Statistics | None = None
     pixel_statistics: Statistics | None = None
 
     def over_time(self, x_brSC: Tensor, reader: nn.Module | None = None) -> Tensor:
-        """From frames to pixels, (b, T, s, C); `reader` is what takes it next, if that multiplies.
+        """Exchange frames for pixels, (b, T, s, C); `reader` is the next layer, if it is a matmul.
 
-        Nobody else sees what came, so it may be changed in place.
+        The caller owns the result and may change it in place.
         """
         return x_brSC
 
     def over_space(self, x_bTsC: Tensor) -> Tensor:
-        """From pixels back to frames, (b, r, S, C)."""
+        """Exchange pixels back for frames, (b, r, S, C)."""
         return x_bTsC
 
     def of_frames(self, table_BC: Tensor) -> Tensor:
-        """The branch's row for each frame here; broadcasts to (b, r, C)."""
+        """The branch's row for each local frame; broadcasts to (b, r, C)."""
         return table_BC[:, None]
 
     def of_pixels(self, table_BC: Tensor) -> Tensor:
-        """The branch's row for each pixel here; broadcasts to (b, T, s, C)."""
+        """The branch's row for each local pixel; broadcasts to (b, T, s, C)."""
         return table_BC[:, None, None]
 
 
 WHOLE = FrameLayout()
 
 
-#: On a CPU, this many tokens at once, where all of them widened would be more than so many numbers.
-#: What is widened then stays in the processor's caches: with 128 channels, 28,672 tokens and
-#: bfloat16 on one core, 83 ms in place of 109, and of 136 without sums in place.
+#: On a CPU, chunks of `_ROWS` tokens if the widened tensor would have more than `_MANY` elements.
+#: The widened chunk then fits the CPU caches: with 128 channels, 28,672 tokens and bfloat16 on one
+#: core, 83 ms instead of 109, and instead of 136 without in-place sums.
 _ROWS = 2048
 _MANY = 2**23
 
@@ -65,7 +65,7 @@ def gated_gelu(
 ) -> Tensor:
     """``narrow(u * gelu(g))`` of tokens (..., C), where ``u, g = widen(x)``, `width` wide each.
 
-    Each token by itself, so that pieces change no formula; their size depends on shapes alone.
+    Computed in chunks of tokens, which changes no formula; the chunk size depends on shapes alone.
     """
     tokens = x.flatten(0, -2)
     if kind_of(x) != "cpu" or tokens.shape[0] * 2 * width <= _MANY:
@@ -91,7 +91,7 @@ def _whole(
 
 
 class GatedFeedForward(nn.Module):
-    """diffusers' `FeedForward` with a gate, some tokens at a time where there are many."""
+    """diffusers' gated `FeedForward`, in chunks of tokens where there are many."""
 
     comes_whole = True
 
@@ -106,9 +106,10 @@ class GatedFeedForward(nn.Module):
 
 
 class TemporalConv(nn.Conv3d):
-    """A convolution over time alone, whose kernels refuse frames without a pixel.
+    """Convolution over time only, that accepts input without pixels.
 
-    Who has no pixels calls it like all others, and gives what it was given.
+    The plain kernels reject empty input. A rank without pixels calls it like every other rank and
+    gets its input back.
     """
 
     def forward(self, x_bCThw: Tensor) -> Tensor:
@@ -116,7 +117,7 @@ class TemporalConv(nn.Conv3d):
 
 
 def swap_layers(module: nn.Module) -> None:
-    """Put these in the place of every feed-forward and convolution over time inside."""
+    """Replace every feed-forward and temporal convolution inside `module`."""
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is FeedForward:

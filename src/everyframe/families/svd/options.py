@@ -1,6 +1,6 @@
-"""Options that only Stable Video Diffusion knows. No torch here.
+"""Options of the Stable Video Diffusion family. No torch here.
 
-Names and defaults are those of diffusers' `StableVideoDiffusionPipeline`. Read next: `settings.py`.
+Names and defaults are those of diffusers' `StableVideoDiffusionPipeline`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from everyframe.runtime.shared_options import fit_option, variant_option
 
 
 class SVDOptions(FamilyOptions):
-    """How much moves, how close to the picture it stays, and how it is guided and decoded."""
+    """Options of Stable Video Diffusion: motion, image noise, guidance and decoding."""
 
     motion_bucket_id: int = option(
         "How much should move: about 1 (still) to 255 (a lot).",

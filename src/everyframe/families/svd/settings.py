@@ -1,8 +1,7 @@
-"""A request settled against one Stable Video Diffusion: size, length, guidance, fitting, notes.
+"""Resolve a request against one Stable Video Diffusion: size, length, guidance, image fit, notes.
 
-Pure functions of the request, its picture and the model's configs; no torch. Defaults are those of
-diffusers' pipeline. What can't be had is an `InputError` that says what can.
-Read next: `family.py`.
+Pure functions of the request, its image and the model's configs; no torch. Defaults are those of
+diffusers' pipeline. An impossible value raises `InputError` with the values that are possible.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from everyframe.runtime.request_checks import (
     told_of_fit,
 )
 
-#: What the released models were trained on: (height, width), frames a second, steps to sample.
+#: Defaults of the released models: (height, width), frames per second, sampling steps.
 SIZE = (576, 1024)
 FPS = 7.0
 STEPS = 25
@@ -48,7 +47,7 @@ _NO_USE = {
 def resolve_settings(
     config: SVDConfig, title: str, request: Request, options: SVDOptions, seed: int
 ) -> tuple[Settings, tuple[str, ...]]:
-    """Every value of the request settled, and notes for the person who asked."""
+    """Resolve every value of the request; return settings, and notes for the user."""
     _check_request(title, request)
     _check_options(options)
     notes: list[str] = []
@@ -132,9 +131,9 @@ def _num_frames(config: SVDConfig, request: Request, fps: float, notes: list[str
 def _note_decoding(
     config: SVDConfig, request: Request, frames: tuple[int, int], notes: list[str]
 ) -> None:
-    """Where one device decodes for several, what would have all of them do it.
+    """Add a note where one rank decodes for several: what would use all of them.
 
-    `frames` are those decoded at once, and all of them.
+    `frames` are the number decoded at once and the total.
     """
     at_once, num_frames = frames
     devices = min(-(-request.num_ranks // request.num_videos), num_frames)
@@ -150,7 +149,7 @@ def _note_decoding(
 
 
 def _note_fit(request: Request, size: tuple[int, int], fit: str, notes: list[str]) -> None:
-    """Reads the picture, so that one that can't be read is told before anything is fetched."""
+    """Note how the image is fitted; reads it, so an unreadable image fails before any download."""
     height, width = read_image(request.image).shape[:2]
     if min(height, width) < 2:
         raise InputError(f"the picture is {width}x{height}; each side must have 2 pixels or more")
@@ -166,7 +165,7 @@ def latent_shape(config: SVDConfig, settings: Settings) -> tuple[int, int, int, 
 
 
 def smaller_settings(config: SVDConfig, settings: Settings) -> Iterator[Settings]:
-    """The same video with less memory: the same in smaller chunks, then shorter and smaller."""
+    """Yield the same video with less memory: smaller decode chunks, then shorter and smaller."""
     chunk = int(settings.option("decode_chunk_size"))
     lengths = [settings.num_frames]
     while lengths[-1] > 2:

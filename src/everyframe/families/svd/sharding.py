@@ -1,18 +1,16 @@
-"""The video UNet on several ranks, put on from outside; one rank takes the same path.
+"""Frame parallelism for the video UNet, applied from outside; one rank takes the same path.
 
-Each rank holds some whole frames, of any branches of guidance, and computes there all that works
-in space: convolutions, attention to a frame's pixels, feed-forwards. Around each temporal block
-frames are exchanged for pixels with all of their frames, at every size of the UNet anew, and back
-after it. Attention in time, the temporal convolutions and what is known of each frame's place are
-then as one device has them. What is left is a norm over all frames and pixels of a branch: its
-statistics are merged among the ranks that have parts of that branch.
+Each rank holds whole frames, of any guidance branches, and computes all spatial work on them:
+convolutions, spatial attention, feed-forwards. Around each temporal block, at every UNet level,
+an all-to-all exchanges frames for pixels with all of their frames, and back. Temporal attention,
+temporal convolutions and frame position embeddings then compute what one device would. The
+remaining case is a norm over all frames and pixels of a branch: its statistics are merged among
+the ranks that hold parts of that branch.
 
-Heads are not split: 5, 10 and 20 of them divide by few numbers. Nothing is padded and no sum but
-that of a norm's statistics is parted. Ranks beyond the frames have pixels only.
+Heads are not split: 5, 10 and 20 heads divide by few numbers. Nothing is padded, and no sum except
+that of a norm's statistics is split. Ranks beyond the number of frames hold pixels only.
 
-What is exchanged is in the precision that the next product would cast it to anyhow.
-Read next: `layers.py`, `everyframe.parallel.token_partition`,
-`everyframe.parallel.distributed_moments`.
+Tensors are sent in the dtype that the next matrix product casts them to.
 """
 
 from __future__ import annotations
@@ -34,15 +32,16 @@ from everyframe.runtime.model_sharding import ModelPatch
 
 
 def apply(unet: VideoUNet, team: Communicator, groups: int = 1) -> Sharding:
-    """Put `unet` on the ranks of `team`; each must call it in the same order with the same input.
+    """Shard `unet` over the ranks of `team`.
 
-    With `groups` above 1 the branches are parted into so many first, each with ranks of its own.
+    All ranks must call it in the same order with the same input. With `groups` above 1 the branches
+    are first split into that many groups, each with its own ranks.
     """
     return Sharding(unet, team, groups)
 
 
 class Sharding(ModelPatch):
-    """What `apply` has put on a UNet; `remove` takes it off."""
+    """Handle of a sharded UNet; `remove` undoes `apply`."""
 
     def __init__(self, unet: VideoUNet, team: Communicator, groups: int) -> None:
         super().__init__(team, groups)
@@ -57,7 +56,7 @@ class Sharding(ModelPatch):
     def _begin(
         self, unet: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The call with this rank's frames, and with what it needs of their branches."""
+        """Replace the call's input by this rank's frames and what it needs of their branches."""
         self._now = None
         if self.team.size == 1:
             return args, kwargs
@@ -78,7 +77,7 @@ class Sharding(ModelPatch):
 
 
 class ShardedFrames(FrameLayout):
-    """One rank's part of (branches, frames) that have so many places at each level."""
+    """One rank's share of (branches, frames), at each UNet level."""
 
     def __init__(
         self, shape: tuple[int, int], places: Sequence[int], team: Communicator, groups: int
@@ -100,17 +99,17 @@ class ShardedFrames(FrameLayout):
         self.pixel_statistics = self._statistics_of_pixels
 
     def take(self, sample_BTCHW: Tensor) -> Tensor:
-        """This rank's frames, (b, T, ...) where they are whole branches, else (1, r, ...)."""
+        """This rank's frames: (b, T, ...) for whole branches, else (1, r, ...)."""
         return self._shaped(sample_BTCHW.flatten(0, 1)[self._rows.start : self._rows.stop])
 
     def gather(self, v_brCHW: Tensor) -> Tensor:
-        """The frames of all ranks, (B, T, ...), on every one of them."""
+        """Gather the frames of all ranks, (B, T, ...), on every rank."""
         mine = v_brCHW.flatten(0, 1)
         every = self.team.gather(mine, self._sizes, "the answer is gathered")
         return torch.unflatten(every, 0, self._shape)
 
     def over_time(self, x_brSC: Tensor, reader: nn.Module | None = None) -> Tensor:
-        """See `FrameLayout`; what `reader` would make narrow is sent narrow."""
+        """See `FrameLayout`; sends in the dtype that `reader` would cast to."""
         self._level = self._levels[x_brSC.shape[2]]
         if reader is not None:
             dtype = next(reader.parameters()).dtype
@@ -134,7 +133,7 @@ class ShardedFrames(FrameLayout):
         return level.pixels.each(table_BC, first)[None, None]
 
     def _shaped(self, x: Tensor) -> Tensor:
-        """A list of frames (r, ...) as (b, T, ...) if it is of whole branches, else (1, r, ...)."""
+        """Reshape frames (r, ...) to (b, T, ...) for whole branches, else to (1, r, ...)."""
         return torch.unflatten(x, 0, (-1, self._shape[1])) if self._moments.is_whole else x[None]
 
     def _statistics_of_frames(self, x_bCrHW: Tensor, groups: int) -> tuple[Tensor, Tensor] | None:
@@ -154,7 +153,7 @@ class ShardedFrames(FrameLayout):
 
 
 class _Level:
-    """What belongs to one size of the UNet."""
+    """State of one UNet level."""
 
     def __init__(self, deal: TokenPartition, team: Communicator) -> None:
         self.switch = Redistribute(deal, team)
@@ -163,7 +162,7 @@ class _Level:
 
 
 class _Owned:
-    """Whose branch each of a span of frames or pixels is, `length` of which a branch has."""
+    """Branch of each frame or pixel in a span; a branch has `length` of them."""
 
     def __init__(self, span: range, length: int) -> None:
         first, stop = (span.start // length, -(-span.stop // length)) if span else (0, 0)
@@ -172,9 +171,9 @@ class _Owned:
         self._on_device: dict[str, Tensor] = {}
 
     def each(self, table: Tensor, start: int | None = None) -> Tensor:
-        """A branch's row of `table` for each of the span; its rows are of branches from `start` on.
+        """The branch's row of `table` for each item of the span; rows are branches from `start` on.
 
-        Without `start`, of the branches that the span has any of.
+        Without `start`, rows are the branches that the span touches.
         """
         device = str(table.device)
         if device not in self._on_device:
@@ -182,7 +181,7 @@ class _Owned:
         return self.all(table, start)[self._on_device[device]]
 
     def all(self, table: Tensor, start: int | None = None) -> Tensor:
-        """The rows of all branches that the span has any of."""
+        """Rows of all branches that the span touches."""
         if start is None or not self.branches:
             return table
         return table[self.branches.start - start : self.branches.stop - start]

@@ -1,9 +1,9 @@
-"""Stability's own single files (``svd.safetensors``, ``svd_xt.safetensors`` …): what is in them.
+"""Read the layout of Stability's single files (``svd.safetensors``, ``svd_xt.safetensors``).
 
-All parts lie in one file and no config does, so sizes are read off the tensors' shapes; what shapes
-do not tell is taken from the release and said so. Layout: Stability-AI/generative-models
-(``VideoUNet``, ``AutoencodingEngine``, ``GeneralConditioner``). Nothing but the header is read
-here. Read next: `weights.py` for the names, `checkpoint.py`.
+Such a file holds all components and no config, so sizes are read from tensor shapes. What shapes
+do not determine is taken from the release and reported. Layout:
+Stability-AI/generative-models (``VideoUNet``, ``AutoencodingEngine``, ``GeneralConditioner``).
+Only the header is read here. `weights.py` maps the tensor names.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ DECODER = "first_stage_model."
 PICTURE_ENCODER = "conditioner.embedders.3.encoder."
 CLIP = "conditioner.embedders.0.open_clip.model.visual."
 
-#: Channels of one attention head, which no shape tells: the released models'.
+#: Channels per attention head of the released models; shapes do not determine them.
 _HEAD, _CLIP_HEAD = 64, 80
-#: What the denoiser is told beside the time: frame rate, motion, noise on the picture.
+#: Number of added conditions besides the timestep: frame rate, motion, image noise.
 _NUM_TOLD = 3
 _DOWN = {True: "CrossAttnDownBlockSpatioTemporal", False: "DownBlockSpatioTemporal"}
 _UP = {True: "CrossAttnUpBlockSpatioTemporal", False: "UpBlockSpatioTemporal"}
 
 
 def is_single_file(path: Path) -> bool:
-    """Whether it is a Stable Video Diffusion in one file, by the names in its header."""
+    """Whether `path` is a Stable Video Diffusion in one file, by the names in its header."""
     return path.suffix == ".safetensors" and _are_ours(read_header(path).tensors)
 
 
 def refuse_pickled(path: Path) -> None:
-    """Raise `CheckpointError` for the same as a pickle of tensors, with how it is converted."""
+    """Raise `CheckpointError` for a pickled single file, with how to convert it."""
     if path.suffix != ".ckpt":
         return
     from everyframe.checkpoints.torch_file import pickle_entries
@@ -52,19 +52,19 @@ def _are_ours(names: Iterable[str]) -> bool:
 
 
 def frames_by_name(file_name: str) -> int:
-    """The frames that a file of that name was trained on: XT's are 25, the others' 14.
+    """Training frames of a file by its name: 25 for XT, 14 for the others.
 
-    The weights of both have the same shapes, so the name is all there is to go by.
+    The weights of both have the same shapes, so only the name distinguishes them.
     """
     return 25 if "xt" in re.split(r"[^a-z0-9]+", file_name.lower()) else 14
 
 
 def read_configs(path: Path) -> Mapping[str, Mapping[str, Any]]:
-    """The configs of the parts as a diffusers folder would have them.
+    """Configs of the components, in the form of a diffusers folder.
 
     Raises:
-        CheckpointError: a tensor is missing without which the sizes can't be told, or the denoiser
-            is another one's (SV3D, which has the same names).
+        CheckpointError: a tensor that determines the sizes is missing, or the denoiser is another
+            model's (SV3D, which has the same names).
     """
     shapes = _Shapes(read_header(path))
     return {
@@ -76,7 +76,7 @@ def read_configs(path: Path) -> Mapping[str, Mapping[str, Any]]:
 
 
 class _Shapes:
-    """Shapes by name, with an error that says what is missing."""
+    """Tensor shapes by name; a missing name raises an error that names it."""
 
     def __init__(self, header: SafetensorsHeader) -> None:
         self.header = header
@@ -94,7 +94,7 @@ class _Shapes:
         return name in self.header.tensors
 
     def count(self, pattern: str) -> int:
-        """How many numbers ``0, 1, …`` stand in the place of ``#`` in some name."""
+        """How many numbers ``0, 1, …`` replace ``#`` in `pattern` among the names."""
         expression = re.compile(re.escape(pattern).replace(r"\#", r"(\d+)") + r"\.")
         matches = (expression.match(name) for name in self.header.tensors)
         return 1 + max((int(match[1]) for match in matches if match), default=-1)
@@ -126,7 +126,7 @@ def _unet(shapes: _Shapes) -> dict[str, Any]:
 
 
 def _levels(shapes: _Shapes) -> tuple[list[int], list[int], list[bool], int]:
-    """Width, number of layers and whether it attends, level by level; channels of the picture."""
+    """Width, number of layers and attention of each level; and channels of the image."""
     widths: list[int] = []
     layers: list[int] = []
     attends: list[bool] = []

@@ -1,8 +1,8 @@
-"""The Stable Video Diffusion family: a picture becomes a video, with diffusers' modules.
+"""Stable Video Diffusion specs: image to video with diffusers' modules.
 
 Upstream: Stability-AI/generative-models, released as `stable-video-diffusion-img2vid`, `-xt` and
-`-xt-1-1`; diffusers' `StableVideoDiffusionPipeline` is what results are held against. Read next:
-`checkpoint.py` (what lies where), `settings.py` (request to settings), `components.py` (parts and
+`-xt-1-1`. Results are compared with diffusers' `StableVideoDiffusionPipeline`. Read next:
+`checkpoint.py` (files), `settings.py` (request to settings), `components.py` (components and
 memory), `stages.py` (the run).
 """
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SVDSpec(NativeModelSpec[SVDOptions, SVDFiles, SVDBuilder]):
-    """One checkpoint of this family, its configs read and its weights not."""
+    """One Stable Video Diffusion checkpoint: configs read, weights not loaded."""
 
     title: str
     led = ("image_encoder",)
@@ -49,11 +49,11 @@ class SVDSpec(NativeModelSpec[SVDOptions, SVDFiles, SVDBuilder]):
 
     @property
     def config(self) -> SVDConfig:
-        """The configs of the parts."""
+        """Configs of the components."""
         return self.sizes.config
 
     def settle(self, request: Request, seed: int) -> tuple[Settings, tuple[str, ...]]:
-        """Every value of the request settled, and notes."""
+        """Resolve the request: settings, and notes for the user."""
         settings, notes = request_settings.resolve_settings(
             self.config, self.title, request, self.options, seed
         )
@@ -68,7 +68,7 @@ class SVDSpec(NativeModelSpec[SVDOptions, SVDFiles, SVDBuilder]):
         return settings, notes
 
     def smaller(self, settings: Settings) -> Iterator[Settings]:
-        """Settings like these that need less memory."""
+        """Yield similar settings that need less memory."""
         return request_settings.smaller_settings(self.config, settings)
 
     def components(self, settings: Settings) -> tuple[Component, ...]:
@@ -76,17 +76,17 @@ class SVDSpec(NativeModelSpec[SVDOptions, SVDFiles, SVDBuilder]):
         return components(self.sizes, self.files.where)
 
     def rehearsals(self, settings: Settings) -> tuple[DryRunCall, ...]:
-        """A call of every stage."""
+        """Dry-run calls of every stage on one device."""
         return dry_run_calls(self.sizes, settings)
 
     def num_branches(self, settings: Settings) -> int:
-        """With guidance two, with the picture and without."""
+        """Guidance branches: two with guidance (with and without the image), else one."""
         return 2 if settings.guidance_scale > 1 else 1
 
     def rank_part(
         self, settings: Settings, crew: VideoGroup, rank: int, element_bytes: int
     ) -> RankShare:
-        """Pixels of the latents in time, whole frames in space; what is sent between the two."""
+        """Share of one rank: frames in space, pixels of the latents in time, and bytes sent."""
         frames, _, rows, columns = request_settings.latent_shape(self.config, settings)
         grid = TokenGrid(self.num_branches(settings), frames, rows * columns)
         deal = TokenPartition(grid, crew.weights, crew.groups)
@@ -97,7 +97,7 @@ class SVDSpec(NativeModelSpec[SVDOptions, SVDFiles, SVDBuilder]):
     def shared_rehearsals(
         self, settings: Settings, teams: ParallelContext
     ) -> tuple[DryRunCall, ...]:
-        """A call of every stage as one of several ranks makes it."""
+        """Dry-run calls of every stage as one of several ranks runs it."""
         return dry_run_calls(self.sizes, settings, teams.team, teams.groups)
 
     def savings(self, component: str, settings: Settings) -> Iterator[MemorySaving]:
@@ -105,11 +105,11 @@ class SVDSpec(NativeModelSpec[SVDOptions, SVDFiles, SVDBuilder]):
         return memory_savings(self.config, component, settings, self.options)
 
     def fetched(self) -> SVDSpec:
-        """The same model with all of its files on this disk."""
+        """Download missing files; return a copy with all files on disk."""
         return read_spec(self.name, self.title, self.files.fetched(), self.options)
 
     def weights(self, component: str) -> tuple[TensorFile, KeyMap]:
-        """Where a component's weights are, and how their names become the module's."""
+        """Files of a component's weights, and their key map."""
         return self.files.weights(component)
 
 

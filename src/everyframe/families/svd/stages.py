@@ -1,10 +1,9 @@
-"""The stages of a Stable Video Diffusion run: the picture's meaning, and denoising.
+"""Stages of a Stable Video Diffusion run: image embedding, image latents, denoising, decoding.
 
-Each loads one component, works on every take with it and lets go of it when its generator ends.
-What is computed is diffusers' `StableVideoDiffusionPipeline` step by step; what differs is where
-start noise comes from. Several ranks share a video: one encodes the picture and tells the others,
-all hold a part of the UNet's frames. The stages with the autoencoder are in `stages.py`.
-Read next: `denoiser.py`, `denoiser.py`, `sharding.py`, `samplers/euler_karras.py`.
+Each stage loads one component, uses it for every video and frees it when its generator ends. The
+computation is that of diffusers' `StableVideoDiffusionPipeline`, step by step; only the source of
+the initial noise differs. With several ranks, one encodes the image and broadcasts the result;
+the frames of the UNet are split over all ranks (`sharding.py`).
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SVDContext(stages.StageContext[SVDSpec]):
-    """What all stages share, and what they ask of it."""
+    """Shared by all stages: plan, model and ranks."""
 
     @property
     def config(self) -> SVDConfig:
@@ -53,19 +52,19 @@ class SVDContext(stages.StageContext[SVDSpec]):
 
     @property
     def fit(self) -> str:
-        """How a picture of other proportions is fitted."""
+        """How an image of another aspect ratio is fitted: crop, pad or stretch."""
         return str(self.settings.option("fit"))
 
 
 def given_picture(take: VideoState) -> Any:
-    """The picture that came with a take: uint8 (1, H, W, 3)."""
+    """Conditioning image of a video: uint8 (1, H, W, 3)."""
     assert take.given.first is not None, "settled without a picture"
     return take.given.first
 
 
 @dataclass(frozen=True)
 class ImageEmbedStage:
-    """The picture through CLIP, once for all takes."""
+    """Embed the image with CLIP, once for all videos."""
 
     job: SVDContext
     name: str = "image"
@@ -73,11 +72,11 @@ class ImageEmbedStage:
     goes_on: bool = False
 
     def num_steps(self, num_takes: int) -> int:
-        """One: the picture is everybody's."""
+        """One step: all videos share the image."""
         return 1
 
     def run(self, takes: Sequence[VideoState]) -> Iterator[Event]:
-        """Begin each take's `known`: one rank encodes, the others are told."""
+        """Set the embedding in `known` of each video: one rank encodes and broadcasts."""
         world = self.job.teams.world
         told = yield from stages.on_lead_rank(
             world, self._encoded(takes), "the picture is handed on"
@@ -101,7 +100,7 @@ class ImageEmbedStage:
 
 @dataclass(frozen=True)
 class DenoiseStage:
-    """Noise becomes latents (1, T, C, h, w): the sampler, guidance and the UNet."""
+    """Denoise: sampler, guidance and UNet turn noise into latents (1, T, C, h, w)."""
 
     job: SVDContext
     name: str = "denoise"
@@ -109,11 +108,11 @@ class DenoiseStage:
     goes_on: bool = True
 
     def num_steps(self, num_takes: int) -> int:
-        """The sampler's steps for each take."""
+        """Sampler steps of all videos."""
         return num_takes * self.job.settings.num_inference_steps
 
     def run(self, takes: Sequence[VideoState]) -> Iterator[Event]:
-        """Fill each take's `latents`."""
+        """Set `latents` of each video."""
         job, teams = self.job, self.job.teams
         unet = yield from job.loaded(self.component)
         put_on = sharding.apply(unet, teams.team, teams.groups)
@@ -144,7 +143,7 @@ class DenoiseStage:
 
 @dataclass(frozen=True)
 class ImageLatentStage:
-    """The picture, with a little noise on it, through the autoencoder's encoder."""
+    """Encode the image, with a little noise added, to latents."""
 
     job: SVDContext
     name: str = "given frames"
@@ -152,11 +151,11 @@ class ImageLatentStage:
     goes_on: bool = False
 
     def num_steps(self, num_takes: int) -> int:
-        """One a take: each has noise of its own."""
+        """One step per video: each has its own noise."""
         return num_takes
 
     def run(self, takes: Sequence[VideoState]) -> Iterator[Event]:
-        """Complete each take's `known`: one rank encodes, those that share its videos are told."""
+        """Set the latents in `known` of each video: one rank encodes, its video group receives."""
         team = self.job.teams.team
         told = yield from stages.on_lead_rank(
             team, self._encoded(takes), "given frames are handed on"
@@ -171,9 +170,9 @@ class ImageLatentStage:
         return (yield from stages.encode_per_video(self.name, guard, takes, encode))
 
     def _latents(self, vae: Any, guard: Guard, take: VideoState) -> Tensor:
-        """Of the take's picture, on the CPU.
+        """Latents of the video's image, on the CPU.
 
-        Not scaled: the denoiser was trained on the encoder's own values here.
+        They are not scaled: the denoiser was trained on the encoder's raw values here.
         """
         job = self.job
         picture = denoiser.for_vae(given_picture(take), job.size, job.fit)
@@ -186,7 +185,7 @@ class ImageLatentStage:
 
 @dataclass(frozen=True)
 class DecodeStage:
-    """Latents become frames, `decode_chunk_size` of them at once."""
+    """Decode latents to frames, `decode_chunk_size` at once."""
 
     job: SVDContext
     name: str = "decode"
@@ -194,7 +193,7 @@ class DecodeStage:
     goes_on: bool = False
 
     def num_steps(self, num_takes: int) -> int:
-        """One a chunk."""
+        """One step per chunk."""
         return num_takes * -(-self.job.settings.num_frames // self._chunk_size)
 
     @property
@@ -202,7 +201,10 @@ class DecodeStage:
         return int(self.job.settings.option("decode_chunk_size"))
 
     def run(self, takes: Sequence[VideoState]) -> Iterator[Event]:
-        """Yield the frames of each take. Several ranks deal out the chunks; the first has all."""
+        """Yield the frames of each video.
+
+        With several ranks, the chunks are distributed; the first rank receives all frames.
+        """
         team = self.job.teams.team
         vae = yield from self.job.loaded(self.component)
         guard = self.job.guard(self.name, {self.component: vae})
@@ -224,7 +226,7 @@ class DecodeStage:
         number: int,
         step: int,
     ) -> Tensor:
-        """Frames (T, H, W, 3) in 0..1 of the chunk of that number."""
+        """Frames (T, H, W, 3) in 0..1 of chunk `number`."""
         config = self.job.config
         latents = chunks_TCHW[number] * (1 / config.scaling_factor)
         latents = latents.to(self.job.device(self.component))

@@ -1,23 +1,21 @@
-"""The video UNet with diffusers' layers, and without the work that need not be done.
+"""The video UNet with diffusers' layers, without the redundant work.
 
-Layers, parameter names and results are those of `UNetSpatioTemporalConditionModel`. What differs:
+Layers, parameter names and results are those of `UNetSpatioTemporalConditionModel`. Differences:
 
-- With one image token, cross-attention is a softmax over one key, which is 1: its answer is the
-  value projection alone, the same for every pixel and step. Frame embeddings and the weights by
-  which space and time are mixed depend on no latents either. All of it is a value, `context`, made
-  once a run.
-- Memory lies frame by frame, row by row, channels last, from the first layer to the last, so that
-  convolutions, norms and attention see it without copies in between.
-- What is the same for all frames (the time) is projected once and not once a frame.
-- Norms read and answer in the precision of what they are given, with weights and statistics in
-  float32 (`everyframe.ops.norm`).
+- With one image token, cross-attention is a softmax over one key, which is 1: its output is the
+  value projection, the same for every pixel and step. Frame embeddings and the mixing weights of
+  space and time do not depend on latents either. All of this is `context`, computed once a run.
+- Memory layout is frame by frame, row by row, channels last, from the first layer to the last, so
+  convolutions, norms and attention need no copies in between.
+- The time embedding, the same for all frames, is projected once, not once a frame.
+- Norms read and return their input's dtype, with weights and statistics in float32
+  (`everyframe.ops.norm`).
 
-Sums go into memory that is there already wherever nobody else looks at it. Which frames and pixels
-are here is a `FrameLayout`'s affair, so that several ranks can share a video (`sharding.py`).
+Sums are computed in place wherever no other code holds the tensor. `FrameLayout` describes which
+frames and pixels this rank holds, so several ranks can share a video (`sharding.py`).
 
-Not here: diffusers' blocks, whose layers are called one by one. Suffixes: B branches of guidance, T
-frames, S pixels, C channels; what may be a part of them b, r frames and s pixels. Read next:
-`layers.py`, `stages.py`.
+Suffixes: B guidance branches, T frames, S pixels, C channels; lower case where it may be a local
+share: b, r frames and s pixels.
 """
 
 from __future__ import annotations
@@ -39,10 +37,12 @@ from everyframe.ops.norm import widen_norms
 
 @dataclass(frozen=True)
 class AttentionContext:
-    """What one transformer has of the picture, the frames and its mixing weight.
+    """Context of one transformer: image, frame embeddings and mixing weight.
 
-    `spatial` and `temporal` hold what cross-attention adds, (B, C) a layer; `frames`, (T, C), is
-    added before time is attended to; `mix` is the share of the spatial answer.
+    Attributes:
+        spatial, temporal: output of cross-attention, (B, C) per layer.
+        frames: (T, C), added before temporal attention.
+        mix: share of the spatial output.
     """
 
     spatial: tuple[Tensor, ...]
@@ -53,10 +53,12 @@ class AttentionContext:
 
 @dataclass(frozen=True)
 class Context:
-    """What depends on no latents and on no step, by module name.
+    """Everything that depends on neither latents nor step, by module name.
 
-    `rests` are the shares that convolutions over time have; `told`, (B, C), is added to
-    the time.
+    Attributes:
+        attentions: context of each transformer.
+        rests: shares of the temporal convolutions.
+        told: (B, C), added to the time embedding.
     """
 
     attentions: dict[str, AttentionContext]
@@ -64,7 +66,7 @@ class Context:
     told: Tensor
 
     def rows(self, rows: slice) -> Context:
-        """The same for some of the branches."""
+        """Context of some of the branches."""
         attentions = {
             name: AttentionContext(
                 tuple(each[rows] for each in one.spatial),
@@ -78,7 +80,7 @@ class Context:
 
 
 def build(config: Mapping[str, Any]) -> VideoUNet:
-    """The UNet of these sizes, without weights if the default device is meta."""
+    """Build the UNet of these sizes; without weights if the default device is meta."""
     made = VideoUNet(**config)
     widen_norms(made)
     swap_layers(made)
@@ -86,10 +88,10 @@ def build(config: Mapping[str, Any]) -> VideoUNet:
 
 
 class VideoUNet(UNetSpatioTemporalConditionModel):  # type: ignore[misc]
-    """`UNetSpatioTemporalConditionModel` for one image token, in two steps: context, then steps."""
+    """`UNetSpatioTemporalConditionModel` for one image token, split into `context` and steps."""
 
     def context(self, picture_BD: Tensor, told_BN: Tensor, num_frames: int) -> Context:
-        """What every step needs of the picture's embedding and of what is told beside the time."""
+        """Precompute what every step needs of the image embedding and the added conditions."""
         embedded = self.add_time_proj(told_BN.flatten()).reshape(len(told_BN), -1)
         embedded = embedded.to(told_BN.dtype)
         attentions, rests = {}, {}
@@ -108,9 +110,9 @@ class VideoUNet(UNetSpatioTemporalConditionModel):  # type: ignore[misc]
         context: Context,
         layout: FrameLayout = WHOLE,
     ) -> Tensor:
-        """v (B, T, C, H, W) for scaled latents and the picture's, (B, T, 2 C, H, W), and t (B,).
+        """v (B, T, C, H, W) for scaled latents and the image's, (B, T, 2 C, H, W), and t (B,).
 
-        Where `layout` says that only some frames are here, they are (b, r, ...), and so is v.
+        If `layout` holds only some frames, input and output are (b, r, ...).
         """
         time_BC = self.time_embedding(self.time_proj(timestep).to(sample_brCHW.dtype))
         size = (sample_brCHW.shape[0], sample_brCHW.shape[1])
@@ -134,9 +136,9 @@ class VideoUNet(UNetSpatioTemporalConditionModel):  # type: ignore[misc]
 
 
 class _Walk:
-    """One call's way through the blocks; `size` is how many branches and frames of each are here.
+    """State of one forward pass; `size` is the number of local branches and of frames of each.
 
-    Between layers x lies frame by frame, (b r, C, H, W).
+    Between layers x is frame by frame, (b r, C, H, W).
     """
 
     def __init__(
@@ -148,7 +150,7 @@ class _Walk:
     def layers(
         self, name: str, block: Any, x: Tensor, skips: list[Tensor] | None = None
     ) -> list[Tensor]:
-        """The result of each layer of a block; given `skips`, each takes the last of them away."""
+        """Result of each layer of a block; with `skips`, each layer pops the last of them."""
         results = []
         for number, resnet in enumerate(block.resnets):
             if skips is not None:
@@ -161,7 +163,7 @@ class _Walk:
         return results
 
     def middle(self, name: str, block: Any, x: Tensor) -> Tensor:
-        """The innermost block: convolutions with attention between them."""
+        """Run the innermost block: convolutions with attention between them."""
         x = self._resnet(f"{name}.resnets.0", block.resnets[0], x)
         for number, module in enumerate(block.attentions):
             x = self._attention(f"{name}.attentions.{number}", module, x)
@@ -169,7 +171,7 @@ class _Walk:
         return x
 
     def _resnet(self, name: str, block: Any, x: Tensor) -> Tensor:
-        """Convolutions over space, then over time; both add to what came in."""
+        """Residual convolutions over space, then over time."""
         space, time = block.spatial_res_block, block.temporal_res_block
         h = space.conv1(_silu(space.norm1(x)))
         h += self._of_frames(space.time_emb_proj(self._time_BC)).flatten(0, 1)[:, :, None, None]
@@ -188,15 +190,15 @@ class _Walk:
         return x
 
     def _of_frames(self, table_BC: Tensor) -> Tensor:
-        """A branch's row for each of the frames here, (b, r, C)."""
+        """The branch's row for each local frame, (b, r, C)."""
         return self._layout.of_frames(table_BC).expand(*self._size, -1)
 
     def _of_pixels(self, table_BC: Tensor) -> Tensor:
-        """A branch's row for each of the pixels here, (b, C, 1, 1, s or 1)."""
+        """The branch's row for each local pixel, (b, C, 1, 1, s or 1)."""
         return self._layout.of_pixels(table_BC).permute(0, 3, 1, 2)[:, :, :, None]
 
     def _over_time(self, x_bCrHW: Tensor, reader: nn.Module) -> Tensor:
-        """All frames of the pixels that are here then, (b, C, T, H, W) or (b, C, T, 1, s)."""
+        """All frames of the local pixels, (b, C, T, H, W) or (b, C, T, 1, s)."""
         height, width = x_bCrHW.shape[-2:]
         tokens = x_bCrHW.permute(0, 2, 3, 4, 1).flatten(2, 3)
         tokens = self._layout.over_time(tokens, reader)
@@ -205,13 +207,13 @@ class _Walk:
         return torch.unflatten(tokens, 2, size).permute(0, 4, 1, 2, 3)
 
     def _over_space(self, x_bCThw: Tensor, like_bCrHW: Tensor) -> Tensor:
-        """What `_over_time` undoes."""
+        """Inverse of `_over_time`."""
         tokens = x_bCThw.permute(0, 2, 3, 4, 1).flatten(2, 3)
         tokens = self._layout.over_space(tokens)
         return torch.unflatten(tokens, 2, like_bCrHW.shape[-2:]).permute(0, 4, 1, 2, 3)
 
     def _attention(self, name: str, module: Any, x: Tensor) -> Tensor:
-        """Attention over a frame's pixels, then over a pixel's frames, layer by layer."""
+        """Spatial, then temporal attention, layer by layer."""
         known, layout = self._context.attentions[name], self._layout
         tokens = module.norm(x).permute(0, 2, 3, 1).flatten(1, 2)
         tokens = torch.unflatten(module.proj_in(tokens), 0, self._size)
@@ -227,7 +229,7 @@ class _Walk:
 
 
 def _spatial_layer(block: Any, tokens_brSC: Tensor, picture_br1C: Tensor) -> Tensor:
-    """Self-attention within each frame, the picture, the feed-forward."""
+    """Self-attention within each frame, image conditioning, feed-forward."""
     normed = block.norm1(tokens_brSC).flatten(0, 1)
     tokens_brSC += _self_attention(block.attn1, normed).reshape(tokens_brSC.shape)
     tokens_brSC += picture_br1C
@@ -236,7 +238,7 @@ def _spatial_layer(block: Any, tokens_brSC: Tensor, picture_br1C: Tensor) -> Ten
 
 
 def _temporal_layer(block: Any, tokens_bTsC: Tensor, picture_b1sC: Tensor) -> Tensor:
-    """A feed-forward, self-attention of each pixel over time, the picture, a feed-forward."""
+    """Feed-forward, self-attention of each pixel over time, image conditioning, feed-forward."""
     widened = block.ff_in(block.norm_in(tokens_bTsC))
     tokens_bTsC = tokens_bTsC.add_(widened) if block.is_res else widened
     # Pixel by pixel, once for queries, keys and values.
@@ -249,7 +251,7 @@ def _temporal_layer(block: Any, tokens_bTsC: Tensor, picture_b1sC: Tensor) -> Te
 
 
 def _self_attention(block: Any, rows_NLC: Tensor) -> Tensor:
-    """Attention of the tokens of each row to each other."""
+    """Self-attention within each row of tokens."""
     q, k, v = (
         split_heads(project(rows_NLC), block.heads)
         for project in (block.to_q, block.to_k, block.to_v)
@@ -273,13 +275,13 @@ def _attention_context(module: Any, picture_BD: Tensor, num_frames: int) -> Atte
 
 
 def _of_picture(attention: Any, picture_BD: Tensor) -> Tensor:
-    """What cross-attention to one token answers, whatever is asked."""
+    """Output of cross-attention to a single token, the same for every query."""
     answer: Tensor = attention.to_out[0](attention.to_v(picture_BD))
     return answer
 
 
 def _mix(mixer: Any, like: Tensor) -> Tensor:
-    """The share of the spatial answer, as the mixer itself computes it: that of 1 and 0."""
+    """Share of the spatial output, computed by the mixer itself from inputs 1 and 0."""
     dtype = float32_or_wider(like.dtype)
     one = torch.ones(1, 1, 1, device=like.device, dtype=dtype)
     still = torch.zeros(1, 1, device=like.device)

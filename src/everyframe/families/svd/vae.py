@@ -1,4 +1,4 @@
-"""Stable Video Diffusion's autoencoder: encode a picture, decode frames, in tiles where asked.
+"""Stable Video Diffusion's autoencoder: encode an image, decode frames, tiled on request.
 
 The module is diffusers' `AutoencoderKLTemporalDecoder`, or `AutoencoderKL`.
 """
@@ -22,7 +22,7 @@ def encode(
     *,
     most_tiles: int | None = None,
 ) -> Tensor:
-    """Latents (B, C, h, w) of pictures in -1..1, not scaled; in tiles if the settings say so."""
+    """Encode images in -1..1 to unscaled latents (B, C, h, w); tiled if the settings ask for it."""
     side = settings.saving(tiling.ENCODE, 0)
 
     def encode_tile(part: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ def decode(
     *,
     most_tiles: int | None = None,
 ) -> Tensor:
-    """Pixels (T, 3, H, W) around -1..1 of latents that are decoded together."""
+    """Decode latents, all frames together, to pixels (T, 3, H, W) around -1..1."""
     side = settings.saving(tiling.DECODE, 0)
     together = {"num_frames": len(latents_TCHW)} if config.decodes_together else {}
 

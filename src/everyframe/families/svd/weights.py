@@ -1,10 +1,9 @@
-"""What the tensors are called in the files that there are, as tables from one name to the other.
+"""Key maps from checkpoint tensor names to module parameter names, as tables.
 
-diffusers' folders have nearly the modules' own names. Stability's single files have those of
-Stability-AI/generative-models (denoiser, autoencoder) and open_clip (image encoder): blocks counted
-through, levels of the decoder from the last to the first, queries, keys and values in one matrix.
-Loading itself is `everyframe.checkpoints.strict_load`. Read next: `single_file.py`,
-`components.py`.
+diffusers' folders use nearly the modules' own names. Stability's single files use those of
+Stability-AI/generative-models (denoiser, autoencoder) and open_clip (image encoder): blocks are
+numbered consecutively, decoder levels run from last to first, and query, key and value share one
+matrix. Loading is in `everyframe.checkpoints.strict_load`.
 """
 
 from __future__ import annotations
@@ -22,13 +21,12 @@ Renames = tuple[tuple[str, str], ...]
 
 VAE_KEYS = KeyMap(rename=OLD_VAE_ATTENTION)
 UNET_KEYS = KeyMap()
-#: transformers stored the table of positions, 0, 1, 2 …, before 4.31.
+#: transformers before 4.31 stored the position ids 0, 1, 2 …
 IMAGE_ENCODER_KEYS = KeyMap(ignore=(r"vision_model\.embeddings\.position_ids",))
-#: Of the parts of a diffusers folder.
+#: Key maps of the components of a diffusers folder.
 FOLDER_KEYS = {"image_encoder": IMAGE_ENCODER_KEYS, "vae": VAE_KEYS, "unet": UNET_KEYS}
 
-#: What the single files hold that no part of a run needs: the halves of two autoencoders of which
-#: the other half is used, and the text half of CLIP.
+#: Unused tensors of single files: one half of each of two autoencoders, and CLIP's text half.
 _UNUSED = (
     re.escape(DECODER) + r"(encoder|quant_conv)\..*",
     re.escape(PICTURE_ENCODER) + r"(decoder|post_quant_conv)\..*",
@@ -37,7 +35,7 @@ _UNUSED = (
 
 _ATTENTION = f"({re.escape(PICTURE_ENCODER)}encoder|{re.escape(DECODER)}decoder)" + r"\.mid\.attn_1"
 _IN_PROJ = f"({re.escape(CLIP)}" + r"transformer\.resblocks\.\d+)\.attn\.in_proj_(weight|bias)"
-#: Tensors of the single files that are cut otherwise than the modules' own.
+#: Tensors of single files that are split differently in the modules.
 SINGLE_FILE_CUTS = (
     TensorReshape(
         _ATTENTION + r"\.(q|k|v|proj_out)\.weight", (r"\1.mid.attn_1.\2.weight",), is_kernel=True
@@ -54,7 +52,7 @@ _RESNET: Renames = (
     (r"\.out_layers\.3\.", ".conv2."),
     (r"\.(skip_connection|nin_shortcut)\.", ".conv_shortcut."),
 )
-#: In the denoiser, after blocks have their places.
+#: Renames in the denoiser, applied after those of the blocks.
 _DENOISER: Renames = (
     (r"^time_embed\.0\.", "time_embedding.linear_1."),
     (r"^time_embed\.2\.", "time_embedding.linear_2."),
@@ -69,7 +67,7 @@ _DENOISER: Renames = (
     (r"\.time_pos_embed\.2\.", ".time_pos_embed.linear_2."),
     *_RESNET,
 )
-#: In both halves of the autoencoder.
+#: Renames in both halves of the autoencoder.
 _AUTOENCODER: Renames = (
     (r"\.down\.(\d+)\.block\.(\d+)\.", r".down_blocks.\1.resnets.\2."),
     (r"\.down\.(\d+)\.downsample\.", r".down_blocks.\1.downsamplers.0."),
@@ -81,7 +79,7 @@ _AUTOENCODER: Renames = (
     (r"\.norm_out\.", ".conv_norm_out."),
     (r"^decoder\.conv_out\.time_mix_conv\.", "decoder.time_conv_out."),
 )
-#: In a decoder that sees time.
+#: Renames in a temporal decoder.
 _TEMPORAL_DECODER: Renames = (
     (r"^(decoder\..*\.resnets\.\d+)\.mix_factor", r"\1.time_mixer.mix_factor"),
     (r"^(decoder\..*\.resnets\.\d+)\.(?!time_stack|time_mixer)", r"\1.spatial_res_block."),
@@ -103,7 +101,7 @@ _CLIP_NAMES: Renames = (
 
 
 def single_file_keys(configs: Mapping[str, Mapping[str, Any]]) -> Mapping[str, KeyMap]:
-    """For each part, how the single file's names become the module's, its `configs` given."""
+    """Key map of each component for a single file, given the components' `configs`."""
     vae = configs["vae"]
     temporal = _TEMPORAL_DECODER if vae["_class_name"] == TEMPORAL_VAE else ()
     names = {
@@ -131,7 +129,7 @@ def single_file_keys(configs: Mapping[str, Mapping[str, Any]]) -> Mapping[str, K
 
 
 def _blocks(unet: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The places of the denoiser's blocks, which the file counts through on the way down and up."""
+    """Names of the denoiser's blocks, which the file numbers consecutively down and up."""
     layers, kinds = list(unet["layers_per_block"]), list(unet["down_block_types"])
     yield r"^input_blocks\.0\.0\.", "conv_in."
     number = 1
@@ -156,13 +154,13 @@ def _blocks(unet: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _layer(counted: str, block: str, layer: int) -> Iterator[tuple[str, str]]:
-    """The convolutions of one layer, and its attention where it has one."""
+    """Names of one layer's convolutions, and of its attention if it has one."""
     yield rf"^{re.escape(counted)}\.0\.(?!op\.)", f"{block}.resnets.{layer}."
     yield rf"^{re.escape(counted)}\.1\.(?!conv\.)", f"{block}.attentions.{layer}."
 
 
 def _decoder_levels(vae: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The levels of the decoder, which the file counts from the picture on."""
+    """Names of the decoder's levels, which the file numbers from the image on."""
     last = len(vae["block_out_channels"]) - 1
     for level in range(last + 1):
         block = f"up_blocks.{last - level}"
