@@ -77,7 +77,7 @@ def load_run(folder: RunFolder) -> InterruptedRun:
     """Load a run from its folder.
 
     Raises:
-        DamagedError: the folder has no run, or its files are corrupt.
+        CorruptRunError: the folder has no run, or its files are corrupt.
     """
     fetch = TensorStore(folder.given).fetch
     try:

@@ -265,7 +265,7 @@ def _repairs_key(record: Mapping[str, Any], plan: Plan) -> RepairCacheKey | None
 
 
 def _remember(key: RepairCacheKey | None, plan: Plan, event: Repaired) -> None:
-    """Cache this repair for later plans; memory fallbacks depend on free memory and are left out."""
+    """Cache this repair for later plans; memory fallbacks depend on free memory, so not those."""
     if key is not None and event.cause != "memory":
         dtype = plan.component(event.component).precision.parameters
         save_repair(key, Repair(event.component, event.raised, event.to, dtype))
