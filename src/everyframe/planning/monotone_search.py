@@ -54,7 +54,7 @@ def first_that_fits(sizes: Sequence[float], excess: Callable[[int], float], size
 
 
 def _where_one_is(found: tuple[float, float], before: tuple[float, float] | None) -> float:
-    """The size with an excess of 1, on the line through two (size, excess) points, or in proportion.
+    """The size with an excess of 1, by the line through two (size, excess) points or in proportion.
 
     0 if unknown, because a tensor exceeds what can be addressed.
     """

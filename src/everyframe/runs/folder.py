@@ -37,7 +37,7 @@ OFF = "off"
 
 
 def runs_folder() -> Path | None:
-    """The default folder of runs: ``EVERYFRAME_RUNS``, else ``everyframe/runs`` in the state folder.
+    """Default folder of runs: ``EVERYFRAME_RUNS``, else ``everyframe/runs`` in the state folder.
 
     The state folder is ``XDG_STATE_HOME``, else ``~/.local/state``. None if ``EVERYFRAME_RUNS`` is
     ``off``.
@@ -195,7 +195,7 @@ class RunFolder:
         return sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
 
     def remove(self) -> None:
-        """Delete the folder, ``run.json`` first, so that an incomplete one is never used as a run."""
+        """Delete the folder, ``run.json`` first, so that half of it never passes for a run."""
         (self.path / _RUN).unlink(missing_ok=True)
         shutil.rmtree(self.path, ignore_errors=True)
 
@@ -228,7 +228,7 @@ class Lock:
 
 
 def _lock_patiently(file: IO[bytes]) -> None:
-    """Lock the file, with retries: a process that checks whether a run is busy locks it for an instant."""
+    """Lock the file, with retries: a check whether a run is busy locks it for an instant."""
     for pause in _PAUSES:
         try:
             _lock(file)

@@ -1,4 +1,4 @@
-"""Replay log of a diffusers pipeline: results of its components' calls, one file each, in call order.
+"""Replay log of a diffusers pipeline: results of component calls, one file each, in call order.
 
 Files are written atomically and named by a hash of their content. Each contains a digest of the
 call's arguments, and a result is replayed for that call only. From the first missing, corrupt or
@@ -49,7 +49,7 @@ class FileReplayLog:
         self._open: deque[str] = deque()
 
     def next(self, call: str) -> Any:
-        """The saved result of the next call, whose digest is `call`; None if it must be computed."""
+        """Saved result of the next call, whose digest is `call`; None if it must be computed."""
         if self._number < len(self._files):
             try:
                 answer = _read(self._files[self._number], self._number, call)

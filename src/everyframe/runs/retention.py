@@ -37,7 +37,11 @@ class RemovedRun:
 
 
 def days_of_runs() -> float:
-    """Days without a write after which a run is deleted. Raises `InputError` for an invalid number."""
+    """Days without a write after which a run is deleted.
+
+    Raises:
+        InputError: not a valid number.
+    """
     given = os.environ.get(DAYS)
     try:
         days = _DAYS if not given else float(given)

@@ -68,7 +68,7 @@ _OF_TAKE = ("seed", "text", "known", "latents", "tail", "step", "memory", "finis
 
 @dataclass(frozen=True)
 class SaveInterval:
-    """How often state is saved: at least `pause` seconds apart, using at most that `share` of the run."""
+    """How often state is saved: at least `pause` s apart, for at most a `share` of the run's time."""
 
     pause: float = 1.0
     share: float = 0.01
@@ -169,7 +169,7 @@ class RunStateWriter:
         self._spent = self._last - began
 
     def frames(self, progress: RunState, event: FramesDecoded) -> None:
-        """Save frames of a clip that others follow; they can't be recomputed from the saved state."""
+        """Save frames of a clip that others follow; the saved state can't reproduce them."""
         if self._store is None or self._is_off:
             return
         began = time.monotonic()
