@@ -127,7 +127,7 @@ def _made_up(profile: str | Path) -> MachineFacts:
 
 
 def _dtypes(machine: MachineFacts) -> set[str]:
-    """Half-precision dtypes that runs choose on this machine's first device, by `precision.policy`."""
+    """Half-precision dtypes that runs choose on this machine's first device."""
     from everyframe.precision.policy import CPU_BF16_PARAMETERS, ComponentNeeds, choose
 
     large = ComponentNeeds("denoiser", CPU_BF16_PARAMETERS)
@@ -142,7 +142,7 @@ def _run(
     model: str | None,
     smoke: bool,
 ) -> Iterator[Check]:
-    """Run facts first, then probes; then known issues and tested versions, which use probe results."""
+    """Run facts, then probes, then known issues and tested versions, which use probe results."""
     late = ("known-issues", "tested")
     for name, look in LOOKS.items():
         if name in wanted and name not in late:

@@ -1,4 +1,7 @@
-"""Check whether a machine can run a model with its defaults: plan and dry run in another process."""
+"""Check whether a machine can run a model with its defaults, by a plan in another process.
+
+The plan includes the dry run.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Smoke test of new hardware: run the embedded model in every precision and fast path of the device.
+"""Smoke test of new hardware: run the embedded model in every precision and fast path.
 
 On-demand fast paths are left out, since compiling takes minutes. Each case runs in its own process
 with the same seed and noise, and is compared with float32 on the CPU frame by frame.
@@ -18,7 +18,7 @@ from everyframe.fast_paths.registry import PLAIN, PRECISIONS, for_device, kernel
 from everyframe.hardware.isolation import run_isolated
 from everyframe.hardware.known_issues import Fix
 
-#: Seconds for all cases, which keeps the test under 2 minutes.
+#: Seconds for all cases, which keeps the test under 2 minutes, and the least left to try one.
 _SECONDS = 115.0
 _LEAST = 5.0
 #: A case that times out counts as hung if it had so many times the reference's time; otherwise time

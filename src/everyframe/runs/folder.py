@@ -167,7 +167,7 @@ class RunFolder:
         """Lock the run for this process.
 
         Raises:
-            BusyError: another process has it.
+            RunLockedError: another process has it.
             OSError: the file system has no locks.
         """
         return Lock(self.path / _LOCK)

@@ -68,7 +68,7 @@ _OF_TAKE = ("seed", "text", "known", "latents", "tail", "step", "memory", "finis
 
 @dataclass(frozen=True)
 class SaveInterval:
-    """How often state is saved: at least `pause` s apart, for at most a `share` of the run's time."""
+    """How often state is saved: at least `pause` s apart, for at most `share` of the run time."""
 
     pause: float = 1.0
     share: float = 0.01

@@ -1,4 +1,7 @@
-"""Probes of speed, the compiler and extensions; an emulated dtype is slower than its replacement."""
+"""Probes of speed, the compiler and extensions.
+
+An emulated dtype shows by its time: it is slower than the dtype that it replaces.
+"""
 
 from __future__ import annotations
 
