@@ -1,4 +1,4 @@
-"""Python API: `generate`, `resume`, `run`, `stream`, `plan` and `trace`; flags are keyword arguments.
+"""Python API: `generate`, `resume`, `run`, `stream`, `plan`, `trace`; flags are keyword arguments.
 
 Read next: `core/request.py` (options), `engine/run.py` (execution).
 """

@@ -198,7 +198,7 @@ def _rows() -> Progress:
     from everyframe.cli.tables import console
 
     class Steps(ProgressColumn):
-        """``12/30``, or nothing while the number of steps is not known."""
+        """``12/30``, or nothing while the number of steps is unknown."""
 
         def render(self, task: Task) -> Text:
             return Text("" if task.total is None else f"{task.completed:.0f}/{task.total:.0f}")

@@ -123,18 +123,11 @@ def resume_run(
 ) -> Events:
     """Resume a run and yield its events, as `everyframe.engine.run.stream` does.
 
-    Args:
-        folder: the run.
-        skip: seeds whose videos are no longer wanted.
-        given_model: the model, for a run of an in-memory model.
-        cleans: remove the folder when the run is done.
-        pace: how often state is saved.
-        join: set if this is one of several ranks; all read the saved state before the first writes.
-        ranks: request options that replace the devices of the run; None keeps them.
-        scarcity: the out-of-memory event of these ranks, answered by the next memory fallback.
-        trust_remote_code: allow the model's own code to run.
-
-    Raises an `EveryframeError` for anything that prevents the resume.
+    `skip` are seeds whose videos are no longer wanted; `given_model` is the model, for a run of an
+    in-memory one; `cleans` removes the folder of a finished run. With `join` this is one of several
+    ranks: all read the saved state before the first one writes. `ranks` are request options that
+    replace the run's devices. `scarcity` is an out-of-memory event, answered by the next memory
+    fallback. Raises an `EveryframeError` for anything that prevents the resume.
     """
     lock = _locked(folder) if (leads := join is None or join.rank == 0) else None
     try:

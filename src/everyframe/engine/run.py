@@ -74,16 +74,11 @@ def stream(
 ) -> Events:
     """Run a request and yield its events: `Planned` first, `VideoDone` last for each video.
 
-    A plan that can't run here is yielded as `Planned` too, followed by the error.
-
-    Args:
-        request: what to make.
-        num_threads: CPU threads; overrides a record, which asks for its own to reproduce its bits.
-        given_model: an in-memory model in place of the request's. Torch switches then stay as its
-            owner set them.
-        keep: how progress is saved; None saves in `runs_folder`.
-        join: meets the other ranks of a plan for several; `ParallelPlan.speaks` tells which ranks'
-            events count.
+    A plan that can't run here is yielded as `Planned` too, followed by the error. `num_threads` of
+    the CPU override a record, which asks for its own to reproduce its bits. `given_model` is an
+    in-memory model in place of the request's; torch switches then stay as its owner set them.
+    `keep` is how progress is saved (None: in `runs_folder`). `join` meets the other ranks of a plan
+    for several; see `ParallelPlan.speaks` for the ranks whose events count.
 
     Raises an `EveryframeError` for anything that a person should know; no output is written then.
     """

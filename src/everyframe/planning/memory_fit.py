@@ -4,8 +4,7 @@ A component that needs too much gets as few memory fallbacks as suffice, in the 
 `everyframe.runtime.memory_fallbacks`. Stages are always loaded one at a time; components that a
 stage needs together take turns on the device if they don't fit side by side. Memory grows with the
 size of the video and falls with each fallback, so a search needs few dry runs
-(`monotone_search.py`). `component_memory.py` computes what a component needs; `resolve.py` talks to
-the user.
+(`monotone_search.py`). `component_memory.py` computes what a component needs.
 """
 
 from __future__ import annotations
@@ -42,14 +41,8 @@ _FAR = 8.0
 class FitResult:
     """Settings and components as they will run.
 
-    Attributes:
-        settings: final settings.
-        components: plans of the components.
-        runs: their dry runs, in the order of the stages.
-        says: what was changed to make it fit.
-        notes: what else a person should know.
-        host_bytes: bytes in host memory beside the device.
-        fits: whether everything fits now.
+    `says` is what was changed to make them fit, and `fits` whether that was enough. `runs` are in
+    the order of the stages; `host_bytes` are in host memory beside the device.
     """
 
     settings: Settings
@@ -65,14 +58,9 @@ class FitResult:
 class MemoryFit:
     """Fit the components of a model on a device whose memory `copies` ranks share.
 
-    `fit` answers for given settings; `largest` finds smaller ones that fit.
-
-    Attributes:
-        parts: planner of the components.
-        copies: ranks that share the device's memory.
-        lead: device of the first rank, if different. Components that only that rank loads must fit
-            there, beside its portion of the steps.
-        lead_share: size of that portion relative to this rank's.
+    `fit` answers for given settings; `largest` finds smaller ones that fit. `lead` is the device of
+    the first rank, if different: components that only that rank loads must fit there, beside its
+    portion of the steps, which is `lead_share` times this rank's.
     """
 
     parts: ComponentPlanner

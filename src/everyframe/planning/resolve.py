@@ -94,10 +94,7 @@ def resolve(request: Request, profile: str | Path | None = None) -> Plan:
 
     `profile` names another machine or a file with its facts; None is this machine. A machine that
     is too small, or on which the run would fail, gives a plan with an `obstacle`, so that it can be
-    shown.
-
-    Raises:
-        InputError: the model can't do what is requested.
+    shown. Raises `InputError` if the model can't do what is requested.
     """
     return prepare(request, profile=profile, with_seconds=True).plan
 
@@ -113,18 +110,13 @@ def prepare(
     with_seconds: bool = False,
     will_run: bool = False,
 ) -> PreparedPlan:
-    """Resolve a request into a plan together with its model.
+    """Resolve a request into a plan, with its model; `may_fetch` allows fetching its configs.
 
-    Args:
-        may_fetch: allow fetching the configs of a hub model.
-        num_threads: CPU threads; by default all usable cores.
-        devices: devices of ranks that joined already.
-        given: an in-memory model.
-        profile: another machine.
-        with_seconds: for a plan that is shown. This machine is measured for up to a second to
-            forecast times, and prompts are checked against local tokenizers, as in a run.
-        will_run: try fast paths without a certificate, for some seconds at most, so that the plan
-            has only certified ones. Otherwise it lists expected ones.
+    `num_threads` of the CPU are all usable cores by default; `devices` are those of ranks that
+    joined already; `given` is an in-memory model. `with_seconds` is for a plan that is shown: this
+    machine is measured for up to a second to forecast times, and prompts are checked against local
+    tokenizers, as in a run. `will_run` tries fast paths without a certificate, for some seconds at
+    most, so that the plan has only certified ones; otherwise it lists expected ones.
     """
     # A class in memory, and the model inside of the package, are not somebody's files.
     is_foreign = given is None and request.model is not None
@@ -224,10 +216,7 @@ def _usable(devices: Sequence[DeviceFacts], request: Request) -> tuple[DeviceFac
 def _stages(
     fitted: FitResult, rates: Throughput | None, division: ParallelPlan | None
 ) -> tuple[StagePlan, ...]:
-    """Stage plans, including the time of communication between ranks.
-
-    Weights are sent during computation, so the slower of the two counts.
-    """
+    """Stage plans, with the time of communication; weights are sent while others compute."""
     steps = fitted.settings.num_inference_steps
     sending, weights = sending_seconds(division) * steps, weights_seconds(division) * steps
     parts = {part.name: part for part in fitted.components}
@@ -255,8 +244,8 @@ def _shares(
 ) -> BalancedPlan:
     """Divide the work among devices, which may be unequal.
 
-    `shards` gives each video several devices, which can shard its weights; `together` splits CFG
-    branches only on request.
+    `shards`: several devices per video, to shard its weights; `together`: split CFG on request
+    only.
     """
     asked = shares_asked(request, len(devices))
     dtype = speed_dtype(DTYPES[request.dtype])
