@@ -216,7 +216,7 @@ def _usable(devices: Sequence[DeviceFacts], request: Request) -> tuple[DeviceFac
 def _stages(
     fitted: FitResult, rates: Throughput | None, division: ParallelPlan | None
 ) -> tuple[StagePlan, ...]:
-    """Stage plans, with the time of communication; weights are sent while others compute."""
+    """Stage plans with time to communicate; weights go out during compute, so the longer counts."""
     steps = fitted.settings.num_inference_steps
     sending, weights = sending_seconds(division) * steps, weights_seconds(division) * steps
     parts = {part.name: part for part in fitted.components}
