@@ -123,12 +123,11 @@ def resume_run(
 ) -> Events:
     """Resume a run and yield its events, as `everyframe.engine.run.stream` does.
 
-    `skip` are seeds whose videos are not wanted; `given_model` is the model, for a run of an
-    in-memory one; `cleans` removes a finished run. With `join` this is one of several ranks: all
-    read the saved state before the first one writes. `ranks` are request options that replace the
-    run's devices. `scarcity` is an out-of-memory event, answered by the next memory fallback.
-    `trust_remote_code` runs the model's code. Raises an `EveryframeError` for anything that
-    prevents the resume.
+    `skip` are seeds whose videos are not wanted; `given_model` is the model of a run of an
+    in-memory one. With `join` this is one of several ranks: all read the saved state before the
+    first one writes. `ranks` are request options that replace the run's devices. `scarcity` asks
+    for the next memory fallback. `trust_remote_code` runs the model's code. Raises
+    `EveryframeError` if it can't resume.
     """
     lock = _locked(folder) if (leads := join is None or join.rank == 0) else None
     try:

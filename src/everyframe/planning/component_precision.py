@@ -163,7 +163,7 @@ class _Weighed(NamedTuple):
 #: few large values per row (tests/precision/test_quantised.py).
 ERRORS = {"int8": 0.01, "fp8": 0.03}
 
-#: Format tried by default: the more accurate of the two, the other saves no more.
+#: Format tried by default: the more accurate of the two; the other saves no more.
 _OF_ITSELF = "int8"
 
 #: Device types on which torch lacks the dtype.
