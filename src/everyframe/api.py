@@ -1,6 +1,6 @@
-"""The Python surface: `generate`, `run`, `stream`, `plan`, `trace`. Flags are keywords here.
+"""Python API: `generate`, `resume`, `run`, `stream`, `plan`, `trace`; flags are keyword arguments.
 
-Read next: `core/request.py` for the options, `engine/run.py` for what happens.
+Read next: `core/request.py` (options), `engine/run.py` (execution).
 """
 
 from __future__ import annotations
@@ -42,25 +42,26 @@ def generate(
     on_event: Callable[[Event], None] | None = None,
     **options: Any,
 ) -> Video | list[Video]:
-    """Make a video; a list of them, in the order of their seeds, if ``num_videos`` is more than 1.
+    """Make a video; with ``num_videos`` above 1, return a list in the order of their seeds.
 
-    How far it comes is kept until it is done, so that `resume` goes on with it. What the command
-    line prints as notes and repairs is an `EveryframeWarning` each.
+    Progress is saved until the run is done, so that `resume` can continue it. Each note or repair
+    that the command line prints is an `EveryframeWarning`.
 
     Args:
-        prompt: what it shows.
+        prompt: what the video shows.
         output: ``"uint8"`` gives frames (T, H, W, 3) as ``round(255 x)``, ``"float"`` the float32
             in 0..1 before rounding.
-        from_record: a video, its file, a sidecar or a record; other options overrule it.
-        isolate: compute in a process of its own, whose death is an error that says where it was.
-            Several devices (``num_devices=3``) have one each in any case, also in a notebook.
-        run_dir: the folder of runs to keep it in; ``"off"`` keeps nothing.
+        from_record: a video, its file, a sidecar or a record; other options override it.
+        isolate: compute in a separate process, whose crash is an error with the last position.
+            Several devices (``num_devices=3``) always have one process each, also in a notebook.
+        run_dir: the folder of runs to save in; ``"off"`` saves nothing.
         on_event: called with each event as it happens; see `core.events`.
         options: every option of `Request` and of the model's family.
 
     Raises:
-        InputError: something can't be asked for. CannotRunError: this machine is too small for it.
-        WorkerDiedError: a process of `isolate`, or of one of several devices, died.
+        InputError: an option is invalid.
+        CannotRunError: this machine is too small for it.
+        WorkerDiedError: a process of `isolate`, or of one of several devices, crashed.
     """
     _check_output(output)
     if prompt is not None and not isinstance(prompt, str):
@@ -91,23 +92,22 @@ def resume(
     on_event: Callable[[Event], None] | None = None,
     **devices: Any,
 ) -> Video | list[Video] | Any:
-    """Go on with a run that was broken off; the videos are those of an unbroken one, bit for bit.
+    """Resume an interrupted run; the videos equal those of an uninterrupted run, bit for bit.
 
-    An `EveryframeWarning` says which run it is and where it goes on.
+    An `EveryframeWarning` names the run and where it resumes.
 
     Args:
-        run: its name or folder (see `list_runs`); without one, the last that was broken off, or
-            with `pipe` the last of that pipeline.
-        pipe: the loaded pipeline, for a run of `everyframe.run`; another one is refused.
-        output: as in `generate`; what was kept of earlier clips for ``"uint8"`` is no finer.
-        trust_remote_code: for a run with code that comes with its checkpoint; it is said anew.
+        run: its name or folder (see `list_runs`); by default the latest interrupted run, or with
+            `pipe` the latest of that pipeline.
+        pipe: the loaded pipeline, for a run of `everyframe.run`; another pipeline is refused.
+        output: as in `generate`; frames of earlier clips saved for ``"uint8"`` are no finer.
+        trust_remote_code: allow code that comes with the checkpoint; must be given again.
         on_event: as in `generate`.
         devices: ``num_devices``, ``devices``, ``parallel``, ``shares`` and ``shard_weights`` of
-            `generate`, to go on with others than it was begun with; then the videos are the same
-            but for rounding.
+            `generate`, to resume on other devices; then the videos are equal up to rounding.
 
     Raises:
-        InputError: there is no such run, or something that it needs was changed.
+        InputError: there is no such run, or something that it needs has changed.
     """
     _check_output(output)
     if run is None and pipe is not None:
@@ -143,7 +143,7 @@ def _ranks_to_go_on_with(folder: RunFolder, devices: Mapping[str, Any], pipe: An
 
 
 def list_runs(run_dir: str | Path | None = None) -> list[RunSummary]:
-    """The runs that can be gone on with, oldest first."""
+    """List the runs that can be resumed, oldest first."""
     return folder.list_runs(root_of(run_dir))
 
 
@@ -156,24 +156,24 @@ def run(
     from_record: str | Path | Mapping[str, Any] | Video | None = None,
     **options: Any,
 ) -> Video | list[Video] | Any:
-    """Make a video with a diffusers pipeline that is loaded already; a list for several.
+    """Make a video with a loaded diffusers pipeline; return a list for several.
 
-    The pipeline runs as it is, on its device and in its dtypes, and is left as it was. It is called
-    in this thread, with torch as it is set here: autocast, threads, TF32, modes. Notes and repairs
-    are warnings, as in `generate`. With ``output_type`` ``"pt"``, ``"pil"`` or ``"latent"`` its own
-    output comes back, as diffusers has it; with ``"np"`` a `Video` with frames as
+    The pipeline runs as it is, on its device and in its dtypes, and is left unchanged. It is called
+    in this thread with torch's current settings: autocast, threads, TF32, modes. Notes and repairs
+    are warnings, as in `generate`. With ``output_type`` ``"pt"``, ``"pil"`` or ``"latent"`` the
+    pipeline's own output is returned, in diffusers' format; with ``"np"`` a `Video` with frames as
     ``output="float"`` gives them.
 
     Args:
-        pipe: a text or image to video pipeline of diffusers, plain or modular.
+        pipe: a diffusers pipeline for text or image to video, standard or modular.
         prompt: what the video shows; a list makes as many videos in one call.
         output: as in `generate`.
         on_event: called with each event as it happens; see `core.events`.
-        from_record: a video, its file, a sidecar or a record; other options overrule it.
+        from_record: a video, its file, a sidecar or a record; other options override it.
         options: every option of `Request`, and every parameter of the pipeline's own call.
 
     Raises:
-        InputError: no video pipeline, or something that can't be asked of it.
+        InputError: not a video pipeline, or an option that it doesn't accept.
     """
     given: Mapping[str, Any] = options if prompt is None else {"prompt": prompt, **options}
     record = None if from_record is None else record_in(from_record)
@@ -190,12 +190,12 @@ def run(
 
 
 def stream(request: Request, *, pipe: Any = None) -> Iterator[Event]:
-    """Stages and steps as they happen; frames come as they are decoded. See `core.events`.
+    """Yield stages and steps as they happen, and frames as they are decoded; see `core.events`.
 
-    A stream that is closed before its end leaves its run, which `resume` goes on with.
+    A stream closed before its end leaves an interrupted run, which `resume` continues.
 
-    With `pipe`, a loaded diffusers pipeline, it is that which runs; see `run`. Its call has a
-    thread of its own, in which torch is set as it is here and now, where the stream is asked for.
+    With `pipe`, a loaded diffusers pipeline, that pipeline runs; see `run`. Its call has its own
+    thread, with torch's settings as they are when `stream` is called.
     """
     if pipe is not None:
         return _events_of_pipe(pipe, request, None)
@@ -207,10 +207,10 @@ def stream(request: Request, *, pipe: Any = None) -> Iterator[Event]:
 def plan(
     request: Request | str | None = None, *, profile: str | Path | None = None, **options: Any
 ) -> Plan:
-    """What would run, in which precision, with how much memory and about how long.
+    """Plan a request: what would run, in which precision, with how much memory and about how long.
 
-    Nothing is loaded or fetched. Takes a request, or what `generate` takes: a prompt and options.
-    `profile` plans for a machine that is not here: a shipped profile's name or a file of facts.
+    Nothing is loaded or fetched. Accepts a request, or the prompt and options of `generate`.
+    `profile` plans for another machine: the name of a shipped profile, or a file of facts.
     """
     if isinstance(request, Request):
         if options:
@@ -221,16 +221,16 @@ def plan(
 
 
 def trace(what: Any, path: str | Path, *, full: Sequence[str] = ()) -> AbstractContextManager[None]:
-    """Keep what every module computes in the block, as fingerprints that are small enough to mail.
+    """Trace what every module computes in the block, as fingerprints small enough to mail.
 
     ``with everyframe.trace(pipe, "a.trace"): pipe(...)``; the file is written at the end of the
-    block, also of one that raises. Nothing that is computed changes by it.
+    block, even if it raises. Tracing doesn't change results.
 
     Args:
         what: a torch module, several by name, or a diffusers pipeline.
-        path: where to.
-        full: modules whose tensors are kept whole, such as ``unet.mid_block``, so that they can be
-            replayed; a lone module is called ``model``.
+        path: output file.
+        full: modules whose tensors are stored whole, such as ``unet.mid_block``, so that they can
+            be replayed; a single module is named ``model``.
 
     Raises:
         InputError: nothing to trace, no such module, or a file that can't be written.
@@ -239,14 +239,14 @@ def trace(what: Any, path: str | Path, *, full: Sequence[str] = ()) -> AbstractC
 
 
 def trace_diff(a: str | Path, b: str | Path, what: Any = None) -> tracing.TraceVerdict:
-    """The first place where two traces differ by more than precision explains.
+    """Find the first place where two traces differ by more than precision explains.
 
-    ``.is_explained`` says whether there is none, ``.place.says`` what it is, ``.png(title)`` draws
-    all differences. `what`, the modules that were traced, is for replays of those that both traces
-    hold whole; without it the model of a run of ours is loaded when it is needed.
+    ``.is_explained`` says whether there is none, ``.place.says`` describes it, ``.png(title)``
+    draws all differences. `what`, the traced modules, is for replays of modules that both traces
+    store whole; without it, the model of an Everyframe run is loaded when needed.
 
     Raises:
-        InputError: no traces, or of runs that can't be compared, and why.
+        InputError: not traces, or traces of runs that can't be compared, with the reason.
     """
     if what is None:
         return tracing.diff(a, b)
@@ -284,7 +284,7 @@ def _events_of_pipe(
 def _request_of_pipe(
     given: Mapping[str, Any], record: Mapping[str, Any] | None
 ) -> tuple[Request, int | None]:
-    """The request of `run`'s options: what is no option of ours is a parameter of the pipeline."""
+    """The request of `run`'s options; unknown options are parameters of the pipeline."""
     from everyframe.diffusers_pipelines import call_options
     from everyframe.families.registry import options_of
 
@@ -303,7 +303,7 @@ def _request_of_pipe(
 
 
 def _with_both_sides(pipe: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """One side alone with the pipeline's own default for the other, as its call has it."""
+    """Complete a single height or width with the pipeline's default, as its own call does."""
     sides = [given.get("height"), given.get("width")]
     if (sides[0] is None) == (sides[1] is None):
         return given
@@ -329,13 +329,13 @@ def _request(
 
 
 def _option_of(request: Request) -> Mapping[str, Any]:
-    """The parameters of a pipeline in memory that the request gives by name."""
+    """Parameters of an in-memory pipeline that the request names."""
     option = request.family_options.get("option")
     return option if isinstance(option, Mapping) else {}
 
 
 def _made(events: Events, output: Output, request: Request, told: EventTeller) -> Any:
-    """What comes of a request: a video, a list of them, or what its pipeline gave."""
+    """The result of a request: a video, a list of them, or the pipeline's output."""
     from everyframe.diffusers_pipelines import call_options
 
     option = _option_of(request)

@@ -1,7 +1,9 @@
-"""The command line: one file a command, which parses and prints and does nothing else.
+"""Command line: one file per command, which only parses and prints.
 
-`main` finds the command and turns every error into one line and an exit code. `options` composes
-the flags out of `Request` and the families' own options, `usage` words the errors of parsing,
-`asking` makes a `Request` of the flags, `progress` shows what happens, `sink` lets frames flow into
-files, `tables` and `text` lay out what is printed. Read next: `main.py`, `generate.py`.
+`main` dispatches commands and maps errors to one line and an exit code. `options` builds flags from
+`Request` and the families' options. `parse_request` builds a `Request` from flags. `progress` shows
+events, `output_files` writes frames, and `tables` formats results. `help_format` lays out help and
+words usage errors.
+
+Read next: `main.py`, `generate.py`.
 """

@@ -1,7 +1,7 @@
-"""``everyframe doctor``: what is wrong with this machine, or with one made up, and what mends it.
+"""``everyframe doctor``: find problems of this machine or a machine profile, and their fixes.
 
-A line a check with one of four marks, details only where there is something to say, the verdict
-last. Exit code 1 if something is wrong. Read next: `everyframe.doctor.diagnose`.
+Prints one line per check with one of four marks, details where needed, and the verdict last. Exit
+code 1 if there is trouble. The checks are in `everyframe.doctor`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from everyframe.doctor.report import Check, Finding, Mark, Report
 
-#: Mark -> (letter, what stands for it where letters are few, colour).
+#: Mark -> (symbol, replacement in limited encodings, colour).
 _MARKS: dict[Mark, tuple[str, str, str]] = {
     "fine": ("✓", "ok", "green"),
     "note": ("!", "!", "yellow"),
@@ -63,7 +63,7 @@ def doctor(
 
 
 def _teller(file: IO[str], *, everything: bool) -> typing.Callable[[Check], None]:
-    """What prints a check as soon as it is done."""
+    """Callback that prints each check as soon as it is done."""
     out = _console(file)
 
     def tell(check: Check) -> None:
@@ -78,7 +78,7 @@ def _teller(file: IO[str], *, everything: bool) -> typing.Callable[[Check], None
 
 
 def _say(out: Console, indent: int, start: str, text: str, style: str = "") -> None:
-    """Text behind `start`, wrapped at the width with later lines indented."""
+    """Print text after `start`, wrapped to the width, with later lines indented."""
     import textwrap
 
     lines = textwrap.wrap(
@@ -121,7 +121,7 @@ def _console(file: IO[str]) -> Console:
 
 
 def _as_markdown(report: Report) -> str:
-    """The report as text to paste: no path of a home, no name of host or user."""
+    """The report as Markdown to paste, without home paths, host names and user names."""
     from everyframe.doctor.report import shareable
 
     lines = [f"everyframe {report.everyframe} doctor: {report.says}", ""]
@@ -146,7 +146,7 @@ def _checks() -> inspect.Parameter:
 
 
 def _doctor(checks: tuple[str, ...] = (), **given: Any) -> int:
-    """As `doctor`, with the names of checks as one argument."""
+    """Call `doctor` with the check names as one argument."""
     return doctor(*checks, **given)
 
 

@@ -1,7 +1,12 @@
+<<<<<<< HEAD
 """``everyframe fast-paths``: which fast paths a request could run by here, and what came of each.
+=======
+"""``everyframe paths``: list the fast paths of a request on this machine, and their certificates.
+>>>>>>> d8867a53379055d2f923893cfeca639585d0bab0
 
-A line a path, with its verdict, error, gain and reason. It takes the options of ``generate``; none
-is needed. Read next: `everyframe.planning.list_fast_paths`, ``docs/how-to/fast-paths.md``.
+Prints one line per path with verdict, error, gain and reason. It accepts the options of
+``generate`` and requires none. The data comes from `everyframe.planning.list_fast_paths`;
+``docs/how-to/fast-paths.md`` explains it.
 """
 
 from __future__ import annotations
@@ -60,7 +65,7 @@ def _survey(given: dict[str, Any], from_record: str | None, *, certify: bool) ->
 
 
 def _least_asked() -> tuple[dict[str, Any], ...]:
-    """What models ask for at least: a prompt, a picture, or nothing."""
+    """Minimal inputs of models: a prompt, an image, or nothing."""
     from everyframe.doctor.model_check import least_asked
 
     return least_asked()
@@ -80,7 +85,7 @@ def _device(found: FastPathList) -> str:
 
 
 def print_paths(found: FastPathList, file: IO[str]) -> None:
-    """The rows as a table, and what to do about those that nobody tried."""
+    """Print the rows as a table, and what to do about untried paths."""
     from rich.text import Text
 
     from everyframe.cli.tables import console, table

@@ -1,7 +1,8 @@
-"""``everyframe generate``: make a video of a prompt.
+"""``everyframe generate``: make a video from a prompt.
 
-The order: check what was asked, check where it goes, plan, then let events flow to the screen and
-frames into the file. The last line on standard output is the bare path of the file.
+The steps: check the request, check the output path, plan, then show events and write frames as they
+arrive. The last line on standard output is the path of the file.
+
 Read next: `output_files.py`, `progress.py`, `everyframe.engine.run`.
 """
 
@@ -77,7 +78,7 @@ def generate(
 
 
 def _events(wanted: ParsedRequest, output: str | None, run_dir: str | None) -> Callable[[], Events]:
-    """What starts the engine, in a worker process where that can be."""
+    """Starter of the engine, in worker processes if possible."""
     place = None if output is None else absolute(output)
 
     def started() -> Events:
@@ -103,13 +104,13 @@ def _events(wanted: ParsedRequest, output: str | None, run_dir: str | None) -> C
 
 
 def is_silent() -> bool:
-    """Whether this is one of several ranks that torchrun started, and not the one that speaks."""
+    """Whether this is a torchrun rank other than the one that prints."""
     ranks = under_torchrun()
     return ranks is not None and ranks.rank > 0
 
 
 def absolute(output: str) -> str:
-    """The output by its whole path; a folder is still named as one."""
+    """The absolute output path; a folder keeps its trailing separator."""
     return os.path.abspath(output) + ("/" if output.endswith(("/", os.sep)) else "")
 
 
@@ -119,9 +120,9 @@ def make(
     *,
     json: bool,
 ) -> int:
-    """Take the events of a run and write its videos; the exit code.
+    """Consume the events of a run and write its videos; return the exit code.
 
-    Of several ranks that torchrun started, the first alone shows and writes anything.
+    Under torchrun only the first rank shows and writes anything.
     """
     if is_silent():
         with closing(start()) as events:
@@ -147,7 +148,7 @@ def _make(
     shown: Reporter,
     finished: dict[int, str],
 ) -> None:
-    """Run the request and write its videos; the path of each goes into `finished`, by its seed."""
+    """Run the request and write its videos; `finished` receives each path by seed."""
     with shown.starting():
         events = start()
         # Not on top: it brings FFmpeg. The worker, where there is one, is starting meanwhile.
@@ -193,7 +194,7 @@ def _take(event: Event, sink: OutputFiles, shown: Reporter) -> None:
 
 
 def _finish(event: VideoDone, sink: OutputFiles, shown: Reporter, run: RunFolder | None) -> str:
-    """Put a video in its place; its path."""
+    """Complete a video file; return its path."""
     path = sink.finish(event)
     if run is not None and run.path.is_dir():
         run.mark_done(event.seed)
@@ -202,7 +203,7 @@ def _finish(event: VideoDone, sink: OutputFiles, shown: Reporter, run: RunFolder
 
 
 def _keep_sound(sink: OutputFiles, event: AudioDecoded, shown: Reporter) -> None:
-    """Put the sound beside the frames, or say why it can't be."""
+    """Write the audio into the video file or next to it, or report why that fails."""
     why_not = sink.add_sound(event)
     if why_not is not None:
         shown.show(Note(why_not))

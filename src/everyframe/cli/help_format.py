@@ -1,7 +1,6 @@
-"""Two columns of help: the flag, which is never broken inside of its name, and what it does.
+"""Help layout in two columns: flags, never broken within a name, and their descriptions.
 
-Else a long flag would be cut at a third of a narrow terminal, where nobody can copy it from.
-Read next: `main.py`.
+cyclopts would cut long flags at a third of a narrow terminal, where they can't be copied.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from cyclopts.help.specs import (
 
 from everyframe.core.errors import InputError, did_you_mean
 
-#: Shares of the terminal that flags get as a rule, and at most.
+#: Default and maximum share of the terminal width for flags.
 _SHARE, _MOST = 0.35, 0.6
 
 
 def _columns(console: Any, options: Any, entries: Sequence[Any]) -> tuple[ColumnSpec, ...]:
-    """cyclopts' own columns; that of flags is as wide as the longest word among them."""
+    """cyclopts' columns, with that of flags as wide as the longest word in it."""
     # By what cyclopts shows of a name: which of an entry's properties that is differs by version.
     show = NameRenderer()
     names = [str(show(each)).split() for each in entries]
@@ -51,14 +50,14 @@ def _columns(console: Any, options: Any, entries: Sequence[Any]) -> tuple[Column
 
 
 def formatter() -> DefaultFormatter:
-    """How the command line's help is laid out."""
+    """Formatter of the command line's help."""
     return DefaultFormatter(column_specs=_columns)
 
 
 def raise_usage_error(
     error: CycloptsError, words: Sequence[str], commands: Sequence[str]
 ) -> NoReturn:
-    """Raise `InputError` that says what is wrong with `words` and how to see what is allowed."""
+    """Raise `InputError` with what is wrong in `words` and how to see what is allowed."""
     # A command may have two words.
     command = next((name for name in commands if set(name.split()) <= set(words)), None)
     raise InputError(f"{_reason(error, words, commands)} (see {_help_of(command)})") from None

@@ -1,6 +1,6 @@
-"""``everyframe inspect``: what made a video, out of the video itself or its sidecar.
+"""``everyframe inspect``: print the record of a video, from the video or its sidecar file.
 
-Read next: `everyframe.media.record`.
+`everyframe.media.record` reads it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Finds the command, runs it, and turns whatever comes of it into an exit code.
+"""Entry point of the command line: dispatch a command and map its outcome to an exit code.
 
-Results go to standard output and everything else to standard error. With ``--json`` an error is the
-last line of standard output as well. Nothing that takes long to import is imported here.
+Results go to standard output, everything else to standard error. With ``--json`` an error is also
+the last line of standard output. Modules that are slow to import are imported by commands only.
+
 Read next: `generate.py`; `everyframe.core.errors` for the table of exit codes.
 """
 
@@ -29,14 +30,14 @@ VARIABLE = "EVERYFRAME_LOG"
 
 
 class _ToStandardError(logging.Handler):
-    """Writes to whatever standard error is at the time: a progress bar puts itself in its place."""
+    """Log to the current standard error, which a progress bar may replace."""
 
     def emit(self, record: logging.LogRecord) -> None:
         tell(printable(self.format(record)))
 
 
 def set_up(asked: str | None) -> None:
-    """Set the level asked for, else the environment's, else warnings. Raises `InputError`."""
+    """Set the requested log level, else the environment's, else warnings. Raises `InputError`."""
     source = "--log-level" if asked is not None else VARIABLE
     level = (asked if asked is not None else os.environ.get(VARIABLE) or "warning").lower()
     if level not in LEVELS:
@@ -55,11 +56,11 @@ def set_up(asked: str | None) -> None:
 
 
 def is_debug() -> bool:
-    """Whether tracebacks are wanted."""
+    """Whether to show tracebacks."""
     return logging.getLogger("everyframe").isEnabledFor(logging.DEBUG)
 
 
-#: Command -> (where it is, its line in the list of commands). Imported only when it is called.
+#: Command -> (location, line in the list of commands). Imported only when called.
 COMMANDS = {
     "generate": ("everyframe.cli.generate:COMMAND", "Make a video of a prompt."),
     "resume": ("everyframe.cli.resume:COMMAND", "Go on with a run that was broken off."),
@@ -72,19 +73,24 @@ COMMANDS = {
     "trace diff": ("everyframe.cli.trace:DIFF", "Name the first module that two runs differ in."),
 }
 
-#: Commands of two words: the first -> its line in the list of commands.
+#: First word of two-word commands -> line in the list of commands.
 GROUPS = {"trace": "Keep what every module computed, and compare two runs."}
 
+<<<<<<< HEAD
 #: Earlier names of commands.
 ALIASES = {"paths": "fast-paths"}
 
 #: What a lone ``-`` is called while the words are parsed, which would take it for an option. No
 #: word of a real command line can hold a NUL.
+=======
+#: Placeholder for a lone ``-`` during parsing, which would treat it as an option. No word of a real
+#: command line can contain a NUL.
+>>>>>>> d8867a53379055d2f923893cfeca639585d0bab0
 _DASH = "\0-"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (this process's own if None); the exit code."""
+    """Run the command line `argv` (None: this process's own); return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     words[:1] = [ALIASES.get(word, word) for word in words[:1]]
     ranks = under_torchrun()
@@ -177,14 +183,14 @@ def _app() -> App:
 
 
 def _is_own(command: Callable[..., Any]) -> bool:
-    """Whether it is a command of ours, and not help or version."""
+    """Whether it is a command of ours rather than help or version."""
     return getattr(command, "is_command", False)
 
 
 def _leave_orderly() -> Callable[[], None]:
-    """Make SIGTERM and SIGHUP unwind the stack as Ctrl-C does; gives what undoes it.
+    """Make SIGTERM and SIGHUP unwind the stack as Ctrl-C does; return a function that undoes it.
 
-    Signals that somebody ignores on purpose (``nohup``) stay ignored.
+    Signals that are deliberately ignored (``nohup``) stay ignored.
     """
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -209,7 +215,7 @@ def _leave_orderly() -> Callable[[], None]:
 
 
 def _say(error: BaseException, text: str, code: int, as_json: bool) -> int:
-    """Print an error as one line; the exit code that it has."""
+    """Print an error as one line; return its exit code."""
     ranks = under_torchrun()
     if ranks is not None:
         if code == ExitCode.INTERRUPTED and ranks.rank:

@@ -1,6 +1,6 @@
-"""``everyframe models``: what is known, what is on this disk, what it needs.
+"""``everyframe models``: list known models, whether they are on this disk, and what they need.
 
-Read next: `everyframe.planning.find_model`.
+`everyframe.planning.find_model` collects the rows.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Flags out of annotated fields: `Request`'s and every family's, none of them written here again.
+"""Build command line flags from the annotated fields of `Request` and the families' options.
 
-Flags of the command line alone (``--output``, ``--json``, …) stand here too, once. Values go
-through as text and are converted and checked by the fields, so that Python and command line say the
-same of a bad one. Read next: `parse_request.py`, `everyframe.core.options`.
+Flags that only the command line has (``--output``, ``--json``, …) are defined here. Values are
+passed as text; the fields convert and validate them, so Python and the command line give the same
+error messages. `everyframe.core.options` defines options.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from everyframe.core.options import GROUPS, Options, facts_of
 from everyframe.core.request import Request
 from everyframe.families.registry import all_options
 
-#: Flags that no video depends on: where it goes and what is told of it.
+#: Flags that don't affect the video: output location and reporting.
 RUN_FLAGS: Mapping[str, tuple[str, type, str]] = {
     "output": (
         "-o",
@@ -51,9 +51,9 @@ def make_command(
     help_text: str,
     own: Sequence[inspect.Parameter] = (),
 ) -> Callable[..., int]:
-    """`function` as a command that takes every option of a request, and `flags` of `RUN_FLAGS`.
+    """Turn `function` into a command with every option of a request and `flags` of `RUN_FLAGS`.
 
-    `own` are parameters that it has besides.
+    `own` are its additional parameters.
     """
     parameters = [*_request_parameters(), *own]
     parameters += [_run_parameter(name) for name in flags]
@@ -63,7 +63,7 @@ def make_command(
 def command(
     function: Callable[..., int], parameters: Sequence[inspect.Parameter], help_text: str
 ) -> Callable[..., int]:
-    """`function` as a command with these parameters; it gets those that were given, by name."""
+    """Turn `function` into a command with these parameters; it receives the given ones by name."""
 
     def call(**given: Any) -> int:
         return function(**given)
@@ -78,7 +78,7 @@ def command(
 def flag(
     name: str, kind: type, help_text: str, *, alias: str = "", group: Group | None = None
 ) -> inspect.Parameter:
-    """A parameter of the command line alone. An `alias` with two dashes takes the name's place."""
+    """A flag of the command line only. An `alias` with two dashes replaces the name."""
     is_name = alias.startswith("--")
     aliases = (alias,) if alias and not is_name else ()
     written = alias if is_name else None
@@ -86,20 +86,20 @@ def flag(
 
 
 def positional(name: str, help_text: str) -> inspect.Parameter:
-    """A required word without a flag."""
+    """A required positional argument."""
     annotation = typing.cast(Any, Annotated)[str, Parameter(help=help_text)]
     return inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY, annotation=annotation)
 
 
 def optional(name: str, help_text: str) -> inspect.Parameter:
-    """A word without a flag that may be left out."""
+    """An optional positional argument."""
     annotation = typing.cast(Any, Annotated)[str | None, Parameter(help=help_text)]
     kind = inspect.Parameter.POSITIONAL_ONLY
     return inspect.Parameter(name, kind, default=None, annotation=annotation)
 
 
 def request_flag(name: str) -> inspect.Parameter:
-    """One option of a request, for commands that take few of them."""
+    """The flag of one request option, for commands that take few of them."""
     return _from_field(Request, name, _RUN)
 
 
@@ -176,7 +176,7 @@ def _parameter(
 
 
 def _taken_as(kind: Any, word: str | None = None) -> dict[str, Any]:
-    """What stands for the value in help, where cyclopts is new enough to be told; no opposites."""
+    """Placeholder of the value in help, if cyclopts supports it; no negative flags."""
     opposites: dict[str, Any] = {"negative": ()} if kind in (bool, list) else {}
     words = {int: "N", float: "X", Path: "FILE", list: "NAME=VALUE"}
     known = kind is not bool and "metavar" in inspect.signature(Parameter).parameters

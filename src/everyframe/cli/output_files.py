@@ -1,6 +1,6 @@
-"""Frames into files as they come, one file a video; whole files or none.
+"""Write frames to files as they arrive, one file per video, complete files only.
 
-How a file is written is `everyframe.media.write`. Read next: `generate.py`.
+`everyframe.media.write` encodes files.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from everyframe.media.write import FrameSpool, VideoWriter
 
 
 def paths_for(plan: Plan, output: str | None) -> dict[int, str]:
-    """Where the video of each seed goes, checked; ``clip-7.mp4``, ``clip-8.mp4`` for several.
+    """Checked output path for each seed; ``clip-7.mp4``, ``clip-8.mp4`` for several.
 
-    Raises `MediaError` for a place or size that can't be written.
+    Raises:
+        MediaError: the path or the size can't be written.
     """
     settings = plan.settings
     seeds = range(settings.seed, settings.seed + settings.num_videos)
@@ -46,7 +47,7 @@ def paths_for(plan: Plan, output: str | None) -> dict[int, str]:
 
 
 def check(path: str, settings: Settings) -> None:
-    """Make sure that a video of these settings can be written to `path`."""
+    """Check that a video with these settings can be written to `path`."""
     check_output(
         path,
         settings.width,
@@ -57,10 +58,10 @@ def check(path: str, settings: Settings) -> None:
 
 
 class OutputFiles:
-    """The files of a run; a context manager that leaves no unfinished file behind.
+    """Output files of a run; as a context manager it leaves no unfinished file behind.
 
-    One of them is open at a time. In a chain, clips of several videos come by turns: those whose
-    turn it is not wait on the disk.
+    One file is open at a time. With chained clips of several videos, clips alternate; frames of the
+    other videos wait on disk.
     """
 
     def __init__(self, paths: Mapping[int, str], fps: float) -> None:
@@ -86,7 +87,7 @@ class OutputFiles:
             self._writer(seed).add(piece)
 
     def _writer(self, seed: int) -> VideoWriter:
-        """The open file of that seed; what waited for it comes first."""
+        """The open file of that seed, after writing frames that waited for it."""
         if seed not in self._open:
             # The record is asked for after the last frame, when `finish` has brought it.
             writer = VideoWriter(self._paths[seed], self._fps, lambda: self._records[seed])
@@ -96,7 +97,7 @@ class OutputFiles:
         return self._open[seed]
 
     def add_sound(self, event: SoundMade) -> str | None:
-        """Keep the sound of the video of its seed; a note where its file has no room for it."""
+        """Store the audio of a seed's video; return a note if its file format has no audio."""
         path = self._paths[event.seed]
         if kind_of(path) is not OutputFormat.MP4:
             return f"there is sound, and {path} can't hold it; an .mp4 can"
@@ -104,7 +105,7 @@ class OutputFiles:
         return None
 
     def finish(self, event: VideoDone) -> str:
-        """Put the video of this seed in its place with its record; its path, as it was given."""
+        """Complete the video of this seed with its record; return its path as given."""
         self._records[event.seed] = event.record
         writer = self._writer(event.seed)
         if event.seed in self._sounds:

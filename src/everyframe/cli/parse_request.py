@@ -1,6 +1,6 @@
-"""What was asked for, out of what was written on the command line.
+"""Build a request from command line flags and an optional record.
 
-Read next: `options.py` for the flags, `everyframe.core.request` for what they mean.
+`options.py` defines the flags, `everyframe.core.request` their meaning.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from everyframe.media.output_path import check_folder, check_output
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """A request, and the record that it repeats, if it does."""
+    """A request, and the record that it repeats, if any."""
 
     request: Request
     record: Mapping[str, Any] | None = None
 
     @property
     def num_threads(self) -> int | None:
-        """The number of CPU threads that the record asks for."""
+        """CPU threads that the record asks for."""
         if self.record is None:
             return None
         from everyframe.engine.provenance import threads_to_repeat
@@ -37,10 +37,13 @@ class ParsedRequest:
 
 
 def parse_request(given: Mapping[str, Any], from_record: str | None) -> ParsedRequest:
-    """The request of these options, by name, on top of a file's own record if one is given.
+    """Build a request from options by name, on top of a file's record if given.
 
-    A prompt of ``-`` is read from standard input. Under torchrun there are as many devices as
-    ranks. Raises `InputError`.
+    A prompt of ``-`` is read from standard input. Under torchrun the number of devices is that of
+    the ranks.
+
+    Raises:
+        InputError: an option is invalid.
     """
     values = {name: _typed(name, value) for name, value in given.items()}
     ranks = under_torchrun()
@@ -58,10 +61,13 @@ def parse_request(given: Mapping[str, Any], from_record: str | None) -> ParsedRe
 
 
 def check_output_option(request: Request, output: str | None) -> None:
-    """Tell what is wrong with an output without planning, which takes long on a slow machine.
+    """Check the output without planning, which is slow on a slow machine.
 
-    Most sizes wait for the plan: what the model says of a size is of more use than what a file
-    does. Where something is repainted, the model takes any. Raises `InputError`.
+    Most sizes are checked after planning: the model's message about a size is more useful than the
+    file format's. Inpainting accepts any size.
+
+    Raises:
+        InputError: the output can't be written.
     """
     if output is not None:
         length = None if request.num_frames is None else request.num_frames * request.chain
@@ -71,10 +77,10 @@ def check_output_option(request: Request, output: str | None) -> None:
 
 
 def check_input_files(request: Request) -> None:
-    """Tell what is not there without a worker, which takes seconds to start.
+    """Check input files without a worker, which takes seconds to start.
 
-    Raises `InputError` for an unknown model, pictures and videos that don't exist, and a report's
-    place.
+    Raises:
+        InputError: unknown model, missing images or videos, or an invalid report folder.
     """
     if request.model is not None:
         locate(request.model, variant=request.family_options.get("variant"))
@@ -91,7 +97,7 @@ def check_input_files(request: Request) -> None:
 
 
 def _typed(name: str, value: Any) -> Any:
-    """A family's option checked by that family's field; a common one is checked by `Request`."""
+    """Validate a family option by that family's field; `Request` validates common ones."""
     if name in Request.model_fields:
         return value
     owner = next(options for options in all_options().values() if name in options.model_fields)

@@ -1,6 +1,7 @@
-"""``everyframe plan``: what would run, where and in which precision; nothing is loaded or fetched.
+"""``everyframe plan``: show what would run, where and in which precision, without loading weights.
 
-It takes the same options as ``generate``. Read next: `everyframe.planning.resolve`.
+Nothing is fetched. It takes the same options as ``generate``. `everyframe.planning.resolve` makes
+the plan.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ def plan(
 
 
 def show(request: Request, output: str | None, *, as_json: bool, profile: str | None = None) -> int:
-    """Print the plan of a request on standard output. Raises `CannotRunError` if it can't run.
+    """Print the plan of a request. Raises `CannotRunError` if it can't run.
 
-    `profile` names a machine that is not here, or a file with its facts.
+    `profile` names another machine, or a file with its facts.
     """
     # Not on top: this brings torch, and a wrong option should be told at once.
     with collector_paused():
@@ -64,7 +65,7 @@ def show(request: Request, output: str | None, *, as_json: bool, profile: str | 
 
 
 def print_it(settled: Plan, file: IO[str], *, as_json: bool) -> None:
-    """The plan as a table, or as the line of JSON that ``generate`` begins with."""
+    """Print the plan as a table, or as the line of JSON that ``generate`` begins with."""
     if as_json:
         print(json_line(Planned(settled).to_json()), file=file, flush=True)
         return

@@ -1,7 +1,7 @@
-"""What happens, shown while it happens: a bar, plain lines, or lines of JSON.
+"""Show progress: a bar, plain lines, or JSON lines.
 
-All but JSON goes to standard error. The bar is for terminals; without one there is a line every few
-seconds. Read next: `generate.py`; `everyframe.core.events` for what is shown.
+All output except JSON goes to standard error. The bar needs a terminal; without one, a line is
+printed every 5 seconds. `everyframe.core.events` defines the events.
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ from everyframe.core.plan import Plan
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-#: Seconds between two plain lines of one stage.
+#: Seconds between plain lines of one stage.
 _PAUSE = 5.0
 
 
 class Reporter(AbstractContextManager["Reporter"]):
-    """Shows events. The base shows nothing."""
+    """Show events; the base class shows nothing."""
 
     def starting(self) -> AbstractContextManager[object]:
-        """While the engine is imported, which takes seconds on a slow disk."""
+        """Context while the engine is imported, which takes seconds on a slow disk."""
         return nullcontext()
 
     def show(self, event: Event) -> None:
-        """Show one event; most are of no interest to most reporters."""
+        """Show one event; most reporters ignore most events."""
 
     def refused(self, plan: Plan) -> None:
-        """Show the plan of what can't be done here, so that it can be seen what is in the way."""
+        """Show a plan that can't run here, so that the obstacle is visible."""
         from everyframe.cli.tables import print_plan
 
         print_plan(plan, sys.stderr)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Leave the terminal as it was."""
+        """Restore the terminal."""
 
 
 def reporter(as_json: bool) -> Reporter:
-    """The reporter that fits what standard error is."""
+    """The reporter that suits standard error."""
     if as_json:
         return JsonLines()
     from everyframe.cli.tables import console
@@ -66,7 +66,7 @@ def reporter(as_json: bool) -> Reporter:
 
 
 class JsonLines(Reporter):
-    """Each event as one line on standard output, at once."""
+    """Print each event as one JSON line on standard output at once."""
 
     def show(self, event: Event) -> None:
         print(json_line(event.to_json()), flush=True)
@@ -77,9 +77,9 @@ class JsonLines(Reporter):
 
 @dataclass
 class _Stage:
-    """How far a stage has come. Time left is the mean step's, loading not counted.
+    """Progress of a stage. Time left uses the mean step time without loading.
 
-    Of a run that is gone on with, some steps were done before: `seen` are those of now.
+    In a resumed run `done` counts earlier steps too; `seen` counts those of this run.
     """
 
     label: str
@@ -106,7 +106,7 @@ class _Stage:
 
 
 class Lines(Reporter):
-    """Plain lines on standard error, for logs: each stage's end, and a line every few seconds."""
+    """Plain lines on standard error, for logs: the end of each stage, and one every few seconds."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -137,7 +137,7 @@ class Lines(Reporter):
 
 
 class Bar(Reporter):
-    """A row a stage on the terminal: bar, steps, time left; rows stay when they are done."""
+    """One row per stage on the terminal: bar, steps, time left; finished rows stay."""
 
     def __init__(self) -> None:
         self._progress = _rows()
@@ -198,7 +198,7 @@ def _rows() -> Progress:
     from everyframe.cli.tables import console
 
     class Steps(ProgressColumn):
-        """``12/30``, or nothing while the number of steps is not known."""
+        """``12/30``, or nothing while the number of steps is unknown."""
 
         def render(self, task: Task) -> Text:
             return Text("" if task.total is None else f"{task.completed:.0f}/{task.total:.0f}")

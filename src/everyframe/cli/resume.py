@@ -1,6 +1,6 @@
-"""``everyframe resume``: go on with a run that was broken off, list such runs, forget them.
+"""``everyframe resume``: resume an interrupted run, list interrupted runs, or delete them.
 
-The video goes where it was to go. Read next: `generate.py`, `everyframe.engine.resume`.
+The video goes to its original output path. `everyframe.engine.resume` does the work.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _events(found: RunFolder, where: Path, devices: Mapping[str, str], *, trusts
 def _other_ranks(
     found: RunFolder, devices: Mapping[str, str], before: int
 ) -> dict[str, Any] | None:
-    """The devices to go on with; None for those that the run was begun with."""
+    """The devices to resume on; None for those of the run."""
     given: dict[str, Any] = {**devices}
     torchrun = under_torchrun()
     if torchrun is not None:
@@ -114,7 +114,7 @@ def _list(root: Path | None, *, as_json: bool) -> int:
 
 
 def _age(seconds: float) -> str:
-    """Since something of a run was written last, in whole units."""
+    """Time since the last write of a run, in whole units."""
     for unit, length in (("day", 86_400), ("hour", 3_600), ("minute", 60)):
         number = int(seconds // length)
         if number > 0:
@@ -123,7 +123,7 @@ def _age(seconds: float) -> str:
 
 
 def print_runs(rows: Sequence[RunSummary], file: IO[str]) -> None:
-    """One row a run that can be gone on with, and what it is to show."""
+    """Print one row per resumable run, with its prompt."""
     from everyframe.cli.tables import console, table
     from everyframe.core.bytes import format_bytes
 

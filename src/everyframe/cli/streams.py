@@ -1,7 +1,7 @@
-"""Standard streams as they may come: closed, full, or in an encoding that lacks letters.
+"""Make standard streams safe: closed, full, or with an encoding that lacks characters.
 
-A closed one is the empty one from then on, so that no file that is opened takes its number and is
-written over by what is printed. Read next: `main.py`.
+A closed stream is replaced by the null device, so that no file opened later gets its descriptor and
+is overwritten by output.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import sys
 from pathlib import Path
 from traceback import extract_tb
 
-#: The bytes of a file's name that are no text are such letters in Python.
+#: Python's surrogates for undecodable bytes of file names.
 _BYTES = range(0xDC80, 0xDD00)
 
 
 def prepare_streams() -> None:
-    """Make all three streams such as can be written to and read, and print any letter."""
+    """Make all three streams usable, and able to print any character."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -33,10 +33,10 @@ def prepare_streams() -> None:
 
 
 def _printed(error: UnicodeError) -> tuple[bytes, int]:
-    """What standard output's encoding lacks: a name's own bytes, and escapes for other letters.
+    """Encode what standard output lacks: raw bytes of a file name, escapes for other characters.
 
-    Else the path of a finished video, or a prompt in it, would end the program as a bug; and with
-    escapes in place of its bytes the path would be that of no file.
+    Otherwise the path of a finished video, or a prompt in it, would crash the program. Escaped
+    bytes would give the path of no existing file.
     """
     assert isinstance(error, UnicodeEncodeError)
     letters = error.object[error.start : error.end]
@@ -50,9 +50,9 @@ def _bytes_of(letter: str) -> bytes:
 
 
 def is_of_output(error: OSError) -> bool:
-    """Whether it is of what a command printed, and not of a file that something opened.
+    """Whether the error comes from printing rather than from a file.
 
-    Printing happens in this package alone, by itself or by these libraries; it opens no file.
+    Only this package prints, directly or through these libraries, which open no file.
     """
     last = Path(extract_tb(error.__traceback__)[-1].filename)
     prints = last.parent == Path(__file__).parent or {"rich", "cyclopts"} & {*last.parts}
@@ -60,14 +60,14 @@ def is_of_output(error: OSError) -> bool:
 
 
 def mute_output() -> None:
-    """Point standard output nowhere, or Python complains of it on its way out."""
+    """Redirect standard output to the null device, so that Python doesn't fail on exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def tell(text: str) -> bool:
-    """Print a line on standard error; whether that could be done.
+    """Print a line on standard error; return whether that succeeded.
 
-    A log on a full disk is no reason to end hours of work, nor to end it in another way.
+    A log on a full disk must not end hours of work, nor change how the work ends.
     """
     try:
         print(text, file=sys.stderr, flush=True)

@@ -1,7 +1,4 @@
-"""Plans, records and lists of models as a person reads them, on 80 columns.
-
-Read next: `plan.py`, `inspect.py`, `models.py`, which print them.
-"""
+"""Format plans, records and lists of models for people, in 80 columns."""
 
 from __future__ import annotations
 
@@ -21,31 +18,31 @@ if TYPE_CHECKING:
 
     from everyframe.planning.find_model import ModelRow
 
-#: What steers a terminal: control characters but for tab and newline (an escape begins with one),
-#: letters that turn the direction of those around them, other ends of a line, invisible tags.
+#: Characters that control a terminal: control characters except tab and newline (escape sequences
+#: begin with one), bidirectional controls, other line separators, invisible tags.
 _STEERS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff\U000e0000-\U000e007f]"
 )
 
-#: The longest word of a message that is shown whole.
+#: Longest word of a message that is shown in full.
 _LONGEST = 1000
 
 
 def printable(text: str) -> str:
-    """The text as it may be shown: what would steer a terminal is written out, ``\\x1b``.
+    """Escape characters that control a terminal, as in ``\\x1b``.
 
-    Prompts, names and messages come from files that anybody may have made.
+    Prompts, names and messages come from untrusted files.
     """
     return _STEERS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def one_line(text: str) -> str:
-    """The same in one line, so that none of it looks like a message of ours."""
+    """The same on one line, so that no part of it looks like a message of ours."""
     return printable(text.replace("\n", "\\n"))
 
 
 def error_line(text: str) -> str:
-    """A message as one line; of a word longer than a path may be, the beginning is shown."""
+    """A message as one line; words longer than a path may be are truncated."""
     words = (word if len(word) <= _LONGEST else f"{word[:80]}..." for word in text.split())
     return one_line(" ".join(words))
 
@@ -71,7 +68,7 @@ def duration(seconds: float) -> str:
 
 
 def shortened(text: str, length: int) -> str:
-    """The text in one line, cut where it is longer than that."""
+    """The text on one line, truncated to `length`."""
     line = " ".join(text.split())
     return line if len(line) <= length else line[: length - 1] + "…"
 
@@ -82,8 +79,7 @@ def counted(number: int, thing: str) -> str:
 
 
 def console(file: IO[str]) -> Console:
-    """A console that prints text as it is: brackets in a prompt are no markup, and what would
-    steer the terminal is written out."""
+    """A console that prints text literally: no markup in prompts, control characters escaped."""
     from rich.console import Console
     from rich.text import Text
 
@@ -95,7 +91,7 @@ def console(file: IO[str]) -> Console:
 
 
 def headline(plan: Plan) -> tuple[str, str]:
-    """Two lines of what is about to run."""
+    """Two lines about what is about to run."""
     parts = dict(_settings_rows(plan.to_json()["settings"]))
     parts.pop("prompt", None)
     dtypes = "/".join(dict.fromkeys(str(part.precision) for part in plan.components))
@@ -108,7 +104,7 @@ def headline(plan: Plan) -> tuple[str, str]:
 
 
 def print_plan(plan: Plan, file: IO[str]) -> None:
-    """The whole plan: settings, components, what is to be fetched, notes, and the verdict."""
+    """Print the whole plan: settings, components, downloads, notes and the verdict."""
     out = console(file)
     out.print(f"{plan.model}: {plan.title}", style="bold")
     out.print()
@@ -146,7 +142,7 @@ def print_plan(plan: Plan, file: IO[str]) -> None:
 
 
 def _ranks(division: ParallelPlan) -> Table:
-    """Each rank's part of one video's denoising, and what it sends."""
+    """Each rank's share of one video's denoising, and what it sends."""
     keeps = any(rank.weight_bytes for rank in division.ranks)
     shown = table(
         ("rank", "left"),
@@ -175,7 +171,7 @@ def _sent(num_bytes: int) -> str:
 
 
 def print_record(record: Mapping[str, Any], file: IO[str]) -> None:
-    """What made a video. A record may come from anywhere: what is missing is left out."""
+    """Print what made a video. A record is untrusted; missing values are left out."""
     out = console(file)
     model, plan = _mapping(record, "model"), _mapping(record, "plan")
     rows = _settings_rows(_mapping(record, "settings"))
@@ -192,7 +188,7 @@ def print_record(record: Mapping[str, Any], file: IO[str]) -> None:
 
 
 def print_models(rows: Sequence[ModelRow], file: IO[str]) -> None:
-    """One row a model, and under it what it is."""
+    """Print one row per model and its description below."""
     from rich.padding import Padding
 
     out = console(file)
@@ -285,7 +281,7 @@ def _precisions(plan: Mapping[str, Any]) -> str:
 
 
 def _islands(parts: Sequence[ComponentPlan]) -> Iterator[str]:
-    """What stays in float32, one line for all components that keep the same."""
+    """What stays in float32, one line per group of components that agree."""
     keepers: dict[tuple[str, ...], list[str]] = {}
     for part in parts:
         if part.precision.islands and part.precision.compute != "float32":
@@ -295,7 +291,7 @@ def _islands(parts: Sequence[ComponentPlan]) -> Iterator[str]:
 
 
 def _paths(parts: Sequence[ComponentPlan]) -> Iterator[str]:
-    """The fast paths of each component, one line for all that have the same."""
+    """Fast paths, one line per group of components that agree."""
     alike: dict[str, list[str]] = {}
     for part in parts:
         weighed = {choice.path: choice for choice in part.choices}
@@ -338,7 +334,7 @@ def _weights(part: ComponentPlan) -> str:
 
 
 def _stages(plan: Plan) -> Table:
-    """How much each stage computes, and how long it is expected to take."""
+    """Work of each stage, and its expected time."""
     shown = table(
         ("stage", "left"),
         ("computes", "right"),
@@ -372,7 +368,7 @@ def _duration(seconds: float | None) -> str:
 
 
 def table(*columns: tuple[str, Any], wraps: str = "component") -> Table:
-    """An empty table of these columns and how they are justified; one of them may break lines."""
+    """An empty table with these columns and justifications; column `wraps` may break lines."""
     from rich import box
     from rich.table import Table
 

@@ -1,7 +1,7 @@
-"""``everyframe trace record`` and ``trace diff``: what every module computed, here and elsewhere.
+"""``everyframe trace record`` and ``trace diff``: trace every module's output, and compare runs.
 
-``record`` takes the options of ``generate``; ``diff`` exits with 0 if precision explains every
-difference and with 1 if a place was found. Read next: `everyframe.engine.tracing`.
+``record`` takes the options of ``generate``. ``diff`` exits with 0 if precision explains every
+difference, and with 1 if a place was found. `everyframe.engine.tracing` does the work.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ know of a run is an `Event` instead.
 from __future__ import annotations
 
 import inspect
-import sys
 import logging
 import sys
 import threading
@@ -21,7 +20,6 @@ from torch import Tensor, nn
 
 from everyframe.core.errors import InputError
 from everyframe.core.events import Event
-
 
 #: Where diffusers logs what a block of a modular pipeline raises.
 _BLOCK_LOGGER = "diffusers.modular_pipelines.modular_pipeline"

@@ -1,6 +1,7 @@
-"""Checks on this machine, or on one made up, and a verdict in the end.
+"""Diagnose this machine or a machine profile: checks with causes and fixes, and a verdict.
 
-`diagnose` takes the facts once and gives a `Report`: a line a check, each with one of four marks,
-the cause and what mends it. Probes try what facts can't tell, each in a process of its own.
+`diagnose` collects the facts once and returns a `Report`: one line per check with one of four
+marks, the cause, and the fix. Probes test what facts can't show, each in its own process.
+
 Read next: `diagnose`, `checks`, `probes`, and `everyframe.hardware.known_issues` for the data.
 """

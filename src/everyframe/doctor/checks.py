@@ -1,7 +1,7 @@
-"""Checks that look at facts and run nothing: devices, versions, libraries, issues, variables.
+"""Checks that only read facts: devices, versions, libraries, known issues, environment variables.
 
-Each takes a `DoctorInput` and gives a `Check`; so each answers for made-up machines too.
-Read next: `probing` (those that try), `diagnose` (who calls them all).
+Each maps a `DoctorInput` to a `Check`, so it works for machine profiles too. `run_probes` has the
+checks that execute code.
 """
 
 from __future__ import annotations
@@ -21,10 +21,14 @@ from everyframe.hardware.known_issues import Fix, Match, find
 
 @dataclass(frozen=True)
 class DoctorInput:
-    """Who is judged: facts, whether they are of a `profile`, what is `used`, and what probes found.
+    """The machine to diagnose.
 
-    `probed` maps a probe's name to whether all devices passed it; it is empty before they ran and
-    for made-up machines. `failed` is how asking for the facts ended, if it did so badly.
+    Attributes:
+        machine: its facts.
+        profile: name of the profile, if it is not this machine.
+        used: tags of what the model in question uses.
+        probed: probe name -> whether all devices passed; empty before probes run, and for profiles.
+        failed: how the process that collects facts ended, if it failed.
     """
 
     machine: MachineFacts
@@ -35,7 +39,7 @@ class DoctorInput:
 
     @property
     def software(self) -> SoftwareFacts:
-        """What is around the devices; nothing is known of it for a profile of a device alone."""
+        """Software facts; empty for a profile of a device alone."""
         return self.machine.software or SoftwareFacts(system="linux")
 
     @property
@@ -45,7 +49,7 @@ class DoctorInput:
 
 
 def devices(patient: DoctorInput) -> Check:
-    """What can compute, and cards that torch does not see."""
+    """Compute devices, and GPUs that torch does not see."""
     said = "; ".join(_counted(patient.machine))
     found = []
     if patient.failed is not None:
@@ -57,7 +61,7 @@ def devices(patient: DoctorInput) -> Check:
 
 
 def _not_told(failed: ProcessResult) -> Finding:
-    """Why torch can't say what devices there are: a card that is broken, or torch itself."""
+    """Why torch can't list devices: a broken GPU, or torch itself."""
     if (loss := failed.loss) is not None:
         return Finding(
             mark="trouble",
@@ -74,7 +78,7 @@ def _not_told(failed: ProcessResult) -> Finding:
 
 
 def _counted(machine: MachineFacts) -> Iterator[str]:
-    """A phrase for each kind of device; several of a kind are one."""
+    """One phrase per kind of device."""
     alike: dict[tuple[str, int], list[DeviceFacts]] = {}
     for device in machine.devices:
         alike.setdefault((device.name, device.memory), []).append(device)
@@ -108,7 +112,7 @@ def _unseen_card(software: SoftwareFacts) -> Finding:
 
 
 def versions(patient: DoctorInput) -> Check:
-    """What is installed against the oldest that can work."""
+    """Installed versions against the minimum that can work."""
     software = patient.software
     there = {"python": software.python, **software.packages}
     named = ("python", "torch", "triton", "diffusers", "transformers")
@@ -133,7 +137,7 @@ def _update(name: str, need: str) -> str:
 
 
 def _without_kernels(patient: DoctorInput) -> Iterator[Finding]:
-    """Cards that this build of torch has no code for, by torch's own list."""
+    """GPUs for which this build of torch has no code, by torch's own list."""
     built = [name for name in patient.software.architectures if name.startswith(("sm_", "compute"))]
     seen = set()
     for device in patient.machine.devices:
@@ -155,7 +159,7 @@ def _without_kernels(patient: DoctorInput) -> Iterator[Finding]:
 
 
 def _runs_on(architecture: str, capability: tuple[int, int]) -> bool:
-    """Machine code runs on cards of the same first number, PTX on all later ones."""
+    """Whether code runs on a GPU: machine code on the same major version, PTX on all later ones."""
     kind, _, number = architecture.partition("_")
     digits = "".join(letter for letter in number if letter.isdigit())
     built = int(digits[:-1]), int(digits[-1])
@@ -165,7 +169,7 @@ def _runs_on(architecture: str, capability: tuple[int, int]) -> bool:
 
 
 def libraries(patient: DoctorInput) -> Check:
-    """What is really loaded against what pip lists, and libraries that are there twice."""
+    """Loaded libraries against those that pip lists, and libraries loaded twice."""
     software = patient.software
     driver = [f"driver {software.driver}"] if software.driver else []
     cuda = [f"CUDA {software.cuda}"] if software.cuda else []
@@ -208,7 +212,7 @@ def _twice(software: SoftwareFacts) -> Iterator[Finding]:
 
 
 def known_issues(patient: DoctorInput) -> Check:
-    """The known issues that this machine has, but for those that can't happen here."""
+    """Known issues that match this machine, except those that can't occur here."""
     matches = find(_known(patient), patient.used)
     found = [finding for match in matches if (finding := _issue(match, patient)) is not None]
     avoided = sum(match.issue.avoided and not match.unused for match in matches)
@@ -219,7 +223,7 @@ def known_issues(patient: DoctorInput) -> Check:
 
 
 def _in_short(match: Match) -> str:
-    """A line about an issue whose conditions this machine meets, told or not."""
+    """One line about an issue whose conditions match, reported or not."""
     if match.unused:
         return f"{match.issue.id}: only with {', '.join(match.unused)}. {match.issue.here}"
     way = "avoided" if match.issue.avoided else f"decided by {match.issue.decided_by}"
@@ -232,7 +236,7 @@ def _known(patient: DoctorInput) -> MachineFacts:
 
 
 def _issue(match: Match, patient: DoctorInput) -> Finding | None:
-    """What is said of a known issue; None where it can't happen, or a probe saw that it doesn't."""
+    """The finding for a known issue; None if it can't occur, or a probe passed."""
     issue = match.issue
     if issue.avoided or match.unused or match.needs == "plan":
         return None
@@ -252,7 +256,7 @@ def _issue(match: Match, patient: DoctorInput) -> Finding | None:
 
 
 def environment(patient: DoctorInput) -> Check:
-    """Variables that are set and change what comes out, with what stands for them here."""
+    """Environment variables that are set and change results, with their effect here."""
     found = tuple(
         reference_tables.findings(patient.software.environment, patient.machine.num_cores)
     )
@@ -263,7 +267,7 @@ def environment(patient: DoctorInput) -> Check:
 
 
 def tested_versions(patient: DoctorInput) -> Check:
-    """Whether this combination was tested; if not, the row that would say so."""
+    """Whether this combination was tested; if not, the row to contribute."""
     told = reference_tables.look_up(
         _known(patient), patient.machine.devices[0], reference_tables.table().rows
     )
@@ -298,7 +302,7 @@ def tested_versions(patient: DoctorInput) -> Check:
 
 Look = Callable[[DoctorInput], Check]
 
-#: Checks on facts by name, in the order in which they are told.
+#: Checks on facts by name, in report order.
 LOOKS: dict[str, Look] = {
     "devices": devices,
     "versions": versions,

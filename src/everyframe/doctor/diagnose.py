@@ -1,7 +1,9 @@
-"""The doctor itself: takes the facts once, runs the checks that were asked for, gives a report.
+"""Run the doctor: collect facts once, run the requested checks, return a report.
 
-It never dies of what it finds: facts and probes are taken in processes of their own, and a check
-that raises is reported as broken. Read next: `checks`, `probing`, `report`.
+Nothing found can crash it: facts and probes run in their own processes, and a check that raises is
+reported as broken.
+
+Read next: `checks`, `run_probes`, `report`.
 """
 
 from __future__ import annotations
@@ -27,12 +29,12 @@ from everyframe.doctor.run_probes import devices_to_probe, probe
 from everyframe.hardware.facts import query_machine
 from everyframe.hardware.profiles import find_profile
 
-#: What every family of ours uses, by the tags of known issues.
+#: Known-issue tags of what every family of ours uses.
 _ALWAYS_USED = ("dtype:float32", "op:conv3d", "component:vae", "attention:sdpa")
 
 
 def check_names() -> tuple[str, ...]:
-    """The names of all checks, in the order in which they are told."""
+    """Names of all checks, in report order."""
     return (*LOOKS, *(item.name for item in PROBES))
 
 
@@ -44,14 +46,19 @@ def diagnose(
     smoke: bool = False,
     told: Callable[[Check], None] | None = None,
 ) -> Report:
-    """Run these checks, all if none is named, on this machine or on that of a profile.
+    """Run the named checks (default: all) on this machine or on a profile.
 
-    `model` narrows to what that model needs: its plan is made, and known issues of what it uses
-    count. `smoke` makes a small video in each precision. `told` is called with each check as soon
-    as it is done. Probes and `smoke` need the real machine.
+    Args:
+        names: checks to run.
+        profile: name of a machine profile, or a file with facts.
+        model: also plan this model, and count known issues of what it uses.
+        smoke: also make a small video in each precision.
+        told: called with each check as soon as it is done.
+
+    Probes and `smoke` need the real machine.
 
     Raises:
-        InputError: there is no such check, profile or model.
+        InputError: unknown check, profile or model.
     """
     wanted = _wanted(names)
     patient = _patient(profile, model)
@@ -104,7 +111,7 @@ def _patient(profile: str | Path | None, model: str | None) -> DoctorInput:
 
 
 def _made_up(profile: str | Path) -> MachineFacts:
-    """The machine of a profile, or the one that another's ``doctor --json`` was about."""
+    """The machine of a profile, or of the output of another machine's ``doctor --json``."""
     path = Path(check_path(profile, "the profile"))
     if path.is_file():
         try:
@@ -120,7 +127,7 @@ def _made_up(profile: str | Path) -> MachineFacts:
 
 
 def _dtypes(machine: MachineFacts) -> set[str]:
-    """The narrow dtypes that runs choose on this machine's first device, by `precision.policy`."""
+    """Half-precision dtypes that runs choose on this machine's first device."""
     from everyframe.precision.policy import CPU_BF16_PARAMETERS, ComponentNeeds, choose
 
     large = ComponentNeeds("denoiser", CPU_BF16_PARAMETERS)
@@ -135,7 +142,7 @@ def _run(
     model: str | None,
     smoke: bool,
 ) -> Iterator[Check]:
-    """Facts first, then probes; known issues and tested versions last, for probes decide some."""
+    """Run facts, then probes, then known issues and tested versions, which use probe results."""
     late = ("known-issues", "tested")
     for name, look in LOOKS.items():
         if name in wanted and name not in late:
@@ -157,7 +164,7 @@ def _run(
 
 
 def _safely(name: str, look: Callable[[DoctorInput], Check], patient: DoctorInput) -> Check:
-    """The check, or that it broke: our own fault, and no reason to stop."""
+    """Run a check; if it raises, report it as broken and continue."""
     try:
         return look(patient)
     except Exception as error:  # noqa: BLE001 - told as what it is
@@ -166,14 +173,14 @@ def _safely(name: str, look: Callable[[DoctorInput], Check], patient: DoctorInpu
 
 
 def _plan(patient: DoctorInput, model: str) -> Check:
-    """Whether this machine can run the model as it comes, by its plan."""
+    """Whether this machine can run the model with its defaults, by its plan."""
     from everyframe.doctor.model_check import plan_of
 
     return plan_of(patient, model)
 
 
 def _smoke(patient: DoctorInput) -> Check:
-    """The embedded model in every precision of this device."""
+    """Run the embedded model in every precision of this device."""
     from everyframe.doctor.smoke_test import smoke
 
     return smoke(patient)

@@ -1,6 +1,6 @@
-"""Whether a machine can run a model as it comes: its plan, dry run included, in another process.
+"""Check whether a machine can run a model with its defaults, by a plan in another process.
 
-Read next: `everyframe.planning.resolve`.
+The plan includes the dry run.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from everyframe.doctor.report import Check, Finding
 from everyframe.hardware.isolation import run_isolated
 from everyframe.hardware.known_issues import Fix
 
-#: A dry run of the largest model takes some seconds, importing diffusers as many again.
+#: Time limit. A dry run of the largest model takes some seconds, importing diffusers some more.
 _SECONDS = 180.0
 
 
 def plan_of(patient: DoctorInput, model: str) -> Check:
-    """The check ``model``: fits or not, clashes of dtypes, and what the plan notes."""
+    """The check ``model``: whether it fits, dtype clashes, and the plan's notes."""
     ended = run_isolated(plan_as_json, model, patient.profile, seconds=_SECONDS)
     if not ended.is_well:
         finding = Finding(mark="trouble", says=f"planning {model} {ended}", mend=_look(model))
@@ -41,7 +41,7 @@ def _look(model: str) -> tuple[Fix, ...]:
 
 
 def plan_as_json(model: str, profile: str | None) -> dict[str, Any]:
-    """The plan of that model's defaults in a few words; imports torch."""
+    """Summary of the plan with the model's defaults; imports torch."""
     from everyframe.core.bytes import format_bytes
     from everyframe.planning.resolve import prepare
 
@@ -65,12 +65,12 @@ def plan_as_json(model: str, profile: str | None) -> dict[str, Any]:
 
 
 def _requests(model: str) -> list[Request]:
-    """What may be asked of a model of which only the name is known."""
+    """Requests that a model may accept, if only its name is known."""
     return [Request(model=model, **asked) for asked in least_asked()]
 
 
 def least_asked() -> tuple[dict[str, Any], ...]:
-    """What models ask for at least, one of these: a text, a picture, or both."""
+    """Minimal inputs of models: a text, an image, or both."""
     import numpy as np
 
     picture = np.full((64, 64, 3), 128, np.uint8)

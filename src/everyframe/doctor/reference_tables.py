@@ -1,6 +1,7 @@
-"""Which combinations of device and versions were tested: a table, and the row of this machine.
+"""Reference tables: tested combinations of device and versions, and environment variables.
 
-Read next: ``tested.yaml``, ``docs/how-to/doctor.md``.
+Tested combinations are in ``tested.yaml``, variables in ``variables.yaml``;
+``docs/how-to/doctor.md`` explains how to contribute the row of a machine.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from everyframe.core.options import Options
 from everyframe.doctor.report import Finding
 from everyframe.hardware.known_issues import Fix, read_yaml
 
-#: What can be said of a combination.
+#: Status of a combination.
 Answer = Literal["tested", "untested", "known bad"]
 
 _LIBRARIES = ("cublas", "cudnn")
 
 
 class TestedRow(Options):
-    """One tested combination; what is None is not asked. Versions are specifiers."""
+    """One tested combination; None matches anything, versions are specifiers."""
 
     device: str
     kind: str
@@ -47,7 +48,7 @@ class TestedRow(Options):
 
 
 class TestedTable(Options):
-    """The whole file: the oldest versions that can work, and the rows."""
+    """The whole file: minimum versions that can work, and the rows."""
 
     minimum: dict[str, str]
     rows: tuple[TestedRow, ...]
@@ -55,7 +56,7 @@ class TestedTable(Options):
 
 @dataclass(frozen=True)
 class TestedResult:
-    """The answer for a device, the row that gave it, and the row that would be contributed."""
+    """Status of a device, the matching row, and the row to contribute."""
 
     answer: Answer
     row: TestedRow | None
@@ -64,7 +65,7 @@ class TestedResult:
 
 @cache
 def table() -> TestedTable:
-    """The shipped table, checked."""
+    """The shipped table, validated."""
     text = files("everyframe.doctor").joinpath("tested.yaml").read_text(encoding="utf-8")
     return TestedTable(**read_yaml(text))
 
@@ -72,7 +73,7 @@ def table() -> TestedTable:
 def look_up(
     machine: MachineFacts, device: DeviceFacts, rows: tuple[TestedRow, ...]
 ) -> TestedResult:
-    """Whether this device was tested with this software. A bad row outweighs good ones."""
+    """Find whether this device was tested with this software. A bad row outweighs good ones."""
     software = machine.software
     assert software is not None
     own = own_row(device, software)
@@ -85,7 +86,7 @@ def look_up(
 
 
 def own_row(device: DeviceFacts, software: SoftwareFacts) -> dict[str, str]:
-    """The row of this machine, as it would be contributed; only what is known is in it."""
+    """The row of this machine to contribute, with known values only."""
     number = ".".join(map(str, device.capability)) if device.capability else None
     row: dict[str, str | None] = {
         "device": re.escape(device.name).replace("\\ ", " ").replace("\\-", "-"),
@@ -104,7 +105,7 @@ def own_row(device: DeviceFacts, software: SoftwareFacts) -> dict[str, str]:
 
 
 def as_line(row: dict[str, str]) -> str:
-    """The row as a line of ``tested.yaml``."""
+    """Format the row as a line of ``tested.yaml``."""
     quoted = ", ".join(
         f'{name}: "{value}"' if re.search(r"[^a-z]", value) else f"{name}: {value}"
         for name, value in row.items()
@@ -113,7 +114,7 @@ def as_line(row: dict[str, str]) -> str:
 
 
 def too_old(software: SoftwareFacts) -> dict[str, tuple[str, str]]:
-    """Package -> (what is there, what is needed) for those below the minimum."""
+    """Packages below the minimum: name -> (installed, required)."""
     there: dict[str, Any] = {**software.packages, "python": software.python}
     return {
         name: (there[name], least)
@@ -154,7 +155,7 @@ def _exactly(version: str | None) -> str | None:
 
 
 class Variable(Options):
-    """Variables of the same meaning; see the head of ``variables.yaml``."""
+    """Environment variables of equal meaning; see the head of ``variables.yaml``."""
 
     names: tuple[str, ...]
     says: str
@@ -166,13 +167,13 @@ class Variable(Options):
 
 @cache
 def variables_table() -> tuple[Variable, ...]:
-    """The shipped table, checked, in its order."""
+    """The shipped table, validated, in order."""
     text = files("everyframe.doctor").joinpath("variables.yaml").read_text(encoding="utf-8")
     return tuple(Variable(**entry) for entry in read_yaml(text))
 
 
 def meaning(name: str) -> Variable | None:
-    """What a variable means; the first entry that names it."""
+    """The first entry that names this variable, or None."""
     for entry in variables_table():
         if any(fnmatchcase(name, pattern) for pattern in entry.names):
             return entry
@@ -180,7 +181,7 @@ def meaning(name: str) -> Variable | None:
 
 
 def findings(environment: Mapping[str, str], num_cores: int) -> Iterator[Finding]:
-    """What is to be said of the variables that are set."""
+    """Findings about the variables that are set."""
     for name, value in environment.items():
         entry = meaning(name)
         if entry is None or not re.fullmatch(entry.when, value):

@@ -1,6 +1,6 @@
-"""What the doctor says, as frozen data with a JSON schema: findings, checks, the verdict.
+"""Report of the doctor as frozen data with a JSON schema: findings, checks, verdict.
 
-Read next: `diagnose`, which makes a report; `share`, which makes it fit to be shown to others.
+`diagnose` makes a report. `shareable` removes private data from it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Check(Options):
         details: Iterable[str] = (),
         seconds: float = 0.0,
     ) -> Check:
-        """A check with the worst mark of what it found."""
+        """Build a check with the worst mark of its findings."""
         found = tuple(findings)
         return cls(
             name=name,
@@ -82,7 +82,7 @@ class Report(Options):
 
     @property
     def is_trouble(self) -> bool:
-        """Whether something is wrong, or could not be checked."""
+        """Whether something is wrong or could not be checked."""
         return self.verdict in ("trouble", "broke")
 
 
@@ -92,7 +92,7 @@ def worst(marks: Iterable[Mark]) -> Mark:
 
 
 def verdict_line(checks: Sequence[Check], where: str) -> str:
-    """The last line: how many troubles and notes, or that all is well, on which device."""
+    """The last line: counts of troubles and notes, or that all is well, and the device."""
     found = [finding.mark for check in checks for finding in check.findings]
     counted = [
         f"{number} {word}{'' if number == 1 else 's'}"
@@ -108,14 +108,14 @@ def verdict_line(checks: Sequence[Check], where: str) -> str:
     return f"Ready on {where}{': ' + ', '.join(counted) if counted else ''}."
 
 
-#: Variables whose value is a list of places; which ones they are says enough.
+#: Variables whose value is a path or a list of paths; their names suffice in a shared report.
 _PLACES = re.compile(r"(^|_)(PATH|DIR|HOME|FILE|CACHE|RUNS|PRELOAD)$")
 
 
 def shareable(value: Any, private: Mapping[str, str] | None = None) -> Any:
-    """The same plain data with everything private in its texts replaced.
+    """Replace private text anywhere in plain data.
 
-    `private` maps what must not be seen to what stands for it; by default this machine's own.
+    `private` maps private text to its replacement; the default is built from this machine.
     """
     hidden = _private() if private is None else private
     if isinstance(value, str):
@@ -143,7 +143,7 @@ def _hide(text: str, hidden: Mapping[str, str]) -> str:
 
 
 def _private() -> dict[str, str]:
-    """What must not be seen of this machine, longest first."""
+    """Private text of this machine and its replacements, longest first."""
     found = {os.path.expanduser("~"): "~", platform.node(): "(host)"}
     try:
         found[getpass.getuser()] = "(user)"

@@ -1,8 +1,7 @@
-"""Runs the probes, each in a process of its own, and words what came of them.
+"""Run the probes, each in its own process, and turn the results into findings.
 
-A probe that dies, hangs or finds a wrong value is trouble with its signal or number named; that the
-probe itself can't be run is told as such. Nothing of it ends the doctor.
-Read next: `probes`, `everyframe.hardware.isolation`.
+A probe that crashes, hangs or finds a wrong value is trouble, named by its signal or number. A
+probe that can't be started is reported as such. Neither stops the doctor.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from everyframe.hardware.known_issues import Fix, Issue, explaining
 
 
 def devices_to_probe(machine: MachineFacts) -> tuple[DeviceFacts, ...]:
-    """One of each kind of accelerator; the processor where there is nothing else."""
+    """One accelerator of each kind, or the CPU if there is none."""
     different = {(device.name, device.capability): device for device in reversed(machine.devices)}
     accelerators = [device for device in different.values() if device.kind != "cpu"]
     return tuple(reversed(accelerators)) or (machine.cpu,)
@@ -68,7 +67,7 @@ def _findings(item: Probe, device: DeviceFacts, ended: ProcessResult) -> Iterato
 
 
 def _finite(measured: Any) -> Any:
-    """The same plain data; JSON has no infinity and no NaN, so they become words."""
+    """Replace infinity and NaN, which JSON lacks, by words."""
     if isinstance(measured, dict):
         return {str(name): _finite(value) for name, value in measured.items()}
     if isinstance(measured, list):
@@ -79,14 +78,14 @@ def _finite(measured: Any) -> Any:
 
 
 def _slow_bf16(item: Probe, device: DeviceFacts, ended: ProcessResult) -> Iterator[str]:
-    """Where facts say that bf16 is quick and the clock says that it isn't."""
+    """Report a device whose facts say that bf16 is fast but whose measurement disagrees."""
     ratio = ended.value["measured"].get("bf16_over_float32")
     if item.name == "bf16" and device.has_fast_bf16 and ratio is not None and ratio > 1.2:
         yield f"bf16 takes {ratio:.1f} times as long as float32, although it should be quicker"
 
 
 def _mended_by(item: Probe, where: str) -> tuple[Fix, ...]:
-    """The variables with which a probe that failed passes, if it does."""
+    """Environment variables with which a failed probe passes, if any."""
     if not item.again_with:
         return ()
     again = run_isolated(call, item.place, where, dict(item.again_with), seconds=item.seconds)
@@ -99,7 +98,7 @@ def _mended_by(item: Probe, where: str) -> tuple[Fix, ...]:
 def _ended_badly(
     item: Probe, device: DeviceFacts, ended: ProcessResult, mended: tuple[Fix, ...]
 ) -> Finding:
-    """Died, hung, or raised: each may be a known issue, with its cause and remedy."""
+    """Finding for a crash, a hang or an error, with matching known issues, cause and fix."""
     issues = tuple(_explained(item, device, ended))
     loss = ended.loss
     # Of a card that is broken nothing else has to be changed.
@@ -121,7 +120,7 @@ def _ended_badly(
 
 
 def _explained(item: Probe, device: DeviceFacts, ended: ProcessResult) -> Iterator[Issue]:
-    """Known issues that print what this one printed, or die as it died in the same probe."""
+    """Known issues that match the probe's output, or its crash in the same probe."""
     yield from explaining(f"{ended.printed} {ended.error or ''}")
     number = signal.Signals.__members__.get(ended.signal or "")
     if number is None:

@@ -1,8 +1,7 @@
-"""The small validation of new hardware: the embedded model in every precision of this device.
+"""Smoke test of new hardware: run the embedded model in every precision and fast path.
 
-And by every fast path that the device has, but for those that are for demand alone, as compiling
-takes minutes. Each is made in a process of its own, with the same seed and noise, and compared with
-float32 on the CPU frame by frame. Read next: `everyframe.api`, `everyframe.precision.policy`.
+On-demand fast paths are left out, since compiling takes minutes. Each case runs in its own process
+with the same seed and noise, and is compared with float32 on the CPU frame by frame.
 """
 
 from __future__ import annotations
@@ -19,14 +18,15 @@ from everyframe.fast_paths.registry import PLAIN, PRECISIONS, for_device, kernel
 from everyframe.hardware.isolation import run_isolated
 from everyframe.hardware.known_issues import Fix
 
-#: All together stay under 2 minutes; a precision for which less than this is left is not tried.
+#: Seconds for all cases, which keeps the test under 2 minutes, and the least left to try one.
 _SECONDS = 115.0
 _LEAST = 5.0
-#: What ends late although it had so many times what the reference took hangs; else time was short.
+#: A case that times out counts as hung if it had so many times the reference's time; otherwise time
+#: was too short.
 _PATIENCE = 2.0
 
-#: The largest mean difference of a frame, of pixels in 0..1, that a precision may make. float32 on
-#: another device differs by rounding only; half precision moves edges by parts of a pixel.
+#: Maximum mean difference of a frame per precision, for pixels in 0..1. float32 on another device
+#: differs by rounding only; half precision moves edges by fractions of a pixel.
 _BUDGETS = {"float32": 1 / 255, "bfloat16": 8 / 255, "float16": 8 / 255}
 
 _ASKED: dict[str, Any] = {
@@ -38,7 +38,7 @@ _ASKED: dict[str, Any] = {
 
 
 def smoke(patient: DoctorInput) -> Check:
-    """The check ``smoke``: trouble for each precision and path whose frames are wrong."""
+    """The check ``smoke``: trouble for each precision and path with wrong frames."""
     device = patient.machine.devices[0]
     reference = run_isolated(frames_of, "cpu", "float32", None, seconds=_SECONDS)
     seconds = reference.seconds
@@ -79,9 +79,9 @@ def _way(dtype: str, path: str | None) -> str:
 
 
 def _cases(device: DeviceFacts) -> tuple[tuple[str, str | None], ...]:
-    """Each dtype computed plainly, then each other path in the dtype that runs take.
+    """Each dtype without fast paths, then each path in the default dtype.
 
-    On the CPU plain float32 is the reference itself, and fp16 takes minutes.
+    On the CPU, plain float32 is the reference itself, and fp16 takes minutes.
     """
     paths = [
         path.name
@@ -107,9 +107,9 @@ def _wrong(device: DeviceFacts, way: str, how: str) -> Finding:
 
 
 def frames_of(device: str, dtype: str, path: str | None) -> list[Any]:
-    """The frames of the small video as numbers of 0..255, nested (T, H, W, 3).
+    """Frames of the small video as values 0..255, nested (T, H, W, 3).
 
-    By that path where it has a place, and all else plainly.
+    Uses that path where it applies and no other fast path.
     """
     from everyframe.api import generate, plan
 
@@ -127,7 +127,7 @@ def frames_of(device: str, dtype: str, path: str | None) -> list[Any]:
 
 
 def _worst_frame(got: list[Any], want: list[Any]) -> float:
-    """The largest mean difference of a frame, of pixels in 0..1; infinite for another shape."""
+    """The largest mean difference of any frame, for pixels in 0..1; infinite if shapes differ."""
     one, other = np.asarray(got, np.float32), np.asarray(want, np.float32)
     if one.shape != other.shape:
         return float("inf")

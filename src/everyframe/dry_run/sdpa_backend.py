@@ -2,7 +2,8 @@
 
 Without one, torch materialises the scores as two products and a softmax. The rules are those of
 torch 2.13 (`aten/src/ATen/native/transformers/sdp_utils_cpp.cpp` and `cuda/sdp_utils.cpp`), except
-for address alignment. `tests/dry_run/test_sdpa_backend.py` checks the CPU rules against torch's choice.
+for address alignment. `tests/dry_run/test_sdpa_backend.py` checks the CPU rules against torch's
+choice.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs a plan: stages one after the other, every step an event.
+"""Run a plan: load and execute its stages in order and yield every step as an event.
 
-Read next: `run.py` (the loop), `engine/provenance.py` (what it takes to make a video again).
+Read next: `run.py` (the main loop), `provenance.py` (what a record needs to reproduce a video).
 """

@@ -1,7 +1,4 @@
-"""A run that repeats a record: what is here and was not there, told as notes of the run.
-
-Read next: `provenance.py`, which finds the differences.
-"""
+"""Report as notes what differs between a recorded run and the run that repeats it."""
 
 from __future__ import annotations
 
@@ -13,9 +10,9 @@ from everyframe.core.events import Event, Events, Note, WeightsReady
 
 
 def compare_with(record: Mapping[str, Any] | None, events: Events) -> Events:
-    """The same events, and after `WeightsReady` a note for each reason why the frames may differ.
+    """Pass events through and add, after `WeightsReady`, one note per reason why frames may differ.
 
-    `record` is what the run repeats, None where it repeats none.
+    `record` is the record that the run repeats, or None.
     """
     with closing(events):
         for event in events:

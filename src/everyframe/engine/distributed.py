@@ -1,9 +1,8 @@
-"""This process as one of several ranks of a run: its device, its videos and those it works with.
+"""Set up this process as one rank of a distributed run: its device, its videos, its video group.
 
-Ranks meet before there is a plan and tell each other their devices, so that each can plan for all;
-then they compare their plans, so that what isn't the same is told at the start. How processes are
-started and watched is `launcher.py`'s affair; how tensors come from one to another,
-`everyframe.parallel`'s. Read next: `distributed.py`.
+Ranks exchange device facts before planning, so that each can plan for all. Afterwards they compare
+their plans, and a mismatch is an error at the start of the run. `launcher.py` starts and watches
+the processes; `everyframe.parallel` moves tensors between them.
 """
 
 from __future__ import annotations
@@ -47,11 +46,14 @@ from everyframe.runtime.rank_shares import branch_groups
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The way to the other ranks: ``meet(kind)`` joins them as `rank` and gives a team of all.
+    """How this process joins the other ranks of a run.
 
-    `local` is set under torchrun, whose ranks may be on several machines: this one's number among
-    those of this machine, and how many these are. There rank 0 alone is heard, so others send it
-    what they made.
+    Attributes:
+        rank: number of this rank among all ranks.
+        meet: ``meet(kind)`` joins the ranks and returns a communicator of all of them.
+        local: set under torchrun, where ranks may be on several machines: (rank on this machine,
+            ranks on this machine). There only rank 0 outputs results, so the others send theirs to
+            it.
     """
 
     rank: int
@@ -61,7 +63,7 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class Peers:
-    """All ranks before there is a plan: their devices, the threads of each, and a common seed."""
+    """All ranks before planning: their devices, the threads of each, and a common seed."""
 
     rank: int
     world: Communicator
@@ -74,10 +76,10 @@ class Peers:
 def meet_peers(
     request: Request, join: Rendezvous | None, num_threads: int | None = None
 ) -> Peers | None:
-    """Meet the other ranks, if there are any; each tells its device.
+    """Join the other ranks, if any, and exchange device facts.
 
     Raises:
-        InputError: this machine lacks what was asked for, or another rank is of another version.
+        InputError: this machine lacks what was asked for, or another rank runs another version.
     """
     if join is None:
         return None
@@ -103,17 +105,21 @@ def meet_peers(
 
 
 def _told_devices(world: Communicator, mine: DeviceFacts) -> tuple[DeviceFacts, ...]:
-    """The devices of all ranks."""
+    """Gather the devices of all ranks."""
     told = world.tell_all(to_jsonable(mine), "ranks tell their devices")
     return tuple(from_jsonable(each) for each in told)
 
 
 @dataclass(frozen=True)
 class RankContext:
-    """What this process does: `plan` is on its own device, `takes` are its videos (None: all).
+    """What this rank executes.
 
-    `group` is the number of those ranks that make the same videos. `sources` are the first ranks of
-    the other groups, where rank 0 gathers what they make.
+    Attributes:
+        plan: the plan with this rank's own device.
+        teams: communicators of this rank.
+        takes: the videos of this rank; None means all.
+        group: index of the video group, the ranks that compute the same videos.
+        sources: first ranks of the other groups; rank 0 gathers their results.
     """
 
     plan: Plan
@@ -124,16 +130,16 @@ class RankContext:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the first of the ranks that make these videos."""
+        """Whether this is the first rank of its video group."""
         return self.teams.team.is_lead
 
     def mine(self, takes: Sequence[VideoState]) -> list[VideoState]:
-        """Those of all videos that are made here."""
+        """Filter the videos that this rank computes."""
         wanted = None if self.takes is None else {self.plan.settings.seed + n for n in self.takes}
         return [take for take in takes if wanted is None or take.seed in wanted]
 
     def stages(self, model: ModelSpec, clip: int) -> Sequence[Stage]:
-        """The stages of one clip, as they are done here."""
+        """Stages of one clip as this rank runs them."""
         parallel = self.teams if isinstance(model, ShardableSpec) else ONE
         return stages_of(model, self.plan, clip, parallel)
 
@@ -146,13 +152,13 @@ def join_plan(
     peers: Peers | None,
     skip: Collection[int] = (),
 ) -> RankContext:
-    """This process's part among `peers`; videos of the seeds in `skip` are made already.
+    """Find this process's share of the plan among `peers`; videos of seeds in `skip` are done.
 
-    All go by the plan of the first: what was tried there and then is the same for all.
+    All ranks use the fast paths and repairs of rank 0's plan.
 
     Raises:
-        CannotRunError: the plan has several ranks, and there is no way to the others.
-        InputError: the others have another plan.
+        CannotRunError: the plan has several ranks and this process can't reach the others.
+        InputError: another rank has a different plan.
     """
     division = plan.division
     if division is None:
@@ -199,10 +205,10 @@ def join_plan(
 
 
 def _on(plan: Plan, device: str) -> Plan:
-    """The plan on another device of the same kind.
+    """The same plan on another device of the same kind.
 
-    Only the number of the device changes: what follows from its other facts, such as the precision
-    in which a repair is made, must be the same on all ranks.
+    Only the device index changes. Everything derived from device facts, such as the precision of a
+    repair, must be the same on all ranks.
     """
     index = torch.device(device).index
     components = tuple(replace(part, device=device) for part in plan.components)
@@ -210,7 +216,7 @@ def _on(plan: Plan, device: str) -> Plan:
 
 
 def _facts(plan: Plan, record: dict[str, Any]) -> dict[str, Any]:
-    """What must be the same on all ranks, as plain data."""
+    """The parts of a plan that must be equal on all ranks, as plain data."""
     facts = {f"version of {name}": text for name, text in record["versions"].items()}
     facts["version of everyframe"] = record["everyframe"]
     facts["weights"] = record["model"].get("sha256")
@@ -220,7 +226,7 @@ def _facts(plan: Plan, record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """As it would come out of JSON, which has no tuples."""
+    """Convert to what JSON would return: lists in place of tuples."""
     if isinstance(value, dict):
         return {name: _plain(each) for name, each in value.items()}
     return [_plain(each) for each in value] if isinstance(value, (list, tuple)) else value
@@ -230,7 +236,7 @@ _WHAT = "videos are handed over"
 
 
 def gathered(events: Events, here: RankContext) -> Events:
-    """On rank 0 the events of all groups, one group after the other; elsewhere this rank's own."""
+    """On rank 0, yield the events of all video groups in turn; elsewhere this rank's own."""
     world = here.teams.world
     if world.is_lead:
         yield from events
@@ -252,7 +258,7 @@ def gathered(events: Events, here: RankContext) -> Events:
 
 
 def _sent(world: Communicator, event: Event) -> PendingSend:
-    """The event on its way to rank 0, frames as the bytes that are written."""
+    """Send an event to rank 0, with frames as the bytes that are written."""
     if isinstance(event, FramesDecoded):
         frames = torch.from_numpy(np.ascontiguousarray(to_uint8(event.frames)))
         return world.send([frames], {"type": event.type, "seed": event.seed}, 0, _WHAT)
@@ -263,7 +269,7 @@ def _sent(world: Communicator, event: Event) -> PendingSend:
 
 
 def _received(world: Communicator, source: int) -> Event | None:
-    """The next event of that rank; None after its last."""
+    """Receive the next event of that rank; None after its last."""
     tensors, told = world.receive(source, _WHAT)
     if told is None:
         return None

@@ -1,6 +1,6 @@
-"""What was given, as a record knows it: files by name and hash, models by name, words as words.
+"""Identify the inputs of a run for its record: files by name and hash, models by name, text as is.
 
-No folder of this machine and no name of its user gets into a record. Read next: `provenance.py`.
+A record contains no folder of this machine and no user name.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _CHUNK_BYTES = 1 << 22
 
 
 def public_name(path_or_name: str) -> str:
-    """What exists on this disk without the folders above it, everything else as it is."""
+    """Strip the parent folders of a path that exists on this disk; keep other text unchanged."""
     path = os.path.expanduser(path_or_name)
     return Path(path).resolve().name if os.path.exists(path) else path_or_name
 
 
 def model_names(value: Any) -> Any:
-    """Models and their parts without folders; several may be given, in a list or with commas."""
+    """Strip folders from the names of models and components (one, a list, or comma-separated)."""
     if isinstance(value, (list, tuple)):
         return [model_names(each) for each in value]
     if not isinstance(value, (str, Path)):
@@ -40,7 +40,7 @@ def model_names(value: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """An option's value as JSON can hold it; a text is a text, whatever lies in this folder."""
+    """Convert an option's value to JSON types; text stays text even if such a file exists."""
     if isinstance(value, Mapping):
         return {str(key): plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -55,16 +55,15 @@ def plain(value: Any) -> Any:
 
 
 def _is_file(value: Any, key: str = "") -> bool:
-    """Whether that is a file or folder here, by the name of what it is given for: prompts are
-    words, also where something is called so."""
+    """Whether the value of option `key` names a file or folder here. Prompts never do."""
     is_path = isinstance(value, Path) or (isinstance(value, str) and "prompt" not in key)
     return is_path and os.path.exists(value)
 
 
 def file_identities(value: Any) -> Any:
-    """What was given as a picture or video: by name and hash; words that are no files as they are.
+    """Replace paths of images and videos by name and hash; other text is returned unchanged.
 
-    Several may be given, in a list or with commas, or by name among other values.
+    Accepts one value, a list, a comma-separated list or a mapping.
     """
     if isinstance(value, Mapping):
         return _with_files(value, "")
@@ -79,7 +78,7 @@ def file_identities(value: Any) -> Any:
 
 
 def _with_files(value: Any, key: str) -> Any:
-    """A value in which files may be named, however deep; whatever else it holds as it is."""
+    """Replace file names at any depth of a value; everything else is unchanged."""
     if "prompt" in key or key == "generator":
         return plain(value)  # words, in whatever form, and seeds
     if isinstance(value, Mapping):
@@ -90,7 +89,7 @@ def _with_files(value: Any, key: str) -> Any:
 
 
 def identity(source: Any) -> Any:
-    """A file by its name and hash; what was given in Python by its hash; a list of either."""
+    """Identify an input: a file by name and hash, a Python object by hash, a list item by item."""
     if isinstance(source, (list, tuple)):
         return [identity(each) for each in source]
     if isinstance(source, (str, Path)):
@@ -100,7 +99,7 @@ def identity(source: Any) -> Any:
 
 
 def content_hash(path: Path) -> str:
-    """sha256 of a file; of a folder, that of the names and hashes of its pictures."""
+    """sha256 of a file, or of the names and hashes of the images in a folder."""
     hasher = hashlib.sha256()
     if path.is_file():
         with path.open("rb") as file:
@@ -113,7 +112,7 @@ def content_hash(path: Path) -> str:
 
 
 def as_bytes(value: Any) -> bytes:
-    """The values of a tensor, an array or a video, for a hash."""
+    """Values of a tensor, array or video as bytes, for hashing."""
     if isinstance(value, torch.Tensor):
         # NumPy has no bfloat16 and sees no other device's memory.
         value = value.detach().to("cpu", torch.float32)
@@ -123,7 +122,7 @@ def as_bytes(value: Any) -> bytes:
 
 
 def find_files(name: str, given: Any) -> Any:
-    """Files by their recorded names in the working folder; anything else as it is."""
+    """Find recorded files by name in the working folder; return anything else unchanged."""
     if isinstance(given, list):
         return [find_files(name, each) for each in given]
     if isinstance(given, dict) and "sha256" not in given:

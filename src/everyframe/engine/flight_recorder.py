@@ -1,8 +1,8 @@
-"""What a worker is at: stage, step and the module that is called, readable after it has died.
+"""Flight recorder of a worker: stage, step and current module, readable after the process dies.
 
-It is written into a mapped file, which the system keeps whatever becomes of the process: a name is
-a number in it, and a call costs a few bytes of memory and no call of the system. No torch here.
-Read next: `worker.py`, which writes it, and `worker_monitor.py`, which reads it.
+The position is written to a memory-mapped file, which survives the process. Names are stored once
+and referenced by number, so recording a module call writes a few bytes and makes no system call.
+Imports no torch. `worker.py` writes it; `worker_monitor.py` reads it.
 """
 
 from __future__ import annotations
@@ -19,23 +19,28 @@ from pathlib import Path
 from everyframe.core.errors import MediaError
 
 _SIZE, _TEXT, _WAIT, _READ, _MOST = 4096, 2048, 3072, 3584, 6
-#: Number of the module, of the dtype, of dimensions, and these.
+#: Module number, dtype number, number of dimensions, dimensions.
 _CALL = struct.Struct(f"<iii{_MOST}i")
 _LENGTH = struct.Struct("<i")
-#: How often it waited, and the number of what it waits for.
+#: Number of waits so far, number of the name of the current one.
 _WAITS = struct.Struct("<ii")
-#: How often a read began or ended, and how many go on.
+#: Number of reads begun or ended so far, reads in progress.
 _READS = struct.Struct("<ii")
 _NAMES = ".names"
 
 
 @dataclass(frozen=True)
 class LastPosition:
-    """What a process was at: `module` and `operand` are empty before the first module is called.
+    """Last recorded position of a process.
 
-    `module` is a dotted name with its class behind it, `operand` the shape and dtype of the first
-    tensor that it was called with. `waiting` says what a rank waits for others for, `is_reading`
-    whether weights were being read.
+    Attributes:
+        stage: name of the stage.
+        step: current step of the stage.
+        num_steps: steps of the stage.
+        module: dotted name and class of the current module; empty before the first call.
+        operand: shape and dtype of the first tensor argument; empty before the first call.
+        waiting: what this rank waits for other ranks for; empty if it does not wait.
+        is_reading: whether weights were being read.
     """
 
     stage: str = ""
@@ -55,9 +60,9 @@ class LastPosition:
 
 
 class FlightRecorder:
-    """Written by the process that computes.
+    """Writer of the flight recorder file, used by the process that computes.
 
-    Raises `MediaError` where it can't be: the disk is full, or a limit on files reached.
+    Raises `MediaError` if the file can't be created: the disk is full, or a file limit is reached.
     """
 
     def __init__(self, path: Path) -> None:
@@ -74,21 +79,21 @@ class FlightRecorder:
         self._reads = threading.Lock()
 
     def at(self, stage: str, step: int = 0, num_steps: int = 0) -> None:
-        """A stage, and the step of it that is under way."""
+        """Record the current stage and step."""
         text = json.dumps([stage, step, num_steps]).encode()[: _TEXT - _LENGTH.size]
         self._map[_LENGTH.size : _LENGTH.size + len(text)] = text
         _LENGTH.pack_into(self._map, 0, len(text))
         self._call(self._map, _TEXT, 0, 0, 0, *[0] * _MOST)
 
     def learn(self, name: str) -> int:
-        """The number of a name from now on."""
+        """Assign a number to a name."""
         with _told(self._names_at):
             self._names.write(json.dumps(name) + "\n")
         self._count += 1
         return self._count
 
     def wait(self, what: str) -> None:
-        """It waits for other ranks from now on, and no longer with an empty text."""
+        """Record that this rank waits for other ranks; an empty text ends the wait."""
         if what not in self._waits:
             self._waits[what] = self.learn(what)
         number, _ = _WAITS.unpack_from(self._map, _WAIT)
@@ -96,21 +101,21 @@ class FlightRecorder:
         _WAITS.pack_into(self._map, _WAIT, (number + 1) % 2**31, self._waits[what])
 
     def read(self, begins: bool) -> None:
-        """A read of weights begins or has ended; several threads may be at it."""
+        """Record the begin or end of a read of weights; several threads may read at once."""
         with self._reads:
             count, under_way = _READS.unpack_from(self._map, _READ)
             under_way += 1 if begins else -1
             _READS.pack_into(self._map, _READ, (count + 1) % 2**31, under_way)
 
     def enter(self, module: int, dtype: int, shape: Sequence[int]) -> None:
-        """A module is called with a tensor of that shape; numbers of `learn`, 0 for unknown."""
+        """Record a module call with a tensor of that shape; numbers from `learn`, 0 is unknown."""
         count = min(len(shape), _MOST)
         self._call(self._map, _TEXT, module, dtype, count, *shape[:_MOST], *[0] * (_MOST - count))
 
 
 @contextmanager
 def _told(path: Path) -> Iterator[None]:
-    """Within, that file is written."""
+    """Context: `MediaError` for a failed write of that file."""
     try:
         yield
     except OSError as error:
@@ -121,7 +126,7 @@ def _told(path: Path) -> Iterator[None]:
 
 
 def read_last_position(path: Path) -> LastPosition:
-    """What the process was at when it wrote last."""
+    """Read the last recorded position from a flight recorder file."""
     try:
         data = path.read_bytes()
         lines = path.with_name(path.name + _NAMES).read_text(encoding="utf-8").splitlines()

@@ -1,9 +1,9 @@
-"""Runs a request in worker processes, one a rank, and hands on what happens in them.
+"""Run a request in worker processes, one per rank, and forward their events.
 
-The process that is here shows, writes files and stays alive, whatever becomes of a worker: one that
-dies is an error that says of what, where it was, and what to do. Workers end with this process,
-however it ends; the first one speaks for all. No torch here. Read next: `worker_process.py`,
-`worker.py` (the other side), `worker_monitor.py` (what is said of a dead one).
+The parent process displays progress, writes files and survives any crash of a worker. A crash is
+an error with the signal, the last position and a fix. Workers end when the parent ends, however it
+ends. The first worker reports for all ranks. Imports no torch. `worker.py` is the other side;
+`worker_monitor.py` describes crashed workers.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from everyframe.runs.folder import RunFolder
 
 
 class EventDeduplicator:
-    """The events of a run that were handed on; `done` are the seeds of videos that are whole."""
+    """Filter out events that were already forwarded; `done` holds the seeds of finished videos."""
 
     def __init__(self) -> None:
         self.done: list[int] = []
@@ -54,11 +54,11 @@ class EventDeduplicator:
         self._is_again = False
 
     def again(self) -> None:
-        """From here on events come of ranks that began anew, from a step before."""
+        """Note that ranks restarted: events from here on may repeat earlier steps."""
         self._is_again, self._left_out = True, self._frames.copy()
 
     def new(self, event: Event) -> Event | None:
-        """The event, with those of its frames that are new; None if nothing of it is."""
+        """The event with only its new frames, or None if all of it was forwarded before."""
         if self._is_again and isinstance(event, (Planned, WeightsReady, RunSaved)):
             return None
         if isinstance(event, FramesDecoded):
@@ -79,17 +79,17 @@ class EventDeduplicator:
         return replace(event, num_frames=event.num_frames - known, frames=event.frames[known:])
 
 
-#: In this process's environment: compute here, without a worker.
+#: Environment variable: compute in this process, without a worker.
 IN_PROCESS = "EVERYFRAME_IN_PROCESS"
 
 
 def is_possible() -> bool:
-    """Whether workers can be started here, and are not turned off by `IN_PROCESS`."""
+    """Whether workers can be started here and `IN_PROCESS` does not disable them."""
     return os.name == "posix" and not os.environ.get(IN_PROCESS)
 
 
 def ranks_of(run: RunFolder) -> int:
-    """How many ranks a run that was broken off has."""
+    """Number of ranks of an interrupted run."""
     plan = from_jsonable(run.run().get("plan"), lambda _: None)
     if not isinstance(plan, Plan):
         raise CorruptRunError(f"{run.path} holds no plan")
@@ -97,19 +97,18 @@ def ranks_of(run: RunFolder) -> int:
 
 
 def run_in_workers(job: WorkerJob, place: Path | None = None) -> Events:
-    """What happens in the workers of that job, as `everyframe.engine.run.stream` yields it.
+    """Run the job in worker processes and yield its events, as `everyframe.engine.run.stream` does.
 
-    They work in the folder `place`. A run that is over is removed when all of its events were
-    taken. Ranks that run out of memory in the middle of what they compute together are ended, and
-    started again in less of it (`replan.py`). Raises what a worker raises; `WorkerDiedError` for
-    one that died.
+    Workers use the working folder `place`. A finished run is removed once all of its events are
+    consumed. Ranks that run out of memory during joint computation are stopped and restarted with a
+    plan that needs less (`replan.py`). Raises any error of a worker; `WorkerDiedError` for a crash.
     """
     # Already at work while the caller does something else.
     return _handed_on(job, place, *_begun(job, place))
 
 
 def _begun(job: WorkerJob, place: Path | None) -> tuple[ExitStack, list[Worker]]:
-    """The job's workers, which end with the stack."""
+    """Start the job's workers; closing the stack ends them."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="everyframe-")))
         level = logging.getLevelName(logging.getLogger("everyframe").getEffectiveLevel())
@@ -161,7 +160,7 @@ def _handed_on(
 
 @contextmanager
 def _started(job: WorkerJob, place: Path | None) -> Iterator[list[Worker]]:
-    """The job's workers, all of which are gone afterwards."""
+    """Context: the job's workers, all of which are ended on exit."""
     workers: list[Worker] = []
     try:
         for rank in range(len(job.weights)) if job.local is None else [job.rank]:
@@ -175,7 +174,7 @@ def _started(job: WorkerJob, place: Path | None) -> Iterator[list[Worker]]:
 
 
 def _events(workers: list[Worker]) -> Iterator[Event]:
-    """The events of those workers that speak, until all have ended well."""
+    """Events of the workers that report, until all have exited normally."""
     at_work = {worker.connection: worker for worker in workers}
     num_ranks = len(workers[0].job.weights)
     sees_all = len(workers) == num_ranks
@@ -201,7 +200,7 @@ def _events(workers: list[Worker]) -> Iterator[Event]:
 
 
 def _ready(at_work: dict[Connection, Worker], patience: HangDetector | None) -> list[Any]:
-    """The connections that have something; `WorkerDiedError` if a rank hangs meanwhile."""
+    """Connections with data to read; raises `WorkerDiedError` if a rank hangs meanwhile."""
     while True:
         found = wait(list(at_work), None if patience is None else 1.0)
         if found:
@@ -213,10 +212,12 @@ def _ready(at_work: dict[Connection, Worker], patience: HangDetector | None) -> 
 def _heard_out(
     worker: Worker, value: dict[str, Any], at_work: dict[Connection, Worker], workers: list[Worker]
 ) -> Generator[Event, None, tuple[Worker, dict[str, Any]]]:
-    """Yield what the others had to tell until one failed; who knows why it did, and its error.
+    """Yield the remaining events of the other workers after a failure; return the worker at fault.
 
-    Who lost a peer knows less than that one. Others lose their connection to it at once, what it
-    said and what the system tells of its end may come a little later: `_GoneError` for the latter.
+    The error of a rank that only lost a peer is less specific than that peer's. Other ranks lose
+    their connection at once; the peer's message and exit status may arrive a little later
+    (`_GoneError` for an exit without a message). Returns the worker whose error explains the
+    failure, and that error.
     """
     until = time.monotonic() + 3.0
     others = {each: other for each, other in at_work.items() if other is not worker}
@@ -249,7 +250,7 @@ def _log(value: tuple[str, int, str]) -> None:
 
 
 class _GoneError(Exception):
-    """A worker ended without a word."""
+    """A worker exited without a message."""
 
     def __init__(self, worker: Worker) -> None:
         super().__init__()
@@ -257,14 +258,14 @@ class _GoneError(Exception):
 
 
 class _InWorkerError(Exception):
-    """Shows the worker's own traceback above ours."""
+    """Wrapper that shows the worker's traceback above ours."""
 
     def __str__(self) -> str:
         return "in the worker:\n" + "".join(self.args)
 
 
 def _of_class(kind: type[Exception], text: str) -> Exception:
-    """An error of Python's with that text; some can't be made of one, and come by their name."""
+    """Build a Python error of that class; some can't be built and are named in the text."""
     try:
         return kind(text)
     except TypeError:
@@ -272,7 +273,7 @@ def _of_class(kind: type[Exception], text: str) -> Exception:
 
 
 def _raised_again(worker: Worker, told: dict[str, Any]) -> BaseException:
-    """The error that a worker told, of its own class where that is ours or Python's."""
+    """Rebuild the error that a worker reported, in its own class if that is ours or Python's."""
     name, text = told["class"], told["text"]
     if "scarcity" in told:
         return DistributedOutOfMemoryError(text, replace(told["scarcity"], rank=worker.job.rank))

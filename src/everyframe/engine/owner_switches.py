@@ -1,6 +1,6 @@
-"""Torch's switches of whoever gave a pipeline in memory: they hold for its call, and are planned.
+"""Read the torch switches set by the owner of an in-memory pipeline; they hold for its call.
 
-Nothing is set here, only looked at. Read next: `run.py`; `everyframe.hardware.thread_state`.
+This module changes no switch. The values go into the plan.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from everyframe.runtime.interface import InMemory
 
 
 def switches_of(given: LoadedModel | None) -> Switches | None:
-    """Those of a model in memory; None where the plan sets its own."""
+    """Switches in force for an in-memory model; None if the plan sets its own."""
     model: Any = None if given is None else given.model
     return model.switches if isinstance(model, InMemory) else None
 
 
 def threads_for(given: LoadedModel | None, wanted: int | None) -> int | None:
-    """The owner's number of threads, else what is wanted."""
+    """The owner's number of threads, or `wanted` without an in-memory model."""
     switches = switches_of(given)
     return wanted if switches is None else switches.num_threads
 
 
 def with_owner_switches(plan: Plan, given: LoadedModel | None) -> Plan:
-    """The plan with the switches that hold for a model in memory now."""
+    """The plan with the switches that are now in force for an in-memory model."""
     switches = switches_of(given)
     if switches is None:
         return plan
@@ -35,7 +35,7 @@ def with_owner_switches(plan: Plan, given: LoadedModel | None) -> Plan:
 
 
 def thread_count_notes(plan: Plan, wanted: int | None) -> Iterator[str]:
-    """What is said where a record asks for another number of threads than the owner has."""
+    """Note that a record asks for another number of threads than the owner set."""
     if plan.switches is not None and wanted not in (None, plan.num_threads):
         yield (
             f"the record is of {wanted} threads, and torch has {plan.num_threads} here, which "

@@ -1,6 +1,6 @@
-"""How a run is kept: what is written when it begins, and what becomes of it when it ends.
+"""Create the folder of a run when it begins, and remove or keep it when it ends.
 
-Read next: `resume.py`, which reads it; `everyframe.runs.run_state`, which writes how far it came.
+`resume.py` reads the folder; `everyframe.runs.run_state` writes progress into it.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def create_run(
     record: dict[str, Any],
     given: LoadedModel | None = None,
 ) -> RunStateWriter:
-    """A new run folder with what was asked and planned, and of what model where one was given.
+    """Create a run folder with request, plan and record, and the digests of an in-memory model.
 
-    Where it can't be written, nothing is kept and the keeper has a note of it.
+    If the folder can't be written, the run continues unsaved and the writer holds a note.
     """
     if how.root is None:
         return RunStateWriter(None, how)
@@ -77,7 +77,7 @@ def create_run(
 
 
 def _remove_old_runs(root: Path, keeper: RunStateWriter) -> None:
-    """Have the folder of runs not grow for ever; what goes is told."""
+    """Delete old runs to bound the size of the runs folder; each deletion is a note."""
     try:
         for removed in remove_old_runs(root):
             keeper.note(describe(removed))
@@ -92,7 +92,7 @@ def write(
     plan: Plan,
     record: Mapping[str, Any],
 ) -> None:
-    """Write what was asked and planned, in the place of what `told` may hold of it. `OSError`."""
+    """Write request and plan, replacing those in `told`. Raises `OSError`."""
     keep = TensorStore(folder.given).keep
     folder.write_run(
         {
@@ -105,10 +105,10 @@ def write(
 
 
 def writer_for_rank(here: RankContext, how: SaveOptions, begun: RunStateWriter) -> RunStateWriter:
-    """What this rank keeps of a run that rank 0 has `begun`.
+    """The state writer of this rank for a run that rank 0 has `begun`.
 
-    The first of each group of ranks keeps how far its own videos came, beside the others, where
-    the folder can be seen from here.
+    The first rank of each video group saves the state of its own videos in the same folder, if this
+    machine can see it.
     """
     division, world = here.plan.division, here.teams.world
     if division is None or len(division.videos) == 1 or not here.takes:
@@ -127,10 +127,10 @@ def writer_for_rank(here: RankContext, how: SaveOptions, begun: RunStateWriter) 
 
 @contextmanager
 def saved_run(keeper: RunStateWriter, takes: Sequence[VideoState]) -> Iterator[None]:
-    """Within, the run is this process's own, and answers of foreign pipelines are kept.
+    """Context: this process owns the run, and answers of a pipeline's components are saved.
 
-    Afterwards it is removed if it is done, or can't be done at all; else it stays and says how to
-    go on with it.
+    On exit the folder is removed if the run is done or can't be done at all. Otherwise it stays,
+    with a note on how to resume.
     """
     folder = keeper.folder
     for take in takes if folder is not None else ():

@@ -1,8 +1,8 @@
-"""What it takes to make a video again: written beside every video and into it, read by ``--from``.
+"""Make and read records: everything needed to reproduce a video, stored in it and beside it.
 
-A record holds no path of this machine and no name of its user: models by name and by the hash of
-their weights, given pictures by file name and hash. Read next: `media/record.py`, which puts it
-into files.
+``--from`` reads a record. It contains no path of this machine and no user name: models are
+identified by name and the hash of their weights, input files by name and hash. `media/record.py`
+embeds records in files.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ from everyframe.media.record import read_record
 from everyframe.media.video import Video
 from everyframe.runtime.repair_cache import remedy_from
 
-#: What is in force is in the plan, and is taken from there.
+#: Left out of the recorded request: the values in force are in the recorded plan.
 _OF_THIS_MACHINE = ("report", "forget_repairs", "remedies", "paths", "quantized")
-#: Options of which only one, or one set, can be given.
+#: Mutually exclusive options.
 _ALIKE = (
     {"size", "height", "width", "resolution"},
     {"size", "height", "width", "aspect"},
     {"num_frames", "seconds"},
     {"image", "extend"},
 )
-#: Options with which the recorded fast paths are no longer those that are wanted.
+#: Overriding one of these discards the recorded fast paths.
 _CHOOSE_ANEW = {"device", "dtype", "attention", "without", "compile", "paths"}
-#: So many threads on each core are taken from a record of a larger machine.
+#: Maximum number of threads per core taken from the record of a larger machine.
 _MOST_ON_A_CORE = 4
-#: What a picture generator has to say of its output (IPTC digital source type).
+#: IPTC digital source type that generators must declare.
 _SOURCE_TYPE = "http://cv.iptc.org/newscodes/digitalsourcetype/trainedAlgorithmicMedia"
 
 
 def make_record(plan: Plan, request: Request, weight_files: Sequence[str]) -> dict[str, Any]:
-    """The record of a run; complete before the run begins, so it can go into the file's head."""
+    """Build the record of a run, complete before the run so that it fits into the file header."""
     shown = plan.to_json()
     settings = shown.pop("settings")
     for transient in ("notes", "to_fetch", "obstacle"):
@@ -81,7 +81,7 @@ def make_record(plan: Plan, request: Request, weight_files: Sequence[str]) -> di
 
 
 def for_seed(record: dict[str, Any], seed: int) -> dict[str, Any]:
-    """The record of one video out of several: as if its seed alone had been asked for."""
+    """The record of one video of several, as if only its seed had been requested."""
     request = {key: value for key, value in record["request"].items() if key != "num_videos"}
     settings = {**record["settings"], "seed": seed, "num_videos": 1}
     mine = {**record, "request": {**request, "seed": seed}, "settings": settings}
@@ -94,9 +94,9 @@ def for_seed(record: dict[str, Any], seed: int) -> dict[str, Any]:
 
 
 def _is_local(model: str) -> bool:
-    """Whether that model lies in a folder or file of the maker's own.
+    """Whether the model is the user's own folder or file.
 
-    A folder that happens to be called as a known model is, as everywhere, not what is meant.
+    A known model's name always means that model, even if a folder of that name exists.
     """
     try:
         return locate(model).kind in ("folder", "file")
@@ -133,7 +133,7 @@ def _asked(request: Request, plan: Plan) -> dict[str, Any]:
 
 
 def _options_that(fact: str) -> set[str]:
-    """Families' options of which this is so; see `everyframe.core.options.option`."""
+    """Names of family options with that property; see `everyframe.core.options.option`."""
     return {
         name
         for options in all_options().values()
@@ -143,10 +143,10 @@ def _options_that(fact: str) -> set[str]:
 
 
 def record_in(source: Any) -> Mapping[str, Any]:
-    """The record that somebody gives: itself, a video that was made, or the file of either.
+    """Read a record from a mapping, a `Video`, a video file or a sidecar file.
 
     Raises:
-        InputError: it is none of these, or holds none.
+        InputError: the source is none of these, or contains no record.
     """
     if isinstance(source, (str, os.PathLike)):
         return read_record(source)
@@ -163,12 +163,14 @@ def record_in(source: Any) -> Mapping[str, Any]:
 def request_from(
     record: Mapping[str, Any], overrides: Mapping[str, Any], *, has_model: bool = False
 ) -> Request:
-    """The request that a record was made from, with `overrides` in place of what it says.
+    """Rebuild the request of a record, with `overrides` replacing recorded options.
 
-    A given picture or video is looked for under its name in the working folder and must have the
-    recorded hash, unless it is given again. A model is taken from it if it is a known one, unless
-    it is there already (`has_model`); what only counts where a person gives it is left out, and
-    told of by `differences`. Raises `InputError` if the record is no such thing.
+    A recorded input file must exist in the working folder with the recorded hash, unless it is
+    overridden. A known model is taken from the record unless one is loaded (`has_model`). Options
+    that only count when given in person are dropped; `differences` reports them.
+
+    Raises:
+        InputError: the record is invalid.
     """
     if record.get("schema") != RECORD_SCHEMA or not isinstance(record.get("request"), dict):
         raise InputError(
@@ -200,7 +202,7 @@ def request_from(
 
 
 def _was_made_here(record: Mapping[str, Any]) -> bool:
-    """Whether its fast paths can give its bits: on the same device, by the same versions."""
+    """Whether its fast paths can reproduce the bits: same device, same versions."""
     here = machine_facts()
     device = record.get("plan", {}).get("device", {}).get("name")
     is_same = record.get("versions") == here.versions and record.get("everyframe") == __version__
@@ -208,9 +210,9 @@ def _was_made_here(record: Mapping[str, Any]) -> bool:
 
 
 def _remedies(record: Mapping[str, Any]) -> tuple[Repair, ...]:
-    """The repairs that the recorded run began with; those that it needed later come by themselves.
+    """Repairs that the recorded run began with; later ones recur without help.
 
-    Without them, and with others that this machine remembers, the bits would be different ones.
+    Other repairs, such as those cached on this machine, would change the bits.
     """
     parts = record.get("plan", {}).get("components", ())
     try:
@@ -220,7 +222,7 @@ def _remedies(record: Mapping[str, Any]) -> tuple[Repair, ...]:
 
 
 def _quantized(record: Mapping[str, Any]) -> dict[str, str]:
-    """What weights were kept in: chosen for the memory of one machine, and seen in the picture."""
+    """Recorded weight quantization: chosen for one machine's memory, visible in the frames."""
     found: dict[str, str] = {}
     for part in record.get("plan", {}).get("components", ()):
         precision = part.get("precision") if isinstance(part, Mapping) else None
@@ -230,7 +232,7 @@ def _quantized(record: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _check_given_in_python(record: Mapping[str, Any]) -> None:
-    """A model that was in memory has no file that could be named."""
+    """Raise if the model was in memory, since no file can be named for it."""
     model = record.get("model", {})
     if "sha256" in model and model["sha256"] is None:
         raise InputError(
@@ -240,7 +242,7 @@ def _check_given_in_python(record: Mapping[str, Any]) -> None:
 
 
 def _recorded_paths(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The fast paths of the recorded run: others give other last bits."""
+    """Fast paths of the recorded run; others change the last bits."""
     parts = record.get("plan", {}).get("components", ())
     known = {
         str(part["name"]): tuple(map(str, part["paths"]))
@@ -251,16 +253,16 @@ def _recorded_paths(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def recorded_threads(record: Mapping[str, Any]) -> int | None:
-    """The number of CPU threads of the recorded run: other numbers give other last bits."""
+    """CPU threads of the recorded run; another number changes the last bits."""
     threads = record.get("plan", {}).get("num_threads")
     is_number = isinstance(threads, int) and not isinstance(threads, bool)
     return threads if is_number and threads > 0 else None
 
 
 def threads_to_repeat(record: Mapping[str, Any]) -> int | None:
-    """The number of threads to take from a record; None for one that this machine can't bear.
+    """CPU threads to take from a record; None if the number is too high for this machine.
 
-    A few on each core are slow and give the recorded bits; thousands end the process.
+    A few threads per core are slow but reproduce the bits; thousands would kill the process.
     """
     threads = recorded_threads(record)
     most = num_usable_cores() * _MOST_ON_A_CORE
@@ -270,10 +272,12 @@ def threads_to_repeat(record: Mapping[str, Any]) -> int | None:
 def differences(
     record: Mapping[str, Any], other: Mapping[str, Any], *, is_same_run: bool = False
 ) -> tuple[str, ...]:
-    """What differs between two records so that the same bits can't be promised, a line each.
+    """List what differs between two records and prevents equal bits, one line each.
 
-    And what the first one asked for that a record may not, unless both are of the same run.
-    Raises `InputError` for what is no record.
+    Includes options of the first record that are never taken from a record, unless `is_same_run`.
+
+    Raises:
+        InputError: not a valid record.
     """
     check_record(record)
     found = [] if is_same_run else [*_not_taken(record, other)]
@@ -306,7 +310,7 @@ def differences(
 
 
 def _not_taken(record: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
-    """What of a record was not done again."""
+    """Recorded options that were not applied again."""
     yield from rejected_options(record.get("request", {}), other["request"])
     threads = record.get("plan", {}).get("num_threads")
     if threads not in (None, other["plan"]["num_threads"]):
@@ -319,7 +323,7 @@ def _not_taken(record: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[
 
 
 def _other_switches(record: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
-    """Switches of torch that were otherwise where a pipeline in memory ran; its owner sets them."""
+    """Torch switches that differ between runs of in-memory pipelines; their owner sets them."""
     plans = json.loads(json.dumps([record.get("plan"), other["plan"]]))
     was, now = (each.get("switches") if isinstance(each, Mapping) else None for each in plans)
     if isinstance(was, Mapping) and isinstance(now, Mapping):
@@ -330,7 +334,7 @@ def _other_switches(record: Mapping[str, Any], other: Mapping[str, Any]) -> Iter
 
 
 def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by name, the family's own options among them, as they come out of JSON."""
+    """Settings and family options by name, in JSON types."""
     plain = json.loads(json.dumps(settings))
     options = {str(name): value for name, value in plain.pop("options", ())}
     return {**plain, **options}

@@ -1,8 +1,8 @@
-"""What a record may hold, and what of it counts. A record is data of whoever made the file.
+"""Validate records: what they may contain, and which options may be taken from them.
 
-It is checked whole before any of it is used. What a person has to say in this call (code that may
-run, devices, folders, what costs a lot) is never taken from it, and models only where they are
-listed. Read next: `provenance.py`, which makes records and requests of them.
+A record is untrusted data and is validated as a whole before use. Options that a person must give
+in this call (code to execute, devices, folders, expensive choices) are never taken from it; models
+only if they are listed. `provenance.py` makes records, and requests from records.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from everyframe.families.registry import all_options
 
 _SHA256 = r"^[0-9a-f]{64}$"
 
-#: What other programs' numbers can hold, too.
+#: Integers that a double can represent exactly.
 _Count = Annotated[int, Field(ge=-(2**53), le=2**53)]
 
-#: Given frames and noise, which a record has by hash alone.
+#: Conditioning frames and noise, recorded by hash only.
 GIVEN = ("image", "last_image", "extend", "latents")
 
 
 class _Data(BaseModel):
-    """Of another version it may hold more."""
+    """Base model; ignores unknown fields of other versions."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
@@ -91,7 +91,7 @@ class _Repair(_Data):
 
 
 class Record(_Data):
-    """A record as it is checked: what is known of it has the right form, the rest is left alone."""
+    """Validated record. Known fields have the right form; unknown ones are ignored."""
 
     everyframe: str | None = None
     model: _Model = _Model()
@@ -103,7 +103,7 @@ class Record(_Data):
 
 
 class Identity(BaseModel):
-    """A file that was given, by its name and hash; without a name, what was given in Python."""
+    """Name and hash of an input file; without a name, an input passed from Python."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -112,10 +112,10 @@ class Identity(BaseModel):
 
 
 def check_record(record: Mapping[str, Any]) -> Record:
-    """The record, checked as a whole.
+    """Validate a record as a whole.
 
     Raises:
-        InputError: something in it has not the form that a record has; one line that names it.
+        InputError: a value is malformed; one line names it.
     """
     try:
         return Record.model_validate_json(json.dumps(record, allow_nan=False))
@@ -126,10 +126,10 @@ def check_record(record: Mapping[str, Any]) -> Record:
 
 
 def accepted_options(asked: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
-    """What counts of the request in a record, beside the options `given` in this call.
+    """Options of a recorded request that may be used, beside those `given` in this call.
 
     Raises:
-        InputError: a model or a part of one that nobody named, or a file that is named by its path.
+        InputError: a model or component that is not listed, or a file with a path.
     """
     found = {}
     for name, value in asked.items():
@@ -145,7 +145,7 @@ def accepted_options(asked: Mapping[str, Any], given: Collection[str]) -> dict[s
 
 
 def rejected_options(asked: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, ...]:
-    """What the request in a record asks that does not count, unless it is in the other one, too."""
+    """Options of a recorded request that are not used, unless the other request has them too."""
     return tuple(
         f"its {name}={shown(value)} is not taken from a record; give it again: {_flag(name)}"
         for name, value in asked.items()
@@ -154,7 +154,7 @@ def rejected_options(asked: Mapping[str, Any], other: Mapping[str, Any]) -> tupl
 
 
 def _facts(name: str) -> Mapping[str, Any]:
-    """What is known of an option; nothing of one that no family has."""
+    """Metadata of an option; empty if no family has it."""
     kinds: tuple[type[Options], ...] = (Request, *all_options().values())
     for options in kinds:
         if name in options.model_fields:
@@ -177,7 +177,7 @@ def _check_listed(name: str, value: Any) -> None:
 
 
 def _check_files(name: str, value: Any, *, may_be_words: bool, key: str = "") -> None:
-    """Raise for a file by its path, however deep; by name and hash it is looked for here."""
+    """Raise for a file given by path, at any depth; name and hash are looked up here."""
     if isinstance(value, dict) and "sha256" in value:
         _check_identity(name, value)
     elif isinstance(value, dict) and may_be_words:

@@ -1,8 +1,7 @@
-"""The report of a run in which something was repaired, or could not be: one page, no network.
+"""Write the HTML report of a run with repairs or numeric errors: one page, works offline.
 
-While a run is reported, the largest value that each module gives is watched at every call, which
-takes some per cent of its time; without trouble no page is written. Read next:
-`everyframe.numerics.tensor_stats`, `everyframe.runtime.guard`, which finds and repairs.
+Reporting tracks the largest value of each module at every call, which costs a few per cent of run
+time. A run without faults writes no page. `everyframe.runtime.guard` finds and repairs faults.
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ th, td { text-align: left; vertical-align: top; padding: .25rem .75rem .25rem 0;
 
 
 def loaded_in(model: ModelSpec) -> dict[str, nn.Module]:
-    """The modules of a pipeline that somebody has in memory; none of a model on the disk."""
+    """Modules of an in-memory pipeline by name; empty for a model on disk."""
     parts: Mapping[str, Any] = getattr(getattr(model, "pipe", None), "components", {})
     return {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
 
 
 def repairs_of(progress: RunState) -> list[Repaired]:
-    """What was repaired in the part of a run that lies behind it."""
+    """Repairs made in the completed portion of a run."""
     events = (
         event_of({name: value for name, value in each.items() if name != "clip"})
         for each in progress.repairs
@@ -64,14 +63,13 @@ def with_repair_report(
     loaded: Mapping[str, nn.Module],
     before: Sequence[Repaired] | None = None,
 ) -> Iterator[Event]:
-    """The same events; a page in `folder` once something is repaired, or can't be.
+    """Pass events through; write a page to `folder` on a repair or numeric error.
 
-    `loaded` are modules that somebody has in memory already. A run that is gone on with was
-    repaired `before`: its page holds that too, and lies beside the one of its first part, which
-    has the numbers of then.
+    `loaded` are modules already in memory. `before` are repairs made before a resume: the new page
+    includes them and lies beside the first page, which has the values of that time.
 
     Raises:
-        NumericsError: the run's own, with the path of the page.
+        NumericsError: the run's own error, with the path of the page added.
     """
     magnitudes = Magnitudes()
     repairs: list[Repaired] = list(before or ())
@@ -115,9 +113,9 @@ def page(
     *,
     is_resumed: bool = False,
 ) -> str:
-    """The page as HTML: what was found and done, pictures, the plan, the device.
+    """Render the report as HTML: faults and repairs, heat maps, plan and device.
 
-    Of a run that `is_resumed` the pictures show what came after that.
+    If `is_resumed`, the heat maps cover the time after the resume only.
     """
     since = " They begin where the run was gone on with." if is_resumed else ""
     faulty = dict.fromkeys(each.component for each in repairs)
@@ -149,7 +147,7 @@ went wrong and to compute it again, are calls as well.{since}</p>
 
 
 def _ordered(magnitudes: Magnitudes, faulty: Mapping[str, None], error: str) -> Iterator[str]:
-    """Components that were called: those with a fault first, the last one where the run ended."""
+    """Called components: faulty ones, then the one where a failed run ended, then the others."""
     called = magnitudes.components()
     first = [name for name in called if name in faulty]
     last = [called[-1]] if called and error and called[-1] not in first else []
@@ -158,7 +156,7 @@ def _ordered(magnitudes: Magnitudes, faulty: Mapping[str, None], error: str) -> 
 
 
 def _picture(component: str, magnitudes: Magnitudes, repairs: Sequence[Repaired]) -> str:
-    """The heat map of a component, the first bad call of each faulty module in a frame."""
+    """Heat map of a component; frames mark the first bad call of each faulty module."""
     names, table = magnitudes.table(component)
     marked: set[tuple[int, int]] = set()
     for each in repairs:
@@ -219,7 +217,7 @@ def _text(value: str) -> str:
 
 
 def _free(folder: Path) -> str:
-    """The name of a page that is not there yet."""
+    """An unused file name for a page."""
     stem, ending = _NAME.split(".")
     names = (f"{stem}-{number}.{ending}" if number > 1 else _NAME for number in count(1))
     return next(name for name in names if not (folder / name).exists())

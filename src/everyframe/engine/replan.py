@@ -1,9 +1,8 @@
-"""A run that was broken off, taken to other devices: the same plan, divided anew.
+"""Replan a run: move an interrupted run to other devices, or fit it into less memory.
 
-What is kept of a run is whole (latents, text, frames) and says nothing of ranks, so any number of
-devices can go on with it. Precision, fast paths and repairs stay those that it was begun with; how
-its work is divided, and what it takes to fit it into memory, is found anew. Read next:
-`resume.py`; `everyframe.planning.parallelism`.
+Saved state is whole (latents, text, frames) and independent of ranks, so any number of devices can
+resume it. Precision, fast paths and repairs stay those of the original plan; the division of work
+and the memory fallbacks are planned again.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from everyframe.runtime.interface import DryRunSpec, ModelSpec
 from everyframe.runtime.memory_fallbacks import BY_TURNS, MemoryFallback, memory_fallbacks
 from everyframe.runtime.oom_fallback import AppliedFallback
 
-#: Options that say which devices work and what each does; none of them fits other devices.
+#: Options about devices and their shares; none of them carries over to other devices.
 OF_RANKS = ("num_devices", "devices", "parallel", "shares", "shard_weights")
 
 
 def with_devices(request: Request, ranks: Mapping[str, Any]) -> Request:
-    """The request with those devices in place of its own."""
+    """The request with these device options in place of its own."""
     replaced = {*OF_RANKS, *(("device",) if ranks.get("devices") else ())}
     kept = {name: value for name, value in request.given().items() if name not in replaced}
     return Request(**{**kept, **ranks})
@@ -42,10 +41,10 @@ def replan_for_devices(
     peers: Peers | None,
     done: Collection[int],
 ) -> Plan:
-    """`old` for the devices of `request`; videos of the seeds in `done` are made already.
+    """Replan `old` for the devices of `request`; videos of the seeds in `done` are finished.
 
     Raises:
-        CannotRunError: it doesn't fit there, or would give another video.
+        CannotRunError: it doesn't fit on those devices, or would give another video.
     """
     several = request.num_ranks > 1
     paths = {
@@ -82,7 +81,7 @@ def replan_for_devices(
 
 
 def said_of_move(old: Plan, new: Plan) -> tuple[str, ...]:
-    """What is said of a run that goes on elsewhere."""
+    """Notes about a run that resumes on other devices."""
     text = (
         f"begun on {_devices(old)}, goes on on {_devices(new)}: what is summed in another order "
         "differs by rounding, in float32 by about 1e-5 of the values at most"
@@ -116,9 +115,9 @@ def _check_alike(old: Plan, new: Plan) -> None:
 def apply_next_fallback(
     plan: Plan, model: ModelSpec, scarcity: OutOfMemoryInfo
 ) -> tuple[Plan, str] | None:
-    """The plan in which that takes less memory on every rank, and what is other in it.
+    """Apply the next memory fallback on every rank; return the plan and the change in words.
 
-    None where nothing is left that takes less.
+    None if no fallback is left.
     """
     return next(_plans(plan, model, scarcity), None)
 
@@ -147,12 +146,12 @@ def _plans(plan: Plan, model: ModelSpec, scarcity: OutOfMemoryInfo) -> Iterator[
 
 
 def _is_elsewhere(part: ComponentPlan) -> bool:
-    """Whether not all of its weights stay on the device."""
+    """Whether some of its weights are off the device."""
     return part.offload or part.holders > 1
 
 
 def _moved(part: ComponentPlan, way: MemoryFallback) -> ComponentPlan:
-    """The component with its weights where that way has them."""
+    """The component with its weights placed as that fallback requires."""
     return replace(
         part,
         offload=way.offload,
@@ -163,7 +162,7 @@ def _moved(part: ComponentPlan, way: MemoryFallback) -> ComponentPlan:
 
 
 def _with(plan: Plan, parts: Sequence[ComponentPlan]) -> Plan:
-    """The plan with these in place of its components of their names."""
+    """The plan with these components replacing those of the same names."""
     of_names = {part.name: part for part in parts}
     return replace(
         plan, components=tuple(of_names.get(part.name, part) for part in plan.components)
@@ -173,10 +172,10 @@ def _with(plan: Plan, parts: Sequence[ComponentPlan]) -> Plan:
 def replan_with_less_memory(
     plan: Plan, model: ModelSpec, scarcity: OutOfMemoryInfo
 ) -> tuple[Plan, Repaired]:
-    """The plan with the next thing done so that all ranks need less, and what is told of it.
+    """The plan with the next memory fallback on all ranks, and the event that reports it.
 
     Raises:
-        CannotRunError: nothing is left that takes less.
+        CannotRunError: no fallback is left.
     """
     found = apply_next_fallback(plan, model, scarcity)
     where = f"{scarcity.where}, on rank {scarcity.rank}: out of memory"
@@ -196,13 +195,13 @@ def replan_with_less_memory(
 
 
 def relieved_of(written: Iterable[Mapping[str, Any]]) -> tuple[Repaired, ...]:
-    """What a run's folder says was done before so that all ranks need less."""
+    """Read from the run folder the memory fallbacks already applied to all ranks."""
     events = (event_of(each) for each in written)
     return tuple(event for event in events if isinstance(event, Repaired))
 
 
 def remind(progress: RunState, relieved: Iterable[Repaired]) -> None:
-    """Have the record hold it, which a state of before does not."""
+    """Add earlier memory fallbacks to the run state, which may have been saved before them."""
     known = [{**each, "clip": None} for each in progress.repairs]
     told = [{"clip": None, **event.to_json()} for event in relieved]
     progress.repairs[:0] = [each for each in told if each not in known]

@@ -1,4 +1,4 @@
-"""Read the pictures, videos and start noise that came with a request."""
+"""Read the input images, videos and initial noise of a request."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ from everyframe.media.read import picture_as_given, read_image, read_video
 from everyframe.media.video import Video
 from everyframe.runtime.interface import ConditioningFrames
 
-#: A video to go on from is kept whole in the result; this bounds what is read of it.
+#: Maximum frames read of a video to extend; all of them are part of the result.
 _MAX_SOURCE_FRAMES = 20_000
 
 
 def read_given(request: Request, settings: Settings) -> ConditioningFrames:
-    """The pictures and videos of a request, read and, unless the family does it, fitted.
+    """Read the conditioning frames of a request; fit them to the size unless the family does that.
 
-    Those that a foreign pipeline is to have as they are, are opened and no more. Raises
-    `MediaError` for a file that is none.
+    Files that a diffusers pipeline takes unchanged are only opened.
+
+    Raises:
+        MediaError: a file is not an image or video.
     """
     as_given = {name: picture_as_given(getattr(request, name)) for name, _ in settings.given_forms}
 
@@ -55,7 +57,7 @@ def read_given(request: Request, settings: Settings) -> ConditioningFrames:
 
 
 def _source(extend: Any, settings: Settings) -> tuple[np.ndarray[Any, Any], tuple[str, ...]]:
-    """The video to go on from, fitted, and what is to be said of its frame rate."""
+    """The video to extend, fitted to the size, and notes about its frame rate."""
     fps = rate = exact_fps(settings.fps)
     if isinstance(extend, Video):
         check_range(extend.frames, "extend")
@@ -90,9 +92,10 @@ def _source(extend: Any, settings: Settings) -> tuple[np.ndarray[Any, Any], tupl
 
 
 def start_noise(request: Request) -> torch.Tensor | None:
-    """What sampling begins with in place of the seed's noise, float32 on the CPU, if it was given.
+    """Initial noise given in place of the seed's, as float32 on the CPU; None if not given.
 
-    Raises `InputError` if it is not finite.
+    Raises:
+        InputError: the noise is not finite.
     """
     if request.latents is None:
         return None

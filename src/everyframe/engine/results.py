@@ -1,4 +1,4 @@
-"""What a caller of Python gets of a run: its events as they happen, warnings, and its videos."""
+"""Collect the results of a run for Python callers: event callbacks, warnings and videos."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ Tell = Callable[[Event], None]
 
 
 class EventTeller:
-    """Tells of each event once, of those of a pipeline's call as they happen.
+    """Deliver each event to a callback once; notes and repairs are also warnings.
 
-    Notes and repairs are warnings besides.
+    Events inside a pipeline's call are delivered as they happen.
     """
 
     def __init__(self, tell: Tell | None) -> None:
@@ -34,12 +34,12 @@ class EventTeller:
         self._early: list[Event] = []
 
     def at_once(self, event: Event) -> None:
-        """Tell of an event of the call, which comes again among the `rest`."""
+        """Deliver an event of the pipeline's call at once; it appears again among the `rest`."""
         self._early.append(event)
         self._say(event)
 
     def rest(self, events: Events) -> Iterator[Event]:
-        """All events; those that were not told yet are told."""
+        """Yield all events and deliver those not delivered yet."""
         with closing(events):
             for event in events:
                 if self._early and event is self._early[0]:
@@ -58,7 +58,7 @@ class EventTeller:
 
 
 def _warn(text: str) -> None:
-    """Warn at the line that called this package, so that a filter of Python's can know it."""
+    """Warn at the line that called this package, so that Python's warning filters can match it."""
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and _is_ours(frame.f_globals.get("__name__", "")):
         level, frame = level + 1, frame.f_back
@@ -70,7 +70,7 @@ def _is_ours(module: str) -> bool:
 
 
 def collect_videos(events: Events, output: Output, told: EventTeller) -> list[Video]:
-    """The videos in the order of their seeds, whichever of several devices was done first."""
+    """The videos in order of their seeds, whichever device finishes first."""
     frames: dict[tuple[int, int | None], list[np.ndarray[Any, Any]]] = {}
     sounds: dict[tuple[int, int | None], Audio] = {}
     videos: dict[tuple[int, int], Video] = {}

@@ -1,8 +1,8 @@
-"""Goes on with a run that was broken off: the same plan, from the last state that was written.
+"""Resume an interrupted run: the same plan, from the last saved state.
 
-What is computed again has the same bits, so the frames are those of an unbroken run; where that
-can't be promised because something else changed since (weights, a given picture, the device) it is
-an error, and what may matter (versions) is a note. Read next: `run.py`, `persistence.py`.
+Recomputed steps have the same bits, so the frames equal those of an uninterrupted run. A change
+that breaks this (weights, input files, device) is an error; one that may break it (versions) is a
+note.
 """
 
 from __future__ import annotations
@@ -48,10 +48,18 @@ from everyframe.runtime.interface import ModelSpec, VideoState
 
 @dataclass(frozen=True)
 class InterruptedRun:
-    """A run that was broken off: what was asked and planned, and how it was kept.
+    """An interrupted run as read from its folder.
 
-    `given` has the digests of a model that was given in Python, by component (None for any other).
-    `relieved` is what had to be done by all of its ranks so that they need less memory.
+    Attributes:
+        folder: the run folder.
+        request: the original request.
+        plan: the original plan.
+        record: the record of the run.
+        place: working folder in which the run began.
+        output: requested output path.
+        as_uint8: whether frames are saved as uint8.
+        given: digests of an in-memory model by component; None for any other model.
+        relieved: memory fallbacks applied to all ranks so far.
     """
 
     folder: RunFolder
@@ -66,10 +74,10 @@ class InterruptedRun:
 
 
 def load_run(folder: RunFolder) -> InterruptedRun:
-    """A run as it was begun.
+    """Load a run from its folder.
 
     Raises:
-        DamagedError: the folder holds none, or not as it was written.
+        CorruptRunError: the folder has no run, or its files are corrupt.
     """
     fetch = TensorStore(folder.given).fetch
     try:
@@ -113,13 +121,13 @@ def resume_run(
     scarcity: OutOfMemoryInfo | None = None,
     trust_remote_code: bool = False,
 ) -> Events:
-    """What happens from there on, as `everyframe.engine.run.stream` yields it.
+    """Resume a run and yield its events, as `everyframe.engine.run.stream` does.
 
-    `skip` are seeds whose videos are not wanted again; `given_model` is the model, for a run whose
-    model was in memory. Raises an `EveryframeError` for anything that stands in the way.
-    With `join` this is one of several ranks: all read what was kept before the first one writes.
-    `ranks` are options of the request that say which devices it goes on with; without, as before.
-    `scarcity` is what these ranks lacked memory for. `trust_remote_code` runs the model's code.
+    `skip` are seeds whose videos are not wanted; `given_model` is the model of a run of an
+    in-memory one. With `join` this is one of several ranks: all read the saved state before the
+    first one writes. `ranks` are request options that replace the run's devices. `scarcity` asks
+    for the next memory fallback. `trust_remote_code` runs the model's code. Raises
+    `EveryframeError` if it can't resume.
     """
     lock = _locked(folder) if (leads := join is None or join.rank == 0) else None
     try:
@@ -164,7 +172,7 @@ def resume_run(
 
 
 def _locked(folder: RunFolder) -> Lock:
-    """The run for this process alone; `InputError` where that can't be had."""
+    """Lock the run for this process; `InputError` if that fails."""
     try:
         return folder.locked()
     except OSError as error:
@@ -176,7 +184,7 @@ def _locked(folder: RunFolder) -> Lock:
 
 
 def _place_of_report(run: InterruptedRun) -> Path | None:
-    """Where its page goes, relative to where the run was begun."""
+    """Folder for the repair report, relative to where the run began."""
     asked = run.request.report
     return None if asked is None else check_folder(run.place / asked)
 
@@ -184,7 +192,7 @@ def _place_of_report(run: InterruptedRun) -> Path | None:
 def _divided(
     run: InterruptedRun, request: Request, peers: Peers | None, skip: Collection[int]
 ) -> tuple[InterruptedRun, tuple[Event, ...]]:
-    """The run for the devices of that request, and what is told of it."""
+    """The run replanned for the devices of that request, and events that report it."""
     plan = replan_for_devices(run.plan, request, peers, skip)
     return replace(run, plan=plan), (*map(Note, said_of_move(run.plan, plan)),)
 
@@ -192,19 +200,19 @@ def _divided(
 def _in_less(
     run: InterruptedRun, model: ModelSpec, scarcity: OutOfMemoryInfo
 ) -> tuple[InterruptedRun, tuple[Event, ...]]:
-    """The run with one thing more done so that its ranks need less, and what is told of it."""
+    """The run with the next memory fallback applied to its ranks, and events that report it."""
     plan, told = replan_with_less_memory(run.plan, model, scarcity)
     return replace(run, plan=plan, relieved=(*run.relieved, told)), (told,)
 
 
 def _write_anew(run: InterruptedRun, request: Request, record: Mapping[str, Any]) -> None:
-    """Have whoever goes on with it next do so as it is planned now."""
+    """Save the new plan, so that the next resume uses it."""
     relieved = [each.to_json() for each in run.relieved]
     write(run.folder, {**run.folder.run(), "relieved": relieved}, request, run.plan, record)
 
 
 def _skipped(seeds: Collection[int]) -> tuple[str, ...]:
-    """What is said of videos that are not made again."""
+    """Note about videos that are not made again."""
     named = ", ".join(map(str, sorted(seeds)))
     return (f"what was made before is left as it is: the videos of seed {named}",) if seeds else ()
 
@@ -212,14 +220,14 @@ def _skipped(seeds: Collection[int]) -> tuple[str, ...]:
 def _progress(
     keeper: RunStateWriter, run: InterruptedRun, takes: list[VideoState]
 ) -> tuple[RunState, str]:
-    """How far these videos came, and that in a line."""
+    """Progress of these videos, as state and as one line of text."""
     progress, says = _read(keeper, run, takes)
     remind(progress, run.relieved)
     return progress, says
 
 
 def _named(run: InterruptedRun) -> str:
-    """The run's name, and by what a person knows it."""
+    """The run's name, and what a person knows it by."""
     settings = run.plan.settings
     what = f'"{run.plan.settings.prompt[:60]}", ' if settings.prompt else ""
     return f"{run.folder.name} ({run.plan.model}, {what}seed {settings.seed})"
@@ -247,7 +255,7 @@ def _read(
 
 
 def _answered(run: InterruptedRun) -> str:
-    """What is not computed again of a foreign pipeline, in a clause."""
+    """A clause about saved answers of a pipeline that are not computed again."""
     number = run.folder.num_answers()
     return f"; {number} calls of its models were made and are not made again" if number else ""
 
@@ -255,7 +263,7 @@ def _answered(run: InterruptedRun) -> str:
 def _model_here(
     run: InterruptedRun, given: LoadedModel | None, trust_remote_code: bool, *, is_same: bool
 ) -> Any:
-    """The model of the run, where everything else is as it was; `is_same` if devices are to be."""
+    """The model of the run, after checking that all else is unchanged; `is_same`: devices too."""
     _check_here(run, is_same=is_same)
     if not trust_remote_code:
         _check_trust(run)
@@ -279,7 +287,7 @@ def _model_here(
 
 
 def _check_trust(run: InterruptedRun) -> None:
-    """Raise `InputError` for a run of a model with code of its own, which no file can allow."""
+    """Raise `InputError` for a run whose model has its own code, which no file can allow."""
     if run.request.family_options.get("trust_remote_code"):
         raise InputError(
             f"the run {run.folder.name} runs Python code that comes with {run.plan.model}; if you "
@@ -288,10 +296,10 @@ def _check_trust(run: InterruptedRun) -> None:
 
 
 def find_run_of(digests: Mapping[str, str]) -> RunFolder:
-    """The last run that was broken off of the model in memory with these digests.
+    """The latest interrupted run of the in-memory model with these digests.
 
     Raises:
-        InputError: there is none; if there is one of another model, what is another in that.
+        InputError: there is none. If there is a run of another model, names what differs.
     """
     found: list[tuple[RunFolder, dict[str, str]]] = []
     for folder in free_runs():
@@ -309,7 +317,7 @@ def find_run_of(digests: Mapping[str, str]) -> RunFolder:
 
 
 def _check_given(folder: RunFolder, was: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Raise `InputError` if a model with the digests `now` is not the one that a run began with."""
+    """Raise `InputError` unless the digests `now` match those of the model that began the run."""
     others = [name for name in sorted(was.keys() | now.keys()) if was.get(name) != now.get(name)]
     if others:
         raise InputError(
@@ -320,14 +328,14 @@ def _check_given(folder: RunFolder, was: Mapping[str, str], now: Mapping[str, st
 
 
 def _check_here(run: InterruptedRun, *, is_same: bool) -> None:
-    """Raise for another folder or device than it was begun in; `is_same` if that is to go on."""
+    """Raise if the folder differs from the original one, or with `is_same` the device."""
     _check_place(run)
     if is_same:  # others are asked for, and checked where they are planned for
         _check_device(run)
 
 
 def _check_place(run: InterruptedRun) -> None:
-    """Raise `InputError` for files that were given relative to another folder than this one."""
+    """Raise `InputError` for input files given relative to another folder than this one."""
     if Path.cwd() == run.place:
         return
     for name, value in {**run.request.given(), **run.request.family_options}.items():
@@ -352,7 +360,7 @@ def _check_device(run: InterruptedRun) -> None:
 
 
 def _compared(run: InterruptedRun, record: dict[str, Any]) -> tuple[str, ...]:
-    """What is said of what may make a difference; `InputError` for what surely does."""
+    """Notes about differences that may change the result; `InputError` for those that do."""
     record = json.loads(json.dumps(record))  # as the other one came out of its file
     # What is done to need less memory is told where it is done.
     savings = {"savings": record["settings"]["savings"]}

@@ -1,9 +1,11 @@
-"""Runs a request: plan, then stages one after the other, each thing that happens an event.
+"""Run a request: plan, then stages in order; everything that happens is an event.
 
-Stages are the family's; here is their order, what they share, and how given frames come in. Memory
-peaks at the largest stage: a component lives as long as its stage's generator. Several videos of
-one request go through each stage together, each with its own seed, one after the other, so each is
-bit for bit what that seed alone gives. Read next: `runtime/interface.py`, `provenance.py`.
+This module defines the order of the family's stages, what they share, and how conditioning frames
+enter. A component lives only during its stage, so peak memory is that of the largest stage. Several
+videos of one request pass through each stage in turn, each with its own seed, so each equals bit
+for bit what its seed alone gives.
+
+Read next: `runtime/interface.py` (what a family implements), `provenance.py` (records).
 """
 
 from __future__ import annotations
@@ -70,16 +72,15 @@ def stream(
     keep: SaveOptions | None = None,
     join: Rendezvous | None = None,
 ) -> Events:
-    """What happens, as it happens: `Planned` first, `VideoDone` last for each video.
+    """Run a request and yield its events: `Planned` first, `VideoDone` last for each video.
 
-    Of what can't be done here `Planned` comes too, and then the error.
+    A plan that can't run here is yielded as `Planned` too, followed by the error. `num_threads` of
+    the CPU override a record, which asks for its own to reproduce its bits. `given_model` is an
+    in-memory model in place of the request's; torch switches then stay as its owner set them.
+    `keep` is how progress is saved (None: in `runs_folder`). `join` meets the other ranks of a plan
+    for several; see `ParallelPlan.speaks` for the ranks whose events count.
 
-    Raises an `EveryframeError` for anything that a person should know; nothing was written then.
-    `num_threads` overrules the number of CPU threads, which a record asks for to get its bits back.
-    `given_model` is one in memory, in place of one that the request names; torch's switches are its
-    owner's then, and none is set. How far the run comes is
-    kept as `keep` says (None: in `runs_folder`). `join` meets the other ranks of a plan that has
-    several; see `ParallelPlan.speaks` for whose events count.
+    Raises an `EveryframeError` for anything that a person should know; no output is written then.
     """
     place = None if request.report is None else check_folder(request.report)
     peers = meet_peers(request, join, num_threads)
@@ -122,7 +123,7 @@ def stream(
 
 
 def initial_videos(request: Request, plan: Plan) -> list[VideoState]:
-    """The videos of a request, none of them begun; what was given is read."""
+    """The videos of a request before their first stage, with input files read."""
     given, noise = read_given(request, plan.settings), start_noise(request)
     first = plan.settings.seed
     return [
@@ -137,7 +138,7 @@ def run_stages(
     keeper: RunStateWriter,
     progress: RunState,
 ) -> Events:
-    """Run the plan from there on, and let go of what is kept when nothing is left to be done."""
+    """Run the remaining stages of the plan, then release the saved run."""
     if not progress.takes:
         return
     with saved_run(keeper, progress.takes):
@@ -149,10 +150,10 @@ def run_stages(
 
 
 def _as_planned(events: Events, here: RankContext) -> Events:
-    """The same events, made with the plan's threads, in full float32 and without gradients.
+    """Pass events through; compute them with the plan's threads, full float32, and no gradients.
 
-    All are entered for each event anew: whoever reads the stream runs between two events, and
-    nothing of theirs may change by it. For a model in memory torch stays as its owner has it.
+    The settings are entered anew for each event, since the consumer's code runs between two events
+    and must not be affected. An in-memory model runs with torch as its owner set it.
     """
     where, turn = "before its first stage", Turn(is_alone=True)
     with closing(events):
@@ -171,9 +172,9 @@ def _as_planned(events: Events, here: RankContext) -> Events:
 
 @contextmanager
 def _switched(plan: Plan, turn: Turn) -> Iterator[None]:
-    """Within, torch is as a plan of ours wants it, whatever this thread and the process have set.
+    """Context: torch is set as our plans require, whatever thread and process have set.
 
-    No other run of ours computes meanwhile, since most of it holds for the process.
+    Most settings are process-wide, so no other run of ours computes meanwhile.
     """
     with (
         turn,
@@ -188,7 +189,7 @@ def _switched(plan: Plan, turn: Turn) -> Iterator[None]:
 
 
 def _next(events: Iterator[Event], here: RankContext, where: str) -> Event | None:
-    """The next event; what torch says of memory and of a lost device is told as what it is."""
+    """The next event; out-of-memory and lost-device errors of torch become errors of ours."""
     device = here.plan.device.torch_name
     if here.teams.world.size > 1:
         device += f" of rank {here.teams.world.rank}"
@@ -253,20 +254,20 @@ def _run(
 
 
 def _repairs_key(record: Mapping[str, Any], plan: Plan) -> RepairCacheKey | None:
-    """Where repairs are remembered; None for weights that somebody had in memory."""
+    """Key of the repair cache; None for in-memory weights."""
     sha256 = record.get("model", {}).get("sha256")
     return None if sha256 is None else key_of(sha256, plan.device, record["versions"])
 
 
 def _remember(key: RepairCacheKey | None, plan: Plan, event: Repaired) -> None:
-    """Have the next plan begin with this repair; how much memory is free is of this moment."""
+    """Cache this repair for later plans; memory fallbacks depend on free memory, so not those."""
     if key is not None and event.cause != "memory":
         dtype = plan.component(event.component).precision.parameters
         save_repair(key, Repair(event.component, event.raised, event.to, dtype))
 
 
 def _stages(here: RankContext, model: ModelSpec, progress: RunState) -> Iterator[tuple[int, Stage]]:
-    """Each stage that is left with its clip; `progress` says which it is."""
+    """The remaining stages with their clips; `progress` says where to start."""
     for clip in range(progress.clip, here.plan.settings.chain):
         first = progress.stage if clip == progress.clip else 0
         for number, stage in enumerate(here.stages(model, clip)):
@@ -276,7 +277,7 @@ def _stages(here: RankContext, model: ModelSpec, progress: RunState) -> Iterator
 
 
 def _check_finite(event: FramesDecoded, stage: Stage) -> None:
-    """The last gate: frames that are not finite go to nobody, whatever was watched before."""
+    """Final check: non-finite frames are never delivered, whatever was watched before."""
     frames = np.asarray(event.frames)
     # Both carry NaN through, and need no copy as large as the frames.
     if frames.size and not (np.isfinite(frames.min()) and np.isfinite(frames.max())):

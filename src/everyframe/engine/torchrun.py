@@ -1,9 +1,8 @@
-"""What torchrun has told this process: which rank of how many it is, and where its errors go.
+"""Read torchrun's environment: rank, world size, and the file for error messages.
 
-Each rank that torchrun starts is a process that stays alive whatever happens: it starts one worker,
-as it would without torchrun, and the workers meet by what is in the environment. Rank 0 shows and
-writes, the others say nothing unless they fail. No torch here. Read next: `launcher.py`, and
-`everyframe.engine.torchrun` for who of them speaks when a run fails.
+Each process under torchrun starts one worker, as it would without, and survives its crash.
+The workers meet by the addresses in the environment. Rank 0 displays and writes; the others print
+only if they fail. Imports no torch.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from everyframe.core.errors import InputError, PeerLostError, WorkerDiedError
 
 @dataclass(frozen=True)
 class TorchrunRank:
-    """This process as a rank: `rank` of `size`, on this machine `local_rank` of `local_size`."""
+    """This process's torchrun rank: `rank` of `size`, here `local_rank` of `local_size`."""
 
     rank: int
     size: int
@@ -34,10 +33,10 @@ class TorchrunRank:
         return self.size == self.local_size
 
     def options(self, given: Mapping[str, Any]) -> dict[str, int]:
-        """What it says of the options of a request, those that were given among them.
+        """The device options that torchrun implies, merged with those given.
 
         Raises:
-            InputError: they name another number of devices.
+            InputError: the given options name another number of devices.
         """
         names = given.get("devices")
         if names is not None:
@@ -57,7 +56,7 @@ class TorchrunRank:
 
 
 def under_torchrun(environment: Mapping[str, str] | None = None) -> TorchrunRank | None:
-    """This process's place among the ranks that torchrun started; None if it didn't start it."""
+    """This process's torchrun rank; None if torchrun didn't start it."""
     told = os.environ if environment is None else environment
     if "TORCHELASTIC_RUN_ID" not in told or "RANK" not in told:
         return None
@@ -67,10 +66,10 @@ def under_torchrun(environment: Mapping[str, str] | None = None) -> TorchrunRank
 
 
 def leave_word(text: str) -> None:
-    """Leave why this rank failed where torchrun looks for it, so that it is in its summary.
+    """Write why this rank failed to torchrun's error file, for torchrun's summary.
 
-    The file is that of torch.distributed.elastic's ``record``, in its form; what it would write of
-    a Python traceback is of no use to anybody here, and importing it takes seconds.
+    The file has the format of torch.distributed.elastic's ``record``. That function would write a
+    Python traceback, which helps no user, and importing it takes seconds.
     """
     place = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if place:
@@ -79,16 +78,16 @@ def leave_word(text: str) -> None:
             json.dump({"message": {"message": text, "extraInfo": said}}, file)
 
 
-#: Seconds that are left to others; to find out what a worker died of takes some.
+#: Seconds to wait for other ranks' messages; diagnosing a crashed worker takes some.
 _LOST_A_PEER, _ON_ALL_ALIKE = 20.0, 4.0
 
 
 class Terminated(BaseException):
-    """SIGTERM or SIGHUP came; raised so that unfinished files are removed on the way out."""
+    """SIGTERM or SIGHUP arrived; raised so that unfinished files are removed on exit."""
 
 
 def patience(error: BaseException, rank: int) -> float:
-    """Seconds that a rank waits for another one's word before it says what it knows."""
+    """Seconds that this rank waits for another rank's message before it reports its own error."""
     if isinstance(error, PeerLostError):
         return _LOST_A_PEER + (_ON_ALL_ALIKE if rank else 0)
     if rank == 0 or isinstance(error, WorkerDiedError):
@@ -97,9 +96,9 @@ def patience(error: BaseException, rank: int) -> float:
 
 
 def after_others(ranks: TorchrunRank, error: BaseException, text: str) -> str:
-    """What this rank is to say, when nobody else has said anything until now.
+    """The message that this rank reports, after giving the other ranks time to report first.
 
-    Does not return where torchrun ends this process meanwhile.
+    Does not return if torchrun ends this process meanwhile.
     """
     # Nothing is left to be done here that would have to be undone.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -1,8 +1,8 @@
-"""Traces of runs: recorded while the engine runs a request or somebody's own modules, and compared.
+"""Record module-level traces of runs or of user modules, and compare two of them.
 
-What a trace is, and how two are held against each other, is in `everyframe.numerics.trace`; here is
-what knows of requests, pipelines and models: which modules there are, what has to be the same, and
-where the module of a replay comes from. Read next: `everyframe.cli.trace`.
+`everyframe.numerics.trace` defines traces and their comparison. This module adds what depends on
+requests, pipelines and models: which modules exist, what must be equal between two traces, and how
+a component is loaded for a replay.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ AnyPath = str | PathLike[str]
 def record(
     request: Request, path: AnyPath, full: Sequence[str] = (), *, num_threads: int | None = None
 ) -> Iterator[Event]:
-    """Run a request as `stream` does, and write the trace of all its modules when it ends.
+    """Run a request as `stream` does and write the trace of all its modules at the end.
 
-    A run that ends with `NumericsError` leaves its trace too: that is the one to look at.
+    A run that ends with `NumericsError` writes its trace too.
 
     Raises:
-        InputError: the trace can't be written there; a module of `full` that isn't there.
+        InputError: the trace can't be written there, or a module of `full` doesn't exist.
     """
     place = check_place(path)
     recorder = Recorder(full, held_in)
@@ -85,11 +85,11 @@ def record(
 
 @contextmanager
 def recording(what: Any, path: AnyPath, *, full: Sequence[str] = ()) -> Iterator[None]:
-    """Trace every call of these modules in the block, and write the trace at its end.
+    """Context: trace every call of these modules, and write the trace at the end.
 
-    `what` is a module (its component is called ``model``), several by name, or a diffusers
-    pipeline. `full` are modules whose tensors are kept whole, such as ``unet.mid_block``. A block
-    that raises leaves its trace too.
+    `what` is a module (its component is named ``model``), a mapping of modules by name, or a
+    diffusers pipeline. `full` names modules whose tensors are stored whole, such as
+    ``unet.mid_block``. The trace is written even if the block raises.
 
     Raises:
         InputError: nothing to trace, no module of such a name, or the trace can't be written there.
@@ -123,7 +123,11 @@ def recording(what: Any, path: AnyPath, *, full: Sequence[str] = ()) -> Iterator
 
 
 def modules_of(what: Any) -> dict[str, nn.Module]:
-    """Modules by name: one, several, or a pipeline's. Raises `InputError` for what has none."""
+    """Modules by name of one module, a mapping or a pipeline.
+
+    Raises:
+        InputError: there are none.
+    """
     if isinstance(what, nn.Module):
         return {"model": what}
     parts = what if isinstance(what, Mapping) else getattr(what, "components", None)
@@ -142,10 +146,13 @@ Find = Callable[[str], nn.Module]
 
 @dataclass(frozen=True)
 class TraceVerdict:
-    """What came of a comparison: the `place` of the source, None if all is explained.
+    """Result of a trace comparison.
 
-    `replayed` are the places that were computed again in float32, and `notes` what else a person
-    should know.
+    Attributes:
+        compared: the comparison of all calls.
+        place: the source of the first unexplained difference; None if all are explained.
+        replayed: places recomputed in float32.
+        notes: what else a person should know.
     """
 
     compared: Comparison
@@ -159,11 +166,11 @@ class TraceVerdict:
         return self.place is None
 
     def png(self, title: str) -> bytes:
-        """Differences by module and call, drawn."""
+        """Draw the differences by module and call as a PNG."""
         return picture(self.compared, title)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data: what the command line prints."""
+        """The verdict as plain data, as the command line prints it."""
         place = None
         if self.place is not None:
             seen = self.compared.a.seen[self.place.seen]
@@ -193,12 +200,12 @@ def diff(
 ) -> TraceVerdict:
     """Compare two traces; see `everyframe.numerics.trace.diff`.
 
-    Where both hold whole tensors of a place that precision does not explain, it is replayed with
-    the module that `find` gives; what is growth alone is passed over. Without `find` the model that
-    the first trace was recorded of is loaded, if it was a run of ours; `model` says where it lies.
+    A place that precision does not explain is replayed with the module that `find` returns, if both
+    traces store its tensors whole; growth of an earlier difference is skipped. Without `find`, the
+    model of a traced Everyframe run is loaded. `model` overrides where that model is found.
 
     Raises:
-        InputError: no traces, or of runs that can't be compared, and why.
+        InputError: not traces, or traces of runs that can't be compared, with the reason.
         DeviceLostError: the device of a replay was lost.
     """
     compared = compare(file.read(a), file.read(b))
@@ -226,9 +233,9 @@ def diff(
 
 
 def model_of(about: Mapping[str, str], model: str | None = None) -> Find:
-    """Finds components by loading them as the run of that trace did, here and in float32.
+    """Finder that loads components as the traced run did, on this machine and in float32.
 
-    `model` says where the model lies if it isn't found by the name that it had there.
+    `model` overrides where the model is found, in place of its recorded name.
     """
 
     def find(component: str) -> nn.Module:
@@ -250,7 +257,7 @@ def model_of(about: Mapping[str, str], model: str | None = None) -> Find:
 
 
 def _record_of(about: Mapping[str, str]) -> Mapping[str, Any]:
-    """The record in a trace, which may have come by mail like any other file."""
+    """The record in a trace; untrusted, like any file."""
     try:
         return record_in(json.loads(about["record"]))
     except (ValueError, RecursionError) as error:
@@ -258,7 +265,7 @@ def _record_of(about: Mapping[str, str]) -> Mapping[str, Any]:
 
 
 def _component(plan: Plan, model: Any, name: str) -> nn.Module:
-    """One component, loaded as its stage loads it."""
+    """Load one component as its stage does."""
     found: dict[str, nn.Module] = {}
     for stage in stages_of(model, plan, 0):
         if plan.component(stage.component).stage != plan.component(name).stage:
@@ -274,7 +281,7 @@ def _component(plan: Plan, model: Any, name: str) -> nn.Module:
 
 
 def _of_a_run(record: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
-    """What must be the same in another trace of a run, and what is told of this one."""
+    """What must be equal in another trace of a run, and what is only reported."""
     settings = dict(record["settings"])
     size = f"{settings.pop('width')}x{settings.pop('height')}"
     same = {"model": record["model"]["name"], "weights": str(record["model"]["sha256"])}
@@ -326,7 +333,7 @@ def _plain(value: Any) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no infinity."""
+    """Replace infinity, which JSON lacks."""
     return str(value) if isinstance(value, float) and value in (float("inf"),) else value
 
 

@@ -1,8 +1,7 @@
-"""The process that computes: it gets a job, sends what happens, and leaves a trail.
+"""Worker process: receive a job, run it, send its events, and write the flight recorder.
 
-It ends when the process that started it does, however that ended; Ctrl-C is that one's affair.
-What libraries print goes into a file, log records go to the other process. Read next:
-`launcher.py`.
+The worker ends when its parent does, however that ended; the parent handles Ctrl-C. Library output
+goes to a file, log records go to the parent.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from everyframe.engine.worker_process import WorkerJob, receive, send
 
 
 def serve(descriptor: int) -> None:
-    """Do the job that comes through that descriptor."""
+    """Run the job received through that file descriptor."""
     os.set_inheritable(descriptor, False)
     connection = Connection(descriptor)
     gc.disable()  # until all is imported that is needed; see `core.collector`
@@ -70,9 +69,9 @@ def serve(descriptor: int) -> None:
 
 
 def _end_with(connection: Connection) -> None:
-    """End when the other process does, in whatever this one is then.
+    """End this process when the parent ends, whatever this process is doing.
 
-    Nothing more comes from there, so what ends the wait is that it is gone.
+    The parent sends nothing more, so the wait ends only when the parent is gone.
     """
     try:
         connection.recv_bytes()
@@ -81,7 +80,7 @@ def _end_with(connection: Connection) -> None:
 
 
 def _print_into(path: Path) -> None:
-    """What anything prints from here on goes there; so do the calls that a fatal signal ended."""
+    """Redirect all output to a file, including the stack dump of a fatal signal."""
     file = path.open("wb")
     os.dup2(file.fileno(), 1)
     os.dup2(file.fileno(), 2)
@@ -131,7 +130,7 @@ def _events(job: WorkerJob, trail: FlightRecorder) -> Iterator[Event]:
 
 
 def _watched(events: Iterator[Event], trail: FlightRecorder) -> Iterator[Event]:
-    """The same events; the trail says what goes on between them."""
+    """Pass events through and record stages and steps in the flight recorder."""
     watch = _Watch(trail)
     stage, num_steps = "", 0
     for event in events:
@@ -147,9 +146,10 @@ def _watched(events: Iterator[Event], trail: FlightRecorder) -> Iterator[Event]:
 
 
 class _Watch:
-    """Writes each module that is called into the trail, by a hook on all of them.
+    """Record each module call in the flight recorder, by a global module hook.
 
-    Modules are known by their place in memory and not held: holding one would keep its weights.
+    Modules are identified by memory address and not referenced; a reference would keep weights
+    alive.
     """
 
     def __init__(self, trail: FlightRecorder) -> None:
@@ -170,12 +170,12 @@ class _Watch:
         warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
 
     def begin(self) -> None:
-        """Another stage: what was known is gone, and others may be in its place."""
+        """Forget all modules at a new stage; others may take their addresses."""
         self._components.clear()
         self._numbers.clear()
 
     def loaded(self, component: str) -> None:
-        """That component is one of this stage's."""
+        """Register a component of this stage."""
         self._components.append(component)
         self._numbers.clear()
 
@@ -194,7 +194,7 @@ class _Watch:
             self._trail.enter(number, 0, ())
 
     def _learn(self, module: Any) -> int:
-        """Number it and all of its parts: who is called first is the outermost."""
+        """Number the module and its submodules; the first module called is the outermost."""
         alone = self._components[0] if len(self._components) == 1 else type(module).__name__
         for name, part in module.named_modules():
             place = ".".join(each for each in (alone, name) if each)
@@ -204,7 +204,7 @@ class _Watch:
 
 
 def _light(event: Event, as_uint8: bool) -> Event:
-    """The event with frames as they are wanted on the other side."""
+    """The event with frames in the format that the parent wants."""
     if not (isinstance(event, FramesDecoded) and as_uint8):
         return event
     from everyframe.media.pixels import to_uint8
@@ -213,7 +213,7 @@ def _light(event: Event, as_uint8: bool) -> Event:
 
 
 def _told(error: Exception) -> dict[str, Any]:
-    """What the other process needs to raise it again."""
+    """What the parent needs to raise this error again."""
     told: dict[str, Any] = {"class": type(error).__name__, "text": str(error)}
     if isinstance(error, DistributedOutOfMemoryError):
         told["scarcity"] = error.scarcity

@@ -1,10 +1,10 @@
-"""Finds a rank that hangs: the others wait for it, and it does nothing.
+"""Detect hung workers and describe crashed ones.
 
-A rank that computes or reads for long is none: its process uses the processor, bytes come, or its
-trail goes on. So a rank is given up only after a while in which nobody went on, it waited for
-nobody, used no time of a core and read nothing; or in which all waited for each other. While it
-reads weights, or the system waits for a disk on its behalf, that while is minutes: a share that
-wakes up gives no byte for long. No torch here. Read next: `flight_recorder.py`.
+A rank counts as hung after 15 s in which no rank made progress and this rank neither waited for a
+peer, used CPU time (< 0.5 s) nor read data (< 64 KiB); or in which all ranks waited for each other
+(deadlock). The limit is 300 s while it reads weights or the system waits for a disk on its behalf,
+since a network share may take minutes to wake up. Long computations are not hangs: they use CPU
+time or advance the flight recorder. Imports no torch.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from everyframe.hardware.isolation import signal_name
 from everyframe.hardware.known_issues import Issue, explaining, find
 from everyframe.runs.folder import RunFolder
 
-#: Seconds in which nothing happens until a rank is given up; an exchange takes a small part.
+#: Seconds without progress after which a rank counts as hung; an exchange takes far less.
 _SECONDS = 15.0
-#: Seconds until that where it waits for a disk.
+#: The same for a rank that waits for a disk.
 _SECONDS_OF_A_DISK = 300.0
-#: Seconds of a core in that time that are as good as none, and bytes that are.
+#: CPU seconds, and bytes read, up to which a rank counts as idle.
 _IDLE, _FEW_BYTES = 0.5, 2**16
 
 
 class HangDetector:
-    """Watches the workers of one run; `check` is called again and again.
+    """Detect hangs among the workers of one run; call `check` repeatedly.
 
-    With `sees_all` there are no other ranks than these; those of somebody else may keep these ones
-    waiting for good reasons.
+    With `sees_all` these are all ranks of the run. Otherwise ranks elsewhere may have good reasons
+    to keep these waiting, and waiting for each other is not an error.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class HangDetector:
         self._active = dict.fromkeys(self._done, self._since)
 
     def check(self, workers: Iterable[Worker]) -> None:
-        """Raise `WorkerDiedError` if one of those hangs; names it and what it was doing."""
+        """Raise `WorkerDiedError` if a worker hangs, with its rank and last position."""
         at_work = list(workers)
         now = time.monotonic()
         trails = {each.job.rank: _content(each.trail) for each in at_work}
@@ -85,9 +85,9 @@ class HangDetector:
         )
 
     def _does_nothing(self, worker: Worker, where: LastPosition, now: float) -> bool:
-        """Whether it neither waits for others, computes nor reads, or was stopped wherever it is.
+        """Whether it is idle past the limit without waiting for others, or stopped by a signal.
 
-        Who can't be seen to do nothing is not given up.
+        A process whose activity can't be measured counts as active.
         """
         state, rank = _state(worker.process_id), worker.job.rank
         if state in ("T", "t"):
@@ -111,19 +111,19 @@ class HangDetector:
 
 @dataclass(frozen=True)
 class _Work:
-    """What a process has done so far: seconds of a core, bytes read from anywhere."""
+    """Activity of a process so far: CPU seconds and bytes read from anywhere."""
 
     seconds: float = 0.0
     num_bytes: int = 0
 
     @classmethod
     def of(cls, process: int) -> _Work | None:
-        """As the system counts it; None where it doesn't say."""
+        """Measure a process; None if the system doesn't report it."""
         seconds = _core_seconds(process)
         return None if seconds is None else cls(seconds, _bytes_read(process))
 
     def is_more_than(self, before: _Work) -> bool:
-        """Whether enough was done since then to be anything at all."""
+        """Whether the activity since `before` is more than idle."""
         is_busy = self.seconds - before.seconds >= _IDLE
         return is_busy or self.num_bytes - before.num_bytes >= _FEW_BYTES
 
@@ -133,7 +133,7 @@ def _content(path: Path) -> bytes:
 
 
 def _core_seconds(process: int) -> float | None:
-    """Seconds of a core that a process has used so far; None where the system doesn't say."""
+    """CPU seconds used by a process so far; None if the system doesn't report it."""
     fields = _stat(process)
     if len(fields) < 13:
         return None
@@ -141,7 +141,7 @@ def _core_seconds(process: int) -> float | None:
 
 
 def _bytes_read(process: int) -> int:
-    """Bytes that a process has read so far, by calls and by mapped files; 0 where nobody says."""
+    """Bytes read by a process so far, by system calls and mapped files; 0 if not reported."""
     fields = _stat(process)
     pages = int(fields[9]) if len(fields) >= 13 else 0  # those that a disk had to bring
     try:
@@ -154,26 +154,26 @@ def _bytes_read(process: int) -> int:
 
 
 def _state(process: int) -> str:
-    """The system's letter for what a process is at; empty where that can't be known."""
+    """Process state letter of the system; empty if unknown."""
     return next(iter(_stat(process)), "")
 
 
 def _stat(process: int) -> list[str]:
-    """What Linux tells of a process, from its state on; nothing elsewhere."""
+    """Fields of /proc/PID/stat from the state on; empty where there is no Linux."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return []
 
 
-#: Libraries that matter to a crash on a GPU, and what they are called.
+#: Libraries relevant to GPU crashes, and their display names.
 _LIBRARIES = {"cublas": "cuBLAS", "cudnn": "cuDNN", "hipblas": "hipBLAS", "nccl": "NCCL"}
 
 
 def crash_error(worker: Worker, code: int, run: RunFolder | None) -> WorkerDiedError:
-    """The error for a worker that ended with that exit code, negative for a signal.
+    """Build the error for a crashed worker: signal, last position, matching known issue, fix.
 
-    `run` is where how far it came is kept.
+    `code` is the exit code, negative for a signal. `run` is the folder with the saved progress.
     """
     where = read_last_position(worker.trail)
     rank = f" of rank {worker.job.rank}" if len(worker.job.weights) > 1 else ""
@@ -195,14 +195,14 @@ def crash_error(worker: Worker, code: int, run: RunFolder | None) -> WorkerDiedE
 
 
 def kept_in(run: RunFolder | None) -> list[str]:
-    """What is said of a run that is kept where it ended."""
+    """Note about the run saved at the time of a crash."""
     return [] if run is None else [f"what it came to is kept: everyframe resume {run.name}"]
 
 
 def _of_the_machine(
     machine: MachineFacts, signal: str, where: LastPosition, printed: str
 ) -> list[str]:
-    """What was loaded, which known issue that is, and what to do about it."""
+    """Loaded libraries, the matching known issue and its fix."""
     software, said = machine.software, []
     if software is not None:
         loaded = [
@@ -223,9 +223,9 @@ def _of_the_machine(
 
 
 def matching(machine: MachineFacts, signal: str, printed: str) -> Issue | None:
-    """The known issue that this most likely is: of this machine, and telling of that signal.
+    """The most likely known issue: one of this machine that names this signal.
 
-    What was printed may name one by its own words.
+    The worker's output may also match an issue by its own text.
     """
     if machine.software is None:
         return None

@@ -1,7 +1,7 @@
-"""A worker process as the one that started it sees it, and what it is told to do.
+"""Parent's handle of a worker process, its job, and the messages between them.
 
-Not here: when one is started and what becomes of what it says (`launcher.py`), and its own side
-(`worker.py`). No torch here. Read next: `launcher.py`.
+`launcher.py` starts workers and consumes their messages; `worker.py` is the other side. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from everyframe.core.safe_path import SAFE_PATH, SAFE_PATH_VARIABLE
 from everyframe.core.serialization import from_jsonable, to_jsonable
 from everyframe.engine.torchrun import TorchrunRank
 
-#: Seconds that a worker has to end by itself once it has said all.
+#: Seconds for a worker to exit after its last message.
 _PATIENCE = 20.0
 
-#: What a worker runs. Neither the current folder nor that of the caller's script is on its path;
-#: this package is found where it was found here, after everything else.
+#: Code that a worker runs. Its import path excludes the current folder and that of the caller's
+#: script. This package's own location comes last.
 _START = (
     f"{SAFE_PATH}sys.path.append(sys.argv[2]); "
     "from everyframe.engine.worker import serve; serve(int(sys.argv[1]))"
@@ -40,16 +40,27 @@ _PLACE_OF_PACKAGE = str(Path(__file__).resolve().parents[2])
 
 @dataclass(frozen=True)
 class WorkerJob:
-    """What a worker is to do: make a request, or go on with the run in the folder `run`.
+    """Job of a worker: run a request, or resume the run in the folder `run`.
 
-    `root` is the folder of runs to keep it in, `output`, `as_uint8` and `pace` (see
-    `everyframe.runs.run_state`) how. `rank` is one of ``len(weights)``, whose speeds are the plan's
-    affair; they meet by the file `meeting` (see `everyframe.parallel.rendezvous`). Under torchrun
-    this process has that one rank alone, and `local` is its number among those of this machine, and
-    how many these are. `ranks` is what a run that was broken off goes on with in place of its own
-    devices, by the names of the request's options; `scarcity` what it lacked memory for, to be done
-    in less from here on. `trust_remote_code` is said by the person who goes on with it. `folder` is
-    for its trail and what it prints.
+    Attributes:
+        request: the request, for a new run.
+        run: run folder, for a resumed run.
+        num_threads: CPU threads; None for the default.
+        root: folder of runs to save in.
+        output: requested output path.
+        as_uint8: save frames as uint8.
+        skip: seeds whose videos are not wanted again.
+        pace: how often state is saved; see `everyframe.runs.run_state`.
+        rank: number of this worker's rank.
+        weights: one entry per rank; the plan decides their speeds.
+        meeting: file by which ranks meet; see `everyframe.parallel.rendezvous`.
+        local: under torchrun, where this process has one rank only: (rank on this machine, ranks on
+            this machine).
+        ranks: request options that replace the devices of a resumed run.
+        scarcity: the out-of-memory event of a resumed run, answered by a memory fallback.
+        trust_remote_code: confirmed by the person who resumes the run.
+        folder: for the flight recorder and the worker's output.
+        log_level: level of the worker's log records.
     """
 
     request: Request | None = None
@@ -71,7 +82,7 @@ class WorkerJob:
     log_level: str = "WARNING"
 
     def of_ranks(self, number: int, torchrun: TorchrunRank | None = None) -> WorkerJob:
-        """The same job for so many ranks, or for those that torchrun started."""
+        """The same job for that many ranks, or for those that torchrun started."""
         if torchrun is None or torchrun.size == 1:
             return replace(self, weights=(1.0,) * number)
         local = torchrun.local_rank, torchrun.local_size
@@ -79,7 +90,7 @@ class WorkerJob:
 
 
 class Worker:
-    """One worker process, and the way to it."""
+    """Handle of one worker process and its connection."""
 
     def __init__(self, job: WorkerJob, place: Path | None) -> None:
         self.job = job
@@ -96,45 +107,48 @@ class Worker:
 
     @property
     def trail(self) -> Path:
-        """The file that says what it was at; see `read_trail`."""
+        """Flight recorder file of the worker; see `read_last_position`."""
         return self.job.folder / f"trail-{self.job.rank}"
 
     def printed(self) -> str:
-        """What was printed in it."""
+        """Text that the worker printed."""
         path = self.job.folder / f"printed-{self.job.rank}"
         return path.read_text(errors="replace") if path.exists() else ""
 
     @property
     def process_id(self) -> int:
-        """The system's number of it."""
+        """Process id."""
         return self._process.pid
 
     def has_died(self) -> bool:
-        """Whether it has ended, and not well."""
+        """Whether it exited with an error."""
         return self._process.poll() not in (None, 0)
 
     def end(self) -> int:
-        """Wait until it has ended by itself, or end it; its exit code, negative for a signal."""
+        """Wait for exit, or terminate it; return its exit code, negative for a signal."""
         try:
             return self._process.wait(_PATIENCE)
         except subprocess.TimeoutExpired:
             return self.kill()
 
     def kill(self) -> int:
-        """End it at once; its exit code, negative for a signal."""
+        """Kill the worker at once; return its exit code, negative for a signal."""
         self._process.kill()
         code = self._process.wait()
         self.connection.close()
         return code
 
 
-#: A message is sent in one go, also where several threads have something to tell.
+#: Messages of several threads must not interleave.
 _SENDING = threading.Lock()
 
 
 def send(connection: Connection, name: str, value: Any = None) -> None:
-    """Send a message. Raises `OSError` if nobody is there, `NotSerializableError` for what can't
-    go.
+    """Send a message.
+
+    Raises:
+        OSError: the other side is gone.
+        NotSerializableError: the value can't be serialized.
     """
     parts: list[Any] = []
     plain = to_jsonable(value, _taking(parts))
@@ -146,14 +160,18 @@ def send(connection: Connection, name: str, value: Any = None) -> None:
 
 
 def receive(connection: Connection) -> tuple[str, Any]:
-    """The next message. Raises `EOFError` if the other side is gone, maybe in the middle of one."""
+    """Receive the next message.
+
+    Raises:
+        EOFError: the other side is gone, even in mid-message.
+    """
     head = json.loads(connection.recv_bytes())
     parts = [connection.recv_bytes() for _ in range(head["parts"])]
     return head["name"], from_jsonable(head["value"], lambda mark: _made(mark, parts))
 
 
 def _taking(parts: list[Any]) -> Callable[[Any], dict[str, Any] | None]:
-    """Puts arrays, tensors and pictures into `parts`."""
+    """Serializer that moves arrays, tensors and images into `parts`."""
 
     def keep(value: Any) -> dict[str, Any] | None:
         torch = sys.modules.get("torch")

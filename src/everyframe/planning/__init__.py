@@ -1,4 +1,4 @@
-"""From what was asked and the facts of the machine to what will run.
+"""Turn a request and the facts of a machine into a plan.
 
-Read next: `resolve.py` (the one resolver), `planning/find_model.py` (what is known and on disk).
+Read next: `resolve.py` (the one resolver), `find_model.py` (known models, and those on disk).
 """

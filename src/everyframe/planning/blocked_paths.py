@@ -1,9 +1,10 @@
-"""Known issues of the machine that a plan is for: fast paths that they stand against, and the rest.
+"""Block fast paths that a known issue of the target machine affects.
 
-A severe issue about a path (a dtype, a kernel, the compiler) has that path avoided, only where a
-component does what the issue is about if it names an operation. One that no path avoids is told,
-with what mends it. Issues of other systems' packages are the doctor's alone. Read next:
-`choose_fast_paths.py`, which asks; `everyframe.hardware.known_issues`.
+A severe issue about a path (a dtype, a kernel, the compiler) blocks that path. If the issue names
+an operation, the path is blocked only for components that use it. An issue that no blocked path
+avoids becomes a note with its fix. Issues of packages that our runs do not use are left to
+`everyframe doctor`. `choose_fast_paths.py` applies the result; the data is in
+`everyframe.hardware.known_issues`.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from everyframe.fast_paths.toolchain import why_not
 from everyframe.hardware.known_issues import Condition, Issue, find, known_issues
 from everyframe.planning.dry_runs import DryRun
 
-#: Vendors of known issues by torch's device types.
+#: Vendors in known issues, by torch device type.
 _VENDORS = {"cpu": ("cpu",), "cuda": ("nvidia", "amd"), "mps": ("apple",), "xpu": ("intel",)}
 
-#: What our runs are made of; an issue of another package is no issue of theirs.
+#: Packages that our runs use; issues of other packages don't apply.
 _OURS = {"torch", "triton", "diffusers", "transformers", "numpy"}
 
-#: Tags that a dry run tells of a component; see `tags_of`.
+#: Prefixes of tags that a dry run finds; see `tags_of`.
 _OF_COMPONENTS = ("op:conv3d", "component:")
 
 
 @dataclass(frozen=True)
 class BlockReason:
-    """What stands against a path, in words; `needs` are tags that a component must have for it."""
+    """Why a path is blocked; it applies to components with the tags `needs`."""
 
     says: str
     needs: frozenset[str] = frozenset()
@@ -37,24 +38,24 @@ class BlockReason:
 
 @dataclass(frozen=True)
 class BlockedPaths:
-    """What stands against each path by its name, and what no path avoids."""
+    """Reasons against each path by name; `rest` are issues that no path avoids."""
 
     paths: Mapping[str, tuple[BlockReason, ...]] = field(default_factory=dict)
     rest: tuple[BlockReason, ...] = ()
 
     def against(self, path: str, tags: Collection[str]) -> str | None:
-        """Why that path is avoided for a component with these tags; None if it is not."""
+        """Why that path is blocked for a component with these tags; None if it is not."""
         found = self.paths.get(path, ())
         return next((each.says for each in found if each.needs <= set(tags)), None)
 
     def notes(self, runs: Sequence[DryRun]) -> Iterator[str]:
-        """What no path avoids, of a plan with these dry runs, a line each."""
+        """Issues that no path avoids, for a plan with these dry runs, one line each."""
         names = {run.rehearsal.component for run in runs}
         tags = {tag for name in names for tag in tags_of(name, runs)}
         return (each.says for each in self.rest if each.needs <= tags)
 
     def and_these(self, paths: Mapping[str, str]) -> BlockedPaths:
-        """The same, with more that stands against paths, whatever a component does."""
+        """A copy that blocks these paths too, whatever a component computes."""
         more = {
             name: (BlockReason(says), *self.paths.get(name, ())) for name, says in paths.items()
         }
@@ -62,7 +63,7 @@ class BlockedPaths:
 
 
 def tags_of(component: str, runs: Sequence[DryRun]) -> frozenset[str]:
-    """Tags of known issues for a component, by its own of these dry runs."""
+    """Known-issue tags of a component, from its own dry runs among these."""
     shapes = [
         product.shapes[1]
         for run in runs
@@ -75,10 +76,10 @@ def tags_of(component: str, runs: Sequence[DryRun]) -> frozenset[str]:
 
 
 def known(machine: MachineFacts, device: DeviceFacts, *, is_here: bool = True) -> BlockedPaths:
-    """What is known of that device in that machine.
+    """Paths blocked on that device of that machine.
 
-    Nothing is looked up where no issue is about such a device. Of a machine that is not here
-    (`is_here`) only its own facts count.
+    Nothing is looked up if no issue concerns such a device. For a machine that is not this one
+    (`is_here` is false) only its own facts count.
     """
     missing = why_not() if device.kind == "cpu" and is_here else None
     found = _known(machine, device, is_here=is_here)
@@ -131,7 +132,7 @@ def _against(issue: Issue, uses: frozenset[str] = frozenset()) -> BlockReason:
 
 
 def _about(issue: Issue, uses: frozenset[str]) -> bool:
-    """Whether it is about a path with these tags, in a component or in all."""
+    """Whether the issue concerns a path with these tags, in some component or in all."""
     return bool(uses & {*issue.uses}) and _is_of_components({*issue.uses} - uses)
 
 

@@ -1,10 +1,9 @@
-"""Which fast paths each component runs by: what is certified, less what is off, and why.
+"""Choose the fast paths of each component from certificates, request options and known issues.
 
-A path is used if a certificate for this very device, driver, model and size says so, or if the
-person who asked pinned it; else the plain way is taken. A plan that nobody runs yet tells what it
-expects of the paths that were not tried. Not here: how certificates are made
-(`everyframe.fast_paths.certify`) and put on a module (`everyframe.fast_paths.apply`). Read next:
-`memory_fit.py`, which asks; `component_certificates.py`.
+A path is used if a certificate for this device, driver, model and size allows it, or if the request
+pins it. Otherwise the component uses the default kernels. A plan that is only shown lists untried
+paths as expected. `everyframe.fast_paths.certify` makes certificates;
+`everyframe.fast_paths.apply` applies paths to a module.
 """
 
 from __future__ import annotations
@@ -31,24 +30,29 @@ from everyframe.planning.component_certificates import RECORDED, Certificates, o
 from everyframe.planning.dry_runs import DryRun, largest_scores
 from everyframe.runtime.interface import Component
 
-#: Verdicts with which a path is used.
+#: Verdicts that enable a path.
 USED = ("certified", "pinned", "expected")
 
-#: Verdicts that keep a path from being used whatever a trial would say.
+#: Verdicts that disable a path whatever a trial shows.
 _AGAINST = ("avoided", "off")
 
-#: A component that is called fewer times is not compiled, and one that computes less in a run only
-#: if that is asked for: minutes on a CPU, which compiling takes too.
+#: Compilation needs at least so many calls of a component, and unless requested at least so many
+#: operations in a run: minutes on a CPU, about what compiling takes.
 _AGAIN_AND_AGAIN, _VERY_LONG = 4, 1e14
 
 
 @dataclass(frozen=True)
 class FastPathOptions:
-    """What the person who asked wants of the paths: a kernel of attention, some off, `compile`.
+    """Fast-path options of a request.
 
-    `exact` are those of each component, as a record has them: no others are used, and these where
-    they are certified here, as a record is somebody's word, unless the person says so by `force`.
-    `dtype` is that of the request.
+    Attributes:
+        dtype: requested dtype.
+        kernel: pinned attention kernel.
+        off: disabled paths.
+        compile: whether to compile.
+        exact: paths of each component from a record. No others are used, and these only if they are
+            certified here, since a record is untrusted.
+        force: use the paths of `exact` without a certificate.
     """
 
     dtype: str = "auto"
@@ -60,7 +64,7 @@ class FastPathOptions:
 
 
 def pins_of(request: Request, device: DeviceFacts) -> FastPathOptions:
-    """The wishes of a request for that device.
+    """Fast-path options of a request for that device.
 
     Raises:
         InputError: no kernel or path of that name; names the nearest.
@@ -78,10 +82,14 @@ def pins_of(request: Request, device: DeviceFacts) -> FastPathOptions:
 
 @dataclass(frozen=True)
 class FastPathChooser:
-    """Chooses by certificates; None stands for a machine that is not here, which has none.
+    """Choose fast paths of components.
 
-    `expects` is whether untried paths are told as expected: the plan is shown and not run, or is
-    of a machine that is not here. `known` is what stands against paths whatever was tried.
+    Attributes:
+        device: the target device.
+        pins: options of the request.
+        certificates: None for a machine that is not this one.
+        known: paths blocked by known issues.
+        expects: list untried paths as expected: the plan is only shown, or is for another machine.
     """
 
     device: DeviceFacts
@@ -98,10 +106,10 @@ class FastPathChooser:
         *,
         may_try: bool = True,
     ) -> tuple[str, tuple[FastPathChoice, ...]]:
-        """The dtype to compute in where the facts of the device say `by_facts`, and why.
+        """Compute dtype of a component and the verdicts behind it; device facts suggest `by_facts`.
 
-        `runs` are the dry runs in that precision. One that there is nothing to try on (not
-        `may_try`) is taken unless something stands against it.
+        `runs` are dry runs in that precision. If there is nothing to try it on (not `may_try`), it
+        is used unless something blocks it.
         """
         name = _precision(by_facts)
         if name is None or self._is_given(component):
@@ -113,13 +121,13 @@ class FastPathChooser:
         return (by_facts.compute if choice.verdict in USED else "float32"), (choice,)
 
     def _is_given(self, component: Component) -> bool:
-        """Whether nothing is chosen: a dtype is asked for, or its weights are there in theirs."""
+        """Whether the dtype is fixed: requested, or that of weights already loaded."""
         return self.pins.dtype != "auto" or component.has_precision is not None
 
     def _given(
         self, component: Component, name: str | None, runs: Sequence[DryRun]
     ) -> tuple[FastPathChoice, ...]:
-        """What stands against a precision that nobody chose here, if anything does."""
+        """What blocks a fixed precision, if anything does."""
         against = name and self.known.against(name, tags_of(component.name, runs))
         if not name or not against:
             return ()
@@ -129,7 +137,7 @@ class FastPathChooser:
     def choices(
         self, component: str, precision: Precision, runs: Sequence[DryRun]
     ) -> tuple[FastPathChoice, ...]:
-        """What came of every path but precisions, best first; none where nothing is known."""
+        """Verdicts on every path except precisions, best first; empty if nothing is known."""
         if not runs:
             return self._blindly(component)
         certificates = self._certificates(component, precision, runs)
@@ -141,7 +149,7 @@ class FastPathChooser:
         return tuple(sorted(found, key=lambda choice: -(choice.gain or 0.0)))
 
     def on_demand(self, component: str, runs: Sequence[DryRun]) -> tuple[FastPathChoice, ...]:
-        """Paths that nobody demands, but could, for a component; for a list of all there are."""
+        """On-demand paths that could be requested for a component, for a list of all paths."""
         own = [run for run in runs if run.rehearsal.component == component]
         if self.pins.compile or not own or _num_calls(own) < _AGAIN_AND_AGAIN:
             return ()
@@ -162,7 +170,7 @@ class FastPathChooser:
         return self.certificates.of(component, precision, runs)
 
     def _blindly(self, component: str) -> tuple[FastPathChoice, ...]:
-        """What was asked for by name, for a component whose sizes nobody knows before it runs."""
+        """Paths requested by name, for a component whose sizes are unknown before it runs."""
         return tuple(
             choice
             for path in for_device(self.device)
@@ -209,9 +217,9 @@ class FastPathChooser:
         runs: Sequence[DryRun],
         certificates: Mapping[str, Certificate],
     ) -> bool:
-        """Whether a path that is for demand alone is asked for, or known to pay here.
+        """Whether an on-demand path is requested, or known to pay here.
 
-        A record alone does not set a compiler to work: it has what is certified here already.
+        A record alone starts no compiler; paths that are certified here already are used.
         """
         if self.pins.exact is not None:
             return self._exactly(component, path) and path.name in certificates
@@ -224,7 +232,7 @@ class FastPathChooser:
 
 
 def of_certificate(certificate: Certificate) -> FastPathChoice:
-    """What a certificate says of its path."""
+    """The verdict of a certificate on its path."""
     return FastPathChoice(
         certificate.what,
         certificate.verdict,
@@ -236,14 +244,14 @@ def of_certificate(certificate: Certificate) -> FastPathChoice:
 
 
 def _precision(precision: Precision) -> str | None:
-    """The path that a precision is; None for float32."""
+    """The path name of a precision; None for float32."""
     return next((name for name, dtype in PRECISIONS.items() if dtype == precision.compute), None)
 
 
 def candidates(
     runs: Sequence[DryRun], device: DeviceFacts, *, is_quantised: bool = False
 ) -> tuple[FastPath, ...]:
-    """The paths beside precisions that make sense, by the device and by what is computed."""
+    """Paths other than precisions that suit the device and the computation."""
     has_attention = any(
         product.kind == "attention" for run in runs for product, _ in run.found.work.products
     )
@@ -261,12 +269,12 @@ def _num_calls(runs: Sequence[DryRun]) -> float:
 
 
 def used(choices: Sequence[FastPathChoice]) -> tuple[str, ...]:
-    """The names of the paths to put on, in the order of their use."""
+    """Names of the paths to apply, in order."""
     return tuple(choice.path for choice in choices if choice.verdict in USED)
 
 
 def score_bytes(runs: Sequence[DryRun], paths: Sequence[str] | None) -> int:
-    """What the plain attention holds beside everything else, where no other kernel is used."""
+    """Bytes of attention scores if no fused attention kernel is used."""
     if paths is None or any(kernel_of(path) for path in paths):
         return 0
     return largest_scores(runs)
@@ -275,10 +283,7 @@ def score_bytes(runs: Sequence[DryRun], paths: Sequence[str] | None) -> int:
 def fast_path_notes(
     title: str, choices: Sequence[FastPathChoice], precision: Precision
 ) -> tuple[str, ...]:
-    """What the person should know: each path that was refused or is avoided, with its reason.
-
-    And each that is taken although a known issue is about it.
-    """
+    """Notes on refused and blocked paths with the reason, and on used paths with a known issue."""
     lines = []
     for choice in choices:
         if choice.despite:
@@ -296,7 +301,7 @@ def fast_path_notes(
 
 
 def _is_news(choice: FastPathChoice) -> bool:
-    """Whether a refusal is told: not that something is just no faster, unless it was asked for."""
+    """Whether to report a refusal. "Not faster" is reported only for requested paths."""
     return CATALOGUE[choice.path].on_demand or "no faster" not in choice.reason
 
 

@@ -1,9 +1,15 @@
-"""Certificates of a plan's components: which are there, which are missing, and making those.
+"""Look up and create fast-path certificates for the components of a plan.
 
+<<<<<<< HEAD
 Before a run what it needs at once is tried for some seconds, if it is long enough that this pays;
 `everyframe fast-paths --certify` tries everything. Read next: `choose_fast_paths.py`,
 `blocked_paths.py` (what stands against a path whatever a trial says),
 `everyframe.fast_paths.certify`.
+=======
+Before a long run, missing certificates that it needs at once are created (at most 3 s).
+`everyframe paths --certify` creates all of them (at most 30 s). `blocked_paths.py` has the reasons
+that overrule any trial.
+>>>>>>> d8867a53379055d2f923893cfeca639585d0bab0
 """
 
 from __future__ import annotations
@@ -21,26 +27,26 @@ from everyframe.planning.dry_runs import DryRun, largest_scores
 
 _log = logging.getLogger(__name__)
 
-#: Seconds that the first run of a plan spends on certificates, and `paths --certify` in all.
+#: Seconds for certificates in the first run of a plan, and in all of `paths --certify`.
 AT_ONCE, IN_ALL = 3.0, 30.0
 
-#: Seconds that `--compile` may take to compile a block of every kind and try it.
+#: Seconds for `--compile` to compile and try a block of every kind.
 FOR_COMPILING = 300.0
 
-#: Operations of a run from which on trying attention pays: some ten seconds of computing.
+#: Operations of a run from which trying attention pays: about ten seconds of computing.
 _LONG = {"cpu": 1e12}
 _LONG_ON_CARDS = 1e13
 
-#: Why a path of a record is expected: it is tried however short the run is, to give the same bits.
+#: Reason for a path of a record: it is tried however short the run is, to reproduce the bits.
 RECORDED = "the record has it; a first run tries it"
 
-#: Bytes of scores from which on their memory matters.
+#: Bytes of attention scores from which their memory matters.
 _MUCH = 64e6
 
 
 @dataclass(frozen=True)
 class Certificates:
-    """The certificates of a device with so many threads; made once a plan, asked often."""
+    """Certificates of a device with that many threads, created once per plan."""
 
     device: DeviceFacts
     num_threads: int
@@ -48,7 +54,7 @@ class Certificates:
     def of(
         self, component: str, precision: Precision, runs: Sequence[DryRun]
     ) -> Mapping[str, Certificate]:
-        """Those of a component by the names of their paths."""
+        """Certificates of a component, by path name."""
         from everyframe.fast_paths.certificates import find as stored
 
         subject = self.subject(component, precision, runs)
@@ -57,7 +63,7 @@ class Certificates:
     def subject(
         self, component: str, precision: Precision, runs: Sequence[DryRun]
     ) -> CertificationTarget:
-        """The component as what certificates are made of."""
+        """The component as a certification target."""
         from everyframe.fast_paths.certificates import device_key, plan_key
 
         work: dict[object, float] = {}
@@ -79,13 +85,13 @@ class Certificates:
 
 
 def is_long(runs: Sequence[DryRun], device: DeviceFacts) -> bool:
-    """Whether a run computes so much that trying fast paths for some seconds pays."""
+    """Whether a run computes enough that some seconds of fast-path trials pay."""
     return operations(runs) >= _LONG.get(device.kind, _LONG_ON_CARDS)
 
 
 @dataclass(frozen=True)
 class MissingCertificates:
-    """Paths without a certificate of one component, in the precision that they are for."""
+    """Paths of one component that lack a certificate in this precision."""
 
     component: str
     precision: Precision
@@ -95,10 +101,10 @@ class MissingCertificates:
 def missing_at_once(
     parts: Sequence[ComponentPlan], runs: Sequence[DryRun], device: DeviceFacts
 ) -> list[MissingCertificates]:
-    """What the plan expects of paths and nobody tried, the component that computes most first.
+    """Certificates that the plan expects and needs now, the component with the most work first.
 
-    Precisions always, and attention where its scores are large, as the memory is planned by them;
-    the rest for long runs.
+    Always precisions, and attention with large scores, since memory planning depends on them; other
+    paths for long runs only.
     """
     long = is_long(runs, device)
     found = []
@@ -122,7 +128,7 @@ def missing_at_once(
 def make_at_once(
     certificates: Certificates | None, parts: Sequence[ComponentPlan], runs: Sequence[DryRun]
 ) -> bool:
-    """Try what these components expect and need at once; whether they expected anything."""
+    """Create the certificates that these components need now; whether they expected any path."""
     expects = any(each.verdict == "expected" for part in parts for each in part.choices)
     if expects and certificates is not None:
         make(certificates, missing_at_once(parts, runs, certificates.device), runs, AT_ONCE)
@@ -135,7 +141,7 @@ def make(
     runs: Sequence[DryRun],
     seconds: float,
 ) -> dict[str, str]:
-    """Try what is missing, for so many seconds in all; what there was no time for, with why."""
+    """Create missing certificates within a total of `seconds`; return skipped paths and why."""
     from everyframe.fast_paths.certify import certify
 
     left = seconds
@@ -165,5 +171,5 @@ def _of(component: str, runs: Sequence[DryRun]) -> list[DryRun]:
 
 
 def operations(runs: Sequence[DryRun]) -> float:
-    """Operations of products in all calls for one video."""
+    """Operations of matrix products in all calls for one video."""
     return sum(run.found.work.operations * run.rehearsal.num_calls for run in runs)

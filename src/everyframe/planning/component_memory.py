@@ -1,8 +1,7 @@
-"""One component of a plan at given settings: where its weights are, and how much memory it takes.
+"""Plan one component at given settings: weight placement and memory.
 
-What it holds while it works is the peak of its stages' dry runs. Not here: its precision and these
-dry runs (`component_precision.py`), which settings, and whether all of it fits (`memory_fit.py`).
-Read next: `component_precision.py`, `choose_fast_paths.py`.
+Working memory is the peak over the dry runs of its stages. `component_precision.py` chooses the
+precision and makes the dry runs; `memory_fit.py` varies the settings until everything fits.
 """
 
 from __future__ import annotations
@@ -43,16 +42,18 @@ from everyframe.runtime.repair_cache import remedies_for
 if TYPE_CHECKING:
     from everyframe.parallel.communicator import ParallelContext
 
-#: Bytes of a number in a file, at most in practice.
+#: Maximum bytes per number in a checkpoint file, in practice.
 _FILE_ELEMENT = 4
 
 
 @dataclass(frozen=True)
 class WeightPlacement:
-    """Where the weights of a component are, and what they are kept in.
+    """Where the weights of a component are stored, and in what format.
 
-    With `offload` they wait on the host; else `holders` ranks keep them between them. `kind` is one
-    of `ComponentPlanner.kinds`, None the first.
+    Attributes:
+        offload: the weights are on the host.
+        holders: number of ranks that shard the weights, unless they are offloaded.
+        kind: one of `ComponentPlanner.kinds`; None is the first.
     """
 
     offload: bool = False
@@ -61,17 +62,17 @@ class WeightPlacement:
 
     @staticmethod
     def of(plan: ComponentPlan) -> WeightPlacement:
-        """That of a component as it is planned."""
+        """The placement in a component's plan."""
         return WeightPlacement(plan.offload, plan.holders, plan.precision.weights)
 
 
-#: All of them on the device.
+#: All weights on the device.
 ON_DEVICE = WeightPlacement()
 
 
 @dataclass(frozen=True)
 class PlannedComponent:
-    """One component at certain settings; `notes` are what the person should know of it."""
+    """One component at certain settings: its plan, its dry runs, and notes for a person."""
 
     plan: ComponentPlan
     runs: tuple[DryRun, ...]
@@ -79,11 +80,11 @@ class PlannedComponent:
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """Those that it was run dry in."""
+        """Stages that have a dry run."""
         return tuple(dict.fromkeys(run.rehearsal.stage for run in self.runs))
 
     def in_stage(self, stage: str | None) -> tuple[int, bool]:
-        """Bytes that it holds at most in that stage, or in any; whether a tensor is too large."""
+        """Peak bytes in that stage, or in any; and whether a tensor exceeds the device's limit."""
         runs = [run for run in self.runs if stage in (None, run.rehearsal.stage)]
         too_large = any(run.too_large for run in runs)
         if stage is None or not runs:
@@ -94,13 +95,21 @@ class PlannedComponent:
 
 @dataclass(frozen=True)
 class ComponentPlanner:
-    """The components of a model on a device, one by one; `asked` is the dtype of the request.
+    """Plans the components of a model on a device, one at a time.
 
-    `host_memory` bytes are free beside the device; `remedies` are the repairs that components have
-    from the start where they have that dtype. `chooser` chooses fast paths; without one those are
-    expected that the device could have. `quantising` is which weights may be kept in eight bits.
-    With `teams`, it is one rank of theirs, of which `holders` can keep the denoiser's weights
-    between them, and do if it `shards`; `room` is how much each, where they are not alike.
+    Attributes:
+        model: the model's spec.
+        device: the target device.
+        asked: requested dtype.
+        force: option of the request.
+        host_memory: free bytes on the host beside the device.
+        remedies: repairs applied from the start to components of that dtype.
+        chooser: chooses fast paths; None expects every path that the device could have.
+        quantising: which weights may be stored in eight bits.
+        teams: this rank's communicators, if it is one of several.
+        holders: number of ranks that can shard the denoiser's weights.
+        room: memory share of each of those ranks, if unequal.
+        shards: whether they do shard them.
     """
 
     model: ModelSpec
@@ -117,7 +126,7 @@ class ComponentPlanner:
     shards: bool = False
 
     def of_rank(self, division: ParallelPlan, rank: int, settings: Settings) -> ComponentPlanner:
-        """The same for one rank of several."""
+        """The same planner for one rank of several."""
         from everyframe.parallel.communicator import FakeCommunicator, ParallelContext
 
         group = division.teams[division.ranks[rank].group]
@@ -136,7 +145,7 @@ class ComponentPlanner:
         )
 
     def rehearsals(self, settings: Settings) -> Sequence[DryRunCall]:
-        """The calls that are run dry, in the order of the stages."""
+        """Dry-run calls in the order of the stages."""
         return self._precisions.rehearsals(settings)
 
     @property
@@ -154,7 +163,7 @@ class ComponentPlanner:
         *,
         roughly: bool = False,
     ) -> PlannedComponent:
-        """The component of that name; see `part`."""
+        """Plan the component of that name; see `part`."""
         components = self.model.components(settings)
         component = next(each for each in components if each.name == name)
         return self.part(component, settings, where, roughly=roughly)
@@ -167,9 +176,9 @@ class ComponentPlanner:
         *,
         roughly: bool = False,
     ) -> PlannedComponent:
-        """The component at these settings, its weights being there.
+        """Plan the component at these settings with that weight placement.
 
-        With `roughly` whole calls of a pipeline, which take seconds, are not run dry.
+        With `roughly`, whole calls of a pipeline get no dry run, since that takes seconds.
         """
         kind = self._first_kind(component, settings) if where.kind is None else where.kind
         chosen = self._precisions.chosen(component, settings, kind, roughly=roughly)
@@ -209,9 +218,9 @@ class ComponentPlanner:
     def _elsewhere(
         self, runs: Sequence[DryRun], precision: Precision, waits: int, where: WeightPlacement
     ) -> dict[str, Any]:
-        """What a plan says of weights that are not on the device; nothing of those that are.
+        """Plan fields for weights off the device; empty if there are none.
 
-        `waits` bytes would lie on the host.
+        `waits` bytes would be on the host.
         """
         if not runs or not (where.offload or where.holders > 1):
             return {}
@@ -223,7 +232,7 @@ class ComponentPlanner:
         }
 
     def kinds(self, component: Component, settings: Settings) -> tuple[str, ...]:
-        """What its weights may be kept in, the most exact first; "" is their own dtype."""
+        """Possible weight formats, the most exact first; "" is the weights' own dtype."""
         kinds = self.quantising.kinds(component.name)
         last = kinds[-1]
         # What was made for float32 is the smaller part, and wants its digits.
@@ -237,7 +246,7 @@ class ComponentPlanner:
         return self.kinds(component, settings)[0] if first else first
 
     def weights_alone(self, component: Component, settings: Settings, kind: str) -> int:
-        """Bytes that its weights take here at least, however little is computed at once."""
+        """Minimum bytes of its weights on this device, however little is computed at once."""
         precision, _ = self._precisions.by_facts(component, kind)
         holders = self.holders_of(component)
         if holders == 1:
@@ -246,7 +255,7 @@ class ComponentPlanner:
         return self._resident_bytes(call, precision, holders)
 
     def _resident_bytes(self, rehearsal: DryRunCall, precision: Precision, holders: int) -> int:
-        """What is on the device at most of weights that come block by block."""
+        """Maximum bytes on the device for weights that are copied block by block."""
         from everyframe.runtime.offload import resident_bytes
         from everyframe.runtime.weight_sharding import on_device_bytes
 
@@ -257,7 +266,7 @@ class ComponentPlanner:
         return on_device_bytes(rehearsal.part(), precision, self.room, self.teams.team.rank)
 
     def holders_of(self, component: Component) -> int:
-        """How many ranks can keep its weights between them: those that call it together."""
+        """How many ranks can shard its weights: those that call it together."""
         return self.holders if component.stage == "denoise" else 1
 
     def _weight_bytes(
@@ -267,7 +276,7 @@ class ComponentPlanner:
         precision: Precision,
         remedies: Sequence[Repair] = (),
     ) -> int:
-        """Bytes of its parameters; those in eight bits with their scales."""
+        """Bytes of its parameters, including scales of eight-bit weights."""
         found: Mapping[str, int] = {}
         if precision.weights:
             found = _rows(self._precisions.rehearsals_of(component.name, settings), precision)
@@ -276,7 +285,7 @@ class ComponentPlanner:
     def _working_bytes(
         self, component: Component, runs: Sequence[DryRun], precision: Precision
     ) -> int:
-        """The peak of what its stages hold, or of a tensor on its way from the file."""
+        """Peak of its stages' working memory, or of a tensor being cast on load."""
         if not runs:
             assert component.working_bytes is not None, "no rehearsal and no forecast"
             return component.working_bytes(num_bytes(precision.compute))
@@ -289,21 +298,18 @@ class ComponentPlanner:
 
 
 def holders_among(model: ModelSpec, division: ParallelPlan) -> int:
-    """How many ranks can keep the denoiser's weights between them.
-
-    Those of the smallest group, which has to do with what it has.
-    """
+    """How many ranks can shard the denoiser's weights: the size of the smallest video group."""
     in_step = isinstance(model, ShardableSpec) and model.in_step
     return min(map(len, division.groups)) if in_step else 1
 
 
 def frame_bytes(settings: Settings) -> int:
-    """Finished frames on the host: as floats while a piece is handed over, and as bytes."""
+    """Bytes of finished frames on the host: float32 while a piece is passed on, and uint8."""
     return settings.num_frames * settings.height * settings.width * 3 * (4 + 1)
 
 
 def _rows(rehearsals: Sequence[DryRunCall], precision: Precision) -> Mapping[str, int]:
-    """The weights in eight bits of a component that is loaded here; none of a pipeline's parts."""
+    """Eight-bit weights of a component that is loaded here; none for components of a pipeline."""
     from everyframe.precision.quantization import rows
 
     alone = [each for each in rehearsals if not isinstance(each, JointDryRunCall)]

@@ -1,10 +1,8 @@
-"""The precision of each component, and its dry runs in that precision.
+"""Choose the precision of each component and make its dry runs in that precision.
 
-It is what the facts of the device say, where that is certified; float32 elsewhere. To know whether
-it is, a component has to be run dry first, and in a pipeline what works beside it, too. Not here:
-what speaks for a path or against it (`choose_fast_paths.py`), and what the facts say
-(`everyframe.precision.policy`). Read next: `dry_runs.py`,
-`everyframe.runtime.interface.DryRunSpec`; `component_memory.py`, which asks.
+The precision is what the device facts suggest if that is certified, and float32 otherwise. Looking
+up the certificate needs a dry run first; in a pipeline, with all components of the call.
+`everyframe.precision.policy` reads the facts; `choose_fast_paths.py` weighs the paths.
 """
 
 from __future__ import annotations
@@ -38,9 +36,9 @@ _Beside = Callable[[Settings], Mapping[str, Precision]]
 
 @dataclass(frozen=True)
 class ComponentPrecision:
-    """A component's precision, what is said of it, the paths that were weighed, and its dry runs.
+    """A component's precision, notes, weighed paths and dry runs.
 
-    `notes` also tell of calls that no dry run could follow.
+    `notes` include calls that no dry run could follow.
     """
 
     precision: Precision
@@ -51,9 +49,9 @@ class ComponentPrecision:
 
 @dataclass(frozen=True)
 class PrecisionPlanner:
-    """Those of a model's components on a device; `asked` is the dtype of the request.
+    """Chooses precisions of a model's components on a device.
 
-    With `teams`, it is one rank of theirs.
+    `asked` is the requested dtype. `teams` is set if this is one rank of several.
     """
 
     model: ModelSpec
@@ -64,17 +62,17 @@ class PrecisionPlanner:
     force: bool = False
 
     def rehearsals(self, settings: Settings) -> Sequence[DryRunCall]:
-        """The calls that are run dry, in the order of the stages."""
+        """Dry-run calls in the order of the stages."""
         if self.teams is not None and isinstance(self.model, ShardableSpec):
             return self.model.shared_rehearsals(settings, self.teams)
         return self.model.rehearsals(settings) if isinstance(self.model, DryRunSpec) else ()
 
     def rehearsals_of(self, component: str, settings: Settings) -> list[DryRunCall]:
-        """Those of one component."""
+        """Dry-run calls of one component."""
         return [each for each in self.rehearsals(settings) if each.component == component]
 
     def by_facts(self, component: Component, kind: str) -> tuple[Precision, tuple[str, ...]]:
-        """What the facts of the device say, with its weights in `kind`, and notes."""
+        """Precision by device facts with weights in format `kind`, and notes."""
         if component.has_precision is not None:
             return component.has_precision, ()
         return self._in_dtype(component, self.asked, kind)
@@ -82,9 +80,9 @@ class PrecisionPlanner:
     def chosen(
         self, component: Component, settings: Settings, kind: str, *, roughly: bool = False
     ) -> ComponentPrecision:
-        """What it runs in, with its weights in `kind`.
+        """Final precision with weights in format `kind`.
 
-        With `roughly` whole calls of a pipeline, which take seconds, are not run dry.
+        With `roughly`, whole calls of a pipeline get no dry run, since that takes seconds.
         """
         found = self._weighed(component, settings, kind, roughly=roughly)
         precision, tried = found.precision, found.tried
@@ -97,7 +95,7 @@ class PrecisionPlanner:
     def _weighed(
         self, component: Component, settings: Settings, kind: str, *, roughly: bool = False
     ) -> _Weighed:
-        """The precision by facts if it is certified, else float32."""
+        """The precision by facts if certified, else float32."""
         precision, notes = self.by_facts(component, kind)
         tried = self._tried(component, settings, precision, self._all_by_facts, roughly=roughly)
         runs = [run for run in tried if isinstance(run, DryRun)]
@@ -129,7 +127,7 @@ class PrecisionPlanner:
         *,
         roughly: bool,
     ) -> tuple[DryRun | str, ...]:
-        """The dry runs of a component; why there is none in place of one that can't be had."""
+        """Dry runs of a component; a text with the reason in place of each that fails."""
         found: list[DryRun | str] = []
         for each in self.rehearsals_of(component.name, settings):
             if not isinstance(each, JointDryRunCall):
@@ -140,19 +138,19 @@ class PrecisionPlanner:
         return tuple(found)
 
     def _all_by_facts(self, settings: Settings) -> Mapping[str, Precision]:
-        """Every component's by facts; the weights of a pipeline's parts are kept whole."""
+        """Precision of every component by facts; pipeline components stay unquantized."""
         return {each.name: self.by_facts(each, "")[0] for each in self.model.components(settings)}
 
     def _all_weighed(self, settings: Settings) -> Mapping[str, Precision]:
-        """Every component's as it will run."""
+        """Final precision of every component."""
         components = self.model.components(settings)
         return {each.name: self._weighed(each, settings, "").precision for each in components}
 
 
 class _Weighed(NamedTuple):
-    """A precision, its notes, and the paths that were weighed for it.
+    """A precision, its notes, and the paths weighed for it.
 
-    `tried` are the dry runs by which that was done, where they are also those of the plan.
+    `tried` are the dry runs used for that, if the plan uses the same.
     """
 
     precision: Precision
@@ -161,43 +159,48 @@ class _Weighed(NamedTuple):
     tried: tuple[DryRun | str, ...] | None = None
 
 
+<<<<<<< HEAD
 #: How far the result of a layer is from that with all weights whole, its norm over the other's; of
 #: weights as they are trained, few of a row being large (tests/precision/test_quantization.py).
+=======
+#: Relative error (norm) of a layer's result with quantized weights, for weights as trained, with
+#: few large values per row (tests/precision/test_quantised.py).
+>>>>>>> d8867a53379055d2f923893cfeca639585d0bab0
 ERRORS = {"int8": 0.01, "fp8": 0.03}
 
-#: What is tried of itself: the closer of the two, of which the other has no more to give.
+#: Format tried by default: the more accurate of the two; the other saves no more.
 _OF_ITSELF = "int8"
 
-#: Where torch has no such dtype at all.
+#: Device types on which torch lacks the dtype.
 _LACKS = {"fp8": ("mps",)}
 
-#: A component is worth it whose weights take so much less.
+#: Quantize a component if its weights shrink to this ratio or less.
 WORTH = 0.9
 
 
 @dataclass(frozen=True)
 class QuantizationChoice:
-    """What is wanted: ``auto``, ``none``, ``int8`` or ``fp8``, or `exact`, by component."""
+    """Requested quantization: ``auto``, ``none``, ``int8``, ``fp8``, or `exact` by component."""
 
     asked: str = "none"
     exact: Mapping[str, str] | None = None
 
     def kinds(self, component: str) -> tuple[str, ...]:
-        """What to try for a component, the most exact first; "" is weights as they are."""
+        """Formats to try for a component, the most exact first; "" is unquantized."""
         if self.exact is not None:
             return (self.exact.get(component, ""),)
         return {"auto": ("", _OF_ITSELF), "none": ("",)}.get(self.asked, (self.asked,))
 
 
-#: All weights as they are.
+#: No quantization.
 WHOLE = QuantizationChoice()
 
 
 def quantising_of(request: Request, device: DeviceFacts) -> QuantizationChoice:
-    """The wishes of a request for that device.
+    """Quantization options of a request for that device.
 
     Raises:
-        InputError: there is no such kind, or not on that device.
+        InputError: unknown format, or not available on that device.
     """
     wanted = {request.quantize, *(request.quantized or {}).values()} - {"auto", "none", ""}
     for kind in sorted(wanted):
@@ -209,7 +212,7 @@ def quantising_of(request: Request, device: DeviceFacts) -> QuantizationChoice:
 
 
 def check_effect(wanted: QuantizationChoice, title: str, parts: Sequence[ComponentPlan]) -> None:
-    """Raise `InputError` where weights were to be kept in eight bits and none are."""
+    """Raise `InputError` if quantization was requested and no weight is quantized."""
     asked = wanted.exact is None and wanted.asked in ERRORS
     if asked and not any(part.precision.weights for part in parts):
         raise InputError(
@@ -221,7 +224,7 @@ def check_effect(wanted: QuantizationChoice, title: str, parts: Sequence[Compone
 def quantization_notes(
     title: str, precision: Precision, wanted: QuantizationChoice
 ) -> tuple[str, ...]:
-    """What a plan says of a component that keeps its weights so."""
+    """Plan notes about a component with quantized weights."""
     if not precision.weights:
         return ()
     by_itself = wanted.exact is None and wanted.asked == "auto"

@@ -1,11 +1,8 @@
-"""A plan run dry: each stage's component called once without numbers, and what follows from it.
+"""Dry-run a plan: call each stage's component on meta tensors and record what it needs.
 
-Clashes of precision, the peak of memory and the amount of work of every stage, in the precision and
-for the device of the plan, which need not be here. Calls with equal sizes are run once a process,
-and those of our own families once for all, as long as no software changes: what they found is saved
-in the cache folder.
-Read next: `everyframe.dry_run.executor`, `everyframe.runtime.interface.DryRunCall`,
-`memory_fit.py`.
+Finds precision clashes, peak memory and work of every stage, for the plan's precision and device,
+which need not be this machine's. Calls of equal sizes run once per process. Results for our own
+families are cached on disk until software changes. The executor is `everyframe.dry_run.executor`.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ from everyframe.runtime.interface import DryRunCall, JointDryRunCall
 if TYPE_CHECKING:
     from everyframe.dry_run.executor import JointDryRunResult
 
-#: Bytes a second over the bus that offloaded weights come by (PCIe 4, half of its peak).
+#: Bytes per second of offloaded weights over the bus (PCIe 4 at half its peak).
 _BUS = 12e9
 
 _Found = TypeVar("_Found")
@@ -43,10 +40,13 @@ _MAX_DONE = 512
 
 @dataclass(frozen=True)
 class DryRun:
-    """One stage's rehearsal and what it found.
+    """The dry run of one stage and its findings.
 
-    `precisions` are those of all components that worked in it, where several did; `made` is then
-    the (frames, height, width) that came out, if that is known.
+    Attributes:
+        rehearsal: the call.
+        found: its result.
+        precisions: of all components in the call, if there are several.
+        made: resulting (frames, height, width) of such a call, if known.
     """
 
     rehearsal: DryRunCall
@@ -56,16 +56,16 @@ class DryRun:
 
     @property
     def key(self) -> Hashable:
-        """What it computes, by which its certificates are found: calls of equal sizes are equal.
+        """Identity of the computation, for certificates: calls of equal sizes are equal.
 
-        A pipeline's call is made of the prompt's very words, so there it is what was counted.
+        A pipeline's call depends on the words of the prompt, so its key is what was counted.
         """
         if isinstance(self.rehearsal, JointDryRunCall):
             return (self.rehearsal.model, self.found.work.products)
         return self.rehearsal.key
 
     def call(self) -> TargetCall:
-        """The same as a process of its own can make it."""
+        """The same call in a form that a separate process can make."""
         each = self.rehearsal
         if isinstance(each, JointDryRunCall):
             return JointTargetCall(
@@ -74,7 +74,7 @@ class DryRun:
         return TargetCall(each.module, each.call, each.outputs)
 
     def has_place(self, path: str, *, is_quantised: bool) -> bool:
-        """Whether that fast path finds anything in the component; see `put_on.has_place`."""
+        """Whether that fast path applies to the component; see `fast_paths.apply.applies_to`."""
 
         def look() -> bool:
             from everyframe.fast_paths.apply import applies_to
@@ -88,16 +88,16 @@ class DryRun:
 
     @property
     def too_large(self) -> bool:
-        """Whether a tensor is beyond what the device can address, which smaller pieces may cure."""
+        """Whether a tensor exceeds what the device can address; smaller pieces may fix that."""
         return any(finding.kind == "too large" for finding in self.found.findings)
 
     def clashes(self) -> list[str]:
-        """Findings that would stop the run, with the component before the module."""
+        """Findings that would stop the run, as component and module."""
         fatal = [finding for finding in self.found.findings if finding.fatal]
         return [f"{self.rehearsal.component}: {finding}" for finding in fatal]
 
     def notes(self) -> list[str]:
-        """What costs time or digits there: one sentence for each kind, with the first place."""
+        """What costs time or accuracy: one sentence per kind, with its first place."""
         kinds: dict[str, list[Any]] = {}
         for finding in self.found.findings:
             if not finding.fatal:
@@ -110,7 +110,7 @@ class DryRun:
 
 
 def dry_run(rehearsal: DryRunCall, precision: Precision, device: DeviceFacts) -> DryRun:
-    """Run that call dry in that precision under the rules of that device."""
+    """Dry-run a call in that precision under the rules of that device."""
 
     def run() -> DryRunResult:
         from everyframe.dry_run.executor import dry_run_module
@@ -125,9 +125,10 @@ def dry_run(rehearsal: DryRunCall, precision: Precision, device: DeviceFacts) ->
 def joint_dry_run(
     rehearsal: JointDryRunCall, precisions: Mapping[str, Precision], device: DeviceFacts
 ) -> DryRun | str:
-    """The same of a call in which several components work.
+    """Dry-run a call in which several components work.
 
-    Where no dry run can follow that far: why not, or nothing if the call has no use for this one.
+    Returns the reason if no dry run can follow the call, or an empty text if the call doesn't need
+    it.
     """
     from everyframe.dry_run.executor import DryRunModule, dry_run_modules
 
@@ -148,7 +149,7 @@ def joint_dry_run(
 
 
 def not_followed(title: str, why: str) -> str:
-    """What is said of a component that no dry run of its pipeline's call comes to the end of."""
+    """Note about a component whose pipeline call no dry run can complete."""
     said = f" ({why})" if why else ""
     return (
         f"{title}: no dry run can follow the pipeline there{said}; its memory is forecast roughly, "
@@ -157,7 +158,7 @@ def not_followed(title: str, why: str) -> str:
 
 
 def _rules(device: DeviceFacts) -> DeviceFacts:
-    """Memory and speed change nothing of what is found."""
+    """The device without memory and speed, which don't change the findings."""
     return replace(device, memory=0, free_memory=0, rates=None, index=None, fp16_slowdown=None)
 
 
@@ -177,7 +178,7 @@ def _saved(
     to_json: Callable[[_Found], Any],
     from_json: Callable[[Any], _Found | None],
 ) -> _Found:
-    """What an earlier process saved of it in the cache folder, else what it finds now."""
+    """The result that an earlier process cached, or a new one."""
     told = repr(key)
     if " at 0x" in told:  # something that is known by its place in this process's memory
         return run()
@@ -200,7 +201,7 @@ def _truth(data: Any) -> bool | None:
 
 
 def stage_plan(run: DryRun, part: ComponentPlan, rates: Throughput | None) -> StagePlan:
-    """The stage as the plan holds it; with `rates`, how long it takes."""
+    """The plan of a stage; with `rates`, including its time."""
     work = run.found.work
     return StagePlan(
         name=run.rehearsal.stage,
@@ -224,10 +225,10 @@ def _seconds(run: DryRun, part: ComponentPlan, rates: Throughput) -> float:
 
 
 def call_seconds(work: Work, rates: Throughput, paths: Sequence[str] | None = None) -> float:
-    """Seconds of one call: products at their rates, everything else at that of the memory.
+    """Seconds of one call: products at their rates, everything else at memory bandwidth.
 
-    `paths` are the fast ones that are used, without which attention is computed plainly; None
-    stands for torch's own choice.
+    `paths` are the fast paths in use; without an attention kernel, attention is computed plainly.
+    None stands for torch's own choice.
     """
     measured = dict(rates.measured)
     alike: dict[tuple[str, str], list[float]] = {}
@@ -258,9 +259,9 @@ def _by_kernels(work: Work, paths: Sequence[str] | None) -> Iterator[tuple[OpSha
 def heaviest(
     runs: Sequence[DryRun], most: int, paths: Mapping[str, Sequence[str] | None] | None = None
 ) -> list[OpShape]:
-    """The products that the plan spends most on, of every kind and dtype at least one.
+    """The products that take most of the plan's time, at least one of every kind and dtype.
 
-    `paths` are the fast ones that each component uses; see `call_seconds`.
+    `paths` are the fast paths of each component; see `call_seconds`.
     """
     total: dict[OpShape, float] = {}
     for run in runs:
@@ -276,9 +277,9 @@ def heaviest(
 
 
 def largest_scores(runs: Sequence[DryRun]) -> int:
-    """Bytes that the largest attention holds where it is computed plainly, its scores written out.
+    """Bytes of the scores of the largest attention, if computed plainly.
 
-    Twice, in float32: before the softmax and after.
+    Two copies in float32: before and after the softmax.
     """
     return max(
         (
@@ -297,7 +298,7 @@ def clashes_of(runs: Sequence[DryRun]) -> tuple[str, ...]:
 
 
 def describe_findings(plan: Plan) -> str:
-    """The verdict of the dry run in a sentence; empty where there was none."""
+    """The verdict of the dry runs in a sentence; empty if there are none."""
     if plan.clashes:
         number = len(plan.clashes)
         clashes = "1 clash" if number == 1 else f"{number} clashes"

@@ -1,6 +1,6 @@
-"""The model that a request names; which are known and on this disk, and what each needs.
+"""Find the model that a request names, and list known models with their needs.
 
-Read next: `checkpoints/model_zoo.py` (the data), `resolve.py`.
+The data is in `checkpoints/model_zoo.py`.
 """
 
 from __future__ import annotations
@@ -21,15 +21,26 @@ from everyframe.runtime.interface import ModelSpec
 
 EMBEDDED_MODEL = "shapes"
 
-#: A model's largest part in the precision of a plan takes about this share of its bytes on disk:
-#: parts are stored in float32 and loaded one at a time.
+#: Bytes per parameter by which the memory of a model's largest component is estimated from its size
+#: on disk: components are stored in float32 and loaded one at a time.
 _BYTES_PER_PARAMETER = {True: 2, False: 4}
 
 
 @dataclass(frozen=True)
 class ModelRow:
-    """One known model: `needs_bytes` is the memory of its largest part, `download_bytes` what is
-    still to be fetched (None: not known, 0: nothing), `licence` that of the weights."""
+    """One known model.
+
+    Attributes:
+        name: name of the model.
+        family: its family.
+        title: what it is, in a line.
+        licence: licence of the weights.
+        on_disk: whether its files are on this disk.
+        download_bytes: bytes still to fetch; None if unknown, 0 if complete.
+        needs_bytes: memory of its largest component.
+        fits: whether this machine has that memory.
+        note: what else a person should know.
+    """
 
     name: str
     family: str
@@ -43,7 +54,7 @@ class ModelRow:
 
 
 def list_models() -> tuple[ModelRow, ...]:
-    """Every known model as it stands on this machine; nothing is loaded or fetched."""
+    """List known models and their state on this machine; nothing is loaded or fetched."""
     device = pick_device(machine_facts(), "auto")
     element = _BYTES_PER_PARAMETER[device.has_fast_bf16]
     rows = []
@@ -78,9 +89,10 @@ def _in_words(row: ModelRow) -> str:
 
 
 def refuse_if_not_drawable(request: Request) -> None:
-    """Without a model's name the embedded one draws, and only what it was trained on.
+    """Check a request without a model name, which uses the embedded model, for what that can draw.
 
-    Raises `InputError` that says what it can draw and which models would fit this machine.
+    Raises:
+        InputError: says what it can draw and which models would fit this machine.
     """
     read = shapes_prompts.read_prompt(request.prompt or "")
     if not isinstance(read, shapes_prompts.Refusal):
@@ -94,10 +106,10 @@ def refuse_if_not_drawable(request: Request) -> None:
 
 
 def find_model(request: Request, may_fetch: bool) -> tuple[ModelSpec, str]:
-    """The model that a request names, and its family's name.
+    """The spec of the model that a request names, and its family's name.
 
     Raises:
-        InputError: there is none, or it has to be fetched first and may not be.
+        InputError: unknown, or has to be fetched first without permission.
     """
     if request.model is None and request.prompt is None:
         raise InputError("give a prompt, or a model that needs none")
@@ -123,7 +135,7 @@ def find_model(request: Request, may_fetch: bool) -> tuple[ModelSpec, str]:
 
 
 def _tolerant_options(name: str, request: Request) -> Any:
-    """The options that this family knows; another family's are told once the model is known."""
+    """Options of this family; those of other families are reported once the model is known."""
     own = options_of(name)
     given: Mapping[str, Any] = request.family_options
     return own(**{key: value for key, value in given.items() if key in own.model_fields})

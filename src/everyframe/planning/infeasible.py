@@ -1,6 +1,6 @@
-"""Why a plan can't be done on its machine, and what could be: one sentence for a person.
+"""Explain in one sentence why a plan can't run on its machine, and what could.
 
-Not here: whether it fits (`memory_fit.py`) and what the dry run found (`dry_runs.py`).
+`memory_fit.py` decides whether it fits; `dry_runs.py` finds clashes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from everyframe.planning.memory_fit import FitResult, MemoryFit
 def infeasible_reason(
     plan: Plan, fitting: MemoryFit, fitted: FitResult, facts: MachineFacts
 ) -> str | None:
-    """Why a plan can't be done on its machine and what could, or None."""
+    """Why a plan can't run on its machine, and what could; None if it can."""
     if fitted.fits and not plan.clashes:
         return None
     if fitted.fits:
@@ -49,7 +49,7 @@ def infeasible_reason(
 
 
 def _too_many_processes(plan: Plan, facts: MachineFacts) -> str:
-    """What is said where the ranks of a CPU leave nothing for what they are to do, else nothing."""
+    """Text for CPU ranks that leave no memory to compute in; empty otherwise."""
     ranks = 1 if plan.division is None else len(plan.division.ranks)
     if plan.device.kind != "cpu" or ranks == 1 or fits(ranks * PROCESS_BYTES, facts.cpu):
         return ""
@@ -62,7 +62,7 @@ def _too_many_processes(plan: Plan, facts: MachineFacts) -> str:
 
 
 def _needs(plan: Plan, fitting: MemoryFit) -> str:
-    """What needs more than there is, and how much there is."""
+    """Text about what needs more memory than there is, and how much there is."""
     if fits(plan.peak_bytes, fitting.device) and plan.host_bytes > fitting.host_memory:
         return (
             f"the host would hold {format_bytes(plan.host_bytes)} of weights and frames, it has "

@@ -1,7 +1,11 @@
+<<<<<<< HEAD
 """Every fast path of a request's components with what is known of it, for `everyframe fast-paths`.
 
 Read next: `choose_fast_paths.py`, `component_certificates.py`.
 """
+=======
+"""List the fast paths of a request's components and their certificates, for `everyframe paths`."""
+>>>>>>> d8867a53379055d2f923893cfeca639585d0bab0
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ from everyframe.planning.resolve import PreparedPlan, prepare
 
 @dataclass(frozen=True)
 class FastPathRow:
-    """One path of one component: what it is, and what came of it. `in_use` is of a run now."""
+    """One fast path of one component and its verdict; `in_use` is for a run now."""
 
     component: str
     path: FastPath
@@ -27,16 +31,17 @@ class FastPathRow:
 
 @dataclass(frozen=True)
 class FastPathList:
-    """The plan of a request, and a row for each of its paths in the order of the components."""
+    """The plan of a request and one row per path, in the order of components."""
 
     plan: Plan
     rows: tuple[FastPathRow, ...]
 
 
 def survey(request: Request, *, certify: bool = False) -> FastPathList:
-    """What every fast path of this request came to; with `certify` those are tried that were not.
+    """List every fast path of this request; `certify` also tries those not tried yet.
 
-    Raises `InputError` for what can't be asked of the model.
+    Raises:
+        InputError: the model can't do what is requested.
     """
     prepared = prepare(request)
     untried: Mapping[str, str] = {}
@@ -55,7 +60,7 @@ def survey(request: Request, *, certify: bool = False) -> FastPathList:
 
 
 def _certified(prepared: PreparedPlan) -> dict[str, str]:
-    """Try what was not tried; what there was no time for, with why."""
+    """Create missing certificates; return paths without enough time, with the reason."""
     certificates = prepared.chooser.certificates
     assert certificates is not None, "it is this machine's"
     missing = []

@@ -1,10 +1,10 @@
-"""How much each of several devices does: by its measured speed, and less where memory is short.
+"""Balance load across unequal devices by measured speed, with smaller shares where memory is short.
 
-Devices that are alike do alike. Of unequal ones each does as much as its speed is of all speeds;
-one whose memory doesn't hold that much does less, and the others do the rest. All compute in a
-precision that each of them has. What a person asked for (``--shares``) is left as it is. Not here:
-how shares become tokens (`everyframe.parallel.token_partition`) and which ways to divide there are
-(`parallelism.py`).
+Equal devices get equal shares. Unequal devices get shares proportional to speed. A device whose
+memory is too small for its share gets less, and the others take the rest. All compute in a
+precision that every device supports. Requested shares (``--shares``) are not changed.
+`everyframe.parallel.token_partition` turns shares into tokens; `parallelism.py` lists the possible
+divisions.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from everyframe.runtime.interface import ModelSpec, ShardableSpec
 if TYPE_CHECKING:
     from everyframe.planning.component_memory import ComponentPlanner
 
-#: Speeds are told apart by so many steps, so that a trial's noise changes no share.
+#: Speeds are rounded to so many steps, so that measurement noise changes no share.
 _STEPS = 16
-#: Memory moves shares by finer steps, and so often.
+#: Steps of shares for memory, and maximum rounds of adjustment.
 _FINE, _ROUNDS = 256, 4
-#: What a device's speed is measured with: a linear layer of a denoiser's size.
+#: Speed is measured with a linear layer of a denoiser's size.
 _ROWS, _WIDTH, _WIDER = 2048, 1152, 4608
 
 
 def are_alike(devices: Sequence[DeviceFacts]) -> bool:
-    """Whether these are devices of one make; how much of them is free may differ."""
+    """Whether the devices are of one model; their free memory may differ."""
     return len({(device.name, device.kind, device.memory) for device in devices}) == 1
 
 
 def common_facts(devices: Sequence[DeviceFacts]) -> DeviceFacts:
-    """The first of these, with no more than all of them have."""
+    """The first of these devices, limited to what all of them have."""
     first = devices[0]
     least = min(device.free_memory for device in devices)
     if are_alike(devices):
@@ -68,7 +68,7 @@ def measured(device: DeviceFacts, dtype: str, num_threads: int) -> DeviceFacts:
 
 
 def speed_dtype(asked: str) -> str:
-    """The dtype that unequal devices compute in: float32 unless another one is asked for.
+    """Compute dtype of unequal devices: float32 unless requested otherwise.
 
     No fast path is certified for all of them.
     """
@@ -78,7 +78,7 @@ def speed_dtype(asked: str) -> str:
 def weights_by_speed(
     devices: Sequence[DeviceFacts], dtype: str, num_threads: int
 ) -> tuple[float, ...]:
-    """The speeds of these devices beside the fastest; unequal ones without rates are tried."""
+    """Speeds relative to the fastest device; unequal devices without rates are measured."""
     if are_alike(devices):
         return (1.0,) * len(devices)
     tried = [each if each.rates else measured(each, dtype, num_threads) for each in devices]
@@ -88,7 +88,7 @@ def weights_by_speed(
 
 @dataclass(frozen=True)
 class BalancedPlan:
-    """A division, the fitting of the rank that is tightest, and what is said of the shares."""
+    """A division, the memory fit of its tightest rank, and notes about the shares."""
 
     division: ParallelPlan | None
     fitting: MemoryFit
@@ -105,7 +105,10 @@ def balance(
     *,
     is_asked: bool,
 ) -> BalancedPlan:
-    """The division by `weights`, less for those that it doesn't fit on unless it `is_asked` for."""
+    """Divide by `weights`, with smaller shares where memory is short unless shares are requested.
+
+    `is_asked` says that they are.
+    """
     division = divided(weights)
     frees = {device.free_memory for device in devices}
     if division is None or len(frees) == 1 or not isinstance(fitting.model, ShardableSpec):
@@ -136,7 +139,7 @@ def _pairs(division: ParallelPlan, fit: Sequence[float]) -> Iterator[tuple[float
 
 @dataclass(frozen=True)
 class _Need:
-    """Bytes that a rank's denoiser holds whatever its share is, and those that grow with it."""
+    """Bytes of a rank's denoiser: a fixed amount, and one proportional to its share."""
 
     held: int
     working: int
@@ -146,13 +149,13 @@ class _Need:
         return self.held + self.working
 
     def share_that_fits(self, device: DeviceFacts) -> float:
-        """How many times its share it could do in that memory."""
+        """The multiple of its share that fits into the device's memory."""
         room = device.free_memory * USABLE_SHARE - self.held
         return max(0.0, room / max(1, self.working))
 
 
 def _needs(parts: ComponentPlanner, division: ParallelPlan, settings: Settings) -> list[_Need]:
-    """What each rank needs for its part of a step."""
+    """What each rank needs for its portion of a step."""
     step = next(each for each in parts.rehearsals(settings) if each.denoises)
     needs = []
     for rank, its in enumerate(division.ranks):
@@ -167,7 +170,7 @@ def _needs(parts: ComponentPlanner, division: ParallelPlan, settings: Settings) 
 def with_weights(
     division: ParallelPlan | None, model: ModelSpec, fitted: FitResult
 ) -> ParallelPlan | None:
-    """The division with what each rank sends at a step of weights that it keeps, at most."""
+    """The division with the maximum weight bytes that each rank sends per step."""
     held = next((part for part in fitted.components if part.holders > 1), None)
     if division is None or held is None or not isinstance(model, ShardableSpec):
         return division
@@ -190,7 +193,7 @@ def with_weights(
 def _said(
     division: ParallelPlan | None, devices: Sequence[DeviceFacts], short: Sequence[int]
 ) -> tuple[str, ...]:
-    """What is said of shares that are not alike."""
+    """Notes about unequal shares."""
     if division is None or len(set(division.weights)) == 1:
         return ()
     whole = sum(division.weights)
@@ -204,7 +207,7 @@ def _said(
 
 
 def idle_notes(division: ParallelPlan | None) -> tuple[str, ...]:
-    """Which ranks have nothing to do at times, and why."""
+    """Notes on ranks that are idle at times, and why."""
     whys: dict[str, list[int]] = {}
     for rank, plan in enumerate(division.ranks if division is not None else ()):
         if plan.idle:
@@ -213,7 +216,7 @@ def idle_notes(division: ParallelPlan | None) -> tuple[str, ...]:
 
 
 def _listed(ranks: Sequence[int]) -> str:
-    """Ranks in words; many in a row by the first and the last."""
+    """Ranks in words; consecutive ones as a range."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     first, last = ranks[0], ranks[-1]

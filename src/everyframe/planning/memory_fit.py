@@ -1,12 +1,10 @@
-"""Makes a video fit into the memory that there is, and finds the largest one that does.
+"""Fit a video into available memory, and find the largest video that fits.
 
-Where a component needs too much, as few ways to do with less are taken as are enough, in the order
-of `everyframe.runtime.memory_fallbacks`. Stages are loaded one after the other in any case; parts
-that one stage needs together come by turns where they don't fit side by side. What is held grows
-with the size of a video and falls from way to way, so the first that will do is found with few
-tries (`monotone_search.py`). Not here: what a component needs (`component_memory.py`), and what is
-asked and said to the person (`resolve.py`). Read next: `component_memory.py`,
-`everyframe.runtime.memory_fallbacks`.
+A component that needs too much gets as few memory fallbacks as suffice, in the order of
+`everyframe.runtime.memory_fallbacks`. Stages are always loaded one at a time; components that a
+stage needs together take turns on the device if they don't fit side by side. Memory grows with the
+size of the video and falls with each fallback, so a search needs few dry runs
+(`monotone_search.py`). `component_memory.py` computes what a component needs.
 """
 
 from __future__ import annotations
@@ -41,9 +39,10 @@ _FAR = 8.0
 
 @dataclass(frozen=True)
 class FitResult:
-    """Settings and components as they will run; `says` is what was done so that they fit.
+    """Settings and components as they will run.
 
-    `fits` is whether that was enough.
+    `says` is what was changed to make them fit, and `fits` whether that was enough. `runs` are in
+    the order of the stages; `host_bytes` are in host memory beside the device.
     """
 
     settings: Settings
@@ -57,11 +56,11 @@ class FitResult:
 
 @dataclass(frozen=True)
 class MemoryFit:
-    """The parts of a model, on a device whose memory `copies` ranks have in common.
+    """Fit the components of a model on a device whose memory `copies` ranks share.
 
-    `fit` answers for given settings, `largest` finds smaller ones that fit. `lead` is the device of
-    the first rank where that is another one: what that rank alone loads has to fit there, beside
-    its part of the steps, which is `lead_share` times as large.
+    `fit` answers for given settings; `largest` finds smaller ones that fit. `lead` is the device of
+    the first rank, if different: components that only that rank loads must fit there, beside its
+    portion of the steps, which is `lead_share` times this rank's.
     """
 
     parts: ComponentPlanner
@@ -71,21 +70,21 @@ class MemoryFit:
 
     @property
     def model(self) -> ModelSpec:
-        """What is fitted."""
+        """The model's spec."""
         return self.parts.model
 
     @property
     def device(self) -> DeviceFacts:
-        """Where it is fitted in, with no more memory free than may be used."""
+        """The device, limited to the memory that may be used."""
         return self.parts.device
 
     @property
     def host_memory(self) -> int:
-        """Bytes that are free beside the device."""
+        """Free bytes on the host beside the device."""
         return self.parts.host_memory
 
     def fit(self, settings: Settings) -> FitResult:
-        """The components at these settings, with the savings that make each of them fit."""
+        """Plan the components at these settings, with the memory fallbacks that each needs."""
         says: list[str] = []
         parts: list[PlannedComponent] = []
         for component in self.model.components(settings):
@@ -115,13 +114,13 @@ class MemoryFit:
         )
 
     def certified_alone(self) -> MemoryFit:
-        """The same with no fast path that is only expected."""
+        """The same without fast paths that are only expected."""
         chooser = self.parts.chooser
         assert chooser is not None, "nothing is chosen"
         return replace(self, parts=replace(self.parts, chooser=replace(chooser, expects=False)))
 
     def of_ranks(self, division: ParallelPlan | None, settings: Settings) -> MemoryFit:
-        """Fitting for the rank that has the most to do."""
+        """The fit for the rank with the most work."""
         if division is None:
             return self
         heaviest = max(division.ranks, key=lambda rank: max(rank.tokens, rank.attention))
@@ -135,7 +134,7 @@ class MemoryFit:
         device: DeviceFacts,
         lead: DeviceFacts | None = None,
     ) -> MemoryFit:
-        """Fitting for that rank, on `device`, in the precision that all have in common."""
+        """The fit for that rank on `device`, in the precision that all ranks share."""
         copies = sum(each.works for each in division.ranks) if device.kind == "cpu" else 1
         mine = replace(self.device, memory=device.memory, free_memory=device.free_memory)
         parts = replace(self.parts.of_rank(division, rank, settings), device=mine)
@@ -143,7 +142,7 @@ class MemoryFit:
         return MemoryFit(parts, copies, lead, first / here if here else 1.0)
 
     def effort(self, settings: Settings) -> StepCost:
-        """What one step of a video takes on one device, for the choice between ways to divide."""
+        """Cost of one step of a video on one device, for comparing divisions."""
         if not isinstance(self.model, ShardableSpec):
             return StepCost(1.0, 1)
         step = next(each for each in self.parts.rehearsals(settings) if each.denoises)
@@ -173,7 +172,7 @@ class MemoryFit:
         return next((fitted for each in best if (fitted := self.fit(each)).fits), None)
 
     def _first_that_fits(self, candidates: Sequence[Settings], near: float) -> list[Settings]:
-        """The largest of these that could fit, and the next one; `near` so many pixels, or so."""
+        """The largest of these that may fit, and the next; the search starts at `near` pixels."""
         sizes = [_pixels(each) for each in candidates]
         first = first_that_fits(sizes, lambda index: self._excess(candidates[index]), near)
         return list(candidates[first : first + _TRIES])
@@ -181,9 +180,9 @@ class MemoryFit:
     def weights_exceed(
         self, component: Component, settings: Settings, kind: str | None = None
     ) -> bool:
-        """Whether the weights alone are too much, and nowhere else to be: a CPU is the host.
+        """Whether the weights alone are too large and can't be offloaded, since a CPU is the host.
 
-        However they are kept, unless `kind` says how.
+        In any weight format, unless `kind` names one.
         """
         kind = self.parts.kinds(component, settings)[-1] if kind is None else kind
         alone = self.parts.weights_alone(component, settings, kind)
@@ -192,9 +191,9 @@ class MemoryFit:
         )
 
     def _excess(self, settings: Settings) -> float:
-        """How many times as much as there is the components need, with all that can be saved.
+        """Required over available memory with all fallbacks: at most 1 if all components fit.
 
-        At most 1 if all fit; else of the first that does not.
+        Otherwise that of the first component that doesn't fit.
         """
         parts: list[PlannedComponent] = []
         for component in self.model.components(settings):
@@ -212,9 +211,9 @@ class MemoryFit:
     def _saved(
         self, component: Component, settings: Settings
     ) -> tuple[Settings, PlannedComponent, list[str]]:
-        """The fewest ways with which that component fits, or all of them, which need the least.
+        """The fewest fallbacks with which that component fits, or all, which need the least.
 
-        Its weights are kept in eight bits only where it fits no way without.
+        Weights are quantized to eight bits only if nothing else suffices.
         """
         first = self._saved_as(component, settings, None)
         if self._holds(first[1]):
@@ -240,7 +239,7 @@ class MemoryFit:
     def _saved_in(
         self, component: Component, stage: str | None, part: PlannedComponent, settings: Settings
     ) -> tuple[list[MemoryFallback], Settings, PlannedComponent]:
-        """The fewest ways with which the component fits in that stage, or all of them."""
+        """The fewest fallbacks with which the component fits in that stage, or all of them."""
         before = WeightPlacement.of(part.plan)
         done = [] if self._holds(part, stage) else self._ways(component, settings, stage)
         if not done:
@@ -289,9 +288,9 @@ class MemoryFit:
         return self._times(part, stage) <= 1
 
     def _times(self, part: PlannedComponent, stage: str | None = None) -> float:
-        """How many times as much memory as there is it needs in that stage, or in any of them.
+        """Required over available memory, for one stage or the worst stage.
 
-        Infinitely often where a tensor is beyond what the device can address.
+        Infinite if a tensor exceeds what the device can address.
         """
         name = part.plan.name
         where = self.lead if self.lead is not None and self._is_led(name) else self.device
@@ -299,7 +298,7 @@ class MemoryFit:
         return math.inf if too_large else share_of(peak * self._copies(name), where)
 
     def _hold(self, parts: Sequence[PlannedComponent]) -> bool:
-        """Whether all fit, those that share a stage together."""
+        """Whether all fit, counting components of one stage together."""
         plans = [part.plan for part in parts]
         here = [plan for plan in plans if self.lead is None or not self._is_led(plan.name)]
         copies = {plan.name: self._copies(plan.name) for plan in plans}
@@ -309,21 +308,21 @@ class MemoryFit:
         return together and all(self._holds(part) for part in parts)
 
     def _on_lead(self, part: PlannedComponent) -> ComponentPlan:
-        """The component on the first rank, which does another part of the steps."""
+        """The component on the first rank, whose portion of the steps differs."""
         if not any(run.rehearsal.denoises for run in part.runs):
             return part.plan
         return replace(part.plan, working_bytes=int(part.plan.working_bytes * self.lead_share))
 
     def _copies(self, name: str) -> int:
-        """How many ranks hold that component in this device's memory at once."""
+        """How many ranks store that component in this device's memory at once."""
         return 1 if self._is_led(name) else self.copies
 
     def _is_led(self, name: str) -> bool:
-        """Whether the first of all ranks alone loads it."""
+        """Whether only the first of all ranks loads it."""
         return isinstance(self.model, ShardableSpec) and name in self.model.led
 
     def _host_bytes(self, plans: Sequence[ComponentPlan], settings: Settings) -> int:
-        """What lies in the host's memory beside the device: offloaded weights, finished frames."""
+        """Bytes in host memory beside the device: offloaded weights, finished frames."""
         if self.device.kind == "cpu":
             return 0
         waiting: dict[str, int] = {}
@@ -338,20 +337,20 @@ def _pixels(settings: Settings) -> int:
 
 
 def _said(component: Component, done: Sequence[MemoryFallback]) -> list[str]:
-    """What is said of the savings: each has those of its kind before it in it."""
+    """Notes about the fallbacks; each implies the earlier ones of its kind."""
     kinds = {(way.is_lossy, way.stage): way.says for way in done if not way.moves_weights}
     return [f"{component.title}: {says}" for says in kinds.values()]
 
 
 def _placement(done: Sequence[MemoryFallback], before: WeightPlacement) -> WeightPlacement:
-    """Where weights are after all this; what waits on the host is not kept between ranks, too."""
+    """Weight placement after these fallbacks; offloaded weights are not sharded too."""
     if before.offload or any(way.offload for way in done):
         return replace(before, offload=True, holders=1)
     return replace(before, holders=max([before.holders, *(way.holders for way in done)]))
 
 
 def _elsewhere(part: PlannedComponent) -> list[str]:
-    """What is said of weights that are not on the device."""
+    """Notes about weights off the device."""
     if part.plan.holders > 1:
         return [f"{part.plan.title}: {held_says(part.plan.holders)}"]
     if not part.plan.offload:
@@ -366,7 +365,7 @@ def _elsewhere(part: PlannedComponent) -> list[str]:
 
 
 def _by_turns(parts: Sequence[PlannedComponent]) -> tuple[list[PlannedComponent], list[str]]:
-    """Those that share a stage, one after the other on the device."""
+    """Components of one stage that take turns on the device."""
     stages = [part.plan.stage for part in parts]
     shared = {stage for stage in stages if stages.count(stage) > 1}
     if not shared:
@@ -385,14 +384,14 @@ def _by_turns(parts: Sequence[PlannedComponent]) -> tuple[list[PlannedComponent]
 def _in_order(
     rehearsals: Sequence[DryRunCall], parts: Sequence[PlannedComponent]
 ) -> tuple[DryRun, ...]:
-    """The dry runs in the order of the stages; a component may have several."""
+    """Dry runs in the order of the stages; a component may have several."""
     runs = {(run.rehearsal.stage, run.rehearsal.component): run for p in parts for run in p.runs}
     order = [(each.stage, each.component) for each in rehearsals]
     return tuple(runs[each] for each in order if each in runs)
 
 
 def within(device: DeviceFacts, most: int | None) -> DeviceFacts:
-    """The device with no more of its memory free than may be used."""
+    """The device with its free memory limited to what may be used."""
     if most is None or most >= device.free_memory:
         return device
     return replace(device, free_memory=most)

@@ -1,6 +1,6 @@
-"""The first of several that will do, found with few tries: a dry run takes a good part of a second.
+"""Find the first fitting candidate of a monotone sequence with few dry runs (up to 1 s each).
 
-Here are numbers alone. What is tried is `fitting`'s affair.
+Pure numbers; `memory_fit.py` supplies the candidates.
 """
 
 from __future__ import annotations
@@ -9,12 +9,15 @@ import math
 from collections.abc import Callable, Sequence
 from itertools import count
 
-#: So many tries go by sizes alone.
+#: Number of tries placed by interpolation alone.
 _BY_SIZE = 4
 
 
 def first_that_holds(number: int, holds: Callable[[int], bool]) -> int:
-    """The first of 0 .. number - 1 that holds, where all after one that does do too; or number."""
+    """The first of 0 .. number - 1 for which `holds` is true, or `number`.
+
+    If one holds, all later ones do.
+    """
     low, high = 0, number
     while low < high:
         middle = (low + high) // 2
@@ -26,11 +29,11 @@ def first_that_holds(number: int, holds: Callable[[int], bool]) -> int:
 
 
 def first_that_fits(sizes: Sequence[float], excess: Callable[[int], float], size: float) -> int:
-    """The first of these falling `sizes` whose `excess` is at most 1; or how many there are.
+    """Index of the first of these falling `sizes` whose `excess` is at most 1, or their number.
 
-    `excess` is how many times as much is needed as there is. Most of it grows with the size, so
-    each answer tells about where the first must be; `size` is where to look to begin with. After
-    some tries every other one halves what is left, as others may come nearer by little.
+    `excess` is required over available memory. It mostly grows with size, so each answer predicts
+    where the first fit is; the search begins near `size`. After some tries every other one bisects,
+    since prediction may converge slowly.
     """
     low, high = 0, len(sizes)
     before: tuple[float, float] | None = None
@@ -51,9 +54,9 @@ def first_that_fits(sizes: Sequence[float], excess: Callable[[int], float], size
 
 
 def _where_one_is(found: tuple[float, float], before: tuple[float, float] | None) -> float:
-    """The size whose excess is 1, on the line through these (size, excess), or in proportion.
+    """The size with an excess of 1, by the line through two (size, excess) points or in proportion.
 
-    0 where nothing is known of it, as a tensor is beyond what can be addressed.
+    0 if unknown, because a tensor exceeds what can be addressed.
     """
     size, excess = found
     if before is not None and math.isfinite(before[1]):

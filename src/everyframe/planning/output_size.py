@@ -1,7 +1,6 @@
-"""The video that is really made, where a dry run shows another than what was asked for.
+"""Correct the planned video size if a dry run shows that the pipeline makes another.
 
-A foreign pipeline may round a length, or make its video in whole pieces, and says so nowhere.
-Read next: `dry_runs.py`, `resolve.py`.
+A diffusers pipeline may round a length or make whole chunks without saying so.
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ from everyframe.planning.memory_fit import FitResult
 
 
 def with_output_size(fitted: FitResult) -> FitResult:
-    """The same with the length and size that come out, and a note where they are others.
+    """The fit with the actual length and size, and a note if they differ from the request.
 
-    What the model is told stays what it was.
+    The arguments of the model are unchanged.
     """
     settings = fitted.settings
     made = next((run.made for run in fitted.runs if run.made is not None), None)

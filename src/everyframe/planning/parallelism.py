@@ -1,10 +1,9 @@
-"""Which devices a run has, and how it is divided among them.
+"""Choose the devices of a run and how it is divided among them.
 
-Videos are dealt out whole where there are several. Within one video, tokens are dealt out as the
-model's family says, uneven and without a rule of divisibility; branches of guidance come apart by
-that, or by ``cfg``. The choice depends on counts and nominal speeds alone, so that ``plan`` and
-``generate`` choose alike. Read next: `everyframe.core.parallel_plan`,
-`everyframe.parallel.token_partition`.
+Several videos are distributed whole. Within one video, the family's rules divide the tokens, which
+may be unequal and need no divisibility; CFG branches are divided by those rules or by ``cfg``. The
+choice depends only on counts and nominal speeds, so ``plan`` and ``generate`` agree.
+`everyframe.core.parallel_plan` defines the result.
 """
 
 from __future__ import annotations
@@ -28,25 +27,28 @@ from everyframe.hardware.throughput import with_fp16_tried
 from everyframe.parallel.uneven_split import group_ranks, uneven_sizes
 from everyframe.runtime.interface import CfgParallelSpec, ModelSpec, ShardableSpec, VideoGroup
 
-#: Free memory is told apart by so many steps of the largest.
+#: Free memory is rounded to so many steps of the largest.
 _ROOM = 16
-#: Multiplications and additions, and bytes to another device, that one has a second: for the choice
-#: between ways to divide, where only their ratio counts. Of a CPU, one core.
+#: Nominal operations, and bytes to another device, per second of one device (of a CPU: one core).
+#: Only their ratio matters, for the choice between divisions.
 _OPERATIONS = {"cpu": 5e10, "cuda": 5e13}
 _BYTES = {"cpu": 1e9, "cuda": 1e10}
-#: So many times as long attention takes by plain products (`everyframe.parallel.ring_attention`):
-#: of a CPU measured, of a card the ratio of its float32 products to those in half precision.
+#: Slowdown of attention by plain products (`everyframe.parallel.ring_attention`): measured on a
+#: CPU; on a GPU the ratio of half-precision to float32 throughput.
 _PLAIN = {"cpu": 2.7, "cuda": 10.0}
 
-#: Fast paths that don't go together with several devices, and why.
+#: Fast paths that don't work with several devices, and why.
 AVOIDED = {"compile": "blocks of several devices exchange tensors in their middle"}
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """What one step of one video takes: operations of all branches, bytes of a number sent.
+    """Cost of one step of one video.
 
-    `attention` are those of the operations that attention takes.
+    Attributes:
+        operations: of all CFG branches.
+        element_bytes: bytes per number sent.
+        attention: operations of attention, part of `operations`.
     """
 
     operations: float
@@ -55,10 +57,10 @@ class StepCost:
 
 
 def asked_devices(request: Request, facts: MachineFacts) -> tuple[DeviceFacts, ...]:
-    """The devices of a request; one of them unless it asks for several.
+    """The devices of a request; one unless it asks for several.
 
     Raises:
-        InputError: not so many are there, or they can't work together.
+        InputError: not that many exist, or they can't work together.
     """
     if request.devices is not None:
         names = [name.strip() for name in request.devices.split(",")]
@@ -97,7 +99,7 @@ def asked_devices(request: Request, facts: MachineFacts) -> tuple[DeviceFacts, .
 def check_division(
     request: Request, model: ModelSpec, settings: Settings, num_devices: int
 ) -> None:
-    """Raise `InputError` for a division that so many devices can't have; it says what is right."""
+    """Raise `InputError` for a division impossible on that many devices; says what is possible."""
     shares_asked(request, num_devices)
     asked = parse_ways(request.parallel)
     _check_ways(asked, model, settings, num_devices)
@@ -117,14 +119,15 @@ def make_parallel_plan(
     shards: bool = False,
     together: bool = False,
 ) -> ParallelPlan | None:
-    """How the run is divided; None for one device. `effort_of` is asked only for several.
+    """Divide the run among devices; None for one device. `effort_of` is called only for several.
 
-    `weights` are the devices' speeds where the request names no shares; without them all are alike.
-    With `shards` every video has several devices; `together`, all of them share the branches of
-    guidance unless others were asked for.
+    Args:
+        weights: speeds of the devices if the request names no shares; None means equal.
+        shards: several devices for every video.
+        together: keep CFG branches together unless requested otherwise.
 
     Raises:
-        InputError: what was asked can't be had; the text says what would be right.
+        InputError: the requested division is impossible; says what would work.
     """
     check_division(request, model, settings, len(devices))
     asked = parse_ways(request.parallel)
@@ -161,7 +164,7 @@ def _ways_of(model: ModelSpec) -> tuple[str, ...]:
 def _branchings(
     asked: ParallelConfig, model: ModelSpec, settings: Settings, *, together: bool
 ) -> tuple[int, ...]:
-    """Into how many parts the branches of guidance could be dealt."""
+    """Possible numbers of CFG groups."""
     if asked.cfg is not None or asked.sequence is not None or together:
         return (asked.cfg or 1,)
     if not isinstance(model, ShardableSpec) or not model.apart:
@@ -170,7 +173,7 @@ def _branchings(
 
 
 def sending_seconds(division: ParallelPlan | None) -> float:
-    """How long a step's bytes are on their way, by the nominal speed of the way between devices."""
+    """Seconds per step to exchange tokens, at nominal speed of the link between devices."""
     if division is None:
         return 0.0
     kind = division.ranks[0].device.partition(":")[0]
@@ -178,7 +181,7 @@ def sending_seconds(division: ParallelPlan | None) -> float:
 
 
 def weights_seconds(division: ParallelPlan | None) -> float:
-    """How long a step's weights are on their way to those that don't keep them."""
+    """Seconds per step to send sharded weights."""
     if division is None:
         return 0.0
     kind = division.ranks[0].device.partition(":")[0]
@@ -188,17 +191,17 @@ def weights_seconds(division: ParallelPlan | None) -> float:
 
 
 def can_share(request: Request, model: ModelSpec, division: ParallelPlan | None) -> bool:
-    """Whether devices that have videos of their own could have each together with others."""
+    """Whether devices with videos of their own could instead share each video."""
     is_alone = division is not None and min(map(len, division.groups)) == 1
     in_step = isinstance(model, ShardableSpec) and model.in_step
     return is_alone and in_step and parse_ways(request.parallel).data in (None, 1)
 
 
 def shares_asked(request: Request, num_devices: int) -> tuple[float, ...] | None:
-    """The shares that a request names; None where it leaves them to the devices.
+    """The shares that a request names; None if it leaves them open.
 
     Raises:
-        InputError: they are not as many as the devices, or no shares.
+        InputError: they are invalid, or not one per device.
     """
     if request.shares is None:
         return None
@@ -254,7 +257,7 @@ def _num_branches(model: ModelSpec, settings: Settings) -> int:
 
 
 def _instead(model: ModelSpec, settings: Settings, count: int) -> str:
-    """What parallel can be on so many devices for one video, or for several."""
+    """The possible parallel configs on that many devices, for one video or several."""
     right = [f"sequence={count}"] if _ways_of(model) else []
     if count > 1 and _num_branches(model, settings) > 1:
         right.append("cfg=2, which parts any number of devices in two")
@@ -262,7 +265,7 @@ def _instead(model: ModelSpec, settings: Settings, count: int) -> str:
 
 
 def _branches(model: ModelSpec, settings: Settings, count: int) -> str:
-    """What is said of so many branches of guidance, where more were asked for."""
+    """Text about the number of CFG branches, if more were requested."""
     if count > 1:
         return f"it has {count} branches"
     if isinstance(model, CfgParallelSpec):
@@ -273,7 +276,7 @@ def _branches(model: ModelSpec, settings: Settings, count: int) -> str:
 
 
 def _check_shards(asked: ParallelConfig, model: ModelSpec, count: int) -> None:
-    """Raise `InputError` where nobody is there to keep weights with."""
+    """Raise `InputError` if no other rank exists to shard weights with."""
     if count == 1:
         raise InputError(
             "shard_weights has no effect on one device; give --num-devices or --devices"
@@ -304,7 +307,7 @@ def _division(
     data: int,
     effort: StepCost,
 ) -> ParallelPlan:
-    """All devices, of the speeds of `crew`, in `data` groups that are crews of their own."""
+    """Divide all devices, of the speeds of `crew`, into `data` video groups."""
     weights = crew.weights
     parted = group_ranks(len(devices), [1.0] * data, weights)
     rooms = rooms_of(devices)
@@ -321,9 +324,9 @@ def _division(
 
 
 def rooms_of(devices: Sequence[DeviceFacts]) -> tuple[float, ...]:
-    """How much of weights that devices keep between them each can keep beside the others.
+    """Relative capacity of each device for sharded weights.
 
-    By free memory, in steps, so that a little more or less of it changes nothing.
+    By free memory in steps, so that small changes have no effect.
     """
     most = max(device.free_memory for device in devices)
     steps = [max(1, round(_ROOM * device.free_memory / max(1, most))) for device in devices]
@@ -338,7 +341,7 @@ def _part(
     place: int,
     effort: StepCost,
 ) -> RankPlan:
-    """That rank's part of one video's denoising, as rank `place` of its group."""
+    """That rank's share of one video's denoising, as rank `place` of its video group."""
     if isinstance(model, ShardableSpec):
         part = model.rank_part(settings, crew, place, effort.element_bytes)
         return replace(
@@ -357,7 +360,7 @@ def _part(
 
 @dataclass(frozen=True)
 class _Pace:
-    """Operations and bytes to another device in a second, and how much longer plain attention."""
+    """Operations and link bytes per second, and the slowdown of plain attention."""
 
     operations: float
     sent: float
@@ -365,7 +368,7 @@ class _Pace:
 
 
 def _seconds(division: ParallelPlan, effort: StepCost, pace: _Pace) -> float:
-    """How long a step of all videos takes, by nominal speeds of a device and of the way between."""
+    """Seconds of a step of all videos, at nominal speeds of devices and links."""
     slowest = 0.0
     heaviest = max(division.weights)
     for group, ranks in enumerate(division.groups):
@@ -379,7 +382,7 @@ def _seconds(division: ParallelPlan, effort: StepCost, pace: _Pace) -> float:
 
 
 def _rank_seconds(rank: RankPlan, way: str, effort: StepCost, speed: float, pace: _Pace) -> float:
-    """A rank's step; `speed` is its own beside that of the fastest."""
+    """Seconds of a rank's step; `speed` is relative to the fastest rank."""
     share, second = max(rank.tokens, rank.attention), pace.operations * speed
     computing, sending = share * effort.operations / second, rank.sent_bytes / pace.sent
     if way != "ring":

@@ -1,7 +1,8 @@
-"""The one resolver: Request + facts -> Plan. Here alone is asked what the machine can do.
+"""Resolve a request and machine facts into a plan; the only place that asks what a machine can do.
 
-Nothing is loaded and, unless told so, nothing is fetched. Read next: `core/plan.py` for what comes
-out, `engine/run.py` for who runs it.
+Nothing is loaded, and nothing is fetched unless allowed.
+
+Read next: `core/plan.py` (the result), `engine/run.py` (its execution).
 """
 
 from __future__ import annotations
@@ -62,15 +63,15 @@ from everyframe.precision.policy import check_asked
 from everyframe.runtime.interface import ModelSpec, PromptReadingSpec
 from everyframe.runtime.repair_cache import cached_key, load_repairs, repair_notes
 
-#: How many of a plan's products are tried on a real device for its forecast of time.
+#: Number of a plan's products measured on a real device to forecast its time.
 _NUM_TRIALS = 6
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model in memory and the name of its family.
+    """An in-memory model and the name of its family.
 
-    `digests` says what the model is by component, so that a run of it resumes with no other.
+    `digests` identifies the model by component, so that its run resumes with no other model.
     """
 
     family: str
@@ -80,7 +81,7 @@ class LoadedModel:
 
 @dataclass(frozen=True)
 class PreparedPlan:
-    """A plan and the model that it is for, with what chose its fast paths and memory."""
+    """A plan, its model, and what chose its fast paths and memory."""
 
     plan: Plan
     model: ModelSpec
@@ -89,11 +90,11 @@ class PreparedPlan:
 
 
 def resolve(request: Request, profile: str | Path | None = None) -> Plan:
-    """The plan of a request, with how long it would take; nothing is loaded or fetched.
+    """Resolve a request into a plan with a time forecast; nothing is loaded or fetched.
 
-    `profile` names a machine that is not here, or a file with its facts; None is this one. Raises
-    `InputError` for what can't be asked of the model. What the machine is too small for, and what
-    would break on it, is a plan with an `obstacle`, so that it can be shown.
+    `profile` names another machine or a file with its facts; None is this machine. A machine that
+    is too small, or on which the run would fail, gives a plan with an `obstacle`, so that it can be
+    shown. Raises `InputError` if the model can't do what is requested.
     """
     return prepare(request, profile=profile, with_seconds=True).plan
 
@@ -109,14 +110,13 @@ def prepare(
     with_seconds: bool = False,
     will_run: bool = False,
 ) -> PreparedPlan:
-    """The plan with its model; with `may_fetch` a hub model's configs may be fetched for it.
+    """Resolve a request into a plan, with its model; `may_fetch` allows fetching its configs.
 
-    `num_threads` (of the CPU) is the number of usable cores unless a record asks for another;
-    `devices` are those of ranks that met, `given` is a model that somebody has in memory.
-    `with_seconds` is for a plan that is shown: this machine is measured, for up to a second, to
-    forecast times, and prompts are held against tokenizers that are here, as a run will.
-    `will_run` has fast paths tried that nobody tried here, for some seconds at most, and the plan
-    hold nothing but what is certified; without, it says what it expects.
+    `num_threads` of the CPU are all usable cores by default; `devices` are those of ranks that
+    joined already; `given` is an in-memory model. `with_seconds` is for a plan that is shown: this
+    machine is measured for up to a second to forecast times, and prompts are checked against local
+    tokenizers, as in a run. `will_run` tries fast paths without a certificate, for some seconds at
+    most, so that the plan has only certified ones; otherwise it lists expected ones.
     """
     # A class in memory, and the model inside of the package, are not somebody's files.
     is_foreign = given is None and request.model is not None
@@ -184,7 +184,7 @@ def _prepared(
 def _model(
     request: Request, given: LoadedModel | None, *, may_fetch: bool
 ) -> tuple[ModelSpec, str]:
-    """The model that is asked for, and its family's name."""
+    """The spec of the requested model, and its family's name."""
     check_option_names(request)
     if given is None:
         return find_model(request, may_fetch)
@@ -193,7 +193,7 @@ def _model(
 
 
 def _check_contents(request: Request, settings: Settings, given: LoadedModel | None) -> None:
-    """Raise `InputError` for pictures that are none, and what the embedded model can't draw."""
+    """Raise `InputError` for invalid images, and for what the embedded model can't draw."""
     if not settings.given_forms:  # those were looked at when the request was settled
         check_given(request)
     if given is None and request.model is None:
@@ -201,12 +201,12 @@ def _check_contents(request: Request, settings: Settings, given: LoadedModel | N
 
 
 def _before_ranks(devices: Sequence[DeviceFacts]) -> tuple[DeviceFacts, ...]:
-    """The devices with what their ranks' processes will leave free."""
+    """The devices with the memory that their ranks' processes will leave free."""
     return tuple(without_processes(device, len(devices)) for device in devices)
 
 
 def _usable(devices: Sequence[DeviceFacts], request: Request) -> tuple[DeviceFacts, ...]:
-    """The devices with what may be used of their memory; `InputError` if one lacks the dtype."""
+    """The devices with the memory that may be used; `InputError` if one lacks the dtype."""
     for device in devices:
         check_asked(device, DTYPES[request.dtype], force=request.force)
     most = _asked_bytes(request, "max_memory")
@@ -216,10 +216,7 @@ def _usable(devices: Sequence[DeviceFacts], request: Request) -> tuple[DeviceFac
 def _stages(
     fitted: FitResult, rates: Throughput | None, division: ParallelPlan | None
 ) -> tuple[StagePlan, ...]:
-    """The stages; what ranks send at each step takes its time too.
-
-    Weights come while others compute, so whichever takes longer.
-    """
+    """Stage plans with time to communicate; weights go out during compute, so the longer counts."""
     steps = fitted.settings.num_inference_steps
     sending, weights = sending_seconds(division) * steps, weights_seconds(division) * steps
     parts = {part.name: part for part in fitted.components}
@@ -245,10 +242,10 @@ def _shares(
     shards: bool,
     together: bool = False,
 ) -> BalancedPlan:
-    """How the work is divided among devices that may not be alike.
+    """Divide the work among devices, which may be unequal.
 
-    With `shards` so that each video has several, which can keep weights between them; `together` so
-    that branches of guidance are apart only where that is asked for.
+    `shards`: several devices per video, to shard its weights; `together`: split CFG on request
+    only.
     """
     asked = shares_asked(request, len(devices))
     dtype = speed_dtype(DTYPES[request.dtype])
@@ -278,7 +275,7 @@ def _chooser(
     *,
     is_here: bool,
 ) -> FastPathChooser:
-    """What chooses fast paths: what was asked for, what is certified, and what is known here."""
+    """The fast-path chooser: request options, certificates and known issues."""
     device, alike = common_facts(devices), are_alike(devices)
     return FastPathChooser(
         device,
@@ -298,9 +295,9 @@ def _fitted(
     *,
     will_run: bool,
 ) -> tuple[BalancedPlan, MemoryFit, FitResult]:
-    """What fits; before a run what it needs at once is tried, and only certified paths are left.
+    """The memory fit; a run first creates needed certificates and keeps only certified paths.
 
-    Where it doesn't fit on a device a video, several share each.
+    If a video doesn't fit on one device, several share it.
     """
     shares = shared(shards=request.shard_weights)
     fitting, fitted = shares.fitting, shares.fitting.fit(settings)
@@ -360,7 +357,7 @@ def _fitting(
 def _remedies(
     request: Request, model: ModelSpec, device: DeviceFacts, facts: MachineFacts
 ) -> tuple[Repair, ...]:
-    """The repairs to begin with: a record's own, else those that earlier runs needed here."""
+    """Repairs to begin with: those of a record, else those cached from earlier runs here."""
     if request.remedies is not None:
         return tuple(request.remedies)
     if request.forget_repairs:
@@ -379,7 +376,7 @@ def _asked_bytes(request: Request, name: str) -> int | None:
 
 
 def _rates(fitted: FitResult, device: DeviceFacts, num_threads: int) -> Throughput | None:
-    """A made-up device's own rates; a real one is tried with what the plan spends most on."""
+    """Rates of a device: from the profile, or measured with the plan's heaviest products."""
     if device.rates is not None or not fitted.runs:
         return device.rates
     paths = {part.name: part.paths for part in fitted.components}
@@ -388,13 +385,13 @@ def _rates(fitted: FitResult, device: DeviceFacts, num_threads: int) -> Throughp
 
 
 def default_threads(facts: MachineFacts, num_ranks: int, *, is_here: bool = True) -> int:
-    """A rank's part of every usable core, or of as many as OMP_NUM_THREADS allows here."""
+    """A rank's share of all usable cores, or of OMP_NUM_THREADS on this machine."""
     limit = os.environ.get("OMP_NUM_THREADS", "") if is_here else ""
     cores = min(int(limit), facts.num_cores) if limit.isdigit() and int(limit) else facts.num_cores
     return max(1, cores // num_ranks)
 
 
 def check_feasible(plan: Plan) -> None:
-    """Raise `CannotRunError` (exit 3) if the plan says that it can't be done here."""
+    """Raise `CannotRunError` (exit 3) if the plan says that it can't run here."""
     if plan.obstacle is not None:
         raise CannotRunError(plan.obstacle)

@@ -1,8 +1,8 @@
-"""How fast this machine is, as far as it was tried since it was started.
+"""Cache measured throughput of this machine until it reboots.
 
-Trials of a CPU are saved in the cache folder for the boot: by processor, number of threads and what
-steers them. A trial while others had the cores counts for little and is made again by the next
-plan, a few times. Read next: `everyframe.hardware.throughput`, which tries.
+CPU measurements are stored in the cache folder by processor, thread count and the variables that
+affect them. A measurement taken while other processes used the cores counts little and is repeated
+by the next plan, a few times. `everyframe.hardware.throughput` measures.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from everyframe.core.facts import DeviceFacts, OpShape, Throughput
 from everyframe.hardware.cpu import processor_flags
 from everyframe.hardware.throughput import measured_rates
 
-#: So many trials are saved of one device, the newest.
+#: Measurements stored per device, the newest ones.
 _MAX_TRIALS = 500
 
-#: Beginnings of variables that steer a CPU's threads and kernels.
+#: Prefixes of variables that affect CPU threads and kernels.
 _STEER = ("OMP_", "MKL_", "KMP_", "GOMP_", "ONEDNN_", "DNNL_", "ATEN_")
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def rates_here(products: Sequence[OpShape], device: DeviceFacts, num_threads: int) -> Throughput:
-    """Rates of these products on a device of this machine, tried unless that was done before."""
+    """Rates of these products on a device of this machine, measured unless cached."""
     if device.kind != "cpu":
         return measured_rates(products, device.torch_name, num_threads, _by_kernel)
     file = CacheFile("rates", _key(device, num_threads))
@@ -52,14 +52,14 @@ def _key(device: DeviceFacts, num_threads: int) -> str:
 
 
 def _boot() -> str:
-    """What stands for the time since the machine was started."""
+    """An identifier of the current boot."""
     if _BOOT_ID.is_file():
         return _BOOT_ID.read_text().strip()
     return f"{psutil.boot_time():.0f}"
 
 
 def _trials(data: Any) -> dict[str, list[float]]:
-    """The trials that were read, without anything that is none."""
+    """The valid measurements in the data read."""
     return {
         name: [float(each) for each in numbers]
         for name, numbers in (data.items() if isinstance(data, dict) else ())

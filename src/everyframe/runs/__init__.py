@@ -1,5 +1,5 @@
-"""The run folder: what is left of a run that was broken off, so that it goes on where it stopped.
+"""Run folders: the saved state of a run, from which an interrupted run resumes.
 
-Read next: `folder.py` (where runs lie, and whose they are), `runs/tensor_store.py` (what is in
-one), `runs/run_state.py` (when it is written).
+Read next: `folder.py` (layout and locking), `tensor_store.py` (tensors on disk), `run_state.py`
+(when state is saved).
 """

@@ -1,8 +1,8 @@
-"""Files that are there whole or not at all, whatever stops the process or the machine meanwhile.
+"""Write files atomically, and JSON with a checksum.
 
-Bytes go to another name first and to the disk, then the name is changed, which no file system does
-by halves. JSON carries a checksum of its own bytes, so that a changed one is seen. Read next:
-`tensor_store.py`.
+Bytes go to a temporary name and are synced to disk. The file is then renamed, which every file
+system does atomically, so a crash leaves the old file or the new one. JSON files contain a checksum
+of their own bytes, so corruption is detected.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 
 from everyframe.core.errors import CorruptRunError
 
-#: What a file is called until it is whole.
+#: Suffix of a file until it is complete.
 UNFINISHED = ".unfinished"
-#: What comes of making values out of data that was changed, or is another version's.
+#: Errors raised when values are built from corrupt data, or from another version's.
 UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError)
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Put `data` in the place of `path`. Raises `OSError`; then what was there before still is."""
+    """Replace `path` with `data` atomically. Raises `OSError`; the old file then remains."""
     unfinished = path.with_name(path.name + UNFINISHED)
     try:
         with unfinished.open("wb") as file:
@@ -38,7 +38,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk, where the system can tell."""
+    """Sync the names in a folder to disk, if the system supports that."""
     if os.name != "posix":
         return
     place = os.open(folder, os.O_RDONLY)
@@ -49,21 +49,21 @@ def sync_folder(folder: Path) -> None:
 
 
 def checksum(data: bytes) -> str:
-    """The hash by which a run's files are known, in hex."""
+    """Hash of bytes in hex, as used for all files of a run."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Put `values`, at least one, in the place of `path`, with a checksum. Raises `OSError`."""
+    """Replace `path` with `values`, at least one, and a checksum. Raises `OSError`."""
     rest = (json.dumps(values, indent=1)[1:] + "\n").encode()
     write_whole(path, _first_line(rest) + rest)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """What `write_json` wrote; None where there is no such file.
+    """Read what `write_json` wrote; None if there is no such file.
 
     Raises:
-        DamagedError: it is not as it was written, be it by a single bit.
+        CorruptRunError: the content changed, even by one bit.
     """
     try:
         data = path.read_bytes()
@@ -82,5 +82,5 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def _first_line(rest: bytes) -> bytes:
-    """The first line of a JSON file with a checksum, which is of all that follows."""
+    """First line of a checksummed JSON file; the checksum covers everything after it."""
     return f'{{"checksum": "{checksum(rest)}",'.encode()

@@ -1,10 +1,15 @@
-"""Where runs lie, what there is of each, and whose it is at the moment. No torch here.
+"""Run folders on disk: where they are, what each contains, and which process has locked it.
 
-A run's folder is called by the time at which it began. In it: ``run.json``, written once (what was
-asked, the plan, the record, with arrays that were given in ``given/``), ``state.json`` (how far it
-came, with ``tensors/`` that it names; ``state-1.json`` and so on for other groups of ranks, which
-make other videos of the same run), ``shortages.json`` (when memory ran out), ``answers/``, and
-``lock``, which is the running process's for as long as it lives. Read next: `run_state.py`.
+A run folder is named after its start time. It contains:
+
+- ``run.json``: request, plan and record, written once; arrays of the request are in ``given/``.
+- ``state.json``: progress, with the tensors that it names in ``tensors/``. ``state-1.json`` and so
+  on are those of other video groups, which make other videos of the same run.
+- ``shortages.json``: out-of-memory events.
+- ``answers/``: results of a pipeline's components.
+- ``lock``: locked by the running process until it exits.
+
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -22,18 +27,21 @@ from everyframe.core.errors import CorruptRunError, InputError, RunLockedError, 
 from everyframe.core.paths import check_path, expand_path, home_folder
 from everyframe.runs.atomic_write import UNREADABLE, read_json, write_json
 
-#: What a run folder says that it is; another number is another version's.
+#: Schema of a run folder; another number belongs to another version.
 SCHEMA = "everyframe.run/2"
 _RUN, _STATE, _LOCK, _DONE = "run.json", "state", "lock", "done-"
 #: Seconds between attempts to lock a run.
 _PAUSES = (0.02, 0.08, 0.2)
-#: The value that turns keeping off.
+#: Value that disables saving.
 OFF = "off"
 
 
 def runs_folder() -> Path | None:
-    """``EVERYFRAME_RUNS`` (None for ``off``), else ``everyframe/runs`` in the place for states:
-    ``XDG_STATE_HOME``, else ``~/.local/state``."""
+    """Default folder of runs: ``EVERYFRAME_RUNS``, else ``everyframe/runs`` in the state folder.
+
+    The state folder is ``XDG_STATE_HOME``, else ``~/.local/state``. None if ``EVERYFRAME_RUNS`` is
+    ``off``.
+    """
     own = os.environ.get("EVERYFRAME_RUNS")
     if own:
         return None if own == OFF else expand_path(own, "EVERYFRAME_RUNS")
@@ -43,7 +51,7 @@ def runs_folder() -> Path | None:
 
 
 def root_of(given: str | Path | None) -> Path | None:
-    """The folder of runs that was given, else that of `runs_folder`; None for ``off``."""
+    """The given folder of runs, else that of `runs_folder`; None for ``off``."""
     if given is None:
         return runs_folder()
     return None if str(given) == OFF else expand_path(given, "run_dir").absolute()
@@ -51,19 +59,19 @@ def root_of(given: str | Path | None) -> Path | None:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder of one run; `part` is the group of ranks whose state it is asked for."""
+    """The folder of one run; `part` selects the video group whose state is read and written."""
 
     path: Path
     part: int = 0
 
     @property
     def name(self) -> str:
-        """What it is called."""
+        """Name of the run."""
         return self.path.name
 
     @property
     def tensors(self) -> Path:
-        """Where its tensors lie."""
+        """Folder of its tensors."""
         return self.path / f"tensors{self._of_part}"
 
     @property
@@ -80,37 +88,37 @@ class RunFolder:
 
     @property
     def given(self) -> Path:
-        """Where tensors and pictures lie that came with the request."""
+        """Folder of tensors and images that came with the request."""
         return self.path / "given"
 
     @property
     def answers(self) -> Path:
-        """Where the answers of a foreign pipeline's models lie."""
+        """Folder of results of a pipeline's components."""
         return self.path / "answers"
 
     def num_answers(self) -> int:
-        """How many answers of a foreign pipeline's models there are."""
+        """Number of results of a pipeline's components."""
         return sum(1 for _ in self.answers.glob("*/*.safetensors"))
 
     def write_run(self, values: Mapping[str, Any]) -> None:
-        """Write what does not change. Raises `OSError`."""
+        """Write the constant data. Raises `OSError`."""
         write_json(self.path / _RUN, {"schema": SCHEMA, **values})
 
     def write_state(self, values: Mapping[str, Any]) -> None:
-        """Put this in the place of the state. Raises `OSError`; the old one holds then."""
+        """Replace the state. Raises `OSError`; the old state then remains."""
         write_json(self._state, values)
 
     def write_shortages(self, values: Sequence[Any]) -> None:
-        """Put this in the place of the shortages of memory. Raises `OSError`."""
+        """Replace the out-of-memory events. Raises `OSError`."""
         write_json(self._shortages, {"shortages": values})
 
     def shortages(self) -> list[Any]:
-        """What `write_shortages` wrote last. Raises `CorruptRunError`."""
+        """Read the out-of-memory events. Raises `CorruptRunError`."""
         values = read_json(self._shortages) or {}
         return list(values.get("shortages", ()))
 
     def run(self) -> dict[str, Any]:
-        """What `write_run` wrote. Raises `CorruptRunError` for no run, or another version's."""
+        """Read the constant data. Raises `CorruptRunError` if missing or of another version."""
         values = read_json(self.path / _RUN)
         if values is None or values.get("schema") != SCHEMA:
             found = "nothing" if values is None else repr(values.get("schema"))
@@ -118,7 +126,7 @@ class RunFolder:
         return values
 
     def is_readable(self) -> bool:
-        """Whether it is as it was written, as far as what does not change goes."""
+        """Whether its constant data is intact."""
         try:
             self.run()
         except CorruptRunError:
@@ -126,9 +134,9 @@ class RunFolder:
         return True
 
     def began(self) -> float:
-        """When it was begun, in seconds since 1970; names tell it to the second and are used again.
+        """Start time in seconds since 1970; names have whole seconds and are reused.
 
-        Of one that can't be read: when its folder was changed last.
+        For an unreadable run: when its folder last changed.
         """
         try:
             return float(self.run()["began"])
@@ -136,11 +144,11 @@ class RunFolder:
             return self.path.stat().st_mtime
 
     def state(self) -> dict[str, Any] | None:
-        """What `write_state` wrote last; None before the first time."""
+        """Read the state; None before the first write."""
         return read_json(self._state)
 
     def parts(self) -> tuple[RunFolder, ...]:
-        """This folder for each group of which there is a state."""
+        """This folder for each video group with a state."""
         found = [replace(self, part=0)]
         for path in self.path.glob(f"{_STATE}-*.json"):
             number = path.stem.removeprefix(f"{_STATE}-")
@@ -148,7 +156,7 @@ class RunFolder:
         return tuple(sorted(found, key=lambda each: each.part))
 
     def mark_done(self, seed: int) -> None:
-        """Note that the video of this seed is where it belongs, and need not be made again."""
+        """Mark the video of this seed as delivered; it need not be made again."""
         (self.path / f"{_DONE}{seed}").touch()
 
     def done(self) -> tuple[int, ...]:
@@ -156,15 +164,16 @@ class RunFolder:
         return tuple(int(each.name.removeprefix(_DONE)) for each in self.path.glob(f"{_DONE}*"))
 
     def locked(self) -> Lock:
-        """The run for this process alone.
+        """Lock the run for this process.
 
         Raises:
-            BusyError: another process has it. OSError: nothing can be locked there.
+            RunLockedError: another process has it.
+            OSError: the file system has no locks.
         """
         return Lock(self.path / _LOCK)
 
     def is_busy(self) -> bool:
-        """Whether a process is working on it; no, where nothing can be locked. Writes nothing."""
+        """Whether a process is working on it; false without file locks. Writes nothing."""
         try:
             file = (self.path / _LOCK).open("rb")
         except OSError:
@@ -177,22 +186,22 @@ class RunFolder:
         return False
 
     def last_written(self) -> float:
-        """When anything of it was written last, in seconds since 1970."""
+        """Time of the last write in seconds since 1970."""
         places = [self.path, *self.path.rglob("*")]
         return max(place.stat().st_mtime for place in places if place.name != _LOCK)
 
     def num_bytes(self) -> int:
-        """What it takes on the disk."""
+        """Size on disk."""
         return sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
 
     def remove(self) -> None:
-        """Remove it all: first what makes it a run, so that half of it is never taken for one."""
+        """Delete the folder, ``run.json`` first, so that half of it never passes for a run."""
         (self.path / _RUN).unlink(missing_ok=True)
         shutil.rmtree(self.path, ignore_errors=True)
 
 
 class Lock:
-    """A run that is this process's own until `release`, or until it ends, however it does."""
+    """Lock on a run, held until `release` or the end of the process, however it ends."""
 
     def __init__(self, path: Path) -> None:
         self._file: IO[bytes] | None = None
@@ -212,14 +221,14 @@ class Lock:
         self._file = file
 
     def release(self) -> None:
-        """Let others have it."""
+        """Release the lock."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
 
 def _lock_patiently(file: IO[bytes]) -> None:
-    """Take the file; whoever only asks whether a run is busy has it for less than a moment."""
+    """Lock the file, with retries: a check whether a run is busy locks it for an instant."""
     for pause in _PAUSES:
         try:
             _lock(file)
@@ -233,15 +242,15 @@ def _lock_patiently(file: IO[bytes]) -> None:
 
 
 def _is_of_another(error: OSError) -> bool:
-    """Whether a lock is another process's; else there are none on that file system."""
+    """Whether another process has the lock; otherwise the file system has none."""
     return error.errno in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 
 
 def _lock(file: IO[bytes], *, is_shared: bool = False) -> None:
-    """Take the file, which the system gives back when the process ends; `OSError` if it can't.
+    """Lock the file until the process ends; `OSError` if that fails.
 
-    With `is_shared` others may ask for the same; a file that is only read can be had no other way
-    on a network's file system.
+    `is_shared` takes a shared lock, the only kind that network file systems give for a read-only
+    file.
     """
     if os.name == "posix":
         import fcntl
@@ -254,7 +263,7 @@ def _lock(file: IO[bytes], *, is_shared: bool = False) -> None:
 
 
 def new_run(root: Path) -> RunFolder:
-    """A new, empty run folder in `root`. Raises `OSError`."""
+    """Create an empty run folder in `root`. Raises `OSError`."""
     root.mkdir(parents=True, exist_ok=True)
     began = time.strftime("%Y%m%d-%H%M%S")
     for number in range(1000):
@@ -269,7 +278,7 @@ def new_run(root: Path) -> RunFolder:
 
 
 def all_runs(root: Path | None = None) -> Iterator[RunFolder]:
-    """The runs in a folder (that of `runs_folder` if None), oldest first."""
+    """The runs in a folder (None: `runs_folder`), oldest first."""
     root = runs_folder() if root is None else root
     if root is None or not root.is_dir():
         return
@@ -278,12 +287,12 @@ def all_runs(root: Path | None = None) -> Iterator[RunFolder]:
 
 
 def free_runs(root: Path | None = None) -> list[RunFolder]:
-    """The runs that nobody works on, oldest first."""
+    """The runs that no process works on, oldest first."""
     return [run for run in all_runs(root) if not run.is_busy()]
 
 
 def find_run(name: str | Path | None = None, root: Path | None = None) -> RunFolder:
-    """The run of that name or at that path; without a name the last one that nobody works on.
+    """Find a run by name or path; without either, the latest that no process works on.
 
     Raises:
         InputError: there is none.
@@ -305,9 +314,19 @@ def find_run(name: str | Path | None = None, root: Path | None = None) -> RunFol
 
 @dataclass(frozen=True)
 class RunSummary:
-    """One run: `progress` is how far it came, in words.
+    """Summary of one run.
 
-    `began` and `written`, when anything of it was written last, are in seconds since 1970.
+    Attributes:
+        run: its name.
+        path: its folder.
+        began: start time in seconds since 1970.
+        model: name of the model.
+        prompt: the prompt.
+        seed: the first seed.
+        progress: progress in words.
+        num_bytes: size on disk.
+        is_busy: whether a process works on it.
+        written: time of the last write in seconds since 1970.
     """
 
     run: str
@@ -323,7 +342,7 @@ class RunSummary:
 
 
 def list_runs(root: str | Path | None = None) -> list[RunSummary]:
-    """The runs in a folder (None: where they lie by default), oldest first."""
+    """Summarize the runs in a folder (None: the default one), oldest first."""
     return [_listed(folder) for folder in all_runs(None if root is None else Path(root))]
 
 

@@ -1,9 +1,9 @@
-"""The answers of a foreign pipeline's models, each in a file of its own, in the order of the calls.
+"""Replay log of a diffusers pipeline: results of component calls, one file each, in call order.
 
-A file is there whole or not at all, its name holds the hash of what is in it, and in it stands the
-digest of what its call was given: an answer is served to that call and to no other. What comes
-after the first that is missing, damaged or another call's is computed again. Read next:
-`everyframe.diffusers_pipelines.module_calls`, which serves them.
+Files are written atomically and named by a hash of their content. Each contains a digest of the
+call's arguments, and a result is replayed for that call only. From the first missing, corrupt or
+mismatching result on, calls are computed again. `everyframe.diffusers_pipelines.module_calls`
+replays them.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from everyframe.runs.atomic_write import UNFINISHED, UNREADABLE, checksum
 from everyframe.runs.tensor_store import flattened, laid_out
 
 _FORM, _REMEDIES, _CALL = "form", "remedies", "call"
-#: Libraries whose classes of outputs are made again; they are mappings of tensors.
+#: Libraries whose output classes can be restored; they are mappings of tensors.
 _LIBRARIES = ("diffusers", "transformers")
 
 
 class FileReplayLog:
-    """The answers of one take in `folder`: first those that are there, then those that come.
+    """Results of one video in `folder`: saved ones first, then new ones.
 
-    `note` is given what a person should read: once why one can't be kept, as none is after it, and
-    of each that is there and can't be served why not.
+    `note` receives messages for a person: why a result can't be saved (once, as saving then stops),
+    and why a saved one can't be replayed.
     """
 
     def __init__(self, folder: Path, note: Callable[[str], None]) -> None:
@@ -45,11 +45,11 @@ class FileReplayLog:
         self._number = 0
         self._is_off = False
         self._files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
-        #: The calls that were made and whose answers have not come yet, oldest first.
+        #: Calls without a result so far, oldest first.
         self._open: deque[str] = deque()
 
     def next(self, call: str) -> Any:
-        """The answer to the next call, whose digest is `call`; None where it has to be made."""
+        """Saved result of the next call, whose digest is `call`; None if it must be computed."""
         if self._number < len(self._files):
             try:
                 answer = _read(self._files[self._number], self._number, call)
@@ -62,12 +62,12 @@ class FileReplayLog:
         return None
 
     def again(self) -> None:
-        """From the first on: the pipeline is called once more."""
+        """Restart at the first call: the pipeline is called once more."""
         self._number = 0
         self._open.clear()
 
     def remedies(self) -> tuple[Repair, ...]:
-        """The repairs that the last answer that is there was made with."""
+        """The repairs active in the last saved result."""
         while self._files:
             last = len(self._files) - 1
             try:
@@ -80,9 +80,9 @@ class FileReplayLog:
         return ()
 
     def keep(self, answer: Any, remedies: tuple[Repair, ...]) -> None:
-        """Keep the answer to the oldest call that `next` had none for, with its repairs.
+        """Save the result of the oldest call that `next` had none for, with its repairs.
 
-        That of a call that nobody asked about is not kept, as it would not be served either.
+        A result without a preceding `next` is not saved, since it would not be replayed either.
         """
         call = self._open.popleft() if self._open else None
         if self._is_off or call is None:
@@ -110,7 +110,7 @@ class FileReplayLog:
         self._number += 1
 
     def _give_up(self, number: int, why: str) -> None:
-        """Neither that answer nor what came after it is served."""
+        """Discard this result and all later ones."""
         count = len(self._files) - number
         again = "it is" if count == 1 else f"it and the {count - 1} after it are"
         self._note(f"answer {number + 1} of before can't be used ({why}); {again} computed again")
@@ -124,7 +124,7 @@ def _name(number: int, data: bytes) -> str:
 
 
 def _whole(path: Path, number: int) -> bytes:
-    """The bytes of the answer of that number; `CorruptRunError` if they are not as written."""
+    """Bytes of the result with that number; `CorruptRunError` if they changed."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -135,14 +135,14 @@ def _whole(path: Path, number: int) -> bytes:
 
 
 def _metadata(data: bytes) -> dict[str, str]:
-    """What stands beside the tensors; a file of them begins with the length of its JSON header."""
+    """Metadata of a safetensors file, which begins with the length of its JSON header."""
     length = int.from_bytes(data[:8], "little")
     told: dict[str, str] = json.loads(data[8 : 8 + length])["__metadata__"]
     return told
 
 
 def _read(path: Path, number: int, call: str) -> Any:
-    """The answer in a file. Raises `CorruptRunError` if it is another call's, or not as written."""
+    """The result in a file. Raises `CorruptRunError` if it is of another call, or corrupt."""
     data = _whole(path, number)
     try:
         told = _metadata(data)
@@ -154,7 +154,7 @@ def _read(path: Path, number: int, call: str) -> Any:
 
 
 def _taken_apart(answer: Any, tensors: dict[str, Tensor]) -> Any:
-    """The form of an answer, with its tensors in `tensors`."""
+    """The structure of a result, with its tensors moved into `tensors`."""
     if answer is None:
         return None
     if isinstance(answer, Tensor):

@@ -1,8 +1,8 @@
-"""How long runs stay that were broken off and that nobody goes on with, and how much they may take.
+"""Retention of interrupted runs: age and size limits.
 
-A run is there to be gone on with, so it goes only when nothing of it was written for a month, or
-when all of them together take too much, the oldest first and none of the last day. What goes is
-told. No torch here. Read next: `folder.py`; `everyframe.engine.persistence`, where a new run asks.
+A run is deleted only after a month without a write, or when all runs together exceed a size limit:
+then the oldest first, but none of the last day. Every deletion is reported. A new run triggers the
+cleanup in `everyframe.engine.persistence`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from pathlib import Path
 from everyframe.core.errors import InputError
 from everyframe.runs.folder import free_runs
 
-#: In this process's environment: days after which a run goes; 0 keeps all of them for ever.
+#: Environment variable: days after which a run is deleted; 0 means never.
 DAYS = "EVERYFRAME_RUN_DAYS"
 _DAYS = 30.0
 _SECONDS_A_DAY = 86_400.0
-#: Bytes that all runs of a folder may take.
+#: Size limit of all runs in a folder, in bytes.
 MOST_BYTES = 20 * 10**9
-#: Days within which none goes, whatever it takes.
+#: Days within which no run is deleted, whatever its size.
 _FRESH_DAYS = 1.0
 
 
 @dataclass(frozen=True)
 class RemovedRun:
-    """A run that was removed, what it took, and why it went."""
+    """A deleted run, its size, and the reason."""
 
     run: str
     num_bytes: int
@@ -37,7 +37,11 @@ class RemovedRun:
 
 
 def days_of_runs() -> float:
-    """After how many days without a write a run goes. Raises `InputError` for no such number."""
+    """Days without a write after which a run is deleted.
+
+    Raises:
+        InputError: not a valid number.
+    """
     given = os.environ.get(DAYS)
     try:
         days = _DAYS if not given else float(given)
@@ -49,10 +53,11 @@ def days_of_runs() -> float:
 
 
 def remove_old_runs(root: Path, now: float | None = None) -> Iterator[RemovedRun]:
-    """Remove what is too old or too much in a folder of runs, but nothing that is worked on.
+    """Delete runs over the age or size limit from a folder, except those in use.
 
     Raises:
-        InputError: `days_of_runs` does. OSError: one can't be removed.
+        InputError: from `days_of_runs`.
+        OSError: a run can't be deleted.
     """
     days = days_of_runs()
     if not days:
@@ -75,7 +80,7 @@ def remove_old_runs(root: Path, now: float | None = None) -> Iterator[RemovedRun
 
 
 def describe(removed: RemovedRun) -> str:
-    """What is said of a run that was removed."""
+    """Message about a deleted run."""
     return (
         f"the run {removed.run}, which was broken off, is removed ({removed.why}; it took "
         f"{removed.num_bytes / 1e6:.1f} MB); {DAYS}=0 keeps runs for ever"

@@ -1,9 +1,8 @@
-"""Writes how far a run came, so often that it costs a hundredth of the run at most, and reads it.
+"""Save and load the state of a run, at a cost of at most 1 % of its time.
 
-The state on the disk is always one that was true at some moment, and all that follows from it is
-computed again with the same bits; so nothing depends on how often it is written. A disk that is
-full or gone is told once: the run goes on, and the state stays the last one that was whole.
-Read next: `folder.py`, `tensor_store.py`; `everyframe.engine.run`, which tells what happens.
+The state on disk was valid at some moment, and everything after it is recomputed with the same
+bits, so results don't depend on how often it is saved. If the disk is full or gone, that is
+reported once; the run continues, and the last complete state remains.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from everyframe.runtime.run_logs import OomEvent
 
 
 class FileOomLog:
-    """Those of one stage of one clip, in that run's folder.
+    """Out-of-memory log of one stage of one clip, stored in the run folder.
 
-    `failed` is told why one can't be kept, or those of before can't be read.
+    `failed` is called with the reason if an event can't be saved or earlier ones can't be read.
     """
 
     def __init__(
@@ -60,32 +59,35 @@ class FileOomLog:
             return []
 
 
-#: Seconds that go by after a write that failed.
+#: Seconds to wait after a failed write.
 _AFTER_FAILURE = 30.0
-#: What is kept of a take.
+#: Saved fields of a `VideoState`.
 _OF_TAKE = ("seed", "text", "known", "latents", "tail", "step", "memory", "finished",
             "remedies")  # fmt: skip
 
 
 @dataclass(frozen=True)
 class SaveInterval:
-    """How often the state is written: `pause` seconds apart at least, and so seldom that it takes
-    no more than that `share` of the run."""
+    """How often state is saved: at least `pause` s apart, for at most `share` of the run time."""
 
     pause: float = 1.0
     share: float = 0.01
 
 
-#: At every step, whatever it costs.
+#: Save at every step, whatever it costs.
 EVERY_STEP = SaveInterval(0.0, math.inf)
 
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """How a run is kept: below `root`, a folder of runs, or not at all.
+    """How a run is saved.
 
-    `output` is what its videos are to be called; frames are kept `as_uint8` where nobody wants them
-    finer. `cleans` removes the folder when the run is over; else whoever reads its events does.
+    Attributes:
+        root: folder of runs; None saves nothing.
+        output: requested output path.
+        as_uint8: save frames as uint8, if nothing finer is needed.
+        cleans: delete the folder when the run is done; otherwise the consumer of its events does.
+        pace: how often state is saved.
     """
 
     root: Path | None
@@ -97,11 +99,15 @@ class SaveOptions:
 
 @dataclass
 class RunState:
-    """How far a run came: which stage of which clip comes next, with takes as they were then.
+    """Progress of a run: the next stage and clip, and the state of its videos.
 
-    `frames` are those of the clips before, in order, with what they were kept as; `notes` what
-    was said that stands in the record, each with the seed that it is of; `repairs` what was raised
-    in precision so far, as the record holds it.
+    Attributes:
+        clip: index of the clip.
+        stage: index of the next stage of that clip.
+        takes: the videos at that point.
+        repairs: precision repairs so far, as the record stores them.
+        notes: notes for the record, each with its seed.
+        frames: frames of earlier clips in order, each with its stored form.
     """
 
     clip: int = 0
@@ -113,7 +119,7 @@ class RunState:
 
 
 class RunStateWriter:
-    """The state of one run, while it runs. Without a folder nothing is kept."""
+    """Save the state of one run while it runs; without a folder, save nothing."""
 
     def __init__(
         self, folder: RunFolder | None, how: SaveOptions, lock: Lock | None = None
@@ -131,20 +137,20 @@ class RunStateWriter:
 
     @property
     def cleans(self) -> bool:
-        """Whether the folder is removed when the run is over."""
+        """Whether the folder is deleted when the run is done."""
         return self._how.cleans
 
     def note(self, text: str) -> None:
-        """Something that has to be told."""
+        """Queue a note."""
         self._notes.append(Note(text))
 
     def notes(self) -> Iterator[Event]:
-        """What has to be told since this was last asked."""
+        """Yield and clear the queued notes."""
         notes, self._notes = self._notes, []
         yield from notes
 
     def write(self, progress: RunState) -> None:
-        """Write the state if it is due."""
+        """Save the state if it is due."""
         waited = time.monotonic() - self._last
         least = max(self._pause, self._spent / self._how.pace.share)
         if self.folder is None or self._is_off or waited < least:
@@ -163,7 +169,7 @@ class RunStateWriter:
         self._spent = self._last - began
 
     def frames(self, progress: RunState, event: FramesDecoded) -> None:
-        """Keep frames of a clip that others follow: they can't be made again from what is kept."""
+        """Save frames of a clip that others follow; the saved state can't reproduce them."""
         if self._store is None or self._is_off:
             return
         began = time.monotonic()
@@ -181,7 +187,7 @@ class RunStateWriter:
         self._spent += time.monotonic() - began
 
     def shortages(self, clip: int, stage: int) -> FileOomLog | None:
-        """Where that stage's shortages of memory are kept; None where nothing is."""
+        """Out-of-memory log of that stage; None if nothing is saved."""
         if self.folder is None:
             return None
         return FileOomLog(self.folder, clip, stage, self._not_kept)
@@ -193,18 +199,18 @@ class RunStateWriter:
         )
 
     def kept_frames(self, progress: RunState) -> Iterator[FramesDecoded]:
-        """The frames of the clips before, again."""
+        """Yield the saved frames of earlier clips again."""
         for seed, num_frames, kept in progress.frames:
             assert self._store is not None
             yield FramesDecoded(seed, num_frames, from_jsonable(kept, self._store.fetch))
 
     def read(self, takes: Sequence[VideoState], place: RunFolder) -> RunState:
-        """How far the run came by `place` (see `furthest`), with `takes` as they were then.
+        """Restore the state of `place` (see `furthest`) into `takes`.
 
-        Frames of clips before come to this keeper, if it keeps any.
+        Frames of earlier clips are copied into this writer's folder, if it has one.
 
         Raises:
-            DamagedError: what was kept is not as it was written.
+            CorruptRunError: the saved data changed.
         """
         state, store = place.state(), TensorStore(place.tensors)
         if state is None:
@@ -227,14 +233,14 @@ class RunStateWriter:
             raise CorruptRunError(f"the state of {place.path} can't be read: {error!r}") from error
 
     def _brought(self, mark: Any, store: TensorStore) -> Any:
-        """What stands for kept frames here, where they were kept in `store`."""
+        """Copy saved frames from `store` into this writer's store; return their new reference."""
         assert self._store is not None
         if store.folder == self._store.folder:
             return mark
         return to_jsonable(from_jsonable(mark, store.fetch), self._store.keep)
 
     def finish(self, *, remove: bool) -> None:
-        """Let go of the run, and with `remove` of all that was kept."""
+        """Release the run; with `remove`, delete everything saved."""
         if self.folder is not None and remove:
             self.folder.remove()
         if self._lock is not None:
@@ -274,10 +280,10 @@ class RunStateWriter:
 
 
 def furthest(folder: RunFolder, seeds: Sequence[int]) -> RunFolder | None:
-    """The part of a run whose state has all of these videos, and has them furthest.
+    """The state of a run that includes all of these videos and has advanced furthest.
 
-    Which ranks kept it does not matter: a state is true for whoever goes on from it. None where
-    these videos are at their beginning; one that is damaged is given where there is no other.
+    Any rank may have saved it: any rank can resume from it. None if these videos have not begun. A
+    corrupt one is returned if there is no other.
     """
     found: list[tuple[tuple[int, ...], RunFolder]] = []
     for each in folder.parts():

@@ -1,9 +1,8 @@
-"""Tensors and arrays of a run, each in a file that is called by the hash of what is in it.
+"""Content-addressed tensor files of a run: each file is named by the hash of its content.
 
-So a file is never changed: what is kept again is there already, a state that names other files
-leaves the old ones as they are until it is whole itself, and whatever the disk or a stranger did to
-a file is seen when it is read. What nothing names any more is swept away.
-Read next: `run_state.py`; `everyframe.core.serialization` for all that is not bulky.
+Files never change. Saving equal content twice writes once, and a new state does not touch the files
+of the old one until it is complete. Corruption is detected on read. `sweep` deletes unreferenced
+files. `everyframe.core.serialization` handles everything that is not bulky.
 """
 
 from __future__ import annotations
@@ -25,20 +24,20 @@ from everyframe.core.errors import CorruptRunError
 from everyframe.runs.atomic_write import checksum, write_whole
 
 _ENDING = ".safetensors"
-#: What the one tensor of a file is called.
+#: Name of the only tensor in a file.
 _NAME = "value"
-#: What lies between the values of a tensor is kept too, up to so many times as much as they are.
+#: Gaps in a tensor's memory are saved too, up to so many times its own size.
 _MOST_GAPS = 4
 
 
 class TensorStore:
-    """The files of one folder, which is made when the first is written."""
+    """Tensor files in one folder, which is created on the first write."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def keep(self, value: Any) -> dict[str, Any] | None:
-        """Write a tensor, array or picture; what stands for it. None for anything else."""
+        """Save a tensor, array or image and return its reference; None for anything else."""
         if isinstance(value, Tensor):
             flat, layout = flattened(value)
             return {"as": "tensor", "hash": self._write(flat), **layout}
@@ -59,10 +58,10 @@ class TensorStore:
         return None
 
     def fetch(self, kept: Mapping[str, Any]) -> Any:
-        """What `keep` was given, on the device that it was on.
+        """Load what `keep` saved, to its original device.
 
         Raises:
-            DamagedError: the file is not there, or not as it was written.
+            CorruptRunError: the file is missing or changed.
         """
         kind = kept["as"]
         if kind == "number":
@@ -77,7 +76,7 @@ class TensorStore:
         raise CorruptRunError(f"what was kept as {kind!r} is of no kind that is known")
 
     def sweep(self, used: Collection[str]) -> None:
-        """Remove every file but those of these hashes."""
+        """Delete all files except those with these hashes."""
         for path in self.folder.iterdir() if self.folder.is_dir() else ():
             if path.name.removesuffix(_ENDING) not in used:
                 path.unlink(missing_ok=True)
@@ -103,9 +102,9 @@ class TensorStore:
 
 
 def flattened(tensor: Tensor) -> tuple[Tensor, dict[str, Any]]:
-    """Its values as they lie in memory, on the CPU, and how it lies there.
+    """The values of a tensor in memory order, on the CPU, and its memory layout.
 
-    Layout is state: a convolution of the same numbers in another layout has other last bits.
+    Layout is state: a convolution of equal numbers in another layout has other last bits.
     """
     tensor = tensor.detach()
     layout: dict[str, Any] = {}
@@ -121,13 +120,13 @@ def flattened(tensor: Tensor) -> tuple[Tensor, dict[str, Any]]:
 
 
 def laid_out(flat: Tensor, layout: Mapping[str, Any]) -> Tensor:
-    """The tensor that `flattened` was given."""
+    """Restore the tensor that `flattened` was given."""
     tensor = flat.to(layout.get("device", "cpu"))
     return tensor.as_strided(layout["size"], layout["strides"]) if "size" in layout else tensor
 
 
 def hashes_in(plain: Any) -> set[str]:
-    """The hashes of all files that plain data names."""
+    """The hashes of all files referenced in plain data."""
     if isinstance(plain, list):
         return {name for each in plain for name in hashes_in(each)}
     if isinstance(plain, dict):

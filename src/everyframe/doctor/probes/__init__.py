@@ -1,10 +1,11 @@
-"""Active probes: small pieces of what a run computes, each against what it must come to.
+"""Active probes: small computations of a run, each compared with a known result.
 
-A probe is a function of a device's name (``cuda:0``) that gives an `outcome`, and is called in a
-process of its own with a time limit, because the worst that it can find ends the process. It may
-say that something is wrong or worth knowing; that it died or hung is seen from outside.
-Read next: `arithmetic`, `layers`, `speed`, `collectives`, `extensions`, and
-`everyframe.hardware.isolation`, which runs them.
+A probe is a function of a device name (``cuda:0``) that returns an `outcome`. It runs in its own
+process with a time limit, because the worst finding is a crash. It reports wrong values and notes
+itself; crashes and hangs are detected from outside.
+
+Read next: `arithmetic`, `layers`, `system`, `collectives`, and `everyframe.hardware.isolation`,
+which runs them.
 """
 
 from __future__ import annotations
@@ -18,11 +19,17 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Probe:
-    """A probe by name: its line for people, where its function is, its limit in `seconds`.
+    """A probe.
 
-    `needs_several` are run once for all accelerators and only where there are two or more. What
-    `is_optional` finds wrong is only a note: no run needs it. `advice` is what to do if it fails;
-    `again_with` are variables with which one that fails is tried once more.
+    Attributes:
+        name: its name.
+        title: one line for people.
+        place: where its function is.
+        seconds: time limit.
+        advice: what to do if it fails.
+        needs_several: run once for all accelerators, and only with two or more.
+        is_optional: a failure is only a note; no run needs it.
+        again_with: environment variables with which a failed probe is repeated once.
     """
 
     name: str
@@ -92,9 +99,9 @@ PROBES = (
 
 
 def call(place: str, device: str, environment: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Call the probe at that place with these variables set too.
+    """Call the probe at that place with these environment variables added.
 
-    It brings torch and changes the environment, so only in a process of its own.
+    It imports torch and changes the environment, so use a separate process.
     """
     os.environ.update(environment or {})
     module, _, name = place.partition(":")
@@ -108,7 +115,7 @@ def outcome(
     skipped: str | None = None,
     **measured: Any,
 ) -> dict[str, Any]:
-    """What a probe gives: sentences of what is wrong and of what is worth knowing, and numbers."""
+    """Result of a probe: sentences on what is wrong, notes, and measured numbers."""
     return {
         "wrong": wrong or [],
         "notes": notes or [],

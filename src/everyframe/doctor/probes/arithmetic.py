@@ -1,6 +1,6 @@
-"""Probes of products, attention and the timestep embedding, each against float64 on the CPU.
+"""Probes of products, attention and timestep embedding, each against float64 on the CPU.
 
-They run as a run does, with float32 that is float32 and wide sums. Read next: `layers`.
+They use the settings of a run: true float32 and wide accumulation.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from everyframe.ops.attention import attention
 from everyframe.ops.embeddings import timestep_embedding
 from everyframe.precision.strict_float32 import strict_float32
 
-#: How far a sum of about a thousand products may be off, by the largest value of the result: some
-#: ten roundings of the result's dtype. TF32 gives 5e-4 and so fails as float32.
+#: Maximum error of a sum of about a thousand products, relative to the largest value of the result:
+#: some ten roundings of the result's dtype. TF32 gives 5e-4 and so fails as float32.
 LIMITS = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
-#: (dtype, rows, in, out) of linear layers that ended processes or gave errors or zeros: H20 with
-#: cuBLAS 12.1, RTX 4090 with torch 2.9.1, Intel GPUs. See the known issues of the probe `linear`.
+#: (dtype, rows, in, out) of linear layers that crashed or gave errors or zeros: H20 with cuBLAS
+#: 12.1, RTX 4090 with torch 2.9.1, Intel GPUs. See the known issues of the probe `linear`.
 _SHAPES = (
     (torch.bfloat16, 2, 1024, 18432),
     (torch.float16, 64, 14688, 1536),
@@ -37,7 +37,7 @@ _SHAPES = (
 
 
 def dtypes_of(device: str) -> tuple[torch.dtype, ...]:
-    """The dtypes that runs use on that device: none that it only emulates, no fp16 on a CPU."""
+    """Dtypes that runs use on that device: no emulated ones, no fp16 on a CPU."""
     kind = torch.device(device).type
     if kind == "cpu":
         return torch.float32, torch.bfloat16
@@ -51,12 +51,12 @@ def dtypes_of(device: str) -> tuple[torch.dtype, ...]:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """``float16`` of ``torch.float16``."""
+    """``float16`` for ``torch.float16``."""
     return str(dtype).removeprefix("torch.")
 
 
 def products(device: str) -> dict[str, Any]:
-    """A product in every dtype, and one whose parts leave the range of fp16 while its sum fits."""
+    """A product in every dtype, and one with partial sums beyond fp16 whose total fits."""
     generator = torch.Generator().manual_seed(0)
     a = torch.randn(192, 1024, generator=generator)
     b = torch.randn(1024, 192, generator=generator)
@@ -77,7 +77,7 @@ def products(device: str) -> dict[str, Any]:
 
 
 def _sums_widely(device: str, dtype: torch.dtype) -> bool:
-    """Whether 16 * (4096 - 4096) + 8 comes to 8; the first half alone is beyond fp16."""
+    """Whether 16 * (4096 - 4096) + 8 gives 8; the first half alone exceeds fp16."""
     x = torch.full((16, 8192), 16.0, dtype=dtype, device=device)
     y = torch.ones(8192, 16, dtype=dtype, device=device)
     y[4096:] = -1
@@ -86,7 +86,7 @@ def _sums_widely(device: str, dtype: torch.dtype) -> bool:
 
 
 def linear(device: str) -> dict[str, Any]:
-    """Layers of the sizes of `_SHAPES`, whose exact result is known without computing it."""
+    """Linear layers of the sizes in `_SHAPES`, whose exact result is known in advance."""
     wrong = []
     with strict_float32():
         for dtype, rows, wide, out in _SHAPES:
@@ -106,7 +106,7 @@ def linear(device: str) -> dict[str, Any]:
 
 
 def large_keys(device: str) -> dict[str, Any]:
-    """Attention whose scores pass 65504 before they are scaled: half precision sums give NaN."""
+    """Attention with scores above 65504 before scaling; fp16 accumulation gives NaN."""
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(1, 2, 128, 128, generator=generator).sign() * 24
     k = q + 0.5 * torch.randn(q.shape, generator=generator)
@@ -128,7 +128,7 @@ def large_keys(device: str) -> dict[str, Any]:
 
 
 def strides(device: str) -> dict[str, Any]:
-    """torch's attention of permuted views and with a mask, by every kernel that it has here."""
+    """torch's attention on permuted views and with a mask, with every available kernel."""
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randn(2, 200, 4, 64, generator=generator) for _ in range(3)]
     mask = torch.ones(200, 200, dtype=torch.bool)
@@ -151,7 +151,7 @@ def strides(device: str) -> dict[str, Any]:
 
 
 def _kernels(device: str) -> dict[str, SDPBackend | None]:
-    """The kernels to try by name; None is torch's own choice."""
+    """Kernels to try by name; None is torch's own choice."""
     kernels: dict[str, SDPBackend | None] = {"torch's choice": None}
     if torch.device(device).type == "cuda":
         for name in ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "MATH"):
@@ -162,7 +162,7 @@ def _kernels(device: str) -> dict[str, SDPBackend | None]:
 def _by_kernel(
     kernel: SDPBackend | None, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
 ) -> Tensor | None:
-    """Attention by that kernel; None where torch says that it has none for these inputs."""
+    """Attention with that kernel; None if torch has none for these inputs."""
     if kernel is None:
         return _attend(q, k, v, mask)
     with sdpa_kernel(kernel):
@@ -175,13 +175,13 @@ def _by_kernel(
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention over (B, N, heads, D), seen as (B, heads, N, D) without a copy."""
+    """Attention over (B, N, heads, D), viewed as (B, heads, N, D) without a copy."""
     a, b, c = (x.permute(0, 2, 1, 3) for x in (q, k, v))
     return F.scaled_dot_product_attention(a, b, c, attn_mask=mask)
 
 
 def timestep(device: str) -> dict[str, Any]:
-    """The embedding of timesteps that bf16 would turn into others."""
+    """Embedding of timesteps that bf16 would round to others."""
     t = torch.tensor([0.5, 750.0, 937.0, 988.49, 999.4], dtype=torch.float64)
     got = timestep_embedding(t.float().to(device), 256)
     # float32 rounds angles of 1000 by 6e-5; kernels with fast sines were seen at 1e-3.

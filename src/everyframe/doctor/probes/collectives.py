@@ -1,7 +1,6 @@
-"""Probe of what several devices say to each other: a sum over all, and pieces of uneven size.
+"""Probe of communication between devices: all-reduce, and all-to-all with uneven sizes.
 
-Each rank is a process of its own, a child of the probe's, so that all end with it. A hang is found
-by the probe's time limit. Read next: `everyframe.hardware.isolation`.
+Each rank is a child process of the probe, so all end with it. The probe's time limit detects hangs.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ import torch.distributed as dist
 from everyframe.doctor.probes import outcome
 from everyframe.hardware.isolation import safe_start, signal_name
 
-#: Ranks give up after this; the probe's own limit is longer, so that they can say so.
+#: Ranks time out after this. The probe's own limit is longer, so that they can report it.
 _PATIENCE = timedelta(seconds=30)
 
 
 def collectives(device: str) -> dict[str, Any]:
-    """All cards of this kind by NCCL (or what takes its place with ROCm), a rank each."""
+    """All GPUs of this kind, one rank each, over NCCL (or RCCL with ROCm)."""
     count = torch.cuda.device_count() if torch.device(device).type == "cuda" else 0
     if count < 2:
         return outcome(skipped="fewer than two devices")
@@ -30,7 +29,7 @@ def collectives(device: str) -> dict[str, Any]:
 
 
 def among(num_ranks: int, backend: str) -> dict[str, Any]:
-    """The probe among that many ranks; with ``gloo`` they compute on the CPU."""
+    """The probe with that many ranks; ``gloo`` computes on the CPU."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="everyframe-") as folder:
         place = f"file://{folder}/meeting"
@@ -68,7 +67,7 @@ def _rank(rank: int, num_ranks: int, backend: str, place: str, results: Any) -> 
 
 
 def _sum(device: torch.device, rank: int, num_ranks: int) -> str:
-    """The sum of each rank's number; an empty text if it is right."""
+    """All-reduce of each rank's number; returns an empty text if correct."""
     x = torch.full((1 << 16,), float(rank + 1), device=device)
     dist.all_reduce(x)
     want = num_ranks * (num_ranks + 1) / 2
@@ -76,7 +75,7 @@ def _sum(device: torch.device, rank: int, num_ranks: int) -> str:
 
 
 def _deal(device: torch.device, rank: int, num_ranks: int) -> str:
-    """Rank r sends each other rank r + 1 numbers that say who sent them."""
+    """Uneven all-to-all: rank r sends each other rank r + 1 numbers that identify the sender."""
     sent = torch.full(((rank + 1) * num_ranks,), float(rank), device=device)
     sizes = [other + 1 for other in range(num_ranks)]
     got = torch.empty(sum(sizes), device=device)

@@ -1,7 +1,4 @@
-"""Probes of the layers of diffusion models: that they exist, what they give, how much memory.
-
-Read next: `arithmetic`, whose limits are used here too.
-"""
+"""Probes of the layers of diffusion models: availability, results and memory."""
 
 from __future__ import annotations
 
@@ -18,12 +15,12 @@ from everyframe.doctor.probes.arithmetic import LIMITS, dtypes_of, name_of
 from everyframe.numerics.tensor_stats import largest_error
 from everyframe.precision.strict_float32 import strict_float32
 
-#: More memory than this many outputs is a detour, such as columns written out.
+#: More memory than this many outputs indicates an indirect algorithm, such as im2col.
 _MAX_OUTPUTS = 12
 
 
 def layers(device: str) -> dict[str, Any]:
-    """Every layer of our models once in every dtype that runs use there."""
+    """Run every layer of our models once in every dtype that runs use on the device."""
     wrong = []
     for dtype in dtypes_of(device):
         for name, call in _LAYERS.items():
@@ -100,7 +97,7 @@ def _wide(x: Tensor | None) -> Tensor:
 
 
 def _timed(module: nn.Module, x: Tensor, kind: str) -> tuple[Tensor, float, float | None]:
-    """The result, its time in seconds, and its peak memory over that of the result."""
+    """The result, its time in seconds, and its peak memory beyond the result."""
     peak = None
     if kind == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -115,7 +112,7 @@ def _timed(module: nn.Module, x: Tensor, kind: str) -> tuple[Tensor, float, floa
 
 
 def _turing(device: str) -> list[str]:
-    """The tensor that comes out as NaN on GTX 16xx: 0.5 through 640 channels in fp16."""
+    """The tensor that becomes NaN on GTX 16xx: 0.5 through 640 channels in fp16."""
     conv = nn.Conv2d(640, 640, 3, padding=1).to(device, torch.float16)
     x = torch.full((2, 640, 64, 64), 0.5, device=device, dtype=torch.float16)
     finite = bool(conv(x).isfinite().all())
@@ -123,7 +120,7 @@ def _turing(device: str) -> list[str]:
 
 
 def upsampling(device: str) -> dict[str, Any]:
-    """Nearest upsampling of pictures and clips, which must repeat values exactly."""
+    """Nearest upsampling of images and clips, which must repeat values exactly."""
     wrong = []
     for dtype in dtypes_of(device):
         for shape in ((1, 4, 6, 6), (1, 4, 3, 6, 6)):

@@ -1,6 +1,6 @@
-"""Probes by time, and of the compiler: what is emulated is slower than what it stands for.
+"""Probes of speed, the compiler and extensions.
 
-Read next: `arithmetic`.
+An emulated dtype shows by its time: it is slower than the dtype that it replaces.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from everyframe.numerics.tensor_stats import largest_error
 
 
 def bf16(device: str) -> dict[str, Any]:
-    """Times of a product in every dtype; says whether bf16 is slower than float32."""
+    """Time a product in every dtype, and report whether bf16 is slower than float32."""
     size = 384 if torch.device(device).type == "cpu" else 4096
     seconds = {}
     # bf16 even where runs don't use it: whether it is emulated is the question.
@@ -33,7 +33,7 @@ def bf16(device: str) -> dict[str, Any]:
 
 
 def _product(size: int, device: str, dtype: torch.dtype) -> float:
-    """The least of five times: what else the machine does can only add to it."""
+    """The minimum of five times; other load can only add to it."""
     x = torch.randn(size, size).to(device, dtype)
     times = []
     for _ in range(6):
@@ -45,7 +45,7 @@ def _product(size: int, device: str, dtype: torch.dtype) -> float:
 
 
 def compile_kernel(device: str) -> dict[str, Any]:
-    """A fused normalisation and gate, compiled, against float64."""
+    """A compiled fused normalisation and gate, against float64."""
 
     def kernel(x: Tensor, gate: Tensor) -> Tensor:
         return x + gate * F.silu(F.layer_norm(x, (64,)))
@@ -63,7 +63,7 @@ _MODULES = ("flash_attn", "flash_attn_interface", "xformers", "sageattention", "
 
 
 def extensions(device: str) -> dict[str, Any]:
-    """Import each of `_MODULES` that is installed. `device` is not used."""
+    """Import each of `_MODULES` that is installed; `device` is not used."""
     wrong, versions = [], {}
     for name in _MODULES:
         if util.find_spec(name) is None:
