@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""``everyframe fast-paths``: which fast paths a request could run by here, and what came of each.
-=======
-"""``everyframe paths``: list the fast paths of a request on this machine, and their certificates.
->>>>>>> d8867a53379055d2f923893cfeca639585d0bab0
+"""``everyframe fast-paths``: list the fast paths of a request, and their certificates.
 
 Prints one line per path with verdict, error, gain and reason. It accepts the options of
 ``generate`` and requires none. The data comes from `everyframe.planning.list_fast_paths`;

@@ -76,16 +76,11 @@ COMMANDS = {
 #: First word of two-word commands -> line in the list of commands.
 GROUPS = {"trace": "Keep what every module computed, and compare two runs."}
 
-<<<<<<< HEAD
 #: Earlier names of commands.
 ALIASES = {"paths": "fast-paths"}
 
-#: What a lone ``-`` is called while the words are parsed, which would take it for an option. No
-#: word of a real command line can hold a NUL.
-=======
 #: Placeholder for a lone ``-`` during parsing, which would treat it as an option. No word of a real
 #: command line can contain a NUL.
->>>>>>> d8867a53379055d2f923893cfeca639585d0bab0
 _DASH = "\0-"
 
 

@@ -1,15 +1,8 @@
 """Look up and create fast-path certificates for the components of a plan.
 
-<<<<<<< HEAD
-Before a run what it needs at once is tried for some seconds, if it is long enough that this pays;
-`everyframe fast-paths --certify` tries everything. Read next: `choose_fast_paths.py`,
-`blocked_paths.py` (what stands against a path whatever a trial says),
-`everyframe.fast_paths.certify`.
-=======
 Before a long run, missing certificates that it needs at once are created (at most 3 s).
-`everyframe paths --certify` creates all of them (at most 30 s). `blocked_paths.py` has the reasons
+`everyframe fast-paths --certify` creates all of them (at most 30 s). `blocked_paths.py` has the reasons
 that overrule any trial.
->>>>>>> d8867a53379055d2f923893cfeca639585d0bab0
 """
 
 from __future__ import annotations

@@ -159,13 +159,8 @@ class _Weighed(NamedTuple):
     tried: tuple[DryRun | str, ...] | None = None
 
 
-<<<<<<< HEAD
-#: How far the result of a layer is from that with all weights whole, its norm over the other's; of
-#: weights as they are trained, few of a row being large (tests/precision/test_quantization.py).
-=======
 #: Relative error (norm) of a layer's result with quantized weights, for weights as trained, with
-#: few large values per row (tests/precision/test_quantised.py).
->>>>>>> d8867a53379055d2f923893cfeca639585d0bab0
+#: few large values per row (tests/precision/test_quantization.py).
 ERRORS = {"int8": 0.01, "fp8": 0.03}
 
 #: Format tried by default: the more accurate of the two; the other saves no more.

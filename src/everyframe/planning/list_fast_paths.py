@@ -1,11 +1,4 @@
-<<<<<<< HEAD
-"""Every fast path of a request's components with what is known of it, for `everyframe fast-paths`.
-
-Read next: `choose_fast_paths.py`, `component_certificates.py`.
-"""
-=======
-"""List the fast paths of a request's components and their certificates, for `everyframe paths`."""
->>>>>>> d8867a53379055d2f923893cfeca639585d0bab0
+"""List fast paths of components and their certificates, for `everyframe fast-paths`."""
 
 from __future__ import annotations
 
