@@ -31,10 +31,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 #: The makers of cases and of tiny checkpoints lie beside the tests that use them.
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from everyframe.hardware.processor import processor_flags, processor_name
 from versions import versions_of
 
 from everyframe.hardware import machine_facts
+from everyframe.hardware.cpu import processor_flags, processor_name
 from fuzz_cases import KINDS, Inputs, case_of, names
 from fuzz_runner import run, warm_up
 

@@ -74,7 +74,7 @@ def opensora(version: str) -> Callable[[int | None], Any]:
     """Open-Sora of that version at its released sizes, with so many blocks."""
     from everyframe.families.opensora.components import OpenSoraBuilder
     from everyframe.families.opensora.config import STDiT3Config, STDiTConfig
-    from everyframe.families.opensora.family import _T5_XXL
+    from everyframe.families.opensora.spec import _T5_XXL
     from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConfig
 
     def made(blocks: int | None) -> Any:

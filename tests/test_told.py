@@ -97,7 +97,7 @@ def raced(plan: Plan) -> Iterator[Event]:
 def test_videos_are_in_the_order_of_their_seeds(
     plan: Plan, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(api, "launched", lambda *_: raced(plan))
+    monkeypatch.setattr(api, "run_in_workers", lambda *_: raced(plan))
     videos = everyframe.generate(
         "a fox", model=model, seed=3, num_videos=2, num_devices=2, output="float", **ASKED
     )

@@ -60,7 +60,12 @@ def test_what_is_somebody_elses_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["os:system", "everyframe.core.serialization:to_plain", "everyframe.api:Path", "everyframe:no"],
+    [
+        "os:system",
+        "everyframe.core.serialization:to_jsonable",
+        "everyframe.api:Path",
+        "everyframe:no",
+    ],
 )
 def test_only_our_own_data_is_made(name: str) -> None:
     with pytest.raises(CorruptRunError):

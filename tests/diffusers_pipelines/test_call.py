@@ -74,5 +74,5 @@ def test_a_run_in_half_precision_begins_with_float32s_noise(
 
     monkeypatch.setattr(torch, "randn", other)
     assert (frames() == usual).all()
-    monkeypatch.setattr(stage, "in_float32", nullcontext)
+    monkeypatch.setattr(stage, "float32_noise", nullcontext)
     assert not (frames() == usual).all(), "the fault was not planted"

@@ -124,7 +124,7 @@ def test_the_precisions_of_its_parts_are_tried_or_avoided(folder: Path) -> None:
     subject = Certificates(CARD, 1).subject("transformer", WIDE, runs)
     assert {product.kind for product, _ in subject.products} >= {"product", "attention"}
     # None of its parts can be called alone, so the pipeline's own call is what is tried as well.
-    assert [type(call).__name__ for call in subject.calls] == ["JointCall"]
+    assert [type(call).__name__ for call in subject.calls] == ["JointTargetCall"]
 
 
 def test_parts_of_two_precisions_meet_and_are_cast(prepared: PreparedPlan) -> None:

@@ -23,8 +23,8 @@ from everyframe.core.events import (
     VideoDone,
     WeightsReady,
 )
+from everyframe.engine import request_inputs as given_frames
 from everyframe.engine import run
-from everyframe.engine import run as given_frames
 from everyframe.engine.provenance import make_record
 from everyframe.runtime import stages
 from frames import frames_by_seed

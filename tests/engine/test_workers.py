@@ -59,7 +59,7 @@ def test_a_worker_that_dies_is_named_and_its_run_goes_on(
     monkeypatch.setenv("PYTHONPATH", path)
     monkeypatch.setenv("PLANTED", "SIGFPE:STDiT3:3")
     asked = MachineQuery(find_profile("h20-cublas12.1").machine(), ProcessResult())
-    monkeypatch.setattr(worker_monitor, "ask", lambda: asked)
+    monkeypatch.setattr(worker_monitor, "query_machine", lambda: asked)
     with pytest.raises(WorkerDiedError) as died:
         list(run_in_workers(job(model, tmp_path)))
     text = str(died.value)

@@ -167,7 +167,6 @@ def check_given(request: Request) -> None:
     if not pictures and not is_file:
         return
     # Not on top: they bring NumPy, which most requests don't need yet.
-    pass
     from everyframe.media.read import read_image
 
     for picture in pictures:

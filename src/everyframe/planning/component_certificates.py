@@ -1,8 +1,8 @@
 """Look up and create fast-path certificates for the components of a plan.
 
 Before a long run, missing certificates that it needs at once are created (at most 3 s).
-`everyframe fast-paths --certify` creates all of them (at most 30 s). `blocked_paths.py` has the reasons
-that overrule any trial.
+`everyframe fast-paths --certify` creates all of them (at most 30 s). `blocked_paths.py` has the
+reasons that overrule any trial.
 """
 
 from __future__ import annotations

@@ -27,7 +27,6 @@ from everyframe.families.registry import (
 )
 from everyframe.hardware.facts import machine_facts
 from everyframe.hardware.profiles import find_profile
-from everyframe.media.frame_source import check_given
 from everyframe.planning import component_certificates
 from everyframe.planning.blocked_paths import known
 from everyframe.planning.choose_fast_paths import FastPathChooser, pins_of
@@ -194,7 +193,11 @@ def _model(
 
 def _check_contents(request: Request, settings: Settings, given: LoadedModel | None) -> None:
     """Raise `InputError` for invalid images, and for what the embedded model can't draw."""
-    if not settings.given_forms:  # those were looked at when the request was settled
+    asked = (request.image, request.last_image, request.extend)
+    # Those with forms were looked at when the request was resolved.
+    if not settings.given_forms and any(each is not None for each in asked):
+        from everyframe.media.frame_source import check_given  # brings NumPy
+
         check_given(request)
     if given is None and request.model is None:
         refuse_if_not_drawable(request)  # after sizes, which are cheaper to mend

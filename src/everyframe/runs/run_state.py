@@ -39,13 +39,13 @@ class FileOomLog:
         self._failed = failed
 
     def known(self) -> tuple[OomEvent, ...]:
-        """See `everyframe.runtime.oom_fallback.OomLog`."""
+        """See `everyframe.runtime.run_logs.OomLog`."""
         return tuple(
             OomEvent(*of) for clip, stage, of in self._all() if [clip, stage] == self._place
         )
 
     def keep(self, shortage: OomEvent) -> None:
-        """See `everyframe.runtime.oom_fallback.OomLog`."""
+        """See `everyframe.runtime.run_logs.OomLog`."""
         try:
             self._folder.write_shortages([*self._all(), [*self._place, [*astuple(shortage)]]])
         except OSError as error:

@@ -78,15 +78,15 @@ PROBES = (
         "decode in float32: everyframe generate … --dtype fp32",
     ),
     Probe(
-        "bf16", "whether bf16 is emulated, by timing", f"{_HERE}.speed:bf16", 60,
+        "bf16", "whether bf16 is emulated, by timing", f"{_HERE}.system:bf16", 60,
         "compute in float32: everyframe generate … --dtype fp32", is_optional=True,
     ),
     Probe(
-        "extensions", "attention packages that are installed", f"{_HERE}.extensions:extensions", 60,
+        "extensions", "attention packages that are installed", f"{_HERE}.system:extensions", 60,
         "pip uninstall the package that is named; torch's own attention is used then",
     ),
     Probe(
-        "compile", "compiling a small kernel", f"{_HERE}.speed:compile_kernel", 120,
+        "compile", "compiling a small kernel", f"{_HERE}.system:compile_kernel", 120,
         "no run needs it; to have it, install a C++ compiler (apt install g++) or update torch",
         is_optional=True,
     ),

@@ -247,6 +247,4 @@ def _version_of_file(path: Path) -> str | None:
     # Imports torch, which a pickle's names can't be read without.
     from everyframe.checkpoints.tensor_file import open_checkpoint
 
-    pass
-
     return version_of(open_checkpoint(path).names())

@@ -74,8 +74,6 @@ class OpenSoraBuilder(ModuleBuilder):
 
     def build_denoiser(self) -> STDiT | STDiT3:
         """Build the denoiser without weights."""
-        pass
-
         return build_model(self.denoiser)
 
     def build_vae(self) -> ImageVAE | VideoVAE:
