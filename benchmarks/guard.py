@@ -88,7 +88,7 @@ class Clock:
 
 def looks_of() -> dict[tuple[Any, str], Callable[..., Any]]:
     """Each look by the module that calls it and its name, of all modules that were imported."""
-    named = ("range_of", "blank_frames")
+    named = ("value_range", "blank_frames")
     owners = [
         module
         for place, module in sys.modules.items()
@@ -128,7 +128,7 @@ def one_run(request: Request, looks: bool = True) -> tuple[float, float, int]:
 
 def _nothing_wrong(name: str, *_: Any, **__: Any) -> Any:
     """What a look gives that finds nothing, without looking."""
-    return {"range_of": Range(0.0, 1.0), "blank_frames": [], "_check_finite": None}[name]
+    return {"value_range": Range(0.0, 1.0), "blank_frames": [], "_check_finite": None}[name]
 
 
 def without_looks(device: DeviceFacts, runs: list[float], bare: list[float]) -> str:
