@@ -92,7 +92,8 @@ def looks_of() -> dict[tuple[Any, str], Callable[..., Any]]:
     owners = [
         module
         for place, module in sys.modules.items()
-        if place.startswith("everyframe.families.") or place == engine.__name__
+        if place.startswith(("everyframe.runtime.", "everyframe.families."))
+        or place == engine.__name__
     ]
     found = {
         (owner, name): getattr(owner, name)

@@ -36,9 +36,10 @@ def test_every_look_is_counted(benchmark: Any) -> None:
     )
     events = list(benchmark.engine.stream(request, keep=SaveOptions(None)))
     assert len([event for event in events if isinstance(event, Step)]) > 3
-    owners = {owner for owner, name in benchmark.looks_of() if name == "range_of"}
+    owners = {owner for owner, name in benchmark.looks_of() if name == "value_range"}
     assert owners >= {guard, stages}
-    count, looks = 0, {name: getattr(tensor_stats, name) for name in ("range_of", "blank_frames")}
+    count = 0
+    looks = {name: getattr(tensor_stats, name) for name in ("value_range", "blank_frames")}
     code = {function.__code__ for function in looks.values()} | {
         benchmark.engine._check_finite.__code__
     }
