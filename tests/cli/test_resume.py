@@ -8,33 +8,18 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import tiny
-from engine.test_resume import OPEN_SORA, begun
+from engine.test_resume import cut
 from everyframe.cli.main import main
-from everyframe.core.events import RunSaved, Step
-from everyframe.runs.folder import RunFolder, all_runs
+from everyframe.runs.folder import all_runs
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tiny.opensora_1_2(tmp_path_factory.mktemp("models") / "tiny"))
-
-
-def cut(model: str, root: Path, **asked: Any) -> RunFolder:
-    """A run that was broken off in the middle of denoising."""
-    stream = begun(root, model=model, **{**OPEN_SORA, **asked})
-    folder = None
-    for event in stream:
-        folder = RunFolder(Path(event.path)) if isinstance(event, RunSaved) else folder
-        if isinstance(event, Step) and (event.stage, event.step) == ("denoise", 2):
-            break
-    stream.close()  # type: ignore[attr-defined]
-    assert folder is not None
-    return folder
 
 
 def test_list_forget_and_go_on(

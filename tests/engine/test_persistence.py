@@ -20,9 +20,9 @@ from torch.nn.modules.module import register_module_forward_hook
 import everyframe
 import tiny_pipelines
 from engine.test_out_of_memory import no_room
-from engine.test_resume import OPEN_SORA, PICTURE, begun, broken_off, same, videos
+from engine.test_resume import OPEN_SORA, PICTURE, begun, broken_off, cut, same, videos
 from everyframe.core.errors import CannotRunError, InputError, MediaError, RunLockedError
-from everyframe.core.events import Event, Note, RunSaved, Step, VideoDone
+from everyframe.core.events import Event, Note, Step, VideoDone
 from everyframe.core.plan import Repair
 from everyframe.engine import resume
 from everyframe.families.opensora import stdit3
@@ -36,19 +36,6 @@ PIPELINE: dict[str, Any] = {
     "prompt": "a red circle", "seed": 1, "num_inference_steps": 4, "guidance_scale": 5.0,
     **tiny_pipelines.CALLS["wan"],
 }  # fmt: skip
-
-
-def cut(model: str, root: Path, **options: Any) -> RunFolder:
-    """A run that was broken off in the middle of denoising."""
-    stream = begun(root, model=model, **{**OPEN_SORA, **options})
-    folder = None
-    for event in stream:
-        folder = RunFolder(Path(event.path)) if isinstance(event, RunSaved) else folder
-        if isinstance(event, Step) and (event.stage, event.step) == ("denoise", 2):
-            break
-    stream.close()  # type: ignore[attr-defined]
-    assert folder is not None
-    return folder
 
 
 def test_a_foreign_pipeline_goes_on_by_replay(tmp_path: Path) -> None:

@@ -112,6 +112,19 @@ def broken_off(events: Iterator[Event], number: int) -> RunFolder:
     return RunFolder(Path(name))
 
 
+def cut(model: str, root: Path, **options: Any) -> RunFolder:
+    """A run that was broken off in the middle of denoising."""
+    stream = begun(root, model=model, **{**OPEN_SORA, **options})
+    folder = None
+    for event in stream:
+        folder = RunFolder(Path(event.path)) if isinstance(event, RunSaved) else folder
+        if isinstance(event, Step) and (event.stage, event.step) == ("denoise", 2):
+            break
+    stream.close()  # type: ignore[attr-defined]
+    assert folder is not None
+    return folder
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
