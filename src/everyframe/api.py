@@ -24,7 +24,7 @@ from everyframe.engine.replan import OF_RANKS
 from everyframe.engine.results import EventTeller, Output, Tell, collect_videos
 from everyframe.engine.resume import find_run_of, load_run, resume_run
 from everyframe.engine.worker_process import WorkerJob
-from everyframe.families.registry import check_option_names, family_options
+from everyframe.families.registry import check_option_names, family_options, options_of
 from everyframe.media.video import Video
 from everyframe.planning.resolve import LoadedModel, resolve
 from everyframe.runs import folder
@@ -286,7 +286,6 @@ def _request_of_pipe(
 ) -> tuple[Request, int | None]:
     """The request of `run`'s options; unknown options are parameters of the pipeline."""
     from everyframe.diffusers_pipelines import call_options
-    from everyframe.families.registry import options_of
 
     known = {*Request.model_fields, *options_of("pipeline").model_fields}
     # Prompts that are no text are handed on to the pipeline, as all of its own parameters are.

@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from everyframe.cli.options import command, flag, run_flag
-from everyframe.cli.tables import json_line, printable
+from everyframe.cli.tables import console, json_line, printable
 from everyframe.core.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -115,7 +115,6 @@ def _letter(mark: Mark, file: IO[str]) -> str:
 
 
 def _console(file: IO[str]) -> Console:
-    from everyframe.cli.tables import console
 
     return console(file)
 

@@ -12,7 +12,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from everyframe.cli.options import flag, make_command
 from everyframe.cli.parse_request import parse_request
-from everyframe.cli.tables import json_line
+from everyframe.cli.tables import console, json_line, table
 from everyframe.core.errors import CannotRunError, ExitCode, InputError
 from everyframe.core.request import Request
 
@@ -83,8 +83,6 @@ def _device(found: FastPathList) -> str:
 def print_paths(found: FastPathList, file: IO[str]) -> None:
     """Print the rows as a table, and what to do about untried paths."""
     from rich.text import Text
-
-    from everyframe.cli.tables import console, table
 
     out = console(file)
     if not found.rows:

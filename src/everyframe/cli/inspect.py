@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 from everyframe.cli.options import command, positional, run_flag
-from everyframe.cli.tables import json_line
+from everyframe.cli.tables import json_line, print_record
 from everyframe.core.errors import ExitCode
 
 
@@ -20,7 +20,6 @@ def inspect(file: str, *, json: bool = False) -> int:
     if json:
         print(json_line(record))
     else:
-        from everyframe.cli.tables import print_record
         from everyframe.engine.record_schema import check_record
 
         check_record(record)

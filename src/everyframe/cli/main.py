@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from everyframe._version import __version__
 from everyframe.cli.streams import is_of_output, mute_output, prepare_streams, tell
-from everyframe.cli.tables import error_line, printable
+from everyframe.cli.tables import error_line, json_line, printable
 from everyframe.core.errors import EveryframeError, ExitCode, InputError, did_you_mean
 from everyframe.engine.torchrun import Terminated, after_others, under_torchrun
 
@@ -220,8 +220,6 @@ def _say(error: BaseException, text: str, code: int, as_json: bool) -> int:
     prefix = "" if code == ExitCode.INTERRUPTED else "error: "
     tell(f"{prefix}{line}")
     if as_json:
-        from everyframe.cli.tables import json_line
-
         try:
             print(json_line({"type": "error", "code": code, "message": line}), flush=True)
         except OSError:

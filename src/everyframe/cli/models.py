@@ -9,7 +9,7 @@ import sys
 from dataclasses import asdict
 
 from everyframe.cli.options import command, run_flag
-from everyframe.cli.tables import json_line
+from everyframe.cli.tables import json_line, print_models
 from everyframe.core.errors import ExitCode
 
 
@@ -22,8 +22,6 @@ def models(*, json: bool = False) -> int:
         for row in rows:
             print(json_line({"type": "model", **asdict(row)}))
     else:
-        from everyframe.cli.tables import print_models
-
         print_models(rows, sys.stdout)
     return int(ExitCode.DONE)
 

@@ -11,7 +11,7 @@ from typing import IO, Any
 
 from everyframe.cli.options import RUN_FLAGS, make_command
 from everyframe.cli.parse_request import check_output_option, parse_request
-from everyframe.cli.tables import json_line
+from everyframe.cli.tables import json_line, print_plan
 from everyframe.core.errors import CannotRunError, ExitCode
 from everyframe.core.events import Planned
 from everyframe.core.garbage_collection import collector_paused
@@ -69,7 +69,6 @@ def print_it(settled: Plan, file: IO[str], *, as_json: bool) -> None:
     if as_json:
         print(json_line(Planned(settled).to_json()), file=file, flush=True)
         return
-    from everyframe.cli.tables import print_plan
 
     print_plan(settled, file)
 

@@ -14,7 +14,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from everyframe.cli.streams import tell
-from everyframe.cli.tables import clock, duration, headline, json_line, one_line
+from everyframe.cli.tables import (
+    clock,
+    console,
+    duration,
+    headline,
+    json_line,
+    one_line,
+    print_plan,
+)
 from everyframe.core.events import (
     ComponentLoaded,
     Event,
@@ -46,7 +54,6 @@ class Reporter(AbstractContextManager["Reporter"]):
 
     def refused(self, plan: Plan) -> None:
         """Show a plan that can't run here, so that the obstacle is visible."""
-        from everyframe.cli.tables import print_plan
 
         print_plan(plan, sys.stderr)
 
@@ -58,7 +65,6 @@ def reporter(as_json: bool) -> Reporter:
     """The reporter that suits standard error."""
     if as_json:
         return JsonLines()
-    from everyframe.cli.tables import console
 
     screen = console(sys.stderr)
     is_screen = sys.stderr.isatty() and screen.is_terminal and not screen.is_dumb_terminal
@@ -194,8 +200,6 @@ class Bar(Reporter):
 def _rows() -> Progress:
     from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
     from rich.text import Text
-
-    from everyframe.cli.tables import console
 
     class Steps(ProgressColumn):
         """``12/30``, or nothing while the number of steps is unknown."""

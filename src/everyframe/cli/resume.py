@@ -14,7 +14,7 @@ from typing import IO, Any
 
 from everyframe.cli.generate import is_silent, make
 from everyframe.cli.options import command, flag, optional, request_flag, run_flag
-from everyframe.cli.tables import json_line, shortened
+from everyframe.cli.tables import console, json_line, shortened, table
 from everyframe.core.errors import ExitCode, InputError, RunLockedError
 from everyframe.core.events import Events
 from everyframe.core.request import Request
@@ -124,7 +124,6 @@ def _age(seconds: float) -> str:
 
 def print_runs(rows: Sequence[RunSummary], file: IO[str]) -> None:
     """Print one row per resumable run, with its prompt."""
-    from everyframe.cli.tables import console, table
     from everyframe.core.bytes import format_bytes
 
     out = console(file)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from everyframe.cli.options import command, flag, make_command, positional, run_flag
 from everyframe.cli.parse_request import check_input_files, parse_request
 from everyframe.cli.progress import reporter
-from everyframe.cli.tables import json_line, one_line
+from everyframe.cli.tables import console, json_line, one_line
 from everyframe.core.errors import ExitCode, InputError
 from everyframe.core.paths import check_path
 from everyframe.numerics.trace.output_check import check_place
@@ -86,7 +86,6 @@ def diff(
 
 
 def _print(verdict: TraceVerdict, first: str, second: str, output: str | None) -> None:
-    from everyframe.cli.tables import console
 
     out = console(sys.stdout)
 

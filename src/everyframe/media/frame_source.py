@@ -166,9 +166,6 @@ def check_given(request: Request) -> None:
     is_file = isinstance(request.extend, (str, os.PathLike))
     if not pictures and not is_file:
         return
-    # Not on top: they bring NumPy, which most requests don't need yet.
-    from everyframe.media.read import read_image
-
     for picture in pictures:
         read_image(picture)
     if is_file:

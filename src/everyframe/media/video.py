@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from everyframe.core.errors import InputError
+from everyframe.core.errors import InputError, MediaError
 from everyframe.media.output_path import OutputFormat, PathLike, exact_fps, kind_of
 from everyframe.media.pixels import Frames, to_uint8
 from everyframe.media.record import read_record
@@ -91,7 +91,6 @@ class Video:
     @classmethod
     def load(cls, path: PathLike) -> Video:
         """Load a video from a file or folder, with its record if there is one, without audio."""
-        from everyframe.core.errors import MediaError
         from everyframe.media.read import read_video
 
         frames, fps = read_video(path)

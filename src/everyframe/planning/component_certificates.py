@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import ComponentPlan, Precision
-from everyframe.fast_paths.certificates import Certificate
+from everyframe.fast_paths.certificates import Certificate, device_key, plan_key
+from everyframe.fast_paths.certificates import find as stored
 from everyframe.fast_paths.registry import CATALOGUE, PRECISIONS, FastPath
 from everyframe.fast_paths.target import CertificationTarget
 from everyframe.planning.dry_runs import DryRun, largest_scores
@@ -48,7 +49,6 @@ class Certificates:
         self, component: str, precision: Precision, runs: Sequence[DryRun]
     ) -> Mapping[str, Certificate]:
         """Certificates of a component, by path name."""
-        from everyframe.fast_paths.certificates import find as stored
 
         subject = self.subject(component, precision, runs)
         return stored(subject.device_key, subject.plan_key)
@@ -57,7 +57,6 @@ class Certificates:
         self, component: str, precision: Precision, runs: Sequence[DryRun]
     ) -> CertificationTarget:
         """The component as a certification target."""
-        from everyframe.fast_paths.certificates import device_key, plan_key
 
         work: dict[object, float] = {}
         for run in runs:

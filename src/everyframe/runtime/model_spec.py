@@ -26,8 +26,6 @@ from everyframe.core.plan import Settings
 from everyframe.runtime.interface import DryRunCall, MemorySaving
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from torch import nn
 
     from everyframe.checkpoints.key_map import KeyMap

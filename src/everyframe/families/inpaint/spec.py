@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from everyframe.core.plan import Settings
 from everyframe.core.request import Request
 from everyframe.families.inpaint import settings as request_settings
-from everyframe.families.inpaint.checkpoint import InpaintFiles
+from everyframe.families.inpaint.checkpoint import InpaintFiles, keys_of
 from everyframe.families.inpaint.components import InpaintBuilder, components, controlnet_name
 from everyframe.families.inpaint.config import InpaintConfig
 from everyframe.families.inpaint.dry_run import dry_run_calls, memory_savings
@@ -124,7 +124,6 @@ class InpaintSpec(NativeModelSpec[InpaintOptions, InpaintFiles, InpaintBuilder])
 
     def weights(self, component: str) -> tuple[Path, KeyMap]:
         """Files of a component's weights, and their key map."""
-        from everyframe.families.inpaint.checkpoint import keys_of
 
         names = self.sizes.num_elements["text_encoder"]
         return self.files.weights(component), keys_of(component, names)

@@ -17,7 +17,7 @@ from everyframe.core.errors import CheckpointError
 from everyframe.core.plan import Settings
 from everyframe.core.request import Request
 from everyframe.families.opensora import settings as request_settings
-from everyframe.families.opensora.checkpoint import OpenSoraFiles
+from everyframe.families.opensora.checkpoint import OpenSoraFiles, keys_of
 from everyframe.families.opensora.components import (
     OpenSoraBuilder,
     components,
@@ -131,7 +131,6 @@ class OpenSoraSpec(NativeModelSpec[OpenSoraOptions, OpenSoraFiles, OpenSoraBuild
 
     def weights(self, component: str) -> tuple[Path, KeyMap]:
         """Files of a component's weights, and their key map."""
-        from everyframe.families.opensora.checkpoint import keys_of
 
         return self.files.weights(component), keys_of(component, self.files.version)
 

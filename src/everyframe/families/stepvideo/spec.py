@@ -16,7 +16,7 @@ from everyframe.core.errors import CheckpointError
 from everyframe.core.plan import Settings
 from everyframe.core.request import Request
 from everyframe.families.stepvideo import settings as request_settings
-from everyframe.families.stepvideo.checkpoint import CLIP_ENCODER, StepVideoFiles
+from everyframe.families.stepvideo.checkpoint import CLIP_ENCODER, KEYS, StepVideoFiles
 from everyframe.families.stepvideo.components import (
     HUNYUAN_CLIP,
     PARTS,
@@ -120,7 +120,6 @@ class StepVideoSpec(NativeModelSpec[StepVideoOptions, StepVideoFiles, StepVideoB
 
     def weights(self, component: str) -> tuple[Path, KeyMap]:
         """Files of a component's weights, and their key map."""
-        from everyframe.families.stepvideo.checkpoint import KEYS
 
         return self.files.weights(component), KEYS[component]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,9 +31,6 @@ from everyframe.runtime.interface import VideoState
 from everyframe.runtime.stages import DecodePieces, GuardedDenoiser, run_sharded_denoising
 from everyframe.samplers import euler_karras, noise
 from everyframe.samplers.base import Step as SamplerStep
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True)
