@@ -8,14 +8,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
 from everyframe.core.bytes import format_bytes
-from everyframe.core.parallel_plan import ParallelPlan
-from everyframe.core.plan import ComponentPlan, Plan
-from everyframe.planning.dry_runs import describe_findings
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from everyframe.core.parallel_plan import ParallelPlan
+    from everyframe.core.plan import ComponentPlan, Plan
     from everyframe.planning.find_model import ModelRow
 
 #: Characters that control a terminal: control characters except tab and newline (escape sequences
@@ -105,6 +104,9 @@ def headline(plan: Plan) -> tuple[str, str]:
 
 def print_plan(plan: Plan, file: IO[str]) -> None:
     """Print the whole plan: settings, components, downloads, notes and the verdict."""
+    # Not on top: it takes most of the command's start, and `--help` prints no plan.
+    from everyframe.planning.dry_runs import describe_findings
+
     out = console(file)
     out.print(f"{plan.model}: {plan.title}", style="bold")
     out.print()
