@@ -11,7 +11,8 @@ import random
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,19 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
+from transformers import initialization
 
 import everyframe
 import tiny
 import tiny_pipelines
+from everyframe.checkpoints.locate import locate
 from everyframe.core.events import Event, FramesDecoded, Step
 from everyframe.diffusers_pipelines.call import quiet_libraries
+from everyframe.families.opensora.family import OPEN_SORA
+from everyframe.families.opensora.options import OpenSoraOptions
 from everyframe.hardware import switches
 from everyframe.hardware.cpu import cpu_threads
+from everyframe.runtime.meta_init import build_on_meta, count_elements
 from tiny_pipelines import loaded
 
 OWN: dict[str, Any] = {
@@ -141,6 +147,35 @@ def test_each_of_many_runs_has_its_bits(works: dict[str, Callable[[], Array]]) -
     for name, all_made in made.items():
         assert len(all_made) == 3
         assert all(np.array_equal(each, alone[name]) for each in all_made), name
+
+
+def test_a_model_that_is_built_while_another_loads_has_its_tied_weights(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers unties the weights of all of its classes while it loads one."""
+    spec = OPEN_SORA.recognise(locate(str(folders["own"])), OpenSoraOptions())
+    assert spec is not None
+    build = partial(spec.sizes.build, "text_encoder")
+    wanted = count_elements(build_on_meta(build))
+    is_loading, is_built = threading.Event(), threading.Event()
+
+    @contextmanager
+    def slow(untied: Callable[[], Any] = initialization.no_tie_weights) -> Iterator[None]:
+        with untied():
+            is_loading.set()
+            is_built.wait(1)  # it is not built before the end of the load, so this runs out
+            yield
+
+    monkeypatch.setattr(initialization, "no_tie_weights", slow)
+    thread = threading.Thread(target=generated, args=(folders["wan"], 3, PIPE))
+    thread.start()
+    try:
+        assert is_loading.wait(60)
+        built = build_on_meta(build)
+    finally:
+        is_built.set()
+        thread.join()
+    assert count_elements(built) == wanted
 
 
 def stream_of(folders: dict[str, Path], which: str, pipe: Any) -> Iterator[Event]:

@@ -37,6 +37,7 @@ from everyframe.precision import cast_hooks
 from everyframe.precision.dtypes import torch_dtype
 from everyframe.runtime import offload, repairs
 from everyframe.runtime.loading import notify_loaded, track_component
+from everyframe.runtime.meta_init import BUILD_LOCK
 
 #: Submodules at which the results of an autoencoder are cast: its `encode` and `decode` are
 #: methods, not calls of the module.
@@ -81,7 +82,8 @@ def _component(where: str, part: ComponentFolder, plan: Plan) -> nn.Module:
     if asks_for_code(cls):
         how["trust_remote_code"] = part.is_trusted
     module: nn.Module
-    with foreign_errors(f"{where}: its {part.name} can't be loaded"), report_reading():
+    told = f"{where}: its {part.name} can't be loaded"
+    with BUILD_LOCK, foreign_errors(told), report_reading():
         module, report = cls.from_pretrained(
             str(part.folder),
             local_files_only=True,

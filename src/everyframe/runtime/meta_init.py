@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -11,10 +12,15 @@ from torch.overrides import TorchFunctionMode
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
+#: Held while a library makes a module. transformers patches its classes during `from_pretrained`
+#: (`initialization.no_tie_weights`): what another thread builds then would have untied weights, and
+#: two loads at once would leave the patch behind.
+BUILD_LOCK = threading.RLock()
+
 
 def build_on_meta(build: Callable[[], ModuleT]) -> ModuleT:
     """Build a module on the meta device: shapes only, no memory allocated."""
-    with torch.device("meta"), _SkipInit():
+    with BUILD_LOCK, torch.device("meta"), _SkipInit():
         return build()
 
 
