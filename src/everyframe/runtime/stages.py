@@ -163,7 +163,8 @@ def on_lead_rank(
     `what` names the wait in messages, such as "the text is handed on".
     """
     mine = (yield from encoded) if team.is_lead else None
-    return team.share(mine, 0, what)
+    shared: list[Tensor] = team.broadcast_tree(mine, 0, what)
+    return shared
 
 
 def encode_once(

@@ -43,7 +43,8 @@ _HANDED = "batches of frames are handed on"
 
 def share(team: Communicator, mine: Sequence[Tensor] | None, rank: int) -> list[Tensor]:
     """Broadcast what `rank` computed for a batch; `mine` is that rank's own result."""
-    return team.share(mine, rank, _HANDED)
+    shared: list[Tensor] = team.broadcast_tree(mine, rank, _HANDED)
+    return shared
 
 
 def hear(team: Communicator, guard: Guard, events: Iterable[Event]) -> None:
