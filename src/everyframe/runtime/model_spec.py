@@ -23,7 +23,8 @@ from everyframe.checkpoints.locate import PartLocation
 from everyframe.core.errors import CorruptRunError
 from everyframe.core.options import FamilyOptions
 from everyframe.core.plan import Settings
-from everyframe.runtime.interface import DryRunCall, MemorySaving
+from everyframe.dry_run.call import DryRunCall
+from everyframe.runtime.interface import MemorySaving
 
 if TYPE_CHECKING:
     from torch import nn
@@ -108,31 +109,39 @@ class ModuleBuilder:
             )
         return module
 
-    def _for_dry_runs(self, component: str) -> nn.Module:
-        """One component that a dry run may cast and swap layers of; it never gets weights."""
-        self._rehearsed.add(component)
-        return self.empty(component)
+    def _for_dry_runs(self, components: tuple[str, ...]) -> dict[str, nn.Module]:
+        """Components that a dry run may cast and swap layers of; they never get weights."""
+        self._rehearsed.update(components)
+        return {name: self.empty(name) for name in components}
+
+    def _outputs(self, component: str, module: nn.Module) -> tuple[str, ...]:
+        return self.outputs(component)
 
     def rehearsal(
         self,
         stage: str,
         component: str,
-        call: Callable[[Any, str], object],
+        call: Callable[[Mapping[str, Any], str], object],
         num_calls: float,
-        *told: Hashable,
+        *key: Hashable,
+        components: tuple[str, ...] = (),
     ) -> DryRunCall:
         """The dry-run call of a component, which its stage makes `num_calls` times per video.
 
-        `told` is what it depends on besides the components' sizes. See `DryRunCall`.
+        `key` is what it depends on besides the components' sizes. `components` are all of the
+        call, if there are several. See `DryRunCall`.
         """
+        components = components or (component,)
         return DryRunCall(
             stage,
             component,
-            partial(self._for_dry_runs, component),
+            components,
+            partial(self._for_dry_runs, components),
             call,
             num_calls,
-            (repr(self), stage, component, *told),
-            self.outputs(component),
+            (repr(self), stage, components, *key),
+            self._outputs,
+            denoises=stage == "denoise",
         )
 
 

@@ -30,24 +30,27 @@ class ControlNetScale:
         return 0.0 if is_out else self.scale
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class ControlNetInputs:
     """Inputs of the networks besides the latents, for F frames at once.
 
     Attributes:
         text: (1 or 2, L, D); with guidance the negative prompt comes first.
-        controls: (F, 3, H, W) for each ControlNet.
+        controls, scales: (F, 3, H, W) and scale of each ControlNet.
         mask, masked: (F, 1, h, w) and (F, 4, h, w), or None for a UNet without mask input.
+        step: the sampler's step; the caller of the denoiser increments it.
     """
 
     text: Tensor
     controls: tuple[Tensor, ...]
+    scales: Sequence[ControlNetScale]
     mask: Tensor | None = None
     masked: Tensor | None = None
+    step: int = 0
 
 
 class Denoiser:
-    """Guided output of the networks. `step` is the sampler's step; the caller increments it.
+    """Guided output of the networks.
 
     If memory is short, the plan runs the guidance branches one after the other.
     """
@@ -57,17 +60,14 @@ class Denoiser:
         unet: Any,
         controlnets: Sequence[Any],
         conditions: ControlNetInputs,
-        steering: Sequence[ControlNetScale],
         *,
         guidance_scale: float,
         guess_mode: bool,
         num_steps: int,
         branches_at_once: int = 2,
     ) -> None:
-        self.step = 0
         self._unet = unet
         self._controlnets = tuple(controlnets)
-        self._steering = tuple(steering)
         self._guidance_scale = guidance_scale
         self._guess_mode = guess_mode
         self._num_steps = num_steps
@@ -110,9 +110,10 @@ class Denoiser:
             return {}
         down: list[Tensor] = []
         mid: Tensor | None = None
-        nets = zip(self._controlnets, self._given.controls, self._steering, strict=True)
+        given = self._given
+        nets = zip(self._controlnets, given.controls, given.scales, strict=True)
         for net, control, steering in nets:
-            scale = steering.scale_at(self.step, self._num_steps)
+            scale = steering.scale_at(given.step, self._num_steps)
             if not scale:
                 continue
             added, middle = net(

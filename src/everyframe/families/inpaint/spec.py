@@ -82,7 +82,7 @@ class InpaintSpec(NativeModelSpec[InpaintOptions, InpaintFiles, InpaintBuilder])
 
     def rehearsals(self, settings: Settings) -> tuple[DryRunCall, ...]:
         """Dry-run calls of every stage on one device."""
-        return dry_run_calls(self.sizes, settings)
+        return dry_run_calls(self, settings)
 
     def num_branches(self, settings: Settings) -> int:
         """Always one: each rank has whole frames with both guidance branches."""
@@ -107,7 +107,7 @@ class InpaintSpec(NativeModelSpec[InpaintOptions, InpaintFiles, InpaintBuilder])
         self, settings: Settings, teams: ParallelContext
     ) -> tuple[DryRunCall, ...]:
         """Dry-run calls of every stage as one of several ranks runs it."""
-        return dry_run_calls(self.sizes, settings, len(active_ranks(teams.team.weights)))
+        return dry_run_calls(self, settings, len(active_ranks(teams.team.weights)))
 
     def savings(self, component: str, settings: Settings) -> Iterator[MemorySaving]:
         """Ways to run a component in less memory."""

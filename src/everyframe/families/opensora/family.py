@@ -46,7 +46,7 @@ class OpenSoraFamily:
         )
 
         assert isinstance(spec, OpenSoraSpec)
-        job = OpenSoraContext(plan, spec, teams, clip)
+        job = OpenSoraContext(spec, plan.settings, teams, clip, plan)
         stages: list[Stage] = [TextEncodeStage(job)] if clip == 0 else []
         given = plan.settings.given_frames
         if job.goes_on() or "image" in given or (

@@ -1,24 +1,23 @@
-"""Dry-run calls of Step-Video's stages, and ways to reduce their memory.
+"""Calls and memory savings of Step-Video's stages, for the planner. No torch.
 
-Each stage is called once, through the code that `stages.py` runs, at the plan's sizes and with a
-prompt of full length. Host tensors are zeros; device tensors are meta tensors.
+Each stage is called once, at the plan's sizes; `stages.py` has the call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from everyframe.core.plan import Settings
-from everyframe.families.stepvideo.components import PARTS, StepVideoBuilder
 from everyframe.families.stepvideo.settings import StepVideoFacts, latent_shape
 from everyframe.runtime import tiling
 from everyframe.runtime.interface import DryRunCall, MemorySaving
 from everyframe.runtime.memory_fallbacks import cfg_batch_size, split_cfg_saving
+from everyframe.runtime.rank_shares import key_of_rank
 
 if TYPE_CHECKING:
-    from everyframe.families.stepvideo.text import TextStates, Tokens
+    from everyframe.families.stepvideo.spec import StepVideoSpec
     from everyframe.parallel.communicator import ParallelContext
 
 #: Tile sides in latents of 16 pixels each: 992x544 takes two tiles, or six.
@@ -26,34 +25,43 @@ SIDES = (48, 32, 16)
 
 
 def dry_run_calls(
-    sizes: StepVideoBuilder,
-    facts: StepVideoFacts,
-    settings: Settings,
-    teams: ParallelContext | None = None,
+    spec: StepVideoSpec, settings: Settings, teams: ParallelContext | None = None
 ) -> tuple[DryRunCall, ...]:
     """Dry-run calls: both texts, one step, one piece.
 
     With `teams`, the step is that of one of several ranks.
     """
-    shape = latent_shape(facts, settings)
-    branches = 1 if settings.guidance_scale == 1 else 2
-    together = cfg_batch_size(settings, branches)
-    pieces, tile = facts.vae.pieces(settings.num_frames), settings.saving(tiling.DECODE, 0)
-    calls: dict[str, tuple[Any, ...]] = {
-        "step_llm": (_llm, branches),
-        "clip": (_clip, branches),
-        "denoiser": (
-            partial(_denoise, sizes, facts, settings, teams),
-            settings.num_inference_steps,
-            *(*shape, branches, together, *_key(teams)),
-        ),
-        "vae": (
-            partial(_decode, facts, settings),
-            len(pieces) * tiling.num_repeats(*shape[2:], tile),
-            *(*shape, tile),
-        ),
-    }
-    return tuple(sizes.rehearsal(stage, name, *calls[name]) for name, _, stage in PARTS)
+
+    def one(stage: str, component: str, name: str, num_calls: float, *key: Hashable) -> DryRunCall:
+        call = partial(_dry_run, name, spec, settings, teams)
+        return spec.sizes.rehearsal(stage, component, call, num_calls, *key)
+
+    shape, tile = latent_shape(spec.facts, settings), settings.saving(tiling.DECODE, 0)
+    branches = spec.num_branches(settings)
+    step = (*shape, branches, cfg_batch_size(settings, branches), *key_of_rank(teams))
+    pieces = len(spec.facts.vae.pieces(settings.num_frames))
+    decodes = pieces * tiling.num_repeats(*shape[2:], tile)
+    return (
+        one("text", "step_llm", "LLMEncodeStage", branches),
+        one("clip text", "clip", "CLIPEncodeStage", branches),
+        one("denoise", "denoiser", "DenoiseStage", settings.num_inference_steps, *step),
+        one("decode", "vae", "DecodeStage", decodes, *shape, tile),
+    )
+
+
+def _dry_run(
+    name: str,
+    spec: StepVideoSpec,
+    settings: Settings,
+    teams: ParallelContext | None,
+    modules: Mapping[str, Any],
+    device: str,
+) -> object:
+    from everyframe.families.stepvideo import stages
+    from everyframe.parallel.communicator import ONE
+
+    context = stages.StepVideoContext(spec, settings, teams or ONE)
+    return getattr(stages, name)(context).dry_run(modules, device)
 
 
 def memory_savings(
@@ -64,91 +72,3 @@ def memory_savings(
         yield from tiling.tile_savings(settings, *latent_shape(facts, settings)[2:], sides=SIDES)
     if component == "denoiser" and settings.guidance_scale != 1:
         yield split_cfg_saving(settings)
-
-
-def _tokens(length: int) -> Tokens:
-    import torch
-
-    from everyframe.families.stepvideo.text import Tokens
-
-    ids = torch.zeros(1, length, dtype=torch.long)
-    return Tokens(ids, torch.ones(1, length, dtype=torch.bool))
-
-
-def _llm(model: Any, device: str) -> object:
-    from everyframe.families.stepvideo.text import LLM_LENGTH, llm_states
-
-    return llm_states(model, _tokens(LLM_LENGTH), device)
-
-
-def _clip(model: Any, device: str) -> object:
-    from everyframe.families.stepvideo.text import CLIP_LENGTH, clip_states
-
-    return clip_states(model, _tokens(CLIP_LENGTH), device)
-
-
-def _key(teams: ParallelContext | None) -> tuple[Any, ...]:
-    """Key of a rank's work: ranks with equal keys do the same."""
-    if teams is None:
-        return ()
-    return (teams.team.rank, teams.team.weights, teams.groups, teams.way)
-
-
-def _denoise(
-    sizes: StepVideoBuilder,
-    facts: StepVideoFacts,
-    settings: Settings,
-    teams: ParallelContext | None,
-    model: Any,
-    device: str,
-) -> object:
-    from everyframe.families.stepvideo import sharding
-    from everyframe.parallel.communicator import ONE
-
-    teams = teams or ONE
-    put_on = sharding.apply(model, teams.team, teams.groups, teams.way)
-    try:
-        return _one_step(sizes, facts, settings, model, device)
-    finally:
-        put_on.remove()  # the module is shared by all rehearsals
-
-
-def _one_step(
-    sizes: StepVideoBuilder, facts: StepVideoFacts, settings: Settings, model: Any, device: str
-) -> object:
-    import torch
-
-    from everyframe.families.stepvideo.denoiser import Denoiser, PromptEmbeds
-    from everyframe.families.stepvideo.text import LLM_LENGTH
-    from everyframe.samplers import flow_matching
-
-    # A negative prompt is shorter than the prompt, so there is a mask.
-    text = PromptEmbeds(
-        _states(sizes, LLM_LENGTH),
-        None if settings.guidance_scale == 1 else _states(sizes, LLM_LENGTH // 4),
-    )
-    denoise = Denoiser(model, text, settings, device)
-    x = torch.zeros(1, *latent_shape(facts, settings), device=device)
-    sigmas = flow_matching.schedule(settings.num_inference_steps, settings.option("time_shift"))
-    return next(flow_matching.sample(denoise, x, sigmas)).x
-
-
-def _states(sizes: StepVideoBuilder, num_tokens: int) -> TextStates:
-    import torch
-
-    from everyframe.families.stepvideo.text import CLIP_LENGTH, LLM_LENGTH, TextStates
-
-    llm, clip = sizes.denoiser.caption_channels
-    mask = torch.arange(LLM_LENGTH, device="cpu")[None] < num_tokens
-    return TextStates(torch.zeros(1, LLM_LENGTH, llm), mask, torch.zeros(1, CLIP_LENGTH, clip))
-
-
-def _decode(facts: StepVideoFacts, settings: Settings, vae: Any, device: str) -> object:
-    import torch
-
-    from everyframe.families.stepvideo.vae import decode_frames
-
-    latents = torch.zeros(1, *latent_shape(facts, settings), device=device)
-    piece = vae.pieces(settings.num_frames)[0]
-    pixels = decode_frames(vae, latents, piece, settings, most_tiles=tiling.REHEARSED)
-    return pixels.to("cpu", torch.float32)

@@ -1,61 +1,71 @@
-"""Dry-run calls of Stable Video Diffusion's stages, and ways to reduce their memory.
+"""Calls and memory savings of Stable Video Diffusion's stages, for the planner. No torch.
 
-Each stage is called once, through the code that `stages.py` runs, at the plan's sizes. Host
-tensors are zeros; device tensors are meta tensors.
+Each stage is called once, at the plan's sizes; `stages.py` has the call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from everyframe.core.plan import Settings
-from everyframe.families.svd.components import SVDBuilder
 from everyframe.families.svd.settings import latent_shape
 from everyframe.runtime import tiling
 from everyframe.runtime.interface import DryRunCall, MemorySaving
 from everyframe.runtime.memory_fallbacks import cfg_batch_size, split_cfg_saving
+from everyframe.runtime.rank_shares import key_of_rank
 
 if TYPE_CHECKING:
     from everyframe.families.svd.config import SVDConfig
     from everyframe.families.svd.options import SVDOptions
-    from everyframe.parallel.communicator import Communicator
+    from everyframe.families.svd.spec import SVDSpec
+    from everyframe.parallel.communicator import ParallelContext
 
 
 def dry_run_calls(
-    sizes: SVDBuilder, settings: Settings, team: Communicator | None = None, groups: int = 1
+    spec: SVDSpec, settings: Settings, teams: ParallelContext | None = None
 ) -> tuple[DryRunCall, ...]:
     """Dry-run calls: image, its latents, one step, one chunk of frames.
 
-    With `team`, the step is that of one of its ranks; see `sharding`.
+    With `teams`, the step is that of one of several ranks.
     """
-    size = (settings.height, settings.width)
-    chunk = min(int(settings.option("decode_chunk_size")), settings.num_frames)
-    branches = 1 if settings.guidance_scale <= 1 else 2
-    together = cfg_batch_size(settings, branches)
+
+    def one(stage: str, component: str, name: str, num_calls: float, *key: Hashable) -> DryRunCall:
+        call = partial(_dry_run, name, spec, settings, teams)
+        return spec.sizes.rehearsal(stage, component, call, num_calls, *key)
+
+    size, frames = (settings.height, settings.width), settings.num_frames
+    latents = latent_shape(spec.config, settings)[2:]
     tile, given_tile = settings.saving(tiling.DECODE, 0), settings.saving(tiling.ENCODE, 0)
-    rows, columns = latent_shape(sizes.config, settings)[2:]
-    one = sizes.rehearsal
+    chunk = min(int(settings.option("decode_chunk_size")), frames)
+    branches = spec.num_branches(settings)
+    step = (*size, frames, branches, cfg_batch_size(settings, branches), *key_of_rank(teams))
+    encodes = tiling.num_repeats(*latents, given_tile)
+    decodes = ceil(frames / chunk) * tiling.num_repeats(*latents, tile)
     return (
-        one("image", "image_encoder", partial(_image, sizes), 1),
-        one(
-            "given frames", "vae", partial(_encode, sizes, settings),
-            tiling.num_repeats(rows, columns, given_tile), *size, given_tile,
-        ),
-        one(
-            "denoise", "unet", partial(_denoise, sizes, settings, team, groups),
-            settings.num_inference_steps, *size, settings.num_frames, branches, together,
-            *(() if team is None else (team.rank, team.weights, groups)),
-        ),
-        one(
-            "decode", "vae", partial(_decode, sizes, settings, chunk),
-            ceil(settings.num_frames / chunk) * tiling.num_repeats(rows, columns, tile),
-            *size, chunk, tile,
-        ),
-    )  # fmt: skip
+        one("image", "image_encoder", "ImageEmbedStage", 1),
+        one("given frames", "vae", "ImageLatentStage", encodes, *size, given_tile),
+        one("denoise", "unet", "DenoiseStage", settings.num_inference_steps, *step),
+        one("decode", "vae", "DecodeStage", decodes, *size, chunk, tile),
+    )
+
+
+def _dry_run(
+    name: str,
+    spec: SVDSpec,
+    settings: Settings,
+    teams: ParallelContext | None,
+    modules: Mapping[str, Any],
+    device: str,
+) -> object:
+    from everyframe.families.svd import stages
+    from everyframe.parallel.communicator import ONE
+
+    context = stages.SVDContext(spec, settings, teams or ONE)
+    return getattr(stages, name)(context).dry_run(modules, device)
 
 
 def memory_savings(
@@ -81,66 +91,3 @@ def memory_savings(
             stage="decode",
         )
     yield from tiling.tile_savings(settings, *size)
-
-
-def _image(sizes: SVDBuilder, encoder: Any, device: str) -> object:
-    import torch
-
-    side = sizes.config.image_side
-    pixels = torch.zeros(1, 3, side, side).to(device)
-    return encoder(pixel_values=pixels).image_embeds[:, None].to("cpu", torch.float32)
-
-
-def _encode(sizes: SVDBuilder, settings: Settings, vae: Any, device: str) -> object:
-    import torch
-
-    from everyframe.families.svd.vae import encode
-
-    picture = torch.zeros(1, 3, settings.height, settings.width, device=device)
-    latents = encode(vae, sizes.config, picture, settings, most_tiles=tiling.REHEARSED)
-    return latents.to("cpu", torch.float32)
-
-
-def _denoise(
-    sizes: SVDBuilder,
-    settings: Settings,
-    team: Communicator | None,
-    groups: int,
-    unet: Any,
-    device: str,
-) -> object:
-    from everyframe.families.svd import sharding
-    from everyframe.parallel.communicator import SingleRank
-
-    put_on = sharding.apply(unet, team or SingleRank(), groups)
-    try:
-        return _one_step(sizes, settings, unet, device)
-    finally:
-        put_on.remove()  # the module is shared by all rehearsals
-
-
-def _one_step(sizes: SVDBuilder, settings: Settings, unet: Any, device: str) -> object:
-    import torch
-
-    from everyframe.families.svd.denoiser import Denoiser, ImageConditioning
-    from everyframe.samplers import euler_karras
-
-    config = sizes.config
-    frames, channels, rows, columns = latent_shape(config, settings)
-    width = int(config.image_encoder.get("projection_dim", 512))
-    picture = ImageConditioning(torch.zeros(1, 1, width), torch.zeros(1, channels, rows, columns))
-    denoise = Denoiser(unet, picture, settings, device)
-    sigmas = euler_karras.schedule(settings.num_inference_steps, config.sigma_min, config.sigma_max)
-    start = torch.zeros(1, frames, channels, rows, columns, device=device)
-    return next(euler_karras.sample(denoise, start, sigmas)).x
-
-
-def _decode(sizes: SVDBuilder, settings: Settings, chunk: int, vae: Any, device: str) -> object:
-    import torch
-
-    from everyframe.families.svd.vae import decode
-
-    config = sizes.config
-    latents = torch.zeros(chunk, *latent_shape(config, settings)[1:], device=device)
-    pixels = decode(vae, config, latents, settings, most_tiles=tiling.REHEARSED)
-    return pixels.to("cpu", torch.float32)

@@ -52,7 +52,7 @@ class SVDFamily:
 
         assert isinstance(spec, SVDSpec)
         assert clip == 0, "a chain is refused when the request is settled"
-        job = SVDContext(plan, spec, teams)
+        job = SVDContext(spec, plan.settings, teams, clip, plan)
         return (ImageEmbedStage(job), ImageLatentStage(job), DenoiseStage(job), DecodeStage(job))
 
 

@@ -77,7 +77,7 @@ class SVDSpec(NativeModelSpec[SVDOptions, SVDFiles, SVDBuilder]):
 
     def rehearsals(self, settings: Settings) -> tuple[DryRunCall, ...]:
         """Dry-run calls of every stage on one device."""
-        return dry_run_calls(self.sizes, settings)
+        return dry_run_calls(self, settings)
 
     def num_branches(self, settings: Settings) -> int:
         """Guidance branches: two with guidance (with and without the image), else one."""
@@ -98,7 +98,7 @@ class SVDSpec(NativeModelSpec[SVDOptions, SVDFiles, SVDBuilder]):
         self, settings: Settings, teams: ParallelContext
     ) -> tuple[DryRunCall, ...]:
         """Dry-run calls of every stage as one of several ranks runs it."""
-        return dry_run_calls(self.sizes, settings, teams.team, teams.groups)
+        return dry_run_calls(self, settings, teams)
 
     def savings(self, component: str, settings: Settings) -> Iterator[MemorySaving]:
         """Ways to run a component in less memory."""
