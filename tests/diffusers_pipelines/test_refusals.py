@@ -138,7 +138,7 @@ def test_lists_keep_their_numbers_and_modules_nothing_of_a_dry_run() -> None:
             generator = torch.Generator(device=device)
             assert isinstance(generator, torch.Generator)
 
-    found = dry_run_modules({"part": DryRunModule(part, None)}, call, MPS)
+    found = dry_run_modules({"part": DryRunModule(part, None)}, call, MPS, is_foreign=True)
     assert found.stopped == ""
     assert shapes == [(2, 3)]
     assert not hasattr(part, "noted")

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+from dry import dry_run_module
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import Precision
-from everyframe.dry_run.executor import dry_run_module
 from everyframe.dry_run.result import DryRunResult
 from everyframe.families.svd import layers
 from everyframe.hardware.profiles import find_profile, profile_names

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import small_models
+from dry import dry_run_call
 from everyframe.core.facts import Throughput
 from everyframe.core.plan import Precision, Settings
 from everyframe.dry_run.result import Work
@@ -20,11 +21,12 @@ from everyframe.families.stepvideo.components import (
     StepVideoBuilder,
 )
 from everyframe.families.stepvideo.config import StepLLMConfig, StepVideoConfig
-from everyframe.families.stepvideo.dry_run import dry_run_calls
+from everyframe.families.stepvideo.options import StepVideoOptions
 from everyframe.families.stepvideo.settings import StepVideoFacts
+from everyframe.families.stepvideo.spec import StepVideoSpec
 from everyframe.families.stepvideo.vae_config import StepVAEConfig
 from everyframe.hardware.profiles import find_profile
-from everyframe.planning.dry_runs import call_seconds, dry_run
+from everyframe.planning.dry_runs import call_seconds
 
 CARDS = find_profile("4gpu-stepvideo").machine().devices[:4]
 #: 50 steps on four cards with flash attention: (height, width, frames), seconds.
@@ -39,9 +41,11 @@ def work(height: int, width: int, frames: int, layers: int) -> Work:
         small_models.settings(height, width, frames, guidance=9.0), num_inference_steps=50
     )
     facts = StepVideoFacts("released", False, sizes.vae, 1)
-    calls = {each.component: each for each in dry_run_calls(sizes, facts, settings)}
+    files: Any = None
+    spec = StepVideoSpec("released", StepVideoOptions(), files, sizes, facts)
+    calls = {each.component: each for each in spec.rehearsals(settings)}
     precision = Precision("bfloat16", "bfloat16", DENOISER_ISLANDS)
-    return dry_run(calls["denoiser"], precision, CARDS[0]).found.work
+    return dry_run_call(calls["denoiser"], precision, CARDS[0]).found.work
 
 
 def seconds_of_a_step(size: tuple[int, int, int], rates: Throughput) -> float:

@@ -21,8 +21,8 @@ from everyframe.core.events import Event, Note, Repaired
 from everyframe.core.facts import DeviceFacts
 from everyframe.numerics.overflow_probe import OverflowProbe
 from everyframe.runtime import guard as guard_module
+from everyframe.runtime.denoise_stage import GuardedDenoiser
 from everyframe.runtime.guard import Guard
-from everyframe.runtime.stages import GuardedDenoiser
 from guarded_nets import CLOSE, Net, halved, inputs, plan, repairs, scaled
 
 WITH_BF16 = DeviceFacts("another", "cpu", None, 10**12, 10**12, has_fast_bf16=True)
