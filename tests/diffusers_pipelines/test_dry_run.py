@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 import everyframe
 import tiny_pipelines
+from dry import dry_run_module
 from everyframe.core.errors import CheckpointError
 from everyframe.core.plan import Plan, Precision
 from everyframe.diffusers_pipelines import dry_run

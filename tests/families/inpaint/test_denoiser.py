@@ -39,7 +39,8 @@ def answer(branches: int, guess: bool, at_once: int, step: int = 0) -> Tensor:
         step=step,
     )
     denoise = Denoiser(
-        unet, [net, net], conditions, guidance_scale=3.0, guess_mode=guess, num_steps=2, branches_at_once=at_once,
+        unet, [net, net], conditions,
+        guidance_scale=3.0, guess_mode=guess, num_steps=2, branches_at_once=at_once,
     )  # fmt: skip
     return denoise(torch.randn(2, 4, 4, 4, generator=draw), torch.tensor([5.0, 5.0]))
 
