@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from everyframe.checkpoints.key_map import KeyMap
     from everyframe.checkpoints.tensor_file import TensorFile
+    from everyframe.parallel.communicator import ParallelContext
 
 
 class ModuleBuilder:
@@ -206,6 +208,42 @@ class NativeModelSpec(ABC, Generic[_Options, _Files, _Sizes]):
     @abstractmethod
     def savings(self, component: str, settings: Settings) -> Iterator[MemorySaving]:
         """Memory savings for a component; see `DryRunSpec.savings`."""
+
+    def dry_run_call(
+        self,
+        settings: Settings,
+        stage: str,
+        component: str,
+        class_name: str,
+        num_calls: float,
+        *key: Hashable,
+        teams: ParallelContext | None = None,
+        components: tuple[str, ...] = (),
+    ) -> DryRunCall:
+        """The dry-run call of a stage; see `ModuleBuilder.rehearsal`.
+
+        `class_name` is that of the stage, with the family's module that has it. `teams` are those
+        of one of several ranks.
+        """
+        call = partial(self._dry_run, class_name, settings, teams)
+        return self.sizes.rehearsal(stage, component, call, num_calls, *key, components=components)
+
+    def _dry_run(
+        self,
+        class_name: str,
+        settings: Settings,
+        teams: ParallelContext | None,
+        modules: Mapping[str, Any],
+        device: str,
+    ) -> object:
+        from everyframe.parallel.communicator import ONE
+
+        # By name: stages know the spec, and import torch.
+        package, _, _ = type(self).__module__.rpartition(".")
+        module, _, name = class_name.rpartition(".")
+        stages = import_module(f"{package}.{module}")
+        context = stages.Context(self, settings, teams or ONE)
+        return getattr(stages, name)(context).dry_run(modules, device)
 
     @property
     def components_on_disk(self) -> tuple[str, ...]:

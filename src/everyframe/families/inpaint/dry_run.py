@@ -6,27 +6,25 @@ ControlNets and UNet run in one call.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from math import ceil
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from everyframe.core.plan import Settings
 from everyframe.dry_run.call import DryRunCall
-from everyframe.families.inpaint.components import controlnet_name
+from everyframe.families.inpaint.components import InpaintBuilder, controlnet_name
 from everyframe.families.inpaint.config import InpaintConfig
 from everyframe.families.inpaint.scheduler import num_timesteps
 from everyframe.families.inpaint.settings import geometry_of, latent_shape, num_painted
 from everyframe.runtime import tiling
 from everyframe.runtime.interface import MemorySaving
 from everyframe.runtime.memory_fallbacks import cfg_batch_size, split_cfg_saving
-
-if TYPE_CHECKING:
-    from everyframe.families.inpaint.spec import InpaintSpec
+from everyframe.runtime.model_spec import NativeModelSpec
 
 
 def dry_run_calls(
-    spec: InpaintSpec, settings: Settings, num_ranks: int = 1
+    spec: NativeModelSpec[Any, Any, InpaintBuilder], settings: Settings, num_ranks: int = 1
 ) -> tuple[DryRunCall, ...]:
     """Dry-run calls: a prompt, source frames, one step of the networks, one batch of frames.
 
@@ -43,44 +41,19 @@ def dry_run_calls(
     strength = float(settings.option("strength"))
     steps = num_timesteps(config.scheduler, settings.num_inference_steps, strength) * num_batches
     branches = 1 if settings.guidance_scale <= 1 else 2
-    guess = bool(settings.option("guess_mode"))
+    step = (branches, cfg_batch_size(settings, branches), bool(settings.option("guess_mode")))
     networks = (*map(controlnet_name, range(len(config.controlnets))), "unet")
-
-    def one(
-        stage: str,
-        component: str,
-        name: str,
-        num_calls: float,
-        *key: Hashable,
-        components: tuple[str, ...] = (),
-    ) -> DryRunCall:
-        call = partial(_dry_run, name, spec, settings)
-        return spec.sizes.rehearsal(
-            stage, component, call, num_calls, *size, *key, components=components
-        )
-
-    def one_step(component: str) -> DryRunCall:
-        key = (branches, cfg_batch_size(settings, branches), guess)
-        return one("denoise", component, "DenoiseStage", steps, *key, components=networks)
-
     encodes = lots * tiling.num_repeats(*latents, given_tile)
     decodes = lots * tiling.num_repeats(*latents, tile)
+    encoded = (*size, lot, given_tile, strength < 1)
+    one = partial(spec.dry_run_call, settings)
+    one_step = partial(one, "denoise", components=networks)
     return (
-        one("text", "text_encoder", "TextEncodeStage", branches),
-        one("given frames", "vae", "SourceLatentStage", encodes, lot, given_tile, strength < 1),
-        *map(one_step, networks),
-        one("decode", "vae", "DecodeStage", decodes, lot, tile),
+        one("text", "text_encoder", "stages.TextEncodeStage", branches, *size),
+        one("given frames", "vae", "vae_stages.SourceLatentStage", encodes, *encoded),
+        *(one_step(name, "stages.DenoiseStage", steps, *size, *step) for name in networks),
+        one("decode", "vae", "vae_stages.DecodeStage", decodes, *size, lot, tile),
     )
-
-
-def _dry_run(
-    name: str, spec: InpaintSpec, settings: Settings, modules: Mapping[str, Any], device: str
-) -> object:
-    from everyframe.families.inpaint import stages, vae_stages
-    from everyframe.families.inpaint.stage_context import InpaintContext
-
-    found = getattr(stages, name, None) or getattr(vae_stages, name)
-    return found(InpaintContext(spec, settings)).dry_run(modules, device)
 
 
 def memory_savings(

@@ -38,6 +38,9 @@ from everyframe.samplers import diffusers_scheduler, noise
 from everyframe.samplers.base import Step
 from everyframe.samplers.base import Step as SamplerStep
 
+#: The context of a dry run; see `NativeModelSpec.dry_run_call`.
+Context = InpaintContext
+
 #: What ranks wait for, in messages.
 HANDED = "batches of frames are handed on"
 

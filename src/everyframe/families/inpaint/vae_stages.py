@@ -31,6 +31,9 @@ from everyframe.runtime.rank_shares import active_ranks, batch_owner
 from everyframe.runtime.stages import ComponentStage, as_floats, as_frames, distribute_pieces
 from everyframe.samplers import noise
 
+#: The context of a dry run; see `NativeModelSpec.dry_run_call`.
+Context = InpaintContext
+
 
 @dataclass(frozen=True)
 class SourceInputs:

@@ -5,7 +5,7 @@ Each stage is called once, at the plan's sizes; `stages.py` has the call.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,15 +16,17 @@ from everyframe.families.opensora.vae_config import ImageVAEConfig
 from everyframe.runtime import tiling
 from everyframe.runtime.interface import DryRunCall, MemorySaving
 from everyframe.runtime.memory_fallbacks import cfg_batch_size, split_cfg_saving
+from everyframe.runtime.model_spec import NativeModelSpec
 from everyframe.runtime.rank_shares import key_of_rank
 
 if TYPE_CHECKING:
-    from everyframe.families.opensora.spec import OpenSoraSpec
     from everyframe.parallel.communicator import ParallelContext
 
 
 def dry_run_calls(
-    spec: OpenSoraSpec, settings: Settings, teams: ParallelContext | None = None
+    spec: NativeModelSpec[Any, Any, OpenSoraBuilder],
+    settings: Settings,
+    teams: ParallelContext | None = None,
 ) -> tuple[DryRunCall, ...]:
     """Dry-run calls: one prompt, conditioning frames if any, one step, one piece.
 
@@ -32,44 +34,26 @@ def dry_run_calls(
     """
     vae, chain = spec.sizes.vae, settings.chain
     size = (settings.num_frames, settings.height, settings.width)
-    branches = spec.num_branches(settings)
+    branches = 1 if settings.guidance_scale == 1 else 2
     at_once = settings.saving(tiling.FRAMES, 0)
     tile, given_tile = settings.saving(tiling.DECODE, 0), settings.saving(tiling.ENCODE, 0)
     latents, piece = vae.latent_size(*size)[1:], vae.pieces(settings.num_frames)[0].num_frames
     given = is_conditioned(settings)
-
-    def one(stage: str, component: str, name: str, num_calls: float, *key: Hashable) -> DryRunCall:
-        call = partial(_dry_run, name, spec, settings, teams)
-        return spec.sizes.rehearsal(stage, component, call, num_calls, *key)
-
-    calls = [
-        one("text", "text_encoder", "TextEncodeStage", 1 + (settings.negative_prompt is not None))
-    ]
+    one = partial(spec.dry_run_call, settings, teams=teams)
+    prompts = 1 + (settings.negative_prompt is not None)
+    calls = [one("text", "text_encoder", "stages.TextEncodeStage", prompts)]
     if given:
         repeats = tiling.num_repeats(*latents, given_tile)
         given_size = (min(settings.num_frames, PIECE), *size, at_once, given_tile)
-        calls.append(one("given frames", "vae", "ConditioningStage", repeats * chain, *given_size))
-    key = (spec.facts.version, *size, branches, cfg_batch_size(settings, branches), given)
+        name = "stages.ConditioningStage"
+        calls.append(one("given frames", "vae", name, repeats * chain, *given_size))
+    key: tuple[Hashable, ...] = (*size, branches, cfg_batch_size(settings, branches), given)
     steps = settings.num_inference_steps * chain
-    calls.append(one("denoise", "denoiser", "DenoiseStage", steps, *key, *key_of_rank(teams)))
+    key += key_of_rank(teams)
+    calls.append(one("denoise", "denoiser", "stages.DenoiseStage", steps, *key))
     pieces = settings.num_frames / piece * tiling.num_repeats(*latents, tile) * chain
-    calls.append(one("decode", "vae", "DecodeStage", pieces, *size, at_once, tile))
+    calls.append(one("decode", "vae", "stages.DecodeStage", pieces, *size, at_once, tile))
     return tuple(calls)
-
-
-def _dry_run(
-    name: str,
-    spec: OpenSoraSpec,
-    settings: Settings,
-    teams: ParallelContext | None,
-    modules: Mapping[str, Any],
-    device: str,
-) -> object:
-    from everyframe.families.opensora import stages
-    from everyframe.parallel.communicator import ONE
-
-    context = stages.OpenSoraContext(spec, settings, teams or ONE)
-    return getattr(stages, name)(context).dry_run(modules, device)
 
 
 def memory_savings(

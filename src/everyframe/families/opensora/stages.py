@@ -77,6 +77,10 @@ class OpenSoraContext(StageContext[OpenSoraSpec]):
         return (self.vae.latent_channels, *size)
 
 
+#: The context of a dry run; see `NativeModelSpec.dry_run_call`.
+Context = OpenSoraContext
+
+
 @dataclass(frozen=True)
 class PromptTokens:
     """Token ids (1, L) and bool mask (1, L) of a text, on the host."""

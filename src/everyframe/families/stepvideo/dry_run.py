@@ -5,7 +5,7 @@ Each stage is called once, at the plan's sizes; `stages.py` has the call.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +14,10 @@ from everyframe.families.stepvideo.settings import StepVideoFacts, latent_shape
 from everyframe.runtime import tiling
 from everyframe.runtime.interface import DryRunCall, MemorySaving
 from everyframe.runtime.memory_fallbacks import cfg_batch_size, split_cfg_saving
+from everyframe.runtime.model_spec import NativeModelSpec
 from everyframe.runtime.rank_shares import key_of_rank
 
 if TYPE_CHECKING:
-    from everyframe.families.stepvideo.spec import StepVideoSpec
     from everyframe.parallel.communicator import ParallelContext
 
 #: Tile sides in latents of 16 pixels each: 992x544 takes two tiles, or six.
@@ -25,43 +25,27 @@ SIDES = (48, 32, 16)
 
 
 def dry_run_calls(
-    spec: StepVideoSpec, settings: Settings, teams: ParallelContext | None = None
+    spec: NativeModelSpec[Any, Any, Any],
+    facts: StepVideoFacts,
+    settings: Settings,
+    teams: ParallelContext | None = None,
 ) -> tuple[DryRunCall, ...]:
     """Dry-run calls: both texts, one step, one piece.
 
     With `teams`, the step is that of one of several ranks.
     """
-
-    def one(stage: str, component: str, name: str, num_calls: float, *key: Hashable) -> DryRunCall:
-        call = partial(_dry_run, name, spec, settings, teams)
-        return spec.sizes.rehearsal(stage, component, call, num_calls, *key)
-
-    shape, tile = latent_shape(spec.facts, settings), settings.saving(tiling.DECODE, 0)
-    branches = spec.num_branches(settings)
+    one = partial(spec.dry_run_call, settings, teams=teams)
+    shape, tile = latent_shape(facts, settings), settings.saving(tiling.DECODE, 0)
+    branches = 1 if settings.guidance_scale == 1 else 2
     step = (*shape, branches, cfg_batch_size(settings, branches), *key_of_rank(teams))
-    pieces = len(spec.facts.vae.pieces(settings.num_frames))
+    pieces = len(facts.vae.pieces(settings.num_frames))
     decodes = pieces * tiling.num_repeats(*shape[2:], tile)
     return (
-        one("text", "step_llm", "LLMEncodeStage", branches),
-        one("clip text", "clip", "CLIPEncodeStage", branches),
-        one("denoise", "denoiser", "DenoiseStage", settings.num_inference_steps, *step),
-        one("decode", "vae", "DecodeStage", decodes, *shape, tile),
+        one("text", "step_llm", "stages.LLMEncodeStage", branches),
+        one("clip text", "clip", "stages.CLIPEncodeStage", branches),
+        one("denoise", "denoiser", "stages.DenoiseStage", settings.num_inference_steps, *step),
+        one("decode", "vae", "stages.DecodeStage", decodes, *shape, tile),
     )
-
-
-def _dry_run(
-    name: str,
-    spec: StepVideoSpec,
-    settings: Settings,
-    teams: ParallelContext | None,
-    modules: Mapping[str, Any],
-    device: str,
-) -> object:
-    from everyframe.families.stepvideo import stages
-    from everyframe.parallel.communicator import ONE
-
-    context = stages.StepVideoContext(spec, settings, teams or ONE)
-    return getattr(stages, name)(context).dry_run(modules, device)
 
 
 def memory_savings(

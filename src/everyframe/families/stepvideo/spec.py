@@ -86,7 +86,7 @@ class StepVideoSpec(NativeModelSpec[StepVideoOptions, StepVideoFiles, StepVideoB
 
     def rehearsals(self, settings: Settings) -> tuple[DryRunCall, ...]:
         """Dry-run calls of every stage on one device."""
-        return dry_run_calls(self, settings)
+        return dry_run_calls(self, self.facts, settings)
 
     def num_branches(self, settings: Settings) -> int:
         """Guidance branches: two with guidance (prompt, negative prompt), else one."""
@@ -108,7 +108,7 @@ class StepVideoSpec(NativeModelSpec[StepVideoOptions, StepVideoFiles, StepVideoB
         self, settings: Settings, teams: ParallelContext
     ) -> tuple[DryRunCall, ...]:
         """Dry-run calls of every stage as one of several ranks runs it."""
-        return dry_run_calls(self, settings, teams)
+        return dry_run_calls(self, self.facts, settings, teams)
 
     def savings(self, component: str, settings: Settings) -> Iterator[MemorySaving]:
         """Ways to run a component in less memory."""

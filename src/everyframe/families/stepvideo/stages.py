@@ -59,6 +59,10 @@ class StepVideoContext(StageContext[StepVideoSpec]):
         return self.model.facts.vae.pieces(self.settings.num_frames)
 
 
+#: The context of a dry run; see `NativeModelSpec.dry_run_call`.
+Context = StepVideoContext
+
+
 class TextEncodeStage(SharedEncodeStage[StepVideoContext, Tokens]):
     """Encode prompt and negative prompt with one of the two encoders."""
 

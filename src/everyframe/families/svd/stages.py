@@ -59,6 +59,10 @@ class SVDContext(StageContext[SVDSpec]):
         return int(self.settings.option("decode_chunk_size"))
 
 
+#: The context of a dry run; see `NativeModelSpec.dry_run_call`.
+Context = SVDContext
+
+
 def given_picture(video: VideoState) -> Any:
     """Conditioning image of a video: uint8 (1, H, W, 3)."""
     assert video.given.first is not None, "settled without a picture"
