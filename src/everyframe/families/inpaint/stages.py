@@ -289,7 +289,9 @@ class DenoiseStage(denoise_stage.DenoiseStage[InpaintContext, SamplerInputs]):
         """Call the networks once; a scheduler of diffusers asks for values that no dry run has."""
         inputs = self.example_inputs(device)
         denoise = self.denoiser(modules, inputs, device, self.context.settings)
-        return denoise(inputs.x, torch.zeros(len(inputs.x), device=device))
+        _, timesteps = self.context.scheduled("cpu")
+        t = torch.zeros(len(inputs.x), dtype=timesteps.dtype, device=device)
+        return denoise(inputs.x, t)
 
 
 def _controls(batch: Sequence[Any]) -> Iterator[Tensor]:

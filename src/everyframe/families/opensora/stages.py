@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -215,6 +216,10 @@ class SamplerInputs:
     mask: Tensor | None = None
 
 
+def _noise(label: int, shape: tuple[int, ...], step: int) -> Tensor:
+    return noise.step_noise(label, step, shape)[None]
+
+
 class DenoiseStage(VideoDenoiseStage[OpenSoraContext, SamplerInputs]):
     """Denoise: sampler, guidance and denoiser turn noise into latents."""
 
@@ -237,10 +242,8 @@ class DenoiseStage(VideoDenoiseStage[OpenSoraContext, SamplerInputs]):
             if known is not None:
                 x = torch.where(known.mask[:, None, :, None, None] == 1, x, known.latents)
 
-        def fresh(step: int) -> Tensor:
-            return noise.step_noise(label, step, shape)[None]
-
-        return SamplerInputs(x.to(device), video.text, fresh, None if known is None else known.mask)
+        mask = None if known is None else known.mask
+        return SamplerInputs(x.to(device), video.text, partial(_noise, label, shape), mask)
 
     def example_inputs(self, device: str) -> SamplerInputs:
         """Texts of full length and, where frames are given, a first frame that is fixed."""
@@ -256,7 +259,7 @@ class DenoiseStage(VideoDenoiseStage[OpenSoraContext, SamplerInputs]):
         return SamplerInputs(
             torch.zeros(shape, device=device),
             PromptEmbeds(prompt, None if settings.negative_prompt is None else prompt),
-            lambda step: torch.zeros(shape),
+            partial(_noise, 0, shape[1:]),
             mask,
         )
 
