@@ -41,6 +41,10 @@ PRELOAD = [
     "everyframe.dry_run.executor", "everyframe.families.opensora.stages",
     "everyframe.families.svd.unet",
 ]  # fmt: skip
+# Some of them ask torch for cards as they are imported, after which no process that is forked from
+# theirs may use one. Where there are cards, such processes begin as users' do: with torch alone.
+if Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists():
+    PRELOAD = ["torch"]
 forkserver.set_forkserver_preload(PRELOAD)
 forkserver.set_forkserver_preload = lambda modules: None
 
