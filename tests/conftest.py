@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-import processors
 from everyframe.hardware import throughput
+from helpers import fake_cpus
 
 # These must be set before anything imports torch or the hub's client. Child processes inherit them.
 _CACHE = tempfile.TemporaryDirectory(prefix="everyframe-tests-")
@@ -27,7 +27,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 )
 os.environ["EVERYFRAME_CACHE"] = str(Path(_CACHE.name, "everyframe"))
 # A worker process would import torch for each of the commands that the tests give; those of
-# `engine/test_workers.py` have one.
+# `end_to_end/test_workers.py` have one.
 os.environ["EVERYFRAME_IN_PROCESS"] = "1"
 os.environ["EVERYFRAME_RUNS"] = str(Path(_CACHE.name, "runs"))
 # A plan that is shown tries what it will spend its time on, for most of a second where the model is
@@ -47,11 +47,11 @@ forkserver.set_forkserver_preload = lambda modules: None
 
 #: The files that take longest, which are begun first: else one worker has one of them at the end.
 LONG = (
-    "recipes/test_shipped.py", "test_docs.py", "engine/test_memory.py",
-    "families/inpaint/test_stages.py", "diffusers_pipelines/test_pipelines.py",
-    "families/svd/test_single_file.py", "families/svd/test_stages.py", "engine/test_workers.py",
-    "engine/test_replan_moving.py", "engine/test_distributed.py", "golden/test_check.py",
-    "engine/test_killed.py",
+    "recipes/test_shipped.py", "test_docs.py", "end_to_end/test_peak_memory.py",
+    "families/inpaint/test_stages.py", "end_to_end/test_pipelines.py",
+    "families/svd/test_single_file.py", "families/svd/test_stages.py", "end_to_end/test_workers.py",
+    "engine/test_replan_distributed.py", "engine/test_distributed.py", "golden/test_check.py",
+    "end_to_end/test_killed_runs.py",
 )  # fmt: skip
 
 
@@ -62,14 +62,14 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     config.option.loadscopereorder = False
     if config.getoption("--cpu"):
-        processors.plant(config.getoption("--cpu"), Path(_CACHE.name, "proc"))
+        fake_cpus.plant(config.getoption("--cpu"), Path(_CACHE.name, "proc"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """``--slow`` runs the tests marked slow as well, ``--cpu`` all by another CPU's flags."""
     parser.addoption("--slow", action="store_true", help="run tests marked slow as well")
     parser.addoption(
-        "--cpu", choices=sorted(processors.FLAGS), help="flags of a CPU that plans go by"
+        "--cpu", choices=sorted(fake_cpus.FLAGS), help="flags of a CPU that plans go by"
     )
 
 

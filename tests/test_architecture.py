@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-import architecture_rules
 import everyframe
-from architecture_rules import PACKAGE, ROOMS, RULES, Module, Rule
 from everyframe.families.registry import family_names
+from helpers import architecture_rules
+from helpers.architecture_rules import PACKAGE, ROOMS, RULES, Module, Rule
 
 SOURCE = Path(everyframe.__file__).parent
 

@@ -1,6 +1,7 @@
 """An encoder's answers as they come to other ranks: the same kind, the same bits.
 
-Whole runs among ranks are in `test_among_ranks.py`; here one process is both, by a tape between.
+Whole runs among ranks are in `end_to_end/test_pipelines_distributed.py`; here one process is both,
+by a tape between.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import tiny_pipelines
 from everyframe.core.errors import CannotRunError
 from everyframe.diffusers_pipelines.checkpoint import ComponentFolder
 from everyframe.diffusers_pipelines.module_calls import EncodeOnLeadRank, encoders, without_weights
 from everyframe.parallel.communicator import FakeCommunicator
+from helpers.tiny_checkpoints import pipelines as tiny_pipelines
 
 
 class Taped(FakeCommunicator):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-import tiny
 from engine.test_resume import OPEN_SORA, begun
 from everyframe.core.events import Event
+from helpers.tiny_checkpoints import opensora as tiny_opensora
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tiny.opensora_1_2(tmp_path_factory.mktemp("models") / "tiny"))
+    return str(tiny_opensora.opensora_1_2(tmp_path_factory.mktemp("models") / "tiny"))
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 Here a run is broken off by letting go of its events, which leaves the folder as a kill does: the
 state is written at every step, and nothing is written on the way out.
-`test_killed.py` kills processes.
+`end_to_end/test_killed_runs.py` kills processes.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import numpy as np
 import pytest
 
 import everyframe
-import tiny
-import tiny_inpaint
-import tiny_step
-import tiny_svd
 from everyframe.core.events import Event, FramesDecoded, RunSaved, Step, VideoDone
 from everyframe.engine import resume, run
 from everyframe.runs.folder import RunFolder, all_runs
 from everyframe.runs.run_state import EVERY_STEP, SaveOptions
+from helpers.tiny_checkpoints import inpaint as tiny_inpaint
+from helpers.tiny_checkpoints import opensora as tiny_opensora
+from helpers.tiny_checkpoints import stepvideo as tiny_stepvideo
+from helpers.tiny_checkpoints import svd as tiny_svd
 
 STEPS = 3
 PICTURE = np.random.default_rng(0).integers(0, 255, (24, 24, 3), np.uint8)
@@ -42,24 +42,24 @@ FAST = ("opensora-1.2-chain", "svd", "inpaint-unipc")
 
 #: What is broken off: the maker of its model, and what is asked of it.
 CASES: dict[str, tuple[Callable[[Path], Any], dict[str, Any]]] = {
-    "opensora-1.2": (tiny.opensora_1_2, OPEN_SORA),
+    "opensora-1.2": (tiny_opensora.opensora_1_2, OPEN_SORA),
     "opensora-1.2-chain": (
-        tiny.opensora_1_2,
+        tiny_opensora.opensora_1_2,
         {**OPEN_SORA, "chain": 2, "num_videos": 2, "image": PICTURE, "edit_strength": 0.5},
     ),
-    "opensora-1.0": (tiny.opensora_1_0, {**OPEN_SORA, "num_videos": 2}),
+    "opensora-1.0": (tiny_opensora.opensora_1_0, {**OPEN_SORA, "num_videos": 2}),
     "svd": (
         tiny_svd.svd,
         {"image": PICTURE, "height": 32, "width": 32, "num_frames": 3, "seed": 3,
          "num_inference_steps": STEPS},
     ),
     "stepvideo": (
-        tiny_step.stepvideo,
+        tiny_stepvideo.stepvideo,
         {"prompt": "a red circle", "size": "16x16", "num_frames": 1, "num_videos": 2, "seed": 3,
          "num_inference_steps": STEPS},
     ),
     "stepvideo-int8": (
-        tiny_step.stepvideo,
+        tiny_stepvideo.stepvideo,
         {"prompt": "a red circle", "size": "16x16", "num_frames": 1, "seed": 3, "quantize": "int8",
          "num_inference_steps": STEPS},
     ),

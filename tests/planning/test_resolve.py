@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import save_file
 
 import everyframe
-import tiny
 from everyframe.checkpoints import tensor_file
 from everyframe.core.errors import CannotRunError, CheckpointError, ExitCode, InputError
 from everyframe.core.facts import DeviceFacts, MachineFacts, Throughput
@@ -21,6 +20,7 @@ from everyframe.hardware import throughput
 from everyframe.ops.modulation import GatedAdd
 from everyframe.planning import dry_runs
 from everyframe.planning import resolve as resolver
+from helpers.tiny_checkpoints import opensora as tiny_opensora
 
 SIZES: dict[str, Any] = {"size": "16x16", "num_frames": 3, "num_inference_steps": 2, "seed": 5}
 RATES = Throughput((("float32", 1e11),), memory=1e10, load=1e9, source="made up")
@@ -32,7 +32,7 @@ CARD = DeviceFacts(
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tiny.opensora_1_2(tmp_path_factory.mktemp("models") / "tiny"))
+    return str(tiny_opensora.opensora_1_2(tmp_path_factory.mktemp("models") / "tiny"))
 
 
 @pytest.fixture

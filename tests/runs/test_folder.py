@@ -21,9 +21,9 @@ from everyframe.runs.folder import RunFolder, all_runs, find_run, list_runs, new
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    import tiny
+    from helpers.tiny_checkpoints import opensora as tiny_opensora
 
-    return str(tiny.opensora_1_2(tmp_path_factory.mktemp("models") / "tiny"))
+    return str(tiny_opensora.opensora_1_2(tmp_path_factory.mktemp("models") / "tiny"))
 
 
 def no_locks(*_: Any) -> None:

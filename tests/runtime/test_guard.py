@@ -23,7 +23,7 @@ from everyframe.numerics.overflow_probe import OverflowProbe
 from everyframe.runtime import guard as guard_module
 from everyframe.runtime.guard import Guard
 from everyframe.runtime.stages import GuardedDenoiser
-from guarded_nets import CLOSE, Net, halved, inputs, plan, repairs, scaled
+from helpers.guard_modules import CLOSE, Net, halved, inputs, plan, repairs, scaled
 
 WITH_BF16 = DeviceFacts("another", "cpu", None, 10**12, 10**12, has_fast_bf16=True)
 

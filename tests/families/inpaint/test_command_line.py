@@ -10,11 +10,11 @@ import pytest
 from PIL import Image
 
 import everyframe
-import tiny_inpaint
 from everyframe.cli.main import main
 from everyframe.media.read import read_image, read_video
 from everyframe.media.record import read_record
 from everyframe.media.write import write
+from helpers.tiny_checkpoints import inpaint as tiny_inpaint
 
 SOURCE = np.random.default_rng(0).integers(0, 256, (3, 24, 32, 3), np.uint8)
 

@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import everyframe
-import tiny_inpaint
 from everyframe.checkpoints.locate import locate
 from everyframe.core.errors import CheckpointError, InputError
 from everyframe.families.inpaint.config import InpaintConfig, released
 from everyframe.families.inpaint.options import InpaintOptions
 from everyframe.families.registry import family
-from pickles import pickle_weights
+from helpers.pickled_weights import pickle_weights
+from helpers.tiny_checkpoints import inpaint as tiny_inpaint
 
 GIVEN: dict[str, Any] = {
     "prompt": "a red ball", "source": np.zeros((16, 16, 3), np.uint8), "mask": "0,0,8,8",

@@ -10,9 +10,9 @@ import pytest
 from PIL import Image
 
 import everyframe
-import tiny_inpaint
 from everyframe.core.errors import InputError
 from everyframe.media.write import write
+from helpers.tiny_checkpoints import inpaint as tiny_inpaint
 
 SOURCE = np.random.default_rng(0).integers(0, 256, (24, 32, 3), np.uint8)
 VIDEO = np.stack([SOURCE] * 3)

@@ -16,7 +16,6 @@ from diffusers.pipelines.controlnet import pipeline_controlnet_inpaint
 from PIL import Image
 
 import everyframe
-import tiny_inpaint
 from everyframe.core.errors import InputError
 from everyframe.core.events import AudioDecoded as SoundMade
 from everyframe.core.events import ComponentLoaded, Note, StageDone, Step
@@ -25,7 +24,8 @@ from everyframe.core.request import Request
 from everyframe.families.inpaint.canny import canny
 from everyframe.media.audio import Audio
 from everyframe.samplers import noise
-from rounding import moved_by_rounding
+from helpers.rounding import moved_by_rounding
+from helpers.tiny_checkpoints import inpaint as tiny_inpaint
 
 #: Largest difference of a float frame; 1e-4 is what we promise. Sums are made in diffusers' order;
 #: what is left are residuals of zero that are not added and batches of another length, so rounding,

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, T5EncoderModel
 
 import everyframe
-import tiny
 from everyframe.core.errors import InputError
 from everyframe.core.events import ComponentLoaded, Note, StageDone
 from everyframe.families.opensora import stages as stages_module
@@ -36,6 +35,7 @@ from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConf
 from everyframe.ops.attention import by_kernel
 from everyframe.runtime import stages
 from everyframe.samplers import noise
+from helpers.tiny_checkpoints import opensora as tiny_opensora
 
 PROMPT = "a red circle moves to the right"
 #: What is left of it and of the score that 1.2 appends; see `test_prompts`.
@@ -56,12 +56,12 @@ def _plain_attention() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def model_1_2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.opensora_1_2(tmp_path_factory.mktemp("models") / "tiny-1.2")
+    return tiny_opensora.opensora_1_2(tmp_path_factory.mktemp("models") / "tiny-1.2")
 
 
 @pytest.fixture(scope="module")
 def model_1_0(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.opensora_1_0(tmp_path_factory.mktemp("models") / "tiny-1.0")
+    return tiny_opensora.opensora_1_0(tmp_path_factory.mktemp("models") / "tiny-1.0")
 
 
 def run(model: Path, prompt: str = PROMPT, **options: Any) -> np.ndarray[Any, Any]:
@@ -75,7 +75,7 @@ def run(model: Path, prompt: str = PROMPT, **options: Any) -> np.ndarray[Any, An
 def text_by_hand(folder: Path, prompt: str) -> tuple[Tensor, Tensor]:
     """T5's states (1, L, D) of a cleaned prompt, padded, and the mask of its tokens."""
     ids = AutoTokenizer.from_pretrained(folder)(prompt)["input_ids"]
-    padding = tiny.MAX_LENGTH - len(ids)
+    padding = tiny_opensora.MAX_LENGTH - len(ids)
     mask = torch.tensor([[1] * len(ids) + [0] * padding])
     encoder = T5EncoderModel.from_pretrained(folder).eval()
     with torch.no_grad():

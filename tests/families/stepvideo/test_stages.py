@@ -22,7 +22,6 @@ from torch import Tensor
 from transformers import BertModel, BertTokenizer
 
 import everyframe
-import tiny_step
 from everyframe.cli.main import main
 from everyframe.core.errors import InputError
 from everyframe.core.events import ComponentLoaded, FramesDecoded, Note, StageDone, VideoDone
@@ -37,6 +36,7 @@ from everyframe.families.stepvideo.vae import StepVAE
 from everyframe.planning.resolve import prepare
 from everyframe.runtime.interface import VideoState
 from everyframe.samplers import noise
+from helpers.tiny_checkpoints import stepvideo as tiny_stepvideo
 
 PROMPT = "a red circle moves 红色的气球"
 #: Two pieces, so that there is a seam; not square.
@@ -50,7 +50,7 @@ CLOSE = 4e-5
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_step.stepvideo(tmp_path_factory.mktemp("models") / "tiny-step")
+    return tiny_stepvideo.stepvideo(tmp_path_factory.mktemp("models") / "tiny-step")
 
 
 def run(model: Path, prompt: str = PROMPT, **options: Any) -> np.ndarray[Any, Any]:
@@ -76,7 +76,7 @@ def texts_by_hand(folder: Path, texts: list[str]) -> tuple[Tensor, Tensor, Tenso
         ids = [1, *pieces.encode(text)[:318], 2]
         rows[row, : len(ids)] = torch.tensor(ids)
         mask[row, : len(ids)] = 1
-    llm = StepLLM(StepLLMConfig.from_json(tiny_step.LLM)).eval()
+    llm = StepLLM(StepLLMConfig.from_json(tiny_stepvideo.LLM)).eval()
     llm.load_state_dict(shards(folder / "step_llm"))
     tokenizer = BertTokenizer.from_pretrained(folder / "hunyuan_clip/tokenizer")
     read = tokenizer(
@@ -99,9 +99,9 @@ def by_hand(
     shift: float = 13.0,
 ) -> np.ndarray[Any, Any]:
     """Float frames of one video with seed 5."""
-    model = StepVideoModel(StepVideoConfig.from_json(tiny_step.DENOISER)).eval()
+    model = StepVideoModel(StepVideoConfig.from_json(tiny_stepvideo.DENOISER)).eval()
     model.load_state_dict(shards(folder / "transformer"))
-    vae = StepVAE(tiny_step.VAE).eval()
+    vae = StepVAE(tiny_stepvideo.VAE).eval()
     state = load_file(folder / "vae/vae_v2.safetensors")
     vae.load_state_dict({
         name.replace("decoder.conv_out.", "decoder.conv_out.conv."): tensor

@@ -12,13 +12,13 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import everyframe
-import tiny_svd
 from everyframe.checkpoints.locate import locate
 from everyframe.core.errors import CheckpointError
 from everyframe.families.registry import family
 from everyframe.families.svd.config import RELEASED, SVDConfig
 from everyframe.families.svd.options import SVDOptions
-from pickles import pickle_weights
+from helpers.pickled_weights import pickle_weights
+from helpers.tiny_checkpoints import svd as tiny_svd
 
 PICTURE = np.zeros((32, 32, 3), np.uint8)
 SMALL: dict[str, Any] = {"size": "32x32", "num_frames": 2, "num_inference_steps": 1}

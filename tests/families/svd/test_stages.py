@@ -12,10 +12,10 @@ from diffusers import StableVideoDiffusionPipeline
 from PIL import Image
 
 import everyframe
-import tiny_svd
 from everyframe.core.events import ComponentLoaded, StageDone, Step
 from everyframe.core.request import Request
 from everyframe.media.pixels import fit_image
+from helpers.tiny_checkpoints import svd as tiny_svd
 
 #: Largest difference of a float frame; 1e-4 is what we promise. Sums are made in diffusers' order,
 #: so nearly all bits are the same; one step from sigma 700 to 0 enlarges a last bit by 700 (4e-5
