@@ -28,7 +28,8 @@ from everyframe.ops.attention import PLAIN, by_kernel
 from helpers.tiny_checkpoints import svd as tiny_svd
 from helpers.tiny_checkpoints.diffusers import CASES
 from helpers.tiny_checkpoints.diffusers.cases import PROMPT, SEED, STEPS, as_python
-from helpers.tiny_checkpoints.pipelines import cogvideox_parts, loaded
+from helpers.tiny_checkpoints.pipeline_components import cogvideox_parts
+from helpers.tiny_checkpoints.pipelines import loaded
 
 PICTURED = [name for name, each in CASES.items() if "image" in each.asked and each.class_name]
 #: One that encodes the picture twice, one that takes numbers as they are, one that fits it itself.

@@ -25,7 +25,8 @@ from everyframe.core.events import Note, RunSaved, Step, VideoDone
 from helpers.out_of_memory import TOO_LITTLE, before_calls
 from helpers.tiny_checkpoints.diffusers import CASES
 from helpers.tiny_checkpoints.diffusers.cases import as_python
-from helpers.tiny_checkpoints.pipelines import CALLS, SHORT, TINY, loaded, ltx_parts, wan
+from helpers.tiny_checkpoints.pipeline_components import ltx_parts
+from helpers.tiny_checkpoints.pipelines import CALLS, SHORT, TINY, loaded, wan
 
 #: What diffusers is called with.
 ASKED: dict[str, Any] = {

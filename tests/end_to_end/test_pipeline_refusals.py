@@ -19,7 +19,7 @@ from everyframe.diffusers_pipelines.dry_run import call_checked
 from everyframe.dry_run.executor import DryRunModule, dry_run_modules
 from everyframe.hardware.profiles import find_profile
 from helpers.tiny_checkpoints.diffusers.cases import Clip, written
-from helpers.tiny_checkpoints.pipelines import cogvideox_parts
+from helpers.tiny_checkpoints.pipeline_components import cogvideox_parts
 
 MPS = find_profile("mps").machine().devices[0]
 

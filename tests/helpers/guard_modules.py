@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -36,6 +38,34 @@ class Net(nn.Module):
         for part in self.parts:
             x = part(x)
         return self.last(self.norm(x))
+
+
+class ZeroByZero(nn.Module):
+    """A formula that is wrong in every precision."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / (x - x) * 0
+
+
+def eye(size: float = 1.0) -> nn.Module:
+    """A layer that hands on what it is given, so many times as large."""
+    layer = nn.Linear(8, 8, bias=False)
+    layer.weight.data = size * torch.eye(8)
+    return layer
+
+
+def planted(make: Callable[[], nn.Module], place: int) -> nn.Module:
+    """A net whose part of that number is `make()`; what comes to it is known."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        parts: list[nn.Module] = [nn.Linear(8, 8) for _ in range(3)]
+        parts[place] = make()
+        net = Net(*parts)
+    with torch.no_grad():
+        net.first.weight.copy_(torch.eye(8))
+        for number in range(place):
+            net.parts[number].weight.copy_(torch.eye(8))
+    return net.requires_grad_(False)
 
 
 def scaled(module: nn.Module, by: float) -> nn.Module:

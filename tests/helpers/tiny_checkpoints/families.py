@@ -40,8 +40,10 @@ _WITH_CODE: Mapping[str, tuple[Callable[[Path], Path], dict[str, Any]]] = {
     ),
 }  # fmt: skip
 
+#: Our own families, and each version that has layers of its own.
+OURS = tuple(_WITH_CODE)
 #: All there are: ours, then diffusers' pipelines.
-NAMES = (*_WITH_CODE, *tiny_pipelines.TINY)
+NAMES = (*OURS, *tiny_pipelines.TINY)
 
 
 def made(name: str, folder: Path) -> Path:

@@ -22,7 +22,8 @@ from torch import nn
 from helpers.tiny_checkpoints.diffusers import wan
 from helpers.tiny_checkpoints.diffusers.cases import Clip, Still, case
 from helpers.tiny_checkpoints.diffusers.hunyuan import qwen_vl
-from helpers.tiny_checkpoints.pipelines import SHORT, flow, made, t5, tokenizer
+from helpers.tiny_checkpoints.pipeline_components import flow, made, t5, tokenizer
+from helpers.tiny_checkpoints.pipelines import SHORT
 
 _HOMES = (
     "cosmos_text2world", "cosmos_video2world", "cosmos2_video2world", "cosmos2_5_predict",

@@ -8,8 +8,7 @@ import diffusers
 import transformers
 
 from helpers.tiny_checkpoints.diffusers.cases import Clip, Still, case
-from helpers.tiny_checkpoints.pipelines import (
-    SHORT,
+from helpers.tiny_checkpoints.pipeline_components import (
     VOCABULARY,
     animatediff_parts,
     clip,
@@ -20,6 +19,7 @@ from helpers.tiny_checkpoints.pipelines import (
     mochi_parts,
     tokenizer,
 )
+from helpers.tiny_checkpoints.pipelines import SHORT
 
 
 @case("CogVideoXPipeline", size="16x16", num_frames=9, option=SHORT)

@@ -8,8 +8,7 @@ import diffusers
 import transformers
 
 from helpers.tiny_checkpoints.diffusers.cases import Still, case
-from helpers.tiny_checkpoints.pipelines import (
-    SHORT,
+from helpers.tiny_checkpoints.pipeline_components import (
     VOCABULARY,
     clip,
     flow,
@@ -18,6 +17,7 @@ from helpers.tiny_checkpoints.pipelines import (
     made,
     tokenizer,
 )
+from helpers.tiny_checkpoints.pipelines import SHORT
 
 
 def sees(width: int = 12) -> dict[str, Any]:

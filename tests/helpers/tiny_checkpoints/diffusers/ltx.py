@@ -9,7 +9,8 @@ from diffusers.pipelines.ltx.modeling_latent_upsampler import LTXLatentUpsampler
 from diffusers.pipelines.ltx2.latent_upsampler import LTX2LatentUpsamplerModel
 
 from helpers.tiny_checkpoints.diffusers.cases import Clip, Still, case
-from helpers.tiny_checkpoints.pipelines import SHORT, ltx2_parts, ltx_parts, made
+from helpers.tiny_checkpoints.pipeline_components import ltx2_parts, ltx_parts, made
+from helpers.tiny_checkpoints.pipelines import SHORT
 
 
 @case("LTXPipeline", size="32x32", num_frames=9, option=SHORT)

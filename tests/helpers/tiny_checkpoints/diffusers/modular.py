@@ -12,7 +12,7 @@ from helpers.tiny_checkpoints.diffusers.cases import Clip, Still, case
 from helpers.tiny_checkpoints.diffusers.cosmos import omni
 from helpers.tiny_checkpoints.diffusers.hunyuan import sees
 from helpers.tiny_checkpoints.diffusers.wan import SHORT
-from helpers.tiny_checkpoints.pipelines import hunyuan15_parts, ltx2_parts, ltx_parts
+from helpers.tiny_checkpoints.pipeline_components import hunyuan15_parts, ltx2_parts, ltx_parts
 
 
 def assembled(cls: Any, parts: Mapping[str, Any], **config: Any) -> Any:

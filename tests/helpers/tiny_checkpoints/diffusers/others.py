@@ -10,8 +10,7 @@ import transformers
 from helpers.tiny_checkpoints.diffusers import wan
 from helpers.tiny_checkpoints.diffusers.cases import Clip, Still, case
 from helpers.tiny_checkpoints.diffusers.hunyuan import qwen_vl, sees
-from helpers.tiny_checkpoints.pipelines import (
-    SHORT,
+from helpers.tiny_checkpoints.pipeline_components import (
     VOCABULARY,
     clip,
     flow,
@@ -20,6 +19,7 @@ from helpers.tiny_checkpoints.pipelines import (
     t5,
     tokenizer,
 )
+from helpers.tiny_checkpoints.pipelines import SHORT
 
 
 @case(

@@ -8,7 +8,8 @@ import diffusers
 import transformers
 
 from helpers.tiny_checkpoints.diffusers.cases import Clip, Still, case
-from helpers.tiny_checkpoints.pipelines import SHORT, VOCABULARY, flow, made, tokenizer
+from helpers.tiny_checkpoints.pipeline_components import VOCABULARY, flow, made, tokenizer
+from helpers.tiny_checkpoints.pipelines import SHORT
 
 
 def umt5() -> Any:
