@@ -8,12 +8,13 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
 
+from everyframe.core.events import Event
 from everyframe.hardware import throughput
 from helpers import fake_cpus
 
@@ -97,6 +98,31 @@ def _has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available() or torch.backends.mps.is_available()
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny Open-Sora 1.2 that no test changes."""
+    from helpers.tiny_checkpoints import opensora
+
+    return str(opensora.opensora_1_2(tmp_path_factory.mktemp("models") / "tiny"))
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The tiny checkpoint of that name in `families.NAMES`, written once; no test changes it."""
+    from helpers.tiny_checkpoints import families
+
+    root = tmp_path_factory.mktemp("models")
+    return lambda name: families.made(name, root)
+
+
+@pytest.fixture(scope="module")
+def whole(model: str, tmp_path_factory: pytest.TempPathFactory) -> list[Event]:
+    """An unbroken run of `model`, to compare with runs that were interrupted."""
+    from helpers.interrupted_runs import OPEN_SORA, begun
+
+    return list(begun(tmp_path_factory.mktemp("runs"), model=model, **OPEN_SORA))
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -9,12 +9,6 @@ import pytest
 
 from everyframe.cli.main import main
 from everyframe.fast_paths.toolchain import why_not
-from helpers.tiny_checkpoints import opensora as tiny_opensora
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tiny_opensora.opensora_1_2(tmp_path_factory.mktemp("models") / "tiny"))
 
 
 @pytest.fixture(autouse=True)

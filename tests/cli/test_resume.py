@@ -11,15 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.test_resume import cut
 from everyframe.cli.main import main
 from everyframe.runs.folder import all_runs
-from helpers.tiny_checkpoints import opensora as tiny_opensora
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tiny_opensora.opensora_1_2(tmp_path_factory.mktemp("models") / "tiny"))
+from helpers.interrupted_runs import cut
 
 
 def test_list_forget_and_go_on(

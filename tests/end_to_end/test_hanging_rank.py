@@ -22,7 +22,6 @@ import pytest
 
 from everyframe import __file__ as package
 from everyframe.engine.launcher import IN_PROCESS
-from helpers.tiny_checkpoints import opensora as tiny_opensora
 
 SOURCE = Path(package).parents[1]
 PLANTED = Path(__file__).parents[1] / "helpers" / "planted"
@@ -30,11 +29,6 @@ PLANTED = Path(__file__).parents[1] / "helpers" / "planted"
 SECONDS = 30.0
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tiny_opensora.opensora_1_2(tmp_path_factory.mktemp("models") / "tiny"))
 
 
 class Run:

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 import everyframe
-from engine.test_resume import OPEN_SORA, begun, same
 from everyframe.core.errors import CannotRunError, DeviceLostError, WorkerDiedError
 from everyframe.core.events import Event, Step
 from everyframe.engine import launcher, resume, run
@@ -31,6 +30,7 @@ from everyframe.runs.tensor_store import TensorStore
 from everyframe.runtime.guard import Guard
 from helpers.events import steps
 from helpers.guard_modules import Net, halved, inputs, plan, scaled
+from helpers.interrupted_runs import OPEN_SORA, begun, same
 from helpers.lost_device import ADVICE, Device, dying_device
 from helpers.tiny_checkpoints import pipelines as tiny_pipelines
 

@@ -23,14 +23,8 @@ from everyframe.core.events import Event, FramesDecoded, Note, Planned, VideoDon
 from everyframe.core.plan import Plan
 from everyframe.families.opensora.vae import VideoVAE
 from helpers.events import frames_by_seed
-from helpers.tiny_checkpoints import opensora as tiny_opensora
 
 ASKED: dict[str, Any] = {"size": "16x16", "num_frames": 3, "num_inference_steps": 1, "fps": 12}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tiny_opensora.opensora_1_2(tmp_path_factory.mktemp("models") / "tiny"))
 
 
 def said(told: pytest.WarningsRecorder) -> list[str]:

@@ -26,7 +26,7 @@ from everyframe.parallel.communicator import Communicator
 from everyframe.parallel.head_partition import ATTENDING
 from everyframe.runs.folder import RunFolder, all_runs
 from everyframe.runs.run_state import SaveOptions
-from helpers.interrupted_runs import begun, copied, gone_on, told, videos
+from helpers.interrupted_ranks import begun, copied, gone_on, told, videos
 from helpers.rank_pool import Group, group_of
 
 NAMES = ("wan", "ltx", "cogvideox", "hunyuan")

@@ -27,7 +27,6 @@ from everyframe.engine.launcher import IN_PROCESS
 from everyframe.engine.torchrun import TorchrunRank, leave_word, under_torchrun
 from everyframe.engine.worker_process import WorkerJob
 from everyframe.media.read import read_video
-from helpers.tiny_checkpoints import opensora as tiny_opensora
 
 SOURCE = Path(package).parents[1]
 PLANTED = Path(__file__).parents[1] / "helpers" / "planted"
@@ -124,11 +123,6 @@ def test_a_run_that_is_gone_on_with_is_named(
 
 
 # ---------------------------------------------------------------- real ones
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tiny_opensora.opensora_1_2(tmp_path_factory.mktemp("models") / "tiny"))
 
 
 def words_of(model: str, *more: str) -> list[str]:

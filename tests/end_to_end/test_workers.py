@@ -28,17 +28,11 @@ from everyframe.hardware.isolation import ProcessResult
 from everyframe.hardware.profiles import find_profile
 from everyframe.runs.folder import RunFolder, all_runs
 from everyframe.runs.run_state import EVERY_STEP
-from helpers.tiny_checkpoints import opensora as tiny_opensora
 
 PLANTED = Path(__file__).parents[1] / "helpers" / "planted"
 OPTIONS: dict[str, Any] = {
     "prompt": "a red circle", "size": "16x16", "num_frames": 3, "num_inference_steps": 4, "seed": 3,
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tiny_opensora.opensora_1_2(tmp_path_factory.mktemp("models") / "tiny"))
 
 
 def job(model: str, root: Path, **options: Any) -> WorkerJob:

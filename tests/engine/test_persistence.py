@@ -19,7 +19,6 @@ from torch.nn.modules.module import register_module_forward_hook
 
 import everyframe
 from end_to_end.test_out_of_memory import no_room
-from engine.test_resume import OPEN_SORA, PICTURE, begun, broken_off, cut, same, videos
 from everyframe.core.errors import CannotRunError, InputError, MediaError, RunLockedError
 from everyframe.core.events import Event, Note, Step, VideoDone
 from everyframe.core.plan import Repair
@@ -30,6 +29,7 @@ from everyframe.runs import atomic_write
 from everyframe.runs.folder import RunFolder, all_runs, find_run, list_runs, new_run
 from everyframe.runs.replay_log import FileReplayLog
 from helpers.events import steps
+from helpers.interrupted_runs import OPEN_SORA, PICTURE, begun, broken_off, cut, same, videos
 from helpers.tiny_checkpoints import pipelines as tiny_pipelines
 
 PIPELINE: dict[str, Any] = {

@@ -1,7 +1,7 @@
 """Runs of several ranks that are broken off: gone on with by as many, the same bits; by others,
 the same but for rounding; and several videos of several groups, each kept where it is made.
 
-How a run is broken off here: `interrupted_runs`.
+How a run is broken off here: `interrupted_ranks`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from everyframe.media.pixels import to_uint8
 from everyframe.parallel.communicator import Communicator
 from everyframe.runs.folder import RunFolder, all_runs
 from everyframe.runs.run_state import EVERY_STEP, SaveOptions, furthest
-from helpers.interrupted_runs import begun, check_close, copied, gone_on, told, videos
+from helpers.interrupted_ranks import begun, check_close, copied, gone_on, told, videos
 from helpers.rank_pool import Group, group_of
-from helpers.tiny_checkpoints import opensora as tiny_opensora
 
 #: Two pieces to decode, and latents (6, 3, 5) that the patch of 2 does not divide.
 OPTIONS: dict[str, Any] = {
@@ -37,11 +36,6 @@ OPTIONS: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def ranks() -> Any:
     yield from group_of((2, 3))
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tiny_opensora.opensora_1_2(tmp_path_factory.mktemp("models") / "tiny-1.2"))
 
 
 def asked(model: str, **options: Any) -> dict[str, Any]:

@@ -45,7 +45,7 @@ from everyframe.runtime.interface import MemorySaving
 from everyframe.runtime.oom_fallback import together
 from helpers.events import frames_by_seed
 from helpers.guard_modules import plan
-from helpers.interrupted_runs import ROUNDING
+from helpers.interrupted_ranks import ROUNDING
 from helpers.tiny_checkpoints import opensora as tiny_opensora
 
 PLANTED = Path(__file__).parents[1] / "helpers" / "planted"

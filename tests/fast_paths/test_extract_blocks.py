@@ -23,14 +23,8 @@ from everyframe.fast_paths.toolchain import why_not
 from everyframe.fast_paths.trials import block
 from everyframe.planning.component_certificates import Certificates
 from everyframe.planning.resolve import prepare
-from helpers.tiny_checkpoints import opensora as tiny_opensora
 
 SIZES: dict[str, Any] = {"size": "32x16", "num_frames": 3, "num_inference_steps": 2, "seed": 5}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tiny_opensora.opensora_1_2(tmp_path_factory.mktemp("models") / "tiny"))
 
 
 @pytest.fixture(autouse=True)

@@ -1,96 +1,78 @@
-"""Runs of several ranks that are broken off and gone on with, for tests of any family.
+"""Runs that end before they are done, and how they are compared with whole ones: the same bits.
 
-A run is broken off by letting go of its events on every rank, which leaves the folder as a kill
-does: the state is written at every step, and nothing is written on the way out.
+A run ends here as its events are let go, which leaves the folder as a kill does: the state is
+written at every step, and nothing is written on the way out. Several ranks: `interrupted_ranks.py`.
 """
 
 from __future__ import annotations
 
-import shutil
-from contextlib import closing
+import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from everyframe.core.errors import OutOfMemoryInfo
-from everyframe.core.events import Event, Note, Repaired, Step, VideoDone
-from everyframe.core.request import Request
-from everyframe.engine.distributed import Rendezvous
-from everyframe.engine.resume import resume_run
-from everyframe.engine.run import stream
-from everyframe.parallel.communicator import Communicator
+import everyframe
+from everyframe.core.events import Event, FramesDecoded, RunSaved, Step, VideoDone
+from everyframe.engine import run
 from everyframe.runs.folder import RunFolder
 from everyframe.runs.run_state import EVERY_STEP, SaveOptions
-from helpers.events import frames_by_seed
 
-#: float32, relative to the largest value: what another number of ranks may change.
-ROUNDING = 1e-5
+STEPS = 3
 
 
-def told(events: list[Event], *, speaks: bool) -> dict[str, Any]:
-    """What came of a rank's events: frames by seed, steps that were done, notes."""
+PICTURE = np.random.default_rng(0).integers(0, 255, (24, 24, 3), np.uint8)
+
+
+OPEN_SORA: dict[str, Any] = {
+    "prompt": "a red circle", "size": "16x16", "num_frames": 3, "num_inference_steps": STEPS,
+    "seed": 3,
+}  # fmt: skip
+
+
+def begun(root: Path, **options: Any) -> Iterator[Event]:
+    return run.stream(everyframe.Request(**options), keep=SaveOptions(root, pace=EVERY_STEP))
+
+
+def videos(events: list[Event]) -> dict[int, np.ndarray[Any, Any]]:
+    seeds = {e.seed for e in events if isinstance(e, FramesDecoded)}
     return {
-        "frames": frames_by_seed(events) if speaks else {},
-        "steps": [(e.seed, e.step) for e in events if isinstance(e, Step) and is_of_denoising(e)],
-        "notes": [event.text for event in events if isinstance(event, Note)],
-        "repairs": [event.to for event in events if isinstance(event, Repaired)],
-        "record": [event.record for event in events if isinstance(event, VideoDone)][-1:],
+        seed: np.concatenate(
+            [e.frames for e in events if isinstance(e, FramesDecoded) and e.seed == seed]
+        )
+        for seed in seeds
     }
 
 
-def is_of_denoising(event: Event) -> bool:
-    """Whether it is a step of a sampler; a pipeline's are all that it tells of."""
-    return isinstance(event, Step) and event.stage in ("denoise", "pipeline")
+def same(events: list[Event], others: list[Event]) -> None:
+    """The same videos, bit for bit, with the same records."""
+    mine, theirs = videos(events), videos(others)
+    assert mine.keys() == theirs.keys()
+    for seed, frames in mine.items():
+        np.testing.assert_array_equal(frames, theirs[seed])
+    records = [[e.record for e in each if isinstance(e, VideoDone)] for each in (events, others)]
+    assert records[0] == records[1]
 
 
-def begun(
-    team: Communicator, root: Path, asked: dict[str, Any], steps: int, local: Any = None
-) -> dict[str, Any]:
-    """One rank's run, let go after so many steps of denoising; 0 lets it come to its end."""
-    request = Request(**{"num_devices": team.size, **asked})
-    keep = SaveOptions(root if team.rank == 0 else None, pace=EVERY_STEP)
-    events: list[Event] = []
-    join = Rendezvous(team.rank, lambda _: team, local)
-    with closing(stream(request, keep=keep, num_threads=1, join=join)) as coming:
-        for event in coming:
-            events.append(event)
-            if steps and sum(map(is_of_denoising, events)) == steps:
-                break
-    return told(events, speaks=local is None or team.rank == 0)
+def broken_off(events: Iterator[Event], number: int) -> RunFolder:
+    """The folder of a run that ended before the event of that number."""
+    name = None
+    for event in itertools.islice(events, number):
+        name = event.path if isinstance(event, RunSaved) else name
+    events.close()  # type: ignore[attr-defined]
+    assert name is not None
+    return RunFolder(Path(name))
 
 
-def gone_on(
-    team: Communicator,
-    path: Path,
-    devices: dict[str, Any] | None,
-    skip: tuple[int, ...] = (),
-    scarcity: OutOfMemoryInfo | None = None,
-) -> dict[str, Any]:
-    """One rank goes on with the run there."""
-    join = Rendezvous(team.rank, lambda _: team)
-    events = resume_run(
-        RunFolder(path), skip=skip, join=join, ranks=devices, pace=EVERY_STEP, cleans=False,
-        scarcity=scarcity,
-    )  # fmt: skip
-    return told(list(events), speaks=True)
-
-
-def videos(found: list[dict[str, Any]]) -> dict[int, Any]:
-    """The videos of the first rank that has each; all ranks of a group decode for it."""
-    made: dict[int, Any] = {}
-    for each in found:
-        made = {**each["frames"], **made}
-    return made
-
-
-def check_close(found: dict[int, Any], wanted: dict[int, Any]) -> None:
-    """The same videos but for rounding."""
-    assert found.keys() == wanted.keys()
-    for seed, frames in wanted.items():
-        assert np.abs(found[seed] - frames).max() <= ROUNDING * np.abs(frames).max()
-
-
-def copied(path: Path, to: Path) -> Path:
-    """A copy of a run, called as it is."""
-    return Path(shutil.copytree(path, to / path.name))
+def cut(model: str, root: Path, **options: Any) -> RunFolder:
+    """A run that was broken off in the middle of denoising."""
+    stream = begun(root, model=model, **{**OPEN_SORA, **options})
+    folder = None
+    for event in stream:
+        folder = RunFolder(Path(event.path)) if isinstance(event, RunSaved) else folder
+        if isinstance(event, Step) and (event.stage, event.step) == ("denoise", 2):
+            break
+    stream.close()  # type: ignore[attr-defined]
+    assert folder is not None
+    return folder

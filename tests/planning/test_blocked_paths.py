@@ -17,18 +17,12 @@ from everyframe.fast_paths.apply import applies_to
 from everyframe.fast_paths.registry import CATALOGUE
 from everyframe.planning.blocked_paths import BlockedPaths, BlockReason, known, tags_of
 from everyframe.planning.choose_fast_paths import FastPathChooser, FastPathOptions, fast_path_notes
-from helpers.tiny_checkpoints import opensora as tiny_opensora
 
 CARD = DeviceFacts("a card", "cuda", 0, 10**10, 10**10, (9, 0), True, True)
 CPU = DeviceFacts("a processor", "cpu", None, 10**10, 10**10)
 
 
 SIZES: dict[str, Any] = {"size": "16x16", "num_frames": 3, "num_inference_steps": 2, "seed": 5}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tiny_opensora.opensora_1_2(tmp_path_factory.mktemp("models") / "tiny"))
 
 
 class Run:

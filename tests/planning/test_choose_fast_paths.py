@@ -20,14 +20,8 @@ from everyframe.planning import resolve as resolver
 from everyframe.planning.component_certificates import Certificates, MissingCertificates
 from everyframe.planning.resolve import PreparedPlan, prepare
 from helpers.plans import certificates_of
-from helpers.tiny_checkpoints import opensora as tiny_opensora
 
 SIZES: dict[str, Any] = {"size": "16x16", "num_frames": 3, "num_inference_steps": 2, "seed": 5}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tiny_opensora.opensora_1_2(tmp_path_factory.mktemp("models") / "tiny"))
 
 
 @pytest.fixture(autouse=True)

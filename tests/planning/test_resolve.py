@@ -20,7 +20,6 @@ from everyframe.hardware import throughput
 from everyframe.ops.modulation import GatedAdd
 from everyframe.planning import dry_runs
 from everyframe.planning import resolve as resolver
-from helpers.tiny_checkpoints import opensora as tiny_opensora
 
 SIZES: dict[str, Any] = {"size": "16x16", "num_frames": 3, "num_inference_steps": 2, "seed": 5}
 RATES = Throughput((("float32", 1e11),), memory=1e10, load=1e9, source="made up")
@@ -28,11 +27,6 @@ CPU = DeviceFacts("made-up processor", "cpu", None, 64 * 10**9, 64 * 10**9, rate
 CARD = DeviceFacts(
     "made-up card", "cuda", 0, 80 * 10**9, 80 * 10**9, (9, 0), True, True, rates=RATES
 )
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tiny_opensora.opensora_1_2(tmp_path_factory.mktemp("models") / "tiny"))
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.test_resume import OPEN_SORA, PICTURE, begun, broken_off, same
 from everyframe.core.errors import CorruptRunError, ExitCode
 from everyframe.core.events import Event, Note, Step
 from everyframe.engine import resume
@@ -21,6 +20,7 @@ from everyframe.runs.atomic_write import read_json
 from everyframe.runs.folder import RunFolder
 from everyframe.runs.replay_log import FileReplayLog
 from everyframe.runs.tensor_store import TensorStore
+from helpers.interrupted_runs import OPEN_SORA, PICTURE, begun, broken_off, same
 from helpers.tiny_checkpoints import opensora as tiny_opensora
 
 #: Regions of a file of tensors in which a byte is changed.

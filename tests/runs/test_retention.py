@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from engine.test_resume import OPEN_SORA, begun
 from everyframe.cli.main import main
 from everyframe.core.errors import InputError
 from everyframe.core.events import Note
 from everyframe.runs import retention
 from everyframe.runs.folder import RunFolder, all_runs, new_run
 from everyframe.runs.retention import remove_old_runs
+from helpers.interrupted_runs import OPEN_SORA, begun
 from helpers.tiny_checkpoints import opensora as tiny_opensora
 
 DAY = 86_400.0

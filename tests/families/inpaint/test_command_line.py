@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,14 +15,13 @@ from everyframe.cli.main import main
 from everyframe.media.read import read_image, read_video
 from everyframe.media.record import read_record
 from everyframe.media.write import write
-from helpers.tiny_checkpoints import inpaint as tiny_inpaint
 
 SOURCE = np.random.default_rng(0).integers(0, 256, (3, 24, 32, 3), np.uint8)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_inpaint.inpaint(tmp_path_factory.mktemp("models") / "tiny")
+def model(tiny_models: Callable[[str], Path]) -> Path:
+    return tiny_models("inpaint")
 
 
 @pytest.fixture(autouse=True)

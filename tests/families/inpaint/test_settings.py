@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from PIL import Image
 import everyframe
 from everyframe.core.errors import InputError
 from everyframe.media.write import write
-from helpers.tiny_checkpoints import inpaint as tiny_inpaint
 
 SOURCE = np.random.default_rng(0).integers(0, 256, (24, 32, 3), np.uint8)
 VIDEO = np.stack([SOURCE] * 3)
@@ -21,8 +21,8 @@ GOOD: dict[str, Any] = {"source": SOURCE, "mask": WHITE, "control": "canny", "se
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_inpaint.inpaint(tmp_path_factory.mktemp("models") / "tiny")
+def folder(tiny_models: Callable[[str], Path]) -> Path:
+    return tiny_models("inpaint")
 
 
 def planned(folder: Path, **changed: Any) -> everyframe.Plan:

@@ -35,8 +35,8 @@ KEYS_OF_1_3 = {"use_spatial_rope": True, "kernel_size": [8, 8, -1]}
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_opensora.opensora_1_2(tmp_path_factory.mktemp("models") / "tiny")
+def plain(model: str) -> Path:
+    return Path(model)
 
 
 @pytest.fixture(scope="module")

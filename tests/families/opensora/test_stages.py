@@ -44,8 +44,8 @@ def _plain_attention() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def model_1_2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_opensora.opensora_1_2(tmp_path_factory.mktemp("models") / "tiny-1.2")
+def model_1_2(model: str) -> Path:
+    return Path(model)
 
 
 @pytest.fixture(scope="module")

@@ -24,8 +24,8 @@ SHARD = "transformer/diffusion_pytorch_model-00002-of-00002.safetensors"
 
 
 @pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_stepvideo.stepvideo(tmp_path_factory.mktemp("models") / "tiny-step")
+def sound(tiny_models: Callable[[str], Path]) -> Path:
+    return tiny_models("stepvideo")
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ to, which `tests/precision/test_quantization.py` holds against torchao.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,8 @@ PROMPT = "a red circle moves"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_stepvideo.stepvideo(tmp_path_factory.mktemp("models") / "tiny-step")
+def folder(tiny_models: Callable[[str], Path]) -> Path:
+    return tiny_models("stepvideo")
 
 
 def frames(model: Path, **options: Any) -> np.ndarray[Any, Any]:

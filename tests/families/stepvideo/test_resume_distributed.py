@@ -15,7 +15,7 @@ from everyframe.engine.resume import load_run, resume_run
 from everyframe.engine.run import stream
 from everyframe.runs.folder import RunFolder, all_runs
 from everyframe.runs.run_state import EVERY_STEP, SaveOptions
-from helpers.interrupted_runs import begun, check_close, copied, gone_on, told, videos
+from helpers.interrupted_ranks import begun, check_close, copied, gone_on, told, videos
 from helpers.rank_pool import Group, group_of
 
 #: Three pieces to decode; 14 tokens of each branch, and three heads.

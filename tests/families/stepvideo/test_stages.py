@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,6 @@ from everyframe.families.registry import stages_of
 from everyframe.planning.resolve import prepare
 from everyframe.runtime.interface import VideoState
 from helpers.references.stepvideo import PROMPT, SIZES, frames_of
-from helpers.tiny_checkpoints import stepvideo as tiny_stepvideo
 
 #: For questions that one frame answers.
 SHORT: dict[str, Any] = {**SIZES, "num_frames": 1}
@@ -32,8 +32,8 @@ CLOSE = 4e-5
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_stepvideo.stepvideo(tmp_path_factory.mktemp("models") / "tiny-step")
+def folder(tiny_models: Callable[[str], Path]) -> Path:
+    return tiny_models("stepvideo")
 
 
 def run(model: Path, prompt: str = PROMPT, **options: Any) -> np.ndarray[Any, Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,6 @@ from everyframe.planning.resolve import PreparedPlan, prepare
 from helpers.out_of_memory import TOO_LITTLE, before_calls
 from helpers.plans import frames_of as planned_frames
 from helpers.plans import saving, unchanged
-from helpers.tiny_checkpoints import stepvideo as tiny_stepvideo
 
 ASKED: dict[str, Any] = {
     "prompt": "a red circle", "size": "64x48", "num_frames": 17, "num_inference_steps": 2,
@@ -26,8 +26,8 @@ ASKED: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tiny_stepvideo.stepvideo(tmp_path_factory.mktemp("models") / "tiny-step"))
+def model(tiny_models: Callable[[str], Path]) -> str:
+    return str(tiny_models("stepvideo"))
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,8 @@ answer is right to rounding is tested in `test_sharding.py`; here is what is aro
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,6 @@ from everyframe.parallel.communicator import Communicator
 from everyframe.runs.run_state import SaveOptions
 from helpers.events import frames_by_seed
 from helpers.rank_pool import Group, group_of
-from helpers.tiny_checkpoints import svd as tiny_svd
 
 #: Latents of 3x5, which no level divides, and three chunks to decode.
 SIZES: dict[str, Any] = {
@@ -36,8 +37,8 @@ def ranks() -> Any:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tiny_svd.svd(tmp_path_factory.mktemp("models") / "tiny-svd"))
+def model(tiny_models: Callable[[str], Path]) -> str:
+    return str(tiny_models("svd"))
 
 
 def request(model: str, **options: Any) -> Request:

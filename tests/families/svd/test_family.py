@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,8 @@ SMALL: dict[str, Any] = {"size": "32x32", "num_frames": 2, "num_inference_steps"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_svd.svd(tmp_path_factory.mktemp("models") / "tiny-svd")
+def folder(tiny_models: Callable[[str], Path]) -> Path:
+    return tiny_models("svd")
 
 
 @pytest.mark.parametrize(("name", "num_frames"), [("svd", 14), ("svd-xt", 25), ("svd-xt-1.1", 25)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,8 @@ CLOSE = 5e-5
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_svd.svd(tmp_path_factory.mktemp("models") / "tiny-svd")
+def folder(tiny_models: Callable[[str], Path]) -> Path:
+    return tiny_models("svd")
 
 
 @pytest.fixture(scope="module")
