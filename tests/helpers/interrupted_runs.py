@@ -65,14 +65,19 @@ def broken_off(events: Iterator[Event], number: int) -> RunFolder:
     return RunFolder(Path(name))
 
 
-def cut(model: str, root: Path, **options: Any) -> RunFolder:
-    """A run that was broken off in the middle of denoising."""
-    stream = begun(root, model=model, **{**OPEN_SORA, **options})
+def interrupt(root: Path, step: int, **options: Any) -> RunFolder:
+    """A run that ended after that step of denoising."""
+    stream = begun(root, **options)
     folder = None
     for event in stream:
         folder = RunFolder(Path(event.path)) if isinstance(event, RunSaved) else folder
-        if isinstance(event, Step) and (event.stage, event.step) == ("denoise", 2):
+        if isinstance(event, Step) and (event.stage, event.step) == ("denoise", step):
             break
     stream.close()  # type: ignore[attr-defined]
     assert folder is not None
     return folder
+
+
+def cut(model: str, root: Path, **options: Any) -> RunFolder:
+    """A run of Open-Sora that ended in the middle of denoising."""
+    return interrupt(root, 2, model=model, **{**OPEN_SORA, **options})

@@ -25,12 +25,10 @@ from helpers.references.opensora import (
     LATENTS,
     PROMPT,
     SIZES,
-    frames_1_0,
     frames_1_2,
     load_video_vae,
     start_noise,
 )
-from helpers.tiny_checkpoints import opensora as tiny_opensora
 
 #: Float32 sums in another order (one batch or two, fused or not) over 4 steps; 2e-6 measured.
 CLOSE = 2e-5
@@ -46,11 +44,6 @@ def _plain_attention() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def model_1_2(model: str) -> Path:
     return Path(model)
-
-
-@pytest.fixture(scope="module")
-def model_1_0(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_opensora.opensora_1_0(tmp_path_factory.mktemp("models") / "tiny-1.0")
 
 
 def run(model: Path, prompt: str = PROMPT, **options: Any) -> np.ndarray[Any, Any]:
@@ -74,16 +67,6 @@ def seen_latents(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
     monkeypatch.setattr(VideoVAE, "decode_piece", spy)
     return found
-
-
-def test_text_to_video_equals_the_formulas(model_1_2: Path) -> None:
-    start = start_noise()
-    _, expected = frames_1_2(model_1_2, start)
-    frames = run(model_1_2, latents=start)
-    assert frames.shape == (20, 24, 40, 3)
-    assert frames.dtype == np.float32
-    assert frames.std() > 0.01
-    assert np.abs(frames - expected).max() < CLOSE
 
 
 def test_a_negative_prompt_stands_in_for_the_null_text_with_its_own_mask(model_1_2: Path) -> None:
@@ -182,16 +165,6 @@ def test_edit_strength_goes_from_keeping_to_ignoring(
     kept, edited = seen_latents[2][:, :, 0], seen_latents[3][:, :, 0]
     assert (edited - kept).abs().max() > 0.01
     assert (edited - seen_latents[0][:, :, 0]).abs().max() > 0.01
-
-
-def test_1_0_equals_the_formulas(model_1_0: Path) -> None:
-    sizes = {"height": 32, "width": 48, "num_frames": 3, "num_inference_steps": 5}
-    frames = run(model_1_0, seed=11, **sizes)
-    assert frames.shape == (3, 32, 48, 3)
-    assert frames.std() > 0.01
-    # x grows to hundreds with random weights, and the decoder's norms bring it back: relative
-    # rounding of float32 stays.
-    assert np.abs(frames - frames_1_0(model_1_0, seed=11, steps=5)).max() < 1e-3
 
 
 def test_each_part_is_gone_before_the_next_one_is_loaded(

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import av
 import numpy as np
 import pytest
-import torch
 
 import everyframe
 from everyframe.cli.main import main
 from everyframe.core.errors import InputError
-from everyframe.core.events import ComponentLoaded, FramesDecoded, Note, StageDone, VideoDone
-from everyframe.core.plan import Plan
+from everyframe.core.events import Note, VideoDone
 from everyframe.core.request import Request
-from everyframe.families.registry import stages_of
-from everyframe.planning.resolve import prepare
-from everyframe.runtime.interface import VideoState
 from helpers.references.stepvideo import PROMPT, SIZES, frames_of
 
 #: For questions that one frame answers.
@@ -44,13 +38,6 @@ def run(model: Path, prompt: str = PROMPT, **options: Any) -> np.ndarray[Any, An
     return video.frames
 
 
-def test_a_run_is_what_the_parts_make_frames_of(folder: Path) -> None:
-    found = run(folder)
-    assert found.shape == (18, 16, 32, 3)
-    np.testing.assert_allclose(found, frames_of(folder), rtol=0, atol=CLOSE)
-    assert found.std() > 0.05
-
-
 @pytest.mark.slow
 def test_options_reach_the_run(folder: Path) -> None:
     asked = {"time_shift": 3.0, "pos_magic": "", "negative_prompt": "blue", "guidance_scale": 2.0}
@@ -69,42 +56,6 @@ def test_without_guidance_there_is_one_branch(folder: Path) -> None:
     assert np.abs(other - run(folder, **SHORT)).max() > 100 * CLOSE
     with pytest.raises(InputError, match="no effect with guidance_scale 1"):
         run(folder, guidance_scale=1, negative_prompt="blue")
-
-
-def test_stages_free_what_they_loaded(folder: Path) -> None:
-    request = Request(prompt=PROMPT, model=str(folder), seed=1, num_videos=2, **SHORT)
-    events = list(everyframe.stream(request))
-    order = [event.component if isinstance(event, ComponentLoaded) else "done"
-             for event in events if isinstance(event, (ComponentLoaded, StageDone))]  # fmt: skip
-    assert order == ["step_llm", "done", "clip", "done", "denoiser", "done", "vae", "done"]
-
-
-@pytest.mark.slow
-def test_bfloat16_is_within_its_budget(folder: Path) -> None:
-    """A denoiser of three layers over three steps under guidance of 9, decoded in bfloat16."""
-    narrow, wide = (run(folder, **SHORT, dtype=dtype) for dtype in ("bf16", "fp32"))
-    assert np.sqrt(np.mean((narrow - wide) ** 2)) < 0.05
-
-
-@pytest.mark.parametrize("streams", [False, True])
-def test_weights_that_come_block_by_block_give_the_same_frames(folder: Path, streams: bool) -> None:
-    """From the host's memory or out of upstream's own files, CLIP's pickle among them."""
-    prepared = prepare(Request(prompt=PROMPT, model=str(folder), seed=5, **SHORT))
-    parts = prepared.plan.components
-
-    def frames(plan: Plan) -> np.ndarray[Any, Any]:
-        take, made = VideoState(5), []
-        with torch.inference_mode():
-            for stage in stages_of(prepared.model, plan, 0):
-                take.begin_stage()
-                made += [
-                    each.frames for each in stage.run([take]) if isinstance(each, FramesDecoded)
-                ]
-        return np.concatenate(made)
-
-    offloaded = tuple(replace(part, offload=True, streams=streams) for part in parts)
-    changed = frames(replace(prepared.plan, components=offloaded))
-    assert np.array_equal(changed, frames(prepared.plan))
 
 
 def test_text_in_mp4_out(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
