@@ -17,7 +17,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import everyframe
-import tiny_pipelines
 from everyframe.checkpoints.safetensors_header import SafetensorsHeader, read_header
 from everyframe.cli.main import main
 from everyframe.core.errors import CheckpointError, EveryframeError, InputError
@@ -28,7 +27,8 @@ from everyframe.diffusers_pipelines.options import PipelineOptions
 from everyframe.families.registry import family_names
 from everyframe.ops.attention import PLAIN, by_kernel
 from everyframe.planning.resolve import LoadedModel, prepare
-from pickles import pickle_weights
+from helpers.pickled_weights import pickle_weights
+from helpers.tiny_checkpoints import pipelines as tiny_pipelines
 
 SMALL: dict[str, Any] = {
     "prompt": "a fox", "num_inference_steps": 2, "seed": 1,
