@@ -240,22 +240,17 @@ class PipelineStage:
         modules = _modules(pipe)
         names = denoisers(modules)
         denoising = {name: modules[name] for name in names}
-        watch = StepTracker(
-            denoising,
-            [module for name, module in modules.items() if name not in names],
-            getattr(pipe, "scheduler", None),
-            settings.num_inference_steps,
-            on_step,
-        )
+        others = [module for name, module in modules.items() if name not in names]
+        scheduler = getattr(pipe, "scheduler", None)
+        watch = StepTracker(denoising, others, scheduler, settings.num_inference_steps, on_step)
+        guard = partial(PipelineGuard, keeps_storage=ready.reliefs.keeps_storage)
         around, branches = GuardedCallHooks(watch, take), self.branches
         with (
             watch,
             float32_noise(),
             CfgParallel(denoising, branches, self.teams, around) if branches else nullcontext(),
             DenoiserReplay(denoising, watch, take, at_once=branches is None),
-            PipelineGuard(
-                self.plan, modules, watch, take, watch.read_by(emit), ready.apart
-            ) as guarded,
+            guard(self.plan, modules, watch, take, watch.read_by(emit), ready.apart) as guarded,
         ):
             around.guarded = guarded
             try:
