@@ -328,6 +328,12 @@ class PipelineStage:
         name = self.interface.class_name
         if isinstance(error, (ValueError, ArithmeticError)) and not step:
             return InputError(f"{name} refuses: {text}")
+        if any(f": {text})" in note for note in self.plan.notes):
+            # The dry run met it without weights and device: it comes of the request and the config.
+            return InputError(
+                f"{name} can't do this on any device; another size may do, or the checkpoint's "
+                f"config is wrong ({type(error).__name__}: {text})"
+            )
         if self.own and not step and not isinstance(error, (ImportError, NameError)):
             # What only this pipeline knows is checked by nobody but itself, by whatever breaks.
             given = ", ".join(f"{key}={shown(value)}" for key, value in self.own.items())
