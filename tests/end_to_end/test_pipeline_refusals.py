@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,24 @@ def test_length_is_that_of_the_video_and_the_dry_run_makes_a_step(
     assert made.settings.num_frames == 9
     assert dict(made.settings.options)["video"] == "clip9"
     assert {stage.component for stage in made.stages if stage.operations} >= {"transformer", "vae"}
+
+
+def test_what_the_dry_run_met_too_is_wrong_input(folder: Path, tmp_path: Path) -> None:
+    """It comes of the config and not of the machine: there is nothing to go on with."""
+    faulty, video = tmp_path / "faulty", written(Clip(9), tmp_path, 16, 16)
+    shutil.copytree(folder, faulty)
+    file = faulty / "scheduler" / "scheduler_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "prediction_type": ".."}))
+    with pytest.raises(
+        InputError, match=r"on any device; .* \(ValueError: prediction_type given"
+    ) as e:
+        everyframe.generate(
+            "a fox", model=str(faulty), size="16x16", num_inference_steps=2, device="cpu",
+            option={"max_sequence_length": 16, "video": video}, run_dir=tmp_path / "runs",
+        )  # fmt: skip
+    assert e.value.exit_code == 2
+    assert "everyframe resume" not in str(e.value)
+    assert not list((tmp_path / "runs").iterdir())
 
 
 class Pipe:
