@@ -16,7 +16,7 @@ from torch import Tensor
 import everyframe
 import tiny_families
 from everyframe.diffusers_pipelines import stage
-from everyframe.diffusers_pipelines.call import float32_noise
+from everyframe.diffusers_pipelines.library_patches import float32_noise
 
 HALVES = [torch.bfloat16, torch.float16]
 #: The last of 17 are drawn again by torch, in the dtype that is asked for.
