@@ -24,7 +24,9 @@ import everyframe
 import tiny
 import tiny_pipelines
 from everyframe.diffusers_pipelines.library_patches import float32_noise, stand_in_accepted
+from everyframe.dry_run import executor
 from everyframe.hardware.cpu import cpu_threads
+from everyframe.runtime.meta_init import BUILD_LOCK
 
 OWN: dict[str, Any] = {
     "prompt": "a red circle", "size": "16x16", "num_frames": 3, "num_inference_steps": 2,
@@ -91,7 +93,7 @@ class Bystander:
             while not end.is_set():
                 self.found += self.looks()
                 self.num_rounds += 1
-                time.sleep(0.0005)
+                time.sleep(0.002)
 
         thread = threading.Thread(target=go)
         thread.start()
@@ -153,12 +155,11 @@ def asked_of(folders: dict[str, Path], which: str) -> dict[str, Any]:
     return {"model": str(folders[which]), **asked}
 
 
-def plan_all(folders: dict[str, Path], steps: int) -> None:
-    """Plans of all of them that no cache has."""
+def plan_all(folders: dict[str, Path], number: int) -> None:
+    """Plans of all of them, in a size that nobody has planned in this process."""
     for which in folders:
-        asked = {**asked_of(folders, which), "num_inference_steps": steps}
-        for profile in ("cuda-sm75", "mps"):
-            assert not everyframe.plan(profile=profile, **asked).clashes
+        asked = {**asked_of(folders, which), "size": f"{32 + 16 * number}x16"}
+        assert not everyframe.plan(profile=("mps", "cuda-sm75")[number % 2], **asked).clashes
 
 
 def test_a_number_of_threads_is_that_of_one_thread() -> None:
@@ -175,7 +176,7 @@ def test_a_third_thread_is_not_disturbed_by_our_models(folders: dict[str, Path])
 
     def work(number: int) -> None:
         with cpu_threads(2):
-            plan_all({"ours": folders["ours"]}, steps=3 + number)
+            plan_all({"ours": folders["ours"]}, number)
             for dtype in ("fp32", "bf16"):
                 everyframe.generate(seed=number, dtype=dtype, **asked_of(folders, "ours"))
 
@@ -190,7 +191,7 @@ def test_a_third_thread_is_not_disturbed_by_pipelines(folders: dict[str, Path]) 
 
     def work(number: int) -> None:
         with cpu_threads(2):
-            plan_all({name: folders[name] for name in ("wan", "mochi")}, steps=3 + number)
+            plan_all({name: folders[name] for name in ("wan", "mochi")}, number)
             everyframe.run(pipes[number], seed=number, **PIPE)
 
     with bystander.beside():
@@ -241,3 +242,22 @@ def test_libraries_are_as_before_when_two_overlap(folders: dict[str, Path]) -> N
     assert all(now is once for now, once in zip(seen(), before, strict=True))
     with pytest.raises(RuntimeError):
         home.torch.autocast("meta", enabled=False)
+
+
+@pytest.mark.parametrize("which", ["ours", "wan"])
+def test_no_library_loads_during_a_dry_run(
+    folders: dict[str, Path], which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it loads, what is made without a dtype would be of another size in the plan."""
+    holds: list[bool] = []
+    for name in ("dry_run_module", "dry_run_modules"):
+        own = getattr(executor, name)
+
+        def seen(*given: Any, own: Callable[..., Any] = own) -> Any:
+            holds.append(BUILD_LOCK._is_owned())  # type: ignore[attr-defined]
+            return own(*given)
+
+        monkeypatch.setattr(executor, name, seen)
+    plan_all({which: folders[which]}, 3)
+    assert holds
+    assert all(holds)
