@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 import everyframe
 from everyframe.core.errors import CannotRunError, EveryframeError, InputError
-from everyframe.diffusers_pipelines import dry_run
 from everyframe.diffusers_pipelines.call import attributes_kept
 from everyframe.diffusers_pipelines.components import islands_of
 from everyframe.diffusers_pipelines.dry_run import call_checked
+from everyframe.diffusers_pipelines.library_patches import stand_in_accepted
 from everyframe.dry_run.executor import DryRunModule, dry_run_modules
 from everyframe.hardware.profiles import find_profile
 from helpers.tiny_checkpoints.diffusers.cases import Clip, written
@@ -122,8 +122,9 @@ def its_own_check(pipe: Pipe) -> None:
     ],
 )
 def test_what_no_numbers_could_change_is_an_answer(act: Any, error: type, text: str) -> None:
+    part = nn.Linear(4, 4, device="meta")
     with pytest.raises(error, match=text) as caught:
-        call_checked(Pipe(nn.Linear(4, 4, device="meta"), act), {})
+        call_checked(Pipe(part, act), {}, [part])
     assert isinstance(caught.value, EveryframeError) == issubclass(error, EveryframeError)
 
 
@@ -131,8 +132,9 @@ def test_a_package_that_diffusers_would_import_is_missing() -> None:
     from diffusers.models import attention_dispatch
 
     source = compile("lambda pipe: transforms.resize()", attention_dispatch.__file__, "eval")
+    part = nn.Linear(4, 4, device="meta")
     with pytest.raises(CannotRunError, match="name 'transforms' is not defined"):
-        call_checked(Pipe(nn.Linear(4, 4, device="meta"), eval(source)), {})
+        call_checked(Pipe(part, eval(source)), {}, [part])
 
 
 class Asks(nn.Module):
@@ -145,7 +147,10 @@ class Asks(nn.Module):
         ends = torch.cat([torch.tensor([0], device=x.device), torch.tensor([3], device=x.device)])
         mask = x.cpu()
         mask[:, 1:] = 0
-        self.noted = x.to(maybe_adjust_dtype_for_device(torch.float64, x.device))
+        generator = torch.Generator(device="meta")
+        assert isinstance(generator, torch.Generator)
+        with torch.autocast("meta", torch.float32):
+            self.noted = x.to(maybe_adjust_dtype_for_device(torch.float64, x.device))
         return self.noted.float()[:, : int(ends.diff().max().item())]
 
 
@@ -153,10 +158,8 @@ def test_lists_keep_their_numbers_and_modules_nothing_of_a_dry_run() -> None:
     part, shapes = Asks(), []
 
     def call(device: str) -> None:
-        with dry_run._on_no_device(), attributes_kept(part.modules()):
+        with stand_in_accepted([part]), attributes_kept(part.modules()):
             shapes.append(part(torch.empty(2, 8, device=device)).shape)
-            generator = torch.Generator(device=device)
-            assert isinstance(generator, torch.Generator)
 
     found = dry_run_modules({"part": DryRunModule(part, None)}, call, MPS)
     assert found.stopped == ""

@@ -25,7 +25,7 @@ from transformers import initialization
 import everyframe
 from everyframe.checkpoints.locate import locate
 from everyframe.core.events import Event, FramesDecoded, Step
-from everyframe.diffusers_pipelines.call import quiet_libraries
+from everyframe.diffusers_pipelines.library_patches import quiet_libraries
 from everyframe.families.opensora.family import OPEN_SORA
 from everyframe.families.opensora.options import OpenSoraOptions
 from everyframe.hardware import switches

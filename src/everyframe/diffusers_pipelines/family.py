@@ -20,7 +20,6 @@ from everyframe.core.options import FamilyOptions
 from everyframe.core.plan import Plan, Settings
 from everyframe.core.request import Request
 from everyframe.diffusers_pipelines import settings as request_settings
-from everyframe.diffusers_pipelines.call import quiet_libraries
 from everyframe.diffusers_pipelines.checkpoint import PipelineFiles, find_files
 from everyframe.diffusers_pipelines.component_classes import (
     component_class,
@@ -30,6 +29,7 @@ from everyframe.diffusers_pipelines.component_classes import (
 )
 from everyframe.diffusers_pipelines.components import ComponentWeights, components, held
 from everyframe.diffusers_pipelines.defaults import PipelineDefaults, denoisers
+from everyframe.diffusers_pipelines.library_patches import quiet_libraries
 from everyframe.diffusers_pipelines.loaded_pipeline import LoadedPipelineSpec
 from everyframe.diffusers_pipelines.oom_fallback import chunk_savings
 from everyframe.diffusers_pipelines.options import PipelineOptions

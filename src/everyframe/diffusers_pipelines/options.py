@@ -29,6 +29,7 @@ class PipelineOptions(FamilyOptions):
         group="Family",
         default={},
         names_files=True,
+        accepts=("Sequence[str]",),
     )
     fit: str | None = fit_option()
     vae_tiling: bool = an_option(
