@@ -199,13 +199,13 @@ def _other_way(x: Tensor) -> Tensor:
 
 def stepvideo_dit(golden: Golden) -> Outputs:
     """One forward call of Step-Video's denoiser."""
-    from everyframe.families.stepvideo.config import StepVideoConfig
+    from everyframe.families.stepvideo.config import StepVideoModelConfig
     from everyframe.families.stepvideo.model import StepVideoModel
 
     given = _constructor(golden)
     if "rope_ch_split" in golden.config:
         given["rope_ch_split"] = golden.setting("rope_ch_split")
-    model = StepVideoModel(StepVideoConfig.from_json(given))
+    model = StepVideoModel(StepVideoModelConfig.from_json(given))
     golden.load(model)
     clip = golden.tensors.get("encoder_hidden_states_2")  # a model may do without CLIP
     context = model.context(golden["encoder_hidden_states"], clip, golden["encoder_attention_mask"])

@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Literal
 
 from everyframe.checkpoints.folder import (
@@ -95,6 +95,10 @@ class Location:
     def name(self) -> str:
         """Short name if there is one, else the given name."""
         return self.known.name if self.known else self.asked
+
+    def title(self, kind: str) -> str:
+        """Display name: that of a known model, else `kind` and the last part of the name."""
+        return self.known.title if self.known else f"{kind} ({PurePath(self.name).name})"
 
     @property
     def complete(self) -> bool:

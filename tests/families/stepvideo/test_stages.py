@@ -29,7 +29,7 @@ from everyframe.core.events import ComponentLoaded, FramesDecoded, Note, StageDo
 from everyframe.core.plan import Plan
 from everyframe.core.request import Request
 from everyframe.families.registry import stages_of
-from everyframe.families.stepvideo.config import StepLLMConfig, StepVideoConfig
+from everyframe.families.stepvideo.config import StepLLMConfig, StepVideoModelConfig
 from everyframe.families.stepvideo.llm import StepLLM
 from everyframe.families.stepvideo.model import StepVideoModel
 from everyframe.families.stepvideo.settings import NEG_MAGIC, POS_MAGIC
@@ -99,7 +99,7 @@ def by_hand(
     shift: float = 13.0,
 ) -> np.ndarray[Any, Any]:
     """Float frames of one video with seed 5."""
-    model = StepVideoModel(StepVideoConfig.from_json(tiny_step.DENOISER)).eval()
+    model = StepVideoModel(StepVideoModelConfig.from_json(tiny_step.DENOISER)).eval()
     model.load_state_dict(shards(folder / "transformer"))
     vae = StepVAE(tiny_step.VAE).eval()
     state = load_file(folder / "vae/vae_v2.safetensors")

@@ -81,13 +81,18 @@ def released(unet_channels: int) -> Mapping[str, Mapping[str, Any]]:
 
 @dataclass(frozen=True)
 class InpaintConfig(AutoencoderSizes):
-    """Configs of the components, as their libraries take them; one entry per ControlNet."""
+    """Configs of the components, as their libraries take them; one entry per ControlNet.
+
+    `pipeline` is the class that the checkpoint's index names.
+    """
 
     unet: Mapping[str, Any]
     vae: Mapping[str, Any]
     text_encoder: Mapping[str, Any]
     scheduler: Mapping[str, Any]
     controlnets: tuple[Mapping[str, Any], ...]
+    pipeline: str = ""
+    has_safety_checker: bool = False
 
     @classmethod
     def from_json(
@@ -95,6 +100,8 @@ class InpaintConfig(AutoencoderSizes):
         source: str,
         configs: Mapping[str, Mapping[str, Any]],
         controlnets: tuple[tuple[str, Mapping[str, Any] | None], ...],
+        pipeline: str = "",
+        has_safety_checker: bool = False,
     ) -> InpaintConfig:
         """Build from the base model's configs by folder, and each ControlNet's name and config.
 
@@ -113,6 +120,8 @@ class InpaintConfig(AutoencoderSizes):
             controlnets=tuple(
                 _like(configs["unet"]) if config is None else config for _, config in controlnets
             ),
+            pipeline=pipeline,
+            has_safety_checker=has_safety_checker,
         )
         made._check_unet(source)
         for (name, _), config in zip(controlnets, made.controlnets, strict=True):

@@ -29,7 +29,7 @@ class InpaintContext(stages.StageContext[InpaintSpec]):
     @property
     def config(self) -> InpaintConfig:
         """The model's configs."""
-        return self.model.sizes.config
+        return self.model.config
 
     @property
     def geometry(self) -> Geometry:

@@ -1,16 +1,18 @@
-"""Configs of Open-Sora's denoisers, read from a checkpoint's config.json. No torch here.
+"""Configs of an Open-Sora checkpoint, read from its config.json files. No torch here.
 
-`STDiTConfig` is Open-Sora 1.0, `STDiT3Config` is 1.2. The defaults are the released models.
-Configs of the autoencoders are in `vae_config`.
+`OpenSoraConfig` holds those of all components. `STDiTConfig` is the denoiser of Open-Sora 1.0,
+`STDiT3Config` that of 1.2. The defaults are the released models. Configs of the autoencoders are in
+`vae_config`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from everyframe.core.errors import CheckpointError, did_you_mean
+from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConfig
 
 TRAINING_KEYS = frozenset({
     "architectures", "model_type", "_name_or_path", "torch_dtype", "dtype", "transformers_version",
@@ -111,7 +113,7 @@ class STDiT3Config:
 
 def _read(data: Mapping[str, Any], cls: type[STDiTConfig] | type[STDiT3Config]) -> dict[str, Any]:
     """Keyword arguments for `cls` from upstream's config.json."""
-    known = {field.name for field in fields(cls)}
+    known = {each.name for each in fields(cls)}
     sizes: dict[str, Any] = {}
     for name, value in data.items():
         if name in known:
@@ -131,8 +133,8 @@ def _read(data: Mapping[str, Any], cls: type[STDiTConfig] | type[STDiT3Config]) 
 
 def _check_sizes(config: STDiTConfig | STDiT3Config) -> None:
     """Check that every field has its type, is above zero, and that the sizes fit each other."""
-    for field in fields(config):
-        value, default = getattr(config, field.name), field.default
+    for each in fields(config):
+        value, default = getattr(config, each.name), each.default
         if isinstance(default, tuple):
             right = isinstance(value, tuple) and len(value) == 3 and all(map(_is_count, value))
             wanted = "three whole numbers above 0"
@@ -144,7 +146,7 @@ def _check_sizes(config: STDiTConfig | STDiT3Config) -> None:
         else:
             right, wanted = _is_count(value), "a whole number above 0"
         if not right:
-            raise CheckpointError(f"{field.name} must be {wanted}, got {value!r}")
+            raise CheckpointError(f"{each.name} must be {wanted}, got {value!r}")
     if config.hidden_size % 4:
         raise CheckpointError(
             f"hidden_size must be a multiple of 4 (sine and cosine of rows and columns), "
@@ -158,3 +160,51 @@ def _check_sizes(config: STDiTConfig | STDiT3Config) -> None:
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+_UPSTREAM_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "1.0": {"num_frames": 16, "fps": 8.0, "num_inference_steps": 100, "guidance_scale": 7.0},
+    "1.2": {
+        "num_frames": 51, "fps": 24.0, "num_inference_steps": 30, "guidance_scale": 7.0,
+        "resolution": "240p", "aesthetic": 6.5,
+    },
+}  # fmt: skip
+_RELEASED_ONLY = ("resolution", "aesthetic", "use_timestep_transform")
+
+
+@dataclass(frozen=True)
+class OpenSoraConfig:
+    """Configs of all components of a checkpoint.
+
+    Attributes:
+        version: "1.0" or "1.2".
+        text: config of T5.
+        defaults: from the checkpoint's own `everyframe.json`, if it has one.
+        has_scores: whether training captions contained aesthetic and motion scores.
+        square: side in pixels that 1.0 was trained at.
+    """
+
+    version: str
+    denoiser: STDiTConfig | STDiT3Config
+    vae: ImageVAEConfig | VideoVAEConfig
+    text: Mapping[str, Any]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    has_scores: bool = False
+    square: int | None = None
+
+    @property
+    def size_step(self) -> int:
+        """Height and width must be a multiple of this many pixels.
+
+        1.2 pads its latents to the patch and crops them again; 1.0 cannot.
+        """
+        patch = self.denoiser.patch_size[1] if self.version == "1.0" else 1
+        return self.vae.spatial_factor * patch
+
+    def default(self, name: str) -> Any:
+        """Default of the checkpoint, else upstream's default for the version."""
+        # A checkpoint that states its own defaults is none of upstream's: what upstream's sizes
+        # and captions were says nothing of it.
+        if self.defaults and name in _RELEASED_ONLY:
+            return self.defaults.get(name)
+        return self.defaults.get(name, _UPSTREAM_DEFAULTS[self.version].get(name))

@@ -6,16 +6,17 @@ Pure functions of the request and the model's sizes; no torch, no files. An impo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from everyframe.core.errors import InputError, did_you_mean
 from everyframe.core.plan import Settings
 from everyframe.core.request import Request
+from everyframe.families.opensora.config import OpenSoraConfig
 from everyframe.families.opensora.options import OpenSoraOptions
 from everyframe.families.opensora.prompts import loses_all, lost
-from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConfig
+from everyframe.families.opensora.vae_config import VideoVAEConfig
 from everyframe.runtime.request_checks import (
     check_amount,
     check_latents,
@@ -116,88 +117,28 @@ _TRAINED_FRAMES = (51, 408)
 #: The fps input of 1.2 for a single image (upstream `IMG_FPS`).
 PICTURE_FPS = 120.0
 
-_UPSTREAM_DEFAULTS: dict[str, dict[str, Any]] = {
-    "1.0": {
-        "num_frames": 16,
-        "fps": 8.0,
-        "num_inference_steps": 100,
-        "guidance_scale": 7.0,
-    },
-    "1.2": {
-        "num_frames": 51,
-        "fps": 24.0,
-        "num_inference_steps": 30,
-        "guidance_scale": 7.0,
-        "resolution": "240p",
-        "aesthetic": 6.5,
-    },
-}
-
-
-_RELEASED_ONLY = ("resolution", "aesthetic", "use_timestep_transform")
-
-
-@dataclass(frozen=True)
-class OpenSoraFacts:
-    """Facts of a model that resolving a request needs.
-
-    Attributes:
-        version: "1.0" or "1.2".
-        title: display name.
-        vae: config of the autoencoder.
-        patch: patch size of the denoiser.
-        defaults: from the checkpoint's own `everyframe.json`, if it has one.
-        has_scores: whether training captions contained aesthetic and motion scores.
-        square: side in pixels that 1.0 was trained at.
-    """
-
-    version: str
-    title: str
-    vae: ImageVAEConfig | VideoVAEConfig
-    patch: tuple[int, int, int]
-    defaults: Mapping[str, Any]
-    has_scores: bool
-    square: int | None = None
-
-    @property
-    def size_step(self) -> int:
-        """Height and width must be a multiple of this many pixels.
-
-        1.2 pads its latents to the patch and crops them again; 1.0 cannot.
-        """
-        patch = self.patch[1] if self.version == "1.0" else 1
-        return self.vae.spatial_factor * patch
-
-    def default(self, name: str) -> Any:
-        """Default of the checkpoint, else upstream's default for the version."""
-        # A checkpoint that states its own defaults is none of upstream's: what upstream's sizes
-        # and captions were says nothing of it.
-        if self.defaults and name in _RELEASED_ONLY:
-            return self.defaults.get(name)
-        return self.defaults.get(name, _UPSTREAM_DEFAULTS[self.version].get(name))
-
 
 def resolve_settings(
-    facts: OpenSoraFacts, request: Request, options: OpenSoraOptions, seed: int
+    config: OpenSoraConfig, title: str, request: Request, options: OpenSoraOptions, seed: int
 ) -> tuple[Settings, tuple[str, ...]]:
     """Resolve every value of the request; return settings, and notes for the user."""
     if request.prompt is None:
-        raise InputError(f"{facts.title} draws what a prompt says; give one")
+        raise InputError(f"{title} draws what a prompt says; give one")
     check_prompt(request.prompt)
     for prompt in (request.prompt, request.negative_prompt):
         if prompt is not None and loses_all(prompt):
             raise InputError(lost(prompt))
     notes: list[str] = []
-    _check_given_frames(facts, request)
-    nominal = _nominal_size(facts, request)
-    height, width = _fitted_size(facts, request, nominal, notes)
-    fps = request.fps if request.fps is not None else float(facts.default("fps"))
-    num_frames = _num_frames(facts, request, fps, notes)
-    guidance = _or_default(request.guidance_scale, facts.default("guidance_scale"))
+    _check_given_frames(config, title, request)
+    nominal = _nominal_size(config, title, request)
+    height, width = _fitted_size(config, request, nominal, notes)
+    fps = request.fps if request.fps is not None else float(config.default("fps"))
+    num_frames = _num_frames(config, request, fps, notes)
+    guidance = _or_default(request.guidance_scale, config.default("guidance_scale"))
     if request.negative_prompt is not None and guidance == 1:
         raise InputError("negative_prompt has no effect with guidance_scale 1; raise the scale")
-    steps = _or_default(request.num_inference_steps, facts.default("num_inference_steps"))
-    if facts.version == "1.0" and steps > 1000:
+    steps = _or_default(request.num_inference_steps, config.default("num_inference_steps"))
+    if config.version == "1.0" and steps > 1000:
         raise InputError(f"num_inference_steps must be at most 1000 for Open-Sora 1.0, got {steps}")
     check_amount(num_frames, height, width)
     settings = Settings(
@@ -217,13 +158,13 @@ def resolve_settings(
             name for name in ("image", "last_image", "extend") if getattr(request, name) is not None
         ),
         nominal_size=None if nominal == (height, width) else nominal,
-        options=_family_settings(facts, options),
+        options=_family_settings(config, title, options),
     )
-    _check_room(facts, settings)
-    size = facts.vae.latent_size(settings.num_frames, settings.height, settings.width)
+    _check_room(config, settings)
+    size = config.vae.latent_size(settings.num_frames, settings.height, settings.width)
     check_latents(
         request.latents,
-        (1, facts.vae.latent_channels, *size),
+        (1, config.vae.latent_channels, *size),
         f"for {settings.num_frames} frames of {settings.width}x{settings.height}",
     )
     return settings, tuple(notes)
@@ -233,15 +174,13 @@ def _or_default(value: Any, default: Any) -> Any:
     return default if value is None else value
 
 
-def _check_given_frames(facts: OpenSoraFacts, request: Request) -> None:
-    if facts.version == "1.0":
+def _check_given_frames(config: OpenSoraConfig, title: str, request: Request) -> None:
+    if config.version == "1.0":
         for name in ("image", "last_image", "extend"):
             if getattr(request, name) is not None:
-                raise InputError(
-                    f"{facts.title} can't take given frames ({name}); Open-Sora 1.2 can"
-                )
+                raise InputError(f"{title} can't take given frames ({name}); Open-Sora 1.2 can")
         if request.chain > 1:
-            raise InputError(f"{facts.title} can't go on from a clip (chain); Open-Sora 1.2 can")
+            raise InputError(f"{title} can't go on from a clip (chain); Open-Sora 1.2 can")
     if request.edit_strength is not None and not request.has_given_frames() and request.chain == 1:
         raise InputError(
             "edit_strength has no effect without given frames; "
@@ -249,28 +188,28 @@ def _check_given_frames(facts: OpenSoraFacts, request: Request) -> None:
         )
 
 
-def _nominal_size(facts: OpenSoraFacts, request: Request) -> tuple[int, int]:
+def _nominal_size(config: OpenSoraConfig, title: str, request: Request) -> tuple[int, int]:
     asked = request.asked_size()
     if asked is not None:
         return asked
     if request.resolution is not None:
-        if facts.version == "1.0":
+        if config.version == "1.0":
             raise InputError(
-                f"{facts.title} has no named resolutions, got {request.resolution!r}; "
-                f"it was trained at {facts.square}x{facts.square}"
+                f"{title} has no named resolutions, got {request.resolution!r}; "
+                f"it was trained at {config.square}x{config.square}"
             )
         return named_size(request.resolution, request.asked_aspect())
-    if facts.default("resolution"):
-        return named_size(facts.default("resolution"), None)
-    side = facts.square or 256
-    return int(facts.default("height") or side), int(facts.default("width") or side)
+    if config.default("resolution"):
+        return named_size(config.default("resolution"), None)
+    side = config.square or 256
+    return int(config.default("height") or side), int(config.default("width") or side)
 
 
 def _fitted_size(
-    facts: OpenSoraFacts, request: Request, nominal: tuple[int, int], notes: list[str]
+    config: OpenSoraConfig, request: Request, nominal: tuple[int, int], notes: list[str]
 ) -> tuple[int, int]:
     """Fit the size to whole latents: an error for a numeric size, a note for a named one."""
-    step = facts.size_step
+    step = config.size_step
     fitted = (nominal[0] // step * step, nominal[1] // step * step)
     if fitted == nominal and min(fitted) > 0:
         return fitted
@@ -284,63 +223,70 @@ def _fitted_size(
     raise AssertionError("a size that does not fit has a side that does not")
 
 
-def _num_frames(facts: OpenSoraFacts, request: Request, fps: float, notes: list[str]) -> int:
+def _num_frames(config: OpenSoraConfig, request: Request, fps: float, notes: list[str]) -> int:
     if request.num_frames is not None:
         frames = request.num_frames
     elif request.seconds is not None:
         frames = frames_in(request.seconds, fps)
-        if isinstance(facts.vae, VideoVAEConfig):
+        if isinstance(config.vae, VideoVAEConfig):
             whole = max(1, round(frames / PIECE)) * PIECE
             if whole != frames:
                 notes.append(in_pieces(request.seconds, fps, whole, PIECE))
             frames = whole
     else:
-        frames = int(facts.default("num_frames"))
+        frames = int(config.default("num_frames"))
     low, high = _TRAINED_FRAMES
-    if facts.version == "1.2" and not facts.defaults and frames != 1 and not low <= frames <= high:
+    if (
+        config.version == "1.2"
+        and not config.defaults
+        and frames != 1
+        and not low <= frames <= high
+    ):
         notes.append(
             f"Open-Sora 1.2 was trained on 1 frame and on {low} to {high}, not on {frames}"
         )
     return frames
 
 
-def _family_settings(facts: OpenSoraFacts, options: OpenSoraOptions) -> tuple[tuple[str, Any], ...]:
+def _family_settings(
+    config: OpenSoraConfig, title: str, options: OpenSoraOptions
+) -> tuple[tuple[str, Any], ...]:
     scores = {
         "aesthetic": options.aesthetic,
         "motion_score": options.motion_score,
         "camera_motion": options.camera_motion,
     }
-    if not facts.has_scores:
+    if not config.has_scores:
         for name, value in scores.items():
             if value is not None:
                 raise InputError(
-                    f"{name} has no effect on {facts.title}; it is for Open-Sora 1.2's weights"
+                    f"{name} has no effect on {title}; it is for Open-Sora 1.2's weights"
                 )
     elif "aesthetic" not in options.model_fields_set:
-        scores["aesthetic"] = facts.default("aesthetic")
+        scores["aesthetic"] = config.default("aesthetic")
     return (
         *scores.items(),
         ("truncate_prompt", options.truncate_prompt),
     )
 
 
-def known_frames(facts: OpenSoraFacts, settings: Settings) -> tuple[int, int]:
+def known_frames(config: OpenSoraConfig, settings: Settings) -> tuple[int, int]:
     """Number of frames that a clip continues from, and of their latent frames.
 
     A whole piece if the clip is longer than one, as upstream does; else one image.
     """
-    if facts.vae.latent_frames(settings.num_frames) > facts.vae.latent_frames(PIECE):
-        return PIECE, facts.vae.latent_frames(PIECE)
+    if config.vae.latent_frames(settings.num_frames) > config.vae.latent_frames(PIECE):
+        return PIECE, config.vae.latent_frames(PIECE)
     return 1, 1
 
 
-def _check_room(facts: OpenSoraFacts, settings: Settings) -> None:
+def _check_room(config: OpenSoraConfig, settings: Settings) -> None:
     """Check that conditioning frames leave frames to generate."""
     if not settings.given_frames and settings.chain == 1:
         return
-    latent_frames = facts.vae.latent_frames(settings.num_frames)
+    latent_frames = config.vae.latent_frames(settings.num_frames)
     goes_on = "extend" in settings.given_frames or settings.chain > 1
-    taken = known_frames(facts, settings)[1] if goes_on else "image" in settings.given_frames
+    taken = known_frames(config, settings)[1] if goes_on else "image" in settings.given_frames
     taken += "last_image" in settings.given_frames
     if latent_frames <= taken and settings.edit_strength == 0:
         enough = PIECE if settings.num_frames < PIECE else 2 * PIECE
@@ -350,9 +296,9 @@ def _check_room(facts: OpenSoraFacts, settings: Settings) -> None:
         )
 
 
-def smaller_settings(facts: OpenSoraFacts, settings: Settings) -> Iterator[Settings]:
+def smaller_settings(config: OpenSoraConfig, settings: Settings) -> Iterator[Settings]:
     """Yield the same video shorter, smaller or both, most pixels first."""
-    step = facts.size_step
+    step = config.size_step
     sides = smaller_sizes(settings.height, settings.width, step, 8 * step)
     for each in smaller_videos(settings, shorter_lengths(settings.num_frames, PIECE), sides):
         is_as_asked = (each.height, each.width) == sides[0]

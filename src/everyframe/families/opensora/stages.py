@@ -44,7 +44,7 @@ class OpenSoraContext(stages.StageContext[OpenSoraSpec]):
     @property
     def vae(self) -> ImageVAEConfig | VideoVAEConfig:
         """Config of the autoencoder."""
-        return self.model.sizes.vae
+        return self.model.config.vae
 
     def goes_on(self) -> bool:
         """Whether this clip continues from the previous clip or from a given video."""
@@ -61,7 +61,7 @@ class OpenSoraContext(stages.StageContext[OpenSoraSpec]):
         if self.clip == 0:
             assert take.given.source is not None
             frames = stages.as_floats(take.given.source[-PIECE:])
-        wanted = known_frames(self.model.facts, self.settings)[0]
+        wanted = known_frames(self.model.config, self.settings)[0]
         tail: Tensor = frames[-wanted:] if len(frames) >= wanted else frames[-1:]
         return tail
 
@@ -96,10 +96,9 @@ class TextEncodeStage:
 
     def _encoded(self, takes: Sequence[VideoState]) -> Generator[Event, None, list[Tensor]]:
         job, model = self.job, self.job.model
-        place = model.files.tokenizer.path
-        assert place is not None, "asked before it was fetched"
         # Tokens first: a prompt that is too long is told before gigabytes are read.
-        tokenizer, length = load_tokenizer(place), model.sizes.denoiser.model_max_length
+        tokenizer = load_tokenizer(model.files.path("tokenizer"))
+        length = model.config.denoiser.model_max_length
         tokens = tokens_of(tokenizer, job.settings, length)
         yield from (prompt_truncated_note(cut) for *_, cut in tokens if cut)
         encoder = yield from job.loaded(self.component)
@@ -213,7 +212,7 @@ class DenoiseStage:
     def _sample(
         self, model: STDiT | STDiT3, guard: Guard, take: VideoState
     ) -> Iterator[SamplerStep]:
-        job, settings, facts = self.job, self.job.settings, self.job.model.facts
+        job, settings, config = self.job, self.job.settings, self.job.model.config
         device = job.device(self.component)
         shape = job.latent_shape()
         label = take.seed if job.clip == 0 else noise.derived_seed(take.seed, "clip", job.clip)
@@ -228,14 +227,14 @@ class DenoiseStage:
         x = x.to(device)
 
         def make() -> Denoiser:
-            return Denoiser(model, take.text, guard.settings, facts, device)
+            return Denoiser(model, take.text, guard.settings, config, device)
 
         denoise = GuardedDenoiser(guard, make, start)
-        if facts.version == "1.0":
+        if config.version == "1.0":
             plan = iddpm.schedule(settings.num_inference_steps)
             yield from iddpm.sample(denoise, x, plan, fresh, start=start)
             return
-        timesteps = timesteps_of(settings, facts)
+        timesteps = timesteps_of(settings, config)
         if take.known is None:
             yield from rectified_flow.sample(denoise, x, timesteps, start=start)
             return

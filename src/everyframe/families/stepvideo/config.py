@@ -1,7 +1,8 @@
-"""Configs of Step-Video's denoiser and of Step-LLM, read from config.json. No torch here.
+"""Configs of a Step-Video checkpoint, read from its config.json files. No torch here.
 
-The defaults are the released models as far as known: the hub's configs have not been checked, and
-they take precedence where present. The autoencoder's config is in `vae_config`.
+`StepVideoConfig` holds those of all components. The defaults are the released models as far as
+known: the hub's configs have not been checked, and they take precedence where present. The
+autoencoder's config is in `vae_config`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from everyframe.core.errors import CheckpointError, did_you_mean
+from everyframe.families.stepvideo.vae_config import StepVAEConfig
 
 #: Keys about how upstream trained or ran the denoiser, not about what it computes.
 _DENOISER_IGNORES = frozenset({
@@ -26,7 +28,7 @@ _DENOISER_MUST_BE = {
 
 
 @dataclass(frozen=True)
-class StepVideoConfig:
+class StepVideoModelConfig:
     """Config of `StepVideoModel`; the defaults are the released 30B model.
 
     Attributes:
@@ -87,7 +89,7 @@ class StepVideoConfig:
         return (self.attention_head_dim - 2 * quarter, quarter, quarter)
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> StepVideoConfig:
+    def from_json(cls, data: Mapping[str, Any]) -> StepVideoModelConfig:
         """Parse config.json; raises `CheckpointError` that names the faulty key."""
         data = dict(data)
         for name, expected in _DENOISER_MUST_BE.items():
@@ -162,6 +164,31 @@ class StepLLMConfig:
             if field.name not in data:
                 raise CheckpointError(f"Step-LLM's config.json lacks {field.name!r}")
         return cls(**{field.name: data[field.name] for field in fields(cls)})
+
+
+#: Hunyuan CLIP's sizes as far as known, for plans made before download.
+HUNYUAN_CLIP: Mapping[str, Any] = {
+    "model_type": "bert", "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16,
+    "intermediate_size": 4096, "vocab_size": 47020, "max_position_embeddings": 512,
+    "type_vocab_size": 2,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StepVideoConfig:
+    """Configs of all components; `llm_bias` is Step-LLM's bias (`llm.Bias`)."""
+
+    denoiser: StepVideoModelConfig
+    llm: StepLLMConfig
+    clip: Mapping[str, Any]
+    vae: StepVAEConfig
+    is_turbo: bool = False
+    llm_bias: str = "sqrt"
+
+    @property
+    def size_step(self) -> int:
+        """Height and width must be a multiple of this many pixels."""
+        return self.vae.spatial_factor * self.denoiser.patch_size
 
 
 def _check_count(name: str, value: object) -> None:

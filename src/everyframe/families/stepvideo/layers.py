@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from everyframe.families.stepvideo.config import StepVideoConfig
+from everyframe.families.stepvideo.config import StepVideoModelConfig
 from everyframe.ops.attention import AttentionCore, merge_heads, split_heads
 from everyframe.ops.dtypes import upcast_to_float32
 from everyframe.ops.embeddings import TimestepEmbedding
@@ -119,7 +119,7 @@ class CaptionProjection(nn.Module):
 class SelfAttention(nn.Module):
     """Self-attention of every token to all tokens of its sample."""
 
-    def __init__(self, config: StepVideoConfig) -> None:
+    def __init__(self, config: StepVideoModelConfig) -> None:
         super().__init__()
         size = config.hidden_size
         self.num_heads = config.num_attention_heads
@@ -141,7 +141,7 @@ class SelfAttention(nn.Module):
 class CrossAttention(nn.Module):
     """Cross-attention of every token to all text tokens of its sample."""
 
-    def __init__(self, config: StepVideoConfig) -> None:
+    def __init__(self, config: StepVideoModelConfig) -> None:
         super().__init__()
         size = config.hidden_size
         self.num_heads = config.num_attention_heads
@@ -198,7 +198,7 @@ class StepVideoBlock(nn.Module):
     Cross-attention has neither a norm before it nor a gate after it, as in upstream.
     """
 
-    def __init__(self, config: StepVideoConfig) -> None:
+    def __init__(self, config: StepVideoModelConfig) -> None:
         super().__init__()
         size = config.hidden_size
         self.scale_shift_table = nn.Parameter(torch.zeros(6, size))
