@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from everyframe.checkpoints.folder import describe_missing, listing, read_json
 from everyframe.checkpoints.key_map import OLD_VAE_ATTENTION, KeyMap
 from everyframe.checkpoints.locate import Location, find_part
-from everyframe.checkpoints.model_zoo import CONTROLNETS, controlnet_part
+from everyframe.checkpoints.model_zoo import controlnet_part, controlnets
 from everyframe.checkpoints.refuse_pickles import refuse_pickled
 from everyframe.core.errors import CheckpointError, InputError, did_you_mean
 from everyframe.core.paths import expand_path
@@ -176,7 +176,7 @@ def _split(asked: Sequence[Any]) -> list[str]:
 def _controlnet(name: str) -> ComponentSource:
     """Source of a ControlNet by short name, folder or hub id."""
     path = expand_path(name)
-    repo_id = CONTROLNETS.get(name.casefold())
+    repo_id = controlnets().get(name.casefold())
     if repo_id is None and path.exists():
         if not (path / "config.json").is_file():
             raise CheckpointError(
@@ -188,7 +188,7 @@ def _controlnet(name: str) -> ComponentSource:
     if repo_id is None and name.count("/") != 1:
         raise InputError(
             f"controlnet must be a folder, a hub id OWNER/NAME, or one of "
-            f"{', '.join(CONTROLNETS)}, got {name!r}{did_you_mean(name, CONTROLNETS)}"
+            f"{', '.join(controlnets())}, got {name!r}{did_you_mean(name, controlnets())}"
         )
     return InpaintFiles.source_at("controlnet", find_part(controlnet_part(repo_id or name)))
 

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from everyframe.checkpoints.folder import WEIGHT_SUFFIXES
-from everyframe.checkpoints.hub_part import HubPart
 from everyframe.checkpoints.key_map import OLD_VAE_ATTENTION, KeyMap
 from everyframe.checkpoints.locate import Location, PartLocation, find_part
-from everyframe.checkpoints.model_zoo import KNOWN, SUPPORTED_VERSIONS, T5_XXL
+from everyframe.checkpoints.model_zoo import SUPPORTED_VERSIONS, HubPart, known_models, shared_part
 from everyframe.core.errors import CheckpointError, InputError
 from everyframe.core.paths import expand_path
 from everyframe.families.opensora.options import OpenSoraOptions
@@ -166,11 +165,13 @@ def _completed(
     version: str, found: Mapping[str, ComponentSource], options: OpenSoraOptions
 ) -> OpenSoraFiles:
     """Fill in every component: from the options, else as found, else upstream's repository."""
-    standard = next(model for model in KNOWN if _VERSION_OF_KNOWN.get(model.name) == version)
+    standard = next(
+        model for model in known_models() if _VERSION_OF_KNOWN.get(model.name) == version
+    )
     standard_vae = next(part for part in standard.parts if part.role == "vae")
     vae = _asked(options.vae, "vae") or found.get("vae") or _on_hub(standard_vae)
     text = _asked(options.text_encoder, "text_encoder") or found.get("text_encoder")
-    text = text or _on_hub(T5_XXL)
+    text = text or _on_hub(shared_part("t5-xxl"))
     # The tokenizer is in T5's own folder (upstream's layout) or in one beside it.
     tokenizer = found.get("tokenizer", text) if options.text_encoder is None else text
     sources = {

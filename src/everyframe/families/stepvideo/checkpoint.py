@@ -13,10 +13,9 @@ from pathlib import Path, PurePath
 from typing import ClassVar
 
 from everyframe.checkpoints.folder import read_json
-from everyframe.checkpoints.hub_part import HubPart
 from everyframe.checkpoints.key_map import KeyMap
 from everyframe.checkpoints.locate import Location, PartLocation, find_part
-from everyframe.checkpoints.model_zoo import STEP_VIDEO_PARTS
+from everyframe.checkpoints.model_zoo import HubPart, shared_part
 from everyframe.core.errors import CheckpointError, InputError
 from everyframe.core.paths import expand_path
 from everyframe.runtime.component_files import (
@@ -125,7 +124,7 @@ def _check_scheduler(folder: Path) -> None:
 
 def _of_base(base: str | None) -> dict[str, ComponentSource]:
     if base is None:
-        return {part.role: _on_hub(part) for part in STEP_VIDEO_PARTS}
+        return {part.role: _on_hub(part) for part in _base_parts()}
     path, table = expand_path(base), StepVideoFiles.table
     if path.is_dir():
         lacking = [entry.folder for part, entry in table.items()
@@ -135,7 +134,13 @@ def _of_base(base: str | None) -> dict[str, ComponentSource]:
         return {name: StepVideoFiles.source_in(name, path.name, path) for name in table}
     if base.count("/") != 1 or path.exists():
         raise InputError(f"base must be a folder or a hub id OWNER/NAME, got {base!r}")
-    return {part.role: _on_hub(replace(part, repo_id=base)) for part in STEP_VIDEO_PARTS}
+    return {part.role: _on_hub(replace(part, repo_id=base)) for part in _base_parts()}
+
+
+def _base_parts() -> list[HubPart]:
+    """The parts that both variants share."""
+    shared = (name for name in StepVideoFiles.table if name != "denoiser")
+    return [shared_part(f"stepvideo-{name}") for name in shared]
 
 
 def _on_hub(part: HubPart) -> ComponentSource:
