@@ -46,20 +46,13 @@ __all__ = [
 ]
 
 _HOMES = {
-    "EveryframeError": "everyframe.core.errors",
-    "EveryframeWarning": "everyframe.core.errors",
-    "InputError": "everyframe.core.errors",
+    **dict.fromkeys(__all__, "everyframe.api"),
+    **dict.fromkeys(
+        ("EveryframeError", "EveryframeWarning", "InputError"), "everyframe.core.errors"
+    ),
     "Plan": "everyframe.core.plan",
     "Request": "everyframe.core.request",
     "Video": "everyframe.media.video",
-    "generate": "everyframe.api",
-    "list_runs": "everyframe.api",
-    "plan": "everyframe.api",
-    "resume": "everyframe.api",
-    "run": "everyframe.api",
-    "stream": "everyframe.api",
-    "trace": "everyframe.api",
-    "trace_diff": "everyframe.api",
 }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
@@ -34,22 +33,6 @@ def hub_cache_folder() -> Path:
 def package_folder(relative: str) -> Path:
     """Folder inside this package, such as ``checkpoints/shapes``."""
     return Path(__file__).resolve().parent.parent / relative
-
-
-def write_beside(path: Path, text: str) -> None:
-    """Replace `path` by `text` atomically: write a temporary file beside it, then rename.
-
-    Several processes may do so at once; the last one wins. Raises `OSError`.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
 
 
 PICKLE_SUFFIXES = (".pth", ".pt", ".bin", ".ckpt")

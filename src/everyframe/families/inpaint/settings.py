@@ -119,12 +119,12 @@ def _with_painted(
             f"the mask is empty in {num_frames - painted} of {num_frames} frames, which stay what "
             "they are and take no time"
         )
-    return replace(settings, options=(*settings.options, ("frames_painted", painted)))
+    return settings.with_option("frames_painted", painted)
 
 
 def num_painted(settings: Settings) -> int:
     """Number of frames to denoise."""
-    return int(dict(settings.options).get("frames_painted", settings.num_frames))
+    return int(settings.option("frames_painted", settings.num_frames))
 
 
 def geometry_of(config: InpaintConfig, settings: Settings) -> Geometry:
@@ -142,8 +142,7 @@ def latent_shape(config: InpaintConfig, settings: Settings) -> tuple[int, int, i
 
 def smaller_settings(settings: Settings) -> Iterator[Settings]:
     """Yield the same request with less memory: one frame at once, then smaller frames."""
-    alone = dict(settings.options) | {"frames_at_once": 1}
-    settings = replace(settings, options=tuple(alone.items()))
+    settings = settings.with_option("frames_at_once", 1)
     height, width = settings.height, settings.width
     while min(height, width) > 64:
         yield replace(settings, height=height, width=width)

@@ -7,7 +7,6 @@ tensors are zeros; device tensors are meta tensors.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from math import ceil
 from typing import TYPE_CHECKING, Any
@@ -74,8 +73,7 @@ def memory_savings(
     chunk = int(settings.option("decode_chunk_size"))
     while chunk > 1 and options.decode_chunk_size is None:
         chunk = ceil(chunk / 2)
-        fewer = dict(settings.options) | {"decode_chunk_size": chunk}
-        settings = replace(settings, options=tuple(fewer.items()))
+        settings = settings.with_option("decode_chunk_size", chunk)
         yield MemorySaving(
             settings,
             f"frames are decoded {chunk} at once (decode_chunk_size), which changes the picture a "
