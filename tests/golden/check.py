@@ -116,7 +116,8 @@ def opensora_stdit3_v1_2(golden: Golden) -> Outputs:
 
 def opensora_vae_temporal_v1_2(golden: Golden) -> Outputs:
     """Both directions of the temporal autoencoder."""
-    from everyframe.families.opensora.vae import TemporalVAE, TemporalVAEConfig
+    from everyframe.families.opensora.temporal_vae import TemporalVAE
+    from everyframe.families.opensora.vae_config import TemporalVAEConfig
 
     vae = TemporalVAE(TemporalVAEConfig.from_json(golden.config))
     golden.load(vae)

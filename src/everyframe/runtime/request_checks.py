@@ -153,6 +153,30 @@ class FrameChunk:
         return self.frame_stop - self.frame_start
 
 
+class LatentSizes:
+    """Latents of a video by the config of its autoencoder, which codes it in pieces."""
+
+    spatial_factor: int
+
+    def pieces(self, num_frames: int) -> tuple[FrameChunk, ...]:
+        """Pieces that a video of `num_frames` is coded in, in order."""
+        raise NotImplementedError
+
+    def latent_frames(self, num_frames: int) -> int:
+        """Latent frames of a video."""
+        return self.pieces(num_frames)[-1].latent_stop
+
+    def latent_size(self, num_frames: int, height: int, width: int) -> LatentSize:
+        """Latent frames, rows and columns of a video in pixels; sizes are rounded down."""
+        factor = self.spatial_factor
+        if height < factor or width < factor:
+            raise InputError(
+                f"height and width must be {factor} pixels or more for this autoencoder, "
+                f"got {height} and {width}"
+            )
+        return LatentSize(self.latent_frames(num_frames), height // factor, width // factor)
+
+
 class AutoencoderSizes:
     """Sizes from the autoencoder config `vae`, with diffusers' defaults for absent keys."""
 

@@ -16,9 +16,8 @@ from everyframe.families.opensora.config import OpenSoraConfig, STDiT3Config, ST
 from everyframe.families.opensora.denoiser import timesteps_of
 from everyframe.families.opensora.options import OpenSoraOptions
 from everyframe.families.opensora.settings import (
-    ASPECTS,
-    SIZES,
     known_frames,
+    resolutions,
     resolve_settings,
     smaller_settings,
 )
@@ -99,9 +98,9 @@ def test_named_sizes_are_width_to_height(
 
 
 def test_the_table_is_what_it_says() -> None:
-    for name, rows in SIZES.items():
-        assert len(rows) == len(ASPECTS)
-        for aspect, (height, width) in zip(ASPECTS, rows, strict=True):
+    for name, sizes in resolutions().items():
+        assert len(sizes) == 17
+        for aspect, (height, width) in sizes.items():
             across, down = map(int, aspect.split(":"))
             # Upstream rounds sides to even numbers, and 144p and 12:25 loosely.
             assert abs(width / height / (across / down) - 1) < 0.08, (name, aspect)

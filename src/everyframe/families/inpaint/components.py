@@ -59,7 +59,6 @@ class InpaintBuilder(ModuleBuilder[InpaintConfig]):
         return tuple(name for name in names if _WIDE.fullmatch(name))
 
     def text_encoder(self) -> nn.Module:
-        """Build a `CLIPTextModel` without weights."""
         import torch
         from transformers import CLIPTextConfig, CLIPTextModel
 
@@ -72,19 +71,16 @@ class InpaintBuilder(ModuleBuilder[InpaintConfig]):
         return made
 
     def vae(self) -> nn.Module:
-        """Build an `AutoencoderKL` without weights."""
         from diffusers import AutoencoderKL
 
         return _made(AutoencoderKL, self.config.vae)
 
     def unet(self) -> nn.Module:
-        """Build a `UNet2DConditionModel` without weights."""
         from diffusers import UNet2DConditionModel
 
         return _made(UNet2DConditionModel, self.config.unet)
 
     def controlnet(self, number: int) -> nn.Module:
-        """Build the `ControlNetModel` of that number without weights."""
         from diffusers import ControlNetModel
 
         return _made(ControlNetModel, self.config.controlnets[number])

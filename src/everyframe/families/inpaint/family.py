@@ -31,7 +31,6 @@ class InpaintFamily(NativeFamily[InpaintOptions, InpaintFiles]):
     def stages(
         self, spec: ModelSpec, plan: Plan, clip: int, teams: ParallelContext
     ) -> Sequence[Stage]:
-        """Stages of one clip: text, source latents, denoise, decode."""
         from everyframe.families.inpaint.stage_context import InpaintContext
         from everyframe.families.inpaint.stages import DenoiseStage, TextEncodeStage
         from everyframe.families.inpaint.vae_stages import DecodeStage, SourceLatentStage

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, TypeVar
 
 from everyframe.core.errors import CheckpointError, did_you_mean
 from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConfig
@@ -27,8 +27,45 @@ MUST_BE_OFF = ("qk_norm_legacy", "skip_y_embedder", "no_temporal_pos_emb")
 """Upstream's switches to another function, off in every released checkpoint of 1.0 and 1.2."""
 
 
+_Config = TypeVar("_Config", bound="DenoiserConfig")
+
+
 @dataclass(frozen=True)
-class STDiTConfig:
+class DenoiserConfig:
+    """What the configs of both denoisers share."""
+
+    in_channels: int = 4
+    patch_size: tuple[int, int, int] = (1, 2, 2)
+    hidden_size: int = 1152
+    depth: int = 28
+    num_heads: int = 16
+    mlp_ratio: float = 4.0
+    caption_channels: int = 4096
+    pred_sigma: bool = True
+
+    def __post_init__(self) -> None:
+        _check_sizes(self)
+
+    @property
+    def out_channels(self) -> int:
+        """Output channels; twice the input's if `pred_sigma`.
+
+        They are noise and variance interpolation in 1.0; in 1.2 velocity and unused ones.
+        """
+        return self.in_channels * (2 if self.pred_sigma else 1)
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @classmethod
+    def from_json(cls: type[_Config], data: Mapping[str, Any]) -> _Config:
+        """Parse config.json; raises `CheckpointError` that names the faulty key."""
+        return cls(**_read(data, cls))
+
+
+@dataclass(frozen=True)
+class STDiTConfig(DenoiserConfig):
     """Config of `STDiT`, Open-Sora 1.0; the default is the 16x256x256 model.
 
     Attributes:
@@ -38,80 +75,37 @@ class STDiTConfig:
     """
 
     input_size: tuple[int, int, int] = (16, 32, 32)
-    in_channels: int = 4
-    patch_size: tuple[int, int, int] = (1, 2, 2)
-    hidden_size: int = 1152
-    depth: int = 28
-    num_heads: int = 16
-    mlp_ratio: float = 4.0
-    caption_channels: int = 4096
     model_max_length: int = 120
     space_scale: float = 0.5
     time_scale: float = 1.0
-    pred_sigma: bool = True
-
-    def __post_init__(self) -> None:
-        _check_sizes(self)
-
-    @property
-    def out_channels(self) -> int:
-        """Output channels: noise, followed by variance interpolation if `pred_sigma`."""
-        return self.in_channels * (2 if self.pred_sigma else 1)
-
-    @property
-    def head_size(self) -> int:
-        return self.hidden_size // self.num_heads
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> STDiTConfig:
-        """Parse config.json; raises `CheckpointError` that names the faulty key."""
-        return cls(**_read(data, cls))
 
 
 @dataclass(frozen=True)
-class STDiT3Config:
+class STDiT3Config(DenoiserConfig):
     """Config of `STDiT3`, Open-Sora 1.2; `depth` counts pairs of a spatial and a temporal block.
 
     `input_sq_size` is the side in pixels of a square video whose positions are not scaled.
     """
 
     input_sq_size: int = 512
-    in_channels: int = 4
-    patch_size: tuple[int, int, int] = (1, 2, 2)
-    hidden_size: int = 1152
-    depth: int = 28
-    num_heads: int = 16
-    mlp_ratio: float = 4.0
-    caption_channels: int = 4096
     model_max_length: int = 300
     qk_norm: bool = True
-    pred_sigma: bool = True
 
     def __post_init__(self) -> None:
-        _check_sizes(self)
+        super().__post_init__()
         if self.head_size % 2:
             raise CheckpointError(
                 f"hidden_size {self.hidden_size} over num_heads {self.num_heads} must be even, as "
                 f"channels are rotated in pairs; it is {self.head_size}"
             )
 
-    @property
-    def out_channels(self) -> int:
-        """Output channels: velocity, followed by as many unused ones if `pred_sigma`."""
-        return self.in_channels * (2 if self.pred_sigma else 1)
-
-    @property
-    def head_size(self) -> int:
-        return self.hidden_size // self.num_heads
-
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> STDiT3Config:
-        """Parse config.json; raises `CheckpointError` that names the faulty key."""
         # Upstream writes input_size here too, as three nulls: this model has no size of its own.
-        return cls(**_read({k: v for k, v in data.items() if k != "input_size"}, cls))
+        return super().from_json({k: v for k, v in data.items() if k != "input_size"})
 
 
-def _read(data: Mapping[str, Any], cls: type[STDiTConfig] | type[STDiT3Config]) -> dict[str, Any]:
+def _read(data: Mapping[str, Any], cls: type[DenoiserConfig]) -> dict[str, Any]:
     """Keyword arguments for `cls` from upstream's config.json."""
     known = {each.name for each in fields(cls)}
     sizes: dict[str, Any] = {}
@@ -131,7 +125,7 @@ def _read(data: Mapping[str, Any], cls: type[STDiTConfig] | type[STDiT3Config]) 
     return sizes
 
 
-def _check_sizes(config: STDiTConfig | STDiT3Config) -> None:
+def _check_sizes(config: DenoiserConfig) -> None:
     """Check that every field has its type, is above zero, and that the sizes fit each other."""
     for each in fields(config):
         value, default = getattr(config, each.name), each.default

@@ -34,7 +34,6 @@ class OpenSoraFamily(NativeFamily[OpenSoraOptions, OpenSoraFiles]):
     def stages(
         self, spec: ModelSpec, plan: Plan, clip: int, teams: ParallelContext
     ) -> Sequence[Stage]:
-        """Stages of one clip: text (once), conditioning frames if any, denoise, decode."""
         from everyframe.families.opensora.stages import (
             ConditioningStage,
             DecodeStage,

@@ -47,7 +47,6 @@ class PieceTokenizer:
         return {"input_ids": [*ids, self._pieces.eos_id()] if add_special_tokens else ids}
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Decode token ids to text."""
         special = {self._pieces.eos_id(), self.pad_token_id} if skip_special_tokens else set()
         return str(self._pieces.decode([index for index in ids if index not in special]))
 
@@ -76,7 +75,6 @@ class FileTokenizer:
         return {"input_ids": list(encoded.ids)}
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Decode token ids to text."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
 

@@ -24,12 +24,13 @@ from everyframe.families.opensora.spec import OpenSoraSpec
 from everyframe.families.opensora.stdit import STDiT
 from everyframe.families.opensora.stdit3 import STDiT3
 from everyframe.families.opensora.text import TextEmbedding, embed, tokens_of
-from everyframe.families.opensora.vae import FrameChunk, ImageVAE, VideoVAE, decode_frames, encoded
+from everyframe.families.opensora.vae import ImageVAE, VideoVAE, decode_frames, encoded
 from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConfig
 from everyframe.runtime import stages
 from everyframe.runtime.guard import Guard
 from everyframe.runtime.interface import VideoState
 from everyframe.runtime.repairs import prompt_truncated_note
+from everyframe.runtime.request_checks import FrameChunk
 from everyframe.runtime.stages import DecodePieces, GuardedDenoiser, run_sharded_denoising
 from everyframe.samplers import iddpm, noise, rectified_flow
 from everyframe.samplers.base import Step as SamplerStep

@@ -72,17 +72,14 @@ class StepVideoModelConfig:
 
     @property
     def hidden_size(self) -> int:
-        """Width of the residual stream."""
         return self.num_attention_heads * self.attention_head_dim
 
     @property
     def made_channels(self) -> int:
-        """Output channels."""
         return self.in_channels if self.out_channels is None else self.out_channels
 
     @property
     def split(self) -> tuple[int, ...]:
-        """Channels of a head for frame, row and column."""
         if self.rope_ch_split is not None:
             return self.rope_ch_split
         quarter = self.attention_head_dim // 4
@@ -150,7 +147,6 @@ class StepLLMConfig:
 
     @property
     def ffn_size(self) -> int:
-        """Inner channels of the feed-forward."""
         return -(-self.ffn_hidden_size // 256) * 256
 
     @classmethod

@@ -34,7 +34,6 @@ class StepVideoFamily(NativeFamily[StepVideoOptions, StepVideoFiles]):
     def stages(
         self, spec: ModelSpec, plan: Plan, clip: int, teams: ParallelContext
     ) -> Sequence[Stage]:
-        """Stages of one clip: Step-LLM and CLIP text, denoise, decode."""
         from everyframe.families.stepvideo.stages import (
             CLIPEncodeStage,
             DecodeStage,

@@ -59,7 +59,6 @@ class StepVideoModel(nn.Module):
         self.proj_out = nn.Linear(size, config.patch_size**2 * config.made_channels)
 
     def blocks_in_order(self) -> list[StepVideoBlock]:
-        """Blocks in execution order."""
         return cast(list[StepVideoBlock], list(self.transformer_blocks))
 
     def context(self, llm_BLC: Tensor, clip_BMC: Tensor | None, mask_BN: Tensor) -> TextContext:

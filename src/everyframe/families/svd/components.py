@@ -43,7 +43,6 @@ class SVDBuilder(ModuleBuilder[SVDConfig]):
         return ("conv_out",) if component == "unet" else ("",)
 
     def image_encoder(self) -> nn.Module:
-        """Build a `CLIPVisionModelWithProjection` without weights."""
         import torch
         from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
 
@@ -58,13 +57,11 @@ class SVDBuilder(ModuleBuilder[SVDConfig]):
         return made
 
     def unet(self) -> VideoUNet:
-        """Build a `VideoUNet` (`UNetSpatioTemporalConditionModel`) without weights."""
         from everyframe.families.svd.unet import build
 
         return build(without_notes(self.config.unet))
 
     def vae(self) -> nn.Module:
-        """Build an `AutoencoderKLTemporalDecoder`, or the image `AutoencoderKL`; no weights."""
         from diffusers import AutoencoderKL, AutoencoderKLTemporalDecoder
 
         kind = AutoencoderKLTemporalDecoder if self.config.decodes_together else AutoencoderKL

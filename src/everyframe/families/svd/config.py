@@ -128,12 +128,10 @@ class SVDConfig(AutoencoderSizes):
 
     @property
     def num_frames(self) -> int:
-        """Number of frames that the denoiser was trained on."""
         return int(self.unet.get("num_frames", 25))
 
     @property
     def image_side(self) -> int:
-        """Side in pixels of the image encoder's square input."""
         return int(self.image_encoder.get("image_size", 224))
 
     def _check_fit(self, source: str) -> None:

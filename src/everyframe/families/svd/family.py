@@ -38,7 +38,6 @@ class SVDFamily(NativeFamily[SVDOptions, SVDFiles]):
     def stages(
         self, spec: ModelSpec, plan: Plan, clip: int, teams: ParallelContext
     ) -> Sequence[Stage]:
-        """Stages of one clip: image embedding, image latents, denoise, decode."""
         from everyframe.families.svd.stages import (
             DecodeStage,
             DenoiseStage,
