@@ -125,9 +125,9 @@ def stepvideo_tokens(model: Any, settings: Settings) -> int:
 def svd(blocks: int | None) -> Any:
     """Stable Video Diffusion at its released sizes."""
     from everyframe.families.svd.components import SVDBuilder
-    from everyframe.families.svd.config import RELEASED, SVDConfig
+    from everyframe.families.svd.config import SVDConfig, released
 
-    builder = SVDBuilder(SVDConfig.from_json("released", RELEASED))
+    builder = SVDBuilder(SVDConfig.from_json("released", released()))
     return replace(small_models.svd(), builder=builder)
 
 

@@ -32,7 +32,8 @@ from everyframe.families.stepvideo.family import StepVideoSpec
 from everyframe.families.stepvideo.options import StepVideoOptions
 from everyframe.families.svd.checkpoint import SVDFiles
 from everyframe.families.svd.components import SVDBuilder
-from everyframe.families.svd.config import RELEASED, SVDConfig
+from everyframe.families.svd.config import SVDConfig
+from everyframe.families.svd.config import released as released_svd
 from everyframe.families.svd.family import SVDSpec
 from everyframe.families.svd.options import SVDOptions
 from everyframe.runtime.component_files import ComponentSource
@@ -85,9 +86,14 @@ def opensora(version: str, *, options: OpenSoraOptions | None = None, **sizes: A
 def svd(*, options: SVDOptions | None = None, **changes: Any) -> Any:
     """A Stable Video Diffusion; `changes` are whole configs of parts."""
     vae = {
-        **RELEASED["vae"], "block_out_channels": [32, 32, 32, 32], "layers_per_block": 1,
+        **released_svd()["vae"], "block_out_channels": [32, 32, 32, 32], "layers_per_block": 1,
     }  # fmt: skip
-    configs = {**RELEASED, "unet": {**RELEASED["unet"], **UNET}, "vae": vae, "image_encoder": CLIP}
+    configs = {
+        **released_svd(),
+        "unet": {**released_svd()["unet"], **UNET},
+        "vae": vae,
+        "image_encoder": CLIP,
+    }
     config = SVDConfig.from_json("small", {**configs, **changes})
     files = SVDFiles(nowhere(*SVDFiles.table), "nowhere")
     return SVDSpec("small", "SVD", options or SVDOptions(), files, SVDBuilder(config))

@@ -17,7 +17,7 @@ from everyframe.families.opensora.config import OpenSoraConfig, STDiT3Config
 from everyframe.families.opensora.spec import _T5_XXL
 from everyframe.families.opensora.vae_config import VideoVAEConfig
 from everyframe.families.svd.components import SVDBuilder
-from everyframe.families.svd.config import RELEASED, SVDConfig
+from everyframe.families.svd.config import SVDConfig, released
 from everyframe.families.svd.options import SVDOptions
 from everyframe.hardware.profiles import find_profile
 from everyframe.planning import component_precision
@@ -251,7 +251,7 @@ def test_what_is_no_amount(text: str) -> None:
 
 def released_svd() -> Any:
     model = small_models.svd()
-    return replace(model, builder=SVDBuilder(SVDConfig.from_json("released", RELEASED)))
+    return replace(model, builder=SVDBuilder(SVDConfig.from_json("released", released())))
 
 
 def released_opensora() -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -33,6 +34,15 @@ def hub_cache_folder() -> Path:
 def package_folder(relative: str) -> Path:
     """Folder inside this package, such as ``checkpoints/shapes``."""
     return Path(__file__).resolve().parent.parent / relative
+
+
+@cache
+def read_package_data(relative: str) -> Any:
+    """Data of a YAML file inside this package, such as ``checkpoints/known_models.yaml``."""
+    import yaml  # here: most commands read none
+
+    text = package_folder(relative).read_text(encoding="utf-8")
+    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 PICKLE_SUFFIXES = (".pth", ".pt", ".bin", ".ckpt")

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib.resources import files
 from typing import Any
+
+from everyframe.checkpoints.folder import read_package_data
 
 SUPPORTED_VERSIONS = "1.0, 1.2"
 """Versions of Open-Sora that run here."""
@@ -123,12 +124,8 @@ def refused_models() -> Mapping[str, str]:
     return versions
 
 
-@cache
 def _data() -> Mapping[str, Any]:
-    import yaml  # here: most commands resolve no name
-
-    text = files("everyframe.checkpoints").joinpath("known_models.yaml").read_text("utf-8")
-    data: Mapping[str, Any] = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    data: Mapping[str, Any] = read_package_data("checkpoints/known_models.yaml")
     return data
 
 

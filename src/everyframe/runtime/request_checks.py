@@ -44,6 +44,15 @@ def check_prompt(prompt: str) -> None:
         )
 
 
+def too_long_prompt(num_tokens: int, limit: int, cut: str) -> InputError:
+    """Error for a prompt of more tokens than the model reads; names the words to cut."""
+    shown = cut if len(cut) <= 200 else f"{cut[:200]}…"
+    return InputError(
+        f"the prompt has {num_tokens} tokens, this model reads {limit}; shorten it, or go on "
+        f"without its end by --truncate-prompt, which cuts: {shown!r}"
+    )
+
+
 def check_size(height: int, width: int, step: int) -> None:
     """Reject sides that are no multiple of `step` pixels; names the nearest that are."""
     for name, given in (("height", height), ("width", width)):

@@ -22,8 +22,8 @@ from everyframe.core.events import AudioDecoded as SoundMade
 from everyframe.core.events import ComponentLoaded, Note, StageDone, Step
 from everyframe.core.events import FramesDecoded as FramesMade
 from everyframe.core.request import Request
-from everyframe.families.inpaint.canny import canny
 from everyframe.media.audio import Audio
+from everyframe.media.canny import canny
 from everyframe.samplers import noise
 from rounding import moved_by_rounding
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from everyframe.checkpoints.config_errors import check_positive
+from everyframe.checkpoints.folder import read_package_data
 from everyframe.core.errors import CheckpointError
 from everyframe.runtime.request_checks import AutoencoderSizes
 
@@ -38,45 +39,8 @@ _SHARED = {
 
 def released(unet_channels: int) -> Mapping[str, Mapping[str, Any]]:
     """Configs of Stable Diffusion 1.5 and its inpainting model, for use before download."""
-    return {
-        "unet": {
-            "_class_name": "UNet2DConditionModel",
-            "in_channels": unet_channels,
-            "cross_attention_dim": 768,
-            "attention_head_dim": 8,
-            "block_out_channels": [320, 640, 1280, 1280],
-            "down_block_types": [*["CrossAttnDownBlock2D"] * 3, "DownBlock2D"],
-            "layers_per_block": 2,
-            "sample_size": 64,
-        },
-        "vae": {
-            "_class_name": "AutoencoderKL",
-            "block_out_channels": [128, 256, 512, 512],
-            "down_block_types": ["DownEncoderBlock2D"] * 4,
-            "up_block_types": ["UpDecoderBlock2D"] * 4,
-            "layers_per_block": 2,
-            "latent_channels": 4,
-            "sample_size": 512,
-        },
-        "text_encoder": {
-            "model_type": "clip_text_model",
-            "hidden_size": 768,
-            "intermediate_size": 3072,
-            "num_attention_heads": 12,
-            "num_hidden_layers": 12,
-            "projection_dim": 768,
-            "hidden_act": "quick_gelu",
-        },
-        "scheduler": {
-            "_class_name": "PNDMScheduler",
-            "beta_start": 0.00085,
-            "beta_end": 0.012,
-            "beta_schedule": "scaled_linear",
-            "num_train_timesteps": 1000,
-            "skip_prk_steps": True,
-            "steps_offset": 1,
-        },
-    }
+    configs: Mapping[str, Mapping[str, Any]] = read_package_data("families/inpaint/released.yaml")
+    return {**configs, "unet": {**configs["unet"], "in_channels": unet_channels}}
 
 
 @dataclass(frozen=True)

@@ -43,17 +43,6 @@ def several(given: Any) -> list[Any]:
     return [given]
 
 
-def check_there(source: Any, mask: Any, control: Any) -> None:
-    """Raise `MediaError` if a source, mask or control file or folder does not exist."""
-    _check("source", source, "")
-    if not is_box(mask):
-        _check("mask", mask, f"{_FILES} a box LEFT,TOP,RIGHT,BOTTOM")
-    for each in several(control):
-        if not is_built_in(each):
-            others = " or ".join(BUILT_IN)
-            _check("control", each, f"{_FILES} {others}, which are made of the source")
-
-
 def _check(what: str, given: Any, instead: str) -> None:
     if isinstance(given, (str, os.PathLike)) and not _is_there(given):
         raise MediaError(f"{what}: {os.fspath(given)!r} does not exist{instead}")
@@ -132,4 +121,10 @@ class InpaintOptions(FamilyOptions):
 
     def check_named(self) -> None:
         """Raise `MediaError` if the source, mask or a control does not exist."""
-        check_there(self.source, self.mask, self.control)
+        _check("source", self.source, "")
+        if not is_box(self.mask):
+            _check("mask", self.mask, f"{_FILES} a box LEFT,TOP,RIGHT,BOTTOM")
+        for each in several(self.control):
+            if not is_built_in(each):
+                others = " or ".join(BUILT_IN)
+                _check("control", each, f"{_FILES} {others}, which are made of the source")

@@ -12,9 +12,10 @@ from typing import Any
 
 from everyframe.checkpoints.config_errors import foreign_errors
 from everyframe.checkpoints.folder import describe_missing, read_json
-from everyframe.core.errors import CheckpointError, InputError
+from everyframe.core.errors import CheckpointError
 from everyframe.core.plan import Settings
 from everyframe.families.opensora.prompts import check_not_lost, clean, with_affixes
+from everyframe.runtime.request_checks import too_long_prompt
 
 _CONFIG = "tokenizer_config.json"
 #: Keys of tokenizer_config.json without effect here: names of special tokens, which tokenizer.json
@@ -151,12 +152,5 @@ def read_prompt(
     # The last token is the end mark, which the cut prompt needs too.
     cut = tokenizer.decode(ids[max_length - 1 : -1], skip_special_tokens=True).strip()
     if not truncate:
-        raise InputError(
-            f"the prompt has {len(ids)} tokens, this model reads {max_length}; shorten it, or "
-            f"go on without its end by --truncate-prompt, which cuts: {_shortened(cut)!r}"
-        )
+        raise too_long_prompt(len(ids), max_length, cut)
     return [*ids[: max_length - 1], ids[-1]], cut
-
-
-def _shortened(text: str, limit: int = 200) -> str:
-    return text if len(text) <= limit else f"{text[:limit]}…"

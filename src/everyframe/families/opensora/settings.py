@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
+from everyframe.checkpoints.folder import read_package_data
 from everyframe.core.errors import InputError, did_you_mean
 from everyframe.core.plan import Settings
 from everyframe.core.request import Request
@@ -37,10 +37,7 @@ DEFAULT_ASPECT = "16:9"
 @cache
 def resolutions() -> Mapping[str, Mapping[str, tuple[int, int]]]:
     """(height, width) of 1.2's sizes by name and aspect ratio (width:height)."""
-    import yaml  # here: not every request names a size
-
-    text = files("everyframe.families.opensora").joinpath("resolutions.yaml").read_text("utf-8")
-    table = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    table = read_package_data("families/opensora/resolutions.yaml")
     return {
         name: {aspect: (height, width) for aspect, (height, width) in sizes.items()}
         for name, sizes in table.items()

@@ -17,7 +17,7 @@ from everyframe.checkpoints.locate import Location, PartLocation
 from everyframe.checkpoints.refuse_pickles import refuse_pickled
 from everyframe.core.errors import CheckpointError, InputError
 from everyframe.families.svd import single_file
-from everyframe.families.svd.config import IMAGE_VAE, RELEASED
+from everyframe.families.svd.config import IMAGE_VAE, released
 from everyframe.runtime.component_files import (
     CheckpointFiles,
     ComponentFiles,
@@ -187,8 +187,8 @@ def _in_one_file(where: str, file: Path) -> SVDFiles:
 
 def _released(name: str) -> Mapping[str, Mapping[str, Any]]:
     """Configs of a released model that is not downloaded yet."""
-    configs = {**RELEASED, "unet": {**RELEASED["unet"], "num_frames": _RELEASED_FRAMES[name]}}
+    configs = {**released(), "unet": {**released()["unet"], "num_frames": _RELEASED_FRAMES[name]}}
     if name.endswith("image-decoder"):
         up = {"up_block_types": ["UpDecoderBlock2D"] * 4}
-        configs["vae"] = {**RELEASED["vae"], **up, "_class_name": IMAGE_VAE}
+        configs["vae"] = {**released()["vae"], **up, "_class_name": IMAGE_VAE}
     return configs
