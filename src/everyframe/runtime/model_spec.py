@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from everyframe.checkpoints.key_map import KeyMap
     from everyframe.checkpoints.tensor_file import TensorFile
+    from everyframe.parallel.communicator import ParallelContext
 
 
 _Config = TypeVar("_Config")
@@ -205,6 +206,20 @@ class NativeModelSpec(ABC, Generic[_Options, _Files, _Config]):
     @abstractmethod
     def savings(self, component: str, settings: Settings) -> Iterator[MemorySaving]:
         """Memory savings for a component; see `DryRunSpec.savings`."""
+
+    @abstractmethod
+    def dry_run_calls(
+        self, settings: Settings, teams: ParallelContext | None
+    ) -> tuple[DryRunCall, ...]:
+        """One dry-run call for every stage; with `teams`, as one of its ranks makes it."""
+
+    def rehearsals(self, settings: Settings) -> tuple[DryRunCall, ...]:
+        return self.dry_run_calls(settings, None)
+
+    def shared_rehearsals(
+        self, settings: Settings, teams: ParallelContext
+    ) -> tuple[DryRunCall, ...]:
+        return self.dry_run_calls(settings, teams)
 
     @property
     def config(self) -> _Config:

@@ -21,18 +21,22 @@ from everyframe.runtime import tiling
 from everyframe.runtime.interface import DryRunCall, MemorySaving
 from everyframe.runtime.memory_fallbacks import cfg_batch_size, split_cfg_saving
 from everyframe.runtime.model_spec import ModuleBuilder
+from everyframe.runtime.rank_shares import active_ranks
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from everyframe.parallel.communicator import ParallelContext
+
 
 def dry_run_calls(
-    builder: ModuleBuilder[InpaintConfig], settings: Settings, num_ranks: int = 1
+    builder: ModuleBuilder[InpaintConfig], settings: Settings, teams: ParallelContext | None = None
 ) -> tuple[DryRunCall, ...]:
     """Dry-run calls: a prompt, source frames, one step of each network, one batch of frames.
 
-    With `num_ranks`, the calls are those of one rank; each rank has its own batch.
+    With `teams`, the calls are those of one of its ranks; each rank has its own batch.
     """
+    num_ranks = 1 if teams is None else len(active_ranks(teams.team.weights))
     config = builder.config
     together = min(int(settings.option("frames_at_once")), num_painted(settings))
     num_batches = ceil(num_painted(settings) / together / num_ranks)

@@ -29,7 +29,7 @@ from everyframe.families.inpaint.settings import (
 )
 from everyframe.runtime.interface import DryRunCall, MemorySaving, RankShare, VideoGroup
 from everyframe.runtime.model_spec import NativeModelSpec
-from everyframe.runtime.rank_shares import active_ranks, batch_share
+from everyframe.runtime.rank_shares import batch_share
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -74,13 +74,10 @@ class InpaintSpec(NativeModelSpec[InpaintOptions, InpaintFiles, InpaintConfig]):
     def smaller(self, settings: Settings) -> Iterator[Settings]:
         return smaller_settings(settings)
 
-    def rehearsals(self, settings: Settings) -> tuple[DryRunCall, ...]:
-        return dry_run_calls(self.builder, settings)
-
-    def shared_rehearsals(
-        self, settings: Settings, teams: ParallelContext
+    def dry_run_calls(
+        self, settings: Settings, teams: ParallelContext | None
     ) -> tuple[DryRunCall, ...]:
-        return dry_run_calls(self.builder, settings, len(active_ranks(teams.team.weights)))
+        return dry_run_calls(self.builder, settings, teams)
 
     def num_branches(self, settings: Settings) -> int:
         """Always one: each rank has whole frames with both guidance branches."""

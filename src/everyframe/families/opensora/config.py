@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
-from everyframe.core.errors import CheckpointError, did_you_mean
+from everyframe.checkpoints.config_errors import config_values
+from everyframe.core.errors import CheckpointError
 from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConfig
 
 TRAINING_KEYS = frozenset({
@@ -61,7 +62,13 @@ class DenoiserConfig:
     @classmethod
     def from_json(cls: type[_Config], data: Mapping[str, Any]) -> _Config:
         """Parse config.json; raises `CheckpointError` that names the faulty key."""
-        return cls(**_read(data, cls))
+        for name in MUST_BE_OFF:
+            if data.get(name):
+                raise CheckpointError(
+                    f"the denoiser's config.json sets {name} to {data[name]!r}; supported: false"
+                )
+        ignored = TRAINING_KEYS.union(MUST_BE_OFF)
+        return cls(**config_values(cls, data, ignored, "the denoiser's config.json"))
 
 
 @dataclass(frozen=True)
@@ -103,26 +110,6 @@ class STDiT3Config(DenoiserConfig):
     def from_json(cls, data: Mapping[str, Any]) -> STDiT3Config:
         # Upstream writes input_size here too, as three nulls: this model has no size of its own.
         return super().from_json({k: v for k, v in data.items() if k != "input_size"})
-
-
-def _read(data: Mapping[str, Any], cls: type[DenoiserConfig]) -> dict[str, Any]:
-    """Keyword arguments for `cls` from upstream's config.json."""
-    known = {each.name for each in fields(cls)}
-    sizes: dict[str, Any] = {}
-    for name, value in data.items():
-        if name in known:
-            sizes[name] = tuple(value) if isinstance(value, list) else value
-        elif name in MUST_BE_OFF:
-            if value:
-                raise CheckpointError(
-                    f"the denoiser's config.json sets {name} to {value!r}; supported: false"
-                )
-        elif name not in TRAINING_KEYS:
-            raise CheckpointError(
-                f"the denoiser's config.json has an unknown key: {name!r}"
-                f"{did_you_mean(name, known)}"
-            )
-    return sizes
 
 
 def _check_sizes(config: DenoiserConfig) -> None:

@@ -22,19 +22,19 @@ from everyframe.runtime.model_spec import ModuleBuilder
 if TYPE_CHECKING:
     import torch
 
-    from everyframe.parallel.communicator import Communicator
+    from everyframe.parallel.communicator import Communicator, ParallelContext
 
 
 def dry_run_calls(
     builder: ModuleBuilder[OpenSoraConfig],
     settings: Settings,
-    team: Communicator | None = None,
-    groups: int = 1,
+    teams: ParallelContext | None = None,
 ) -> tuple[DryRunCall, ...]:
     """Dry-run calls: one prompt, conditioning frames if any, one step, one piece.
 
-    With `team`, the step is that of one of its ranks; see `sharding`.
+    With `teams`, the step is that of one of its ranks; see `sharding`.
     """
+    team, groups = (None, 1) if teams is None else (teams.team, teams.groups)
     config = builder.config
     size = (settings.num_frames, settings.height, settings.width)
     branches = 1 if settings.guidance_scale == 1 else 2

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from everyframe.families.opensora.config import DenoiserConfig
 from everyframe.families.opensora.model_inputs import cut_to_longest
 from everyframe.ops.attention import AttentionCore, merge_heads, split_heads
-from everyframe.ops.embeddings import TimestepEmbedding
+from everyframe.ops.embeddings import PatchProjection, TimestepEmbedding
 from everyframe.ops.modulation import Modulate, ModulationTables, SelectByFrame
 from everyframe.ops.norm import LayerNorm, RMSNorm
 from everyframe.ops.rope import RotaryTable, Rotate
@@ -28,22 +28,6 @@ from everyframe.ops.text_context import KeysValues, TextContext, context_of
 
 Size3 = tuple[int, int, int]
 """Frames, rows, columns."""
-
-
-class PatchProjection(nn.Module):
-    """Linear projection of flattened patches (..., in * volume) with a 3-D convolution's weight.
-
-    A convolution whose stride equals its kernel is a matrix product. Writing it as one is as fast
-    and avoids convolution kernels that are known to be wrong on some cards.
-    """
-
-    def __init__(self, in_channels: int, out_channels: int, patch_size: Size3) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(out_channels, in_channels, *patch_size))
-        self.bias = nn.Parameter(torch.zeros(out_channels))
-
-    def forward(self, patches: Tensor) -> Tensor:
-        return F.linear(patches, self.weight.flatten(1), self.bias)
 
 
 class PatchEmbed(nn.Module):

@@ -110,8 +110,8 @@ def load_tokenizer(folder: Path) -> Any:
             return FileTokenizer(folder)
         from transformers import AutoTokenizer
 
-        # What is too long is told by `tokenize`; the tokenizer's own limit (T5's 512) would print
-        # a warning of indexing errors that can't come.
+        # `read_prompt` tells what is too long; the tokenizer's own limit (T5's 512) would print a
+        # warning of indexing errors that can't come.
         return AutoTokenizer.from_pretrained(
             str(folder),
             local_files_only=True,

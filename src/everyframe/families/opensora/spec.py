@@ -93,13 +93,10 @@ class OpenSoraSpec(NativeModelSpec[OpenSoraOptions, OpenSoraFiles, OpenSoraConfi
     def smaller(self, settings: Settings) -> Iterator[Settings]:
         return smaller_settings(self.config, settings)
 
-    def rehearsals(self, settings: Settings) -> tuple[DryRunCall, ...]:
-        return dry_run_calls(self.builder, settings)
-
-    def shared_rehearsals(
-        self, settings: Settings, teams: ParallelContext
+    def dry_run_calls(
+        self, settings: Settings, teams: ParallelContext | None
     ) -> tuple[DryRunCall, ...]:
-        return dry_run_calls(self.builder, settings, teams.team, teams.groups)
+        return dry_run_calls(self.builder, settings, teams)
 
     def num_branches(self, settings: Settings) -> int:
         """Guidance branches: two with guidance (conditional, unconditional), else one."""

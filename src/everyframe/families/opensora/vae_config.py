@@ -19,17 +19,11 @@ from everyframe.core.errors import CheckpointError, InputError, did_you_mean
 from everyframe.runtime.request_checks import FrameChunk, LatentSizes
 
 SDXL_VAE_SIZES: Mapping[str, Any] = {
-    "in_channels": 3,
-    "out_channels": 3,
-    "down_block_types": ["DownEncoderBlock2D"] * 4,
-    "up_block_types": ["UpDecoderBlock2D"] * 4,
-    "block_out_channels": [128, 256, 512, 512],
-    "layers_per_block": 2,
-    "act_fn": "silu",
-    "latent_channels": 4,
-    "norm_num_groups": 32,
+    "in_channels": 3, "out_channels": 3, "latent_channels": 4, "norm_num_groups": 32,
+    "down_block_types": ["DownEncoderBlock2D"] * 4, "up_block_types": ["UpDecoderBlock2D"] * 4,
+    "block_out_channels": [128, 256, 512, 512], "layers_per_block": 2, "act_fn": "silu",
     "sample_size": 1024,
-}
+}  # fmt: skip
 """`AutoencoderKL` sizes that Stable Diffusion's and SDXL's autoencoders share.
 
 Open-Sora 1.2's config.json names only the hub repository that they were taken from.

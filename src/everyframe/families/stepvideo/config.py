@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from everyframe.core.errors import CheckpointError, did_you_mean
+from everyframe.checkpoints.config_errors import config_values
+from everyframe.core.errors import CheckpointError
 from everyframe.families.stepvideo.vae_config import StepVAEConfig
 
 #: Keys about how upstream trained or ran the denoiser, not about what it computes.
@@ -97,19 +98,8 @@ class StepVideoModelConfig:
                 )
         if isinstance(data.get("caption_channels"), int):
             data["caption_channels"] = (data["caption_channels"],)
-        known = {field.name for field in fields(cls)}
-        for name in data:
-            if name not in known and name not in _DENOISER_IGNORES:
-                raise CheckpointError(
-                    f"the denoiser's config.json has an unknown key: {name!r}"
-                    f"{did_you_mean(name, known)}"
-                )
-        sizes: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in data.items()
-            if name in known
-        }
-        return cls(**sizes)
+        where = "the denoiser's config.json"
+        return cls(**config_values(cls, data, _DENOISER_IGNORES, where))
 
 
 @dataclass(frozen=True)

@@ -87,11 +87,8 @@ class StepVideoSpec(NativeModelSpec[StepVideoOptions, StepVideoFiles, StepVideoC
     def smaller(self, settings: Settings) -> Iterator[Settings]:
         return smaller_settings(self.config, settings)
 
-    def rehearsals(self, settings: Settings) -> tuple[DryRunCall, ...]:
-        return dry_run_calls(self.builder, settings)
-
-    def shared_rehearsals(
-        self, settings: Settings, teams: ParallelContext
+    def dry_run_calls(
+        self, settings: Settings, teams: ParallelContext | None
     ) -> tuple[DryRunCall, ...]:
         return dry_run_calls(self.builder, settings, teams)
 

@@ -33,12 +33,9 @@ PIPELINE = "StableVideoDiffusionPipeline"
 WEIGHTS = ("image_encoder", "vae", "unet")
 #: Training frames of the released models, for plans made before download.
 _RELEASED_FRAMES = {
-    "svd": 14,
-    "svd-xt": 25,
-    "svd-xt-1.1": 25,
-    "svd-image-decoder": 14,
-    "svd-xt-image-decoder": 25,
-}
+    "svd": 14, "svd-image-decoder": 14,
+    "svd-xt": 25, "svd-xt-1.1": 25, "svd-xt-image-decoder": 25,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

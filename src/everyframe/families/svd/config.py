@@ -26,18 +26,13 @@ _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 #: Required scheduler config. `sigma_min` and `sigma_max` are read; `timestep_spacing` determines
 #: the scale of the initial noise.
 _SCHEDULER = {
-    "prediction_type": "v_prediction",
-    "timestep_type": "continuous",
-    "use_karras_sigmas": True,
+    "prediction_type": "v_prediction", "timestep_type": "continuous", "use_karras_sigmas": True,
     "final_sigmas_type": "zero",
-}
+}  # fmt: skip
 _SCHEDULER_DEFAULTS: Mapping[str, Any] = {
-    "prediction_type": "epsilon",
-    "timestep_type": "discrete",
-    "use_karras_sigmas": False,
-    "final_sigmas_type": "zero",
-    "timestep_spacing": "linspace",
-}
+    "prediction_type": "epsilon", "timestep_type": "discrete", "use_karras_sigmas": False,
+    "final_sigmas_type": "zero", "timestep_spacing": "linspace",
+}  # fmt: skip
 
 
 def released() -> Mapping[str, Mapping[str, Any]]:

@@ -21,19 +21,17 @@ from everyframe.runtime.model_spec import ModuleBuilder
 if TYPE_CHECKING:
     from everyframe.families.svd.config import SVDConfig
     from everyframe.families.svd.options import SVDOptions
-    from everyframe.parallel.communicator import Communicator
+    from everyframe.parallel.communicator import Communicator, ParallelContext
 
 
 def dry_run_calls(
-    builder: ModuleBuilder[SVDConfig],
-    settings: Settings,
-    team: Communicator | None = None,
-    groups: int = 1,
+    builder: ModuleBuilder[SVDConfig], settings: Settings, teams: ParallelContext | None = None
 ) -> tuple[DryRunCall, ...]:
     """Dry-run calls: image, its latents, one step, one chunk of frames.
 
-    With `team`, the step is that of one of its ranks; see `sharding`.
+    With `teams`, the step is that of one of its ranks; see `sharding`.
     """
+    team, groups = (None, 1) if teams is None else (teams.team, teams.groups)
     config, size = builder.config, (settings.height, settings.width)
     chunk = min(int(settings.option("decode_chunk_size")), settings.num_frames)
     branches = 1 if settings.guidance_scale <= 1 else 2
