@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from dry import dry_run_module
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import Precision
 from everyframe.dry_run.result import DryRunResult
@@ -24,6 +23,7 @@ from everyframe.families.svd import layers
 from everyframe.hardware.profiles import find_profile, profile_names
 from everyframe.ops.embeddings import timestep_embedding
 from everyframe.precision.policy import ComponentNeeds, choose
+from helpers.dry_runs import dry_run_module
 
 LARGE = 10**9  # parameters, so that no policy keeps a model wide for being small
 

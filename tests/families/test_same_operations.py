@@ -22,7 +22,6 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import tiny_families
 from everyframe.core.events import StageStarted
 from everyframe.core.request import Request
 from everyframe.engine import run as engine_run
@@ -41,11 +40,12 @@ from everyframe.runtime import denoise_stage
 from everyframe.runtime.denoise_stage import VideoDenoiseStage
 from everyframe.runtime.loading import load_component
 from everyframe.runtime.stages import ComponentStage, LatentPiece
+from helpers.tiny_checkpoints import families
 
 FRAMES = np.random.default_rng(0).integers(0, 255, (17, 32, 32, 3), np.uint8)
 #: As long as each encoder reads, which is what a plan counts on.
 LONG = {"prompt": "a red circle moves to the right " * 100, "truncate_prompt": True}
-#: What is asked for beside `tiny_families`: the largest inputs that a plan counts on.
+#: What is asked for beside `families`: the largest inputs that a plan counts on.
 ASKED: dict[str, dict[str, Any]] = {
     "opensora-1.0": LONG,
     "opensora-1.2": {**LONG, "extend": FRAMES, "num_frames": 34},
@@ -163,8 +163,8 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 
 def request(family: str, folder: Path) -> Request:
-    asked = tiny_families.asked(family, **ASKED[family])
-    return Request(model=str(tiny_families.made(family, folder)), **asked)
+    asked = families.asked(family, **ASKED[family])
+    return Request(model=str(families.made(family, folder)), **asked)
 
 
 def run(asked: Request, recorder: Recorder) -> dict[str, list[Operation]]:
@@ -192,9 +192,9 @@ def run_dry(prepared: PreparedPlan, recorder: Recorder) -> dict[str, list[Operat
             modules = {
                 name: load_component(
                     prepared.plan.component(name),
-                    partial(model.sizes.taken, name),
+                    partial(model.builder.taken, name),
                     *model.weights(name),
-                    outputs=model.sizes.outputs(name),
+                    outputs=model.builder.outputs(name),
                 )
                 for name in call.components
             }

@@ -117,8 +117,10 @@ def dry_run(
 
     def run() -> DryRunResults:
         from everyframe.dry_run import executor
+        from everyframe.runtime.meta_init import BUILD_LOCK
 
-        return executor.dry_run(rehearsal, precisions, device)
+        with BUILD_LOCK:
+            return executor.dry_run(rehearsal, precisions, device)
 
     key = (rehearsal.key, *sorted(precisions.items(), key=itemgetter(0)), _rules(device))
     if rehearsal.is_foreign:

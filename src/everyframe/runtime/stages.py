@@ -53,12 +53,12 @@ class StageContext(Generic[_Model]):
         """Load a component, and yield an event with the loading time."""
         assert self.plan is not None
         began = time.perf_counter()
-        sizes = self.model.sizes
+        builder = self.model.builder
         module = load_component(
             self.plan.component(component),
-            partial(sizes.taken, component),
+            partial(builder.taken, component),
             *self.model.weights(component),
-            outputs=sizes.outputs(component),
+            outputs=builder.outputs(component),
             supply=self.teams.supply,
         )
         yield ComponentLoaded(component, time.perf_counter() - began)

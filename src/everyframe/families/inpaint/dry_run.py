@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from math import ceil
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from everyframe.core.plan import Settings
 from everyframe.dry_run.call import DryRunCall
-from everyframe.families.inpaint.components import InpaintBuilder, controlnet_name
+from everyframe.families.inpaint.components import controlnet_name
 from everyframe.families.inpaint.config import InpaintConfig
 from everyframe.families.inpaint.scheduler import num_timesteps
 from everyframe.families.inpaint.settings import geometry_of, latent_shape, num_painted
@@ -21,16 +21,23 @@ from everyframe.runtime import tiling
 from everyframe.runtime.interface import MemorySaving
 from everyframe.runtime.memory_fallbacks import cfg_batch_size, split_cfg_saving
 from everyframe.runtime.model_spec import NativeModelSpec
+from everyframe.runtime.rank_shares import active_ranks
+
+if TYPE_CHECKING:
+    from everyframe.parallel.communicator import ParallelContext
 
 
 def dry_run_calls(
-    spec: NativeModelSpec[Any, Any, InpaintBuilder], settings: Settings, num_ranks: int = 1
+    spec: NativeModelSpec[Any, Any, InpaintConfig],
+    settings: Settings,
+    teams: ParallelContext | None = None,
 ) -> tuple[DryRunCall, ...]:
     """Dry-run calls: a prompt, source frames, one step of the networks, one batch of frames.
 
-    With `num_ranks`, the calls are those of one rank; each rank has its own batch.
+    With `teams`, the calls are those of one of its ranks; each rank has its own batch.
     """
-    config = spec.sizes.config
+    num_ranks = 1 if teams is None else len(active_ranks(teams.team.weights))
+    config = spec.config
     together = min(int(settings.option("frames_at_once")), num_painted(settings))
     num_batches = ceil(num_painted(settings) / together / num_ranks)
     lot = min(together, settings.saving(tiling.FRAMES, together))
@@ -46,7 +53,7 @@ def dry_run_calls(
     encodes = lots * tiling.num_repeats(*latents, given_tile)
     decodes = lots * tiling.num_repeats(*latents, tile)
     encoded = (*size, lot, given_tile, strength < 1)
-    one = partial(spec.dry_run_call, settings)
+    one = partial(spec.stage_call, settings)
     one_step = partial(one, "denoise", components=networks)
     return (
         one("text", "text_encoder", "stages.TextEncodeStage", branches, *size),

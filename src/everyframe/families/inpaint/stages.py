@@ -38,7 +38,7 @@ from everyframe.samplers import diffusers_scheduler, noise
 from everyframe.samplers.base import Step
 from everyframe.samplers.base import Step as SamplerStep
 
-#: The context of a dry run; see `NativeModelSpec.dry_run_call`.
+#: The context of a dry run; see `NativeModelSpec.stage_call`.
 Context = InpaintContext
 
 #: What ranks wait for, in messages.
@@ -105,7 +105,7 @@ class TextEncodeStage(SharedEncodeStage[InpaintContext, PromptTokens]):
     def inputs(self, videos: Sequence[VideoState]) -> tuple[list[PromptTokens], list[Note]]:
         """Tokens of each prompt; notes on what is cut."""
         context = self.context
-        tokenizer = load_tokenizer(context.model.files.part("tokenizer"))
+        tokenizer = load_tokenizer(context.model.files.path("tokenizer"))
         tokens = tokens_of(tokenizer, context.settings, context.config.num_tokens)
         notes = [prompt_truncated_note(cut) for *_, cut in tokens if cut]
         return [PromptTokens(ids, mask) for ids, mask, _ in tokens], notes

@@ -31,7 +31,7 @@ from everyframe.runtime.rank_shares import active_ranks, batch_owner
 from everyframe.runtime.stages import ComponentStage, as_floats, as_frames, distribute_pieces
 from everyframe.samplers import noise
 
-#: The context of a dry run; see `NativeModelSpec.dry_run_call`.
+#: The context of a dry run; see `NativeModelSpec.stage_call`.
 Context = InpaintContext
 
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from everyframe.core.plan import Settings
-from everyframe.families.opensora.components import OpenSoraBuilder
+from everyframe.families.opensora.config import OpenSoraConfig
 from everyframe.families.opensora.settings import PIECE
 from everyframe.families.opensora.vae_config import ImageVAEConfig
 from everyframe.runtime import tiling
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def dry_run_calls(
-    spec: NativeModelSpec[Any, Any, OpenSoraBuilder],
+    spec: NativeModelSpec[Any, Any, OpenSoraConfig],
     settings: Settings,
     teams: ParallelContext | None = None,
 ) -> tuple[DryRunCall, ...]:
@@ -32,14 +32,14 @@ def dry_run_calls(
 
     With `teams`, the step is that of one of several ranks.
     """
-    vae, chain = spec.sizes.vae, settings.chain
+    vae, chain = spec.config.vae, settings.chain
     size = (settings.num_frames, settings.height, settings.width)
     branches = 1 if settings.guidance_scale == 1 else 2
     at_once = settings.saving(tiling.FRAMES, 0)
     tile, given_tile = settings.saving(tiling.DECODE, 0), settings.saving(tiling.ENCODE, 0)
     latents, piece = vae.latent_size(*size)[1:], vae.pieces(settings.num_frames)[0].num_frames
     given = is_conditioned(settings)
-    one = partial(spec.dry_run_call, settings, teams=teams)
+    one = partial(spec.stage_call, settings, teams=teams)
     prompts = 1 + (settings.negative_prompt is not None)
     calls = [one("text", "text_encoder", "stages.TextEncodeStage", prompts)]
     if given:
@@ -57,7 +57,7 @@ def dry_run_calls(
 
 
 def memory_savings(
-    sizes: OpenSoraBuilder, component: str, settings: Settings
+    config: OpenSoraConfig, component: str, settings: Settings
 ) -> Iterator[MemorySaving]:
     """Sequential guidance branches; fewer frames per autoencoder call; tiling.
 
@@ -67,12 +67,12 @@ def memory_savings(
         yield split_cfg_saving(settings)
     if component != "vae":
         return
-    vae = sizes.vae
+    vae = config.vae
     usual = (vae if isinstance(vae, ImageVAEConfig) else vae.spatial).micro_batch_size
     for saving in tiling.fewer_frames(settings, usual):
         settings = saving.settings
         yield saving
-    size = sizes.vae.latent_size(settings.num_frames, settings.height, settings.width)
+    size = config.vae.latent_size(settings.num_frames, settings.height, settings.width)
     if is_conditioned(settings):
         yield from tiling.tile_savings(settings, *size[1:], tiling.ENCODE)
     yield from tiling.tile_savings(settings, *size[1:])

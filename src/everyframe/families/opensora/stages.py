@@ -50,7 +50,7 @@ class OpenSoraContext(StageContext[OpenSoraSpec]):
     @property
     def vae(self) -> ImageVAEConfig | VideoVAEConfig:
         """Config of the autoencoder."""
-        return self.model.sizes.vae
+        return self.model.config.vae
 
     def goes_on(self) -> bool:
         """Whether this clip continues from the previous clip or from a given video."""
@@ -67,7 +67,7 @@ class OpenSoraContext(StageContext[OpenSoraSpec]):
         if self.clip == 0:
             assert video.given.source is not None
             frames = as_floats(video.given.source[-PIECE:])
-        wanted = known_frames(self.model.facts, self.settings)[0]
+        wanted = known_frames(self.model.config, self.settings)[0]
         tail: Tensor = frames[-wanted:] if len(frames) >= wanted else frames[-1:]
         return tail
 
@@ -78,7 +78,7 @@ class OpenSoraContext(StageContext[OpenSoraSpec]):
         return (self.vae.latent_channels, *size)
 
 
-#: The context of a dry run; see `NativeModelSpec.dry_run_call`.
+#: The context of a dry run; see `NativeModelSpec.stage_call`.
 Context = OpenSoraContext
 
 
@@ -104,16 +104,15 @@ class TextEncodeStage(SharedEncodeStage[OpenSoraContext, PromptTokens]):
     def inputs(self, videos: Sequence[VideoState]) -> tuple[list[PromptTokens], list[Note]]:
         """Tokens of each text; notes on what is cut."""
         model = self.context.model
-        place = model.files.tokenizer.path
-        assert place is not None, "asked before it was fetched"
-        tokenizer, length = load_tokenizer(place), model.sizes.denoiser.model_max_length
+        tokenizer = load_tokenizer(model.files.path("tokenizer"))
+        length = model.config.denoiser.model_max_length
         tokens = tokens_of(tokenizer, self.context.settings, length)
         notes = [prompt_truncated_note(cut) for *_, cut in tokens if cut]
         return [PromptTokens(ids, mask) for ids, mask, _ in tokens], notes
 
     def example_inputs(self, device: str) -> PromptTokens:
         """A text of full length."""
-        length = self.context.model.sizes.denoiser.model_max_length
+        length = self.context.model.config.denoiser.model_max_length
         ids = torch.zeros(1, length, dtype=torch.long)
         return PromptTokens(ids, torch.ones(1, length, dtype=torch.bool))
 
@@ -247,10 +246,10 @@ class DenoiseStage(VideoDenoiseStage[OpenSoraContext, SamplerInputs]):
 
     def example_inputs(self, device: str) -> SamplerInputs:
         """Texts of full length and, where frames are given, a first frame that is fixed."""
-        sizes, settings = self.context.model.sizes, self.context.settings
+        config, settings = self.context.model.config, self.context.settings
         shape = (1, *self.context.latent_shape())
-        length = sizes.denoiser.model_max_length
-        hidden = torch.zeros(1, length, sizes.denoiser.caption_channels)
+        length = config.denoiser.model_max_length
+        hidden = torch.zeros(1, length, config.denoiser.caption_channels)
         prompt = TextEmbedding(hidden, torch.ones(1, length, dtype=torch.bool))
         mask = None
         if is_conditioned(settings):
@@ -267,18 +266,18 @@ class DenoiseStage(VideoDenoiseStage[OpenSoraContext, SamplerInputs]):
         self, modules: Mapping[str, Any], inputs: SamplerInputs, device: str, settings: Settings
     ) -> Denoiser:
         """The model with its text and guidance."""
-        facts = self.context.model.facts
-        return Denoiser(modules[self.component], inputs.text, settings, facts, device)
+        config = self.context.model.config
+        return Denoiser(modules[self.component], inputs.text, settings, config, device)
 
     def sample(
         self, denoise: Callable[..., Tensor], inputs: SamplerInputs, start: int
     ) -> Iterator[SamplerStep]:
         """IDDPM for 1.0, rectified flow for 1.2."""
-        settings, facts = self.context.settings, self.context.model.facts
-        if facts.version == "1.0":
+        settings, config = self.context.settings, self.context.model.config
+        if config.version == "1.0":
             plan = iddpm.schedule(settings.num_inference_steps)
             return iddpm.sample(denoise, inputs.x, plan, inputs.noise, start=start)
-        timesteps = timesteps_of(settings, facts)
+        timesteps = timesteps_of(settings, config)
         if inputs.mask is None:
             return rectified_flow.sample(denoise, inputs.x, timesteps, start=start)
         return rectified_flow.sample_masked(

@@ -10,7 +10,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from everyframe.core.plan import Settings
-from everyframe.families.stepvideo.settings import StepVideoFacts, latent_shape
+from everyframe.families.stepvideo.config import StepVideoConfig
+from everyframe.families.stepvideo.settings import latent_shape
 from everyframe.runtime import tiling
 from everyframe.runtime.interface import DryRunCall, MemorySaving
 from everyframe.runtime.memory_fallbacks import cfg_batch_size, split_cfg_saving
@@ -25,8 +26,7 @@ SIDES = (48, 32, 16)
 
 
 def dry_run_calls(
-    spec: NativeModelSpec[Any, Any, Any],
-    facts: StepVideoFacts,
+    spec: NativeModelSpec[Any, Any, StepVideoConfig],
     settings: Settings,
     teams: ParallelContext | None = None,
 ) -> tuple[DryRunCall, ...]:
@@ -34,11 +34,11 @@ def dry_run_calls(
 
     With `teams`, the step is that of one of several ranks.
     """
-    one = partial(spec.dry_run_call, settings, teams=teams)
-    shape, tile = latent_shape(facts, settings), settings.saving(tiling.DECODE, 0)
+    one = partial(spec.stage_call, settings, teams=teams)
+    shape, tile = latent_shape(spec.config, settings), settings.saving(tiling.DECODE, 0)
     branches = 1 if settings.guidance_scale == 1 else 2
     step = (*shape, branches, cfg_batch_size(settings, branches), *key_of_rank(teams))
-    pieces = len(facts.vae.pieces(settings.num_frames))
+    pieces = len(spec.config.vae.pieces(settings.num_frames))
     decodes = pieces * tiling.num_repeats(*shape[2:], tile)
     return (
         one("text", "step_llm", "stages.LLMEncodeStage", branches),
@@ -49,10 +49,10 @@ def dry_run_calls(
 
 
 def memory_savings(
-    facts: StepVideoFacts, component: str, settings: Settings
+    config: StepVideoConfig, component: str, settings: Settings
 ) -> Iterator[MemorySaving]:
     """Sequential guidance branches; tiled decoding of pieces."""
     if component == "vae":
-        yield from tiling.tile_savings(settings, *latent_shape(facts, settings)[2:], sides=SIDES)
+        yield from tiling.tile_savings(settings, *latent_shape(config, settings)[2:], sides=SIDES)
     if component == "denoiser" and settings.guidance_scale != 1:
         yield split_cfg_saving(settings)

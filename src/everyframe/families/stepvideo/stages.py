@@ -51,15 +51,15 @@ class StepVideoContext(StageContext[StepVideoSpec]):
     @property
     def latent_shape(self) -> tuple[int, int, int, int]:
         """(C, T, h, w) of a video's latents."""
-        return latent_shape(self.model.facts, self.settings)
+        return latent_shape(self.model.config, self.settings)
 
     @property
     def pieces(self) -> tuple[FrameChunk, ...]:
         """Pieces in which a video is decoded."""
-        return self.model.facts.vae.pieces(self.settings.num_frames)
+        return self.model.config.vae.pieces(self.settings.num_frames)
 
 
-#: The context of a dry run; see `NativeModelSpec.dry_run_call`.
+#: The context of a dry run; see `NativeModelSpec.stage_call`.
 Context = StepVideoContext
 
 
@@ -80,8 +80,8 @@ class LLMEncodeStage(TextEncodeStage):
 
     def inputs(self, videos: Sequence[VideoState]) -> tuple[list[Tokens], list[Note]]:
         """Step-LLM's tokens of each text; what is too long for either encoder is noted."""
-        files, sizes = self.context.model.files, self.context.model.sizes
-        llm, clip = llm_tokenizer(files, sizes), clip_tokenizer(files, sizes)
+        files, config = self.context.model.files, self.context.model.config
+        llm, clip = llm_tokenizer(files, config), clip_tokenizer(files, config)
         tokens, notes = tokens_of(self.context.settings, llm, clip)
         return tokens, [Note(text, in_record=True) for text in notes]
 
@@ -107,7 +107,7 @@ class CLIPEncodeStage(TextEncodeStage):
 
     def inputs(self, videos: Sequence[VideoState]) -> tuple[list[Tokens], tuple[()]]:
         """CLIP's tokens of each text."""
-        tokenizer = clip_tokenizer(self.context.model.files, self.context.model.sizes)
+        tokenizer = clip_tokenizer(self.context.model.files, self.context.model.config)
         return [tokenizer.tokens(text) for text in texts_of(self.context.settings)], ()
 
     def example_inputs(self, device: str) -> Tokens:
@@ -163,7 +163,7 @@ class DenoiseStage(VideoDenoiseStage[StepVideoContext, SamplerInputs]):
 
     def example_inputs(self, device: str) -> SamplerInputs:
         """A text of full length; the negative prompt is shorter, so there is a mask."""
-        llm, clip = self.context.model.sizes.denoiser.caption_channels
+        llm, clip = self.context.model.config.denoiser.caption_channels
 
         def states(num_tokens: int) -> TextStates:
             mask = torch.arange(LLM_LENGTH, device="cpu")[None] < num_tokens

@@ -6,13 +6,12 @@ Each stage is called once, at the plan's sizes; `stages.py` has the call.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from everyframe.core.plan import Settings
-from everyframe.families.svd.components import SVDBuilder
+from everyframe.families.svd.config import SVDConfig
 from everyframe.families.svd.settings import latent_shape
 from everyframe.runtime import tiling
 from everyframe.runtime.interface import DryRunCall, MemorySaving
@@ -21,13 +20,12 @@ from everyframe.runtime.model_spec import NativeModelSpec
 from everyframe.runtime.rank_shares import key_of_rank
 
 if TYPE_CHECKING:
-    from everyframe.families.svd.config import SVDConfig
     from everyframe.families.svd.options import SVDOptions
     from everyframe.parallel.communicator import ParallelContext
 
 
 def dry_run_calls(
-    spec: NativeModelSpec[Any, Any, SVDBuilder],
+    spec: NativeModelSpec[Any, Any, SVDConfig],
     settings: Settings,
     teams: ParallelContext | None = None,
 ) -> tuple[DryRunCall, ...]:
@@ -35,9 +33,9 @@ def dry_run_calls(
 
     With `teams`, the step is that of one of several ranks.
     """
-    one = partial(spec.dry_run_call, settings, teams=teams)
+    one = partial(spec.stage_call, settings, teams=teams)
     size, frames = (settings.height, settings.width), settings.num_frames
-    latents = latent_shape(spec.sizes.config, settings)[2:]
+    latents = latent_shape(spec.config, settings)[2:]
     tile, given_tile = settings.saving(tiling.DECODE, 0), settings.saving(tiling.ENCODE, 0)
     chunk = min(int(settings.option("decode_chunk_size")), frames)
     branches = 1 if settings.guidance_scale <= 1 else 2
@@ -65,8 +63,7 @@ def memory_savings(
     chunk = int(settings.option("decode_chunk_size"))
     while chunk > 1 and options.decode_chunk_size is None:
         chunk = ceil(chunk / 2)
-        fewer = dict(settings.options) | {"decode_chunk_size": chunk}
-        settings = replace(settings, options=tuple(fewer.items()))
+        settings = settings.with_option("decode_chunk_size", chunk)
         yield MemorySaving(
             settings,
             f"frames are decoded {chunk} at once (decode_chunk_size), which changes the picture a "

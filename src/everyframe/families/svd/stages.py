@@ -59,7 +59,7 @@ class SVDContext(StageContext[SVDSpec]):
         return int(self.settings.option("decode_chunk_size"))
 
 
-#: The context of a dry run; see `NativeModelSpec.dry_run_call`.
+#: The context of a dry run; see `NativeModelSpec.stage_call`.
 Context = SVDContext
 
 
