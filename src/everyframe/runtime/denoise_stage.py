@@ -12,6 +12,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -182,7 +183,7 @@ class GuardedDenoiser:
     ) -> None:
         self._guard = guard
         self._make = make
-        self._denoise = guard.spared(start + 1, make)
+        self._denoise: Callable[..., Tensor] = guard.spared(start + 1, make)
         self._step = start
 
     def __call__(self, *given: Tensor) -> Tensor:
@@ -195,7 +196,7 @@ class GuardedDenoiser:
         # A run that goes on from a later step has the repairs that its first step asked for.
         probe = self._guard.probe() if self._step == 1 else None
         with probe or nullcontext():
-            answer = self._guard.spared(self._step, lambda: self._denoise(*given), again)
+            answer: Tensor = self._guard.spared(self._step, partial(self._denoise, *given), again)
         seen = value_range(answer)
         if seen.is_finite:
             answer = self._guard.probed(self._step, probe, answer, again)
