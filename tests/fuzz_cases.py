@@ -14,7 +14,7 @@ import shutil
 import struct
 import typing
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from everyframe.core.events import Step
 from everyframe.core.request import Request
 from everyframe.engine.run import stream
 from everyframe.families.registry import all_options
+from everyframe.runs.atomic_write import read_json, write_json
 from everyframe.runs.run_state import EVERY_STEP, SaveOptions
 from fuzz_values import OUTPUTS, RIGHT, TEXTS, VALUES
 
@@ -373,6 +374,23 @@ def run_case(rng: random.Random, inputs: Inputs) -> Prepared:
     return ("resume", inputs.run.name, "-o", "out.mp4"), prepare
 
 
+def stranger_case(rng: random.Random, inputs: Inputs) -> Prepared:
+    """A run folder that somebody else made, with values changed, resumed with or without names."""
+    values = read_json(inputs.run / "run.json")
+    assert values is not None
+    values |= {name: changed(values[name], rng) for name in rng.sample(sorted(values), 1)}
+    values["signature"] = ""
+
+    def prepare(folder: Path) -> None:
+        place = folder / "runs" / inputs.run.name
+        shutil.copytree(inputs.run, place)
+        with suppress(ValueError, RecursionError):  # no JSON
+            write_json(place / "run.json", values)
+
+    names = ("--model", str(inputs.opensora)) if rng.random() < 0.7 else ()
+    return ("resume", inputs.run.name, *names, "-o", "out.mp4"), prepare
+
+
 #: What makes the words and the files of a case of each kind.
 KINDS: Mapping[str, Maker] = {
     "request": request_case,
@@ -382,6 +400,7 @@ KINDS: Mapping[str, Maker] = {
     "weights": weights_case,
     "media": media_case,
     "run": run_case,
+    "stranger": stranger_case,
 }
 
 
