@@ -34,7 +34,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import two_workers
 
-import small_models
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import Settings
 from everyframe.families.registry import family_names
@@ -43,6 +42,7 @@ from everyframe.parallel.communicator import FakeCommunicator, ParallelContext
 from everyframe.planning.dry_runs import call_seconds, dry_run
 from everyframe.precision.policy import choose
 from everyframe.runtime.interface import ShardableSpec, VideoGroup
+from helpers import config_only_models
 
 RESULTS = Path(__file__).parent / "results"
 NUMBERS = range(1, 9)
@@ -73,38 +73,43 @@ class Case:
 def opensora(version: str) -> Callable[[int | None], Any]:
     """Open-Sora of that version at its released sizes, with so many blocks."""
     from everyframe.families.opensora.components import OpenSoraBuilder
-    from everyframe.families.opensora.config import STDiT3Config, STDiTConfig
+    from everyframe.families.opensora.config import OpenSoraConfig, STDiT3Config, STDiTConfig
     from everyframe.families.opensora.spec import _T5_XXL
     from everyframe.families.opensora.vae_config import ImageVAEConfig, VideoVAEConfig
 
     def made(blocks: int | None) -> Any:
-        model = small_models.opensora(version)
+        model = config_only_models.opensora(version)
         denoiser: Any = STDiTConfig() if version == "1.0" else STDiT3Config()
         vae: Any = ImageVAEConfig() if version == "1.0" else VideoVAEConfig()
-        sizes = OpenSoraBuilder(replace(denoiser, depth=blocks or denoiser.depth), vae, _T5_XXL)
-        return replace(model, sizes=sizes, facts=replace(model.facts, vae=vae))
+        denoiser = replace(denoiser, depth=blocks or denoiser.depth)
+        config = OpenSoraConfig(version, denoiser, vae, _T5_XXL, square=32)
+        return replace(model, builder=OpenSoraBuilder(config))
 
     return made
 
 
 def stepvideo(blocks: int | None) -> Any:
     """Step-Video at its released sizes, with so many blocks."""
-    from everyframe.families.stepvideo.components import HUNYUAN_CLIP, StepVideoBuilder
-    from everyframe.families.stepvideo.config import StepLLMConfig, StepVideoConfig
+    from everyframe.families.stepvideo.components import StepVideoBuilder
+    from everyframe.families.stepvideo.config import (
+        HUNYUAN_CLIP,
+        StepLLMConfig,
+        StepVideoConfig,
+        StepVideoModelConfig,
+    )
     from everyframe.families.stepvideo.vae_config import StepVAEConfig
 
-    denoiser = StepVideoConfig()
+    denoiser = StepVideoModelConfig()
     denoiser = replace(denoiser, num_layers=blocks or denoiser.num_layers)
-    sizes = StepVideoBuilder(denoiser, StepLLMConfig(), HUNYUAN_CLIP, StepVAEConfig())
-    model = small_models.stepvideo()
-    return replace(model, sizes=sizes, facts=replace(model.facts, vae=sizes.vae))
+    config = StepVideoConfig(denoiser, StepLLMConfig(), HUNYUAN_CLIP, StepVAEConfig())
+    return replace(config_only_models.stepvideo(), builder=StepVideoBuilder(config))
 
 
 def opensora_tokens(model: Any, settings: Settings) -> int:
     """Patches of all branches."""
     from everyframe.families.opensora.components import token_sizes
 
-    return int(model.num_branches(settings) * prod(token_sizes(model.sizes, settings)))
+    return int(model.num_branches(settings) * prod(token_sizes(model.config, settings)))
 
 
 def stepvideo_tokens(model: Any, settings: Settings) -> int:
@@ -112,22 +117,23 @@ def stepvideo_tokens(model: Any, settings: Settings) -> int:
     from everyframe.families.stepvideo.components import token_grid
     from everyframe.families.stepvideo.settings import latent_shape
 
-    latents = latent_shape(model.facts, settings)
-    grid = token_grid(model.sizes, latents, model.num_branches(settings))
+    latents = latent_shape(model.config, settings)
+    grid = token_grid(model.config, latents, model.num_branches(settings))
     return int(grid.samples * grid.places)
 
 
 def svd(blocks: int | None) -> Any:
     """Stable Video Diffusion at its released sizes."""
     from everyframe.families.svd.components import SVDBuilder
-    from everyframe.families.svd.config import RELEASED, SVDConfig
+    from everyframe.families.svd.config import SVDConfig, released
 
-    return replace(small_models.svd(), sizes=SVDBuilder(SVDConfig.from_json("released", RELEASED)))
+    builder = SVDBuilder(SVDConfig.from_json("released", released()))
+    return replace(config_only_models.svd(), builder=builder)
 
 
 def cases() -> dict[str, Case]:
     """Cases of every family whose videos several devices can share, in each of its ways."""
-    sized = small_models.settings
+    sized = config_only_models.settings
     known = {
         "Open-Sora 1.0, 16 frames of 512x512": Case(
             "opensora", opensora("1.0"), sized(512, 512, 16, guidance=7.0), 28, 1152,

@@ -10,9 +10,11 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from everyframe.core.call_signature import with_options
 from everyframe.core.errors import InputError
 from everyframe.core.events import Event, Events
 from everyframe.core.events import Output as PipelineOutput
+from everyframe.core.options import Options
 from everyframe.core.plan import Plan
 from everyframe.core.request import Request
 from everyframe.engine import run as engine
@@ -26,14 +28,22 @@ from everyframe.engine.replan import OF_RANKS
 from everyframe.engine.results import EventTeller, Output, Tell, collect_videos
 from everyframe.engine.resume import find_run_of, resume_run
 from everyframe.engine.worker_process import WorkerJob
-from everyframe.families.registry import check_option_names, family_options, options_of
+from everyframe.families.registry import (
+    all_options,
+    check_option_names,
+    family_options,
+    options_of,
+)
 from everyframe.media.video import Video
 from everyframe.planning.resolve import LoadedModel, resolve
 from everyframe.runs import folder
 from everyframe.runs.folder import RunFolder, RunSummary, find_run, root_of, runs_folder
 from everyframe.runs.run_state import SaveOptions
 
+_ALL: tuple[type[Options], ...] = (Request, *all_options().values())
 
+
+@with_options(_ALL)
 def generate(
     prompt: str | None = None,
     *,
@@ -85,6 +95,7 @@ def generate(
     return videos if request.num_videos > 1 else videos[0]
 
 
+@with_options([Request], only=OF_RANKS)
 def resume(
     run: str | Path | None = None,
     *,
@@ -156,6 +167,11 @@ def list_runs(run_dir: str | Path | None = None) -> list[RunSummary]:
     return folder.list_runs(root_of(run_dir))
 
 
+@with_options(
+    [Request, options_of("pipeline")],
+    is_open=True,
+    negative_prompt="str | Sequence[str] | Mapping[int, str] | None",
+)
 def run(
     pipe: Any,
     prompt: str | list[str] | Mapping[int, str] | None = None,
@@ -213,13 +229,18 @@ def stream(request: Request, *, pipe: Any = None) -> Iterator[Event]:
     return engine.stream(request)
 
 
+@with_options(_ALL)
 def plan(
     request: Request | str | None = None, *, profile: str | Path | None = None, **options: Any
 ) -> Plan:
     """Plan a request: what would run, in which precision, with how much memory and about how long.
 
-    Nothing is loaded or fetched. Accepts a request, or the prompt and options of `generate`.
-    `profile` plans for another machine: the name of a shipped profile, or a file of facts.
+    Nothing is loaded or fetched.
+
+    Args:
+        request: a request, or the prompt.
+        profile: plan for another machine: the name of a shipped profile, or a file of facts.
+        options: the options of `generate`, without a request.
     """
     if isinstance(request, Request):
         if options:

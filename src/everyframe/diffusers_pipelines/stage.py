@@ -23,13 +23,7 @@ from everyframe.core.events import AudioDecoded, Event, FramesDecoded, Note, Out
 from everyframe.core.options import shown
 from everyframe.core.plan import Plan, Settings
 from everyframe.diffusers_pipelines import call_options, sequence_parallel
-from everyframe.diffusers_pipelines.call import (
-    float32_noise,
-    in_one_run,
-    no_progress_bars,
-    quietly,
-    restore_after,
-)
+from everyframe.diffusers_pipelines.call import in_one_run, no_progress_bars, restore_after
 from everyframe.diffusers_pipelines.call_arguments import arguments
 from everyframe.diffusers_pipelines.call_thread import Apart as InOwnThread
 from everyframe.diffusers_pipelines.call_thread import Calling
@@ -46,6 +40,7 @@ from everyframe.diffusers_pipelines.global_generators import (
 from everyframe.diffusers_pipelines.guard import PipelineGuard, UnshardedCall
 from everyframe.diffusers_pipelines.guarded_calls import GuardedCallHooks
 from everyframe.diffusers_pipelines.image_forms import call_with_pictures, to_rgb
+from everyframe.diffusers_pipelines.library_patches import float32_noise, quietly
 from everyframe.diffusers_pipelines.loading import load, set_guidance
 from everyframe.diffusers_pipelines.media import (
     Array,

@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import save_file
 
 import everyframe
-import tiny
 from everyframe.checkpoints import download
 from everyframe.checkpoints.locate import locate
 from everyframe.core.errors import InputError
 from everyframe.families.opensora.family import OPEN_SORA
 from everyframe.families.opensora.options import OpenSoraOptions
 from everyframe.families.registry import stages_of
+from helpers.tiny_checkpoints import opensora as tiny_opensora
 
 T5_XXL = 4_762_310_656
 #: The released counts (research report and hub cards), which count the checkpoint's parameters.
@@ -61,7 +61,7 @@ def test_squares_of_1_0_by_the_files_name() -> None:
         assert (plan.settings.height, plan.settings.width) == (side, side)
         model = OPEN_SORA.recognise(locate(plan.model), OpenSoraOptions())
         assert model is not None
-        assert model.sizes.denoiser.space_scale == scale
+        assert model.config.denoiser.space_scale == scale
 
 
 @pytest.mark.parametrize(("tokens", "side"), [(256, 256), (1024, 512)])
@@ -71,7 +71,7 @@ def test_squares_of_1_0_by_the_position_table(tmp_path: Path, tokens: int, side:
         "blocks.0.attn_temp.qkv.weight": torch.zeros(1),
     }
     save_file(names, tmp_path / "weights.safetensors")
-    assert model_at(tmp_path / "weights.safetensors").facts.square == side
+    assert model_at(tmp_path / "weights.safetensors").config.square == side
 
 
 def test_a_foreign_model_is_not_this_familys(tmp_path: Path) -> None:
@@ -81,12 +81,12 @@ def test_a_foreign_model_is_not_this_familys(tmp_path: Path) -> None:
 
 
 def test_a_checkpoints_own_defaults(tmp_path: Path) -> None:
-    folder = tiny.opensora_1_2(tmp_path / "own")
-    assert model_at(folder).facts.has_scores
+    folder = tiny_opensora.opensora_1_2(tmp_path / "own")
+    assert model_at(folder).config.has_scores
     defaults = {"height": 16, "width": 24, "num_frames": 17, "fps": 12, "num_inference_steps": 3}
     (folder / "everyframe.json").write_text(json.dumps(defaults))
     model = model_at(folder)
-    assert not model.facts.has_scores
+    assert not model.config.has_scores
     settings, _ = model.settle(everyframe.Request(prompt="a"), 0)
     assert (settings.height, settings.width, settings.num_frames) == (16, 24, 17)
     assert settings.guidance_scale == 7.0
@@ -94,7 +94,7 @@ def test_a_checkpoints_own_defaults(tmp_path: Path) -> None:
 
 
 def test_stages_of_each_clip(tmp_path: Path) -> None:
-    model = model_at(tiny.opensora_1_2(tmp_path / "tiny"))
+    model = model_at(tiny_opensora.opensora_1_2(tmp_path / "tiny"))
 
     def names(clip: int, chain: int, *given: str) -> list[str]:
         settings = SimpleNamespace(chain=chain, given_frames=given, saving=lambda name, own: own)
@@ -109,6 +109,6 @@ def test_stages_of_each_clip(tmp_path: Path) -> None:
 
 
 def test_options_of_the_other_version(tmp_path: Path) -> None:
-    path = tiny.opensora_1_0(tmp_path / "tiny")
+    path = tiny_opensora.opensora_1_0(tmp_path / "tiny")
     with pytest.raises(InputError, match=r"aesthetic has no effect on Open-Sora 1\.0"):
         everyframe.plan("a", model=str(path), aesthetic=6.0)
