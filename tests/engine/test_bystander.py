@@ -21,12 +21,11 @@ from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
 import everyframe
-import tiny
-import tiny_pipelines
 from everyframe.diffusers_pipelines.library_patches import float32_noise, stand_in_accepted
 from everyframe.dry_run import executor
 from everyframe.hardware.cpu import cpu_threads
 from everyframe.runtime.meta_init import BUILD_LOCK
+from helpers import tiny, tiny_pipelines
 
 OWN: dict[str, Any] = {
     "prompt": "a red circle", "size": "16x16", "num_frames": 3, "num_inference_steps": 2,
