@@ -25,7 +25,8 @@ from everyframe.diffusers_pipelines.library_patches import float32_noise, stand_
 from everyframe.dry_run import executor
 from everyframe.hardware.cpu import cpu_threads
 from everyframe.runtime.meta_init import BUILD_LOCK
-from helpers import tiny, tiny_pipelines
+from helpers.tiny_checkpoints import opensora as tiny
+from helpers.tiny_checkpoints import pipelines as tiny_pipelines
 
 OWN: dict[str, Any] = {
     "prompt": "a red circle", "size": "16x16", "num_frames": 3, "num_inference_steps": 2,
