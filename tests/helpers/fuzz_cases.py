@@ -31,7 +31,7 @@ from everyframe.engine.run import stream
 from everyframe.families.registry import all_options
 from everyframe.runs.atomic_write import read_json, write_json
 from everyframe.runs.run_state import EVERY_STEP, SaveOptions
-from helpers.fuzz_values import OUTPUTS, RIGHT, TEXTS, VALUES
+from helpers.fuzz_values import OUTPUTS, RIGHT, TEXTS, changed
 from helpers.tiny_checkpoints import opensora as tiny_opensora
 from helpers.tiny_checkpoints import pipelines as tiny_pipelines
 from helpers.tiny_checkpoints import svd as tiny_svd
@@ -149,31 +149,6 @@ def flipped(data: bytes, rng: random.Random) -> bytes:
             width = rng.choice((2, 4, 8))
             out[at : at + width] = rng.choice((b"\xff", b"\x00", b"\x7f")) * width
     return bytes(out)
-
-
-def changed(value: Any, rng: random.Random) -> Any:
-    """That JSON with one or a few places changed."""
-    value = json.loads(json.dumps(value))
-    for _ in range(rng.choice((1, 1, 1, 2, 5))):
-        value = _changed_once(value, rng)
-    return value
-
-
-def _changed_once(value: Any, rng: random.Random) -> Any:
-    if isinstance(value, dict) and value and rng.random() < 0.9:
-        key = rng.choice(sorted(value))
-        kind = rng.random()
-        if kind < 0.1:
-            return {name: each for name, each in value.items() if name != key}
-        if kind < 0.15:
-            return {**value, rng.choice(TEXTS): value[key]}
-        return {**value, key: _changed_once(value[key], rng)}
-    if isinstance(value, list) and value and rng.random() < 0.7:
-        at = rng.randrange(len(value))
-        return [*value[:at], _changed_once(value[at], rng), *value[at + 1 :]]
-    if isinstance(value, int) and not isinstance(value, bool) and rng.random() < 0.4:
-        return rng.choice((value + 1, value - 1, -value, value * 2, value * 10**6, 0))
-    return rng.choice(VALUES)
 
 
 def _link_model(model: Path, place: Path) -> None:
