@@ -31,7 +31,7 @@ from everyframe.engine.run import stream
 from everyframe.families.registry import all_options
 from everyframe.runs.atomic_write import read_json, write_json
 from everyframe.runs.run_state import EVERY_STEP, SaveOptions
-from helpers.fuzz_values import OUTPUTS, RIGHT, TEXTS, changed
+from helpers.fuzz_values import OUTPUTS, RIGHT, TEXTS, VALUES, changed
 from helpers.tiny_checkpoints import opensora as tiny_opensora
 from helpers.tiny_checkpoints import pipelines as tiny_pipelines
 from helpers.tiny_checkpoints import svd as tiny_svd
