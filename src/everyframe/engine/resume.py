@@ -20,6 +20,7 @@ from everyframe.core.errors import CannotRunError, CorruptRunError, InputError, 
 from everyframe.core.events import Event, Events, Note, Planned, WeightsReady
 from everyframe.core.request import Request
 from everyframe.engine.distributed import Peers, Rendezvous, join_plan, meet_peers
+from everyframe.engine.foreign_run import explain_errors
 from everyframe.engine.interrupted_run import InterruptedRun, load_run
 from everyframe.engine.owner_switches import with_owner_switches
 from everyframe.engine.persistence import write
@@ -47,6 +48,7 @@ from everyframe.runtime.interface import ModelSpec, VideoState
 _FILE = ("file", True)
 
 
+@explain_errors
 def resume_run(
     folder: RunFolder,
     *,
