@@ -30,8 +30,8 @@ import diffusers
 from versions import versions_of
 
 import everyframe
-import tiny_pipelines
 from everyframe.hardware import machine_facts
+from helpers.tiny_checkpoints import pipelines as tiny_pipelines
 
 RESULTS = Path(__file__).parent / "results"
 TINY = ("wan", "ltx", "cogvideox", "hunyuan")

@@ -12,7 +12,6 @@ import pytest
 from PIL import Image
 
 import everyframe
-from engine.test_resume import cut, videos
 from everyframe.cli.main import main
 from everyframe.core.errors import InputError
 from everyframe.core.events import Event
@@ -26,6 +25,7 @@ from everyframe.engine.worker_process import WorkerJob
 from everyframe.media.video import Video
 from everyframe.runs.atomic_write import write_json
 from everyframe.runs.folder import RunFolder
+from helpers.interrupted_runs import cut, videos
 
 
 def edited(run: RunFolder, **values: Any) -> None:
