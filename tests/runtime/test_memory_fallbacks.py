@@ -26,7 +26,7 @@ def savings(component: str, settings: Settings) -> Iterator[MemorySaving]:
 def test_what_shows_comes_last_for_all_components() -> None:
     settings = small_models.settings()
     done = list(memory_fallbacks(["unet", "net"], settings, savings, may_wait=True))
-    assert [(way.component, way.says[:5]) for way in done] == [
+    assert [(way.component, way.message[:5]) for way in done] == [
         ("unet", "halve"), ("unet", "one b"), ("net", "halve"), ("net", "one b"),
         ("unet", "its w"), ("net", "its w"), ("unet", "tiles"),
     ]  # fmt: skip
@@ -71,7 +71,7 @@ def test_a_stage_has_what_helps_it_and_what_helps_all() -> None:
 
     def said(stage: str | None) -> list[tuple[str, dict[str, int]]]:
         done = memory_fallbacks(["vae"], settings, of_two_stages, may_wait=False, stage=stage)
-        return [(way.says, dict(way.settings.savings)) for way in done]
+        return [(way.message, dict(way.settings.savings)) for way in done]
 
     assert said("second") == [
         ("fewer", {"frames": 1}), ("tiles of second", {"frames": 1, "second": 8}),
