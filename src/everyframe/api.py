@@ -26,6 +26,7 @@ from everyframe.engine.resume import find_run_of, load_run, resume_run
 from everyframe.engine.worker_process import WorkerJob
 from everyframe.families.registry import check_option_names, family_options, options_of
 from everyframe.media.video import Video
+from everyframe.planning.input_checks import check_input_files
 from everyframe.planning.resolve import LoadedModel, resolve
 from everyframe.runs import folder
 from everyframe.runs.folder import RunFolder, RunSummary, find_run, root_of, runs_folder
@@ -74,6 +75,7 @@ def generate(
     request, num_threads = _request(given, record)
     root, as_uint8 = root_of(run_dir), output == "uint8"
     if isolate or request.num_ranks > 1:
+        check_input_files(request)
         job = WorkerJob(request, num_threads=num_threads, root=root, as_uint8=as_uint8)
         events = run_in_workers(job.of_ranks(request.num_ranks))
     else:
@@ -200,6 +202,7 @@ def stream(request: Request, *, pipe: Any = None) -> Iterator[Event]:
     if pipe is not None:
         return _events_of_pipe(pipe, request, None)
     if request.num_ranks > 1:
+        check_input_files(request)
         return run_in_workers(WorkerJob(request, root=runs_folder()).of_ranks(request.num_ranks))
     return engine.stream(request)
 
