@@ -190,7 +190,6 @@ def _take(event: Event, sink: OutputFiles, shown: Reporter) -> None:
 
 
 def _finish(event: VideoDone, sink: OutputFiles, shown: Reporter, run: RunFolder | None) -> str:
-    """Complete a video file; return its path."""
     path = sink.finish(event)
     if run is not None and run.path.is_dir():
         run.mark_done(event.seed)

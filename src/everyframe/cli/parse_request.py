@@ -25,7 +25,6 @@ class ParsedRequest:
 
     @property
     def num_threads(self) -> int | None:
-        """CPU threads that the record asks for."""
         if self.record is None:
             return None
         from everyframe.engine.provenance import threads_to_repeat

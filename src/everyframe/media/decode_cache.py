@@ -32,7 +32,7 @@ def decode_once(path: str | os.PathLike[str], how: str, decode: Callable[[], Fra
         if found is not None:
             _frames.move_to_end(key)
     if found is not None:
-        return found.copy()
+        return np.array(found)
     frames = decode()
     _keep(key, frames)
     return frames

@@ -73,7 +73,6 @@ class MemoryFit:
 
     @property
     def model(self) -> ModelSpec:
-        """The model's spec."""
         return self.parts.model
 
     @property
@@ -83,7 +82,6 @@ class MemoryFit:
 
     @property
     def host_memory(self) -> int:
-        """Free bytes on the host beside the device."""
         return self.parts.host_memory
 
     def fit(self, settings: Settings) -> FitResult:
@@ -328,7 +326,6 @@ def _placement(done: Sequence[MemoryFallback], before: WeightPlacement) -> Weigh
 
 
 def _elsewhere(part: PlannedComponent) -> list[str]:
-    """Notes about weights off the device."""
     if part.plan.holders > 1:
         return [f"{part.plan.title}: {sharding_note(part.plan.holders)}"]
     if not part.plan.offload:

@@ -66,12 +66,10 @@ class RunFolder:
 
     @property
     def name(self) -> str:
-        """Name of the run."""
         return self.path.name
 
     @property
     def tensors(self) -> Path:
-        """Folder of its tensors."""
         return self.path / f"tensors{self._of_part}"
 
     @property
@@ -97,23 +95,18 @@ class RunFolder:
         return self.path / "answers"
 
     def num_answers(self) -> int:
-        """Number of results of a pipeline's components."""
         return sum(1 for _ in self.answers.glob("*/*.safetensors"))
 
     def write_run(self, values: Mapping[str, Any]) -> None:
-        """Write the constant data. Raises `OSError`."""
         write_json(self.path / _RUN, {"schema": SCHEMA, **values})
 
     def write_state(self, values: Mapping[str, Any]) -> None:
-        """Replace the state. Raises `OSError`; the old state then remains."""
         write_json(self._state, values)
 
     def write_shortages(self, values: Sequence[Any]) -> None:
-        """Replace the out-of-memory events. Raises `OSError`."""
         write_json(self._shortages, {"shortages": values})
 
     def shortages(self) -> list[Any]:
-        """Read the out-of-memory events. Raises `CorruptRunError`."""
         values = read_json(self._shortages) or {}
         return list(values.get("shortages", ()))
 
@@ -126,7 +119,6 @@ class RunFolder:
         return values
 
     def is_readable(self) -> bool:
-        """Whether its constant data is intact."""
         try:
             self.run()
         except CorruptRunError:
@@ -144,7 +136,6 @@ class RunFolder:
             return self.path.stat().st_mtime
 
     def state(self) -> dict[str, Any] | None:
-        """Read the state; None before the first write."""
         return read_json(self._state)
 
     def parts(self) -> tuple[RunFolder, ...]:
@@ -191,7 +182,6 @@ class RunFolder:
         return max(place.stat().st_mtime for place in places if place.name != _LOCK)
 
     def num_bytes(self) -> int:
-        """Size on disk."""
         return sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
 
     def remove(self) -> None:
@@ -221,7 +211,6 @@ class Lock:
         self._file = file
 
     def release(self) -> None:
-        """Release the lock."""
         if self._file is not None:
             self._file.close()
             self._file = None
