@@ -7,16 +7,20 @@ from typing import Any
 
 import pytest
 
-import small_models
 from everyframe.core.plan import Settings
 from everyframe.planning.largest_video import TRIES, largest_first
+from helpers import config_only_models
 
 #: Model, its request, and how many smaller videos there are.
 ASKED: dict[str, tuple[Any, Settings, int]] = {
-    "svd": (small_models.svd(), small_models.settings(1024, 1024, 32), 34),
-    "opensora": (small_models.opensora("1.2"), small_models.settings(1024, 1024, 102), 29),
-    "stepvideo": (small_models.stepvideo(), small_models.settings(544, 992, 204), 27),
-    "inpaint": (small_models.inpaint(9), small_models.settings(1024, 1024, 64), 10),
+    "svd": (config_only_models.svd(), config_only_models.settings(1024, 1024, 32), 34),
+    "opensora": (
+        config_only_models.opensora("1.2"),
+        config_only_models.settings(1024, 1024, 102),
+        29,
+    ),
+    "stepvideo": (config_only_models.stepvideo(), config_only_models.settings(544, 992, 204), 27),
+    "inpaint": (config_only_models.inpaint(9), config_only_models.settings(1024, 1024, 64), 10),
 }
 
 
@@ -54,7 +58,9 @@ def test_none_that_fits_is_larger(name: str, of_picture: float, of_attention: fl
 
 def test_of_very_many_something_is_found() -> None:
     """A request far beyond what devices hold: what is found fits, and little more would."""
-    candidates = list(small_models.opensora("1.2").smaller(small_models.settings(1080, 1920, 408)))
+    candidates = list(
+        config_only_models.opensora("1.2").smaller(config_only_models.settings(1080, 1920, 408))
+    )
     for exponent in range(17, 30):
         room = 2**exponent
 
