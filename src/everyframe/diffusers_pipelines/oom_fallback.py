@@ -3,7 +3,8 @@
 All components are in memory together, so idle components leave the device first. Then come the
 memory fallbacks of the component that ran out of memory. A fallback stays active for the rest of
 the run. A pipeline in memory belongs to the caller: it is neither moved nor changed, and only the
-arguments of its call may change.
+arguments of its call may change. Repairs keep its weights in their storage beside the wide copies,
+until memory runs out on a card; repaired weights then get the same bits in new storage.
 
 `stage.py` makes the retry, and `module_calls.py` replays the denoiser answers computed before.
 """
@@ -22,8 +23,10 @@ from everyframe.diffusers_pipelines.loading import set_tiling, wait_elsewhere
 from everyframe.diffusers_pipelines.signature import CallSignature
 from everyframe.runtime import offload
 from everyframe.runtime.interface import MemorySaving, MemorySavings, VideoState
-from everyframe.runtime.memory_fallbacks import MemoryFallback
+from everyframe.runtime.memory_fallbacks import CACHE_RELEASED, MemoryFallback
 from everyframe.runtime.oom_fallback import OomFallbacks
+
+_NEW_STORAGE = "and weights that a repair replaces get the same bits in new storage"
 
 
 class PipelineOomFallbacks(OomFallbacks):
@@ -31,12 +34,17 @@ class PipelineOomFallbacks(OomFallbacks):
 
     `owned` are the modules that may be moved, by component; empty for a caller's pipeline.
     `savings` are the family's memory savings.
+
+    Attributes:
+        keeps_storage: whether repairs keep the storage of the caller's weights.
     """
 
     def __init__(
         self, plan: Plan, pipe: Any, owned: Mapping[str, nn.Module], savings: MemorySavings | None
     ) -> None:
-        super().__init__(plan, owned, savings, STAGE, takes_turns=True)
+        note = CACHE_RELEASED if owned else f"{CACHE_RELEASED}, {_NEW_STORAGE}"
+        super().__init__(plan, owned, savings, STAGE, takes_turns=True, cache_note=note)
+        self.keeps_storage = not owned
         self._pipe = pipe
         self._turns: offload.ModelOffload | None = None
 
@@ -58,6 +66,8 @@ class PipelineOomFallbacks(OomFallbacks):
             module.to("cpu")
             wait_elsewhere(module, device)
             offload.apply(module, device)
+        elif not (fallback.component or fallback.turning):
+            self.keeps_storage = False
         elif fallback.component in self._modules:
             set_tiling(self._pipe, fallback.settings)
 

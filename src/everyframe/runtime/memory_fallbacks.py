@@ -21,7 +21,8 @@ from everyframe.runtime.interface import MemorySaving, MemorySavings
 #: Name of the saving that computes fewer guidance branches in one call.
 _BRANCHES = "branches_at_once"
 
-_CACHE = "what was kept for later is given back"
+CACHE_RELEASED = "what was kept for later is given back"
+"""Note for the first fallback on an accelerator: torch's cache is emptied."""
 _BY_TURNS = "its parts wait in the host's memory, and come to the device by turns"
 OFFLOADED = "its weights wait in the host's memory and come to the device block by block"
 """Note for weights that are offloaded to the host."""
@@ -123,17 +124,17 @@ class RemainingFallbacks:
         *,
         movable: Collection[str],
         takes_turns: bool = False,
-        has_cache: bool = False,
+        cache_note: str = "",
         holders: int = 1,
     ) -> None:
         """Weights of `movable` components may leave the device; `takes_turns` if also as a whole.
 
-        `has_cache`: the process may release cached memory. `holders` ranks may shard the weights.
+        `cache_note` is for the release of cached memory, if there is any. `holders` ranks may shard the weights.
         """
         self.plan = plan
         self.taken: list[tuple[str, str]] = []
         self._savings, self._stage, self._holders = savings, stage, holders
-        self._movable, self._takes_turns, self._has_cache = movable, takes_turns, has_cache
+        self._movable, self._takes_turns, self._cache_note = movable, takes_turns, cache_note
 
     def next(self, components: Sequence[str]) -> MemoryFallback | None:
         """Take the next fallback for these components; None if there is none left."""
@@ -147,8 +148,8 @@ class RemainingFallbacks:
 
     def _left(self, components: Sequence[str]) -> Iterator[MemoryFallback]:
         settings, can_move = self.plan.settings, self.plan.device.kind != "cpu"
-        if can_move and self._has_cache:
-            yield MemoryFallback("", settings, _CACHE)
+        if can_move and self._cache_note:
+            yield MemoryFallback("", settings, self._cache_note)
         parts = {part.name: part for part in self.plan.components}
         away = {name for name, part in parts.items() if part.offload or part.holders > 1}
         idle = (name for name, part in parts.items() if not (name in away or part.by_turns))

@@ -17,7 +17,11 @@ from everyframe.core.plan import Plan, Settings
 from everyframe.hardware.memory import OutOfMemory, catch_out_of_memory, empty_cache
 from everyframe.runtime import offload
 from everyframe.runtime.interface import MemorySavings
-from everyframe.runtime.memory_fallbacks import MemoryFallback, RemainingFallbacks
+from everyframe.runtime.memory_fallbacks import (
+    CACHE_RELEASED,
+    MemoryFallback,
+    RemainingFallbacks,
+)
 from everyframe.runtime.repairs import GuardLog
 from everyframe.runtime.run_logs import OomEvent
 
@@ -100,11 +104,17 @@ class OomFallbacks:
         stage: str,
         *,
         takes_turns: bool = False,
+        cache_note: str = CACHE_RELEASED,
     ) -> None:
         self.moments = CallCounter()
         self._modules = modules
         self._left = RemainingFallbacks(
-            plan, savings, stage, movable=modules.keys(), takes_turns=takes_turns, has_cache=True
+            plan,
+            savings,
+            stage,
+            movable=modules.keys(),
+            takes_turns=takes_turns,
+            cache_note=cache_note,
         )
 
     @property
