@@ -221,9 +221,7 @@ def test_on_a_card_a_callers_weights_give_up_their_old_storage_first() -> None:
     assert "same bits in new storage" in relief.message
     assert not reliefs.keeps_storage
     assert reliefs.next("net") is None
-    assert not PipelineOomFallbacks(
-        on_card, SimpleNamespace(), {"net": net()}, None
-    ).keeps_storage
+    assert not PipelineOomFallbacks(on_card, SimpleNamespace(), {"net": net()}, None).keeps_storage
 
 
 class _AsCard:

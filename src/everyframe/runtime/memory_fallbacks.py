@@ -129,7 +129,8 @@ class RemainingFallbacks:
     ) -> None:
         """Weights of `movable` components may leave the device; `takes_turns` if also as a whole.
 
-        `cache_note` is for the release of cached memory, if there is any. `holders` ranks may shard the weights.
+        `cache_note` is for the release of cached memory, if the process has any. `holders` ranks
+        may shard the weights.
         """
         self.plan = plan
         self.taken: list[tuple[str, str]] = []
