@@ -17,7 +17,6 @@ from diffusers.models.unets.unet_2d_blocks import UNetMidBlock2D
 from torch import nn
 
 import everyframe
-import tiny_pipelines
 from everyframe.core.errors import CannotRunError
 from everyframe.core.events import Event, Repaired, Step, VideoDone
 from everyframe.core.plan import ComponentPlan, Precision, Settings
@@ -27,9 +26,10 @@ from everyframe.diffusers_pipelines.signature import CallSignature, of_class
 from everyframe.engine.run import stream
 from everyframe.runs.run_state import SaveOptions
 from everyframe.runtime.interface import MemorySaving
-from frames import frames_of
-from guarded_nets import Net, inputs, plan
-from scarce import TOO_LITTLE, before_calls
+from helpers.events import frames_of
+from helpers.guard_modules import Net, inputs, plan
+from helpers.out_of_memory import TOO_LITTLE, before_calls
+from helpers.tiny_checkpoints import pipelines as tiny_pipelines
 
 ASKED: dict[str, Any] = {
     "prompt": "a fox", "num_inference_steps": 2, "seed": 1, **tiny_pipelines.CALLS["wan"],
@@ -210,6 +210,20 @@ def test_on_a_card_parts_take_turns_and_then_come_by_blocks() -> None:
     assert said == [("", "what"), ("", "its"), ("net", "its"), ("vae", "its"), ("vae", "in"), None]
     assert tiled == [True]
     assert len(reliefs.tried) == 5
+
+
+def test_on_a_card_a_callers_weights_give_up_their_old_storage_first() -> None:
+    on_card = replace(plan(), device=_AsCard())  # type: ignore[arg-type]
+    reliefs = PipelineMemoryFallbacks(on_card, SimpleNamespace(), {}, None)
+    assert reliefs.keeps_storage
+    relief = reliefs.next("net")
+    assert relief is not None
+    assert "same bits in new storage" in relief.says
+    assert not reliefs.keeps_storage
+    assert reliefs.next("net") is None
+    assert not PipelineMemoryFallbacks(
+        on_card, SimpleNamespace(), {"net": net()}, None
+    ).keeps_storage
 
 
 class _AsCard:

@@ -54,6 +54,17 @@ def expand_path(given: Any, what: str = "a path") -> Path:
         ) from None
 
 
+def state_folder() -> Path:
+    """Everyframe's folder in the state folder: ``XDG_STATE_HOME``, else ``~/.local/state``.
+
+    Raises:
+        InputError: there is no home folder.
+    """
+    shared = os.environ.get("XDG_STATE_HOME")
+    base = expand_path(shared, "XDG_STATE_HOME") if shared else home_folder() / ".local" / "state"
+    return base / "everyframe"
+
+
 def home_folder() -> Path:
     """Home folder of the current user.
 
