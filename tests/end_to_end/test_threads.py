@@ -155,7 +155,7 @@ def test_a_model_that_is_built_while_another_loads_has_its_tied_weights(
     """transformers unties the weights of all of its classes while it loads one."""
     spec = OPEN_SORA.recognise(locate(str(folders["own"])), OpenSoraOptions())
     assert spec is not None
-    build = partial(spec.sizes.build, "text_encoder")
+    build = partial(spec.builder.build, "text_encoder")
     wanted = count_elements(build_on_meta(build))
     is_loading, is_built = threading.Event(), threading.Event()
 

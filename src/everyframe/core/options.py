@@ -32,7 +32,7 @@ _SHOWN = 80
 def option(
     help_text: str,
     *,
-    group: str,
+    group: str = "Family",
     default: Any = None,
     unit: str | None = None,
     aliases: tuple[str, ...] = (),
@@ -47,7 +47,7 @@ def option(
 
     Args:
         help_text: one sentence.
-        group: heading in help and reference, one of `GROUPS`.
+        group: heading in help and reference, one of `GROUPS`; by default a family's own options.
         default: the field's default.
         unit: printed after the value.
         aliases: further flag names, such as ``"--steps"``.

@@ -262,11 +262,7 @@ class Request(Options):
     )
 
     family_options: dict[str, Any] = option(
-        "Options of one family, collected.",
-        group="Family",
-        default={},
-        python_only=True,
-        person_only=True,
+        "Options of one family, collected.", default={}, python_only=True, person_only=True
     )
 
     @field_validator(*SPELLED, mode="before")

@@ -273,7 +273,7 @@ class PipelineDryRun:
 
 
 def _is_tiled(settings: Settings) -> bool:
-    return bool(dict(settings.options).get("vae_tiling"))
+    return bool(settings.option("vae_tiling", False))
 
 
 def _narrow_tables(module: nn.Module) -> None:

@@ -9,7 +9,7 @@ settings), `stage.py` (the run), `loaded_pipeline.py` (a pipeline in memory).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
@@ -111,10 +111,9 @@ class PipelineSpec:
         for saving in chunk_savings(self.sizes.interface, given, settings, vae.class_name):
             settings = saving.settings
             yield saving
-        shown = dict(settings.options)
-        if not shown.get("vae_tiling") and self._can_tile():
+        if not settings.option("vae_tiling", False) and self._can_tile():
             yield MemorySaving(
-                replace(settings, options=(*shown.items(), ("vae_tiling", True))),
+                settings.with_option("vae_tiling", True),
                 "decoded in tiles (vae_tiling), which changes the picture near their seams; memory "
                 "and time of that are forecast roughly",
                 is_lossy=True,
