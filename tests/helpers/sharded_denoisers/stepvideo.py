@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from everyframe.families.stepvideo import sharding
 from everyframe.families.stepvideo.components import DENOISER_ISLANDS, rank_share
-from everyframe.families.stepvideo.config import StepVideoConfig
+from everyframe.families.stepvideo.config import StepVideoModelConfig
 from everyframe.families.stepvideo.model import StepVideoModel
 from everyframe.ops.attention import attention
 from everyframe.parallel import ring_attention
@@ -18,7 +18,7 @@ from everyframe.parallel.communicator import Communicator
 from everyframe.parallel.token_partition import TokenGrid, TokenPartition
 from helpers.sharded_denoisers.base import Inputs, SmallDenoiser, drawn, other_noise
 
-CONFIG = StepVideoConfig(
+CONFIG = StepVideoModelConfig(
     num_attention_heads=3,
     attention_head_dim=16,
     in_channels=4,
