@@ -169,10 +169,13 @@ class VideoUNet(SmallDenoiser):
     def operations(self, team: Communicator) -> int:
         """Those of one rank in the large case, counted on tensors without numbers."""
         batch, frames, height, width = self.cases[self.large]
-        made = build_on_meta(lambda: unet.build(SIZES)).eval().requires_grad_(False).to("meta")
+        made = self._without_numbers()
         sizes = ((batch, frames, 8, height, width), (batch,), (batch, 16), (batch, 3))
         x, t, picture, micro = (torch.empty(size, device="meta") for size in sizes)
-        self.apply(made, team, 1)
-        with FlopCounterMode(display=False) as counter:
+        with self.apply(made, team, 1), FlopCounterMode(display=False) as counter:
             made(x, t, made.context(picture, micro, frames))
         return counter.get_total_flops()
+
+    @cache  # noqa: B019
+    def _without_numbers(self) -> Any:
+        return build_on_meta(lambda: unet.build(SIZES)).eval().requires_grad_(False).to("meta")
