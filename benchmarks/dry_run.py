@@ -32,6 +32,7 @@ from versions import versions_of
 
 import everyframe
 from everyframe.hardware import machine_facts
+from helpers.tiny_checkpoints import pipelines as tiny_pipelines
 
 RESULTS = Path(__file__).parent / "results"
 TINY = ("wan", "ltx", "cogvideox", "hunyuan")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -62,9 +62,9 @@ def resume_run(
 ) -> Events:
     """Resume a run and yield its events, as `everyframe.engine.run.stream` does.
 
-    `skip` are seeds not wanted; `given_model` is an in-memory run's model. With `join` this is one
-    of several ranks: all read the saved state before the first one writes. `ranks` replace the
-    run's devices. `scarcity` asks for the next memory fallback. `named` are options given again, as
+    Leaves out the seeds of `skip`. `given_model` is an in-memory run's model, `ranks` replace the
+    run's devices, `scarcity` asks for the next memory fallback. With `join` this is one of several
+    ranks: all read the saved state before the first one writes. `named` are options given again, as
     a stranger's run needs (`foreign_run`); None for a run that this very call began.
     """
     lock = _locked(folder) if (leads := join is None or join.rank == 0) else None
@@ -99,11 +99,12 @@ def resume_run(
             peers.world.tell_all(None, "ranks read what was kept")
         if leads and told:
             _write_anew(run, request, record)
-        events: Iterator[Event] = run_stages(here, model, record, keeper, progress)
-        if place is not None:
+        events = run_stages(here, model, record, keeper, progress)
+        if place is None:
+            yield from events
+        else:
             before, loaded = repairs_of(progress), loaded_in(model)
-            events = with_repair_report(events, run.plan, record, place, loaded, before)
-        yield from events
+            yield from with_repair_report(events, run.plan, record, place, loaded, before)
     finally:
         if lock is not None:
             lock.release()
