@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_pipelines
 import torch
 from diffusers.models import attention_dispatch
 from diffusers.utils import torch_utils

@@ -20,6 +20,7 @@ from everyframe.core.errors import CannotRunError, CorruptRunError, InputError, 
 from everyframe.core.events import Event, Events, Note, Planned, WeightsReady
 from everyframe.core.request import Request
 from everyframe.engine.distributed import Rendezvous, join_plan, meet_peers
+from everyframe.engine.foreign_run import explain_errors
 from everyframe.engine.interrupted_run import InterruptedRun, load_run
 from everyframe.engine.owner_switches import with_owner_switches
 from everyframe.engine.persistence import write
@@ -41,12 +42,13 @@ from everyframe.planning.find_model import find_model
 from everyframe.planning.resolve import LoadedModel
 from everyframe.runs.folder import Lock, RunFolder, free_runs
 from everyframe.runs.run_state import RunState, RunStateWriter, SaveInterval, SaveOptions, furthest
-from everyframe.runtime.interface import VideoState
+from everyframe.runtime.interface import ModelSpec, VideoState
 
 #: The name in a recorded file's identity, beside its hash.
 _FILE = ("file", True)
 
 
+@explain_errors
 def resume_run(
     folder: RunFolder,
     *,
@@ -78,8 +80,7 @@ def resume_run(
         left = [take for take in initial_videos(run.request, run.plan) if take.seed not in skip]
         told: tuple[Event, ...] = ()
         if scarcity is not None:
-            plan, less = replan_with_less_memory(run.plan, model, scarcity)
-            run, told = replace(run, plan=plan, relieved=(*run.relieved, less)), (less,)
+            run, told = _in_less(run, model, scarcity)
         elif ranks is not None and left:
             plan = replan_for_devices(run.plan, request, peers, skip)
             run, told = replace(run, plan=plan), (*map(Note, said_of_move(run.plan, plan)),)
@@ -126,6 +127,14 @@ def _place_of_report(run: InterruptedRun) -> Path | None:
     """Folder for the repair report, relative to where the run began."""
     asked = run.request.report
     return None if asked is None else check_folder(run.place / asked)
+
+
+def _in_less(
+    run: InterruptedRun, model: ModelSpec, scarcity: OutOfMemoryInfo
+) -> tuple[InterruptedRun, tuple[Event, ...]]:
+    """The run with the next memory fallback applied to its ranks, and events that report it."""
+    plan, told = replan_with_less_memory(run.plan, model, scarcity)
+    return replace(run, plan=plan, relieved=(*run.relieved, told)), (told,)
 
 
 def _write_anew(run: InterruptedRun, request: Request, record: Mapping[str, Any]) -> None:
