@@ -42,7 +42,7 @@ from everyframe.planning.find_model import find_model
 from everyframe.planning.resolve import LoadedModel
 from everyframe.runs.folder import Lock, RunFolder, free_runs
 from everyframe.runs.run_state import RunState, RunStateWriter, SaveInterval, SaveOptions, furthest
-from everyframe.runtime.interface import ModelSpec, VideoState
+from everyframe.runtime.interface import VideoState
 
 #: The name in a recorded file's identity, beside its hash.
 _FILE = ("file", True)
@@ -64,9 +64,9 @@ def resume_run(
 ) -> Events:
     """Resume a run and yield its events, as `everyframe.engine.run.stream` does.
 
-    Leaves out the seeds of `skip`. `given_model` is an in-memory run's model, `ranks` replace the
-    run's devices, `scarcity` asks for the next memory fallback. With `join` this is one of several
-    ranks: all read the saved state before the first one writes. `named` are options given again, as
+    `skip` are seeds not wanted; `given_model` is an in-memory run's model. With `join` this is one
+    of several ranks: all read the saved state before the first one writes. `ranks` replace the
+    run's devices. `scarcity` asks for the next memory fallback. `named` are options given again, as
     a stranger's run needs (`foreign_run`); None for a run that this very call began.
     """
     lock = _locked(folder) if (leads := join is None or join.rank == 0) else None
@@ -80,7 +80,8 @@ def resume_run(
         left = [take for take in initial_videos(run.request, run.plan) if take.seed not in skip]
         told: tuple[Event, ...] = ()
         if scarcity is not None:
-            run, told = _in_less(run, model, scarcity)
+            plan, less = replan_with_less_memory(run.plan, model, scarcity)
+            run, told = replace(run, plan=plan, relieved=(*run.relieved, less)), (less,)
         elif ranks is not None and left:
             plan = replan_for_devices(run.plan, request, peers, skip)
             run, told = replace(run, plan=plan), (*map(Note, said_of_move(run.plan, plan)),)
@@ -100,12 +101,11 @@ def resume_run(
             peers.world.tell_all(None, "ranks read what was kept")
         if leads and told:
             _write_anew(run, request, record)
-        events = run_stages(here, model, record, keeper, progress)
-        if place is None:
-            yield from events
-        else:
+        events: Events = run_stages(here, model, record, keeper, progress)
+        if place is not None:
             before, loaded = repairs_of(progress), loaded_in(model)
-            yield from with_repair_report(events, run.plan, record, place, loaded, before)
+            events = with_repair_report(events, run.plan, record, place, loaded, before)
+        yield from events
     finally:
         if lock is not None:
             lock.release()
@@ -127,14 +127,6 @@ def _place_of_report(run: InterruptedRun) -> Path | None:
     """Folder for the repair report, relative to where the run began."""
     asked = run.request.report
     return None if asked is None else check_folder(run.place / asked)
-
-
-def _in_less(
-    run: InterruptedRun, model: ModelSpec, scarcity: OutOfMemoryInfo
-) -> tuple[InterruptedRun, tuple[Event, ...]]:
-    """The run with the next memory fallback applied to its ranks, and events that report it."""
-    plan, told = replan_with_less_memory(run.plan, model, scarcity)
-    return replace(run, plan=plan, relieved=(*run.relieved, told)), (told,)
 
 
 def _write_anew(run: InterruptedRun, request: Request, record: Mapping[str, Any]) -> None:
