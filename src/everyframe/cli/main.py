@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -96,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     restore = _leave_orderly()
     prepare_streams()
     try:
-        code = _run(words)
+        code = _parsed(words)()
         sys.stdout.flush()
         return code
     except KeyboardInterrupt as stop:
@@ -130,7 +131,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         restore()
 
 
-def _run(words: list[str]) -> int:
+def _parsed(words: list[str]) -> Callable[[], int]:
+    """The command with its arguments."""
     from cyclopts import CycloptsError
 
     from everyframe.cli import help_format
@@ -149,9 +151,9 @@ def _run(words: list[str]) -> int:
     if "log_level" in values:
         set_up(values.pop("log_level"))
     if _is_own(command):
-        return int(command(**values))
+        return partial(command, **values)
     command(*bound.args, **bound.kwargs)  # help or version
-    return int(ExitCode.DONE)
+    return lambda: int(ExitCode.DONE)
 
 
 def _app() -> App:

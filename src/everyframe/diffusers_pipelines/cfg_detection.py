@@ -179,7 +179,7 @@ def observe_calls(modules: Mapping[str, nn.Module], call: Callable[[], object]) 
             except _Enough:
                 return
 
-    seen.stopped = dry_run_modules(parts, steps, _ANY).stopped
+    seen.stopped = dry_run_modules(parts, steps, _ANY, is_foreign=True).stopped
     return seen
 
 

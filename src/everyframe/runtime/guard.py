@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -121,7 +122,7 @@ class Guard:
         """
         probe = self.probe()
         with probe or nullcontext():
-            result = self.spared(step, compute)
+            result: _Result = self.spared(step, compute)
         if not value_range(result).is_finite:
             return self.repaired(step, compute)
         return self.probed(step, probe, result, compute)
@@ -156,21 +157,24 @@ class Guard:
         assert outcome.result is not None
         return outcome.result
 
-    def spared(
-        self,
-        step: int,
-        compute: Callable[[], _Result],
-        again: Callable[[], _Result] | None = None,
-    ) -> _Result:
-        """Return the result of `compute`, with memory fallbacks if memory runs out.
+    @property
+    def spared(self) -> Callable[..., Any]:
+        """``spared(step, compute, again=None)``: the result of `compute`.
 
-        After a fallback `again` is called instead, if there is one. See `settings`.
+        If memory runs out, `compute` is repeated with memory fallbacks, or `again` if it is given
+        is called instead. See `settings`.
 
         Raises:
             CannotRunError: no known fallback frees enough memory.
         """
         if self._apart is None:
-            return self._reliefs.spared(self._calls, step, compute, again)
+            return partial(self._reliefs.spared, self._calls)
+        return self._spared_together
+
+    def _spared_together(
+        self, step: int, compute: Callable[[], _Result], again: object = None
+    ) -> _Result:
+        """The result of `compute`, which other ranks wait for: this one can't repeat it alone."""
         result = catch_out_of_memory(compute)
         if not isinstance(result, OutOfMemory):
             return result

@@ -14,7 +14,7 @@ from torch import nn
 
 from everyframe.core.errors import CannotRunError, DistributedOutOfMemoryError, OutOfMemoryInfo
 from everyframe.core.plan import Plan, Settings
-from everyframe.hardware.memory import OutOfMemory, catch_out_of_memory, empty_cache
+from everyframe.hardware.memory import empty_cache, is_out_of_memory
 from everyframe.runtime import offload
 from everyframe.runtime.interface import MemorySavings
 from everyframe.runtime.memory_fallbacks import (
@@ -132,7 +132,7 @@ class OomFallbacks:
         calls: GuardLog,
         step: int,
         compute: Callable[[], _Result],
-        again: Callable[[], _Result] | None,
+        again: Callable[[], _Result] | None = None,
     ) -> _Result:
         """Run `compute`, applying fallbacks until it fits; see `Guard.spared`.
 
@@ -145,17 +145,21 @@ class OomFallbacks:
             why = f"{calls.where(step)}: memory ran out here before the run was broken off"
             calls.tell(fallback.event(calls.stage, step, f"{why}; it goes on"))
         while True:
-            result = catch_out_of_memory(compute)
-            if not isinstance(result, OutOfMemory):
-                return result
+            try:
+                return compute()
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                said = str(error).partition("\n")[0]
+            # Here the traceback is gone, which keeps the failed call's tensors alive.
             done = self.at(step)
             if done is None:
                 raise CannotRunError(
                     f"{calls.where(step)}: out of memory, and nothing is left that takes less; a "
                     "smaller size or num_frames does, and another program may hold what the plan "
-                    f"counted on ({result.said})"
+                    f"counted on ({said})"
                 )
-            why = f"{calls.where(step)}: out of memory ({result.said})"
+            why = f"{calls.where(step)}: out of memory ({said})"
             calls.tell(done.event(calls.stage, step, f"{why}; it goes on"))
             compute = again or compute
 
