@@ -108,9 +108,9 @@ def _issue(issue: Issue) -> list[str]:
     conditions = [*_conditions(issue.where), *(f"using `{tag}`" for tag in issue.uses)]
     lines = ["", f"### {issue.title}", "", f"`{issue.id}`: {'; '.join(conditions)}."]
     lines += ["", f"{issue.symptom} {issue.cause}", ""]
-    for mend in issue.mend:
-        command = f": `{mend.command}`" if mend.command else ""
-        lines.append(f"- {mend.do[:1].upper()}{mend.do[1:]}{command}")
+    for fix in issue.fix:
+        command = f": `{fix.command}`" if fix.command else ""
+        lines.append(f"- {fix.do[:1].upper()}{fix.do[1:]}{command}")
     said = ", ".join(_source(source) for source in issue.sources)
     lines += ["", f"*Here:* {issue.here}", "", f"Certainty {issue.certainty}; {said}."]
     return lines

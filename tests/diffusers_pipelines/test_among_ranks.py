@@ -272,7 +272,7 @@ def guided(
                 **asked["ltx"], "size": None, **tiny_pipelines.CALLS[name],
                 "model": str(root / name),
                 # No process of a test's may try a path in another one.
-                "without": ("attention-flash", "linear-gelu", "kept-embeddings"),
+                "disable": ("attention-flash", "linear-gelu", "kept-embeddings"),
             }  # fmt: skip
             if "option" not in tiny_pipelines.CALLS[name]:
                 del found[name]["option"]

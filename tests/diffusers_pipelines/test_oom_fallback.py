@@ -170,7 +170,7 @@ def test_where_nothing_takes_less_it_is_refused_with_what_was_tried(folder: Path
         pytest.raises(CannotRunError, match=r"^step 1 of pipeline, in its transformer") as caught,
     ):
         everyframe.run(pipe, **ASKED)
-    assert "nothing is left that takes less;" in str(caught.value)
+    assert "no memory fallback is left;" in str(caught.value)
     assert "pipe.vae.enable_tiling()" in str(caught.value)
     assert caught.value.exit_code == 3
     with (

@@ -81,11 +81,11 @@ def test_the_same_pipeline_goes_on_and_says_which_run_it_is(pipe: Any) -> None:
     with pytest.warns(EveryframeWarning) as told:
         again = everyframe.resume(pipe=pipe, output="float", on_event=events.append)
     np.testing.assert_array_equal(frames(again), whole)
-    (which,) = [str(each.message) for each in told if "goes on with" in str(each.message)]
+    (which,) = [str(each.message) for each in told if "resuming" in str(each.message)]
     assert folder.name in which
     assert "a red circle" in which
     assert re.search(r"[1-9]\d* calls of its models were made and are not made again", which)
-    assert any("goes on with" in getattr(event, "text", "") for event in events)
+    assert any("resuming" in getattr(event, "text", "") for event in events)
     assert not list(all_runs())
 
 

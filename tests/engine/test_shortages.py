@@ -144,7 +144,7 @@ def test_what_was_done_in_less_memory_is_done_so_again(
     assert differ(found, {seed: wanted[seed] for seed in wanted if seed not in skip}) == []
     assert told(again) == repairs
     texts = [event.text for event in again if isinstance(event, Repaired)]
-    assert all("memory ran out" in text and "before the run was broken off" in text
+    assert all("out of memory here in the interrupted run" in text
                for text in texts)  # fmt: skip
     assert not any(all_runs(root)), "it is over"
 

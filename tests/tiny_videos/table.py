@@ -25,7 +25,7 @@ NOT_HERE = {
     "an argument that it doesn't take",
     "EasyAnimateInpaintPipeline": "refused by `plan` where its autoencoder's config has no "
     "`cache_mag_vae`, which diffusers reads",
-    "LTX2DFRTemporalRefinePipeline": "refused: it goes on from latents that a call of "
+    "LTX2DFRTemporalRefinePipeline": "refused: it continues latents that a call of "
     "LTX2DFRPipeline left in memory",
     "LTX2VideoDiffusionDecodePipeline": "refused: it decodes latents, and makes nothing of a text, "
     "a picture or a video",

@@ -44,9 +44,9 @@ from everyframe.runs.folder import RunFolder, root_of
 if TYPE_CHECKING:
     from everyframe.cli.output_files import OutputFiles
 
-_HELP = """Make a video of a prompt.
+_HELP = """Make a video from a prompt.
 
-The ending of the output tells its kind. The last line printed is the path of the file.
+The ending of the output sets its format. The last line printed is the path of the file.
 """
 
 
@@ -175,12 +175,12 @@ def _make(
     except KeyboardInterrupt as error:
         how = "nothing unfinished was left behind"
         if run is not None and run.path.is_dir():
-            how = f"go on from where it was: everyframe resume {run.name}"
+            how = f"resume it: everyframe resume {run.name}"
         raise KeyboardInterrupt(f"interrupted; {how}") from error
     except (Terminated, PeerLostError):
         # Another rank says why; where it can be gone on from is known here alone.
         if run is not None and run.path.is_dir() and under_torchrun() is not None:
-            text = f"broken off; go on from where it was: everyframe resume {run.name}"
+            text = f"interrupted; resume it: everyframe resume {run.name}"
             print(text, file=sys.stderr, flush=True)
         raise
 

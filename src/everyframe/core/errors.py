@@ -114,18 +114,18 @@ class WorkerDiedError(EveryframeError):
 class DeviceLoss:
     """A device that was lost: `what` was lost when, what was `said` of it, in one line each.
 
-    Besides what is `likely` and how to `mend` it. `is_of_the_card` where no kernel is to blame: the
+    Besides what is `likely` and how to `fix` it. `is_of_the_card` where no kernel is to blame: the
     same would have happened to any.
     """
 
     likely: str
-    mend: str
+    fix: str
     is_of_the_card: bool = False
     said: str = ""
     what: str = "a device was lost"
 
     def __str__(self) -> str:
-        return f"({self.said}): {self.likely}; {self.mend}"
+        return f"({self.said}): {self.likely}; {self.fix}"
 
 
 class DeviceLostError(WorkerDiedError):

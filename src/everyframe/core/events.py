@@ -49,7 +49,7 @@ class WeightsReady(Event):
 
 @dataclass(frozen=True)
 class RunSaved(Event):
-    """How far the run comes is kept in the folder `path`: ``everyframe resume RUN`` goes on."""
+    """The run is saved in the folder `path`: ``everyframe resume RUN`` continues it."""
 
     type: ClassVar[str] = "kept"
     run: str
@@ -99,7 +99,7 @@ class StageDone(Event):
 
 @dataclass(frozen=True)
 class Note(Event):
-    """Something that the person should read, though the run goes on.
+    """Something that the person should read, though the run continues.
 
     With `in_record` it is of the video with this seed, or of all of them where that is None, and
     stands in its record too, under ``notes``.

@@ -96,7 +96,7 @@ class PipelineMemoryFallbacks:
     def _ways(self, at: str) -> Iterator[tuple[AppliedFallback, Callable[[], None]]]:
         may_wait = self._plan.device.kind != "cpu"
         if may_wait:
-            yield AppliedFallback("", "what was kept for later is given back"), lambda: None
+            yield AppliedFallback("", "torch's memory cache is emptied"), lambda: None
         idle = self._owned.keys() - self._waiting
         if may_wait and len(self._owned) > 1 and idle:
             yield AppliedFallback("", BY_TURNS), self._take_turns

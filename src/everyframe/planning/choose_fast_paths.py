@@ -73,7 +73,7 @@ def pins_of(request: Request, device: DeviceFacts) -> FastPathOptions:
     return FastPathOptions(
         dtype=DTYPES[request.dtype],
         kernel=None if kernel is None else check_kernel(kernel, device),
-        off=switched_off(request.without),
+        off=switched_off(request.disable),
         compile=request.compile,
         exact=request.paths,
         force=request.force,
@@ -189,7 +189,7 @@ class FastPathChooser:
         pins = self.pins
         against = self.known.against(path.name, tags_of(component, runs))
         if path.name in pins.off:
-            return FastPathChoice(path.name, "off", "turned off: --without, EVERYFRAME_WITHOUT")
+            return FastPathChoice(path.name, "off", "turned off: --disable, EVERYFRAME_DISABLE")
         is_recorded = self._exactly(component, path)
         if pins.exact is not None and not is_recorded:
             return FastPathChoice(path.name, "off", "the record does without")

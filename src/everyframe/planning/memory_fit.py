@@ -28,7 +28,12 @@ from everyframe.planning.monotone_search import first_that_fits, first_that_hold
 from everyframe.planning.parallelism import StepCost
 from everyframe.precision.dtypes import num_bytes
 from everyframe.runtime.interface import Component, DryRunCall, DryRunSpec, ModelSpec, ShardableSpec
-from everyframe.runtime.memory_fallbacks import MemoryFallback, held_says, memory_fallbacks
+from everyframe.runtime.memory_fallbacks import (
+    BLOCK_OFFLOAD,
+    MemoryFallback,
+    held_says,
+    memory_fallbacks,
+)
 
 _TRIES = 2
 """So many of the largest that could fit are looked at closely."""
@@ -355,11 +360,11 @@ def _elsewhere(part: PlannedComponent) -> list[str]:
         return [f"{part.plan.title}: {held_says(part.plan.holders)}"]
     if not part.plan.offload:
         return []
-    where = "its weights wait in the host's memory and come to the device block by block"
+    where = BLOCK_OFFLOAD
     if part.plan.streams:
         where = (
-            "its weights are read from their files block by block at every call, as the host's "
-            "memory does not hold them"
+            "disk offload: weights are read from their files block by block at every call, as "
+            "host memory does not hold them"
         )
     return [f"{part.plan.title}: {where}"]
 
@@ -377,8 +382,8 @@ def _by_turns(parts: Sequence[PlannedComponent]) -> tuple[list[PlannedComponent]
         for part in parts
     ]
     names = ", ".join(part.plan.title for part in turned if part.plan.by_turns)
-    said = f"stage by stage: {names} come to the device one after the other, for their work alone"
-    return turned, [f"{said}, and wait in the host's memory"]
+    said = f"stage by stage: {names} are on the device one at a time, each only while it computes"
+    return turned, [f"{said}; the others stay in host memory"]
 
 
 def _in_order(

@@ -20,6 +20,12 @@ from everyframe.runtime.interface import MemorySaving, MemorySavings
 _BRANCHES = "branches_at_once"
 
 
+#: Note for weights that are offloaded block by block.
+BLOCK_OFFLOAD = (
+    "block offload: weights stay in host memory and are copied to the device block by block"
+)
+
+
 @dataclass(frozen=True)
 class MemoryFallback:
     """One more memory fallback for a component, on top of all earlier ones.
@@ -74,7 +80,7 @@ def memory_fallbacks(
         for name in components if holders > 1 and not is_lossy else ():
             yield MemoryFallback(name, settings, held_says(holders), holders=holders)
         for name in components if may_wait and not is_lossy else ():
-            says = "its weights wait in the host's memory and come to the device block by block"
+            says = BLOCK_OFFLOAD
             yield MemoryFallback(name, settings, says, offload=True)
 
 
@@ -85,7 +91,7 @@ def cfg_batch_size(settings: Settings, branches: int) -> int:
 
 def split_cfg_saving(settings: Settings) -> MemorySaving:
     """Memory saving of a denoiser with two guidance branches: one after the other."""
-    says = "the two branches of guidance are computed one after the other"
+    says = "guidance branches run one after the other (batch size 1)"
     return MemorySaving(settings.with_saving(_BRANCHES, 1), says)
 
 
@@ -95,13 +101,13 @@ def _stages(savings: MemorySavings, name: str, settings: Settings, only: str | N
     return sorted((at for at in found if only is None or at in ("", only)), key=bool)
 
 
-BY_TURNS = "its parts wait in the host's memory, and come to the device by turns"
+BY_TURNS = "model offload: one component on the device at a time, the others in host memory"
 """Note for components that are offloaded as a whole, one on the device at a time."""
 
 
 def held_says(holders: int) -> str:
     """Note for weights that `holders` ranks shard."""
     return (
-        f"each of {holders} devices keeps a part of its weights and hands them to the others, "
-        "block by block"
+        f"sharded weights: each of {holders} devices stores about 1/{holders} and "
+        "broadcasts its blocks when needed"
     )

@@ -32,7 +32,7 @@ def check_used(title: str, request: Request, without: Mapping[str, str]) -> None
         if getattr(request, name) is not None:
             raise InputError(f"{name} has no effect on {title}: {instead}")
     if request.chain > 1:
-        raise InputError(f"{title} can't go on from a clip (chain)")
+        raise InputError(f"{title} can't continue a clip (chain)")
 
 
 def check_prompt(prompt: str) -> None:

@@ -30,6 +30,4 @@ def variant_option() -> Any:
 
 def truncate_prompt_option() -> Any:
     """Whether a prompt too long for the text encoder is truncated."""
-    return option(
-        "Go on with the beginning of a prompt that is too long.", group="Family", default=False
-    )
+    return option("Use the beginning of a prompt that is too long.", group="Family", default=False)

@@ -76,7 +76,7 @@ class InpaintOptions(FamilyOptions):
     """Options of inpainting: source, mask, ControlNets and strength."""
 
     source: Any = option(
-        "What is repainted in part: a picture, a folder of frames or a video.",
+        "Source to repaint in part: a picture, a folder of frames or a video.",
         group="Family",
         names_files=True,
     )
@@ -99,7 +99,7 @@ class InpaintOptions(FamilyOptions):
         names_files=True,
     )
     strength: float = option(
-        "How far the repainted part may go from the source; 1 ignores what was there.",
+        "How much the repainted part may differ from the source; 1 ignores the source.",
         group="Family",
         default=1.0,
         gt=0,

@@ -56,8 +56,8 @@ def tokenize(
         if not truncate:
             shown = cut if len(cut) <= 200 else f"{cut[:200]}…"
             raise InputError(
-                f"the prompt has {len(whole)} tokens, this model reads {limit}; shorten it, or go "
-                f"on without its end by --truncate-prompt, which cuts: {shown!r}"
+                f"the prompt has {len(whole)} tokens, this model reads {limit}; shorten it, or "
+                f"drop its end with --truncate-prompt, which cuts: {shown!r}"
             )
     row = tokenizer(
         prompt, padding="max_length", max_length=limit, truncation=True, return_tensors="pt"

@@ -155,7 +155,7 @@ def read_prompt(
     if not truncate:
         raise InputError(
             f"the prompt has {len(ids)} tokens, this model reads {max_length}; shorten it, or "
-            f"go on without its end by --truncate-prompt, which cuts: {_shortened(cut)!r}"
+            f"drop its end with --truncate-prompt, which cuts: {_shortened(cut)!r}"
         )
     return [*ids[: max_length - 1], ids[-1]], cut
 
