@@ -1,4 +1,4 @@
-"""Write the reference pages that are made from the code: options, exit codes, known issues.
+"""Write the reference pages that are made from the code: options, API, events, exit codes, issues.
 
 Run it as ``python docs/generate.py`` (or ``make docs``); a test fails when a page is not what this
 would write. Not here: pages that people write.
@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from annotated_types import Ge, Gt, Le, Lt
+from api_pages import NOTE, api_page, events_page
 from pydantic.fields import FieldInfo
 
 from everyframe.core.errors import EveryframeError, ExitCode
@@ -23,7 +24,6 @@ from everyframe.families.registry import all_options
 from everyframe.hardware.known_issues import Condition, Issue, known_issues
 
 REFERENCE = Path(__file__).parent / "reference"
-_NOTE = "<!-- Written by docs/generate.py; change the code instead. -->"
 _VALUES: dict[object, str] = {int: "N", float: "X", str: "TEXT", typing.Any: "FILE"}
 
 
@@ -32,7 +32,7 @@ def options_page() -> str:
     lines = [
         "# Options",
         "",
-        _NOTE,
+        NOTE,
         "",
         "The same options on the command line (`--num-frames 17`), from Python",
         "(`everyframe.generate(..., num_frames=17)`) and in a `Request`. What has no default here",
@@ -54,7 +54,7 @@ def exit_codes_page() -> str:
     lines = [
         "# Exit codes",
         "",
-        _NOTE,
+        NOTE,
         "",
         "| code | name | errors (`everyframe.core.errors`) |",
         "|---|---|---|",
@@ -78,7 +78,7 @@ def known_issues_page() -> str:
     lines = [
         "# Known issues",
         "",
-        _NOTE,
+        NOTE,
         "",
         f"What is known to go wrong in image and video diffusion: {len(issues)} issues of",
         "hardware, libraries and precision, out of public reports. `everyframe doctor` holds each",
@@ -165,6 +165,8 @@ def doctor_schema() -> str:
 #: Page -> what makes it.
 PAGES = {
     REFERENCE / "options.md": options_page,
+    REFERENCE / "api.md": api_page,
+    REFERENCE / "events.md": events_page,
     REFERENCE / "exit-codes.md": exit_codes_page,
     REFERENCE / "known-issues.md": known_issues_page,
     REFERENCE / "doctor.schema.json": doctor_schema,

@@ -91,7 +91,7 @@ def test_paths_are_turned_off_by_name(model: str, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(InputError, match=r"EVERYFRAME_DISABLE.*did you mean 'attention-flash'"):
         prepared(model)
     monkeypatch.delenv("EVERYFRAME_DISABLE")
-    with pytest.raises(InputError, match=r"without: there is no fast path 'bf1'.*mean 'bf16'"):
+    with pytest.raises(InputError, match=r"disable: there is no fast path 'bf1'.*mean 'bf16'"):
         prepared(model, disable="bf1")
 
 

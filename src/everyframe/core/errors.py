@@ -26,7 +26,7 @@ class ExitCode(IntEnum):
 
 
 class EveryframeError(Exception):
-    """Root of the tree: something went wrong that a person should read about."""
+    """Base of all errors of Everyframe."""
 
     exit_code = ExitCode.TROUBLE
 
@@ -36,43 +36,43 @@ class EveryframeError(Exception):
 
 
 class EveryframeWarning(UserWarning):
-    """What a Python caller should read though the video was made: a note, or what was repaired.
+    """A note or a repair, as a Python warning.
 
-    On the command line the same is a line that begins with ``note:`` or ``repaired:``.
+    The command line prints the same as a line that begins with ``note:`` or ``repaired:``.
     """
 
 
 class InputError(EveryframeError, ValueError):
-    """What was asked can't be done by anybody: a bad size, an unknown option, an empty prompt."""
+    """Invalid input on any machine: a bad size, an unknown option, an empty prompt."""
 
     exit_code = ExitCode.WRONG_INPUT
 
 
 class CheckpointError(InputError):
-    """A folder or file that is no checkpoint, is broken, or lacks a tensor. Names the culprit."""
+    """A folder or file is not a checkpoint, is broken, or lacks a tensor; the message names it."""
 
 
 class MediaError(InputError):
-    """A picture or video that can't be read, or a place that can't be written."""
+    """An image or video can't be read, or an output path can't be written."""
 
 
 class MissingPackageError(EveryframeError):
-    """An optional package is not installed; the text holds the command that installs it."""
+    """An optional package is not installed; the message has the install command."""
 
     exit_code = ExitCode.WRONG_INPUT
 
 
 class CannotRunError(EveryframeError):
-    """The plan says that this machine can't do it, and what it could do instead."""
+    """This machine can't run the plan; the message says what it can run instead."""
 
     exit_code = ExitCode.CANNOT_RUN_HERE
 
 
 @dataclass(frozen=True)
 class OutOfMemoryInfo:
-    """That memory ran out on `rank`, in step `step` of `stage`, in one of those `components`.
+    """An out-of-memory fault on `rank`, in `step` of `stage`, in one of these `components`.
 
-    `where` is the step as a person reads it, `said` what the allocator said.
+    `where` names the step for messages; `said` is the allocator's message.
     """
 
     stage: str
@@ -84,9 +84,9 @@ class OutOfMemoryInfo:
 
 
 class DistributedOutOfMemoryError(CannotRunError):
-    """Memory ran out in the middle of what several ranks compute together.
+    """Out of memory in a step that several ranks compute together.
 
-    None of them can do with less by itself; whoever started them can start all of them again.
+    No rank can apply a memory fallback alone; the launcher restarts all of them with the next one.
     """
 
     def __init__(self, text: str, scarcity: OutOfMemoryInfo) -> None:
@@ -99,23 +99,27 @@ class DistributedOutOfMemoryError(CannotRunError):
 
 
 class NumericsError(EveryframeError):
-    """Values went bad beyond repair; the text names step, module and operation."""
+    """Values are not finite beyond repair; the message names step, module and operation."""
 
     exit_code = ExitCode.NUMERICS
 
 
 class WorkerDiedError(EveryframeError):
-    """A worker process ended by itself or by a signal."""
+    """A worker process exited or was killed by a signal."""
 
     exit_code = ExitCode.WORKER_DIED
 
 
 @dataclass(frozen=True)
 class DeviceLoss:
-    """A device that was lost: `what` was lost when, what was `said` of it, in one line each.
+    """A lost device.
 
-    Besides what is `likely` and how to `fix` it. `is_of_the_card` where no kernel is to blame: the
-    same would have happened to any.
+    Attributes:
+        likely: the likely cause, in one line.
+        fix: how to fix it.
+        is_of_the_card: the card is at fault, not the kernel that ran.
+        said: the driver's or library's message.
+        what: which device was lost, and when.
     """
 
     likely: str
@@ -129,9 +133,9 @@ class DeviceLoss:
 
 
 class DeviceLostError(WorkerDiedError):
-    """A device failed under a process, which can't use it any more; a new one may.
+    """A device failed and this process can't use it any more; a new process may.
 
-    `loss` has the parts of it where the process that lost it tells.
+    `loss` has the details, in the process that lost it.
     """
 
     def __init__(self, text: str, loss: DeviceLoss | None = None) -> None:

@@ -33,7 +33,7 @@ Events: TypeAlias = Generator[Event, None, None]
 
 @dataclass(frozen=True)
 class Planned(Event):
-    """The plan is settled; nothing was fetched or loaded yet."""
+    """The plan is made. Nothing is downloaded or loaded yet."""
 
     type: ClassVar[str] = "planned"
     plan: Plan
@@ -41,7 +41,7 @@ class Planned(Event):
 
 @dataclass(frozen=True)
 class WeightsReady(Event):
-    """All files are on this disk and known by their hash: `record` is what makes it again."""
+    """All weights are on this disk and hashed. `record` reproduces the video."""
 
     type: ClassVar[str] = "ready"
     record: dict[str, Any] = field(repr=False, metadata={"bulky": True})
@@ -49,7 +49,7 @@ class WeightsReady(Event):
 
 @dataclass(frozen=True)
 class RunSaved(Event):
-    """The run is saved in the folder `path`: ``everyframe resume RUN`` continues it."""
+    """The run is saved in the folder `path`; ``everyframe resume RUN`` continues it."""
 
     type: ClassVar[str] = "kept"
     run: str
@@ -58,7 +58,7 @@ class RunSaved(Event):
 
 @dataclass(frozen=True)
 class StageStarted(Event):
-    """A stage begins, for clip `clip` of `num_clips`; it has `num_steps` steps to do."""
+    """A stage of `num_steps` steps begins, for clip `clip` (from 0) of `num_clips`."""
 
     type: ClassVar[str] = "stage_started"
     stage: str
@@ -69,7 +69,7 @@ class StageStarted(Event):
 
 @dataclass(frozen=True)
 class ComponentLoaded(Event):
-    """A component's weights are in memory, `seconds` after the stage asked for them."""
+    """The weights of a component are in memory. Loading took `seconds`."""
 
     type: ClassVar[str] = "loaded"
     component: str
@@ -90,7 +90,7 @@ class Step(Event):
 
 @dataclass(frozen=True)
 class StageDone(Event):
-    """A stage is over and what it had loaded is freed."""
+    """A stage is done and its components are freed."""
 
     type: ClassVar[str] = "stage_done"
     stage: str
@@ -99,10 +99,10 @@ class StageDone(Event):
 
 @dataclass(frozen=True)
 class Note(Event):
-    """Something that the person should read, though the run continues.
+    """Message for the user; the run continues.
 
-    With `in_record` it is of the video with this seed, or of all of them where that is None, and
-    stands in its record too, under ``notes``.
+    With `in_record` it is also in the record, under ``notes``, of the video with this `seed`, or of
+    all videos if `seed` is None.
     """
 
     type: ClassVar[str] = "note"
@@ -113,15 +113,22 @@ class Note(Event):
 
 @dataclass(frozen=True)
 class Repaired(Event):
-    """A value that was not finite was caught, and a module raised in precision so that none is.
+    """The guard repaired a fault, or a memory fallback was applied.
 
-    In step `step` of `stage`, `operation` in `module` of `component` made it in `dtype`; `cause` is
-    ``range``, ``kernel``, ``formula``, ``unclear``, ``compiled`` for a graph that is wrong where
-    its block as it is written is right, or ``blank`` for frames of one colour. `raised` is what
-    runs in `to` from now on: the module, or what is around it where its parts must agree.
-    With the cause ``memory`` there was too little of it, and `to` is what was done so that less is
-    needed.
-    `seed` is that of the video that it was needed for, None where it was for all of them.
+    Attributes:
+        stage: stage of the fault.
+        step: step of that stage.
+        component: component of the fault.
+        module: module of the fault, by dotted name.
+        operation: first operation whose result is not finite.
+        cause: ``range`` (beyond the dtype's range), ``kernel`` (wrong kernel), ``formula`` (not
+            finite in float32 either), ``unclear``, ``compiled`` (compiled code is wrong),
+            ``blank`` (frames of one colour) or ``memory`` (out of memory).
+        dtype: dtype of the operation.
+        raised: module that runs in `to` from now on: `module`, or a parent whose parts must agree.
+        to: its new dtype or path; with the cause ``memory``, the memory fallback.
+        text: message for the user.
+        seed: video that needed it; None for all videos.
     """
 
     type: ClassVar[str] = "repaired"
@@ -146,9 +153,9 @@ def event_of(data: Mapping[str, Any]) -> Event:
 
 @dataclass(frozen=True)
 class FramesDecoded(Event):
-    """Finished frames of the video with this seed, float32 in 0..1, (T, H, W, 3), in order.
+    """Next frames of the video with this seed: float32 in 0..1, (T, H, W, 3).
 
-    `index` says which it is where one call of a pipeline makes several with one seed.
+    `index` distinguishes the videos that one pipeline call makes with one seed.
     """
 
     type: ClassVar[str] = "frames"
@@ -160,9 +167,9 @@ class FramesDecoded(Event):
 
 @dataclass(frozen=True)
 class AudioDecoded(Event):
-    """The sound of the video with this seed, float32 in -1..1, (channels, n), `rate` a second.
+    """Audio of the video with this seed: float32 in -1..1, (channels, n), `rate` samples a second.
 
-    Comes before the frames that it belongs to.
+    It comes before the frames of its video.
     """
 
     type: ClassVar[str] = "sound"
@@ -175,9 +182,9 @@ class AudioDecoded(Event):
 
 @dataclass(frozen=True)
 class Output(Event):
-    """What a pipeline in memory gave for this seed, as it is: asked for by ``output_type``.
+    """Output of an in-memory pipeline for this seed, in the format of ``output_type``.
 
-    Comes after the frames; of latents there are none.
+    It comes after the frames; there are no frames for ``output_type="latent"``.
     """
 
     type: ClassVar[str] = "output"
@@ -187,7 +194,7 @@ class Output(Event):
 
 @dataclass(frozen=True)
 class VideoDone(Event):
-    """All frames of the video with this seed came; `record` is what it takes to make it again."""
+    """All frames of the video with this seed are decoded. `record` reproduces the video."""
 
     type: ClassVar[str] = "video_done"
     seed: int
@@ -198,7 +205,7 @@ class VideoDone(Event):
 
 @dataclass(frozen=True)
 class VideoWritten(Event):
-    """A file or folder is on disk, whole."""
+    """The video's file or folder is complete on disk."""
 
     type: ClassVar[str] = "written"
     path: str
