@@ -12,6 +12,7 @@ import typing
 from collections.abc import Iterator
 from pathlib import Path
 
+import diagrams
 from annotated_types import Ge, Gt, Le, Lt
 from api_pages import NOTE, api_page, events_page
 from pydantic.fields import FieldInfo
@@ -24,6 +25,7 @@ from everyframe.families.registry import all_options
 from everyframe.hardware.known_issues import Condition, Issue, known_issues
 
 REFERENCE = Path(__file__).parent / "reference"
+PICTURES = Path(__file__).parent / "pictures"
 _VALUES: dict[object, str] = {int: "N", float: "X", str: "TEXT", typing.Any: "FILE"}
 
 
@@ -170,6 +172,11 @@ PAGES = {
     REFERENCE / "exit-codes.md": exit_codes_page,
     REFERENCE / "known-issues.md": known_issues_page,
     REFERENCE / "doctor.schema.json": doctor_schema,
+    PICTURES / "packages.svg": diagrams.packages_and_imports,
+    PICTURES / "request.svg": diagrams.request,
+    PICTURES / "guard.svg": diagrams.guard,
+    PICTURES / "tokens.svg": diagrams.tokens,
+    PICTURES / "memory.svg": diagrams.memory,
 }
 
 
