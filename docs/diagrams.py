@@ -9,8 +9,9 @@ import ast
 import re
 from pathlib import Path
 
-from everyframe.parallel.token_partition import TokenGrid, TokenPartition
 from svg import Drawing
+
+from everyframe.parallel.token_partition import TokenGrid, TokenPartition
 
 DOCS = Path(__file__).parent
 SOURCE = DOCS.parent / "src" / "everyframe"
@@ -72,7 +73,7 @@ def packages_and_imports() -> str:
         page.text(left + 75, y + 17, name, size=12, anchor="middle", mono=True)
         page.text(left + 164, y + 17, _shortened(what.removesuffix(" (planned)")), "soft", 11.5)
         page.rect(middles[row] - 8, y + 5, 16, 16, f"{tone}-soft", tone, 3)
-        for other in imports_of(name):
+        for other in sorted(imports_of(name) & table.keys()):
             page.circle(middles[names.index(other)], y + step / 2, 5.5, tone)
     return page.svg()
 
@@ -123,8 +124,8 @@ def guard() -> str:
     """What the guard does with the result of a call."""
     page = Drawing(880, 420, "The guard")
     page.text(24, 34, "The guard", size=17, bold=True)
-    page.text(24, 55, "Each result of a component is checked by one reduction. A run without faults "
-              "computes what it would compute without the guard.", "soft", 12)  # fmt: skip
+    page.text(24, 55, "Each result of a component is checked by one reduction. A run without "
+              "faults computes what it would compute without the guard.", "soft", 12)  # fmt: skip
     wide, high = 232, 64
     columns, rows = (24, 324, 624), (84, 206, 328)
     page.box(columns[0], rows[0], wide, high, "call a component", ("its inputs stay available",),
@@ -231,11 +232,13 @@ def memory() -> str:
     rungs = (
         ("one stage at a time", "each stage is loaded, works for every video, and is freed",
          "always", "soft"),
-        ("smaller calls", "guidance branches run one after the other; the decoder takes fewer frames",
+        ("smaller calls",
+         "guidance branches run one after the other; the decoder takes fewer frames",
          "rounding", "green"),
         ("weight sharding", "each device stores some blocks and broadcasts them when needed",
          "exact; several devices", "blue"),
-        ("model offload", "components of one stage take turns on the device, if they don't fit together",
+        ("model offload",
+         "components of one stage take turns on the device if they don't fit together",
          "exact; slower", "blue"),
         ("block offload", "weights come to the device block by block, from host memory or files",
          "exact; slower", "blue"),
@@ -247,8 +250,8 @@ def memory() -> str:
     step, left, wide = 54, 24, 832
     page = Drawing(left * 2 + wide, 84 + step * len(rungs) + 40, "Memory fallbacks")
     page.text(left, 34, "Memory fallbacks", size=17, bold=True)
-    page.text(left, 55, "A plan applies as few as make it fit, the cheapest first. A run that is out "
-              "of memory applies the next one and repeats the call.", "soft", 12)  # fmt: skip
+    page.text(left, 55, "A plan applies as few as make it fit, the cheapest first. A run that is "
+              "out of memory applies the next one and repeats the call.", "soft", 12)  # fmt: skip
     for number, (title, what, price, tone) in enumerate(rungs):
         x, y = left + number * 16, 78 + number * step
         fill = "box" if tone == "soft" else f"{tone}-soft"
