@@ -62,7 +62,7 @@ def test_what_is_skipped_is_told(
     assert main(["resume", folder.name, "-o", "clip.mp4"]) == 0
     out, err = capsys.readouterr()
     assert out == "clip-4.mp4\n"
-    assert "what was made before is left as it is: the videos of seed 3" in err
+    assert "finished videos are left unchanged: seed 3" in err
     assert f"resuming {folder.name}" in err
 
 

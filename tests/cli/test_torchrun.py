@@ -120,7 +120,7 @@ def test_a_run_that_is_gone_on_with_is_named(
     silent: list[float], capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["resume"]) == 2
-    assert "say which run" in capfd.readouterr().err
+    assert "name the run" in capfd.readouterr().err
 
 
 # ---------------------------------------------------------------- real ones

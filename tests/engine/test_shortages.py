@@ -192,7 +192,7 @@ def test_what_can_not_be_kept_is_told_and_what_can_not_be_read_is_refused(
     assert run.shortages() == [[0, 1, [1, 1, 0, ""]]]
     written = place.read_bytes()
     place.write_text("[")
-    with pytest.raises(CorruptRunError, match="made again from its beginning"):
+    with pytest.raises(CorruptRunError, match="generate it again from the start"):
         [*resume_run(run, pace=EVERY_STEP)]
     place.write_bytes(written)
     said: list[str] = []
