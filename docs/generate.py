@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import diagrams
+import terminal
 from annotated_types import Ge, Gt, Le, Lt
 from api_pages import NOTE, api_page, events_page
 from pydantic.fields import FieldInfo
@@ -177,6 +178,8 @@ PAGES = {
     PICTURES / "guard.svg": diagrams.guard,
     PICTURES / "tokens.svg": diagrams.tokens,
     PICTURES / "memory.svg": diagrams.memory,
+    PICTURES / "plan.svg": terminal.plan,
+    PICTURES / "doctor.svg": terminal.doctor,
 }
 
 

@@ -290,7 +290,7 @@ def tested_versions(patient: DoctorInput) -> Check:
         found.append(
             Finding(
                 mark="note",
-                says=f"nobody told us yet that this combination works{others}",
+                says=f"no report yet that this combination works{others}",
                 fix=(Fix(do=row, command=reference_tables.as_line(told.own)),)
                 if patient.is_real
                 else (),
