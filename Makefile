@@ -64,8 +64,10 @@ format: $(READY)  ## put the code in form
 site: $(READY)  ## build the site of docs/ into build/site, strictly
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-docs: $(READY)  ## write the reference pages that are made from the code
+docs: $(READY)  ## write the reference pages and pictures that are made from the code
 	@$(BIN)/python docs/generate.py
+	@$(BIN)/python docs/picture.py
+	@$(BIN)/python docs/report_picture.py
 
 clean:  ## remove what the above has made
 	rm -rf $(VENV) outputs build dist .mypy_cache .pytest_cache .ruff_cache

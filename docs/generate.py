@@ -1,4 +1,4 @@
-"""Write the reference pages that are made from the code: options, API, events, exit codes, issues.
+"""Write the reference pages and the pictures that are made from the code.
 
 Run it as ``python docs/generate.py`` (or ``make docs``); a test fails when a page is not what this
 would write. Not here: pages that people write.
