@@ -39,7 +39,7 @@ def options_page() -> str:
         "",
         "The same options on the command line (`--num-frames 17`), from Python",
         "(`everyframe.generate(..., num_frames=17)`) and in a `Request`. What has no default here",
-        "is settled by the model; `everyframe plan` shows what each one comes to.",
+        "depends on the model; `everyframe plan` shows every value.",
     ]
     families: list[tuple[str, type[Options]]] = [("", Request), *all_options().items()]
     for group in GROUPS:
@@ -83,9 +83,9 @@ def known_issues_page() -> str:
         "",
         NOTE,
         "",
-        f"What is known to go wrong in image and video diffusion: {len(issues)} issues of",
-        "hardware, libraries and precision, out of public reports. `everyframe doctor` holds each",
-        "against the facts of a machine; the data is `src/everyframe/hardware/known_issues.yaml`.",
+        f"{len(issues)} known issues of hardware, libraries and precision in image and video",
+        "diffusion, from public reports. `everyframe doctor` checks which of them apply to a machine.",
+        "The data is `src/everyframe/hardware/known_issues.yaml`.",
     ]
     for severity, title in _SEVERITIES.items():
         lines += ["", f"## {title}"]

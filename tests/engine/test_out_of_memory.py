@@ -232,7 +232,7 @@ def test_what_devices_compute_together_says_what_would_do() -> None:
         raise RuntimeError(TOO_LITTLE)
 
     with pytest.raises(
-        CannotRunError, match=r"^step 3 of denoise .*: out of memory in the middle of"
+        CannotRunError, match=r"^step 3 of denoise .*: out of memory in a step that"
     ):
         guard.call(3, short)
 
