@@ -257,7 +257,8 @@ def _read(
 def _answered(run: InterruptedRun) -> str:
     """A clause about saved answers of a pipeline that are not computed again."""
     number = run.folder.num_answers()
-    return f"; {number} saved model calls are not computed again" if number else ""
+    noun = "call is" if number == 1 else "calls are"
+    return f"; {number} saved model {noun} not computed again" if number else ""
 
 
 def _model_here(
