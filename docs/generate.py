@@ -84,8 +84,8 @@ def known_issues_page() -> str:
         NOTE,
         "",
         f"{len(issues)} known issues of hardware, libraries and precision in image and video",
-        "diffusion, from public reports. `everyframe doctor` checks which of them apply to a machine.",
-        "The data is `src/everyframe/hardware/known_issues.yaml`.",
+        "diffusion, from public reports. `everyframe doctor` checks which of them apply to a",
+        "machine. The data is `src/everyframe/hardware/known_issues.yaml`.",
     ]
     for severity, title in _SEVERITIES.items():
         lines += ["", f"## {title}"]

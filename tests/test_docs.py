@@ -5,11 +5,14 @@ from __future__ import annotations
 import importlib.util
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from xml.etree import ElementTree
 
 import pytest
 
+from architecture_rules import ROOMS
 from docs_blocks import COMMANDS, Block, Reader, blocks_of, environment, plain_programs
 
 ROOT = Path(__file__).parent.parent
@@ -69,10 +72,45 @@ def load_generator() -> ModuleType:
     return module
 
 
-def test_made_pages_are_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "docs")
-    for page, make in load_generator().PAGES.items():
-        assert page.read_text(encoding="utf-8") == make(), "run `make docs`"
+@pytest.fixture(scope="module")
+def generator() -> Iterator[ModuleType]:
+    """`docs/generate.py`, which imports the modules beside it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "docs")
+        yield load_generator()
+
+
+PAGES_MADE = ("options.md", "api.md", "events.md", "exit-codes.md", "known-issues.md")
+DRAWN = ("packages", "request", "guard", "tokens", "memory", "plan", "doctor")
+MADE = (
+    *(f"reference/{name}" for name in (*PAGES_MADE, "doctor.schema.json")),
+    *(f"pictures/{name}.svg" for name in DRAWN),
+)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_made_page_or_picture_is_up_to_date(name: str, generator: ModuleType) -> None:
+    page = ROOT / "docs" / name
+    assert page.read_text(encoding="utf-8") == generator.PAGES[page](), "run `make docs`"
+
+
+def test_each_made_page_and_picture_is_compared(generator: ModuleType) -> None:
+    assert {ROOT / "docs" / name for name in MADE} == generator.PAGES.keys()
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("docs/pictures/*")), ids=lambda path: path.name)
+def test_a_picture_is_small_shown_and_readable_in_the_dark(path: Path) -> None:
+    assert path.stat().st_size < 80_000
+    assert any(f"pictures/{path.name})" in page.read_text(encoding="utf-8") for page in PAGES)
+    if path.suffix == ".svg":
+        text = path.read_text(encoding="utf-8")
+        assert ElementTree.fromstring(text).find("{http://www.w3.org/2000/svg}title") is not None
+        assert "prefers-color-scheme:dark" in text
+        assert not re.search(r"(href|src|url)\b", text), "it fetches nothing"
+
+
+def test_the_architecture_page_lists_every_package_in_order(generator: ModuleType) -> None:
+    assert tuple(generator.diagrams.packages()) == ROOMS
 
 
 PAGE = """# Title

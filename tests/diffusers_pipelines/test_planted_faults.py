@@ -155,7 +155,10 @@ REFUSED: dict[str, tuple[Planted, Callable[[str], str]]] = {
     "a weight times 1e30": (huge_weight, within(1)),
     "a hook that divides by 0": (hook_that_divides, module_named(1, "div")),
     "a decoder's weight times 1e38": (huge_decoder, within(2)),
-    "a scheduler of NaN": (scheduler_of_nan, lambda name: " that is not finite, though all module "),
+    "a scheduler of NaN": (
+        scheduler_of_nan,
+        lambda name: " that is not finite, though all module ",
+    ),
     "a hook of NaN by full_like": (hook_of_nan, module_named(1, "full_like")),
 }
 #: Where a norm after it divides by it again, so that diffusers' frames are finite as well.

@@ -178,9 +178,7 @@ def test_what_can_not_be_moved(shared: tuple[Path, dict[int, Any]], tmp_path: Pa
         replace(part, precision=replace(part.precision, compute="bfloat16"))
         for part in run.plan.components
     ]
-    with pytest.raises(
-        CannotRunError, match=r"would resume in float32 there, and was begun in bf"
-    ):
+    with pytest.raises(CannotRunError, match=r"would resume in float32 there, and was begun in bf"):
         replan.replan_for_devices(replace(run.plan, components=tuple(parts)), alone, None, ())
     with pytest.raises(InputError, match="shares must be 2 numbers"):
         replan.replan_for_devices(

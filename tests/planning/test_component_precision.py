@@ -62,7 +62,9 @@ def test_a_processor_that_holds_them_no_other_way_has_them_in_int8(model: ModelS
     # What is no linear layer, or an island, is as it was.
     assert 0.25 < part.weight_bytes / whole.weight_bytes < 0.35
     (said,) = [note for note in found.notes if "stored in int8 (lossy" in note]
-    assert said.endswith("differs by about 1%, as nothing else makes it fit; --quantize none prevents it)")
+    assert said.endswith(
+        "differs by about 1%, as nothing else makes it fit; --quantize none prevents it)"
+    )
     # The small parts are not concerned, and `none` refuses.
     assert not any(each.precision.weights for each in found.components if each is not part)
     assert not fitted(model, short, asked="none").fits
