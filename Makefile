@@ -62,7 +62,7 @@ format: $(READY)  ## put the code in form
 	@$(BIN)/ruff format .
 
 site: $(READY)  ## build the site of docs/ into build/site, strictly
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 docs: $(READY)  ## write the reference pages and pictures that are made from the code
 	@$(BIN)/python docs/generate.py

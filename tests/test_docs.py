@@ -109,6 +109,13 @@ def test_a_picture_is_small_shown_and_readable_in_the_dark(path: Path) -> None:
         assert not re.search(r"(href|src|url)\b", text), "it fetches nothing"
 
 
+def test_the_site_has_every_page() -> None:
+    """`make site` fails otherwise, where mkdocs is installed."""
+    config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    pages = {str(page.relative_to(ROOT / "docs")) for page in ROOT.glob("docs/**/*.md")}
+    assert pages == set(re.findall(r"[\w/-]+\.md", config))
+
+
 def test_the_architecture_page_lists_every_package_in_order(generator: ModuleType) -> None:
     assert tuple(generator.diagrams.packages()) == ROOMS
 

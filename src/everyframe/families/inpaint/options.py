@@ -81,7 +81,7 @@ class InpaintOptions(FamilyOptions):
         names_files=True,
     )
     mask: Any = option(
-        "Where: white in a picture, folder or video of the source's size, or a box "
+        "What to repaint: white in an image, folder or video of the source's size, or a box "
         "LEFT,TOP,RIGHT,BOTTOM in pixels.",
         group="Family",
         names_files=True,
@@ -93,8 +93,8 @@ class InpaintOptions(FamilyOptions):
         names_model=True,
     )
     control: Any = option(
-        "What the ControlNet sees: a picture, folder or video, or canny or inpaint, which are made "
-        "of the source; with commas for several ControlNets.",
+        "What the ControlNet sees: an image, folder or video, or canny or inpaint, which are made "
+        "from the source; with commas for several ControlNets.",
         group="Family",
         names_files=True,
     )
@@ -114,10 +114,10 @@ class InpaintOptions(FamilyOptions):
         default=0.0,
     )
     control_guidance_end: OneOrEach = option(
-        "Share of the steps after which it steers no more.", group="Family", default=1.0
+        "Share of the steps after which it stops.", group="Family", default=1.0
     )
     guess_mode: bool = option(
-        "Let the ControlNet steer the prompt's side of guidance alone.",
+        "Apply the ControlNet to the prompt's branch of guidance only.",
         group="Family",
         default=False,
     )
@@ -142,8 +142,7 @@ class InpaintOptions(FamilyOptions):
     )
     fit: str | None = fit_option()
     unblended: bool = option(
-        "Keep what the decoder makes outside of the mask too, as diffusers does, and not the "
-        "source itself.",
+        "Return the decoder's output outside the mask too, as diffusers does, and not the source.",
         group="Family",
         default=False,
     )
