@@ -207,7 +207,14 @@ def test_on_a_card_parts_take_turns_and_then_come_by_blocks() -> None:
         said.append(None if relief is None else (relief.component, relief.says.split()[0]))
         for name, each in nets.items():
             assert torch.equal(each(inputs()), wanted[name])
-    assert said == [("", "what"), ("", "its"), ("net", "its"), ("vae", "its"), ("vae", "in"), None]
+    assert said == [
+        ("", "torch's"),
+        ("", "model"),
+        ("net", "block"),
+        ("vae", "block"),
+        ("vae", "in"),
+        None,
+    ]
     assert tiled == [True]
     assert len(reliefs.tried) == 5
 

@@ -201,5 +201,5 @@ def test_without_a_name_it_is_the_last_run_of_that_pipeline(pipe: Any, root: Pat
 
 
 def test_with_none_of_a_pipeline_there_is_nothing_to_go_on_with(pipe: Any) -> None:
-    with pytest.raises(InputError, match="no run of a pipeline that was given in Python"):
+    with pytest.raises(InputError, match="no interrupted run of a pipeline that was given"):
         everyframe.resume(pipe=pipe)

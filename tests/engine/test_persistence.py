@@ -217,7 +217,7 @@ def test_a_state_that_is_damaged_costs_time_and_nothing_else(
     path.write_bytes(path.read_bytes()[:-9])
     again = list(resume.resume_run(folder))
     same(whole, again)
-    assert any(isinstance(e, Note) and "begins" in e.text and path.name in e.text for e in again)
+    assert any(isinstance(e, Note) and "starting" in e.text and path.name in e.text for e in again)
     assert steps(again) == [1, 2, 3]
 
 

@@ -225,7 +225,7 @@ def all_ways(planned: Plan) -> Iterator[tuple[Plan, str]]:
 def test_each_start_does_one_thing_more_in_the_order_of_plans() -> None:
     plans = list(all_ways(of_ranks(CARD, "net")))
     assert [says.partition(": ")[2].split()[0] for _, says in plans] == [
-        "one", "each", "its", "tiles",
+        "one", "sharded", "block", "tiles",
     ]  # fmt: skip
     parts = [each.component("net") for each, _ in plans]
     assert [(part.holders, part.offload) for part in parts] == [
@@ -236,7 +236,7 @@ def test_each_start_does_one_thing_more_in_the_order_of_plans() -> None:
 
 def test_on_processors_weights_wait_nowhere() -> None:
     said = [says for _, says in all_ways(of_ranks(DeviceFacts("p", "cpu", None, 9, 9), "net"))]
-    assert [says.partition(": ")[2].split()[0] for says in said] == ["one", "each", "tiles"]
+    assert [says.partition(": ")[2].split()[0] for says in said] == ["one", "sharded", "tiles"]
 
 
 def test_parts_of_a_pipeline_come_by_turns_first() -> None:

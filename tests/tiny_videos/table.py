@@ -49,13 +49,13 @@ REMARKS = {
 _GUARDED = "needs the packages cosmos_guardrail and torchvision"
 _HEAD = """# Every video pipeline of diffusers
 
-All that diffusers 0.42 has. *Runs* means: a tiny random checkpoint of it, in diffusers' own layout,
+All of diffusers 0.42. *Runs* means: a tiny random checkpoint of it, in diffusers' own layout,
 was planned for an RTX 2080 Ti and an Apple GPU, made a video in float32 twice with the same bits,
 and gave what the pipeline's own call gives with the same seed, to 1e-4 of a frame's range
 (22 November 2026; `make test ARGS="--slow tests/diffusers_pipelines/test_every_pipeline.py"`).
 
-*Given* is what it is made of beside the text: `--image` and `--last-image`, or
-`--option NAME=FILE`; how, is told in [run any pipeline](../how-to/pipeline.md).
+*Given* are its inputs beside the text: `--image` and `--last-image`, or `--option NAME=FILE`, as in [run
+any pipeline](../how-to/pipeline.md).
 
 | pipeline | runs | given |
 |---|---|---|
