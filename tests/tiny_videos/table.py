@@ -54,8 +54,8 @@ was planned for an RTX 2080 Ti and an Apple GPU, made a video in float32 twice w
 and gave what the pipeline's own call gives with the same seed, to 1e-4 of a frame's range
 (22 November 2026; `make test ARGS="--slow tests/diffusers_pipelines/test_every_pipeline.py"`).
 
-*Given* are its inputs beside the text: `--image` and `--last-image`, or `--option NAME=FILE`, as in [run
-any pipeline](../how-to/pipeline.md).
+*Given* are its inputs beside the text: `--image` and `--last-image`, or `--option NAME=FILE`, as in
+[run any pipeline](../how-to/pipeline.md).
 
 | pipeline | runs | given |
 |---|---|---|
