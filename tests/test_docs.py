@@ -12,8 +12,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from architecture_rules import ROOMS
-from docs_blocks import COMMANDS, Block, Reader, blocks_of, environment, plain_programs
+from helpers.architecture_rules import ROOMS
+from helpers.docs_blocks import COMMANDS, Block, Reader, blocks_of, environment, plain_programs
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
@@ -70,6 +70,21 @@ def load_generator() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+#: Where a file that a page names by its path is looked for.
+BASES = (ROOT, ROOT / "src" / "everyframe", ROOT / "docs")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_a_page_names_are_there(page: Path) -> None:
+    if page.name == "CHANGELOG.md":
+        return  # it names files of earlier versions
+    named = re.findall(
+        r"`((?:[a-z_]+/)+\w+\.(?:py|yaml|json|md))\b", page.read_text(encoding="utf-8")
+    )
+    missing = [each for each in named if not any((base / each).exists() for base in BASES)]
+    assert not missing
 
 
 @pytest.fixture(scope="module")
