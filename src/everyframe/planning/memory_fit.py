@@ -30,6 +30,7 @@ from everyframe.precision.dtypes import num_bytes
 from everyframe.runtime.interface import Component, DryRunCall, DryRunSpec, ModelSpec, ShardableSpec
 from everyframe.runtime.memory_fallbacks import (
     BLOCK_OFFLOAD,
+    DISK_OFFLOAD,
     MemoryFallback,
     held_says,
     memory_fallbacks,
@@ -360,12 +361,7 @@ def _elsewhere(part: PlannedComponent) -> list[str]:
         return [f"{part.plan.title}: {held_says(part.plan.holders)}"]
     if not part.plan.offload:
         return []
-    where = BLOCK_OFFLOAD
-    if part.plan.streams:
-        where = (
-            "disk offload: weights are read from their files block by block at every call, as "
-            "host memory does not hold them"
-        )
+    where = DISK_OFFLOAD if part.plan.streams else BLOCK_OFFLOAD
     return [f"{part.plan.title}: {where}"]
 
 

@@ -24,6 +24,11 @@ _BRANCHES = "branches_at_once"
 BLOCK_OFFLOAD = (
     "block offload: weights stay in host memory and are copied to the device block by block"
 )
+#: Note for weights that host memory does not hold.
+DISK_OFFLOAD = (
+    "disk offload: weights are read from their files block by block at every call, as host memory "
+    "does not hold them"
+)
 
 
 @dataclass(frozen=True)
