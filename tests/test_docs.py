@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 import shutil
@@ -70,6 +71,36 @@ def load_generator() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+#: Words of our own that the field has other words for; see the glossary.
+OLD_WORDS = re.compile(
+    r"\b(gone on with|goes on with|broken off|by turns|of whom|what is told|mends?|troubles?)\b"
+)
+
+
+def strings_of(source: str) -> list[str]:
+    """Text in the code that is no docstring: messages, notes, help."""
+    nodes = list(ast.walk(ast.parse(source)))
+    docs = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    texts = [n for n in nodes if isinstance(n, ast.Constant) and id(n) not in docs]
+    return [node.value for node in texts if isinstance(node.value, str)]
+
+
+def test_messages_and_pages_speak_the_fields_words() -> None:
+    history = {ROOT / "CHANGELOG.md", ROOT / "docs" / "reference" / "exit-codes.md"}
+    texts = {page: [page.read_text(encoding="utf-8")] for page in PAGES if page not in history}
+    for file in (ROOT / "src").rglob("*.py"):
+        texts[file] = strings_of(file.read_text(encoding="utf-8"))
+    found = [(file.name, each[0]) for file, all_ in texts.items() for text in all_
+             for each in OLD_WORDS.finditer(text)]  # fmt: skip
+    assert not found
+
+
+def test_an_old_word_in_a_message_is_found() -> None:
+    source = '"By turns."\nraise ValueError(f"{run} is broken off")'
+    assert strings_of(source) == [" is broken off"]
+    assert OLD_WORDS.search(" is broken off")
 
 
 #: Where a file that a page names by its path is looked for.
