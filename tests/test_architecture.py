@@ -15,6 +15,7 @@ import everyframe
 from everyframe.families.registry import family_names
 from helpers import architecture_rules
 from helpers.architecture_rules import PACKAGE, ROOMS, RULES, Module, Rule
+from helpers.import_circles import import_circles
 
 SOURCE = Path(everyframe.__file__).parent
 
@@ -89,7 +90,7 @@ def test_every_folder_is_a_room() -> None:
 
 
 def test_no_modules_import_each_other() -> None:
-    assert architecture_rules.import_circles(modules()) == []
+    assert import_circles(modules()) == []
 
 
 @pytest.mark.parametrize("late", ["", "def f():\n    ", "if TYPE_CHECKING:\n    "])
@@ -101,8 +102,8 @@ def test_a_planted_circle_is_found(late: str) -> None:
         Module.parse("everyframe.ops.d", "from everyframe.ops.a import y"),
     ]
     circle = ["everyframe.ops.a", "everyframe.ops.b", "everyframe.ops.c"]
-    assert architecture_rules.import_circles(planted) == [circle]
-    assert architecture_rules.import_circles(planted[:2]) == []
+    assert import_circles(planted) == [circle]
+    assert import_circles(planted[:2]) == []
 
 
 @pytest.mark.parametrize("room", ["runtime", "diffusers_pipelines", "planning"])
@@ -132,6 +133,11 @@ def test_exceptions_are_still_needed() -> None:
     names = {module.name for module in modules()}
     gone = {entry for entry in architecture_rules.LONG_MODULES if entry not in names}
     gone |= {e for e in architecture_rules.LONG_FUNCTIONS if e.split(":")[0] not in names}
+    gone |= {
+        entry
+        for entry in architecture_rules.MAY_CHANGE_THE_PROCESS
+        if not any(f"{name}.".startswith(f"{entry}.") for name in names)
+    }
     assert not gone, f"exceptions for what is not there any more: {gone}"
 
 
@@ -174,6 +180,15 @@ VIOLATIONS = [
     ("precision_is_by_construction", "ops.x", "torch.is_autocast_enabled()"),
     ("methods_are_not_assigned", "parallel.x", "model.block.forward = split"),
     ("methods_are_not_assigned", "parallel.x", "setattr(model, 'forward', split)"),
+    ("nothing_is_mocked", "diffusers_pipelines.x", "from unittest.mock import patch"),
+    ("nothing_is_mocked", "ops.x", "def f():\n    import unittest.mock"),
+    ("the_process_is_left_alone", "ops.x", "import torch\ntorch.autocast = nullcontext"),
+    ("the_process_is_left_alone", "ops.x", "import torch\ntorch.backends.cudnn.benchmark = True"),
+    ("the_process_is_left_alone", "ops.x", "import os\nos.environ['A'] = '1'"),
+    ("the_process_is_left_alone", "ops.x", "import sys\nsys.modules['torch'] = ours"),
+    ("the_process_is_left_alone", "ops.x", "torch.set_default_dtype(torch.bfloat16)"),
+    ("the_process_is_left_alone", "ops.x", "with catch_warnings(): simplefilter('ignore')"),
+    ("the_process_is_left_alone", "ops.x", "nn.modules.register_module_forward_hook(f)"),
 ]
 
 

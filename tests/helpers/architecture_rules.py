@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -65,6 +65,29 @@ LONG_FUNCTIONS: dict[str, str] = {}
 #: What the ground floor may not import: it holds data, not arithmetic.
 NOT_IN_CORE = ("torch", "diffusers", "transformers", "av")
 
+#: What a thread of somebody else would see: calls, by the end of their dotted names.
+PROCESS_WIDE = frozenset({
+    "filterwarnings", "gc.disable", "np.random.seed", "os.chdir", "os.putenv", "random.seed",
+    "register_module_forward_hook", "register_module_forward_pre_hook",
+    "register_module_parameter_registration_hook", "simplefilter", "torch.manual_seed",
+    "torch.seed", "torch.set_default_device", "torch.set_default_dtype",
+    "torch.set_float32_matmul_precision", "torch.set_num_threads", "torch.set_printoptions",
+})  # fmt: skip
+#: Modules that may change the process, each with the reason.
+MAY_CHANGE_THE_PROCESS = {
+    "everyframe.cli": "the process is ours",
+    "everyframe.core.garbage_collection": "commands and workers only",
+    "everyframe.diffusers_pipelines.call_thread": "a hook for one thread, after an interrupt",
+    "everyframe.doctor.probes": "runs in a process of its own",
+    "everyframe.engine.worker": "runs in a process of its own",
+    "everyframe.fast_paths.compilation": "torch has its compile cache in the environment",
+    "everyframe.fast_paths.trials": "runs in a process of its own",
+    "everyframe.hardware.cpu": "the number of this thread; the process's is restored at once",
+    "everyframe.hardware.isolation": "the start of a process, under a lock; and in that process",
+    "everyframe.parallel.rendezvous": "runs in a process of its own",
+    "everyframe.precision.strict_float32": "torch has no other switches; under `hardware.switches`",
+}
+
 PACKAGE = "everyframe"
 _MODULE_NAME = re.compile(rf"{PACKAGE}\.({'|'.join(ROOMS)})(\.[a-z_]\w*)*")
 
@@ -118,7 +141,7 @@ def _dotted(node: ast.AST) -> str:
     return ""
 
 
-def _imports(module: Module, *, strings: bool = True) -> Iterator[tuple[int, str]]:
+def imports_of(module: Module, *, strings: bool = True) -> Iterator[tuple[int, str]]:
     """(line, dotted name) of all that is imported, also in functions and by name in `strings`."""
     docstrings = {id(node.value) for node in module.every_node if isinstance(node, ast.Expr)}
     for node in module.every_node:
@@ -140,7 +163,7 @@ def imports_go_down(module: Module) -> Iterator[str]:
     if module.room is None:
         return
     allowed = ROOMS[ROOMS.index(module.room) :]
-    for line, name in _imports(module):
+    for line, name in imports_of(module):
         parts = name.split(".")
         if parts[0] != PACKAGE or name == f"{PACKAGE}._version.__version__":
             continue
@@ -158,61 +181,12 @@ def modules_have_searchable_names(module: Module) -> Iterator[str]:
         yield f"1: {name} says nothing to somebody who searches; name it by its subject"
 
 
-def import_circles(modules: Sequence[Module]) -> list[list[str]]:
-    """Groups of modules that import each other, also within functions and for types alone."""
-    names = {module.name.removesuffix(".__init__") for module in modules}
-    graph = {
-        module.name.removesuffix(".__init__"): _imported_modules(module, names)
-        for module in modules
-    }
-    return [sorted(group) for group in _strong_components(graph) if len(group) > 1]
-
-
-def _imported_modules(module: Module, names: set[str]) -> set[str]:
-    own = module.name.removesuffix(".__init__")
-    found = set()
-    for _, name in _imports(module, strings=False):
-        target = name if name in names else name.rpartition(".")[0]
-        # A package's __init__ may import its own modules.
-        if target in names and target != own and not target.startswith(f"{own}."):
-            found.add(target)
-    return found
-
-
-def _strong_components(graph: dict[str, set[str]]) -> Iterator[set[str]]:
-    """Tarjan's algorithm (1972), with a stack of its own in place of recursion."""
-    order: dict[str, int] = {}
-    low: dict[str, int] = {}
-    stack: list[str] = []
-    for root in graph:
-        work = [(root, iter(sorted(graph[root])))] if root not in order else []
-        while work:
-            node, rest = work[-1]
-            if node not in order:
-                order[node] = low[node] = len(order)
-                stack.append(node)
-            for other in rest:
-                if other not in order:
-                    work.append((other, iter(sorted(graph[other]))))
-                    break
-                if other in stack:
-                    low[node] = min(low[node], order[other])
-            else:
-                work.pop()
-                if work:
-                    low[work[-1][0]] = min(low[work[-1][0]], low[node])
-                if low[node] == order[node]:
-                    group = set(stack[stack.index(node) :])
-                    del stack[stack.index(node) :]
-                    yield group
-
-
 def families_stand_alone(module: Module) -> Iterator[str]:
     """A family's folder imports no other family's; what two of them need is a room of its own."""
     parts = module.name.split(".")
     if module.room != "families" or len(parts) < 4:
         return
-    for line, name in _imports(module):
+    for line, name in imports_of(module):
         other = name.split(".")
         # Modules that lie in families/ itself are shared; only folders hold a family.
         if other[:2] == parts[:2] and len(other) > 4 and other[2] != parts[2]:
@@ -223,7 +197,7 @@ def core_is_plain_data(module: Module) -> Iterator[str]:
     """The ground floor imports no tensors, and its dataclasses are frozen."""
     if module.room != "core":
         return
-    for line, name in _imports(module):
+    for line, name in imports_of(module):
         if name.split(".")[0] in NOT_IN_CORE:
             yield f"{line}: core imports {name}"
     for node in module.nodes(ast.ClassDef):
@@ -359,6 +333,34 @@ def methods_are_not_assigned(module: Module) -> Iterator[str]:
                 yield f"{node.lineno}: assigns a method"
 
 
+def nothing_is_mocked(module: Module) -> Iterator[str]:
+    """No test library: what a caller or another thread sees is not replaced for a moment."""
+    for line, name in imports_of(module, strings=False):
+        if name.partition(".")[0] in ("unittest", "mock", "pytest"):
+            yield f"{line}: imports {name}"
+
+
+def the_process_is_left_alone(module: Module) -> Iterator[str]:
+    """Nothing that all threads share is changed: no attribute of a foreign module, no switch."""
+    if any(f"{module.name}.".startswith(f"{each}.") for each in MAY_CHANGE_THE_PROCESS):
+        return
+    foreign = {
+        alias.asname or alias.name.partition(".")[0]
+        for node in module.nodes(ast.Import)
+        for alias in getattr(node, "names", ())
+    }
+    for node in module.every_node:
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        for target in targets:
+            held = target.value if isinstance(target, (ast.Attribute, ast.Subscript)) else None
+            if held is not None and _dotted(held).partition(".")[0] in foreign:
+                yield f"{node.lineno}: changes {_dotted(held)}, which all threads share"
+        if isinstance(node, ast.Call):
+            name = _dotted(node.func)
+            if any(f".{name}".endswith(f".{each}") for each in PROCESS_WIDE):
+                yield f"{node.lineno}: {name} changes it for all threads"
+
+
 RULES: tuple[Rule, ...] = (
     imports_go_down,
     families_stand_alone,
@@ -373,4 +375,6 @@ RULES: tuple[Rule, ...] = (
     nothing_is_unpickled,
     precision_is_by_construction,
     methods_are_not_assigned,
+    nothing_is_mocked,
+    the_process_is_left_alone,
 )

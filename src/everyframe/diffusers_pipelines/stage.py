@@ -23,13 +23,7 @@ from everyframe.core.events import AudioDecoded, Event, FramesDecoded, Note, Out
 from everyframe.core.options import shown
 from everyframe.core.plan import Plan, Settings
 from everyframe.diffusers_pipelines import call_options, sequence_parallel
-from everyframe.diffusers_pipelines.call import (
-    float32_noise,
-    in_one_run,
-    no_progress_bars,
-    quietly,
-    restore_after,
-)
+from everyframe.diffusers_pipelines.call import in_one_run, no_progress_bars, restore_after
 from everyframe.diffusers_pipelines.call_arguments import arguments
 from everyframe.diffusers_pipelines.call_thread import Apart as InOwnThread
 from everyframe.diffusers_pipelines.call_thread import Calling
@@ -46,6 +40,7 @@ from everyframe.diffusers_pipelines.global_generators import (
 from everyframe.diffusers_pipelines.guard import PipelineGuard, UnshardedCall
 from everyframe.diffusers_pipelines.guarded_calls import GuardedCallHooks
 from everyframe.diffusers_pipelines.image_forms import call_with_pictures, to_rgb
+from everyframe.diffusers_pipelines.library_patches import float32_noise, quietly
 from everyframe.diffusers_pipelines.loading import load, set_guidance
 from everyframe.diffusers_pipelines.media import (
     Array,
@@ -61,7 +56,7 @@ from everyframe.diffusers_pipelines.module_calls import (
     EncodeOnLeadRank,
     encoders,
 )
-from everyframe.diffusers_pipelines.oom_fallback import PipelineMemoryFallbacks
+from everyframe.diffusers_pipelines.oom_fallback import PipelineOomFallbacks
 from everyframe.diffusers_pipelines.signature import CallSignature
 from everyframe.diffusers_pipelines.step_tracking import StepTracker
 from everyframe.hardware.cpu import cpu_threads
@@ -135,7 +130,7 @@ class PipelineStage:
             stack.enter_context(no_progress_bars(pipe))
             set_guidance(pipe, self.interface, self.plan.settings)
             owned = {} if self.pipe is not None else _modules(pipe)
-            reliefs = PipelineMemoryFallbacks(self.plan, pipe, owned, self.savings)
+            reliefs = PipelineOomFallbacks(self.plan, pipe, owned, self.savings)
             shared = sequence_parallel.apply_to_all(_modules(pipe), self.teams)
             ready = _Ready(pipe, self.plan.device.torch_name, reliefs, shared)
             for each in ready.shared.values():
@@ -209,7 +204,7 @@ class PipelineStage:
                 emit(Step(self.name, done, total, take.seed, now - begun))
             begun = time.perf_counter()
 
-        for relief in () if self._is_shared else ready.reliefs.again(take):
+        for relief in () if self._is_shared else ready.reliefs.resumed(take):
             why = "out of memory here in the interrupted run; using the same fallback again"
             emit(relief.event(self.name, 0, f"{self.name}: {why}", take.seed))
         while True:
@@ -224,7 +219,7 @@ class PipelineStage:
             if self._is_shared:
                 at = (made.at,) if made.at else ()
                 raise together(self.name, made.step, at, made.place, made.said)
-            less = ready.reliefs.at(take, made.at)
+            less = ready.reliefs.at(0, made.at)
             if less is None:
                 raise CannotRunError(self._beyond(made, ready.reliefs.tried))
             why = f"{made.place}: out of memory ({made.said}); calling it again with less memory"
@@ -240,22 +235,17 @@ class PipelineStage:
         modules = _modules(pipe)
         names = denoisers(modules)
         denoising = {name: modules[name] for name in names}
-        watch = StepTracker(
-            denoising,
-            [module for name, module in modules.items() if name not in names],
-            getattr(pipe, "scheduler", None),
-            settings.num_inference_steps,
-            on_step,
-        )
+        others = [module for name, module in modules.items() if name not in names]
+        scheduler = getattr(pipe, "scheduler", None)
+        watch = StepTracker(denoising, others, scheduler, settings.num_inference_steps, on_step)
+        guard = partial(PipelineGuard, keeps_storage=ready.reliefs.keeps_storage)
         around, branches = GuardedCallHooks(watch, take), self.branches
         with (
             watch,
             float32_noise(),
             CfgParallel(denoising, branches, self.teams, around) if branches else nullcontext(),
             DenoiserReplay(denoising, watch, take, at_once=branches is None),
-            PipelineGuard(
-                self.plan, modules, watch, take, watch.read_by(emit), ready.apart
-            ) as guarded,
+            guard(self.plan, modules, watch, take, watch.read_by(emit), ready.apart) as guarded,
         ):
             around.guarded = guarded
             try:
@@ -333,6 +323,12 @@ class PipelineStage:
         name = self.interface.class_name
         if isinstance(error, (ValueError, ArithmeticError)) and not step:
             return InputError(f"{name} refuses: {text}")
+        if any(f": {text})" in note for note in self.plan.notes):
+            # The dry run met it without weights and device: it comes of the request and the config.
+            return InputError(
+                f"{name} can't do this on any device; another size may do, or the checkpoint's "
+                f"config is wrong ({type(error).__name__}: {text})"
+            )
         if self.own and not step and not isinstance(error, (ImportError, NameError)):
             # What only this pipeline knows is checked by nobody but itself, by whatever breaks.
             given = ", ".join(f"{key}={shown(value)}" for key, value in self.own.items())
@@ -355,7 +351,7 @@ class _Ready:
 
     pipe: Any
     device: str
-    reliefs: PipelineMemoryFallbacks
+    reliefs: PipelineOomFallbacks
     shared: Mapping[str, sequence_parallel.SequenceParallelTransformer]
 
     @property

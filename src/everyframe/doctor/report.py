@@ -82,7 +82,6 @@ class Report(Options):
 
     @property
     def has_errors(self) -> bool:
-        """Whether something is wrong or could not be checked."""
         return self.verdict in ("error", "broke")
 
 

@@ -9,25 +9,26 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from everyframe.checkpoints.locate import is_listed
 from everyframe.core.errors import CannotRunError, CorruptRunError, InputError, OutOfMemoryInfo
-from everyframe.core.events import Event, Events, Note, Planned, Repaired, WeightsReady
-from everyframe.core.plan import Plan
+from everyframe.core.events import Event, Events, Note, Planned, WeightsReady
 from everyframe.core.request import Request
-from everyframe.core.serialization import from_jsonable
-from everyframe.engine.distributed import Peers, Rendezvous, join_plan, meet_peers
+from everyframe.engine.distributed import Rendezvous, join_plan, meet_peers
+from everyframe.engine.foreign_run import explain_errors
+from everyframe.engine.interrupted_run import InterruptedRun, load_run
 from everyframe.engine.owner_switches import with_owner_switches
 from everyframe.engine.persistence import write
 from everyframe.engine.provenance import differences, make_record
+from everyframe.engine.record_schema import option_facts
 from everyframe.engine.repair_report import loaded_in, repairs_of, with_repair_report
 from everyframe.engine.replan import (
     OF_RANKS,
-    relieved_of,
     remind,
     replan_for_devices,
     replan_with_less_memory,
@@ -39,76 +40,15 @@ from everyframe.hardware.facts import machine_facts
 from everyframe.media.output_path import check_folder
 from everyframe.planning.find_model import find_model
 from everyframe.planning.resolve import LoadedModel
-from everyframe.runs.atomic_write import UNREADABLE, read_json
 from everyframe.runs.folder import Lock, RunFolder, free_runs
 from everyframe.runs.run_state import RunState, RunStateWriter, SaveInterval, SaveOptions, furthest
-from everyframe.runs.tensor_store import TensorStore
-from everyframe.runtime.interface import ModelSpec, VideoState
+from everyframe.runtime.interface import VideoState
+
+#: The name in a recorded file's identity, beside its hash.
+_FILE = ("file", True)
 
 
-@dataclass(frozen=True)
-class InterruptedRun:
-    """An interrupted run as read from its folder.
-
-    Attributes:
-        folder: the run folder.
-        request: the original request.
-        plan: the original plan.
-        record: the record of the run.
-        place: working folder in which the run began.
-        output: requested output path.
-        as_uint8: whether frames are saved as uint8.
-        given: digests of an in-memory model by component; None for any other model.
-        relieved: memory fallbacks applied to all ranks so far.
-    """
-
-    folder: RunFolder
-    request: Request
-    plan: Plan
-    record: dict[str, Any]
-    place: Path
-    output: str | None
-    as_uint8: bool
-    given: dict[str, str] | None = None
-    relieved: tuple[Repaired, ...] = ()
-
-
-def load_run(folder: RunFolder) -> InterruptedRun:
-    """Load a run from its folder.
-
-    Raises:
-        CorruptRunError: the folder has no run, or its files are corrupt.
-    """
-    fetch = TensorStore(folder.given).fetch
-    try:
-        written = folder.run()
-        request, plan = (from_jsonable(written[name], fetch) for name in ("request", "plan"))
-        found = InterruptedRun(
-            folder=folder,
-            request=request,
-            plan=plan,
-            record=dict(written["record"]),
-            place=Path(written["place"]),
-            output=written["output"],
-            as_uint8=bool(written["as_uint8"]),
-            given=written["given"],
-            relieved=relieved_of(written.get("relieved", ())),
-        )
-        for path in folder.path.glob("shortages*.json"):
-            # Without them other bits may come of it: from there on it was computed otherwise.
-            read_json(path)
-    except CorruptRunError as error:
-        raise error.reworded(
-            f"{error}; {folder.name} cannot be resumed; generate it again from the start "
-            f"(everyframe resume {folder.name} --forget removes it)"
-        ) from error
-    except UNREADABLE as error:
-        raise CorruptRunError(f"{folder.path} can't be read: {error!r}") from error
-    if not isinstance(request, Request) or not isinstance(plan, Plan):
-        raise CorruptRunError(f"{folder.path} holds no request and plan")
-    return found
-
-
+@explain_errors
 def resume_run(
     folder: RunFolder,
     *,
@@ -120,18 +60,18 @@ def resume_run(
     ranks: Mapping[str, Any] | None = None,
     scarcity: OutOfMemoryInfo | None = None,
     trust_remote_code: bool = False,
+    named: Mapping[str, Any] | None = MappingProxyType({}),
 ) -> Events:
     """Resume a run and yield its events, as `everyframe.engine.run.stream` does.
 
-    `skip` are seeds whose videos are not wanted; `given_model` is the model of a run of an
-    in-memory one. With `join` this is one of several ranks: all read the saved state before the
-    first one writes. `ranks` are request options that replace the run's devices. `scarcity` asks
-    for the next memory fallback. `trust_remote_code` runs the model's code. Raises
-    `EveryframeError` if it can't resume.
+    `skip` are seeds not wanted; `given_model` is an in-memory run's model. With `join` this is one
+    of several ranks: all read the saved state before the first one writes. `ranks` replace the
+    run's devices. `scarcity` asks for the next memory fallback. `named` are options given again, as
+    a stranger's run needs (`foreign_run`); None for a run that this very call began.
     """
     lock = _locked(folder) if (leads := join is None or join.rank == 0) else None
     try:
-        run = load_run(folder)
+        run = load_run(folder).with_named(named)
         place = _place_of_report(run) if leads else None
         model = _model_here(run, given_model, trust_remote_code, is_same=ranks is None)
         run = replace(run, plan=with_owner_switches(run.plan, given_model))
@@ -140,12 +80,13 @@ def resume_run(
         left = [take for take in initial_videos(run.request, run.plan) if take.seed not in skip]
         told: tuple[Event, ...] = ()
         if scarcity is not None:
-            run, told = _in_less(run, model, scarcity)
+            plan, less = replan_with_less_memory(run.plan, model, scarcity)
+            run, told = replace(run, plan=plan, relieved=(*run.relieved, less)), (less,)
         elif ranks is not None and left:
-            run, told = _divided(run, request, peers, skip)
+            plan = replan_for_devices(run.plan, request, peers, skip)
+            run, told = replace(run, plan=plan), (*map(Note, said_of_move(run.plan, plan)),)
         yield Planned(run.plan)
-        model = model.fetch()
-        record = make_record(run.plan, request, model.weight_files())
+        record = make_record(run.plan, request, (model := model.fetch()).weight_files())
         yield from (*told, *map(Note, _compared(run, record)), WeightsReady(record))
         if not left:
             yield Note(f"all videos of {folder.name} were made")
@@ -154,18 +95,17 @@ def resume_run(
         here = join_plan(run.plan, model, record, peers, skip)
         how = SaveOptions(folder.path.parent, run.output, run.as_uint8, cleans, pace)
         keeper = RunStateWriter(replace(folder, part=here.group) if here.leads else None, how, lock)
-        progress, says = _progress(keeper, run, here.mine(left))
+        progress, says = _read(keeper, run, here.mine(left))
         yield from map(Note, (says, *_skipped(skip if scarcity is None else ())))
         if peers is not None:  # before anybody writes
             peers.world.tell_all(None, "ranks read what was kept")
         if leads and told:
             _write_anew(run, request, record)
-        events = run_stages(here, model, record, keeper, progress)
-        if place is None:
-            yield from events
-        else:
+        events: Iterator[Event] = run_stages(here, model, record, keeper, progress)
+        if place is not None:
             before, loaded = repairs_of(progress), loaded_in(model)
-            yield from with_repair_report(events, run.plan, record, place, loaded, before)
+            events = with_repair_report(events, run.plan, record, place, loaded, before)
+        yield from events
     finally:
         if lock is not None:
             lock.release()
@@ -189,83 +129,53 @@ def _place_of_report(run: InterruptedRun) -> Path | None:
     return None if asked is None else check_folder(run.place / asked)
 
 
-def _divided(
-    run: InterruptedRun, request: Request, peers: Peers | None, skip: Collection[int]
-) -> tuple[InterruptedRun, tuple[Event, ...]]:
-    """The run replanned for the devices of that request, and events that report it."""
-    plan = replan_for_devices(run.plan, request, peers, skip)
-    return replace(run, plan=plan), (*map(Note, said_of_move(run.plan, plan)),)
-
-
-def _in_less(
-    run: InterruptedRun, model: ModelSpec, scarcity: OutOfMemoryInfo
-) -> tuple[InterruptedRun, tuple[Event, ...]]:
-    """The run with the next memory fallback applied to its ranks, and events that report it."""
-    plan, told = replan_with_less_memory(run.plan, model, scarcity)
-    return replace(run, plan=plan, relieved=(*run.relieved, told)), (told,)
-
-
 def _write_anew(run: InterruptedRun, request: Request, record: Mapping[str, Any]) -> None:
     """Save the new plan, so that the next resume uses it."""
     relieved = [each.to_json() for each in run.relieved]
-    write(run.folder, {**run.folder.run(), "relieved": relieved}, request, run.plan, record)
+    told = {**run.folder.run(), "relieved": relieved}
+    write(run.folder, told, request, run.plan, record, is_own=run.is_own)
 
 
 def _skipped(seeds: Collection[int]) -> tuple[str, ...]:
-    """Note about videos that are not made again."""
     named = ", ".join(map(str, sorted(seeds)))
     return (f"finished videos are left unchanged: seed {named}",) if seeds else ()
-
-
-def _progress(
-    keeper: RunStateWriter, run: InterruptedRun, takes: list[VideoState]
-) -> tuple[RunState, str]:
-    """Progress of these videos, as state and as one line of text."""
-    progress, says = _read(keeper, run, takes)
-    remind(progress, run.relieved)
-    return progress, says
-
-
-def _named(run: InterruptedRun) -> str:
-    """The run's name, and what a person knows it by."""
-    settings = run.plan.settings
-    what = f'"{run.plan.settings.prompt[:60]}", ' if settings.prompt else ""
-    return f"{run.folder.name} ({run.plan.model}, {what}seed {settings.seed})"
 
 
 def _read(
     keeper: RunStateWriter, run: InterruptedRun, takes: list[VideoState]
 ) -> tuple[RunState, str]:
-    name = _named(run)
-    kept = furthest(run.folder, [take.seed for take in takes])
-    if kept is None:
-        return RunState(takes=takes), f"resuming {name} from the start{_answered(run)}"
+    """Progress of these videos, as state and as one line of text."""
+    settings, folder = run.plan.settings, run.folder
+    what = f'"{settings.prompt[:60]}", ' if settings.prompt else ""
+    name = f"{folder.name} ({run.plan.model}, {what}seed {settings.seed})"
+    number = folder.num_answers()
+    noun = "call is" if number == 1 else "calls are"
+    served = f"; {number} saved model {noun} not computed again" if number else ""
+    kept = furthest(folder, [take.seed for take in takes])
+    progress, says = RunState(takes=takes), f"resuming {name} from the start{served}"
     try:
-        progress = keeper.read(takes, kept)
+        if kept is not None:
+            progress = keeper.read(takes, kept)
+            clip = f"clip {progress.clip + 1} of {settings.chain}, " if progress.clip else ""
+            done = f"{clip}stage {progress.stage + 1}, {sum(t.step for t in takes)} of its steps"
+            says = f"resuming {name}: {done} done{served}"
     except CorruptRunError as error:
         # All of it follows from what was asked, so nothing but time is lost.
         fresh = initial_videos(run.request, run.plan)
         wanted = {take.seed for take in takes}
-        again = RunState(takes=[take for take in fresh if take.seed in wanted])
-        return again, f"starting {name} again: {error}"
-    clip = f"clip {progress.clip + 1} of {run.plan.settings.chain}, " if progress.clip else ""
-    steps = sum(take.step for take in takes)
-    done = f"{clip}stage {progress.stage + 1}, {steps} of its steps done"
-    return progress, f"resuming {name}: {done}{_answered(run)}"
-
-
-def _answered(run: InterruptedRun) -> str:
-    """A clause about saved answers of a pipeline that are not computed again."""
-    number = run.folder.num_answers()
-    noun = "call is" if number == 1 else "calls are"
-    return f"; {number} saved model {noun} not computed again" if number else ""
+        progress = RunState(takes=[take for take in fresh if take.seed in wanted])
+        says = f"starting {name} again: {error}"
+    remind(progress, run.relieved)
+    return progress, says
 
 
 def _model_here(
     run: InterruptedRun, given: LoadedModel | None, trust_remote_code: bool, *, is_same: bool
 ) -> Any:
     """The model of the run, after checking that all else is unchanged; `is_same`: devices too."""
-    _check_here(run, is_same=is_same)
+    _check_place(run)
+    if is_same:  # others are asked for, and checked where they are planned for
+        _check_device(run)
     if not trust_remote_code:
         _check_trust(run)
     if given is not None:
@@ -327,13 +237,6 @@ def _check_given(folder: RunFolder, was: Mapping[str, str], now: Mapping[str, st
         )
 
 
-def _check_here(run: InterruptedRun, *, is_same: bool) -> None:
-    """Raise if the folder differs from the original one, or with `is_same` the device."""
-    _check_place(run)
-    if is_same:  # others are asked for, and checked where they are planned for
-        _check_device(run)
-
-
 def _check_place(run: InterruptedRun) -> None:
     """Raise `InputError` for input files given relative to another folder than this one."""
     if Path.cwd() == run.place:
@@ -359,6 +262,18 @@ def _check_device(run: InterruptedRun) -> None:
         )
 
 
+def _names_model(name: str) -> bool:
+    """Whether the option names a model, whose weights are compared and not its place."""
+    return bool(option_facts(name).get("names_model"))
+
+
+def _contents(value: Any) -> Any:
+    """A recorded option without the names of files, which may be called otherwise elsewhere."""
+    if isinstance(value, dict):
+        return {k: _contents(each) for k, each in value.items() if (k, "sha256" in value) != _FILE}
+    return [_contents(each) for each in value] if isinstance(value, list) else value
+
+
 def _compared(run: InterruptedRun, record: dict[str, Any]) -> tuple[str, ...]:
     """Notes about differences that may change the result; `InputError` for those that do."""
     record = json.loads(json.dumps(record))  # as the other one came out of its file
@@ -371,7 +286,9 @@ def _compared(run: InterruptedRun, record: dict[str, Any]) -> tuple[str, ...]:
             "it cannot be resumed"
         )
     for name, value in was["request"].items():
-        if name not in (*OF_RANKS, "device") and record["request"].get(name) != value:
+        if name in (*OF_RANKS, "device") or (name in run.named and _names_model(name)):
+            continue
+        if _contents(record["request"].get(name)) != _contents(value):
             raise InputError(
                 f"{name} is not what {run.folder.name} was begun with: the file was changed since; "
                 "put the old one back to resume"

@@ -8,7 +8,7 @@ Read next: `core/plan.py` (the result), `engine/run.py` (its execution).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -157,7 +157,8 @@ def _prepared(
     rates = _rates(fitted, devices[shares.rank], num_threads) if with_seconds else None
     if with_seconds and isinstance(model, PromptReadingSpec):
         notes = (*notes, *model.unread(settings))
-    says = (*shares.says, *_of_repairs(fitted), *idle_notes(shares.division))
+    repaired = (line for part in fitted.components for line in repair_notes(part))
+    says = (*shares.says, *repaired, *idle_notes(shares.division))
     plan = Plan(
         model=model.name,
         family=family_name,
@@ -183,7 +184,6 @@ def _prepared(
 def _model(
     request: Request, given: LoadedModel | None, *, may_fetch: bool
 ) -> tuple[ModelSpec, str]:
-    """The spec of the requested model, and its family's name."""
     check_option_names(request)
     if given is None:
         return find_model(request, may_fetch)
@@ -278,7 +278,6 @@ def _chooser(
     *,
     is_here: bool,
 ) -> FastPathChooser:
-    """The fast-path chooser: request options, certificates and known issues."""
     device, alike = common_facts(devices), are_alike(devices)
     return FastPathChooser(
         device,
@@ -367,10 +366,6 @@ def _remedies(
         return ()
     key = cached_key(model, device, facts.versions)
     return () if key is None else load_repairs(key)
-
-
-def _of_repairs(fitted: FitResult) -> Iterator[str]:
-    return (line for part in fitted.components for line in repair_notes(part))
 
 
 def _asked_bytes(request: Request, name: str) -> int | None:

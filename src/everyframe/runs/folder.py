@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from everyframe.core.errors import CorruptRunError, InputError, RunLockedError, did_you_mean
-from everyframe.core.paths import check_path, expand_path, home_folder
+from everyframe.core.paths import check_path, expand_path, state_folder
 from everyframe.runs.atomic_write import UNREADABLE, read_json, write_json
+from everyframe.runs.signature import SIGNATURE, check_files, is_signed, signed
 
 #: Schema of a run folder; another number belongs to another version.
 SCHEMA = "everyframe.run/2"
@@ -37,17 +38,14 @@ OFF = "off"
 
 
 def runs_folder() -> Path | None:
-    """Default folder of runs: ``EVERYFRAME_RUNS``, else ``everyframe/runs`` in the state folder.
+    """Default folder of runs: ``EVERYFRAME_RUNS``, else ``runs`` in the state folder.
 
-    The state folder is ``XDG_STATE_HOME``, else ``~/.local/state``. None if ``EVERYFRAME_RUNS`` is
-    ``off``.
+    None if ``EVERYFRAME_RUNS`` is ``off``.
     """
     own = os.environ.get("EVERYFRAME_RUNS")
     if own:
         return None if own == OFF else expand_path(own, "EVERYFRAME_RUNS")
-    shared = os.environ.get("XDG_STATE_HOME")
-    base = expand_path(shared, "XDG_STATE_HOME") if shared else home_folder() / ".local" / "state"
-    return base / "everyframe" / "runs"
+    return state_folder() / "runs"
 
 
 def root_of(given: str | Path | None) -> Path | None:
@@ -66,12 +64,10 @@ class RunFolder:
 
     @property
     def name(self) -> str:
-        """Name of the run."""
         return self.path.name
 
     @property
     def tensors(self) -> Path:
-        """Folder of its tensors."""
         return self.path / f"tensors{self._of_part}"
 
     @property
@@ -97,23 +93,21 @@ class RunFolder:
         return self.path / "answers"
 
     def num_answers(self) -> int:
-        """Number of results of a pipeline's components."""
         return sum(1 for _ in self.answers.glob("*/*.safetensors"))
 
-    def write_run(self, values: Mapping[str, Any]) -> None:
-        """Write the constant data. Raises `OSError`."""
-        write_json(self.path / _RUN, {"schema": SCHEMA, **values})
+    def write_run(self, values: Mapping[str, Any], *, is_own: bool = True) -> None:
+        """Write the constant data, signed if it is this user's own. Raises `OSError`."""
+        values = {name: value for name, value in values.items() if name != SIGNATURE}
+        values = {"schema": SCHEMA, **values}
+        write_json(self.path / _RUN, signed(values) if is_own else values)
 
     def write_state(self, values: Mapping[str, Any]) -> None:
-        """Replace the state. Raises `OSError`; the old state then remains."""
         write_json(self._state, values)
 
     def write_shortages(self, values: Sequence[Any]) -> None:
-        """Replace the out-of-memory events. Raises `OSError`."""
         write_json(self._shortages, {"shortages": values})
 
     def shortages(self) -> list[Any]:
-        """Read the out-of-memory events. Raises `CorruptRunError`."""
         values = read_json(self._shortages) or {}
         return list(values.get("shortages", ()))
 
@@ -125,8 +119,11 @@ class RunFolder:
             raise CorruptRunError(f"{self.path} holds no run of {SCHEMA!r}, but {found}")
         return values
 
+    def is_own(self) -> bool:
+        """Whether this user's Everyframe wrote the constant data. Raises `CorruptRunError`."""
+        return is_signed(self.run())
+
     def is_readable(self) -> bool:
-        """Whether its constant data is intact."""
         try:
             self.run()
         except CorruptRunError:
@@ -144,7 +141,6 @@ class RunFolder:
             return self.path.stat().st_mtime
 
     def state(self) -> dict[str, Any] | None:
-        """Read the state; None before the first write."""
         return read_json(self._state)
 
     def parts(self) -> tuple[RunFolder, ...]:
@@ -167,9 +163,11 @@ class RunFolder:
         """Lock the run for this process.
 
         Raises:
+            CorruptRunError: the folder holds links.
             RunLockedError: another process has it.
             OSError: the file system has no locks.
         """
+        check_files(self.path)
         return Lock(self.path / _LOCK)
 
     def is_busy(self) -> bool:
@@ -191,7 +189,6 @@ class RunFolder:
         return max(place.stat().st_mtime for place in places if place.name != _LOCK)
 
     def num_bytes(self) -> int:
-        """Size on disk."""
         return sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
 
     def remove(self) -> None:
@@ -221,7 +218,6 @@ class Lock:
         self._file = file
 
     def release(self) -> None:
-        """Release the lock."""
         if self._file is not None:
             self._file.close()
             self._file = None

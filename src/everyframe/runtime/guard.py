@@ -25,7 +25,7 @@ from everyframe.numerics.overflow_probe import OverflowProbe, may_overflow
 from everyframe.numerics.tensor_stats import Range, blank_frames, value_range
 from everyframe.precision.dtypes import dtype_name
 from everyframe.runtime.interface import MemorySavings, VideoState
-from everyframe.runtime.oom_fallback import MemoryFallbacks, together
+from everyframe.runtime.oom_fallback import OomFallbacks, together
 from everyframe.runtime.repair_search import RepairSearch, RepairStep
 from everyframe.runtime.repairs import GuardLog, RepairSet, asks_for, describe_fault, weights_told
 
@@ -45,7 +45,8 @@ class Guard:
     """Watch the components `parts`, by name, during one stage.
 
     `counts` and `of` name a call in messages, by default "step 3 of denoise". Ranks that compute
-    one result together each locate its fault alone, inside ``apart()``.
+    one result together each locate its fault alone, inside ``apart()``. With `keeps_storage`,
+    `end` restores the storage of the weights too.
     """
 
     def __init__(
@@ -58,12 +59,13 @@ class Guard:
         of: str = "",
         savings: MemorySavings | None = None,
         apart: Callable[[], AbstractContextManager[None]] | None = None,
+        keeps_storage: bool = False,
     ) -> None:
         self._plan, self._apart = plan, apart
         self._parts = dict(parts)
         self._calls = GuardLog(plan.device, stage, counts, of or stage)
-        self._repairs = RepairSet(plan.device, parts)
-        self._reliefs = MemoryFallbacks(plan, parts, savings, stage)
+        self._repairs = RepairSet(plan.device, parts, keeps_storage=keeps_storage)
+        self._reliefs = OomFallbacks(plan, parts, savings, stage)
         self._take: VideoState | None = None
         self._largest = 0.0
         self._is_probed = False

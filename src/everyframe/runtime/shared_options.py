@@ -14,8 +14,7 @@ def fit_option() -> Any:
     """How an image of another aspect ratio is fitted to the video's size."""
     return option(
         "Fit given images and videos to the video's size: crop, pad or stretch; by default our own "
-        "models crop, and a diffusers pipeline gets them unchanged.",
-        group="Family",
+        "models crop, and a diffusers pipeline gets them unchanged."
     )
 
 
@@ -23,11 +22,10 @@ def variant_option() -> Any:
     """Which stored precision of the weights is read, if there are several."""
     return option(
         "Which stored precision of the weights to load if a model has several, such as fp16.",
-        group="Family",
         pattern=r"^\w+$",
     )
 
 
 def truncate_prompt_option() -> Any:
     """Whether a prompt too long for the text encoder is truncated."""
-    return option("Use the beginning of a prompt that is too long.", group="Family", default=False)
+    return option("Use the beginning of a prompt that is too long.", default=False)

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from everyframe.checkpoints.config_errors import check_positive
+from everyframe.checkpoints.config_errors import check_classes, check_positive
+from everyframe.checkpoints.folder import read_package_data
 from everyframe.core.errors import CheckpointError
 from everyframe.runtime.request_checks import AutoencoderSizes
 
@@ -27,6 +28,10 @@ SCHEDULERS = (
     "LCMScheduler",
 )  # fmt: skip
 
+_CLASSES = {
+    "unet": ("UNet2DConditionModel",), "vae": ("AutoencoderKL",), "scheduler": SCHEDULERS,
+}  # fmt: skip
+
 #: Sizes in which ControlNet and UNet must agree: the ControlNet adds to the UNet's residuals.
 _SHARED = {
     "block_out_channels": [320, 640, 1280, 1280],
@@ -38,56 +43,24 @@ _SHARED = {
 
 def released(unet_channels: int) -> Mapping[str, Mapping[str, Any]]:
     """Configs of Stable Diffusion 1.5 and its inpainting model, for use before download."""
-    return {
-        "unet": {
-            "_class_name": "UNet2DConditionModel",
-            "in_channels": unet_channels,
-            "cross_attention_dim": 768,
-            "attention_head_dim": 8,
-            "block_out_channels": [320, 640, 1280, 1280],
-            "down_block_types": [*["CrossAttnDownBlock2D"] * 3, "DownBlock2D"],
-            "layers_per_block": 2,
-            "sample_size": 64,
-        },
-        "vae": {
-            "_class_name": "AutoencoderKL",
-            "block_out_channels": [128, 256, 512, 512],
-            "down_block_types": ["DownEncoderBlock2D"] * 4,
-            "up_block_types": ["UpDecoderBlock2D"] * 4,
-            "layers_per_block": 2,
-            "latent_channels": 4,
-            "sample_size": 512,
-        },
-        "text_encoder": {
-            "model_type": "clip_text_model",
-            "hidden_size": 768,
-            "intermediate_size": 3072,
-            "num_attention_heads": 12,
-            "num_hidden_layers": 12,
-            "projection_dim": 768,
-            "hidden_act": "quick_gelu",
-        },
-        "scheduler": {
-            "_class_name": "PNDMScheduler",
-            "beta_start": 0.00085,
-            "beta_end": 0.012,
-            "beta_schedule": "scaled_linear",
-            "num_train_timesteps": 1000,
-            "skip_prk_steps": True,
-            "steps_offset": 1,
-        },
-    }
+    configs: Mapping[str, Mapping[str, Any]] = read_package_data("families/inpaint/released.yaml")
+    return {**configs, "unet": {**configs["unet"], "in_channels": unet_channels}}
 
 
 @dataclass(frozen=True)
 class InpaintConfig(AutoencoderSizes):
-    """Configs of the components, as their libraries take them; one entry per ControlNet."""
+    """Configs of the components, as their libraries take them; one entry per ControlNet.
+
+    `pipeline` is the class that the checkpoint's index names.
+    """
 
     unet: Mapping[str, Any]
     vae: Mapping[str, Any]
     text_encoder: Mapping[str, Any]
     scheduler: Mapping[str, Any]
     controlnets: tuple[Mapping[str, Any], ...]
+    pipeline: str = ""
+    has_safety_checker: bool = False
 
     @classmethod
     def from_json(
@@ -95,6 +68,8 @@ class InpaintConfig(AutoencoderSizes):
         source: str,
         configs: Mapping[str, Mapping[str, Any]],
         controlnets: tuple[tuple[str, Mapping[str, Any] | None], ...],
+        pipeline: str = "",
+        has_safety_checker: bool = False,
     ) -> InpaintConfig:
         """Build from the base model's configs by folder, and each ControlNet's name and config.
 
@@ -103,7 +78,12 @@ class InpaintConfig(AutoencoderSizes):
         Raises:
             CheckpointError: an unsupported class or size; names `source` or the ControlNet.
         """
-        _check_classes(source, configs)
+        check_classes(source, configs, _CLASSES, ", ")
+        kind = configs["text_encoder"].get("model_type", "clip_text_model")
+        if kind not in ("clip_text_model", "clip"):
+            raise CheckpointError(
+                f"{source}: the text encoder is a {kind!r} model, expected CLIP's"
+            )
         check_positive(configs["vae"], ("scaling_factor",), f"{source}: vae")
         made = cls(
             unet=configs["unet"],
@@ -113,6 +93,8 @@ class InpaintConfig(AutoencoderSizes):
             controlnets=tuple(
                 _like(configs["unet"]) if config is None else config for _, config in controlnets
             ),
+            pipeline=pipeline,
+            has_safety_checker=has_safety_checker,
         )
         made._check_unet(source)
         for (name, _), config in zip(controlnets, made.controlnets, strict=True):
@@ -179,20 +161,3 @@ def _like(unet: Mapping[str, Any]) -> Mapping[str, Any]:
         "in_channels": PLAIN_CHANNELS,
         **{name: unet[name] for name in kept if name in unet},
     }
-
-
-def _check_classes(source: str, configs: Mapping[str, Mapping[str, Any]]) -> None:
-    allowed = {
-        "unet": ("UNet2DConditionModel",),
-        "vae": ("AutoencoderKL",),
-        "scheduler": SCHEDULERS,
-    }
-    for name, classes in allowed.items():
-        found = configs[name].get("_class_name")
-        if found not in classes:
-            raise CheckpointError(
-                f"{source}: the {name} is of class {found!r}, expected {', '.join(classes)}"
-            )
-    kind = configs["text_encoder"].get("model_type", "clip_text_model")
-    if kind not in ("clip_text_model", "clip"):
-        raise CheckpointError(f"{source}: the text encoder is a {kind!r} model, expected CLIP's")

@@ -1,6 +1,6 @@
 """Configs of a Stable Video Diffusion checkpoint's components, as data. No torch here.
 
-Read from the JSON files of a diffusers folder, or from `RELEASED` for a released model that is not
+Read from the JSON files of a diffusers folder, or from `released` for a released model that is not
 downloaded yet.
 """
 
@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from everyframe.checkpoints.config_errors import check_positive
+from everyframe.checkpoints.config_errors import check_classes, check_positive
+from everyframe.checkpoints.folder import read_package_data
 from everyframe.core.errors import CheckpointError
 from everyframe.runtime.request_checks import AutoencoderSizes
 
@@ -19,61 +20,31 @@ from everyframe.runtime.request_checks import AutoencoderSizes
 TEMPORAL_VAE = "AutoencoderKLTemporalDecoder"
 IMAGE_VAE = "AutoencoderKL"
 
+_CLASSES = {
+    "unet": ("UNetSpatioTemporalConditionModel",),
+    "vae": (TEMPORAL_VAE, IMAGE_VAE),
+    "scheduler": ("EulerDiscreteScheduler",),
+}
+
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 #: Required scheduler config. `sigma_min` and `sigma_max` are read; `timestep_spacing` determines
 #: the scale of the initial noise.
 _SCHEDULER = {
-    "prediction_type": "v_prediction",
-    "timestep_type": "continuous",
-    "use_karras_sigmas": True,
+    "prediction_type": "v_prediction", "timestep_type": "continuous", "use_karras_sigmas": True,
     "final_sigmas_type": "zero",
-}
+}  # fmt: skip
 _SCHEDULER_DEFAULTS: Mapping[str, Any] = {
-    "prediction_type": "epsilon",
-    "timestep_type": "discrete",
-    "use_karras_sigmas": False,
-    "final_sigmas_type": "zero",
-    "timestep_spacing": "linspace",
-}
+    "prediction_type": "epsilon", "timestep_type": "discrete", "use_karras_sigmas": False,
+    "final_sigmas_type": "zero", "timestep_spacing": "linspace",
+}  # fmt: skip
 
-#: Released sizes, for plans made before download; downloaded configs take precedence.
-RELEASED: Mapping[str, Mapping[str, Any]] = {
-    "unet": {
-        "_class_name": "UNetSpatioTemporalConditionModel",
-        "num_attention_heads": [5, 10, 20, 20],
-        "sample_size": 96,
-    },
-    "vae": {
-        "_class_name": TEMPORAL_VAE,
-        "block_out_channels": [128, 256, 512, 512],
-        "down_block_types": ["DownEncoderBlock2D"] * 4,
-        "layers_per_block": 2,
-        "latent_channels": 4,
-        "scaling_factor": 0.18215,
-        "force_upcast": True,
-    },
-    "image_encoder": {
-        "model_type": "clip_vision_model",
-        "hidden_size": 1280,
-        "intermediate_size": 5120,
-        "num_attention_heads": 16,
-        "num_hidden_layers": 32,
-        "patch_size": 14,
-        "image_size": 224,
-        "projection_dim": 1024,
-        "hidden_act": "gelu",
-    },
-    "scheduler": {
-        "_class_name": "EulerDiscreteScheduler",
-        **_SCHEDULER,
-        "timestep_spacing": "leading",
-        "sigma_min": 0.002,
-        "sigma_max": 700.0,
-    },
-    "feature_extractor": {"image_mean": list(_CLIP_MEAN), "image_std": list(_CLIP_STD)},
-}
+
+def released() -> Mapping[str, Mapping[str, Any]]:
+    """Configs of the released models, for plans made before download."""
+    configs: Mapping[str, Mapping[str, Any]] = read_package_data("families/svd/released.yaml")
+    return configs
 
 
 @dataclass(frozen=True)
@@ -99,7 +70,7 @@ class SVDConfig(AutoencoderSizes):
         Raises:
             CheckpointError: a class, a scheduler or sizes that are not supported; names `source`.
         """
-        _check_classes(source, configs)
+        check_classes(source, configs, _CLASSES, " or ")
         scheduler = {**_SCHEDULER_DEFAULTS, **configs["scheduler"]}
         _check_scheduler(source, scheduler)
         extractor = configs["feature_extractor"]
@@ -128,12 +99,10 @@ class SVDConfig(AutoencoderSizes):
 
     @property
     def num_frames(self) -> int:
-        """Number of frames that the denoiser was trained on."""
         return int(self.unet.get("num_frames", 25))
 
     @property
     def image_side(self) -> int:
-        """Side in pixels of the image encoder's square input."""
         return int(self.image_encoder.get("image_size", 224))
 
     def _check_fit(self, source: str) -> None:
@@ -157,20 +126,6 @@ def _vision(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Vision half of a CLIP config that contains both halves."""
     nested = config.get("vision_config")
     return nested if isinstance(nested, Mapping) else config
-
-
-def _check_classes(source: str, configs: Mapping[str, Mapping[str, Any]]) -> None:
-    allowed = {
-        "unet": ("UNetSpatioTemporalConditionModel",),
-        "vae": (TEMPORAL_VAE, IMAGE_VAE),
-        "scheduler": ("EulerDiscreteScheduler",),
-    }
-    for name, classes in allowed.items():
-        found = configs[name].get("_class_name")
-        if found not in classes:
-            raise CheckpointError(
-                f"{source}: the {name} is of class {found!r}, expected {' or '.join(classes)}"
-            )
 
 
 def _check_scheduler(source: str, scheduler: Mapping[str, Any]) -> None:
