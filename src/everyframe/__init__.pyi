@@ -473,6 +473,7 @@ def resume(
     parallel: str = "auto",
     shares: str | Sequence[float] | None = None,
     shard_weights: bool = False,
+    **options: Any,
 ) -> Video | list[Video] | Any:
     """Resume an interrupted run; the videos equal those of an uninterrupted run, bit for bit.
 
@@ -492,6 +493,10 @@ def resume(
             ulysses=N, ring=N) such as cfg=2,sequence=3.
         shares: Share of the work of each device, such as 24,8.
         shard_weights: Shard the denoiser's weights: each device stores some of its blocks.
+        options: ``num_devices``, ``devices``, ``parallel``, ``shares`` and ``shard_weights`` of
+            `generate`, to resume on other devices; then the videos are equal up to rounding. Others
+            name a file or model of the run again (``image="cat.png"``), which a run needs that
+            somebody else made.
 
     Raises:
         InputError: there is no such run, or something that it needs has changed.

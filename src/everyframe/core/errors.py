@@ -26,7 +26,7 @@ class ExitCode(IntEnum):
 
 
 class EveryframeError(Exception):
-    """Base of all errors of Everyframe."""
+    """Base of all errors that a user can meet."""
 
     exit_code = ExitCode.TROUBLE
 
@@ -36,24 +36,24 @@ class EveryframeError(Exception):
 
 
 class EveryframeWarning(UserWarning):
-    """A note or a repair, as a Python warning.
+    """A note or a repair, for Python callers; the video is made.
 
-    The command line prints the same as a line that begins with ``note:`` or ``repaired:``.
+    The command line prints it as a line that begins with ``note:`` or ``repaired:``.
     """
 
 
 class InputError(EveryframeError, ValueError):
-    """Invalid input on any machine: a bad size, an unknown option, an empty prompt."""
+    """The input is invalid on every machine: a bad size, an unknown option, an empty prompt."""
 
     exit_code = ExitCode.WRONG_INPUT
 
 
 class CheckpointError(InputError):
-    """A folder or file is not a checkpoint, is broken, or lacks a tensor; the message names it."""
+    """A folder or file is no checkpoint, is damaged or lacks a tensor; the text names it."""
 
 
 class MediaError(InputError):
-    """An image or video can't be read, or an output path can't be written."""
+    """An image or video can't be read, or an output can't be written."""
 
 
 class MissingPackageError(EveryframeError):
@@ -63,16 +63,22 @@ class MissingPackageError(EveryframeError):
 
 
 class CannotRunError(EveryframeError):
-    """This machine can't run the plan; the message says what it can run instead."""
+    """This machine can't run the request; the text says what it could run instead."""
 
     exit_code = ExitCode.CANNOT_RUN_HERE
 
 
 @dataclass(frozen=True)
 class OutOfMemoryInfo:
-    """An out-of-memory fault on `rank`, in `step` of `stage`, in one of these `components`.
+    """Where memory ran out.
 
-    `where` names the step for messages; `said` is the allocator's message.
+    Attributes:
+        stage: name of the stage.
+        step: number of the step, from 1.
+        components: one of these ran out of memory.
+        where: the step, for a message.
+        said: the allocator's message.
+        rank: the rank that ran out of memory.
     """
 
     stage: str
@@ -84,9 +90,9 @@ class OutOfMemoryInfo:
 
 
 class DistributedOutOfMemoryError(CannotRunError):
-    """Out of memory in a step that several ranks compute together.
+    """Memory ran out while several ranks computed together.
 
-    No rank can apply a memory fallback alone; the launcher restarts all of them with the next one.
+    No rank can do with less by itself; the launcher can start all of them again.
     """
 
     def __init__(self, text: str, scarcity: OutOfMemoryInfo) -> None:
@@ -99,7 +105,7 @@ class DistributedOutOfMemoryError(CannotRunError):
 
 
 class NumericsError(EveryframeError):
-    """Values are not finite beyond repair; the message names step, module and operation."""
+    """Values are not finite and can't be repaired; the text names step, module and operation."""
 
     exit_code = ExitCode.NUMERICS
 
@@ -112,14 +118,14 @@ class WorkerDiedError(EveryframeError):
 
 @dataclass(frozen=True)
 class DeviceLoss:
-    """A lost device.
+    """A lost device, one line a field.
 
     Attributes:
-        likely: the likely cause, in one line.
-        fix: how to fix it.
-        is_of_the_card: the card is at fault, not the kernel that ran.
-        said: the driver's or library's message.
-        what: which device was lost, and when.
+        likely: the likely cause.
+        fix: what to do.
+        is_of_the_card: whether no kernel is to blame, because any would have failed.
+        said: the driver's message.
+        what: what was lost, and when.
     """
 
     likely: str
@@ -133,9 +139,9 @@ class DeviceLoss:
 
 
 class DeviceLostError(WorkerDiedError):
-    """A device failed and this process can't use it any more; a new process may.
+    """A device failed, and this process can't use it any more; a new process may.
 
-    `loss` has the details, in the process that lost it.
+    `loss` is set if the process that lost it reports the details.
     """
 
     def __init__(self, text: str, loss: DeviceLoss | None = None) -> None:
@@ -148,21 +154,21 @@ class DeviceLostError(WorkerDiedError):
 
 
 class RunLockedError(EveryframeError):
-    """A run that another process is working on."""
+    """Another process works on this run."""
 
 
 class NotSerializableError(EveryframeError):
-    """A value that can't be kept: an object of somebody else's."""
+    """A value can't be saved: it is an object of another library."""
 
 
 class CorruptRunError(EveryframeError):
-    """What was kept is not there as it was written."""
+    """A saved file is missing, damaged or not what Everyframe writes."""
 
     exit_code = ExitCode.WRONG_INPUT
 
 
 class PeerLostError(WorkerDiedError):
-    """Another rank went away or does not answer; which one, and why, others may know better."""
+    """Another rank ended or does not answer; this rank does not know which one, or why."""
 
 
 def closest_names(given: str, allowed: Iterable[str], count: int = 1) -> list[str]:

@@ -33,7 +33,7 @@ Events: TypeAlias = Generator[Event, None, None]
 
 @dataclass(frozen=True)
 class Planned(Event):
-    """The plan is made. Nothing is downloaded or loaded yet."""
+    """The plan is made; nothing is fetched or loaded yet."""
 
     type: ClassVar[str] = "planned"
     plan: Plan
@@ -41,7 +41,7 @@ class Planned(Event):
 
 @dataclass(frozen=True)
 class WeightsReady(Event):
-    """All weights are on this disk and hashed. `record` reproduces the video."""
+    """All weight files are on this disk; `record` has their hashes and repeats the run."""
 
     type: ClassVar[str] = "ready"
     record: dict[str, Any] = field(repr=False, metadata={"bulky": True})
@@ -49,7 +49,7 @@ class WeightsReady(Event):
 
 @dataclass(frozen=True)
 class RunSaved(Event):
-    """The run is saved in the folder `path`; ``everyframe resume RUN`` continues it."""
+    """Progress is saved in the folder `path`; ``everyframe resume RUN`` continues it."""
 
     type: ClassVar[str] = "kept"
     run: str
@@ -99,10 +99,10 @@ class StageDone(Event):
 
 @dataclass(frozen=True)
 class Note(Event):
-    """Message for the user; the run continues.
+    """A message for the user; the run continues.
 
-    With `in_record` it is also in the record, under ``notes``, of the video with this `seed`, or of
-    all videos if `seed` is None.
+    With `in_record` it is also under ``notes`` in the record of the video with this seed, or of all
+    videos if `seed` is None.
     """
 
     type: ClassVar[str] = "note"
@@ -113,22 +113,17 @@ class Note(Event):
 
 @dataclass(frozen=True)
 class Repaired(Event):
-    """The guard repaired a fault, or a memory fallback was applied.
+    """A repair: a value was not finite, and a module runs in a wider dtype from now on.
 
     Attributes:
-        stage: stage of the fault.
-        step: step of that stage.
-        component: component of the fault.
-        module: module of the fault, by dotted name.
-        operation: first operation whose result is not finite.
-        cause: ``range`` (beyond the dtype's range), ``kernel`` (wrong kernel), ``formula`` (not
-            finite in float32 either), ``unclear``, ``compiled`` (compiled code is wrong),
-            ``blank`` (frames of one colour) or ``memory`` (out of memory).
-        dtype: dtype of the operation.
-        raised: module that runs in `to` from now on: `module`, or a parent whose parts must agree.
-        to: its new dtype or path; with the cause ``memory``, the memory fallback.
-        text: message for the user.
-        seed: video that needed it; None for all videos.
+        step: step of `stage` in which it happened.
+        module: module of `component` whose `operation` made the value, in `dtype`.
+        cause: ``range``, ``kernel``, ``formula``, ``unclear``, ``compiled`` (a compiled graph is
+            wrong and its eager block is right), ``blank`` (frames of one colour), or ``memory``
+            (out of memory).
+        raised: the repaired module, or the one around it if its parts must have one dtype.
+        to: what `raised` runs in; with the cause ``memory`` the memory fallback.
+        seed: seed of the video that needed it; None if all of them do.
     """
 
     type: ClassVar[str] = "repaired"
@@ -155,7 +150,7 @@ def event_of(data: Mapping[str, Any]) -> Event:
 class FramesDecoded(Event):
     """Next frames of the video with this seed: float32 in 0..1, (T, H, W, 3).
 
-    `index` distinguishes the videos that one pipeline call makes with one seed.
+    `index` numbers the videos if one pipeline call makes several with one seed.
     """
 
     type: ClassVar[str] = "frames"
@@ -167,9 +162,9 @@ class FramesDecoded(Event):
 
 @dataclass(frozen=True)
 class AudioDecoded(Event):
-    """Audio of the video with this seed: float32 in -1..1, (channels, n), `rate` samples a second.
+    """Sound of the video with this seed, float32 in -1..1, (channels, n), `rate` values a second.
 
-    It comes before the frames of its video.
+    It comes before its frames.
     """
 
     type: ClassVar[str] = "sound"
@@ -182,9 +177,9 @@ class AudioDecoded(Event):
 
 @dataclass(frozen=True)
 class Output(Event):
-    """Output of an in-memory pipeline for this seed, in the format of ``output_type``.
+    """Output of a pipeline in memory for this seed, unchanged; ``output_type`` asks for it.
 
-    It comes after the frames; there are no frames for ``output_type="latent"``.
+    It comes after the frames; latents have none.
     """
 
     type: ClassVar[str] = "output"
@@ -194,7 +189,7 @@ class Output(Event):
 
 @dataclass(frozen=True)
 class VideoDone(Event):
-    """All frames of the video with this seed are decoded. `record` reproduces the video."""
+    """All frames of the video with this seed were yielded; its `record` repeats it."""
 
     type: ClassVar[str] = "video_done"
     seed: int
@@ -205,7 +200,7 @@ class VideoDone(Event):
 
 @dataclass(frozen=True)
 class VideoWritten(Event):
-    """The video's file or folder is complete on disk."""
+    """A file or folder is complete on disk."""
 
     type: ClassVar[str] = "written"
     path: str

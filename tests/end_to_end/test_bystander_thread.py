@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_pipelines
 import torch
 from diffusers.models import attention_dispatch
 from diffusers.utils import torch_utils
@@ -143,8 +142,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     made = tmp_path_factory.mktemp("models")
     for name in ("wan", "mochi"):
         tiny_pipelines.TINY[name](made / name)
-    ours = tiny_opensora.opensora_1_2(made / "ours")
-    return {"ours": ours, "wan": made / "wan", "mochi": made / "mochi"}
+    return {
+        "ours": tiny_opensora.opensora_1_2(made / "ours"),
+        "wan": made / "wan",
+        "mochi": made / "mochi",
+    }
 
 
 @pytest.fixture(autouse=True)
