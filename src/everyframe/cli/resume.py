@@ -52,9 +52,7 @@ def resume(
         return 0 if is_silent() else _list(root, as_json=json)
     if run is None and under_torchrun() is not None:
         # The last one that nobody works on is soon another one for the next rank.
-        raise InputError(
-            "name the run, so that every rank resumes the same one: everyframe resume RUN"
-        )
+        raise InputError("name the run that every rank resumes: everyframe resume RUN")
     found = find_run(run, root)
     if forget:
         if run is None:
