@@ -101,7 +101,7 @@ def test_half_precision_has_to_be_certified_too(
     choices = {part.name: part.choices for part in shown.components}
     assert [each.verdict for each in choices["transformer"] if each.path == "bf16"] == ["expected"]
     off = everyframe.plan(
-        model=str(folder), profile="cuda-sm80", without=["bf16"], **{**SMALL, "device": "auto"}
+        model=str(folder), profile="cuda-sm80", disable=["bf16"], **{**SMALL, "device": "auto"}
     )
     assert {part.precision.compute for part in off.components} == {"float32"}
     assert not off.clashes

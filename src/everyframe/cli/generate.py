@@ -40,9 +40,9 @@ from everyframe.runs.folder import RunFolder, root_of
 if TYPE_CHECKING:
     from everyframe.cli.output_files import OutputFiles
 
-_HELP = """Make a video of a prompt.
+_HELP = """Make a video from a prompt.
 
-The ending of the output tells its kind. The last line printed is the path of the file.
+The ending of the output sets its format. The last line printed is the path of the file.
 """
 
 
@@ -157,7 +157,7 @@ def make(
         except (Terminated, PeerLostError):
             # Another rank says why; where it can be gone on from is known here alone.
             if run is not None and run.path.is_dir() and under_torchrun() is not None:
-                text = f"broken off; go on from where it was: everyframe resume {run.name}"
+                text = f"interrupted; resume it: everyframe resume {run.name}"
                 print(text, file=sys.stderr, flush=True)
             raise
     return int(ExitCode.DONE)

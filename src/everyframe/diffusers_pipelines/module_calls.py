@@ -219,6 +219,6 @@ def _plain(value: Any) -> Any:
     if type(value).__name__.endswith("Cache"):
         return None
     raise CannotRunError(
-        f"an encoder answers with a {type(value).__name__}, which can't be handed on to other "
+        f"an encoder answers with a {type(value).__name__}, which can't be sent to other "
         "devices; give one device"
     )

@@ -110,7 +110,7 @@ def stream(
     record = make_record(plan, request, model.weight_files())
     key = _repairs_key(record, plan)
     if request.forget_repairs and key is not None and delete_repairs(key):
-        yield Note("what was remembered of repairs for this model on this device is forgotten")
+        yield Note("the saved repairs of this model on this device are removed")
     yield WeightsReady(record)
     here = join_plan(plan, model, record, peers)
     how = SaveOptions(runs_folder()) if keep is None else keep
@@ -184,8 +184,8 @@ class _PlannedEvents:
                     raise
                 said = str(error).splitlines()[0] if str(error) else type(error).__name__
                 raise CannotRunError(
-                    "out of memory while it ran; a smaller size or num_frames takes less, and "
-                    f"another program may hold what the plan counted on ({said})"
+                    "out of memory during the run; use a smaller size or num_frames, or close "
+                    f"other programs that use this memory ({said})"
                 ) from error
         if isinstance(event, StageStarted):
             self._where = f"in {event.stage}"
@@ -298,9 +298,9 @@ def _check_finite(event: FramesDecoded, stage: Stage) -> None:
     # Both carry NaN through, and need no copy as large as the frames.
     if frames.size and not (np.isfinite(frames.min()) and np.isfinite(frames.max())):
         raise NumericsError(
-            f"{stage.name} made frames that hold values that are not finite; nothing was written. "
-            "Another precision may not (--dtype fp32), and `everyframe doctor` tells what this "
-            "device is known for"
+            f"{stage.name} made frames with values that are not finite; nothing was written. "
+            "Try another precision (--dtype fp32); `everyframe doctor` lists the known issues of "
+            "this device"
         )
 
 

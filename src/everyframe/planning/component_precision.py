@@ -196,7 +196,7 @@ def quantising_of(request: Request, device: DeviceFacts) -> QuantizationChoice:
     wanted = {request.quantize, *(request.quantized or {}).values()} - {"auto", "none", ""}
     for kind in sorted(wanted):
         if kind not in ERRORS:  # out of a record that anybody may have made
-            raise InputError(f"weights are kept in {' or '.join(ERRORS)}, and not in {kind!r}")
+            raise InputError(f"weights are stored in {' or '.join(ERRORS)}, not in {kind!r}")
         if device.kind in _LACKS.get(kind, ()):
             raise InputError(f"{device.name} has no {kind}; give --quantize int8")
     return QuantizationChoice(request.quantize, request.quantized)
@@ -219,8 +219,8 @@ def quantization_notes(
     if not precision.weights:
         return ()
     by_itself = wanted.exact is None and wanted.asked == "auto"
-    why = ", as it fits no other way; --quantize none refuses" if by_itself else ""
+    why = ", as nothing else makes it fit; --quantize none prevents it" if by_itself else ""
     return (
-        f"{title}: weights of its linear layers are kept in {precision.weights} (lossy: a layer's "
-        f"result differs by about {ERRORS[precision.weights]:.0%}{why})",
+        f"{title}: weights of its linear layers are stored in {precision.weights} (lossy: a "
+        f"layer's result differs by about {ERRORS[precision.weights]:.0%}{why})",
     )

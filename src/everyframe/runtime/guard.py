@@ -151,7 +151,7 @@ class Guard:
         outcome = catch_out_of_memory(lambda: search.of_swallowed(result))
         if isinstance(outcome, OutOfMemory):
             self.note(f"{self._where(step)}: float16 overflowed; there is too little memory to "
-                      "tell whether that changed the result")  # fmt: skip
+                      "check whether that changed the result")  # fmt: skip
             return compute()
         self._tell(self._event(step, each, is_swallowed=True) for each in outcome.repairs)
         assert outcome.result is not None
@@ -293,13 +293,13 @@ class Guard:
         if fault.cause == "given":
             return GivenError(
                 f"{self.place(step)}: {fault.part} was given {fault.operation} that is not finite, "
-                "though all that its modules made was: the sampler's arithmetic or the pipeline's "
-                "own did it. Nothing was written; other settings (steps, guidance), another "
-                "scheduler or the whole pipeline in float32 may not"
+                "though all module results were: it comes from the arithmetic of the sampler or "
+                "the pipeline. Nothing was written; try other settings (steps, guidance), another "
+                "scheduler or the whole pipeline in float32"
             )
         return NumericsError(
             f"{where}: {describe_fault(fault, fault.cause)}. No wider precision helps, and "
-            "nothing was written; other settings (size, guidance, steps) may not reach this"
+            "nothing was written; try other settings (size, guidance, steps)"
         )
 
     def _event(self, step: int, done: RepairStep, *, is_swallowed: bool = False) -> Repaired:
@@ -307,7 +307,7 @@ class Guard:
         # It went well in float32, so the formula is right.
         cause, why = ("range", "lost") if fault.cause == "formula" else (fault.cause, fault.cause)
         told = describe_fault(fault, why)
-        told += ", which came to nothing later and changed the result" * is_swallowed
+        told += ", which became finite later and changed the result" * is_swallowed
         text = f"{self._where(step)}: {told}. {remedy.place} runs in {remedy.to} from here on"
         dtype = dtype_name(fault.dtype)
         return Repaired(
