@@ -177,6 +177,7 @@ _HUNYUAN = (
         "mlp.fc1": "ff.net.0.proj", "mlp.0": "ff.net.0.proj",
         "mlp.fc2": "ff.net.2", "mlp.2": "ff.net.2",
         "adaLN_modulation.1": "norm_out.linear",
+        "norm1": "norm1", "norm2": "norm2",
     }, _REFINER, _REFINED),
     Rename("single_blocks.*.linear1", tuple(
         f"single_transformer_blocks.*.{name}"

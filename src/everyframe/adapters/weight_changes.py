@@ -80,8 +80,7 @@ class WeightChange:
         up, down = self._picked(tensors["up"]).flatten(1), tensors["down"]
         if "mid" in tensors:
             return _einsum("nm...,on,mi->oi...", tensors["mid"], up, down.flatten(1))
-        product: Tensor = up @ down.flatten(1)
-        return product
+        return up @ down.flatten(1)
 
     def _decomposed(self, weight: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
         """DoRA: the changed weight's directions with magnitudes of their own."""
@@ -93,7 +92,7 @@ class WeightChange:
         # An input channel's norm is over all rows, so a part of them is refused (`patches`).
         magnitude = tensors["dora"].flatten()
         magnitude = (self._picked(magnitude) if axis == 0 else magnitude).reshape(norm.shape)
-        merged = changed * (magnitude / norm)
+        merged: Tensor = changed * (magnitude / norm)
         return merged if self.strength == 1 else weight + (merged - weight) * self.strength
 
     def _picked(self, tensor: Tensor) -> Tensor:
