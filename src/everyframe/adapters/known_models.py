@@ -36,6 +36,11 @@ _JOINT = r"(transformer_blocks.\d+.attn.to_q|double_blocks.\d+.img_attn.qkv)"
 _UNET = r"(down_blocks|input_blocks).*attn2.to_k"
 #: The first that fits is named, so special ones come first.
 KNOWN_MODELS: tuple[KnownModel, ...] = (
+    KnownModel("Stable Video Diffusion", _UNET, None, "temporal_transformer_blocks|time_stack"),
+    KnownModel("Stable Diffusion XL", _UNET, 2048),
+    KnownModel("Stable Diffusion 2", _UNET, 1024),
+    KnownModel("Stable Diffusion 1", _UNET, 768),
+    KnownModel("AnimateDiff's motion modules", r"motion_modules.*attention_blocks.*to_q"),
     KnownModel("Wan 14B image to video", _WAN, 5120, "k_img|add_k_proj"),
     KnownModel("Wan 14B", _WAN, 5120),
     KnownModel("Wan 2.2 5B", _WAN, 3072),
@@ -52,11 +57,6 @@ KNOWN_MODELS: tuple[KnownModel, ...] = (
     KnownModel("Qwen-Image", r"transformer_blocks.\d+.attn.to_q", 3072, "img_mlp"),
     KnownModel("HunyuanVideo or FLUX.1", _JOINT, 3072),
     KnownModel("a model of the kind of HunyuanVideo or FLUX.1", _JOINT),
-    KnownModel("Stable Video Diffusion", _UNET, None, "temporal_transformer_blocks|time_stack"),
-    KnownModel("Stable Diffusion XL", _UNET, 2048),
-    KnownModel("Stable Diffusion 2", _UNET, 1024),
-    KnownModel("Stable Diffusion 1", _UNET, 768),
-    KnownModel("AnimateDiff's motion modules", r"motion_modules.*attention_blocks.*to_q"),
     KnownModel("a text encoder", r"(text_model|self_attn|SelfAttention).*(q_proj|\bq)"),
 )
 
