@@ -372,10 +372,10 @@ def rows(measure: Callable[[str, Path], str]) -> list[str]:
 _HEAD = """\
 # Formats of LoRA files
 
-Made by `python -m lora_layouts` in `tests/` from the files that the tests make: random factors for a
-tiny Wan, written in each layout. "Right" means the weights that merging by hand in float64 gives, to
-1e-6. What diffusers {version} with PEFT {peft} makes of each file was measured by the same program,
-by `load_lora_weights` and `fuse_lora`. How to use such files: [LoRA](../how-to/lora.md).
+Made by `python -m lora_layouts` in `tests/` from the files that the tests make: random factors for
+a tiny Wan, written in each layout. "Right" means the weights that merging by hand in float64 gives,
+to 1e-6. What diffusers {version} with PEFT {peft} makes of each file was measured by the same
+program, by `load_lora_weights` and `fuse_lora`. How to use such files: [LoRA](../how-to/lora.md).
 
 | made by | a key of it | diffusers | Everyframe |
 |---|---|---|---|
@@ -388,8 +388,8 @@ model's authors: {models}. A file for two denoisers (Wan 2.2) names them by `tra
 
 What is refused, in one line that names the tensor: a factor without its partner, factors of two
 ranks, a shape that is not the weight's, a suffix of no known kind, a module that the model has not
-(with the model that the file looks made for), NaN and infinity, a truncated file, whole layers beside
-the adapter (`modules_to_save`), and layers of another shape (`reshape_weight`).
+(with the model that the file looks made for), NaN and infinity, a truncated file, whole layers
+beside the adapter (`modules_to_save`), and layers of another shape (`reshape_weight`).
 """
 
 

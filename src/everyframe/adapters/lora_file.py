@@ -20,11 +20,12 @@ import torch
 from everyframe.adapters.factor_shapes import kind_of, rank_of
 from everyframe.adapters.key_schemes import split_key, why_not_read
 from everyframe.adapters.weight_sites import Shape
-from everyframe.checkpoints.digest import digest
+from everyframe.checkpoints.digest import digest, known_digest
 from everyframe.checkpoints.folder import read_json
 from everyframe.checkpoints.safetensors_header import read_header
 from everyframe.checkpoints.tensor_file import TensorFile, open_checkpoint
-from everyframe.core.errors import CheckpointError
+from everyframe.core.errors import CheckpointError, InputError
+from everyframe.core.lora import Lora
 
 #: Key of diffusers' metadata in a safetensors header.
 _METADATA = "lora_adapter_metadata"
@@ -87,8 +88,33 @@ def lora_digest(path: Path) -> str:
     Raises:
         CheckpointError: the file can't be read.
     """
+    return digest(_files(path))
+
+
+def known_lora_digest(path: Path) -> str | None:
+    """The same if these files were hashed before and are unchanged; None otherwise."""
+    return known_digest(_files(path))
+
+
+def _files(path: Path) -> list[Path]:
     config = _config_beside(path)
-    return digest([path] if config is None else [path, config])
+    return [path] if config is None else [path, config]
+
+
+def check_recorded(lora: Lora) -> None:
+    """Raise `InputError` unless the file has the hash that a record has of it, if any."""
+    if lora.sha256 is None:
+        return
+    again = f"give it again: --lora FILE:{lora.strength:g}"
+    if not lora.path.is_file():
+        raise InputError(
+            f"the video was made with the LoRA {lora.name!r}, which is not in this folder; {again}"
+        )
+    if lora_digest(lora.path) != lora.sha256:
+        raise InputError(
+            f"{lora.name!r} in this folder is not the LoRA that the video was made with (its hash "
+            f"differs); {again}"
+        )
 
 
 def read_lora(path: Path) -> LoraFile:

@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from pathlib import Path
 
 from torch import Tensor
 
@@ -27,13 +26,14 @@ from everyframe.adapters.key_schemes import (
     Prefix,
 )
 from everyframe.adapters.known_models import identify
-from everyframe.adapters.lora_file import LoraFile, ModuleChange, read_lora
+from everyframe.adapters.lora_file import LoraFile, ModuleChange, check_recorded, read_lora
 from everyframe.adapters.weight_changes import WeightChange
-from everyframe.adapters.weight_sites import Shape, Target, WeightSites, WeightTable
+from everyframe.adapters.weight_sites import Shape, Target, WeightSites
 from everyframe.checkpoints.folder import listing
 from everyframe.checkpoints.patched_file import TensorPatch
 from everyframe.core.errors import CheckpointError, InputError
 from everyframe.core.lora import Lora
+from everyframe.runtime.patchable import WeightTable
 
 #: Problems that one message shows.
 _MOST_SHOWN = 3
@@ -88,7 +88,8 @@ def match_loras(loras: Sequence[Lora], tables: Mapping[str, WeightTable], title:
     changes: dict[str, dict[str, list[WeightChange]]] = {}
     applied = []
     for lora in loras:
-        matched = _Match(model, lora, read_lora(Path(lora.file).expanduser()))
+        check_recorded(lora)
+        matched = _Match(model, lora, read_lora(lora.path))
         for component, name, change in matched.changes():
             own = changes.setdefault(component, {}).setdefault(name, [])
             if lora.strength:

@@ -7,11 +7,12 @@ diffusers' names, original names, and both with underscores for dots.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from everyframe.adapters.name_maps import NAME_MAPS, Rename
 from everyframe.core.errors import closest_names
+from everyframe.runtime.patchable import WeightTable
 
 Shape = tuple[int, ...]
 
@@ -35,21 +36,6 @@ class Target:
 
     module: str
     rows: Rows | None = None
-
-
-@dataclass(frozen=True)
-class WeightTable:
-    """Parameters of one component.
-
-    Attributes:
-        class_name: class of its module.
-        shapes: shape of each parameter by name.
-        is_denoiser: whether files without a component's name mean it.
-    """
-
-    class_name: str
-    shapes: Mapping[str, Shape]
-    is_denoiser: bool = False
 
 
 class WeightSites:

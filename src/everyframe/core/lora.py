@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import PurePath
+from pathlib import Path
 from typing import Any
 
 from everyframe.core.errors import InputError
@@ -56,9 +56,14 @@ class Lora:
             )
 
     @property
+    def path(self) -> Path:
+        """Path of the file."""
+        return Path(self.file).expanduser()
+
+    @property
     def name(self) -> str:
         """The file's name without its folders."""
-        return PurePath(self.file).name
+        return self.path.name
 
     def __str__(self) -> str:
         at = f"@{self.component}" if self.component else ""

@@ -14,6 +14,7 @@ from pydantic import ValidationInfo, field_validator, model_validator
 
 from everyframe.core.bytes import parse_bytes
 from everyframe.core.errors import InputError, did_you_mean
+from everyframe.core.lora import Lora, parse_loras
 from everyframe.core.option_values import SPELLED, option_text
 from everyframe.core.options import Options, option
 from everyframe.core.parallel_plan import parse_ways
@@ -65,6 +66,12 @@ class Request(Options):
         names_model=True,
     )
     negative_prompt: str | None = option("What it should not show.", group="What")
+    loras: tuple[Lora, ...] = option(
+        "A LoRA that is merged into the weights, FILE[:STRENGTH][@COMPONENT]; may be repeated.",
+        group="What",
+        aliases=("--lora",),
+        default=(),
+    )
 
     size: str | None = option("WIDTHxHEIGHT.", group="Size and length", unit="pixels")
     height: int | None = option(
@@ -251,6 +258,12 @@ class Request(Options):
     def _spelled(cls, given: Any, info: ValidationInfo) -> Any:
         """Convert Python values to their command line text."""
         return option_text(str(info.field_name), given)
+
+    @field_validator("loras", mode="before")
+    @classmethod
+    def _loras(cls, given: Any) -> Any:
+        """Accept texts, paths, pairs with a strength, or mappings."""
+        return parse_loras(given)
 
     @field_validator("without", mode="before")
     @classmethod

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from everyframe.adapters.request_loras import with_loras
 from everyframe.checkpoints.locate import is_listed
 from everyframe.core.errors import CannotRunError, CorruptRunError, InputError, OutOfMemoryInfo
 from everyframe.core.events import Event, Events, Note, Planned, Repaired, WeightsReady
@@ -275,7 +276,7 @@ def _model_here(
                 f"everyframe.resume({run.folder.name!r})"
             )
         _check_given(run.folder, run.given, given.digests())
-        return given.model
+        return with_loras(given.model, run.request)
     if run.record.get("model", {}).get("sha256") is None:
         raise InputError(
             f"the run {run.folder.name} was made with a {run.plan.model} that was given in Python; "

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -24,12 +24,17 @@ from everyframe.core.errors import CorruptRunError
 from everyframe.core.options import FamilyOptions
 from everyframe.core.plan import Settings
 from everyframe.runtime.interface import DryRunCall, MemorySaving
+from everyframe.runtime.patchable import NO_PATCHES, WeightPatches, WeightTable
 
 if TYPE_CHECKING:
     from torch import nn
 
     from everyframe.checkpoints.key_map import KeyMap
     from everyframe.checkpoints.tensor_file import TensorFile
+
+
+#: Names of the components that files of LoRAs mean which name none.
+DENOISERS = ("denoiser", "unet")
 
 
 class ModuleBuilder:
@@ -185,6 +190,7 @@ class NativeModelSpec(ABC, Generic[_Options, _Files, _Sizes]):
     options: _Options
     files: _Files
     sizes: _Sizes
+    patched: WeightPatches = field(default=NO_PATCHES, kw_only=True, compare=False, repr=False)
 
     @abstractmethod
     def weights(self, component: str) -> tuple[Path | TensorFile, KeyMap]:
@@ -209,7 +215,31 @@ class NativeModelSpec(ABC, Generic[_Options, _Files, _Sizes]):
 
     def fetch(self: _Model) -> _Model:
         """The same model with all of its files on this disk, downloaded if missing."""
-        return self.fetched() if self.missing() else self
+        return self.fetched().with_patches(self.patched) if self.missing() else self
+
+    def weight_tables(self) -> Mapping[str, WeightTable]:
+        """Parameters of each component."""
+        return {
+            name: WeightTable(
+                type(module := self.sizes.empty(name)).__name__,
+                {key: tuple(each.shape) for key, each in module.named_parameters()},
+                name in DENOISERS,
+            )
+            for name in self.components_on_disk
+        }
+
+    def with_patches(self: _Model, patched: WeightPatches) -> _Model:
+        """The same model, which loads with these patches."""
+        return replace(self, patched=patched)
+
+    def patched_weights(self, component: str) -> tuple[TensorFile, KeyMap]:
+        """`weights`, opened, with the patches of LoRAs."""
+        from everyframe.checkpoints.patched_file import patched
+        from everyframe.checkpoints.tensor_file import open_checkpoint
+
+        weights, keys = self.weights(component)
+        patches = self.patched.patches.get(component, {})
+        return patched(open_checkpoint(weights), keys, patches), keys
 
     def weight_files(self) -> tuple[str, ...]:
         """All weight files, without duplicates."""

@@ -57,7 +57,7 @@ class StageContext(Generic[_Model]):
         module = load_component(
             self.plan.component(component),
             partial(sizes.taken, component),
-            *self.model.weights(component),
+            *self.model.patched_weights(component),
             outputs=sizes.outputs(component),
             supply=self.teams.supply,
         )
