@@ -8,7 +8,7 @@ Read next: `core/plan.py` (the result), `engine/run.py` (its execution).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -156,8 +156,7 @@ def _prepared(
     rates = _rates(fitted, devices[shares.rank], num_threads) if with_seconds else None
     if with_seconds and isinstance(model, PromptReadingSpec):
         notes = (*notes, *model.unread(settings))
-    loras = patches_of(model)
-    says = (*loras.notes, *shares.says, *_of_repairs(fitted), *idle_notes(shares.division))
+    says = (*shares.says, *_of_weights(model, fitted), *idle_notes(shares.division))
     plan = Plan(
         model=model.name,
         family=family_name,
@@ -174,7 +173,7 @@ def _prepared(
         rates="" if rates is None else rates.source,
         profile=None if profile is None else str(profile),
         division=shares.division,
-        loras=loras.loras,
+        loras=patches_of(model).loras,
     )
     # What somebody has in memory is there already: what is free says nothing against it.
     obstacle = None if given is not None else infeasible_reason(plan, fitting, fitted, facts)
@@ -370,8 +369,8 @@ def _remedies(
     return () if key is None else load_repairs(key)
 
 
-def _of_repairs(fitted: FitResult) -> Iterator[str]:
-    return (line for part in fitted.components for line in repair_notes(part))
+def _of_weights(model: ModelSpec, fitted: FitResult) -> Sequence[str]:
+    return (*patches_of(model).notes, *(n for p in fitted.components for n in repair_notes(p)))
 
 
 def _asked_bytes(request: Request, name: str) -> int | None:
