@@ -237,7 +237,7 @@ def test_what_is_no_file(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is no checkpoint"):
         read_lora(tmp_path / "text.txt")
     write(tmp_path / "empty.safetensors", {})
-    with pytest.raises(CheckpointError, match="empty.safetensors holds no tensors"):
+    with pytest.raises(CheckpointError, match=r"empty\.safetensors holds no tensors"):
         read_lora(tmp_path / "empty.safetensors")
 
 

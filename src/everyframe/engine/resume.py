@@ -339,7 +339,8 @@ def _check_place(run: InterruptedRun) -> None:
     """Raise `InputError` for input files given relative to another folder than this one."""
     if Path.cwd() == run.place:
         return
-    for name, value in {**run.request.given(), **run.request.family_options}.items():
+    given = [*run.request.given().items(), *run.request.family_options.items()]
+    for name, value in (*given, *(("LoRA", lora.file) for lora in run.request.loras)):
         is_text = isinstance(value, (str, Path)) and name != "prompt"
         if is_text and not Path(value).is_absolute() and os.path.exists(run.place / value):
             raise InputError(
